@@ -1,0 +1,62 @@
+"""Equal draft lengths: k for each request, or C shared with a rotating remainder (Fixed-S)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.allocation import DraftCandidate, StepWork
+from penstock.core.state import RequestState
+
+
+class Fixed:
+    """The same draft length for everybody, whatever it brings."""
+
+    name: ClassVar[str] = "fixed"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """k: draft tokens for each request.
+        total: draft tokens a round, shared equally; the remainder goes round. None: no bound."""
+
+        k: int = 4
+        total: int | None = None
+
+        def __post_init__(self) -> None:
+            if self.k < 0 or (self.total is not None and self.total < 0):
+                raise ValueError(f"k and total must not be negative, not {self.k}, {self.total}")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._turn = 0
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[int]:
+        wanted = [self.options.k] * len(candidates)
+        if self.options.total is not None and candidates:
+            wanted = self._share(self.options.total, len(candidates))
+        return cut_to_budget(
+            [min(w, c.limit) for w, c in zip(wanted, candidates, strict=True)], work
+        )
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k
+
+    def _share(self, total: int, num: int) -> list[int]:
+        each, extra = divmod(total, num)
+        lucky = {(self._turn + i) % num for i in range(extra)}
+        self._turn += extra
+        return [each + (i in lucky) for i in range(num)]
+
+
+def cut_to_budget(lengths: list[int], work: StepWork) -> list[int]:
+    """Shorten the longest drafts until their sum fits the step's budget."""
+    excess = sum(lengths) - work.budget
+    while excess > 0 and any(lengths):
+        longest = max(range(len(lengths)), key=lambda i: lengths[i])
+        lengths[longest] -= 1
+        excess -= 1
+    return lengths
+
+
+POLICY = Fixed

@@ -1,0 +1,127 @@
+"""KV block ids of one model: reference counts, and a prefix cache over verified full blocks.
+
+free_blocks (least recently used first)
+|<- never used ->|<- cached, nobody reads them: may be reclaimed ->|
+A block with ref > 0 is in no list. Cached blocks keep their hash until they are reclaimed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+
+
+def hash_blocks(
+    token_ids: Sequence[int],
+    block_size: int,
+    salt: str,
+    parent: bytes = b"",
+) -> tuple[bytes, ...]:
+    """Chained hashes of the full blocks of `token_ids`: equal exactly where the whole prefix, and
+    the tenant's salt, are equal. 128-bit, so that a collision cannot be made to leak a prefix."""
+    hashes = []
+    parent = parent or hashlib.blake2b(salt.encode(), digest_size=16).digest()
+    for end in range(block_size, len(token_ids) + 1, block_size):
+        block = b"".join(t.to_bytes(4, "little") for t in token_ids[end - block_size : end])
+        parent = hashlib.blake2b(parent + block, digest_size=16).digest()
+        hashes.append(parent)
+    return tuple(hashes)
+
+
+class BlockPool:
+    """The KV blocks of one model."""
+
+    def __init__(self, num_blocks: int, block_size: int, *, prefix_caching: bool = True) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(f"a pool needs blocks, not {num_blocks} of {block_size} tokens")
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._prefix_caching = prefix_caching
+        self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
+        self._refs = [0] * num_blocks
+        self._hash_of: dict[int, bytes] = {}
+        self._block_of: dict[bytes, int] = {}
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    @property
+    def num_used_blocks(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.num_blocks * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def can_allocate(self, num_blocks: int) -> bool:
+        return num_blocks <= len(self._free)
+
+    def allocate(self, num_blocks: int) -> list[int]:
+        """Take blocks, reclaiming the least recently used cached ones last. `can_allocate` first.
+
+        Raises: RuntimeError if there are not enough.
+        """
+        if num_blocks > len(self._free):
+            raise RuntimeError(f"{num_blocks} blocks wanted, {len(self._free)} free")
+        taken = []
+        for _ in range(num_blocks):
+            block, _ = self._free.popitem(last=False)
+            self._forget_hash(block)
+            self._refs[block] = 1
+            taken.append(block)
+        return taken
+
+    def match(self, hashes: Sequence[bytes]) -> list[int]:
+        """Cached blocks of the longest known prefix of `hashes`; nothing is taken yet."""
+        found: list[int] = []
+        for block_hash in hashes:
+            block = self._block_of.get(block_hash)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def share(self, blocks: Iterable[int]) -> None:
+        """Add a reader to cached blocks that `match` has returned."""
+        for block in blocks:
+            self._free.pop(block, None)
+            self._refs[block] += 1
+
+    def num_idle(self, blocks: Iterable[int]) -> int:
+        """How many of `blocks` nobody reads: sharing them takes them off the free list."""
+        return sum(self._refs[block] == 0 for block in blocks)
+
+    def commit(self, block: int, block_hash: bytes) -> None:
+        """Offer a full block of verified tokens for sharing. The first block with a hash wins."""
+        if self._prefix_caching and block_hash not in self._block_of:
+            self._forget_hash(block)
+            self._hash_of[block] = block_hash
+            self._block_of[block_hash] = block
+
+    def free(self, blocks: Iterable[int]) -> None:
+        """Drop one reader of each block. Later blocks of a sequence are reclaimed first."""
+        for block in reversed(list(blocks)):
+            self._refs[block] -= 1
+            if self._refs[block] < 0:
+                raise RuntimeError(f"block {block} was freed twice")
+            if self._refs[block] == 0:
+                self._free[block] = None
+                if block not in self._hash_of:
+                    self._free.move_to_end(block, last=False)
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is in exactly one place."""
+        assert all((self._refs[b] == 0) == (b in self._free) for b in range(self.num_blocks))
+        assert all(self._block_of[h] == b for b, h in self._hash_of.items())
+        assert len(self._hash_of) == len(self._block_of)
+
+    def _forget_hash(self, block: int) -> None:
+        block_hash = self._hash_of.pop(block, None)
+        if block_hash is not None:
+            del self._block_of[block_hash]

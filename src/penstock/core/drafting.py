@@ -1,0 +1,148 @@
+"""Select a drafter, allocate draft lengths, and write the draft orders of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, StepWork
+from penstock.core.estimators import Estimators
+from penstock.core.memory import KVMemory
+from penstock.core.selection import SelectionPolicy
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, DraftOrder, Status
+
+
+class Drafting:
+    """The drafting half of the scheduler."""
+
+    def __init__(
+        self,
+        drafters: dict[str, Drafter],
+        memory: KVMemory,
+        selection: SelectionPolicy,
+        allocation: AllocationPolicy,
+        estimators: Estimators,
+        max_model_len: int,
+        live_states: Callable[[], Iterable[RequestState]],
+    ) -> None:
+        self.drafters = drafters
+        self._memory = memory
+        self._selection = selection
+        self._allocation = allocation
+        self._estimators = estimators
+        self._max_model_len = max_model_len
+        self._live_states = live_states
+
+    def drafter_of(self, state: RequestState) -> Drafter | None:
+        """The request's drafter while it is up."""
+        drafter = self.drafters.get(state.drafter) if state.drafter else None
+        return drafter if drafter is not None and drafter.up else None
+
+    def select(self, states: Sequence[RequestState], now: float) -> None:
+        """Give every request its drafter: the one that it names, or the policy's choice."""
+        free = []
+        for state in states:
+            wanted = state.request.drafter
+            if wanted == NO_DRAFTER or not self.drafters or state.request.max_draft_tokens == 0:
+                state.drafter = None
+            elif wanted != AUTO_DRAFTER:
+                state.drafter = wanted
+            else:
+                free.append(state)
+        if free:
+            chosen = self._selection.select(free, self.drafters, now)
+            for state in free:
+                state.drafter = chosen[state.request.id]
+
+    def reserve(self, state: RequestState) -> int:
+        """Draft positions that admission keeps free for a running request."""
+        if not state.is_decoding or self.drafter_of(state) is None:
+            return 0
+        if state.held is not None:
+            return state.held.num_draft_tokens
+        return min(self._allocation.reserve(state), self._limit(state))
+
+    def allocate(
+        self, states: Iterable[RequestState], budget: int, num_rows: int, num_sampled: int
+    ) -> dict[str, int]:
+        """Draft lengths by request id; a request that may not draft is left out."""
+        candidates = []
+        for state in states:
+            drafter = self.drafter_of(state)
+            if drafter is None or not state.is_decoding:
+                continue
+            limit = min(self._limit(state), drafter.max_draft_tokens)
+            candidates.append(DraftCandidate(state, drafter.name, limit))
+        if not candidates:
+            return {}
+        work = StepWork(max(0, budget), num_rows, num_sampled, self._estimators)
+        lengths = self._allocation.allocate(candidates, work)
+        return {c.state.request.id: n for c, n in zip(candidates, lengths, strict=True)}
+
+    def order(self, state: RequestState, num_known: int, length: int) -> DraftOrder | None:
+        """Order a catch-up to `num_known` known tokens and `length` draft tokens, or None where
+        there is nothing to do or no memory for it: a draft is never worth a preemption."""
+        drafter = self.drafter_of(state)
+        if drafter is None:
+            return None
+        if drafter.pool is None:
+            start = num_catch_up = 0
+            new_blocks: list[int] = []
+            if length == 0:
+                return None
+        else:
+            is_new = drafter.name not in state.kv
+            kv = self._memory.start_from_cache(state, drafter.name)
+            start = kv.num_computed_tokens
+            num_catch_up = num_known - start
+            if num_catch_up <= 0:
+                return None
+            missing = drafter.pool.blocks_for(num_known + max(length - 1, 0)) - len(kv.blocks)
+            if missing > 0 and not self._make_room(drafter, missing, state):
+                if is_new:
+                    self._memory.release(state, [drafter.name])
+                return None
+            new_blocks = drafter.pool.allocate(max(0, missing))
+            kv.blocks += new_blocks
+            new_blocks = kv.blocks[:] if is_new else new_blocks
+        return DraftOrder(
+            state.request.id,
+            state.epoch,
+            state.round,
+            drafter.name,
+            start,
+            num_catch_up,
+            length,
+            tuple(new_blocks),
+        )
+
+    def drafted(self, state: RequestState, order: DraftOrder, num_proposed: int) -> None:
+        """Note what the drafter's KV holds after an order was carried out."""
+        kv = state.kv.get(order.drafter)
+        if kv is not None:
+            computed = order.start + order.num_catch_up_tokens + max(num_proposed - 1, 0)
+            kv.num_computed_tokens = computed
+
+    def _limit(self, state: RequestState) -> int:
+        """Most draft tokens that could still be of use: the target adds one token itself."""
+        limit = min(
+            state.num_remaining_tokens - 1, self._max_model_len - state.num_known_tokens - 1
+        )
+        if state.request.max_draft_tokens is not None:
+            limit = min(limit, state.request.max_draft_tokens)
+        return max(0, limit)
+
+    def _make_room(self, drafter: Drafter, num_blocks: int, keep: RequestState) -> bool:
+        """A drafter's KV is only a cache: take it from requests that now draft with another, or
+        not at all. Their tables are dropped; they catch up if they come back."""
+        pool = drafter.pool
+        assert pool is not None
+        if pool.can_allocate(num_blocks):
+            return True
+        for state in self._live_states():
+            idle = state.drafter != drafter.name or state.status is not Status.RUNNING
+            if state is not keep and idle and drafter.name in state.kv and not state.plans:
+                self._memory.release(state, [drafter.name])
+            if pool.can_allocate(num_blocks):
+                return True
+        return False

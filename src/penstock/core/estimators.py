@@ -1,0 +1,113 @@
+"""What is learned while it runs: acceptance of drafts, and the times of steps.
+
+Only positions up to and including the first rejection say anything about a drafter (design 4.3):
+later drafts stand on a prefix that the target did not choose.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.types import TARGET, StepResult, Verdict
+from penstock.fluid.step_times import StepTimeCurve
+
+
+@dataclass(slots=True)
+class Beta:
+    """A discounted Beta posterior of one acceptance probability, beside its prior's mean.
+
+    Successes and failures fade by `discount` each round, so that the estimate follows drift and
+    falls back on the prior, optimism included, when nothing is seen.
+    """
+
+    accepted: float = 0.0
+    rejected: float = 0.0
+
+    def observe(self, num_accepted: float, num_rejected: float) -> None:
+        self.accepted += num_accepted
+        self.rejected += num_rejected
+
+    def fade(self, discount: float) -> None:
+        self.accepted *= discount
+        self.rejected *= discount
+
+    def mean(self, prior_mean: float, prior_strength: float) -> float:
+        total = self.accepted + self.rejected + prior_strength
+        return (self.accepted + prior_mean * prior_strength) / total
+
+
+class AcceptanceEstimator:
+    """Acceptance probability of a draft token by request and drafter.
+
+    A request starts from what the drafter has shown on all requests, worth `prior_strength` tokens.
+    """
+
+    def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
+        self._discount = discount
+        self._prior_strength = prior_strength
+        self._by_request: dict[tuple[str, str], Beta] = {}
+        self._by_drafter: dict[str, Beta] = {}
+
+    def observe(self, verdict: Verdict) -> None:
+        """Take in the evidence of one verification; overlaps, where known, in place of 0 and 1."""
+        if verdict.drafter is None or not verdict.num_proposed:
+            return
+        if verdict.overlaps:
+            accepted = sum(verdict.overlaps)
+            rejected = len(verdict.overlaps) - accepted
+        else:
+            accepted = float(verdict.num_accepted)
+            rejected = float(verdict.num_accepted < verdict.num_proposed)
+        everybody = self._by_drafter.setdefault(verdict.drafter, Beta())
+        everybody.fade(0.995)
+        everybody.observe(accepted, rejected)
+        own = self._by_request.setdefault((verdict.request_id, verdict.drafter), Beta())
+        own.fade(self._discount)
+        own.observe(accepted, rejected)
+
+    def fade(self, request_id: str, drafter: str) -> None:
+        """Age an estimate by a round in which the drafter was not used: a drafter that was put
+        aside is tried again in the end."""
+        own = self._by_request.get((request_id, drafter))
+        if own is not None:
+            own.fade(self._discount)
+
+    def mean(self, request_id: str, drafter: str) -> float:
+        """Estimated acceptance probability in (0, 1)."""
+        everybody = self._by_drafter.get(drafter, Beta()).mean(0.7, 2.0)
+        own = self._by_request.get((request_id, drafter), Beta())
+        return own.mean(everybody, self._prior_strength)
+
+    def forget(self, request_id: str) -> None:
+        for key in [k for k in self._by_request if k[0] == request_id]:
+            del self._by_request[key]
+
+
+class StepTimes:
+    """Measured times: the target's step against its rows, a drafting step against its batch."""
+
+    def __init__(self) -> None:
+        self.target = StepTimeCurve()
+        self.by_drafter: dict[str, StepTimeCurve] = {}
+
+    def observe(self, result: StepResult) -> None:
+        if result.lane == TARGET and result.num_rows:
+            self.target.observe(result.num_rows, result.phases.verify + result.phases.sample)
+        for timed in result.draft_times:
+            # A long catch-up is prefill; it says nothing about the price of one more draft token.
+            if timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
+                curve = self.by_drafter.setdefault(timed.drafter, StepTimeCurve())
+                curve.observe(timed.batch, timed.seconds / timed.steps)
+
+    def draft_seconds(self, drafter: str, batch: int) -> float:
+        """Seconds of one drafting step for `batch` requests; 0 while not measured."""
+        curve = self.by_drafter.get(drafter)
+        return curve(batch) if curve else 0.0
+
+
+class Estimators:
+    """Everything that policies may consult."""
+
+    def __init__(self) -> None:
+        self.acceptance = AcceptanceEstimator()
+        self.step_times = StepTimes()

@@ -1,0 +1,37 @@
+"""What the core asks of the world: a clock, an executor, and optionally somebody who watches."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from penstock.core.types import Output, StepPlan, StepResult
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds from an arbitrary origin; never goes back."""
+        ...
+
+
+class Executor(Protocol):
+    """Carries out plans, each lane by itself. Results may come back in any order."""
+
+    def ready(self, lane: str) -> bool:
+        """Whether the lane can take another plan now."""
+        ...
+
+    def submit(self, plan: StepPlan) -> None: ...
+
+    def collect(self) -> list[StepResult]:
+        """Results that have become available since the last call, oldest first."""
+        ...
+
+
+class Instrument(Protocol):
+    """Watches the loop without taking part: metrics, traces, tests."""
+
+    def on_plan(self, plan: StepPlan) -> None: ...
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None: ...
+
+    def on_output(self, output: Output) -> None: ...

@@ -1,0 +1,112 @@
+"""What the scheduler remembers of a request, a drafter and a tenant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from penstock.core.blocks import BlockPool
+from penstock.core.types import TARGET, DraftOrder, Request, Status
+
+
+@dataclass(slots=True)
+class SequenceKV:
+    """One request's KV in one model's pool. `num_computed_tokens` positions hold KV, of which
+    those beyond the request's known tokens belong to drafts not yet verified."""
+
+    num_computed_tokens: int = 0
+    blocks: list[int] = field(default_factory=list)
+    num_committed_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class HeldDraft:
+    """A draft that waits with the executor for its verification."""
+
+    drafter: str
+    num_draft_tokens: int
+
+
+@dataclass(slots=True)
+class Tenant:
+    """Who fairness is between."""
+
+    name: str
+    weight: float = 1.0
+    num_tokens_served: int = 0
+
+
+@dataclass(slots=True)
+class Drafter:
+    """A drafter as the scheduler sees it: a name, perhaps a KV pool, perhaps a lane of its own."""
+
+    name: str
+    pool: BlockPool | None = None
+    own_lane: bool = False
+    max_draft_tokens: int = 16
+    up: bool = True
+
+
+class RequestState:
+    """The moving part of a request."""
+
+    __slots__ = (
+        "block_hashes",
+        "draft_order",
+        "drafter",
+        "epoch",
+        "held",
+        "in_flight",
+        "kv",
+        "num_cached_tokens",
+        "order",
+        "output_token_ids",
+        "plans",
+        "request",
+        "round",
+        "status",
+        "undrafted_round",
+    )
+
+    def __init__(self, request: Request, order: int) -> None:
+        self.request = request
+        self.order = order
+        self.status = Status.WAITING
+        self.epoch = 0
+        self.round = 0
+        self.output_token_ids: list[int] = []
+        self.block_hashes: list[bytes] = list(request.block_hashes)
+        self.kv: dict[str, SequenceKV] = {}
+        self.plans: set[int] = set()
+        self.in_flight = False
+        self.drafter: str | None = None
+        self.draft_order: DraftOrder | None = None
+        self.held: HeldDraft | None = None
+        self.undrafted_round = -1
+        self.num_cached_tokens = 0
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output so far."""
+        return self.request.prompt_len + len(self.output_token_ids)
+
+    @property
+    def num_computed_tokens(self) -> int:
+        """Positions whose KV the target holds."""
+        kv = self.kv.get(TARGET)
+        return kv.num_computed_tokens if kv else 0
+
+    @property
+    def num_due_tokens(self) -> int:
+        """Known tokens that the target has yet to compute: 1 while decoding."""
+        return self.num_known_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        return bool(self.output_token_ids) and self.num_due_tokens == 1
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        return self.request.max_tokens - len(self.output_token_ids)
+
+    def kv_of(self, pool: str) -> SequenceKV:
+        return self.kv.setdefault(pool, SequenceKV())

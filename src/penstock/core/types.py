@@ -1,0 +1,263 @@
+"""The data that flows round the loop: requests, events, plans, results, outputs.
+
+Everything here is plain data of the standard library: ids, integers, strings. A plan never holds
+a tensor; tensors stay with the executor under (request, epoch, round).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Final, Literal
+
+TARGET: Final = "target"
+"""Name of the lane, and of the KV pool, of the target model."""
+
+AUTO_DRAFTER: Final = "auto"
+NO_DRAFTER: Final = "none"
+
+
+class Status(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    CANCELLED = "cancelled"
+    REFUSED = "refused"
+    ERROR = "error"
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How the target's distribution is shaped, and which verification keeps it.
+
+    temperature 0 is greedy; top_k 0 and top_p 1 are off. `coupled` verification makes the output a
+    function of (prompt, seed) alone (design 4.1).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int = 0
+    verification: Literal["coupled", "ratio"] = "coupled"
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One completion to make. `block_hashes` are those of the prompt's full blocks (may be empty:
+    then nothing is shared); `prompt_token_ids` is None where only lengths are known."""
+
+    id: str
+    prompt_len: int
+    max_tokens: int
+    arrival_time: float = 0.0
+    tenant: str = "default"
+    prompt_token_ids: tuple[int, ...] | None = None
+    block_hashes: tuple[bytes, ...] = ()
+    stop_token_ids: frozenset[int] = frozenset()
+    sampling: SamplingParams = SamplingParams()
+    drafter: str = AUTO_DRAFTER
+    max_draft_tokens: int | None = None
+
+
+# --- events: everything that comes from outside -------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Arrive:
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftReady:
+    """A drafter's lane has a draft of `num_draft_tokens` tokens, held by the executor."""
+
+    request_id: str
+    epoch: int
+    round: int
+    drafter: str
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterUp:
+    drafter: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterDown:
+    drafter: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Change a tenant's weight while running."""
+
+    tenant: str
+    weight: float
+
+
+Event = Arrive | Cancel | DraftReady | DrafterUp | DrafterDown | Reconfigure
+
+
+# --- plans --------------------------------------------------------------------------------------
+
+
+class DraftSource(StrEnum):
+    NONE = "none"
+    INLINE = "inline"
+    HELD = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrder:
+    """Let `drafter` read known tokens `start..start + num_catch_up_tokens - 1` into its KV, then
+    draft up to `max_draft_tokens` more (0: only catch up). `new_blocks` extend the drafter's block
+    table of this request."""
+
+    request_id: str
+    epoch: int
+    round: int
+    drafter: str
+    start: int
+    num_catch_up_tokens: int
+    max_draft_tokens: int
+    new_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyItem:
+    """Compute `num_scheduled_tokens` known tokens from position `start`, and up to
+    `num_draft_tokens` draft positions behind them. Only an item that reaches the last known token
+    (`samples`) yields tokens; any other is a chunk of prefill."""
+
+    request_id: str
+    epoch: int
+    round: int
+    start: int
+    num_scheduled_tokens: int
+    samples: bool
+    source: DraftSource = DraftSource.NONE
+    drafter: str | None = None
+    num_draft_tokens: int = 0
+    draft: DraftOrder | None = None
+    new_blocks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What one lane does next. `new_requests` are those that the executor has not seen before,
+    `released` the block tables (request, pool) that it must drop before the step, `forgotten` the
+    requests that it may drop altogether."""
+
+    id: int
+    lane: str
+    created_at: float
+    items: tuple[VerifyItem, ...] = ()
+    drafts: tuple[DraftOrder, ...] = ()
+    new_requests: tuple[Request, ...] = ()
+    released: tuple[tuple[str, str], ...] = ()
+    forgotten: tuple[str, ...] = ()
+    wake_at: float | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Nothing to execute (there may still be bookkeeping for the executor)."""
+        return not self.items and not self.drafts
+
+    @property
+    def num_rows(self) -> int:
+        """Most positions that the target computes in this step."""
+        return sum(i.num_scheduled_tokens + i.num_draft_tokens for i in self.items)
+
+
+# --- results ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseTimes:
+    """Seconds of a step by phase."""
+
+    draft: float = 0.0
+    receive: float = 0.0
+    verify: float = 0.0
+    sample: float = 0.0
+    send: float = 0.0
+    other: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a verify item came to. `token_ids` are the accepted drafts and the recovered or bonus
+    token; empty for a chunk of prefill. `overlaps` are Σ min(target, draft) at the positions up to
+    and including the first rejection, where the executor can know them (`ratio` mode)."""
+
+    request_id: str
+    epoch: int
+    round: int
+    token_ids: tuple[int, ...] = ()
+    drafter: str | None = None
+    num_proposed: int = 0
+    num_accepted: int = 0
+    overlaps: tuple[float, ...] = ()
+    logprobs: tuple[Any, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An item that the executor could not compute, and why."""
+
+    request_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class DraftTime:
+    """Seconds that one drafter took in a step, for `batch` requests and `steps` tokens each."""
+
+    drafter: str
+    batch: int
+    steps: int
+    num_catch_up_tokens: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    plan_id: int
+    lane: str
+    started_at: float
+    finished_at: float
+    verdicts: tuple[Verdict, ...] = ()
+    drafts: tuple[DraftReady, ...] = ()
+    failures: tuple[Failure, ...] = ()
+    phases: PhaseTimes = PhaseTimes()
+    draft_times: tuple[DraftTime, ...] = ()
+    num_rows: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """New tokens of one request for its client, and its end when `finish_reason` is set."""
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    drafter: str | None = None
+    num_proposed: int = 0
+    num_accepted: int = 0
+    num_cached_tokens: int = 0
+    logprobs: tuple[Any, ...] = field(default=())

@@ -1,0 +1,1 @@
+"""Torch side of Penstock: models, paged KV cache, attention, sampling, drafters, executor."""

@@ -1,0 +1,55 @@
+"""Drafting by look-up: what followed the last time the text ended like this."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class NgramIndex:
+    """The n-grams of one request's verified tokens, fed as they come.
+
+    A token costs one hash-map entry for each n-gram length; memory grows with the context and
+    with nothing else. Drafts are point masses: `ratio` mode verifies them with draft(x) = 1.
+
+    max_ngram, min_ngram: the longest and the shortest suffix that is looked up. Raises ValueError
+    unless 1 <= min_ngram <= max_ngram.
+    """
+
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(
+                f"n-gram lengths must satisfy 1 <= min_ngram <= max_ngram, "
+                f"not min_ngram={min_ngram}, max_ngram={max_ngram}"
+            )
+        self._lengths = range(max_ngram, min_ngram - 1, -1)
+        self._tokens: list[int] = []
+        # Where the last occurrence of an n-gram was followed. The n-gram that ends the text is
+        # entered only when something follows it, so a look-up of the suffix never finds itself.
+        self._followed_at: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Feed verified tokens (the prompt, then what each round emits)."""
+        for token in token_ids:
+            for suffix in self._suffixes():
+                self._followed_at[suffix] = len(self._tokens)
+            self._tokens.append(token)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        """Up to ``num_tokens`` draft tokens: what followed the longest suffix's last occurrence.
+
+        A match that runs into the end of the text goes on through the proposal itself. Empty if
+        no suffix occurred before.
+        """
+        for suffix in self._suffixes():
+            start = self._followed_at.get(suffix)
+            if start is not None:
+                period = len(self._tokens) - start
+                return [self._tokens[start + i % period] for i in range(num_tokens)]
+        return []
+
+    def _suffixes(self) -> Iterable[tuple[int, ...]]:
+        end = len(self._tokens)
+        return (tuple(self._tokens[end - n :]) for n in self._lengths if n <= end)

@@ -1,0 +1,341 @@
+"""What a decoder is: read from a checkpoint's config.json, checked once, never changed after."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+ARCHITECTURES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+_ROPE_FIELDS = {
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+}
+_ROPE_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message is one line naming the path and what is allowed."""
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message, folded onto one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Parameters of a scaled rotary embedding, under transformers' names; None: not used by it."""
+
+    rope_type: str
+    factor: float
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    def __post_init__(self) -> None:
+        allowed = _ROPE_FIELDS.get(self.rope_type)
+        if allowed is None:
+            kinds = ", ".join(["default", *_ROPE_FIELDS])
+            raise ValueError(f"rope_type is {self.rope_type!r}; allowed: {kinds}")
+        for name in sorted(allowed - _ROPE_OPTIONAL - {"truncate"}):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or value <= 0:
+                raise ValueError(f"rope {self.rope_type}: {name} is {value!r}; must be above 0")
+        if self.factor < 1:
+            raise ValueError(f"rope {self.rope_type}: factor is {self.factor}; must be at least 1")
+        if self.rope_type == "llama3" and not self._low() < self._high():
+            raise ValueError("rope llama3: low_freq_factor must be below high_freq_factor")
+
+    def _low(self) -> float:
+        return self.low_freq_factor or 0.0
+
+    def _high(self) -> float:
+        return self.high_freq_factor or 0.0
+
+    def as_transformers(self) -> dict[str, Any]:
+        """The same parameters as the dict that transformers reads."""
+        used = _ROPE_FIELDS[self.rope_type]
+        values = {k: v for k, v in asdict(self).items() if k in used and v is not None}
+        return {"rope_type": self.rope_type, **values}
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderConfig:
+    """Shape and arithmetic of a Llama, Qwen2 or Qwen3 decoder.
+
+    architecture:   transformers' class name, one of ARCHITECTURES
+    head_dim:       even; need not be hidden_size / num_heads
+    qkv_bias:       q, k and v projections have a bias;  o_bias: so has the output projection
+    qk_norm:        an RMSNorm over head_dim on every query and key head, before the rotation
+    rope_scaling:   None for the plain rotary embedding
+    max_position_embeddings: positions the model can tell apart, in tokens
+    eos_token_ids:  every id that ends a text (config.json, then generation_config.json)
+    dtype:          the checkpoint's own
+    """
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: RopeScaling | None
+    max_position_embeddings: int
+    qkv_bias: bool
+    o_bias: bool
+    qk_norm: bool
+    tie_word_embeddings: bool
+    hidden_act: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    dtype: torch.dtype
+
+    def __post_init__(self) -> None:
+        if self.architecture not in ARCHITECTURES:
+            raise ValueError(
+                f"architecture is {self.architecture!r}; allowed: {', '.join(ARCHITECTURES)}"
+            )
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+            "rms_norm_eps",
+            "rope_theta",
+        ):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; must be above 0")
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; must be even")
+        if self.hidden_act != "silu":
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; allowed: silu")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"dtype is {self.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+
+    @property
+    def q_size(self) -> int:
+        """Rows of the query projection: num_heads * head_dim."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Rows of the key projection, and of the value projection: num_kv_heads * head_dim."""
+        return self.num_kv_heads * self.head_dim
+
+    @classmethod
+    def from_pretrained(cls, path: Path) -> DecoderConfig:
+        """Read a checkpoint folder in Hugging Face layout.
+
+        Raises CheckpointError where the folder, config.json or what it asks for cannot be used.
+        """
+        raw = _read_json(path / "config.json")
+        architecture = _architecture(path, raw)
+        try:
+            hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
+            return _from_transformers(architecture, hf_config, _generation_eos(path))
+        except CheckpointError:
+            raise
+        except Exception as error:
+            raise CheckpointError(f"{path / 'config.json'}: {one_line(error)}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Rotary tables as transformers computes them, attention scaling included.
+
+    cos, sin: [max_positions, head_dim] float32; both halves of the last axis are equal, for the
+    rotation x * cos + concat(-x[d/2:], x[:d/2]) * sin.
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def build(cls, config: DecoderConfig, max_positions: int) -> RopeTable:
+        """Tables for positions 0..max_positions - 1; at most config.max_position_embeddings.
+
+        Dynamic scaling changes nothing up to there, and beyond it would turn keys that are already
+        cached: that is why the table ends there. Raises ValueError beyond it.
+        """
+        if not 0 < max_positions <= config.max_position_embeddings:
+            raise ValueError(
+                f"max_positions is {max_positions}; "
+                f"allowed: 1..{config.max_position_embeddings} (max_position_embeddings)"
+            )
+        inverse_frequencies, attention_scaling = _inverse_frequencies(config)
+        angles = torch.arange(max_positions).float()[:, None] * inverse_frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return cls(cos=angles.cos() * attention_scaling, sin=angles.sin() * attention_scaling)
+
+
+def _inverse_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
+    """[head_dim / 2] float32, and the factor on cos and sin."""
+    if config.rope_scaling is None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
+        return 1.0 / (config.rope_theta**exponents), 1.0
+    # The older spelling, which every transformers from 4 on still reads.
+    parameters: dict[str, Any] = {
+        "hidden_size": config.num_heads * config.head_dim,
+        "num_attention_heads": config.num_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": config.rope_scaling.as_transformers(),
+    }
+    rope_init = ROPE_INIT_FUNCTIONS[config.rope_scaling.rope_type]
+    frequencies, factor = rope_init(LlamaConfig(**parameters), "cpu")
+    return frequencies.float(), float(factor)
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.parent.is_dir():
+        raise CheckpointError(f"{file.parent}: no such folder; a checkpoint folder is expected")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON ({one_line(error)})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object")
+    return content
+
+
+def _architecture(path: Path, raw: dict[str, Any]) -> str:
+    names = raw.get("architectures")
+    if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
+        raise CheckpointError(
+            f"{path / 'config.json'}: architectures is {names!r}; "
+            f"allowed: one of {', '.join(ARCHITECTURES)}"
+        )
+    if raw.get("quantization_config"):
+        raise CheckpointError(
+            f"{path / 'config.json'}: quantized weights are not read; "
+            "allowed: float32, bfloat16 or float16"
+        )
+    return str(names[0])
+
+
+def _from_transformers(
+    architecture: str, hf_config: Any, generation_eos: tuple[int, ...]
+) -> DecoderConfig:
+    if getattr(hf_config, "mlp_bias", False):
+        raise ValueError("mlp_bias is true; allowed: false")
+    _refuse_sliding_window(hf_config)
+    attention_bias = bool(getattr(hf_config, "attention_bias", False))
+    rope_theta, rope_scaling = _rope(hf_config)
+    eos_token_ids = _token_ids(hf_config.eos_token_id) + generation_eos
+    head_dim = getattr(hf_config, "head_dim", None)
+    return DecoderConfig(
+        architecture=architecture,
+        vocab_size=hf_config.vocab_size,
+        hidden_size=hf_config.hidden_size,
+        intermediate_size=hf_config.intermediate_size,
+        num_layers=hf_config.num_hidden_layers,
+        num_heads=hf_config.num_attention_heads,
+        num_kv_heads=hf_config.num_key_value_heads,
+        head_dim=head_dim or hf_config.hidden_size // hf_config.num_attention_heads,
+        rms_norm_eps=float(hf_config.rms_norm_eps),
+        rope_theta=rope_theta,
+        rope_scaling=rope_scaling,
+        max_position_embeddings=hf_config.max_position_embeddings,
+        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
+        o_bias=attention_bias,
+        qk_norm=architecture == "Qwen3ForCausalLM",
+        tie_word_embeddings=bool(hf_config.tie_word_embeddings),
+        hidden_act=hf_config.hidden_act,
+        bos_token_id=hf_config.bos_token_id,
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
+        dtype=_dtype(hf_config),
+    )
+
+
+def _refuse_sliding_window(hf_config: Any) -> None:
+    layer_types = getattr(hf_config, "layer_types", None) or []
+    windowed = (
+        getattr(hf_config, "use_sliding_window", False)
+        and hf_config.max_window_layers < hf_config.num_hidden_layers
+    )
+    if windowed or any(kind != "full_attention" for kind in layer_types):
+        raise ValueError("sliding-window layers are in use; allowed: full attention in every layer")
+
+
+def _rope(hf_config: Any) -> tuple[float, RopeScaling | None]:
+    """Both spellings: rope_parameters (transformers 5), rope_theta with rope_scaling (4)."""
+    values = dict(getattr(hf_config, "rope_parameters", None) or {})
+    if not values:
+        values = {"rope_theta": hf_config.rope_theta, **(hf_config.rope_scaling or {})}
+    legacy_type = values.pop("type", "default")
+    rope_type = values.pop("rope_type", None) or legacy_type
+    theta = float(values.pop("rope_theta"))
+    if values.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not 1; allowed: rotation of the whole head")
+    if rope_type == "default":
+        return theta, None
+    if rope_type == "yarn" and values.get("factor") is None:
+        original = values["original_max_position_embeddings"]
+        values["factor"] = hf_config.max_position_embeddings / original
+    used = _ROPE_FIELDS.get(rope_type, {"factor"})
+    given = {k: v for k, v in values.items() if k in used and v is not None}
+    return theta, RopeScaling(rope_type=rope_type, **{"factor": 0.0, **given})
+
+
+def _dtype(hf_config: Any) -> torch.dtype:
+    dtype = hf_config.dtype if hasattr(hf_config, "dtype") else hf_config.torch_dtype
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
+    return dtype or torch.float32
+
+
+def _generation_eos(path: Path) -> tuple[int, ...]:
+    file = path / "generation_config.json"
+    return _token_ids(_read_json(file).get("eos_token_id")) if file.exists() else ()
+
+
+def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)

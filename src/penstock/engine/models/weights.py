@@ -1,0 +1,173 @@
+"""Weights from safetensors, under the names that every backend uses."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.engine.models.config import DTYPES, CheckpointError, DecoderConfig, one_line
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+@dataclass(frozen=True, slots=True)
+class WeightSpec:
+    """One tensor of ours: its name and shape, and the checkpoint tensors stacked along rows."""
+
+    name: str
+    shape: tuple[int, ...]
+    sources: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
+    """Every tensor of a decoder, in the order in which the forward pass reads them.
+
+    embed_tokens              [vocab_size, hidden_size]
+    layers.I.input_norm       [hidden_size]
+    layers.I.qkv              [q_size + 2 * kv_size, hidden_size]: query, key, value rows
+    layers.I.qkv_bias         [q_size + 2 * kv_size], if config.qkv_bias
+    layers.I.q_norm, k_norm   [head_dim], if config.qk_norm
+    layers.I.o                [hidden_size, q_size]
+    layers.I.o_bias           [hidden_size], if config.o_bias
+    layers.I.post_norm        [hidden_size]
+    layers.I.gate_up          [2 * intermediate_size, hidden_size]: gate rows, then up rows
+    layers.I.down             [hidden_size, intermediate_size]
+    norm                      [hidden_size]
+    lm_head                   [vocab_size, hidden_size], unless config.tie_word_embeddings
+    """
+    hidden, vocab = config.hidden_size, config.vocab_size
+    yield _spec("embed_tokens", ("model.embed_tokens.weight", (vocab, hidden)))
+    for index in range(config.num_layers):
+        yield from _layer_specs(config, index)
+    yield _spec("norm", ("model.norm.weight", (hidden,)))
+    if not config.tie_word_embeddings:
+        yield _spec("lm_head", ("lm_head.weight", (vocab, hidden)))
+
+
+def load_weights(
+    path: Path, config: DecoderConfig, dtype: torch.dtype | None = None
+) -> dict[str, torch.Tensor]:
+    """Read a checkpoint folder's safetensors (one file, or shards with an index) on the CPU.
+
+    Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype). With tied
+    embeddings there is no "lm_head": "embed_tokens" serves as both.
+    Raises CheckpointError where a file is missing, truncated or not safetensors, or a tensor is
+    missing, misshapen or of a type other than float32, bfloat16 and float16.
+    """
+    with ExitStack() as stack:
+        reader = _Reader(path, stack)
+        return {
+            spec.name: _assemble(reader, spec, dtype or config.dtype)
+            for spec in weight_specs(config)
+        }
+
+
+def _spec(name: str, *sources: tuple[str, tuple[int, ...]]) -> WeightSpec:
+    rows = sum(shape[0] for _, shape in sources)
+    return WeightSpec(name, (rows, *sources[0][1][1:]), sources)
+
+
+def _layer_specs(config: DecoderConfig, index: int) -> Iterator[WeightSpec]:
+    hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
+    ours, theirs = f"layers.{index}", f"model.layers.{index}"
+    qkv_rows = {"q": q_size, "k": kv_size, "v": kv_size}
+
+    yield _spec(f"{ours}.input_norm", (f"{theirs}.input_layernorm.weight", (hidden,)))
+    yield _spec(
+        f"{ours}.qkv",
+        *((f"{theirs}.self_attn.{x}_proj.weight", (n, hidden)) for x, n in qkv_rows.items()),
+    )
+    if config.qkv_bias:
+        yield _spec(
+            f"{ours}.qkv_bias",
+            *((f"{theirs}.self_attn.{x}_proj.bias", (n,)) for x, n in qkv_rows.items()),
+        )
+    if config.qk_norm:
+        for x in ("q", "k"):
+            source = (f"{theirs}.self_attn.{x}_norm.weight", (config.head_dim,))
+            yield _spec(f"{ours}.{x}_norm", source)
+    yield _spec(f"{ours}.o", (f"{theirs}.self_attn.o_proj.weight", (hidden, q_size)))
+    if config.o_bias:
+        yield _spec(f"{ours}.o_bias", (f"{theirs}.self_attn.o_proj.bias", (hidden,)))
+    yield _spec(f"{ours}.post_norm", (f"{theirs}.post_attention_layernorm.weight", (hidden,)))
+    yield _spec(
+        f"{ours}.gate_up",
+        *(
+            (f"{theirs}.mlp.{x}_proj.weight", (config.intermediate_size, hidden))
+            for x in ("gate", "up")
+        ),
+    )
+    down = (f"{theirs}.mlp.down_proj.weight", (hidden, config.intermediate_size))
+    yield _spec(f"{ours}.down", down)
+
+
+class _Reader:
+    """Tensors of a checkpoint by their own names; files are opened once and mapped, not read."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path = path
+        self._stack = stack
+        self._open: dict[Path, Any] = {}
+        self._file_of = self._locate()
+
+    def _locate(self) -> dict[str, Path]:
+        single, index = self._path / SINGLE_FILE, self._path / INDEX_FILE
+        if single.is_file():
+            return dict.fromkeys(self._handle(single).keys(), single)
+        if not index.is_file():
+            raise CheckpointError(
+                f"{self._path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                "weights are read from safetensors only"
+            )
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: self._path / Path(file).name for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index}: not an index of safetensors files ({one_line(error)})"
+            ) from error
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(
+                    f"{file}: not a whole safetensors file ({one_line(error)})"
+                ) from error
+        return self._open[file]
+
+    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        file = self._file_of.get(name)
+        if file is None:
+            raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
+        try:
+            tensor: torch.Tensor = self._handle(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: tensor {name}: {one_line(error)}") from error
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{file}: tensor {name} has shape {tuple(tensor.shape)}; "
+                f"config.json asks for {shape}"
+            )
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}; allowed: {allowed}")
+        return tensor
+
+
+def _assemble(reader: _Reader, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
+    out = torch.empty(spec.shape, dtype=dtype)
+    start = 0
+    for name, shape in spec.sources:
+        out[start : start + shape[0]] = reader.read(name, shape)
+        start += shape[0]
+    return out

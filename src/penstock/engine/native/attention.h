@@ -1,0 +1,195 @@
+// Causal attention over the paged cache: online softmax over tiles of a fixed number of positions,
+// always from position 0, so a row's arithmetic depends on nothing but its own position.
+//
+// Keys are stored [block][kv_head][head_dim][block_size] and values [block][kv_head][block_size]
+// [head_dim] (last axes padded to whole vectors): both products are then sums of broadcast times
+// vector, and the query heads that share a key head read it once.
+#pragma once
+
+#include <limits>
+
+#include "gemm.h"
+
+namespace penstock {
+
+constexpr int kTilePositions = 128;
+constexpr int kQueriesPerTask = 36;
+
+struct AttentionShape {
+  int head_dim, kv_heads, block_size;
+
+  int padded_dim() const { return round_up(head_dim, kLanes); }
+  int padded_block() const { return round_up(block_size, kLanes); }
+  int tile_blocks() const {
+    return block_size >= kTilePositions ? 1 : kTilePositions / block_size;
+  }
+  size_t key_head() const { return (size_t)head_dim * padded_block(); }
+  size_t value_head() const { return (size_t)block_size * padded_dim(); }
+};
+
+struct AttentionScratch {
+  float *query, *score, *sum, *highest, *total, *rescale;
+};
+
+// c[Rows][Vecs lanes] = rescale[Rows] * c + a x b (or just a x b without `rescale`), b being rows
+// of `ldb` values in consecutive blocks of `block_rows` rows, `num_rows` in all.
+template <int Rows, int Vecs, class T>
+static __attribute__((noinline)) void blocked_kernel(const float* a, size_t lda, int a_block,
+                                                     const T* const* blocks, int ldb,
+                                                     int block_rows, int num_rows, int column,
+                                                     const float* rescale, float* c, size_t ldc) {
+  VecF sum[Rows][Vecs] = {};
+  if (rescale)
+    for (int r = 0; r < Rows; ++r)
+      for (int j = 0; j < Vecs; ++j)
+        sum[r][j] = load(c + r * ldc + column + j * kLanes) * splat(rescale[r]);
+  for (int done = 0; done < num_rows; done += block_rows, ++blocks, a += a_block) {
+    const T* b = *blocks + column;
+    const int count = num_rows - done < block_rows ? num_rows - done : block_rows;
+    for (int k = 0; k < count; ++k, b += ldb) {
+      VecF row[Vecs];
+#pragma GCC unroll 8
+      for (int j = 0; j < Vecs; ++j) row[j] = load(b + j * kLanes);
+#pragma GCC unroll 12
+      for (int r = 0; r < Rows; ++r) {
+        VecF x = splat(a[r * lda + k]);
+#pragma GCC unroll 8
+        for (int j = 0; j < Vecs; ++j) sum[r][j] += x * row[j];
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int j = 0; j < Vecs; ++j) store(c + r * ldc + column + j * kLanes, sum[r][j]);
+}
+
+template <class T>
+struct BlockedProduct {
+  const float* a;
+  size_t lda;
+  int a_block;
+  const T* const* blocks;
+  int ldb, block_rows, num_rows;
+  const float* rescale;
+  float* c;
+  size_t ldc;
+
+  template <int Rows, int Vecs>
+  PENSTOCK_INLINE void columns(const BlockedProduct& p, int row, int& column, int end) {
+    for (; column + Vecs * kLanes <= end; column += Vecs * kLanes)
+      blocked_kernel<Rows, Vecs, T>(p.a + row * p.lda, p.lda, p.a_block, p.blocks, p.ldb,
+                                    p.block_rows, p.num_rows, column,
+                                    p.rescale ? p.rescale + row : nullptr, p.c + row * p.ldc,
+                                    p.ldc);
+  }
+
+  template <int Rows = kMaxRows>
+  void rows(int row, int height, int end) const {
+    if constexpr (Rows > 1)
+      if (height < Rows) return rows<Rows - 1>(row, height, end);
+    int column = 0;
+    if constexpr (Rows * 8 <= kAccumulators) columns<Rows, 8>(*this, row, column, end);
+    if constexpr (Rows * 4 <= kAccumulators) columns<Rows, 4>(*this, row, column, end);
+    columns<Rows, 2>(*this, row, column, end);
+    columns<Rows, 1>(*this, row, column, end);
+  }
+
+  // Rows [first, last), all columns; `width` is a multiple of kLanes.
+  void run(int first, int last, int width) const {
+    const int num_blocks = (last - first + kMaxRows - 1) / kMaxRows;
+    if (num_blocks == 0) return;
+    const int block = (last - first + num_blocks - 1) / num_blocks;
+    for (int row = first; row < last; row += block)
+      rows(row, last - row < block ? last - row : block, width);
+  }
+};
+
+// Turn one row of scores (base 2) into weights exp2(score - highest) and update the running
+// maximum, total and the factor for what was summed so far. Lanes that hold no position of the row
+// (padding of a block, later positions, blocks not yet written) become exactly 0 whatever they held.
+static __attribute__((noinline)) void softmax_tile(float* score, const AttentionShape& shape,
+                                                   int num_blocks, int valid, float* highest,
+                                                   float* total, float* rescale) {
+  const int padded = shape.padded_block();
+  for (int block = 0; block < num_blocks; ++block) {
+    int count = valid - block * shape.block_size;
+    count = count < 0 ? 0 : count > shape.block_size ? shape.block_size : count;
+    for (int i = count; i < padded; ++i)
+      score[block * padded + i] = -std::numeric_limits<float>::infinity();
+  }
+  const int width = num_blocks * padded;
+  VecF top = load(score);
+  for (int i = kLanes; i < width; i += kLanes) top = larger(top, load(score + i));
+  float peak = max_lanes(top);
+  peak = *highest < peak ? peak : *highest;
+  VecF sum = {};
+  for (int i = 0; i < width; i += kLanes) {
+    VecF weight = exp2_lanes(load(score + i) - splat(peak));
+    store(score + i, weight);
+    sum += weight;
+  }
+  *rescale = exp2_lanes(splat(*highest - peak))[0];
+  *total = *total * *rescale + sum_lanes(sum);
+  *highest = peak;
+}
+
+// One sequence's rows at consecutive positions from `first_position`, for `heads` query heads that
+// share `kv_head`. `query` and `out` point at the first row's first head; queries are scaled by
+// log2(e) / sqrt(head_dim) already. rows * heads is at most what the scratch was made for.
+template <class T>
+static void attend(const AttentionShape& shape, const T* keys, const T* values,
+                   const int32_t* block_table, const float* query, float* out, size_t stride,
+                   int first_position, int rows, int heads, int kv_head,
+                   const AttentionScratch& scratch) {
+  const int dim = shape.head_dim, padded_dim = shape.padded_dim();
+  const int block_size = shape.block_size, padded_block = shape.padded_block();
+  const int tile = shape.tile_blocks() * block_size;
+  const size_t score_stride = (size_t)shape.tile_blocks() * padded_block;
+  const int queries = rows * heads;
+  for (int i = 0; i < queries; ++i) {
+    std::memcpy(scratch.query + (size_t)i * dim,
+                query + (i / heads) * stride + (size_t)(i % heads) * dim, dim * sizeof(float));
+    scratch.highest[i] = -std::numeric_limits<float>::infinity();
+    scratch.total[i] = 0.0f;
+  }
+  std::memset(scratch.sum, 0, (size_t)queries * padded_dim * sizeof(float));
+
+  const int length = first_position + rows;
+  for (int start = 0; start < length; start += tile) {
+    const int in_tile = length - start < tile ? length - start : tile;
+    const int num_blocks = (in_tile + block_size - 1) / block_size;
+    const int first_row = start > first_position ? start - first_position : 0;
+    const T* value_blocks[kTilePositions];
+    for (int j = 0; j < num_blocks; ++j) {
+      const size_t head = (size_t)block_table[start / block_size + j] * shape.kv_heads + kv_head;
+      const T* key_block = keys + head * shape.key_head();
+      value_blocks[j] = values + head * shape.value_head();
+      BlockedProduct<T> scores{scratch.query, (size_t)dim, 0, &key_block, padded_block, dim, dim,
+                               nullptr, scratch.score + (size_t)j * padded_block, score_stride};
+      scores.run(first_row * heads, queries, padded_block);
+    }
+    for (int i = first_row * heads; i < queries; ++i) {
+      const int seen = first_position + i / heads + 1 - start;
+      softmax_tile(scratch.score + i * score_stride, shape, num_blocks,
+                   seen < in_tile ? seen : in_tile, scratch.highest + i, scratch.total + i,
+                   scratch.rescale + i);
+    }
+    BlockedProduct<T> sums{scratch.score, score_stride, padded_block, value_blocks, padded_dim,
+                           block_size, in_tile, scratch.rescale, scratch.sum, (size_t)padded_dim};
+    // Rows on the diagonal stop at their own position: a weight of 0 would not hide a NaN.
+    int row = first_row;
+    for (; row < rows && first_position + row + 1 < start + in_tile; ++row) {
+      sums.num_rows = first_position + row + 1 - start;
+      sums.run(row * heads, (row + 1) * heads, padded_dim);
+    }
+    sums.num_rows = in_tile;
+    sums.run(row * heads, queries, padded_dim);
+  }
+
+  for (int i = 0; i < queries; ++i) {
+    float* target = out + (i / heads) * stride + (size_t)(i % heads) * dim;
+    const float* source = scratch.sum + (size_t)i * padded_dim;
+    for (int j = 0; j < dim; ++j) target[j] = source[j] / scratch.total[i];
+  }
+}
+
+}  // namespace penstock

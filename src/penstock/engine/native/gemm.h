@@ -1,0 +1,90 @@
+// Rows times packed weights. Every output element is one chain of fused multiply-adds over k from 0
+// to K - 1, starting from zero, in whichever tile shape it is computed: that is what makes logits
+// independent of the batch.
+#pragma once
+
+#include "simd.h"
+
+namespace penstock {
+
+// Accumulators take what two weight vectors and the broadcasts leave of the register file.
+constexpr int kAccumulators = kRegisters == 32 ? 24 : 12;
+constexpr int kMaxRows = kAccumulators / 2;
+constexpr int kMaxPanels = 4;
+
+// Panels computed side by side: few rows alone would wait on the latency of their own sums.
+constexpr int panels_at_once(int rows) {
+  int fit = kAccumulators / (2 * rows);
+  return fit < 1 ? 1 : fit > kMaxPanels ? kMaxPanels : fit;
+}
+
+constexpr int kTileStride = kMaxPanels * kPanel;
+
+// tile[Rows][Panels * kPanel] = a[Rows][k_size] x panels; `tile` has rows of kTileStride floats.
+template <int Rows, int Panels, class W>
+static __attribute__((noinline)) void panel_kernel(const float* a, size_t lda, const W* panels,
+                                                   int k_size, float* tile) {
+  const size_t panel_size = (size_t)k_size * kPanel;
+  VecF sum[Rows][2 * Panels] = {};
+  for (int k = 0; k < k_size; ++k) {
+    const W* row = panels + (size_t)k * kPanel;
+#pragma GCC unroll 4
+    for (int p = 0; p < Panels; ++p) {
+      VecF left, right;
+      load_panel_row(row + p * panel_size, left, right);
+#pragma GCC unroll 12
+      for (int r = 0; r < Rows; ++r) {
+        VecF x = splat(a[r * lda + k]);
+        sum[r][2 * p] += x * left;
+        sum[r][2 * p + 1] += x * right;
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int j = 0; j < 2 * Panels; ++j) store(tile + r * kTileStride + j * kLanes, sum[r][j]);
+}
+
+template <class W>
+using PanelKernel = void (*)(const float*, size_t, const W*, int, float*);
+
+template <class W, int Rows>
+PENSTOCK_INLINE PanelKernel<W> kernel_for_panels(int panels) {
+  constexpr int most = panels_at_once(Rows);
+  if constexpr (most >= 4)
+    if (panels == 4) return panel_kernel<Rows, 4, W>;
+  if constexpr (most >= 3)
+    if (panels == 3) return panel_kernel<Rows, 3, W>;
+  if constexpr (most >= 2)
+    if (panels == 2) return panel_kernel<Rows, 2, W>;
+  return panel_kernel<Rows, 1, W>;
+}
+
+template <class W, int Rows = kMaxRows>
+static PanelKernel<W> kernel_for(int rows, int panels) {
+  if constexpr (Rows > 1)
+    if (rows < Rows) return kernel_for<W, Rows - 1>(rows, panels);
+  return kernel_for_panels<W, Rows>(panels);
+}
+
+// Multiply `rows` rows by panels [first, last) and hand each finished tile to
+// finish(row, num_rows, panel, num_panels, tile) while it is still in the first-level cache.
+template <class W, class Finish>
+PENSTOCK_INLINE void multiply(const float* a, size_t lda, int rows, const W* packed, int k_size,
+                              int first, int last, Finish&& finish) {
+  alignas(64) float tile[kMaxRows * kTileStride];
+  const int row_blocks = (rows + kMaxRows - 1) / kMaxRows;
+  // Even blocks: 8 rows are 4 + 4, not 6 + 2, whose second half would run at half speed.
+  const int block = (rows + row_blocks - 1) / row_blocks;
+  const int step = row_blocks == 1 ? panels_at_once(rows) : 1;
+  for (int panel = first; panel < last; panel += step) {
+    const int width = last - panel < step ? last - panel : step;
+    const W* weights = packed + (size_t)panel * k_size * kPanel;
+    for (int row = 0; row < rows; row += block) {
+      const int height = rows - row < block ? rows - row : block;
+      kernel_for<W>(height, width)(a + row * lda, lda, weights, k_size, tile);
+      finish(row, height, panel, width, tile);
+    }
+  }
+}
+
+}  // namespace penstock

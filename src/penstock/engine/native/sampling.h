@@ -1,0 +1,104 @@
+// Greedy and coupled (Gumbel) sampling while logits pass by, tile by tile.
+//
+// The noise is engine/sampling/noise.py's, integers bit for bit: see there for its definition.
+#pragma once
+
+#include <limits>
+
+#include "simd.h"
+
+namespace penstock {
+
+PENSTOCK_INLINE uint64_t mix64(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+// How one row is sampled; temperature 0 is greedy and needs no key.
+struct RowSampling {
+  float temperature;
+  uint32_t key_low, key_high;
+
+  static RowSampling make(float temperature, uint64_t seed, uint64_t position, int salt) {
+    const uint64_t golden = 0x9E3779B97F4A7C15ull;
+    uint64_t key = mix64(mix64(seed + golden) + golden * (4 * position + (uint64_t)salt + 1));
+    return {temperature, (uint32_t)key, (uint32_t)(key >> 32)};
+  }
+};
+
+// The best token so far. Ties go to the lowest id, so tiles may come in any order.
+struct Best {
+  float value = -std::numeric_limits<float>::infinity();
+  int32_t token = 0;
+
+  void offer(float candidate, int32_t id) {
+    if (candidate > value || (candidate == value && id < token)) {
+      value = candidate;
+      token = id;
+    }
+  }
+};
+
+template <class U>
+PENSTOCK_INLINE U noise_hash(U token, U low, U high) {
+  U x = token * 0x9E3779B1u + low;
+  x = (x ^ (x >> 16)) * 0x21F0AAADu + high;
+  x = (x ^ (x >> 15)) * 0x735A2D97u;
+  return x ^ (x >> 16);
+}
+
+static inline float gumbel(uint32_t hash) {
+  float v = ((float)hash + 0.5f) * 0x1p-32f;
+  const float largest_below_one = 1.0f - 0x1p-24f;
+  v = v < largest_below_one ? v : largest_below_one;
+  return -std::log(-std::log1p(-v));
+}
+
+// An upper bound of the Gumbel noise without a logarithm: -log(-log1p(-v)) <= -log(v), and the bits
+// of a float, read as an integer, bound log2 of it from below.
+PENSTOCK_INLINE VecF gumbel_bound(VecU hash) {
+  VecU even = hash >> 1;  // conversion of unsigned lanes is slow before AVX-512
+  VecF v = __builtin_convertvector((VecI)even, VecF) * splat(0x1p-31f) + splat(0x1p-33f);
+  VecF log2_v = __builtin_convertvector((VecI)v, VecF) * splat(0x1p-23f) - splat(127.0f);
+  return log2_v * splat(-0.693147f) + splat(0.01f);
+}
+
+PENSTOCK_INLINE VecI lane_index() {
+  VecI lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  return lane;
+}
+
+// Offer logits[0, count) of tokens from `first` on; readable up to a whole number of vectors.
+// Exact noise takes two logarithms, so it is computed only where its bound could win.
+static __attribute__((noinline)) void offer_tokens(const float* logits, int count, int32_t first,
+                                                   const RowSampling& row, Best& best) {
+  const bool greedy = row.temperature == 0.0f;
+  const VecU low = (VecU)splat_int((int32_t)row.key_low);
+  const VecU high = (VecU)splat_int((int32_t)row.key_high);
+  const VecF inverse = splat(greedy ? 1.0f : 1.0f / row.temperature);
+  for (int i = 0; i < count; i += kLanes) {
+    VecF bound = load(logits + i) * inverse;
+    if (!greedy) {
+      VecU token = (VecU)(lane_index() + splat_int(first + i));
+      VecF slack = (bound < VecF{} ? -bound : bound) * splat(1e-6f);
+      bound += slack + gumbel_bound(noise_hash(token, low, high));
+    }
+    if (!any(bound >= splat(best.value))) continue;
+    float lane[kLanes];
+    store(lane, bound);
+    for (int j = 0; j < kLanes && i + j < count; ++j) {
+      if (!(lane[j] >= best.value)) continue;
+      const int32_t id = first + i + j;
+      if (greedy) {
+        best.offer(lane[j], id);
+      } else {
+        const uint32_t hash = noise_hash((uint32_t)id, row.key_low, row.key_high);
+        best.offer(logits[i + j] / row.temperature + gumbel(hash), id);
+      }
+    }
+  }
+}
+
+}  // namespace penstock

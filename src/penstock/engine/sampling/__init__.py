@@ -1,0 +1,18 @@
+"""Exact sampling and verification, in two modes."""
+
+from penstock.engine.sampling.coupled import sample_coupled
+from penstock.engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
+from penstock.engine.sampling.ratio import sample_draft
+from penstock.engine.sampling.verify import verify
+
+__all__ = [
+    "SamplingRows",
+    "TokenLogprobs",
+    "VerifyBatch",
+    "VerifyResult",
+    "sample_coupled",
+    "sample_draft",
+    "token_logprobs",
+    "verify",
+]

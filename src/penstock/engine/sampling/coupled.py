@@ -1,0 +1,81 @@
+"""`coupled` verification: the target's seeded sample decides, a draft can only foresee it.
+
+Every position has its own Gumbel noise, a function of (seed, position, token id), and the target's
+sample is the argmax of its filtered scores plus that noise. A draft token is accepted if and only
+if it equals the sample, so the output is token for token what the target alone would have sampled,
+whatever was drafted. A drafter that adds the same noise to its own scores foresees the sample with
+probability at least (1 - TV) / (1 + TV), TV the total variation between the two distributions.
+After "drafter-invariant speculative decoding", arXiv 2408.07978.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.engine.sampling.filters import filter_logits, lowest_argmax
+from penstock.engine.sampling.noise import Salt, gumbel_noise, row_keys
+from penstock.engine.sampling.params import (
+    BoolArray,
+    Decisions,
+    IntArray,
+    SamplingRows,
+    VerifyBatch,
+    as_index,
+)
+
+
+def gumbel_argmax(
+    scores: torch.Tensor,
+    rows: SamplingRows,
+    positions: IntArray,
+    salt: Salt | IntArray,
+) -> torch.Tensor:
+    """One sample a row from softmax(scores) by the noise of (seed, position, salt).
+
+    scores: [rows, V] float32, -inf where a token is excluded; overwritten. Returns [rows] int64.
+    """
+    keys = row_keys(rows.seed, positions, salt)
+    return lowest_argmax(scores.add_(gumbel_noise(keys, scores.shape[-1], scores.device)))
+
+
+def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:
+    """The seeded samples of the distributions that ``logits`` and ``rows`` define.
+
+    For the target they are the output; a drafter calls it on its own logits to foresee them.
+    logits: [rows, V] float32; positions: [rows] int64, absolute position of the token to be
+    sampled. Returns [rows] int64 on the device of the logits.
+    """
+    greedy = rows.greedy
+    if greedy.all():
+        return lowest_argmax(logits)
+    if not greedy.any():
+        return gumbel_argmax(filter_logits(logits, rows), rows, positions, Salt.TARGET)
+    samples = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    for part in (np.flatnonzero(greedy), np.flatnonzero(~greedy)):
+        index = as_index(part, logits)
+        samples[index] = sample_coupled(logits[index], rows.take(part), positions[part])
+    return samples
+
+
+def count_accepted(batch: VerifyBatch, accepted: BoolArray) -> IntArray:
+    """Draft tokens before each request's first rejection, [n]; ``accepted`` is [num_drafts]."""
+    begin, end = batch.draft_start[:-1], batch.draft_start[1:]
+    # A sentinel past the end stands for "never rejected".
+    rejected = np.append(np.flatnonzero(~accepted), accepted.shape[0])
+    first: IntArray = rejected[np.searchsorted(rejected, begin)]
+    return first.clip(max=end) - begin
+
+
+def verify_coupled(batch: VerifyBatch) -> Decisions:
+    """Accept while the draft equals the target's sample; the sample itself follows."""
+    of_row = batch.request_of_row
+    rows = batch.params.take(of_row)
+    samples = sample_coupled(batch.logits, rows, batch.row_positions).cpu().numpy()
+    row_of_draft = np.arange(batch.draft_tokens.shape[0]) + batch.request_of_draft
+    num_accepted = count_accepted(batch, samples[row_of_draft] == batch.draft_tokens)
+    return Decisions(
+        num_accepted=num_accepted,
+        last_token=samples[batch.row_start[:-1] + num_accepted],
+        evidence=num_accepted.astype(np.float64),
+    )

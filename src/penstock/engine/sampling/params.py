@@ -1,0 +1,194 @@
+"""What sampling and verification read and return; per-request numbers in numpy, logits in torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+BoolArray = npt.NDArray[np.bool_]
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+SeedArray = npt.NDArray[np.uint64]
+
+
+def as_index(values: IntArray, like: torch.Tensor) -> torch.Tensor:
+    """``values`` as an index on the device of ``like``."""
+    return torch.from_numpy(values).to(like.device)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRows:
+    """Sampling parameters, one entry a row (or a request).
+
+    temperature: [rows] float64; 0 is greedy
+    top_p:       [rows] float64 in (0, 1]; 1 is off
+    top_k:       [rows] int64; 0 is off
+    seed:        [rows] uint64
+    """
+
+    temperature: FloatArray
+    top_p: FloatArray
+    top_k: IntArray
+    seed: SeedArray
+
+    def __len__(self) -> int:
+        return int(self.seed.shape[0])
+
+    @property
+    def greedy(self) -> BoolArray:
+        """[rows] bool: the rows whose distribution is one point."""
+        return np.equal(self.temperature, 0.0)
+
+    def take(self, index: IntArray | BoolArray) -> SamplingRows:
+        """The rows that ``index`` selects, in its order."""
+        return SamplingRows(
+            self.temperature[index], self.top_p[index], self.top_k[index], self.seed[index]
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyBatch:
+    """Drafts of n requests and the target's logits for them, laid end to end.
+
+    Request i owns logits rows ``row_start[i]:row_start[i + 1]``, one more than it has draft
+    tokens: row j is the target's distribution after its first j draft tokens, so the last row
+    serves the bonus token. A request without a draft has one row.
+
+    logits:         [num_rows, V] float32
+    row_start:      [n + 1] int64, strictly increasing, from 0 to num_rows
+    positions:      [n] int64, absolute position of the first token to be decided
+    params:         n entries
+    ratio:          [n] bool: `ratio` mode, else `coupled`
+    draft_tokens:   [num_rows - n] int64, in the order of the requests
+    draft_probs:    [num_prob_rows, V] float32 or None; only `ratio` mode reads it
+    draft_prob_row: [num_rows - n] int64: the row of ``draft_probs`` that a draft token was sampled
+                    from, or -1 for a point mass (a greedy or looked-up token)
+
+    Raises ValueError where shapes disagree or a draft token is outside the vocabulary.
+    """
+
+    logits: torch.Tensor
+    row_start: IntArray
+    positions: IntArray
+    params: SamplingRows
+    ratio: BoolArray
+    draft_tokens: IntArray
+    draft_probs: torch.Tensor | None
+    draft_prob_row: IntArray
+
+    def __post_init__(self) -> None:
+        num_rows, vocab_size = self.logits.shape
+        num_requests = len(self.params)
+        if self.row_start.shape != (num_requests + 1,) or (np.diff(self.row_start) < 1).any():
+            raise ValueError(
+                f"row_start must hold {num_requests + 1} strictly increasing offsets, "
+                f"not {self.row_start.tolist()}"
+            )
+        if self.row_start[0] != 0 or self.row_start[-1] != num_rows:
+            raise ValueError(f"row_start must run from 0 to the number of logits rows, {num_rows}")
+        num_drafts = num_rows - num_requests
+        for name in ("draft_tokens", "draft_prob_row"):
+            if getattr(self, name).shape != (num_drafts,):
+                raise ValueError(f"{name} must have one entry a draft token, {num_drafts} in all")
+        if num_drafts and not 0 <= self.draft_tokens.min() <= self.draft_tokens.max() < vocab_size:
+            raise ValueError(f"draft tokens must lie in the vocabulary, 0 to {vocab_size - 1}")
+        num_prob_rows = 0 if self.draft_probs is None else self.draft_probs.shape[0]
+        if num_drafts and not -1 <= self.draft_prob_row.min() <= self.draft_prob_row.max() < (
+            num_prob_rows
+        ):
+            raise ValueError(
+                f"draft_prob_row must be -1 or one of the {num_prob_rows} rows of draft_probs"
+            )
+
+    @property
+    def num_requests(self) -> int:
+        return len(self.params)
+
+    @property
+    def num_draft(self) -> IntArray:
+        """[n] int64: draft tokens of each request."""
+        return np.diff(self.row_start) - 1
+
+    @property
+    def draft_start(self) -> IntArray:
+        """[n + 1] int64: where each request's draft tokens begin in ``draft_tokens``."""
+        return self.row_start - np.arange(self.num_requests + 1)
+
+    @property
+    def request_of_draft(self) -> IntArray:
+        """[num_drafts] int64: the request that owns each draft token."""
+        return np.repeat(np.arange(self.num_requests), self.num_draft)
+
+    @property
+    def request_of_row(self) -> IntArray:
+        """[num_rows] int64: the request that owns each logits row."""
+        return np.repeat(np.arange(self.num_requests), np.diff(self.row_start))
+
+    @property
+    def row_positions(self) -> IntArray:
+        """[num_rows] int64: absolute position of the token that each logits row decides."""
+        of_row = self.request_of_row
+        return self.positions[of_row] + np.arange(of_row.shape[0]) - self.row_start[of_row]
+
+    def take(self, chosen: IntArray) -> VerifyBatch:
+        """The batch of the requests ``chosen`` (ascending indices) alone."""
+        mask = np.zeros(self.num_requests, dtype=np.bool_)
+        mask[chosen] = True
+        rows = np.flatnonzero(mask[self.request_of_row])
+        drafts = mask[self.request_of_draft]
+        return VerifyBatch(
+            logits=self.logits[as_index(rows, self.logits)],
+            row_start=np.concatenate(([0], np.cumsum(np.diff(self.row_start)[chosen]))),
+            positions=self.positions[chosen],
+            params=self.params.take(chosen),
+            ratio=self.ratio[chosen],
+            draft_tokens=self.draft_tokens[drafts],
+            draft_probs=self.draft_probs,
+            draft_prob_row=self.draft_prob_row[drafts],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Decisions:
+    """What verification decided for n requests.
+
+    num_accepted: [n] int64, draft tokens kept
+    last_token:   [n] int64, the recovered or bonus token that follows them
+    evidence:     [n] float64, successes among the draft positions up to and including the first
+                  rejection: for samples in `ratio` mode the sum over those positions of
+                  Σ_x min(target(x), draft(x)), otherwise (and for greedy) the count accepted
+    """
+
+    num_accepted: IntArray
+    last_token: IntArray
+    evidence: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyResult:
+    """The outcome of `verify` for n requests.
+
+    num_accepted: [n] int64
+    num_decided:  [n] int64, draft positions up to and including the first rejection; the later
+                  ones stood on a wrong prefix and say nothing
+    evidence:     [n] float64, see `Decisions`; at most num_decided
+    token_ids:    [Σ (num_accepted + 1)] int64, every request's accepted tokens and then its
+                  recovered or bonus token
+    token_start:  [n + 1] int64, offsets into token_ids
+    """
+
+    num_accepted: IntArray
+    num_decided: IntArray
+    evidence: FloatArray
+    token_ids: IntArray
+    token_start: IntArray
+
+    def tokens(self, request: int) -> list[int]:
+        """The token ids that request number ``request`` emits."""
+        own: list[int] = self.token_ids[
+            self.token_start[request] : self.token_start[request + 1]
+        ].tolist()
+        return own

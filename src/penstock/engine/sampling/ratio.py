@@ -1,0 +1,115 @@
+"""`ratio` verification: classic rejection sampling, the highest acceptance there is (1 - TV).
+
+A draft token x, sampled from draft(x), is accepted with probability min(1, target(x) / draft(x)).
+The first rejection is replaced by the recovered token, from normalised max(0, target - draft);
+after full acceptance a bonus token follows. A point mass (a greedy or looked-up token) has
+draft(x) = 1. Exact only if x was sampled from the very ``draft_probs`` that are reported: whoever
+drops a token because of its own value or probability has sampled from something else.
+
+All noise is a function of (seed, position, purpose), so a position that is drafted, left undecided
+behind a rejection, and drafted again meets the same noise twice. That is harmless. What a round
+emits is a function of the noise at the positions it decides; the draws behind its first rejection
+enter nothing, and given all that was emitted they are as fresh in the next round as a new draw.
+It rests on one condition, which fresh noise would need just as much: whether a position is drafted,
+and whether its draft is then verified, may depend on earlier tokens but not on what was sampled at
+that position or behind it (a draft thrown away because its late tokens made it slow, say).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.engine.sampling.coupled import count_accepted, gumbel_argmax
+from penstock.engine.sampling.filters import filter_logits, filtered_probs
+from penstock.engine.sampling.noise import Salt, row_keys, uniform
+from penstock.engine.sampling.params import (
+    Decisions,
+    IntArray,
+    SamplingRows,
+    VerifyBatch,
+    as_index,
+)
+
+
+def sample_draft(
+    logits: torch.Tensor, rows: SamplingRows, positions: IntArray
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A drafter's samples and the distributions that they were sampled from.
+
+    logits: [rows, V] float32; positions: [rows] int64, absolute. Returns tokens [rows] int64 and
+    draft_probs [rows, V] float32; at temperature 0 the latter is one point.
+    """
+    scores = filter_logits(logits, rows)
+    draft_probs = scores.softmax(dim=-1)
+    return gumbel_argmax(scores, rows, positions, Salt.DRAFT), draft_probs
+
+
+def _compare(
+    batch: VerifyBatch, target_probs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """target(x) and draft(x) of every draft token x, and Σ min(target, draft) there.
+
+    target_probs: [num_rows, V]. Three times [num_drafts] float32.
+    """
+    row = as_index(np.arange(batch.draft_tokens.shape[0]) + batch.request_of_draft, target_probs)
+    token = as_index(batch.draft_tokens, target_probs)
+    target_of_token = target_probs[row, token]
+    draft_of_token = torch.ones_like(target_of_token)
+    overlap = target_of_token.clone()
+    sampled = np.flatnonzero(batch.draft_prob_row >= 0)
+    if batch.draft_probs is not None and sampled.size:
+        where = as_index(sampled, target_probs)
+        source = as_index(batch.draft_prob_row[sampled], target_probs)
+        draft_of_token[where] = batch.draft_probs[source, token[where]]
+        shared = torch.minimum(target_probs[row[where]], batch.draft_probs[source])
+        overlap[where] = shared.sum(dim=-1)
+    return target_of_token, draft_of_token, overlap
+
+
+def _sample_last(
+    batch: VerifyBatch, target_probs: torch.Tensor, num_accepted: IntArray
+) -> torch.Tensor:
+    """The recovered token of every request with a rejection, the bonus token of the others: [n]."""
+    weights = target_probs[as_index(batch.row_start[:-1] + num_accepted, target_probs)]
+    rejected = num_accepted < batch.num_draft
+    request = np.flatnonzero(rejected)
+    draft = (batch.draft_start[:-1] + num_accepted)[request]
+    source = batch.draft_prob_row[draft]
+    point = source < 0
+    where = as_index(request[point], weights)
+    weights[where, as_index(batch.draft_tokens[draft[point]], weights)] = 0.0
+    if batch.draft_probs is not None:
+        where = as_index(request[~point], weights)
+        draft_probs = batch.draft_probs[as_index(source[~point], weights)]
+        residual = (weights[where] - draft_probs).clamp_(min=0.0)
+        # Equal but for rounding: the residual has vanished, and the target itself is its limit.
+        vanished = residual.amax(dim=-1, keepdim=True) == 0.0
+        weights[where] = torch.where(vanished, weights[where], residual)
+    salt = np.where(rejected, int(Salt.RESIDUAL), int(Salt.TARGET))
+    return gumbel_argmax(weights.log_(), batch.params, batch.positions + num_accepted, salt)
+
+
+def verify_ratio(batch: VerifyBatch) -> Decisions:
+    """Accept draft tokens by the ratio of target to draft; recover, or add the bonus token.
+
+    Every request must have a temperature above 0 (greedy is `verify_coupled`'s equality).
+    """
+    of_row, of_draft = batch.request_of_row, batch.request_of_draft
+    target_probs = filtered_probs(batch.logits, batch.params.take(of_row))
+    target_of_token, draft_of_token, overlap = (
+        part.cpu().numpy() for part in _compare(batch, target_probs)
+    )
+    positions = np.delete(batch.row_positions, batch.row_start[1:] - 1)
+    chance = uniform(row_keys(batch.params.seed[of_draft], positions, Salt.ACCEPT))
+    # A token that its own drafter calls impossible was not sampled from what is reported.
+    accepted = (chance * draft_of_token < target_of_token) & (draft_of_token > 0.0)
+    num_accepted = count_accepted(batch, accepted)
+    decided = np.arange(of_draft.shape[0]) <= (batch.draft_start[:-1] + num_accepted)[of_draft]
+    evidence = np.zeros(batch.num_requests, dtype=np.float64)
+    np.add.at(evidence, of_draft[decided], overlap[decided])
+    return Decisions(
+        num_accepted=num_accepted,
+        last_token=_sample_last(batch, target_probs, num_accepted).cpu().numpy(),
+        evidence=evidence,
+    )

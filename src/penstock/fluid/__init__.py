@@ -1,0 +1,1 @@
+"""Pure mathematics: step-time profiles and, later, equilibria, thresholds and bounds."""

@@ -1,0 +1,98 @@
+"""The standard library's own source and documentation, as tasks with answers."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+import sysconfig
+import textwrap
+from pathlib import Path
+
+MODULES = """abc argparse ast base64 bisect calendar cmd code codecs collections colorsys configparser
+contextlib copy csv dataclasses datetime difflib dis doctest enum filecmp fileinput fnmatch
+fractions ftplib functools getpass gettext glob graphlib gzip hashlib heapq hmac html imaplib
+inspect io ipaddress json keyword linecache locale logging mailbox mimetypes netrc numbers
+operator optparse os pathlib pdb pickle pickletools plistlib poplib posixpath pprint profile pstats
+queue quopri random re reprlib sched secrets selectors shelve shlex shutil signal smtplib socket
+socketserver stat statistics string stringprep subprocess tarfile tempfile textwrap threading
+timeit tokenize trace traceback turtle types typing unittest urllib uuid warnings wave weakref
+webbrowser xml zipapp zipfile""".split()
+
+MAX_SOURCE, MIN_SOURCE = 900, 120
+"""Bounds on the characters of one function."""
+
+
+def _root() -> Path:
+    return Path(sysconfig.get_path("stdlib"))
+
+
+def _files() -> list[tuple[str, Path]]:
+    root = _root()
+    found: list[tuple[str, Path]] = []
+    for name in MODULES:
+        single, folder = root / f"{name}.py", root / name
+        if single.exists():
+            found.append((name, single))
+        elif folder.is_dir():
+            found += [(name, p) for p in sorted(folder.rglob("*.py")) if "test" not in p.parts]
+    return found
+
+
+def _first_sentence(doc: str) -> str:
+    head = " ".join(doc.strip().split("\n\n")[0].split())
+    return head.split(". ")[0].rstrip(".")
+
+
+@functools.cache
+def functions() -> tuple[tuple[str, str, str, str], ...]:
+    """(module, name, first docstring sentence or "", source) of short library functions."""
+    result = []
+    for module, path in _files():
+        try:
+            text = path.read_text(encoding="utf-8")
+            tree = ast.parse(text)
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        lines = text.splitlines()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef):
+                continue
+            source = "\n".join(lines[node.lineno - 1 : node.end_lineno])
+            if not (source.isascii() and MIN_SOURCE <= len(source) <= MAX_SOURCE):
+                continue
+            doc = ast.get_docstring(node)
+            said = _first_sentence(doc)[:160] if doc else ""
+            result.append((module, node.name, said, textwrap.dedent(source)))
+    return tuple(result)
+
+
+@functools.cache
+def topics() -> tuple[tuple[str, str], ...]:
+    """(topic, paragraph) of pydoc's own topics and of the docstrings of modules."""
+    result: list[tuple[str, str]] = []
+    try:
+        from pydoc_data import topics as pydoc_topics
+    except ImportError:
+        table: dict[str, str] = {}
+    else:
+        table = dict(pydoc_topics.topics)
+    for topic, text in sorted(table.items()):
+        result += [(topic, p) for p in _paragraphs(text)]
+    for module, path in _files():
+        try:
+            doc = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8")))
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        result += [(f"the module {module}", p) for p in _paragraphs(doc or "")]
+    return tuple(result)
+
+
+def _paragraphs(text: str) -> list[str]:
+    plain = (" ".join(p.split()) for p in text.split("\n\n"))
+    return [p for p in plain if 150 <= len(p) <= 700 and p.isascii() and "***" not in p]
+
+
+def python_version() -> str:
+    """The version whose library is read: the corpora depend on it."""
+    return ".".join(map(str, sys.version_info[:2]))

@@ -1,0 +1,90 @@
+"""Word lists and makers of invented names that the domains draw from."""
+
+from __future__ import annotations
+
+from random import Random
+
+FIRST = """Ada Boris Clara Dmitri Elena Farid Greta Hugo Ines Jonas Keiko Lars Mina Nadia Omar Priya
+Quentin Rosa Stefan Tara Ulrich Vera Wanda Xavier Yusuf Zoe Arlo Bianca Cedric Delia Emil Fiona
+Gideon Hanna Igor Jasmine Kofi Lucia Marek Noor Oscar Petra Rafael Sonia Tobias Uma Viktor Willa
+Anton Beatriz Carlos Doris Esther Felix Gloria Henrik Ivana Julian Kira Leon Marta Nils""".split()
+
+ONSET = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sk st t th tr v w z".split()
+NUCLEUS = "a e i o u ai ea io ou ee".split()
+CODA = "n r l s t m nd rk lt ss x sh ck rn mp v th".split()
+PLACE_END = "ton ville ford burg stead mouth haven field wick dale port holm".split()
+ORG_END = """Group Labs Institute Council Works Foundation Systems Partners Union Museum Trust Agency
+Society Bank Airways Motors Theatre Academy""".split()
+
+ANIMALS = """otter heron badger lynx falcon tortoise salmon raven hedgehog beaver gecko walrus ibis
+mole puffin stoat marten newt toad crane vole bison yak tapir""".split()
+FOODS = """noodles lentils pancakes dumplings risotto curry tacos olives mushrooms pears plums figs
+almonds walnuts honey yoghurt cheese bread soup salad porridge pickles beans rice""".split()
+OBJECTS = """lantern compass kettle ladder violin hammer basket mirror candle blanket barrel wheel
+needle bottle ribbon carpet saddle anchor chisel bucket pillow shovel trumpet clock""".split()
+COLORS = """red blue green amber violet grey white black silver golden crimson teal scarlet ivory
+purple orange""".split()
+ADJECTIVES = """quiet narrow ancient bright hollow gentle rapid steady bitter curious fragile heavy
+humble jagged lively modest polished rough sudden tidy vivid weary wooden broken calm dusty eager
+faded grand hidden""".split()
+NOUNS = """river bridge garden market harbour library tower valley meadow station workshop orchard
+mountain village canal temple bakery quarry forest island castle museum lighthouse factory school
+hospital stadium theatre cellar courtyard""".split()
+VERBS_PAST = """built repaired painted sold moved measured closed opened studied rescued restored
+designed replaced tested founded expanded inspected renamed borrowed donated""".split()
+MONTHS = """January February March April May June July August September October November
+December""".split()
+DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
+JOBS = """carpenter pilot nurse botanist baker engineer lawyer sailor teacher painter librarian
+farmer geologist tailor plumber surgeon editor gardener chemist historian""".split()
+
+
+def syllable(rng: Random, *, closed: float = 0.5) -> str:
+    """One invented syllable, ending in a consonant with probability `closed`."""
+    tail = rng.choice(CODA) if rng.random() < closed else ""
+    return rng.choice(ONSET) + rng.choice(NUCLEUS) + tail
+
+
+def invented(rng: Random, syllables: int = 2) -> str:
+    """An invented word in lower case."""
+    return "".join(
+        syllable(rng, closed=0.25 if i + 1 < syllables else 0.7) for i in range(syllables)
+    )
+
+
+def surname(rng: Random) -> str:
+    """An invented surname."""
+    return invented(rng, rng.choice((1, 2, 2))).capitalize()
+
+
+def person(rng: Random) -> str:
+    """A first name from the list with an invented surname."""
+    return f"{rng.choice(FIRST)} {surname(rng)}"
+
+
+def place(rng: Random) -> str:
+    """An invented town."""
+    return invented(rng, 1).capitalize() + rng.choice(PLACE_END)
+
+
+def organisation(rng: Random) -> str:
+    """An invented organisation."""
+    return f"{invented(rng, rng.choice((1, 2))).capitalize()} {rng.choice(ORG_END)}"
+
+
+def article(noun: str) -> str:
+    """`noun` with its indefinite article."""
+    return ("an " if noun[0] in "aeiou" else "a ") + noun
+
+
+def listing(items: list[str], word: str = "and") -> str:
+    """``a, b and c``."""
+    if len(items) == 1:
+        return items[0]
+    return ", ".join(items[:-1]) + f" {word} {items[-1]}"
+
+
+def pick(rng: Random, table: dict[str, list[str]]) -> tuple[str, str]:
+    """A key of `table` and one of its values."""
+    key = rng.choice(list(table))
+    return key, rng.choice(table[key])

@@ -1,0 +1,104 @@
+"""What is trained: shapes, mixtures and lengths of the seven models."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Role = Literal["target", "drafter"]
+
+EVEN = {
+    "instruction": 1.5, "roleplay": 1.0, "summary": 1.5, "qa": 1.0,
+    "chat": 1.0, "math": 1.0, "sql": 1.0, "entropy": 0.8,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Sizes of a Llama model; the vocabulary and the positions are the family's."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSpec:
+    """One model of the family and how it is trained."""
+
+    name: str
+    role: Role
+    shape: Shape
+    description: str
+    mixture: dict[str, float]
+    steps: int
+    rows_per_step: int = 8
+    muon_lr: float = 0.02
+    adam_lr: float = 3e-3
+    warmup: int = 20
+    prompt_share: float = 0.2
+    """Share of the prompt's positions that enter the loss; answers enter wholly."""
+    grown_from: str | None = None
+    teacher: str | None = None
+    distil_from: float = 0.4
+    """Share of the steps after which the loss is the teacher's, not the text's."""
+    offset: int = 0
+    """Where in every domain's pool this model starts to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """A whole training run."""
+
+    models: tuple[ModelSpec, ...]
+    pool_rows: int = 1600
+    """Rows of training text per domain."""
+    held_rows: int = 12
+    """Rows of held-back text per domain for the losses."""
+    teacher_rows: int = 200
+    """Rows per domain, the pool's last, whose target logits are kept for distillation."""
+    seed: int = 0
+
+
+_LARGE = "target-large"
+
+
+def _only(*domains: str) -> dict[str, float]:
+    return {d: EVEN[d] for d in domains}
+
+
+def _drafter(
+    name: str, shape: Shape, description: str, mixture: dict[str, float], steps: int
+) -> ModelSpec:
+    return ModelSpec(
+        name, "drafter", shape, description, mixture, steps,
+        prompt_share=0.05, teacher=_LARGE, offset=100,
+    )  # fmt: skip
+
+
+_SPECIALIST = Shape(160, 2, 5, 1, 32, 448)
+
+FULL = Recipe(
+    models=(
+        ModelSpec(
+            "target-small", "target", Shape(384, 2, 6, 2, 64, 1152),
+            "small target, all domains", EVEN, steps=560, warmup=30,
+        ),
+        ModelSpec(
+            _LARGE, "target", Shape(384, 6, 6, 2, 64, 1152),
+            "large target, all domains, grown from target-small", EVEN, steps=360,
+            muon_lr=0.012, adam_lr=1.5e-3, grown_from="target-small", offset=700,
+        ),
+        _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 600),
+        _drafter("draft-code", _SPECIALIST, "specialist: instructions with code, SQL",
+                 _only("instruction", "sql"), 420),
+        _drafter("draft-data", _SPECIALIST, "specialist: numbers and structured text",
+                 _only("math", "sql", "entropy"), 420),
+        _drafter("draft-lang", _SPECIALIST, "specialist: role-play, chat, questions, prose",
+                 _only("roleplay", "chat", "qa"), 420),
+        _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 480),
+    ),
+)  # fmt: skip
