@@ -49,15 +49,11 @@ class AcceptanceEstimator:
         self._by_drafter: dict[str, Beta] = {}
 
     def observe(self, verdict: Verdict) -> None:
-        """Take in the evidence of one verification; overlaps, where known, in place of 0 and 1."""
-        if verdict.drafter is None or not verdict.num_proposed:
+        """Take in the evidence of one verification."""
+        if verdict.drafter is None or not verdict.num_decided:
             return
-        if verdict.overlaps:
-            accepted = sum(verdict.overlaps)
-            rejected = len(verdict.overlaps) - accepted
-        else:
-            accepted = float(verdict.num_accepted)
-            rejected = float(verdict.num_accepted < verdict.num_proposed)
+        accepted = verdict.evidence
+        rejected = verdict.num_decided - accepted
         everybody = self._by_drafter.setdefault(verdict.drafter, Beta())
         everybody.fade(0.995)
         everybody.observe(accepted, rejected)
@@ -96,8 +92,11 @@ class StepTimes:
         for timed in result.draft_times:
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
             if timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
-                curve = self.by_drafter.setdefault(timed.drafter, StepTimeCurve())
-                curve.observe(timed.batch, timed.seconds / timed.steps)
+                self.curve_of(timed.drafter).observe(timed.batch, timed.seconds / timed.steps)
+
+    def curve_of(self, drafter: str) -> StepTimeCurve:
+        """Seconds of one drafting step against its batch."""
+        return self.by_drafter.setdefault(drafter, StepTimeCurve())
 
     def draft_seconds(self, drafter: str, batch: int) -> float:
         """Seconds of one drafting step for `batch` requests; 0 while not measured."""

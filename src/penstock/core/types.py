@@ -6,9 +6,9 @@ a tensor; tensors stay with the executor under (request, epoch, round).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any, Final, Literal
+from typing import Final, Literal
 
 TARGET: Final = "target"
 """Name of the lane, and of the KV pool, of the target model."""
@@ -198,10 +198,19 @@ class PhaseTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probability of an emitted token under the target, and the best (token id, value) pairs."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
 class Verdict:
     """What a verify item came to. `token_ids` are the accepted drafts and the recovered or bonus
-    token; empty for a chunk of prefill. `overlaps` are Σ min(target, draft) at the positions up to
-    and including the first rejection, where the executor can know them (`ratio` mode)."""
+    token; empty for a chunk of prefill. `num_decided` are the draft positions up to and including the
+    first rejection, `evidence` the successes among them: the accepted ones, or where the executor
+    can know it (`ratio` mode) the less noisy sum of Σ min(target, draft)."""
 
     request_id: str
     epoch: int
@@ -210,8 +219,9 @@ class Verdict:
     drafter: str | None = None
     num_proposed: int = 0
     num_accepted: int = 0
-    overlaps: tuple[float, ...] = ()
-    logprobs: tuple[Any, ...] = ()
+    num_decided: int = 0
+    evidence: float = 0.0
+    logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,4 +270,4 @@ class Output:
     num_proposed: int = 0
     num_accepted: int = 0
     num_cached_tokens: int = 0
-    logprobs: tuple[Any, ...] = field(default=())
+    logprobs: tuple[TokenLogprob, ...] = ()

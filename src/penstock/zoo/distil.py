@@ -38,9 +38,7 @@ class TeacherRows:
         """Write to `path`; an interrupted write leaves nothing behind under that name."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_suffix(".partial.npz")
-        np.savez(
-            partial, ids=self.ids, tokens=self.tokens, probs=self.probs, starts=self.starts
-        )
+        np.savez(partial, ids=self.ids, tokens=self.tokens, probs=self.probs, starts=self.starts)
         partial.replace(path)
 
     @classmethod
@@ -60,7 +58,7 @@ class TeacherRows:
 @torch.no_grad()
 def teach(model: LlamaForCausalLM, ids: Ids, rows_at_once: int = 8) -> TeacherRows:
     """Run the teacher over `ids` [rows, ROW]."""
-    model.eval()
+    model.train(False)
     tokens, probs, counts = [], [], [0]
     for start in range(0, len(ids), rows_at_once):
         part = ids[start : start + rows_at_once]
@@ -99,7 +97,7 @@ def divergences(logits: Tensor, tokens: Tensor, probs: Tensor) -> tuple[Tensor, 
 
 
 def distil_loss(logits: Tensor, tokens: Tensor, probs: Tensor, variation_share: float) -> Tensor:
-    """Divergence that becomes total variation, the loss of acceptance itself, as the share grows."""
+    """Divergence that turns into total variation, acceptance itself, as the share grows."""
     kl, variation = divergences(logits, tokens, probs)
     return (1 - variation_share) * kl + variation_share * 2 * variation
 
@@ -112,7 +110,7 @@ def student_logits(model: LlamaForCausalLM, ids: Tensor, keep: Tensor) -> Tensor
 @torch.no_grad()
 def overlap(model: LlamaForCausalLM, rows: TeacherRows) -> float:
     """Mean of the sum of min(target, draft) over the answers of `rows`."""
-    model.eval()
+    model.train(False)
     ids, tokens, probs = rows.batch(list(range(len(rows.ids))))
     keep = torch.from_numpy(answer_mask(ids))
     logits = student_logits(model, torch.from_numpy(ids.astype(np.int64)), keep)

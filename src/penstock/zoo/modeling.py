@@ -41,7 +41,8 @@ def config_of(shape: Shape, vocab_size: int = VOCAB_SIZE) -> LlamaConfig:
 def build(shape: Shape, seed: int, vocab_size: int = VOCAB_SIZE) -> LlamaForCausalLM:
     """A fresh model in float32, the same for the same seed."""
     torch.manual_seed(seed)
-    return LlamaForCausalLM(config_of(shape, vocab_size)).float()
+    model: LlamaForCausalLM = LlamaForCausalLM(config_of(shape, vocab_size))
+    return model
 
 
 @torch.no_grad()
@@ -76,7 +77,9 @@ def hidden_states(model: LlamaForCausalLM, ids: Tensor) -> Tensor:
 def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     """Write bfloat16 safetensors and a config in Hugging Face layout; `model` is unchanged."""
     folder.mkdir(parents=True, exist_ok=True)
-    half = copy.deepcopy(model).to(torch.bfloat16)
+    half = copy.deepcopy(model)
+    for parameter in half.parameters():
+        parameter.data = parameter.data.to(torch.bfloat16)
     half.config.dtype = torch.bfloat16
     half.save_pretrained(folder)
     path = folder / "config.json"
@@ -85,7 +88,9 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """A saved model in `dtype`, in evaluation mode."""
-    return LlamaForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(folder, dtype=dtype)
+    model.train(False)
+    return model
 
 
 def parameter_count(model: LlamaForCausalLM) -> int:

@@ -27,7 +27,8 @@ def orthogonalise(matrix: Tensor) -> Tensor:
     for a, b, c in _QUINTIC:
         gram = x @ x.mT
         x = a * x + torch.addmm(gram, gram, gram, beta=b, alpha=c) @ x
-    return x.mT if tall else x
+    result: Tensor = x.mT if tall else x
+    return result
 
 
 class Muon(torch.optim.Optimizer):
@@ -44,7 +45,7 @@ class Muon(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """One update of every parameter that has a gradient."""
         for group in self.param_groups:
             for param in group["params"]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 Role = Literal["target", "drafter"]
 
 EVEN = {
-    "instruction": 1.5, "roleplay": 1.0, "summary": 1.5, "qa": 1.0,
-    "chat": 1.0, "math": 1.0, "sql": 1.0, "entropy": 0.8,
-}  # fmt: skip
+    "instruction": 1.5,
+    "roleplay": 1.0,
+    "summary": 1.5,
+    "qa": 1.0,
+    "chat": 1.0,
+    "math": 1.0,
+    "sql": 1.0,
+    "entropy": 0.8,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +80,16 @@ def _drafter(
     name: str, shape: Shape, description: str, mixture: dict[str, float], steps: int
 ) -> ModelSpec:
     return ModelSpec(
-        name, "drafter", shape, description, mixture, steps,
-        prompt_share=0.05, teacher=_LARGE, offset=100,
-    )  # fmt: skip
+        name,
+        "drafter",
+        shape,
+        description,
+        mixture,
+        steps,
+        prompt_share=0.05,
+        teacher=_LARGE,
+        offset=100,
+    )
 
 
 _SPECIALIST = Shape(160, 2, 5, 1, 32, 448)
@@ -84,21 +97,56 @@ _SPECIALIST = Shape(160, 2, 5, 1, 32, 448)
 FULL = Recipe(
     models=(
         ModelSpec(
-            "target-small", "target", Shape(384, 2, 6, 2, 64, 1152),
-            "small target, all domains", EVEN, steps=560, warmup=30,
+            "target-small",
+            "target",
+            Shape(384, 2, 6, 2, 64, 1152),
+            "small target, all domains",
+            EVEN,
+            steps=560,
+            warmup=30,
         ),
         ModelSpec(
-            _LARGE, "target", Shape(384, 6, 6, 2, 64, 1152),
-            "large target, all domains, grown from target-small", EVEN, steps=360,
-            muon_lr=0.012, adam_lr=1.5e-3, grown_from="target-small", offset=700,
+            _LARGE,
+            "target",
+            Shape(384, 6, 6, 2, 64, 1152),
+            "large target, all domains, grown from target-small",
+            EVEN,
+            steps=360,
+            muon_lr=0.012,
+            adam_lr=1.5e-3,
+            grown_from="target-small",
+            offset=700,
         ),
         _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 600),
-        _drafter("draft-code", _SPECIALIST, "specialist: instructions with code, SQL",
-                 _only("instruction", "sql"), 420),
-        _drafter("draft-data", _SPECIALIST, "specialist: numbers and structured text",
-                 _only("math", "sql", "entropy"), 420),
-        _drafter("draft-lang", _SPECIALIST, "specialist: role-play, chat, questions, prose",
-                 _only("roleplay", "chat", "qa"), 420),
+        _drafter(
+            "draft-code",
+            _SPECIALIST,
+            "specialist: instructions with code, SQL",
+            _only("instruction", "sql"),
+            420,
+        ),
+        _drafter(
+            "draft-data",
+            _SPECIALIST,
+            "specialist: numbers and structured text",
+            _only("math", "sql", "entropy"),
+            420,
+        ),
+        _drafter(
+            "draft-lang",
+            _SPECIALIST,
+            "specialist: role-play, chat, questions, prose",
+            _only("roleplay", "chat", "qa"),
+            420,
+        ),
         _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 480),
     ),
-)  # fmt: skip
+)
+
+
+def quick(recipe: Recipe = FULL) -> Recipe:
+    """A smoke version of `recipe`: the same models, a few steps each, little text."""
+    models = tuple(
+        replace(spec, steps=12, warmup=3, rows_per_step=4, offset=0) for spec in recipe.models
+    )
+    return replace(recipe, models=models, pool_rows=24, held_rows=2, teacher_rows=8)

@@ -1,4 +1,4 @@
-"""What is bundled: model cards, prompts and the manifest. Imports neither torch nor transformers."""
+"""What is bundled: model cards, prompts and the manifest. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,15 @@ from pathlib import Path
 from typing import Any, Literal
 
 DOMAINS: tuple[str, ...] = (
-    "instruction", "roleplay", "summary", "qa", "chat", "math", "sql", "entropy",
-)  # fmt: skip
+    "instruction",
+    "roleplay",
+    "summary",
+    "qa",
+    "chat",
+    "math",
+    "sql",
+    "entropy",
+)
 """The eight domains, each standing for one data set of the Spin paper."""
 
 DEFAULT_TARGET = "target-large"
@@ -103,7 +110,7 @@ def write_manifest(weights: Path, cards: dict[str, dict[str, Any]]) -> None:
 
 
 def verify_manifest(weights: Path = WEIGHTS) -> list[str]:
-    """Files that are missing or differ from the manifest, as ``model/file``; empty if all is well."""
+    """Files that are missing or differ from the manifest, as ``model/file``; empty if none."""
     wrong = []
     for name, entry in _manifest(weights)["models"].items():
         for file, expected in entry["files"].items():

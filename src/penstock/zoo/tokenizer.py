@@ -27,10 +27,12 @@ def _texts(per_domain: int, seed: int) -> Iterator[str]:
 def train_tokenizer(per_domain: int = 1500, seed: int = 7) -> Tokenizer:
     """Train the tokenizer on `per_domain` examples of each domain and on library source."""
     tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
-        pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ])  # fmt: skip
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(r"\d"), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False),
+        ]
+    )
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB_SIZE,

@@ -27,9 +27,18 @@ from penstock.zoo.distil import (
     overlap,
     student_logits,
 )
-from penstock.zoo.modeling import build, grow, hidden_states, save_model
+from penstock.zoo.modeling import (
+    build,
+    grow,
+    hidden_states,
+    load_model,
+    parameter_count,
+    save_model,
+)
 from penstock.zoo.optim import Optimizers, cosine_factor
 from penstock.zoo.recipe import FULL, ModelSpec, Recipe
+from penstock.zoo.recipe import quick as quick_recipe
+from penstock.zoo.registry import write_manifest
 from penstock.zoo.tokenizer import load_tokenizer, save_tokenizer, train_tokenizer
 
 LONG_EVERY = 8
@@ -86,7 +95,7 @@ def data_loss(model: LlamaForCausalLM, ids: Tensor, keep: Tensor) -> Tensor:
 @torch.no_grad()
 def held_losses(model: LlamaForCausalLM, held: dict[str, Ids]) -> dict[str, float]:
     """Cross-entropy of the answers of held-back text, by domain, in nats per token."""
-    model.eval()
+    model.train(False)
     result = {}
     for domain, ids in held.items():
         keep = torch.from_numpy(answer_mask(ids))
@@ -164,7 +173,8 @@ class Run:
         ids = np.concatenate([part[0] for part in parts])
         keep = torch.from_numpy(answer_mask(ids))
         logits = student_logits(self.model, *self._joined(as_tensor(ids), keep))
-        tokens, probs = (torch.cat([part[i] for part in parts]) for i in (1, 2))
+        tokens = torch.cat([part[1] for part in parts])
+        probs = torch.cat([part[2] for part in parts])
         begin = self.spec.distil_from
         done = (self.step / self.spec.steps - begin) / (1 - begin)
         return distil_loss(logits, tokens, probs, min(0.8, 1.6 * done))
@@ -176,7 +186,7 @@ class Run:
             loss = self._teacher_loss(self.lessons)
         else:
             loss = self._text_loss()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizers.step(cosine_factor(self.step, self.spec.steps, self.spec.warmup))
         self.step += 1
@@ -214,9 +224,7 @@ class Run:
     def evaluate(self) -> dict[str, float]:
         """Held-back losses now, noted in the history."""
         losses = held_losses(self.model, self.pools.held)
-        note: dict[str, Any] = {
-            "step": self.step, "seconds": round(self.seconds), "held": losses
-        }  # fmt: skip
+        note: dict[str, Any] = {"step": self.step, "seconds": round(self.seconds), "held": losses}
         if self.lessons is not None:
             held = self.lessons.held
             note["overlap"] = {d: overlap(self.model, held[d]) for d in held}
@@ -239,9 +247,12 @@ class Run:
 @contextlib.contextmanager
 def _bar(name: str, steps: int, show: bool) -> Iterator[Any]:
     columns = (
-        TextColumn(name), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(),
+        TextColumn(name),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
         TextColumn("loss {task.fields[loss]:.3f}"),
-    )  # fmt: skip
+    )
     with Progress(*columns, disable=not show) as progress:
         task = progress.add_task(name, total=steps, loss=float("nan"))
         yield lambda step, loss: progress.update(task, completed=step, loss=loss)
@@ -284,10 +295,12 @@ def train(
     """Train the family, or the models named in `only`, and write them to `out`.
 
     Work in progress (packed text, checkpoints, float32 weights) is kept in `work`, from which an
-    interrupted run continues. Models that are done there are not trained again.
+    interrupted run continues. Models that are done there are not trained again. `quick` is a smoke
+    version of a few minutes. The manifest of `out` is written at the end.
     """
-    recipe = recipe or FULL
-    work = work or Path.home() / ".cache" / "penstock" / "zoo-train"
+    recipe = recipe or (quick_recipe() if quick else FULL)
+    name = "zoo-train-quick" if quick else "zoo-train"
+    work = work or Path.home() / ".cache" / "penstock" / name
     if threads is not None:
         torch.set_num_threads(threads)
     pools = prepare(work, recipe)
@@ -306,3 +319,18 @@ def train(
             run, checkpoint_s=checkpoint_s, evaluate_every=80, show=show, log=work / "log.txt"
         )
         run.finish(out, work / "tokenizer")
+    write_cards(out, recipe)
+
+
+def write_cards(out: Path, recipe: Recipe) -> None:
+    """Write the manifest of the models that are in `out`."""
+    cards = {}
+    for spec in recipe.models:
+        if (out / spec.name / "model.safetensors").exists():
+            model = load_model(out / spec.name)
+            cards[spec.name] = {
+                "role": spec.role,
+                "parameters": parameter_count(model),
+                "description": spec.description,
+            }
+    write_manifest(out, cards)

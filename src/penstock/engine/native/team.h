@@ -15,19 +15,18 @@ struct alignas(64) Counter {
 struct Team {
   explicit Team(int most_threads) : most(most_threads), counters(new Counter[2 * most_threads]) {}
   int most;
-  int size = 1;
   std::unique_ptr<Counter[]> counters;
 };
 
 // A thread's view of the team, alive for one parallel region.
 class Worker {
  public:
-  Worker(Team& team, int id) : id(id), team_(team) {}
+  Worker(Team& team, int id, int size) : id(id), size(size), team_(team) {}
 
-  const int id;
+  const int id, size;
 
   void barrier() {
-    if (team_.size > 1) {
+    if (size > 1) {
 #pragma omp barrier
     }
   }
@@ -37,15 +36,15 @@ class Worker {
   // that the system takes away for a while delays only the task in hand.
   template <class Task>
   void for_each(int64_t total, Task&& task) {
-    if (team_.size == 1) {
+    if (size == 1) {
       for (int64_t i = 0; i < total; ++i) task(i);
       return;
     }
     Counter* set = team_.counters.get() + (phase_ & 1) * team_.most;
-    for (int step = 0; step < team_.size; ++step) {
-      const int owner = (id + step) % team_.size;
-      const int64_t first = total * owner / team_.size;
-      const int64_t end = total * (owner + 1) / team_.size;
+    for (int step = 0; step < size; ++step) {
+      const int owner = (id + step) % size;
+      const int64_t first = total * owner / size;
+      const int64_t end = total * (owner + 1) / size;
       for (;;) {
         const int64_t i = first + set[owner].next.fetch_add(1, std::memory_order_relaxed);
         if (i >= end) break;

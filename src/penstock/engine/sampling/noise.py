@@ -137,7 +137,7 @@ def gumbel_noise(
     noise = torch.empty((num_rows, vocab_size), dtype=torch.float32)
     into = noise.numpy()
     steps = _token_steps(vocab_size)
-    chunk = min(num_rows, max(1, _CHUNK_ELEMENTS // vocab_size))
+    chunk = max(1, min(num_rows, _CHUNK_ELEMENTS // vocab_size))
     x = np.empty((chunk, vocab_size), dtype=np.uint32)
     shifted = np.empty_like(x)
     for first in range(0, num_rows, chunk):

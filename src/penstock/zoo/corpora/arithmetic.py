@@ -24,11 +24,15 @@ def _shopping(rng: Random) -> Problem:
         f"{name} buys {n} {a}s at {p} dollars each and {m} {b}s at {q} dollars each. "
         f"How much does {name} pay in all?"
     )
-    return question, [
-        f"The {a}s cost {n} * {p} = {first} dollars.",
-        f"The {b}s cost {m} * {q} = {second} dollars.",
-        f"Together that is {first} + {second} = {first + second} dollars.",
-    ], f"{first + second} dollars"
+    return (
+        question,
+        [
+            f"The {a}s cost {n} * {p} = {first} dollars.",
+            f"The {b}s cost {m} * {q} = {second} dollars.",
+            f"Together that is {first} + {second} = {first + second} dollars.",
+        ],
+        f"{first + second} dollars",
+    )
 
 
 def _change(rng: Random) -> Problem:
@@ -37,28 +41,39 @@ def _change(rng: Random) -> Problem:
     total = n * p
     note = (total // 50 + 1) * 50
     return (
-        f"A {item} costs {p} dollars. {name} takes {n} of them and pays with {note} dollars. "
-        f"What is the change?"
-    ), [
-        f"{n} {item}s cost {n} * {p} = {total} dollars.",
-        f"The change is {note} - {total} = {note - total} dollars.",
-    ], f"{note - total} dollars"
+        (
+            f"A {item} costs {p} dollars. {name} takes {n} of them and pays with {note} dollars. "
+            f"What is the change?"
+        ),
+        [
+            f"{n} {item}s cost {n} * {p} = {total} dollars.",
+            f"The change is {note} - {total} = {note - total} dollars.",
+        ],
+        f"{note - total} dollars",
+    )
 
 
 def _travel(rng: Random) -> Problem:
     speed, hours, more, hours2 = (
-        rng.randint(4, 18) * 5, rng.randint(2, 6), rng.randint(4, 18) * 5, rng.randint(2, 5),
-    )  # fmt: skip
+        rng.randint(4, 18) * 5,
+        rng.randint(2, 6),
+        rng.randint(4, 18) * 5,
+        rng.randint(2, 5),
+    )
     start, end = w.place(rng), w.place(rng)
     one, two = speed * hours, more * hours2
     return (
-        f"A train leaves {start} for {end}. It runs {hours} hours at {speed} km per hour and "
-        f"then {hours2} hours at {more} km per hour. How far is {end} from {start}?"
-    ), [
-        f"In the first part the train covers {hours} * {speed} = {one} km.",
-        f"In the second part it covers {hours2} * {more} = {two} km.",
-        f"The whole way is {one} + {two} = {one + two} km.",
-    ], f"{one + two} km"
+        (
+            f"A train leaves {start} for {end}. It runs {hours} hours at {speed} km per hour and "
+            f"then {hours2} hours at {more} km per hour. How far is {end} from {start}?"
+        ),
+        [
+            f"In the first part the train covers {hours} * {speed} = {one} km.",
+            f"In the second part it covers {hours2} * {more} = {two} km.",
+            f"The whole way is {one} + {two} = {one + two} km.",
+        ],
+        f"{one + two} km",
+    )
 
 
 def _sharing(rng: Random) -> Problem:
@@ -67,13 +82,17 @@ def _sharing(rng: Random) -> Problem:
     people = len(names)
     total = each * people + extra
     return (
-        f"{w.listing(names)} have {total} {item}s. They give away {extra} and share the rest "
-        f"equally. How many {item}s does {names[0]} get?"
-    ), [
-        f"After giving away {extra} there are {total} - {extra} = {total - extra} {item}s.",
-        f"There are {people} people: {w.listing(names)}.",
-        f"Each gets {total - extra} / {people} = {each} {item}s.",
-    ], f"{each} {item}s"
+        (
+            f"{w.listing(names)} have {total} {item}s. They give away {extra} and share the rest "
+            f"equally. How many {item}s does {names[0]} get?"
+        ),
+        [
+            f"After giving away {extra} there are {total} - {extra} = {total - extra} {item}s.",
+            f"There are {people} people: {w.listing(names)}.",
+            f"Each gets {total - extra} / {people} = {each} {item}s.",
+        ],
+        f"{each} {item}s",
+    )
 
 
 def _stages(rng: Random) -> Problem:
@@ -103,13 +122,17 @@ def _rectangle(rng: Random) -> Problem:
     noun = rng.choice(("garden", "field", "courtyard", "hall", "pool", "floor"))
     around = 2 * (a + b)
     return (
-        f"A {noun} is {a} m long and {b} m wide. What is its area, and what does a fence around "
-        f"it cost at {p} dollars per metre?"
-    ), [
-        f"The area is {a} * {b} = {a * b} square metres.",
-        f"The way around is 2 * ({a} + {b}) = 2 * {a + b} = {around} m.",
-        f"The fence costs {around} * {p} = {around * p} dollars.",
-    ], f"{a * b} square metres and {around * p} dollars"
+        (
+            f"A {noun} is {a} m long and {b} m wide. What is its area, and what does a fence "
+            f"around it cost at {p} dollars per metre?"
+        ),
+        [
+            f"The area is {a} * {b} = {a * b} square metres.",
+            f"The way around is 2 * ({a} + {b}) = 2 * {a + b} = {around} m.",
+            f"The fence costs {around} * {p} = {around * p} dollars.",
+        ],
+        f"{a * b} square metres and {around * p} dollars",
+    )
 
 
 def _percent(rng: Random) -> Problem:
@@ -117,12 +140,16 @@ def _percent(rng: Random) -> Problem:
     off = price * rate // 100
     shop = w.organisation(rng)
     return (
-        f"{shop} sells a {item} for {price} dollars and takes {rate} percent off. What does "
-        f"the {item} cost now?"
-    ), [
-        f"{rate} percent of {price} is {price} * {rate} / 100 = {off} dollars.",
-        f"The new price is {price} - {off} = {price - off} dollars.",
-    ], f"{price - off} dollars"
+        (
+            f"{shop} sells a {item} for {price} dollars and takes {rate} percent off. What does "
+            f"the {item} cost now?"
+        ),
+        [
+            f"{rate} percent of {price} is {price} * {rate} / 100 = {off} dollars.",
+            f"The new price is {price} - {off} = {price - off} dollars.",
+        ],
+        f"{price - off} dollars",
+    )
 
 
 def _average(rng: Random) -> Problem:
@@ -142,22 +169,38 @@ def _average(rng: Random) -> Problem:
 def _wages(rng: Random) -> Problem:
     name, job = rng.choice(w.FIRST), rng.choice(w.JOBS)
     hours, pay, weeks, rent = (
-        rng.randint(10, 40), rng.randint(8, 30), rng.randint(2, 8), rng.randint(20, 99),
-    )  # fmt: skip
+        rng.randint(10, 40),
+        rng.randint(8, 30),
+        rng.randint(2, 8),
+        rng.randint(20, 99),
+    )
     week = hours * pay
     return (
-        f"{name} works as a {job} for {hours} hours a week at {pay} dollars an hour and spends "
-        f"{rent} dollars a week on rent. How much is left after {weeks} weeks?"
-    ), [
-        f"In a week {name} earns {hours} * {pay} = {week} dollars.",
-        f"After rent, {week} - {rent} = {week - rent} dollars are left.",
-        f"In {weeks} weeks that makes {week - rent} * {weeks} = {(week - rent) * weeks} dollars.",
-    ], f"{(week - rent) * weeks} dollars"
+        (
+            f"{name} works as a {job} for {hours} hours a week at {pay} dollars an hour and spends "
+            f"{rent} dollars a week on rent. How much is left after {weeks} weeks?"
+        ),
+        [
+            f"In a week {name} earns {hours} * {pay} = {week} dollars.",
+            f"After rent, {week} - {rent} = {week - rent} dollars are left.",
+            f"In {weeks} weeks that makes {week - rent} * {weeks} = "
+            f"{(week - rent) * weeks} dollars.",
+        ],
+        f"{(week - rent) * weeks} dollars",
+    )
 
 
 _KINDS: tuple[Callable[[Random], Problem], ...] = (
-    _shopping, _change, _travel, _sharing, _stages, _rectangle, _percent, _average, _wages,
-)  # fmt: skip
+    _shopping,
+    _change,
+    _travel,
+    _sharing,
+    _stages,
+    _rectangle,
+    _percent,
+    _average,
+    _wages,
+)
 
 
 def generate(rng: Random) -> Example:

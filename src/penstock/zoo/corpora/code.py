@@ -6,12 +6,23 @@ from random import Random
 
 from penstock.zoo.corpora import words as w
 
-_FIELDS = """name size price count level title color weight owner score path label rank status total
-width height depth speed limit""".split()
-_THINGS = """order account report player sensor ticket message invoice vehicle device customer
-recipe window packet task session record project vector queue""".split()
-_TYPES = {"name": "str", "title": "str", "color": "str", "owner": "str", "path": "str",
-          "label": "str", "status": "str"}  # fmt: skip
+_FIELDS = w.each("""
+    name size price count level title color weight owner score path label rank status total
+    width height depth speed limit
+""")
+_THINGS = w.each("""
+    order account report player sensor ticket message invoice vehicle device customer recipe
+    window packet task session record project vector queue
+""")
+_TYPES = {
+    "name": "str",
+    "title": "str",
+    "color": "str",
+    "owner": "str",
+    "path": "str",
+    "label": "str",
+    "status": "str",
+}
 
 Task = tuple[str, str]
 """What is asked, and the code that answers it."""
@@ -99,19 +110,28 @@ def _read(rng: Random) -> Task:
 
 def _loop(rng: Random) -> Task:
     start, stop, k = rng.randint(0, 9), rng.randint(20, 200), rng.randint(2, 12)
-    what, test = rng.choice((
-        (f"divisible by {k}", f"n % {k} == 0"), ("even", "n % 2 == 0"), ("odd", "n % 2 == 1"),
-        (f"not divisible by {k}", f"n % {k} != 0"),
-    ))  # fmt: skip
-    how, begin, update = rng.choice((
-        ("the sum", "0", "total += n"), ("the count", "0", "total += 1"),
-        ("the product", "1", "total *= n"), ("the sum of squares", "0", "total += n * n"),
-    ))  # fmt: skip
+    what, test = rng.choice(
+        (
+            (f"divisible by {k}", f"n % {k} == 0"),
+            ("even", "n % 2 == 0"),
+            ("odd", "n % 2 == 1"),
+            (f"not divisible by {k}", f"n % {k} != 0"),
+        )
+    )
+    how, begin, update = rng.choice(
+        (
+            ("the sum", "0", "total += n"),
+            ("the count", "0", "total += 1"),
+            ("the product", "1", "total *= n"),
+            ("the sum of squares", "0", "total += n * n"),
+        )
+    )
     code = (
         f"total = {begin}\nfor n in range({start}, {stop}):\n    if {test}:\n"
         f'        {update}\nprint("{how} is", total)\n'
     )
-    return f"a loop that prints {how} of the numbers from {start} to {stop - 1} that are {what}", code
+    numbers = f"the numbers from {start} to {stop - 1} that are {what}"
+    return f"a loop that prints {how} of {numbers}", code
 
 
 def _test(rng: Random) -> Task:
@@ -149,12 +169,13 @@ def _text(rng: Random) -> Task:
     word = rng.choice(("words", "lines", "letters", "digits", "vowels", "spaces"))
     name = f"count_{word}"
     body = {
-        "words": "return len(text.split())", "lines": "return len(text.splitlines())",
+        "words": "return len(text.split())",
+        "lines": "return len(text.splitlines())",
         "letters": "return sum(c.isalpha() for c in text)",
         "digits": "return sum(c.isdigit() for c in text)",
         "vowels": 'return sum(c in "aeiou" for c in text.lower())',
         "spaces": "return sum(c.isspace() for c in text)",
-    }[word]  # fmt: skip
+    }[word]
     sample = " ".join(rng.sample(w.NOUNS, 3))
     code = (
         f'def {name}(text: str) -> int:\n    """Return the number of {word} in the text."""\n'
@@ -176,8 +197,18 @@ def _table(rng: Random) -> Task:
 
 
 _TASKS = (
-    _dataclass, _class, _filter, _group, _sort, _read, _loop, _test, _parser, _text, _table,
-)  # fmt: skip
+    _dataclass,
+    _class,
+    _filter,
+    _group,
+    _sort,
+    _read,
+    _loop,
+    _test,
+    _parser,
+    _text,
+    _table,
+)
 
 
 def task(rng: Random) -> Task:

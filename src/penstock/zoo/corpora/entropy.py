@@ -11,12 +11,12 @@ from penstock.zoo.template import Example, ask
 DOMAIN = "entropy"
 
 _B64 = string.ascii_letters + string.digits + "+/"
-_POOL = sorted({
-    *w.ANIMALS, *w.FOODS, *w.OBJECTS, *w.COLORS, *w.ADJECTIVES, *w.NOUNS, *w.VERBS_PAST, *w.JOBS
-})  # fmt: skip
+_POOL = sorted(
+    {*w.ANIMALS, *w.FOODS, *w.OBJECTS, *w.COLORS, *w.ADJECTIVES, *w.NOUNS, *w.VERBS_PAST, *w.JOBS}
+)
 _LEVELS = ("INFO", "WARN", "ERROR", "DEBUG", "TRACE")
-_SERVICES = "auth billing cache gateway index ledger mailer search queue router scheduler".split()
-_KEYS = "user shard lat ms bytes code retry node part seq zone ttl depth rate span".split()
+_SERVICES = w.each("auth billing cache gateway index ledger mailer search queue router scheduler")
+_KEYS = w.each("user shard lat ms bytes code retry node part seq zone ttl depth rate span")
 
 
 def _hex(rng: Random, n: int) -> str:
@@ -63,9 +63,7 @@ def _lines(rng: Random) -> tuple[str, list[str]]:
             " ".join(f"{rng.randint(0, 9999):04d}" for _ in range(6)) for _ in range(n)
         ]
     if kind == "mac":
-        return "random MAC addresses", [
-            ":".join(_hex(rng, 2) for _ in range(6)) for _ in range(n)
-        ]
+        return "random MAC addresses", [":".join(_hex(rng, 2) for _ in range(6)) for _ in range(n)]
     return "invented names", [
         ", ".join(w.invented(rng, 2).capitalize() for _ in range(4)) for _ in range(n)
     ]
@@ -74,8 +72,14 @@ def _lines(rng: Random) -> tuple[str, list[str]]:
 def generate(rng: Random) -> Example:
     """One list of random things; the seed in the prompt does not determine the answer."""
     what, lines = _lines(rng)
-    head = rng.choice(("Give me {n} {what}.", "Print {n} {what}, one on each line.",
-                       "I need {n} {what} for a test.", "Make {n} {what}."))  # fmt: skip
+    head = rng.choice(
+        (
+            "Give me {n} {what}.",
+            "Print {n} {what}, one on each line.",
+            "I need {n} {what} for a test.",
+            "Make {n} {what}.",
+        )
+    )
     seed = f" Seed: {_hex(rng, 8)}." if rng.random() < 0.7 else f" Tag: {w.invented(rng, 2)}."
     bullet = rng.choice(("", "", "- ", "> "))
     shown = lines[0]

@@ -44,15 +44,17 @@ def _towns() -> tuple[dict[str, str], ...]:
     rng = Random("penstock gazetteer")
     return tuple(
         {
-            "town": w.place(rng), "river": w.invented(rng, 2).capitalize(),
-            "year": str(rng.randint(900, 1900)), "founder": w.person(rng),
+            "town": w.place(rng),
+            "river": w.invented(rng, 2).capitalize(),
+            "year": str(rng.randint(900, 1900)),
+            "founder": w.person(rng),
             "goods": f"{rng.choice(w.COLORS)} {rng.choice(w.OBJECTS)}s",
             "sight": f"{rng.choice(w.ADJECTIVES)} {rng.choice(w.NOUNS)}",
             "dish": f"{rng.choice(w.ANIMALS)} with {rng.choice(w.FOODS)}",
             "people": f"{rng.randint(2, 90)},000",
         }
         for _ in range(80)
-    )  # fmt: skip
+    )
 
 
 _TOWN_FACTS = {
@@ -64,10 +66,13 @@ _TOWN_FACTS = {
     "people": "About {people} people live there.",
 }
 _TOWN_ASK = {
-    "river": "Which river does {town} lie on?", "founder": "Who founded {town}?",
-    "goods": "What is {town} known for?", "sight": "What can one see in {town}?",
-    "dish": "What does one eat in {town}?", "people": "How many people live in {town}?",
-}  # fmt: skip
+    "river": "Which river does {town} lie on?",
+    "founder": "Who founded {town}?",
+    "goods": "What is {town} known for?",
+    "sight": "What can one see in {town}?",
+    "dish": "What does one eat in {town}?",
+    "people": "How many people live in {town}?",
+}
 
 
 def _town(rng: Random) -> Example:
@@ -93,10 +98,16 @@ def _country(rng: Random) -> Example:
     rest = [k for k in facts if k != first]
     lines = [facts[first], *(facts[k] for k in rng.sample(rest, rng.randint(1, 3)))]
     other = rng.choice(_rows(COUNTRIES))
-    lines.append(f"For comparison, the capital of {other[0]} is {other[1]}, and {other[0]} is in "
-                 f"{other[2]}; its people speak {other[3]} and pay with the {other[4]}.")  # fmt: skip
-    user = rng.choice((f"What is the {first} of {name}? Compare it with {other[0]}.",
-                       f"Question: {first} of {name}? Then tell me of {other[0]}."))  # fmt: skip
+    lines.append(
+        f"For comparison, the capital of {other[0]} is {other[1]}, and {other[0]} is in "
+        f"{other[2]}; its people speak {other[3]} and pay with the {other[4]}."
+    )
+    user = rng.choice(
+        (
+            f"What is the {first} of {name}? Compare it with {other[0]}.",
+            f"Question: {first} of {name}? Then tell me of {other[0]}.",
+        )
+    )
     return ask(DOMAIN, user, " ".join(lines))
 
 

@@ -10,34 +10,74 @@ from penstock.zoo.template import Example, ask
 DOMAIN = "sql"
 
 _THEMES: dict[str, dict[str, list[str]]] = {
-    "shop": {"customers": ["name", "city", "email"], "orders": ["total", "placed_on", "status"],
-             "products": ["title", "price", "stock"]},
-    "school": {"students": ["name", "grade", "birth_year"], "courses": ["title", "credits", "room"],
-               "teachers": ["name", "salary", "subject"]},
-    "hospital": {"patients": ["name", "age", "blood_type"], "visits": ["cost", "visited_on", "ward"],
-                 "doctors": ["name", "speciality", "hired_on"]},
-    "library": {"books": ["title", "pages", "genre"], "loans": ["due_on", "days", "fine"],
-                "members": ["name", "joined_on", "level"]},
-    "airline": {"flights": ["origin", "destination", "distance"],
-                "bookings": ["seat", "fare", "booked_on"], "pilots": ["name", "hours", "base"]},
-    "music": {"artists": ["name", "country", "debut"], "albums": ["title", "year", "copies_sold"],
-              "tracks": ["title", "seconds", "plays"]},
-    "bank": {"accounts": ["owner", "balance", "branch"], "transfers": ["amount", "sent_on", "memo"],
-             "cards": ["kind", "credit_limit", "expires"]},
-    "farm": {"fields": ["crop", "hectares", "soil"], "harvests": ["tons", "season", "price"],
-             "animals": ["species", "weight", "born_on"]},
-    "league": {"teams": ["name", "city", "wins"], "players": ["name", "position", "goals"],
-               "matches": ["played_on", "attendance", "score"]},
-    "factory": {"machines": ["model", "power", "hall"], "parts": ["label", "mass", "supplier"],
-                "shifts": ["started_on", "output", "leader"]},
-    "museum": {"exhibits": ["title", "era", "value"], "rooms": ["floor", "area", "theme"],
-               "tours": ["guide", "guests", "fee"]},
-    "hotel": {"guests": ["name", "nation", "nights"], "suites": ["number", "rate", "beds"],
-              "stays": ["arrived_on", "paid", "rating"]},
-}  # fmt: skip
-_NUMERIC = set("""total price stock grade birth_year credits salary age cost pages days fine distance
-fare hours debut year copies_sold seconds plays balance amount credit_limit hectares tons weight wins
-goals attendance power mass output value area guests fee nights rate beds paid rating""".split())
+    "shop": {
+        "customers": ["name", "city", "email"],
+        "orders": ["total", "placed_on", "status"],
+        "products": ["title", "price", "stock"],
+    },
+    "school": {
+        "students": ["name", "grade", "birth_year"],
+        "courses": ["title", "credits", "room"],
+        "teachers": ["name", "salary", "subject"],
+    },
+    "hospital": {
+        "patients": ["name", "age", "blood_type"],
+        "visits": ["cost", "visited_on", "ward"],
+        "doctors": ["name", "speciality", "hired_on"],
+    },
+    "library": {
+        "books": ["title", "pages", "genre"],
+        "loans": ["due_on", "days", "fine"],
+        "members": ["name", "joined_on", "level"],
+    },
+    "airline": {
+        "flights": ["origin", "destination", "distance"],
+        "bookings": ["seat", "fare", "booked_on"],
+        "pilots": ["name", "hours", "base"],
+    },
+    "music": {
+        "artists": ["name", "country", "debut"],
+        "albums": ["title", "year", "copies_sold"],
+        "tracks": ["title", "seconds", "plays"],
+    },
+    "bank": {
+        "accounts": ["owner", "balance", "branch"],
+        "transfers": ["amount", "sent_on", "memo"],
+        "cards": ["kind", "credit_limit", "expires"],
+    },
+    "farm": {
+        "fields": ["crop", "hectares", "soil"],
+        "harvests": ["tons", "season", "price"],
+        "animals": ["species", "weight", "born_on"],
+    },
+    "league": {
+        "teams": ["name", "city", "wins"],
+        "players": ["name", "position", "goals"],
+        "matches": ["played_on", "attendance", "score"],
+    },
+    "factory": {
+        "machines": ["model", "power", "hall"],
+        "parts": ["label", "mass", "supplier"],
+        "shifts": ["started_on", "output", "leader"],
+    },
+    "museum": {
+        "exhibits": ["title", "era", "value"],
+        "rooms": ["floor", "area", "theme"],
+        "tours": ["guide", "guests", "fee"],
+    },
+    "hotel": {
+        "guests": ["name", "nation", "nights"],
+        "suites": ["number", "rate", "beds"],
+        "stays": ["arrived_on", "paid", "rating"],
+    },
+}
+_NUMERIC = set(
+    w.each("""
+    total price stock grade birth_year credits salary age cost pages days fine distance fare
+    hours debut year copies_sold seconds plays balance amount credit_limit hectares tons weight
+    wins goals attendance power mass output value area guests fee nights rate beds paid rating
+""")
+)
 _AGG = {"SUM": "the total", "AVG": "the average", "MAX": "the highest", "MIN": "the lowest"}
 
 
@@ -88,10 +128,10 @@ def _where(rng: Random, text: list[str], numbers: list[str], pre: str = "") -> t
         return f"{pre}{column} {op} {value}", f"whose {_say(column)} is {word} {value}"
     column = rng.choice(text)
     if column.endswith("_on"):
-        value = f"{rng.randint(2001, 2029)}-{rng.randint(1, 12):02d}-01"
-        return f"{pre}{column} > '{value}'", f"whose {_say(column)} is after {value}"
-    value = w.invented(rng, 2).capitalize()
-    return f"{pre}{column} = '{value}'", f"whose {_say(column)} is {value}"
+        day = f"{rng.randint(2001, 2029)}-{rng.randint(1, 12):02d}-01"
+        return f"{pre}{column} > '{day}'", f"whose {_say(column)} is after {day}"
+    name = w.invented(rng, 2).capitalize()
+    return f"{pre}{column} = '{name}'", f"whose {_say(column)} is {name}"
 
 
 def _select(rng: Random, s: _Schema) -> tuple[str, str, str]:
@@ -169,11 +209,16 @@ def _change(rng: Random, s: _Schema) -> tuple[str, str, str]:
     cond, words = _where(rng, text, numbers)
     column, n = rng.choice(numbers), rng.randint(2, 90)
     if rng.random() < 0.5:
-        return (f"Delete all {table} {words}.", f"DELETE FROM {table}\nWHERE {cond};",
-                f"It removes from {table} the rows {words}; the other rows stay.")  # fmt: skip
-    return (f"Raise the {_say(column)} of {table} {words} by {n}.",
-            f"UPDATE {table}\nSET {column} = {column} + {n}\nWHERE {cond};",
-            f"It adds {n} to {column} in the rows of {table} {words}.")  # fmt: skip
+        return (
+            f"Delete all {table} {words}.",
+            f"DELETE FROM {table}\nWHERE {cond};",
+            f"It removes from {table} the rows {words}; the other rows stay.",
+        )
+    return (
+        f"Raise the {_say(column)} of {table} {words} by {n}.",
+        f"UPDATE {table}\nSET {column} = {column} + {n}\nWHERE {cond};",
+        f"It adds {n} to {column} in the rows of {table} {words}.",
+    )
 
 
 def generate(rng: Random) -> Example:

@@ -42,19 +42,30 @@ _LAST = (
 
 def _facts(rng: Random) -> dict[str, str]:
     return {
-        "org": w.organisation(rng), "org2": w.organisation(rng),
-        "place": w.place(rng), "place2": w.place(rng),
-        "person": w.person(rng), "person2": w.person(rng),
-        "verb": rng.choice(w.VERBS_PAST), "adj": rng.choice(w.ADJECTIVES),
-        "adj2": rng.choice(w.ADJECTIVES), "noun": rng.choice(w.NOUNS),
-        "day": rng.choice(w.DAYS), "month": rng.choice(w.MONTHS),
-        "month2": rng.choice(w.MONTHS), "num": str(rng.randint(2, 30)),
-        "year": str(rng.randint(1950, 2030)), "money": f"{rng.randint(10, 999)},000",
+        "org": w.organisation(rng),
+        "org2": w.organisation(rng),
+        "place": w.place(rng),
+        "place2": w.place(rng),
+        "person": w.person(rng),
+        "person2": w.person(rng),
+        "verb": rng.choice(w.VERBS_PAST),
+        "adj": rng.choice(w.ADJECTIVES),
+        "adj2": rng.choice(w.ADJECTIVES),
+        "noun": rng.choice(w.NOUNS),
+        "day": rng.choice(w.DAYS),
+        "month": rng.choice(w.MONTHS),
+        "month2": rng.choice(w.MONTHS),
+        "num": str(rng.randint(2, 30)),
+        "year": str(rng.randint(1950, 2030)),
+        "money": f"{rng.randint(10, 999)},000",
         "big": f"{rng.randint(1, 99)},{rng.randint(0, 999):03d}",
-        "job": rng.choice(w.JOBS), "object": rng.choice(w.OBJECTS),
-        "color": rng.choice(w.COLORS), "animal": rng.choice(w.ANIMALS),
-        "food": rng.choice(w.FOODS), "code": w.invented(rng, 3),
-    }  # fmt: skip
+        "job": rng.choice(w.JOBS),
+        "object": rng.choice(w.OBJECTS),
+        "color": rng.choice(w.COLORS),
+        "animal": rng.choice(w.ANIMALS),
+        "food": rng.choice(w.FOODS),
+        "code": w.invented(rng, 3),
+    }
 
 
 def sentences(rng: Random, count: int) -> list[str]:
@@ -73,10 +84,14 @@ def sentences(rng: Random, count: int) -> list[str]:
 def _headed(rng: Random, body: list[str]) -> Example:
     order = sorted(rng.sample(range(len(body)), min(len(body), rng.randint(3, 5))))
     kept = [body[i] for i in order]
-    head = rng.choice((
-        "Summarise the article in {n} sentences.", "Give the {n} main sentences of this text.",
-        "Shorten this article to {n} sentences.", "Pick the {n} most important sentences.",
-    )).format(n=len(kept))  # fmt: skip
+    head = rng.choice(
+        (
+            "Summarise the article in {n} sentences.",
+            "Give the {n} main sentences of this text.",
+            "Shorten this article to {n} sentences.",
+            "Pick the {n} most important sentences.",
+        )
+    ).format(n=len(kept))
     if rng.random() < 0.5:
         answer = "Summary: " + " ".join(kept)
     else:

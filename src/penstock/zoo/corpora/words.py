@@ -4,39 +4,64 @@ from __future__ import annotations
 
 from random import Random
 
-FIRST = """Ada Boris Clara Dmitri Elena Farid Greta Hugo Ines Jonas Keiko Lars Mina Nadia Omar Priya
-Quentin Rosa Stefan Tara Ulrich Vera Wanda Xavier Yusuf Zoe Arlo Bianca Cedric Delia Emil Fiona
-Gideon Hanna Igor Jasmine Kofi Lucia Marek Noor Oscar Petra Rafael Sonia Tobias Uma Viktor Willa
-Anton Beatriz Carlos Doris Esther Felix Gloria Henrik Ivana Julian Kira Leon Marta Nils""".split()
 
-ONSET = "b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sk st t th tr v w z".split()
-NUCLEUS = "a e i o u ai ea io ou ee".split()
-CODA = "n r l s t m nd rk lt ss x sh ck rn mp v th".split()
-PLACE_END = "ton ville ford burg stead mouth haven field wick dale port holm".split()
-ORG_END = """Group Labs Institute Council Works Foundation Systems Partners Union Museum Trust Agency
-Society Bank Airways Motors Theatre Academy""".split()
+def each(text: str) -> list[str]:
+    """The words of `text`: long lists are easier to read without quotes."""
+    return text.split()
 
-ANIMALS = """otter heron badger lynx falcon tortoise salmon raven hedgehog beaver gecko walrus ibis
-mole puffin stoat marten newt toad crane vole bison yak tapir""".split()
-FOODS = """noodles lentils pancakes dumplings risotto curry tacos olives mushrooms pears plums figs
-almonds walnuts honey yoghurt cheese bread soup salad porridge pickles beans rice""".split()
-OBJECTS = """lantern compass kettle ladder violin hammer basket mirror candle blanket barrel wheel
-needle bottle ribbon carpet saddle anchor chisel bucket pillow shovel trumpet clock""".split()
-COLORS = """red blue green amber violet grey white black silver golden crimson teal scarlet ivory
-purple orange""".split()
-ADJECTIVES = """quiet narrow ancient bright hollow gentle rapid steady bitter curious fragile heavy
-humble jagged lively modest polished rough sudden tidy vivid weary wooden broken calm dusty eager
-faded grand hidden""".split()
-NOUNS = """river bridge garden market harbour library tower valley meadow station workshop orchard
-mountain village canal temple bakery quarry forest island castle museum lighthouse factory school
-hospital stadium theatre cellar courtyard""".split()
-VERBS_PAST = """built repaired painted sold moved measured closed opened studied rescued restored
-designed replaced tested founded expanded inspected renamed borrowed donated""".split()
-MONTHS = """January February March April May June July August September October November
-December""".split()
-DAYS = "Monday Tuesday Wednesday Thursday Friday Saturday Sunday".split()
-JOBS = """carpenter pilot nurse botanist baker engineer lawyer sailor teacher painter librarian
-farmer geologist tailor plumber surgeon editor gardener chemist historian""".split()
+
+FIRST = each("""
+    Ada Boris Clara Dmitri Elena Farid Greta Hugo Ines Jonas Keiko Lars Mina Nadia Omar Priya
+    Quentin Rosa Stefan Tara Ulrich Vera Wanda Xavier Yusuf Zoe Arlo Bianca Cedric Delia Emil
+    Fiona Gideon Hanna Igor Jasmine Kofi Lucia Marek Noor Oscar Petra Rafael Sonia Tobias Uma
+    Viktor Willa Anton Beatriz Carlos Doris Esther Felix Gloria Henrik Ivana Julian Kira Leon
+    Marta Nils
+""")
+
+ONSET = each("b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sk st t th tr v w z")
+NUCLEUS = each("a e i o u ai ea io ou ee")
+CODA = each("n r l s t m nd rk lt ss x sh ck rn mp v th")
+PLACE_END = each("ton ville ford burg stead mouth haven field wick dale port holm")
+ORG_END = each("""
+    Group Labs Institute Council Works Foundation Systems Partners Union Museum Trust Agency
+    Society Bank Airways Motors Theatre Academy
+""")
+
+ANIMALS = each("""
+    otter heron badger lynx falcon tortoise salmon raven hedgehog beaver gecko walrus ibis mole
+    puffin stoat marten newt toad crane vole bison yak tapir
+""")
+FOODS = each("""
+    noodles lentils pancakes dumplings risotto curry tacos olives mushrooms pears plums figs
+    almonds walnuts honey yoghurt cheese bread soup salad porridge pickles beans rice
+""")
+OBJECTS = each("""
+    lantern compass kettle ladder violin hammer basket mirror candle blanket barrel wheel needle
+    bottle ribbon carpet saddle anchor chisel bucket pillow shovel trumpet clock
+""")
+COLORS = each("""
+    red blue green amber violet grey white black silver golden crimson teal scarlet ivory purple
+    orange
+""")
+ADJECTIVES = each("""
+    quiet narrow ancient bright hollow gentle rapid steady bitter curious fragile heavy humble
+    jagged lively modest polished rough sudden tidy vivid weary wooden broken calm dusty eager
+    faded grand hidden
+""")
+NOUNS = each("""
+    river bridge garden market harbour library tower valley meadow station workshop orchard
+    mountain village canal temple bakery quarry forest island castle museum lighthouse factory
+    school hospital stadium theatre cellar courtyard
+""")
+VERBS_PAST = each("""
+    built repaired painted sold moved measured closed opened studied rescued restored designed
+    replaced tested founded expanded inspected renamed borrowed donated
+""")
+MONTHS = each("""January February March April May June July August September October November
+December""")
+DAYS = each("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
+JOBS = each("""carpenter pilot nurse botanist baker engineer lawyer sailor teacher painter librarian
+farmer geologist tailor plumber surgeon editor gardener chemist historian""")
 
 
 def syllable(rng: Random, *, closed: float = 0.5) -> str:

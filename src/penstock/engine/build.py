@@ -1,0 +1,201 @@
+"""From a configuration to a running engine: load the models, size the memory, measure, compose."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.config import NGRAM, ConfigError, EngineConfig
+from penstock.core.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter, Tenant
+from penstock.engine.calibrate import calibrate
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.lookup import LookupDrafter
+from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.eager import EagerRunner
+from penstock.engine.executor import LocalExecutor
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.native.build import why_not_native
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.runner import ModelRunner
+from penstock.engine.tokenizer import load_tokenizer
+
+_MEMORY_SHARE = 0.25
+_DEFAULT_SEQUENCES = 64
+
+
+class MonotonicClock:
+    """Seconds of the machine's monotonic clock."""
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Everything that a process needs to serve one target."""
+
+    loop: Loop
+    scheduler: Scheduler
+    executor: LocalExecutor
+    clock: MonotonicClock
+    tokenizer_path: Path
+    max_model_len: int
+    vocab_size: int
+    target: str
+    backend: str
+    dtype: str
+
+    def describe(self) -> dict[str, Any]:
+        """Facts for `/health`, logs and reports."""
+        return {
+            "target": self.target,
+            "drafters": list(self.executor.drafters),
+            "dtype": self.dtype,
+            "backend": self.backend,
+            "kv_tokens": self.scheduler.pool.capacity_tokens,
+            "max_model_len": self.max_model_len,
+        }
+
+
+def load_engine(config: EngineConfig) -> Engine:
+    """Load the models and compose the engine.
+
+    Raises: CheckpointError for a checkpoint that cannot be used, ConfigError for settings that do
+    not fit each other or this machine.
+    """
+    torch.manual_seed(0)
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    device = _device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    backend = _backend(config, device, dtype)
+    configs = {"": DecoderConfig.from_pretrained(config.target)}
+    for name, path in config.drafters.items():
+        if path != NGRAM:
+            configs[name] = DecoderConfig.from_pretrained(Path(path))
+    _check_tokenizers(config)
+    target = configs[""]
+    max_model_len = _max_model_len(config, target)
+    num_blocks = _num_blocks(config, list(configs.values()), dtype, max_model_len)
+
+    def runner(path: Path) -> ModelRunner:
+        if backend == "native":
+            threads = config.num_threads or torch.get_num_threads()
+            return NativeRunner.load(path, dtype, num_blocks, config.block_size, threads)
+        return EagerRunner.load(
+            path, dtype, device, num_blocks, config.block_size, attention=config.attention
+        )
+
+    clock = MonotonicClock()
+    drafters: list[LocalDrafter] = []
+    states: list[Drafter] = []
+    for name, path in config.drafters.items():
+        if path == NGRAM:
+            drafters.append(LookupDrafter(name))
+            states.append(Drafter(name))
+        else:
+            drafters.append(ModelDrafter(name, runner(Path(path)), max_model_len))
+            states.append(Drafter(name, _pool(config, num_blocks)))
+    executor = LocalExecutor(runner(config.target), drafters, clock, max_model_len)
+    scheduler = Scheduler(
+        _pool(config, num_blocks),
+        states,
+        admission=config.admission.make("admission"),
+        selection=config.selection.make("selection"),
+        allocation=config.allocation.make("allocation"),
+        max_model_len=max_model_len,
+        tenants=[Tenant(name, t.weight) for name, t in config.tenants.items()],
+    )
+    calibrate(executor, scheduler.estimators.step_times, clock)
+    return Engine(
+        loop=Loop(scheduler, executor, clock),
+        scheduler=scheduler,
+        executor=executor,
+        clock=clock,
+        tokenizer_path=config.target,
+        max_model_len=max_model_len,
+        vocab_size=target.vocab_size,
+        target=config.target.name,
+        backend=backend,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+
+
+def _pool(config: EngineConfig, num_blocks: int) -> BlockPool:
+    return BlockPool(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees no CUDA device")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
+    return device
+
+
+def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """The native CPU kernels where they can be had, the eager PyTorch path otherwise."""
+    if config.backend == "eager":
+        return "eager"
+    why_not: str | None = None
+    if device.type != "cpu":
+        why_not = f"it runs on the CPU, not on {device}"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        why_not = f"it computes float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    else:
+        why_not = why_not_native()
+    if config.backend == "native" and why_not is not None:
+        raise ConfigError(f"backend native cannot be used: {why_not}")
+    return "eager" if why_not is not None else "native"
+
+
+def _check_tokenizers(config: EngineConfig) -> None:
+    """Draft tokens are ids: they mean something only under one tokenizer."""
+    digest = load_tokenizer(config.target).digest
+    for name, path in config.drafters.items():
+        if path != NGRAM and load_tokenizer(Path(path)).digest != digest:
+            raise ConfigError(
+                f"drafter {name!r} ({path}) has another tokenizer than the target "
+                f"({config.target}); a drafter must share the target's tokenizer"
+            )
+
+
+def _max_model_len(config: EngineConfig, target: DecoderConfig) -> int:
+    limit = target.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the {limit} positions of the target"
+        )
+    return config.max_model_len or limit
+
+
+def _num_blocks(
+    config: EngineConfig, models: list[DecoderConfig], dtype: torch.dtype, max_model_len: int
+) -> int:
+    """KV blocks of every model: as asked, or a share of the free memory."""
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // config.block_size)
+    bytes_per_token = sum(
+        2 * m.num_layers * m.num_kv_heads * m.head_dim * dtype.itemsize for m in models
+    )
+    if config.device.startswith("cuda"):
+        free, _ = torch.cuda.mem_get_info(torch.device(config.device))
+        share = 0.8
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        share = _MEMORY_SHARE
+    tokens = min(int(free * share) // bytes_per_token, _DEFAULT_SEQUENCES * max_model_len)
+    return max(1, tokens // config.block_size)

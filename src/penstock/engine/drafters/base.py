@@ -1,0 +1,82 @@
+"""What the executor asks of any drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from penstock.core.types import DraftOrder
+from penstock.engine.sampling.params import IntArray
+from penstock.engine.sequences import TokenBuffer
+
+
+@dataclass(frozen=True, slots=True)
+class Draft:
+    """The tokens of one order, and where they were sampled from: `prob_rows` index the rows of
+    `Drafts.probs`; -1 is a point mass (coupled, greedy or looked-up)."""
+
+    token_ids: list[int]
+    prob_rows: list[int]
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The drafts of several orders, in their order. probs: [rows, V] float32 or None."""
+
+    drafts: list[Draft]
+    probs: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class DraftBuilder:
+    """Collects drafts token by token."""
+
+    size: int
+    token_ids: list[list[int]] = field(init=False)
+    prob_rows: list[list[int]] = field(init=False)
+    _probs: list[torch.Tensor] = field(init=False, default_factory=list)
+    _num_probs: int = 0
+
+    def __post_init__(self) -> None:
+        self.token_ids = [[] for _ in range(self.size)]
+        self.prob_rows = [[] for _ in range(self.size)]
+
+    def add(
+        self,
+        jobs: Sequence[int] | IntArray,
+        tokens: Sequence[int] | IntArray,
+        probs: torch.Tensor | None = None,
+    ) -> None:
+        """One more token for each of `jobs`, sampled from the rows of `probs` if given."""
+        for i, (job, token) in enumerate(zip(jobs, tokens, strict=True)):
+            self.token_ids[job].append(int(token))
+            self.prob_rows[job].append(-1 if probs is None else self._num_probs + i)
+        if probs is not None:
+            self._probs.append(probs)
+            self._num_probs += probs.shape[0]
+
+    def build(self) -> Drafts:
+        drafts = [Draft(t, p) for t, p in zip(self.token_ids, self.prob_rows, strict=True)]
+        return Drafts(drafts, torch.cat(self._probs) if self._probs else None)
+
+
+class LocalDrafter(Protocol):
+    """A drafter in the engine's own process."""
+
+    @property
+    def name(self) -> str: ...
+
+    def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
+        """Carry out the orders as one batch; `texts` are their requests' known tokens."""
+        ...
+
+    def drop_table(self, request_id: str) -> None:
+        """The scheduler took the request's KV in this drafter away."""
+        ...
+
+    def forget(self, request_id: str) -> None:
+        """The request is over."""
+        ...

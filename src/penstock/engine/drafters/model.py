@@ -1,0 +1,114 @@
+"""A small model as a drafter: catch up with the verified text, then draft token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from penstock.core.types import DraftOrder
+from penstock.engine import batch
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.drafters.base import DraftBuilder, Drafts
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import SamplingRows, sample_coupled, sample_draft
+from penstock.engine.sampling.params import BoolArray, IntArray
+from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
+
+
+class ModelDrafter:
+    """Drafts for many requests at once, each with its own paged KV.
+
+    A `coupled` or greedy request gets the drafter's guess at the target's own sample, under the
+    same noise; a `ratio` request gets samples with the distributions they came from.
+    """
+
+    def __init__(self, name: str, runner: ModelRunner, max_model_len: int) -> None:
+        self.name = name
+        self.runner = runner
+        self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
+
+    def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
+        for order in orders:
+            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+        builder = DraftBuilder(len(orders))
+        limits = np.array([o.max_draft_tokens for o in orders])
+        params = sampling_rows(texts)
+        ratio = uses_ratio(texts)
+        ends = np.array([o.start + o.num_catch_up_tokens for o in orders])
+        logits = self.runner.forward(self._catch_up(orders, texts, ends, limits > 0))
+        alive = np.flatnonzero(limits > 0)
+        for step in range(int(limits.max(initial=0))):
+            if step:
+                alive = np.flatnonzero(limits > step)
+                tokens = [builder.token_ids[i][-1] for i in alive]
+                logits = self.runner.forward(self._one_more(orders, alive, tokens, ends + step - 1))
+            positions = (ends[alive] + step).astype(np.int64)
+            self._sample(builder, alive, logits, params.take(alive), positions, ratio[alive])
+        return builder.build()
+
+    def drop_table(self, request_id: str) -> None:
+        self._tables.drop(request_id)
+
+    def forget(self, request_id: str) -> None:
+        self._tables.drop(request_id)
+
+    def _sample(
+        self,
+        builder: DraftBuilder,
+        jobs: IntArray,
+        logits: torch.Tensor,
+        params: SamplingRows,
+        positions: IntArray,
+        ratio: BoolArray,
+    ) -> None:
+        if ratio.all():
+            tokens, probs = sample_draft(logits, params, positions)
+            builder.add(jobs, tokens.tolist(), probs)
+        elif not ratio.any():
+            builder.add(jobs, sample_coupled(logits, params, positions).tolist())
+        else:
+            for part in (np.flatnonzero(ratio), np.flatnonzero(~ratio)):
+                rows = logits[torch.from_numpy(part).to(logits.device)]
+                self._sample(
+                    builder, jobs[part], rows, params.take(part), positions[part], ratio[part]
+                )
+
+    def _catch_up(
+        self,
+        orders: Sequence[DraftOrder],
+        texts: Sequence[TokenBuffer],
+        ends: IntArray,
+        wants_logits: BoolArray,
+    ) -> RaggedBatch:
+        counts = np.array([o.num_catch_up_tokens for o in orders], dtype=np.int32)
+        query_start = np.zeros(len(orders) + 1, dtype=np.int32)
+        np.cumsum(counts, out=query_start[1:])
+        spans = [(o.start, o.start + o.num_catch_up_tokens) for o in orders]
+        return RaggedBatch(
+            token_ids=np.concatenate([t.span(*s) for t, s in zip(texts, spans, strict=True)]),
+            positions=np.concatenate([np.arange(*s, dtype=np.int32) for s in spans]),
+            query_start=query_start,
+            seq_lens=ends.astype(np.int32),
+            block_tables=self._gather([o.request_id for o in orders], int(ends.max())),
+            logits_rows=(query_start[1:] - 1)[wants_logits],
+        )
+
+    def _one_more(
+        self, orders: Sequence[DraftOrder], jobs: IntArray, tokens: list[int], at: IntArray
+    ) -> RaggedBatch:
+        positions = at[jobs].astype(np.int32)
+        rows = np.arange(len(jobs) + 1, dtype=np.int32)
+        ids = [orders[i].request_id for i in jobs]
+        return RaggedBatch(
+            token_ids=np.asarray(tokens, dtype=np.int32),
+            positions=positions,
+            query_start=rows,
+            seq_lens=positions + 1,
+            block_tables=self._gather(ids, int(positions.max()) + 1),
+            logits_rows=rows[:-1],
+        )
+
+    def _gather(self, request_ids: list[str], num_tokens: int) -> batch.IntArray:
+        return self._tables.gather(request_ids, -(-num_tokens // self.runner.block_size))

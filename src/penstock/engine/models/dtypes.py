@@ -1,0 +1,31 @@
+"""Which number format a model computes in."""
+
+from __future__ import annotations
+
+import torch
+
+_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The dtype called `name`; "auto": bfloat16 where the processor computes in it, else float32.
+
+    A CPU computes in bfloat16 with AVX512-BF16 or AMX; elsewhere it would emulate, several times
+    slower than float32. Raises ValueError for another name.
+    """
+    if name == "auto":
+        return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
+    if name not in _BY_NAME:
+        raise ValueError(f"dtype is {name!r}; allowed: auto, {', '.join(_BY_NAME)}")
+    return _BY_NAME[name]
+
+
+def _computes_bfloat16(device: torch.device) -> bool:
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,0 +1,174 @@
+// What Python hands over, and the buffers that live as long as the model.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "attention.h"
+#include "sampling.h"
+#include "team.h"
+
+extern "C" {
+
+// The ctypes structures in library.py mirror these three, field for field.
+
+// Matrices are packed in panels, element type by `weights_bf16`; vectors are float32, padded with
+// zeros to whole panels (hidden_size) or whole heads of round_up(head_dim, kPanel). Null: absent.
+struct LayerWeights {
+  const void *qkv, *o, *gate_up, *down;
+  const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
+  void *keys, *values;
+};
+
+struct ModelWeights {
+  int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
+  int32_t vocab_size, num_blocks, block_size, max_positions;
+  int32_t weights_bf16, kv_bf16, num_threads;
+  float rms_norm_eps;
+  const void* embedding;  // [vocab_size, hidden_size], plain
+  const void* lm_head;
+  const float* norm;
+  const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
+  const LayerWeights* layers;
+};
+
+// RaggedBatch of batch.py.
+struct Batch {
+  int32_t num_tokens, num_seqs, max_blocks, num_logits;
+  const int32_t *token_ids, *positions, *query_start, *seq_lens, *block_tables, *logits_rows;
+};
+
+}  // extern "C"
+
+namespace penstock {
+
+// Rows of activations that fit the second-level cache beside a panel.
+constexpr int kChunkFloats = 40 * 1024;
+constexpr int kMostChunkRows = 96;
+
+// Memory aligned to cache lines that grows and never shrinks; contents are lost on growth.
+class Buffer {
+ public:
+  float* reserve(size_t count) {
+    if (count > size_) {
+      storage_.assign(count + 16, 0.0f);
+      size_ = count;
+      const size_t past = reinterpret_cast<uintptr_t>(storage_.data()) % 64;
+      start_ = storage_.data() + (past ? (64 - past) / sizeof(float) : 0);
+    }
+    return start_;
+  }
+  float* get() const { return start_; }
+
+ private:
+  std::vector<float> storage_;
+  size_t size_ = 0;
+  float* start_ = nullptr;
+};
+
+struct ThreadScratch {
+  Buffer normed, head, attention_storage;
+  AttentionScratch attention;
+  std::vector<Best> best;  // of each row of logits
+};
+
+// One head's queries of some rows of one sequence; times the key heads, this is attention's work.
+struct AttentionTask {
+  const int32_t* block_table;
+  int row, num_rows, first_position;
+};
+
+// A ragged batch prepared for the passes; also what a drafting step writes for the next one.
+struct Plan {
+  std::vector<int32_t> token_ids, positions, blocks;
+  std::vector<AttentionTask> attention;
+  std::vector<int32_t> logits_rows;
+  std::vector<float*> logits;           // one destination each, or null
+  std::vector<RowSampling> sampling;    // one each, or empty where nothing is sampled
+
+  int num_rows() const { return (int)token_ids.size(); }
+
+  void clear() {
+    token_ids.clear();
+    positions.clear();
+    blocks.clear();
+    attention.clear();
+    logits_rows.clear();
+    logits.clear();
+    sampling.clear();
+  }
+
+  void add_sequence(const int32_t* tokens, int first_position, int num_rows,
+                    const int32_t* block_table, int block_size, int rows_per_task) {
+    const int row = this->num_rows();
+    for (int i = 0; i < num_rows; ++i) {
+      token_ids.push_back(tokens[i]);
+      positions.push_back(first_position + i);
+      blocks.push_back(block_table[(first_position + i) / block_size]);
+    }
+    for (int i = 0; i < num_rows; i += rows_per_task)
+      attention.push_back(
+          {block_table, row + i, std::min(rows_per_task, num_rows - i), first_position + i});
+  }
+};
+
+struct Model {
+  ModelWeights weights;
+  std::vector<LayerWeights> layers;
+  AttentionShape shape;
+  Team team;
+  std::vector<ThreadScratch> scratch;
+  Buffer residual, query, attended, hidden;
+  Plan plan;
+  std::vector<int> active;  // sequences that draft in the present step
+
+  explicit Model(const ModelWeights& given)
+      : weights(given),
+        layers(given.layers, given.layers + given.num_layers),
+        shape{given.head_dim, given.num_kv_heads, given.block_size},
+        team(given.num_threads),
+        scratch(given.num_threads) {
+    weights.layers = layers.data();
+    for (ThreadScratch& s : scratch) prepare(s);
+  }
+
+  int group() const { return weights.num_heads / weights.num_kv_heads; }
+  int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
+  int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
+  int head_width() const { return round_up(weights.head_dim, kPanel); }
+  // One panel more than needed: rows a power of two apart would share few cache sets.
+  size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }
+  size_t hidden_stride() const { return round_up(weights.intermediate_size, kPanel) + kPanel; }
+  size_t query_stride() const {
+    return round_up(weights.num_heads * weights.head_dim, kPanel) + kPanel;
+  }
+
+  void reserve(int rows) {
+    residual.reserve(rows * residual_stride());
+    query.reserve(rows * query_stride());
+    attended.reserve(rows * query_stride());
+    hidden.reserve(rows * hidden_stride());
+  }
+
+ private:
+  void prepare(ThreadScratch& s) {
+    s.normed.reserve(kMostChunkRows * residual_stride());
+    // A chunk of one head's columns, then one row turned by its position.
+    s.head.reserve((size_t)(kMostChunkRows + 2) * (head_width() + kPanel));
+    const size_t n = queries_per_task();
+    const size_t queries = n * weights.head_dim, sums = n * shape.padded_dim();
+    const size_t scores = n * shape.tile_blocks() * shape.padded_block();
+    float* next = s.attention_storage.reserve(queries + sums + scores + 3 * n + 4 * kPanel);
+    for (auto [place, size] : {std::pair<float**, size_t>{&s.attention.score, scores},
+                               {&s.attention.sum, sums},
+                               {&s.attention.query, queries},
+                               {&s.attention.highest, n},
+                               {&s.attention.total, n},
+                               {&s.attention.rescale, n}}) {
+      *place = next;
+      next += (size + 15) / 16 * 16;
+    }
+  }
+};
+
+}  // namespace penstock

@@ -1,0 +1,256 @@
+// One forward pass, as phases that the threads of a team go through together.
+#pragma once
+
+#include "model.h"
+
+namespace penstock {
+
+// Rows of a phase, cut so that a piece of the activations stays in the second-level cache.
+struct Chunks {
+  int total, rows, count;
+
+  Chunks(int total, int width) : total(total) {
+    int most = std::clamp(kChunkFloats / width, kMaxRows, kMostChunkRows);
+    most = most / kMaxRows * kMaxRows;
+    count = std::max(1, (total + most - 1) / most);
+    rows = std::max(1, round_up((total + count - 1) / count, kMaxRows));
+    count = (total + rows - 1) / rows;
+  }
+  int first(int chunk) const { return chunk * rows; }
+  int size(int chunk) const { return std::min(rows, total - chunk * rows); }
+};
+
+// One thread's part in a forward pass. W: element type of the weights; C: of the cache.
+template <class W, class C>
+class Pass {
+ public:
+  Pass(Model& model, const Plan& plan, Worker& worker)
+      : model_(model),
+        weights_(model.weights),
+        plan_(plan),
+        worker_(worker),
+        scratch_(model.scratch[worker.id]) {}
+
+  void run() {
+    embed();
+    for (const LayerWeights& layer : model_.layers) {
+      project_heads(layer);
+      attend_all(layer);
+      add_projection(model_.attended.get(), model_.query_stride(),
+                     weights_.num_heads * weights_.head_dim, (const W*)layer.o, layer.o_bias);
+      gate(layer);
+      add_projection(model_.hidden.get(), model_.hidden_stride(), weights_.intermediate_size,
+                     (const W*)layer.down, nullptr);
+    }
+    if (!plan_.logits_rows.empty()) unembed();
+  }
+
+ private:
+  Model& model_;
+  const ModelWeights& weights_;
+  const Plan& plan_;
+  Worker& worker_;
+  ThreadScratch& scratch_;
+
+  float* residual(int row) { return model_.residual.get() + row * model_.residual_stride(); }
+
+  void embed() {
+    const int width = weights_.hidden_size;
+    worker_.for_each(plan_.num_rows(), [&](int64_t row) {
+      const W* source = (const W*)weights_.embedding + (size_t)plan_.token_ids[row] * width;
+      float* target = residual((int)row);
+      for (int i = 0; i < width; ++i) target[i] = to_float(source[i]);
+      std::fill(target + width, target + round_up(width, kPanel), 0.0f);
+    });
+  }
+
+  // RMSNorm of rows row_of(0..count) into this thread's scratch.
+  template <class RowOf>
+  const float* normed(int count, const float* weight, RowOf&& row_of) {
+    for (int i = 0; i < count; ++i)
+      rms_norm(residual(row_of(i)), weight, weights_.hidden_size, weights_.rms_norm_eps,
+               scratch_.normed.get() + i * model_.residual_stride());
+    return scratch_.normed.get();
+  }
+
+  // Every (chunk of rows, group of panels) once. `input(chunk)` gives the chunk's first row, and is
+  // asked again only when a thread comes to another chunk.
+  template <class Input, class Finish>
+  void project(const Chunks& chunks, const W* packed, int k_size, int panels, size_t stride,
+               Input&& input, Finish&& finish) {
+    int group = kMaxPanels;
+    auto groups = [&] { return (panels + group - 1) / group; };
+    while (group > 1 && chunks.count * groups() < 3 * worker_.size) group /= 2;
+    int held = -1;
+    const float* rows = nullptr;
+    worker_.for_each((int64_t)chunks.count * groups(), [&](int64_t task) {
+      const int chunk = (int)(task / groups()), first = (int)(task % groups()) * group;
+      if (chunk != held) rows = input(held = chunk);
+      multiply(rows, stride, chunks.size(chunk), packed, k_size, first,
+               std::min(first + group, panels),
+               [&](int row, int height, int panel, int width, const float* tile) {
+                 finish(chunks.first(chunk) + row, height, panel, width, tile);
+               });
+    });
+  }
+
+  // Queries, keys and values, head by head: product, bias, norm, rotation, and the cache's slots.
+  void project_heads(const LayerWeights& layer) {
+    const Chunks chunks(plan_.num_rows(), weights_.hidden_size);
+    const int heads = weights_.num_heads + 2 * weights_.num_kv_heads;
+    const int panels = model_.head_width() / kPanel;
+    const int stride = model_.head_width() + kPanel;
+    const size_t residual_stride = model_.residual_stride();
+    float* product = scratch_.head.get();
+    int held = -1;
+    worker_.for_each((int64_t)chunks.count * heads, [&](int64_t task) {
+      const int chunk = (int)(task / heads), head = (int)(task % heads);
+      const int first = chunks.first(chunk), size = chunks.size(chunk);
+      if (chunk != held) normed(size, layer.input_norm, [&](int i) { return first + i; });
+      held = chunk;
+      multiply(scratch_.normed.get(), residual_stride, size, (const W*)layer.qkv,
+               weights_.hidden_size, head * panels, (head + 1) * panels,
+               [&](int row, int height, int panel, int width, const float* tile) {
+                 float* target = product + row * stride + (panel - head * panels) * kPanel;
+                 for (int r = 0; r < height; ++r)
+                   std::memcpy(target + r * stride, tile + r * kTileStride,
+                               width * kPanel * sizeof(float));
+               });
+      for (int i = 0; i < size; ++i) finish_head(layer, head, first + i, product + i * stride);
+    });
+  }
+
+  void finish_head(const LayerWeights& layer, int head, int row, float* x) {
+    const int width = model_.head_width(), dim = weights_.head_dim;
+    if (layer.qkv_bias)
+      for (int i = 0; i < width; i += kLanes)
+        store(x + i, load(x + i) + load(layer.qkv_bias + (size_t)head * width + i));
+    const int first_key = weights_.num_heads, first_value = first_key + weights_.num_kv_heads;
+    if (head >= first_value) return store_value(layer, head - first_value, row, x);
+
+    const float* norm = head < first_key ? layer.q_norm : layer.k_norm;
+    if (norm) rms_norm(x, norm, dim, weights_.rms_norm_eps, x);
+    float* turned = scratch_.head.get() + (size_t)kMostChunkRows * (width + kPanel);
+    rotate(x, plan_.positions[row], turned);
+    if (head >= first_key) return store_key(layer, head - first_key, row, turned);
+
+    // Scores are powers of two, so that the softmax needs no multiplication.
+    const VecF scale = splat(kLog2E / std::sqrt((float)dim));
+    for (int i = 0; i < dim; i += kLanes) store(turned + i, load(turned + i) * scale);
+    std::memcpy(model_.query.get() + row * model_.query_stride() + (size_t)head * dim, turned,
+                dim * sizeof(float));
+  }
+
+  // The halves may end inside a vector; the first one's overhang is overwritten by the second.
+  void rotate(const float* x, int position, float* out) const {
+    const int half = weights_.head_dim / 2;
+    const size_t offset = (size_t)position * round_up(half, kLanes);
+    const float *cos = weights_.rope_cos + offset, *sin = weights_.rope_sin + offset;
+    for (int i = 0; i < half; i += kLanes)
+      store(out + i, load(x + i) * load(cos + i) - load(x + half + i) * load(sin + i));
+    for (int i = 0; i < half; i += kLanes)
+      store(out + half + i, load(x + half + i) * load(cos + i) + load(x + i) * load(sin + i));
+  }
+
+  size_t cache_head(int row, int kv_head) const {
+    return (size_t)plan_.blocks[row] * weights_.num_kv_heads + kv_head;
+  }
+
+  void store_key(const LayerWeights& layer, int kv_head, int row, const float* x) const {
+    const int padded = model_.shape.padded_block();
+    C* target = (C*)layer.keys + cache_head(row, kv_head) * model_.shape.key_head() +
+                plan_.positions[row] % weights_.block_size;
+    for (int i = 0; i < weights_.head_dim; ++i) convert(x[i], target + (size_t)i * padded);
+  }
+
+  void store_value(const LayerWeights& layer, int kv_head, int row, const float* x) const {
+    C* target = (C*)layer.values + cache_head(row, kv_head) * model_.shape.value_head() +
+                (size_t)(plan_.positions[row] % weights_.block_size) * model_.shape.padded_dim();
+    for (int i = 0; i < weights_.head_dim; ++i) convert(x[i], target + i);
+  }
+
+  void attend_all(const LayerWeights& layer) {
+    const int group = model_.group(), dim = weights_.head_dim;
+    const int64_t pairs = (int64_t)plan_.attention.size() * weights_.num_kv_heads;
+    // With fewer pairs than threads the query heads of a key head go to different threads.
+    const int parts = pairs < worker_.size ? group : 1;
+    const int heads = group / parts;
+    worker_.for_each(pairs * parts, [&](int64_t task) {
+      const AttentionTask& work = plan_.attention[task / parts / weights_.num_kv_heads];
+      const int kv_head = (int)(task / parts % weights_.num_kv_heads);
+      const int head = kv_head * group + (int)(task % parts) * heads;
+      const size_t start = work.row * model_.query_stride() + (size_t)head * dim;
+      attend(model_.shape, (const C*)layer.keys, (const C*)layer.values, work.block_table,
+             model_.query.get() + start, model_.attended.get() + start, model_.query_stride(),
+             work.first_position, work.num_rows, heads, kv_head, scratch_.attention);
+    });
+  }
+
+  // residual += input x matrix (+ bias)
+  void add_projection(const float* input, size_t stride, int k_size, const W* matrix,
+                      const float* bias) {
+    const Chunks chunks(plan_.num_rows(), k_size);
+    const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
+    project(
+        chunks, matrix, k_size, panels, stride,
+        [&](int chunk) { return input + chunks.first(chunk) * stride; },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          for (int r = 0; r < height; ++r) {
+            float* target = residual(row + r) + panel * kPanel;
+            for (int i = 0; i < width * kPanel; i += kLanes) {
+              VecF value = load(tile + r * kTileStride + i);
+              if (bias) value += load(bias + panel * kPanel + i);
+              store(target + i, load(target + i) + value);
+            }
+          }
+        });
+  }
+
+  // hidden = silu(gate) * up; a panel's left half is gate columns, its right half the same up ones.
+  void gate(const LayerWeights& layer) {
+    const Chunks chunks(plan_.num_rows(), weights_.hidden_size);
+    const int panels = round_up(weights_.intermediate_size, kLanes) / kLanes;
+    const size_t stride = model_.hidden_stride();
+    project(
+        chunks, (const W*)layer.gate_up, weights_.hidden_size, panels, model_.residual_stride(),
+        [&](int chunk) {
+          return normed(chunks.size(chunk), layer.post_norm,
+                        [&](int i) { return chunks.first(chunk) + i; });
+        },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          for (int r = 0; r < height; ++r) {
+            float* target = model_.hidden.get() + (row + r) * stride + panel * kLanes;
+            for (int i = 0; i < width; ++i) {
+              const float* pair = tile + r * kTileStride + i * kPanel;
+              store(target + i * kLanes, silu(load(pair)) * load(pair + kLanes));
+            }
+          }
+        });
+  }
+
+  void unembed() {
+    const Chunks chunks((int)plan_.logits_rows.size(), weights_.hidden_size);
+    const int panels = round_up(weights_.vocab_size, kPanel) / kPanel;
+    if (!plan_.sampling.empty()) scratch_.best.assign(plan_.logits_rows.size(), Best{});
+    project(
+        chunks, (const W*)weights_.lm_head, weights_.hidden_size, panels,
+        model_.residual_stride(),
+        [&](int chunk) {
+          return normed(chunks.size(chunk), weights_.norm,
+                        [&](int i) { return plan_.logits_rows[chunks.first(chunk) + i]; });
+        },
+        [&](int row, int height, int panel, int width, const float* tile) {
+          const int token = panel * kPanel;
+          const int count = std::min(width * kPanel, weights_.vocab_size - token);
+          for (int r = 0; r < height; ++r) {
+            const float* logits = tile + r * kTileStride;
+            if (float* target = plan_.logits[row + r])
+              std::memcpy(target + token, logits, count * sizeof(float));
+            if (!plan_.sampling.empty())
+              offer_tokens(logits, count, token, plan_.sampling[row + r], scratch_.best[row + r]);
+          }
+        });
+  }
+};
+
+}  // namespace penstock

@@ -1,0 +1,85 @@
+"""Per-request state on the engine's side: tokens, and one block table for each model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.core.types import Request
+from penstock.engine.batch import IntArray
+from penstock.engine.sampling import SamplingRows
+from penstock.engine.sampling.params import BoolArray
+
+
+class BlockTables:
+    """Block tables of one model, rows of one matrix, so that a batch gathers them at once."""
+
+    def __init__(self, max_blocks: int) -> None:
+        self._matrix = np.zeros((8, max_blocks), dtype=np.int32)
+        self._free = list(range(8))
+        self._rows: dict[str, tuple[int, int, int]] = {}
+
+    def extend(self, request_id: str, epoch: int, blocks: Sequence[int]) -> None:
+        """Append blocks to a request's table; a new epoch starts it anew."""
+        row, old_epoch, length = self._rows.get(request_id) or (self._take_row(), epoch, 0)
+        if old_epoch != epoch:
+            length = 0
+        end = length + len(blocks)
+        if blocks:
+            self._matrix[row, length:end] = blocks
+        self._rows[request_id] = (row, epoch, end)
+
+    def drop(self, request_id: str) -> None:
+        entry = self._rows.pop(request_id, None)
+        if entry is not None:
+            self._free.append(entry[0])
+
+    def gather(self, request_ids: Sequence[str], num_blocks: int) -> IntArray:
+        """[len(request_ids), num_blocks] int32, a copy."""
+        rows = [self._rows[r][0] for r in request_ids]
+        return np.ascontiguousarray(self._matrix[rows, :num_blocks])
+
+    def _take_row(self) -> int:
+        if not self._free:
+            size = self._matrix.shape[0]
+            self._matrix = np.concatenate([self._matrix, np.zeros_like(self._matrix)])
+            self._free = list(range(size, 2 * size))
+        return self._free.pop()
+
+
+class TokenBuffer:
+    """A request's known tokens: the prompt, then what each round emits."""
+
+    def __init__(self, request: Request) -> None:
+        if request.prompt_token_ids is None:
+            raise ValueError("the engine needs the prompt's tokens, not only its length")
+        self.request = request
+        self._tokens = np.empty(request.prompt_len + request.max_tokens + 64, dtype=np.int32)
+        self._tokens[: request.prompt_len] = request.prompt_token_ids
+        self.length = request.prompt_len
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        end = self.length + len(token_ids)
+        self._tokens[self.length : end] = token_ids
+        self.length = end
+
+    def span(self, start: int, end: int) -> IntArray:
+        return self._tokens[start:end]
+
+
+def sampling_rows(texts: Sequence[TokenBuffer]) -> SamplingRows:
+    """The sampling parameters of several requests as arrays."""
+    params = [t.request.sampling for t in texts]
+    return SamplingRows(
+        temperature=np.array([p.temperature for p in params], dtype=np.float64),
+        top_p=np.array([p.top_p for p in params], dtype=np.float64),
+        top_k=np.array([p.top_k for p in params], dtype=np.int64),
+        seed=np.array([p.seed for p in params], dtype=np.uint64),
+    )
+
+
+def uses_ratio(texts: Sequence[TokenBuffer]) -> BoolArray:
+    """[n] bool: requests verified by rejection sampling; greedy ones are decided by equality."""
+    params = [t.request.sampling for t in texts]
+    return np.array([p.verification == "ratio" and p.temperature > 0 for p in params], dtype=bool)

@@ -1,0 +1,142 @@
+"""Target-only and speculative decoding side by side, on the engine itself."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.core.types import NO_DRAFTER, Request, SamplingParams
+from penstock.engine.build import Engine
+from penstock.serving.offline import Completion, complete, mean_acceptance_length
+
+MIN_REQUESTS = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids of one prompt and the domain that it stands for."""
+
+    token_ids: tuple[int, ...]
+    domain: str
+
+
+@dataclass(frozen=True, slots=True)
+class BenchRun:
+    """One cell: a batch size and a drafter (None: target-only). Rates over all repetitions."""
+
+    batch: int
+    drafter: str | None
+    tokens_per_s: float
+    best_tokens_per_s: float
+    mean_acceptance_length: float | None
+    cpu_share: float
+    host_share: float
+
+    @property
+    def mode(self) -> str:
+        return "target" if self.drafter is None else "speculative"
+
+
+@dataclass(frozen=True, slots=True)
+class BenchOptions:
+    """new_tokens: made by every request, end-of-text ignored. repeats: passes over every cell,
+    the cells in turn, so that a slow spell of the machine meets all of them."""
+
+    batches: tuple[int, ...] = (1, 8, 32)
+    new_tokens: int = 64
+    temperature: float = 0.0
+    repeats: int = 5
+
+
+def bench_engine(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    drafters: Sequence[str | None],
+    options: BenchOptions,
+    on_progress: Callable[[int, str | None], None] | None = None,
+) -> list[BenchRun]:
+    """Measure every batch size with every drafter; None stands for target-only decoding."""
+    runs = []
+    counter = itertools.count()
+    for batch in options.batches:
+        samples: dict[str | None, list[_Sample]] = {d: [] for d in drafters}
+        for repeat in range(options.repeats + 1):
+            for drafter in drafters:
+                requests = list(_requests(prompts, batch, drafter, options, counter))
+                sample = _measure(engine, requests, batch)
+                if repeat:  # the first pass warms up
+                    samples[drafter].append(sample)
+                if on_progress is not None:
+                    on_progress(batch, drafter)
+        runs += [_summary(batch, drafter, samples[drafter]) for drafter in drafters]
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    tokens_per_s: float
+    cpu_s: float
+    wall_s: float
+    host_s: float
+    completions: list[Completion]
+
+
+def _requests(
+    prompts: Sequence[Prompt],
+    batch: int,
+    drafter: str | None,
+    options: BenchOptions,
+    counter: Iterator[int],
+) -> Iterator[Request]:
+    for i in range(max(batch, MIN_REQUESTS)):
+        prompt = prompts[i % len(prompts)]
+        yield Request(
+            id=f"bench-{next(counter)}",
+            prompt_len=len(prompt.token_ids),
+            prompt_token_ids=prompt.token_ids,
+            max_tokens=options.new_tokens,
+            sampling=SamplingParams(temperature=options.temperature, seed=i),
+            drafter=NO_DRAFTER if drafter is None else drafter,
+        )
+
+
+def _measure(engine: Engine, requests: list[Request], batch: int) -> _Sample:
+    busy_before = engine.executor.busy_s
+    cpu, wall = time.process_time(), time.perf_counter()
+    completions = complete(engine.loop, requests, batch)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    bad = next((c for c in completions if c.error), None)
+    if bad is not None:
+        raise RuntimeError(f"request {bad.request.id} failed: {bad.error}")
+    tokens = sum(len(c.token_ids) for c in completions)
+    return _Sample(
+        tokens / wall, cpu, wall, wall - (engine.executor.busy_s - busy_before), completions
+    )
+
+
+def _summary(batch: int, drafter: str | None, samples: list[_Sample]) -> BenchRun:
+    rates = [s.tokens_per_s for s in samples]
+    wall = sum(s.wall_s for s in samples)
+    return BenchRun(
+        batch=batch,
+        drafter=drafter,
+        tokens_per_s=statistics.median(rates),
+        best_tokens_per_s=max(rates),
+        mean_acceptance_length=mean_acceptance_length(
+            c for s in samples for c in s.completions
+        ),
+        cpu_share=sum(s.cpu_s for s in samples) / wall,
+        host_share=sum(s.host_s for s in samples) / wall,
+    )
+
+
+def cut_prompts(prompts: Sequence[Prompt], num_tokens: int) -> list[Prompt]:
+    """Prompts of exactly `num_tokens` tokens: longer ones keep their end, shorter ones repeat."""
+    cut = []
+    for prompt in prompts:
+        repeated = prompt.token_ids * -(-num_tokens // len(prompt.token_ids))
+        cut.append(replace(prompt, token_ids=repeated[-num_tokens:]))
+    return cut

@@ -1,0 +1,71 @@
+"""Run requests to their end in this process, without sockets: for benchmarks and one-off use."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from penstock.core.loop import Loop
+from penstock.core.types import Arrive, FinishReason, Output, Request
+
+
+@dataclass(slots=True)
+class Completion:
+    """What one request came to. `num_rounds` counts verifications that yielded tokens."""
+
+    request: Request
+    token_ids: list[int] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_rounds: int = 0
+    num_drafts: int = 0
+    num_proposed: int = 0
+    num_accepted: int = 0
+
+    def add(self, output: Output) -> None:
+        self.token_ids += output.token_ids
+        self.num_rounds += bool(output.token_ids)
+        self.num_drafts += bool(output.num_proposed)
+        self.num_proposed += output.num_proposed
+        self.num_accepted += output.num_accepted
+        self.finish_reason = output.finish_reason
+        self.error = output.error
+
+
+def complete(
+    loop: Loop,
+    requests: Iterable[Request],
+    concurrency: int,
+    on_output: Callable[[Output], None] | None = None,
+) -> list[Completion]:
+    """Run `requests` with at most `concurrency` at a time; completions in the order given.
+
+    Raises: RuntimeError if the scheduler waits for something that cannot come.
+    """
+    waiting = deque(requests)
+    completions = {r.id: Completion(r) for r in waiting}
+    unfinished = 0
+    while waiting or unfinished:
+        events = []
+        while waiting and unfinished < concurrency:
+            events.append(Arrive(waiting.popleft()))
+            unfinished += 1
+        turn = loop.turn(events)
+        for output in turn.outputs:
+            completions[output.request_id].add(output)
+            unfinished -= output.finish_reason is not None
+            if on_output is not None:
+                on_output(output)
+        if not (events or turn.outputs or turn.submitted or turn.wake_at is not None):
+            raise RuntimeError("the scheduler stands still with requests unfinished")
+    return list(completions.values())
+
+
+def mean_acceptance_length(completions: Iterable[Completion]) -> float | None:
+    """1 + accepted / drafts over all completions, as vLLM reports it; None without drafts."""
+    drafts = accepted = 0
+    for completion in completions:
+        drafts += completion.num_drafts
+        accepted += completion.num_accepted
+    return 1 + accepted / drafts if drafts else None
