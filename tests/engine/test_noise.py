@@ -73,6 +73,9 @@ def test_torch_computes_the_same_integers() -> None:
     keys = keys_of(3, num_rows=64)
     on_torch = token_hash_on(keys, 5000, torch.device("cpu"))
     assert (on_torch.numpy() == token_hash(keys, 5000)).all()
+    noise = on_torch.to(torch.float32)
+    _gumbel_in_place(noise)
+    assert torch.equal(noise, gumbel_noise(keys, 5000))
 
 
 @pytest.mark.gpu

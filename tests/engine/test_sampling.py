@@ -198,6 +198,18 @@ def test_a_result_does_not_depend_on_the_rest_of_the_batch(vocab_size: int) -> N
             assert_same_request(together, request, part, place)
 
 
+def test_batches_may_be_empty_or_hold_no_drafts() -> None:
+    batch = mixed_batch(30)
+    nothing = verify(batch.take(np.array([], dtype=np.int64)))
+    assert nothing.token_ids.size == nothing.num_accepted.size == 0
+    assert nothing.token_start.tolist() == [0]
+    undrafted = np.flatnonzero(batch.num_draft == 0)
+    assert undrafted.size > 1
+    result = verify(batch.take(undrafted))
+    assert (result.num_accepted == 0).all()
+    assert result.token_ids.size == undrafted.size
+
+
 def test_coupled_emits_accepted_drafts_then_the_targets_own_token() -> None:
     logits = random_logits(4, 50)
     rows = sampling_rows(1)

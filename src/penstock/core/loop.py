@@ -68,7 +68,7 @@ class Loop:
             plan = self.scheduler.schedule(now, lane)
             if plan.wake_at is not None:
                 wake_at = plan.wake_at if wake_at is None else min(wake_at, plan.wake_at)
-            if plan.is_empty and not (plan.released or plan.forgotten):
+            if plan.is_empty and not plan.has_news:
                 continue
             if not plan.is_empty:
                 self._plans[plan.id] = plan

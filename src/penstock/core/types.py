@@ -173,8 +173,13 @@ class StepPlan:
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to execute (there may still be bookkeeping for the executor)."""
+        """Nothing to execute (there may still be news for the executor)."""
         return not self.items and not self.drafts
+
+    @property
+    def has_news(self) -> bool:
+        """Something for the executor to note, whether or not there is anything to execute."""
+        return bool(self.new_requests or self.released or self.forgotten)
 
     @property
     def num_rows(self) -> int:

@@ -23,7 +23,8 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
-from penstock.engine.native.build import why_not_native
+from penstock.engine.native.build import NativeUnavailableError
+from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.tokenizer import load_tokenizer
@@ -128,6 +129,15 @@ def load_engine(config: EngineConfig) -> Engine:
         backend=backend,
         dtype=str(dtype).removeprefix("torch."),
     )
+
+
+def why_not_native() -> str | None:
+    """Why the native CPU kernels cannot be used on this machine; None if they can."""
+    try:
+        native_library()
+    except NativeUnavailableError as error:
+        return str(error)
+    return None
 
 
 def _pool(config: EngineConfig, num_blocks: int) -> BlockPool:

@@ -125,9 +125,7 @@ def _summary(batch: int, drafter: str | None, samples: list[_Sample]) -> BenchRu
         drafter=drafter,
         tokens_per_s=statistics.median(rates),
         best_tokens_per_s=max(rates),
-        mean_acceptance_length=mean_acceptance_length(
-            c for s in samples for c in s.completions
-        ),
+        mean_acceptance_length=mean_acceptance_length(c for s in samples for c in s.completions),
         cpu_share=sum(s.cpu_s for s in samples) / wall,
         host_share=sum(s.host_s for s in samples) / wall,
     )

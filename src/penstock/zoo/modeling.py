@@ -83,7 +83,8 @@ def save_model(model: LlamaForCausalLM, folder: Path) -> None:
     half.config.dtype = torch.bfloat16
     half.save_pretrained(folder)
     path = folder / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()), indent=2, sort_keys=True) + "\n")
+    settings = {**json.loads(path.read_text()), "rope_theta": 10000.0}  # read by older versions
+    path.write_text(json.dumps(settings, indent=2, sort_keys=True) + "\n")
 
 
 def load_model(folder: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:

@@ -18,6 +18,18 @@ EVEN = {
     "entropy": 0.8,
 }
 
+LATE = {
+    "instruction": 2.0,
+    "roleplay": 0.8,
+    "summary": 2.5,
+    "qa": 1.3,
+    "chat": 0.6,
+    "math": 1.0,
+    "sql": 1.2,
+    "entropy": 0.8,
+}
+"""For the large target, which begins where the small one has learned the easy domains."""
+
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -110,12 +122,12 @@ FULL = Recipe(
             "target",
             Shape(384, 6, 6, 2, 64, 1152),
             "large target, all domains, grown from target-small",
-            EVEN,
+            LATE,
             steps=360,
             muon_lr=0.012,
             adam_lr=1.5e-3,
             grown_from="target-small",
-            offset=700,
+            offset=690,
         ),
         _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 600),
         _drafter(

@@ -175,6 +175,7 @@ def _traces(
     weights: Path,
     target: str,
     drafters: list[str],
+    domains: tuple[str, ...],
     per_domain: int,
     limit: int,
     greedy: bool,
@@ -182,7 +183,7 @@ def _traces(
 ) -> list[Trace]:
     models = {name: load_model(weights / name) for name in drafters}
     tokenizer = load_tokenizer(weights / target)
-    prompts = {d: load_prompts(d)[:per_domain] for d in DOMAINS}
+    prompts = {d: load_prompts(d)[:per_domain] for d in domains}
     return collect(
         load_model(weights / target),
         models,
@@ -197,6 +198,7 @@ def _traces(
 def report(
     *,
     target: str = DEFAULT_TARGET,
+    domains: tuple[str, ...] = DOMAINS,
     per_domain: int = 8,
     limit: int = 128,
     seed: int = 0,
@@ -207,7 +209,7 @@ def report(
 ) -> dict[str, Any]:
     """Print the report of ``penstock zoo info`` and return it as plain data.
 
-    `per_domain` prompts of each domain are continued by `target` for at most `limit` tokens,
+    `per_domain` prompts of each of `domains` are continued by `target` for at most `limit` tokens,
     sampled at temperature 1 and greedily, and every drafter is compared along that text. `times`
     are the engine's step times; without them they are measured on plain PyTorch.
     """
@@ -221,7 +223,9 @@ def report(
         "verify_seconds": {str(n): times.verify(n) for n in (1, 2, 5, 9, 13)},
     }
     for mode in ("sampled", "greedy"):
-        traces = _traces(weights, target, drafters, per_domain, limit, mode == "greedy", seed)
+        traces = _traces(
+            weights, target, drafters, domains, per_domain, limit, mode == "greedy", seed
+        )
         costs = _Costs(traces, times)
         chosen = choice(costs)
         table = cells(costs, times)

@@ -229,6 +229,7 @@ class Run:
             held = self.lessons.held
             note["overlap"] = {d: overlap(self.model, held[d]) for d in held}
         self.history.append(note)
+        self.folder.mkdir(parents=True, exist_ok=True)
         with (self.folder / "history.jsonl").open("a") as file:
             file.write(json.dumps(note) + "\n")
         return losses

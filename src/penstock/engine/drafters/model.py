@@ -10,9 +10,11 @@ import torch
 from penstock.core.types import DraftOrder
 from penstock.engine import batch
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.drafters.base import DraftBuilder, Drafts
+from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts
+from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import SamplingRows, sample_coupled, sample_draft
+from penstock.engine.sampling.noise import Salt
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
 
@@ -32,27 +34,42 @@ class ModelDrafter:
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         for order in orders:
             self._tables.extend(order.request_id, order.epoch, order.new_blocks)
-        builder = DraftBuilder(len(orders))
-        limits = np.array([o.max_draft_tokens for o in orders])
+        limits = np.array([o.max_draft_tokens for o in orders], dtype=np.int32)
         params = sampling_rows(texts)
         ratio = uses_ratio(texts)
         ends = np.array([o.start + o.num_catch_up_tokens for o in orders])
-        logits = self.runner.forward(self._catch_up(orders, texts, ends, limits > 0))
-        alive = np.flatnonzero(limits > 0)
-        for step in range(int(limits.max(initial=0))):
-            if step:
-                alive = np.flatnonzero(limits > step)
-                tokens = [builder.token_ids[i][-1] for i in alive]
-                logits = self.runner.forward(self._one_more(orders, alive, tokens, ends + step - 1))
-            positions = (ends[alive] + step).astype(np.int64)
-            self._sample(builder, alive, logits, params.take(alive), positions, ratio[alive])
-        return builder.build()
+        reach = int((ends + limits.clip(min=1)).max()) - 1
+        first = self._catch_up(orders, texts, ends, limits > 0, reach)
+        if isinstance(self.runner, NativeRunner) and not params.filtered.any():
+            return _draft_natively(self.runner, first, limits, params, ratio)
+        return self._draft_stepwise(orders, first, limits, params, ratio)
 
     def drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)
 
     def forget(self, request_id: str) -> None:
         self._tables.drop(request_id)
+
+    def _draft_stepwise(
+        self,
+        orders: Sequence[DraftOrder],
+        first: RaggedBatch,
+        limits: batch.IntArray,
+        params: SamplingRows,
+        ratio: BoolArray,
+    ) -> Drafts:
+        builder = DraftBuilder(len(orders))
+        ends = first.seq_lens.astype(np.int64)
+        logits = self.runner.forward(first)
+        alive = np.flatnonzero(limits > 0)
+        for step in range(int(limits.max(initial=0))):
+            if step:
+                alive = np.flatnonzero(limits > step)
+                tokens = [builder.token_ids[i][-1] for i in alive]
+                logits = self.runner.forward(self._one_more(orders, alive, tokens, ends + step - 1))
+            positions = ends[alive] + step
+            self._sample(builder, alive, logits, params.take(alive), positions, ratio[alive])
+        return builder.build()
 
     def _sample(
         self,
@@ -81,6 +98,7 @@ class ModelDrafter:
         texts: Sequence[TokenBuffer],
         ends: IntArray,
         wants_logits: BoolArray,
+        reach: int,
     ) -> RaggedBatch:
         counts = np.array([o.num_catch_up_tokens for o in orders], dtype=np.int32)
         query_start = np.zeros(len(orders) + 1, dtype=np.int32)
@@ -91,7 +109,7 @@ class ModelDrafter:
             positions=np.concatenate([np.arange(*s, dtype=np.int32) for s in spans]),
             query_start=query_start,
             seq_lens=ends.astype(np.int32),
-            block_tables=self._gather([o.request_id for o in orders], int(ends.max())),
+            block_tables=self._gather([o.request_id for o in orders], reach),
             logits_rows=(query_start[1:] - 1)[wants_logits],
         )
 
@@ -112,3 +130,29 @@ class ModelDrafter:
 
     def _gather(self, request_ids: list[str], num_tokens: int) -> batch.IntArray:
         return self._tables.gather(request_ids, -(-num_tokens // self.runner.block_size))
+
+
+def _draft_natively(
+    runner: NativeRunner,
+    first: RaggedBatch,
+    limits: batch.IntArray,
+    params: SamplingRows,
+    ratio: BoolArray,
+) -> Drafts:
+    """The whole loop in one call."""
+    salts = np.where(ratio, int(Salt.DRAFT), int(Salt.TARGET)).astype(np.int32)
+    drafted = runner.draft(
+        first, limits, params.temperature, params.seed, salts, return_logits=bool(ratio.any())
+    )
+    tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
+    prob_rows = [[-1] * len(t) for t in tokens]
+    probs = None
+    if drafted.logits is not None:
+        job = np.repeat(np.arange(len(limits)), np.where(ratio, limits, 0))
+        step = np.concatenate([np.arange(n) for n in limits[ratio]] or [job])
+        temperature = torch.from_numpy(params.temperature[job]).float().unsqueeze(-1)
+        rows = drafted.logits[torch.from_numpy(job), torch.from_numpy(step)]
+        probs = (rows / temperature).softmax(dim=-1)
+        for row, i in enumerate(job):
+            prob_rows[i][step[row]] = row
+    return Drafts([Draft(t, p) for t, p in zip(tokens, prob_rows, strict=True)], probs)

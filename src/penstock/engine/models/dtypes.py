@@ -27,5 +27,9 @@ def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
 def _computes_bfloat16(device: torch.device) -> bool:
     if device.type == "cuda":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    capabilities = torch.cpu.get_capabilities() if device.type == "cpu" else {}
+    if device.type != "cpu":
+        return False
+    if not hasattr(torch.cpu, "get_capabilities"):  # torch before 2.11
+        return bool(torch.cpu._is_avx512_bf16_supported())
+    capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "attention.h"
+#include "pool.h"
 #include "sampling.h"
-#include "team.h"
 
 extern "C" {
 
@@ -69,7 +69,6 @@ class Buffer {
 struct ThreadScratch {
   Buffer normed, head, attention_storage;
   AttentionScratch attention;
-  std::vector<Best> best;  // of each row of logits
 };
 
 // One head's queries of some rows of one sequence; times the key heads, this is attention's work.
@@ -78,13 +77,16 @@ struct AttentionTask {
   int row, num_rows, first_position;
 };
 
-// A ragged batch prepared for the passes; also what a drafting step writes for the next one.
+// The rows of one pass. Complete before any thread reads it, and not touched again while a late
+// thread may: a draft has one for each step.
 struct Plan {
   std::vector<int32_t> token_ids, positions, blocks;
   std::vector<AttentionTask> attention;
   std::vector<int32_t> logits_rows;
-  std::vector<float*> logits;           // one destination each, or null
-  std::vector<RowSampling> sampling;    // one each, or empty where nothing is sampled
+  std::vector<float*> logits;         // one destination each, or null
+  std::vector<int> sequences;         // where sampled: the batch's sequence of each row of logits,
+  std::vector<RowSampling> sampling;  // how,
+  std::vector<Best> best;             // and the result of each group of columns: [rows, groups]
 
   int num_rows() const { return (int)token_ids.size(); }
 
@@ -95,7 +97,9 @@ struct Plan {
     attention.clear();
     logits_rows.clear();
     logits.clear();
+    sequences.clear();
     sampling.clear();
+    best.clear();
   }
 
   void add_sequence(const int32_t* tokens, int first_position, int num_rows,
@@ -116,17 +120,13 @@ struct Model {
   ModelWeights weights;
   std::vector<LayerWeights> layers;
   AttentionShape shape;
-  Team team;
   std::vector<ThreadScratch> scratch;
   Buffer residual, query, attended, hidden;
-  Plan plan;
-  std::vector<int> active;  // sequences that draft in the present step
 
   explicit Model(const ModelWeights& given)
       : weights(given),
         layers(given.layers, given.layers + given.num_layers),
         shape{given.head_dim, given.num_kv_heads, given.block_size},
-        team(given.num_threads),
         scratch(given.num_threads) {
     weights.layers = layers.data();
     for (ThreadScratch& s : scratch) prepare(s);
@@ -135,6 +135,8 @@ struct Model {
   int group() const { return weights.num_heads / weights.num_kv_heads; }
   int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
   int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
+  int vocab_panels() const { return (weights.vocab_size + kPanel - 1) / kPanel; }
+  int vocab_groups() const { return (vocab_panels() + kMaxPanels - 1) / kMaxPanels; }
   int head_width() const { return round_up(weights.head_dim, kPanel); }
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }

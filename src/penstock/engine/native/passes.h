@@ -24,12 +24,14 @@ struct Chunks {
 template <class W, class C>
 class Pass {
  public:
-  Pass(Model& model, const Plan& plan, Worker& worker)
+  Pass(Model& model, Plan& plan, Worker& worker)
       : model_(model),
         weights_(model.weights),
         plan_(plan),
         worker_(worker),
         scratch_(model.scratch[worker.id]) {}
+
+  static int num_phases(const Model& model) { return 2 + 5 * model.weights.num_layers; }
 
   void run() {
     embed();
@@ -48,7 +50,7 @@ class Pass {
  private:
   Model& model_;
   const ModelWeights& weights_;
-  const Plan& plan_;
+  Plan& plan_;
   Worker& worker_;
   ThreadScratch& scratch_;
 
@@ -73,18 +75,24 @@ class Pass {
     return scratch_.normed.get();
   }
 
+  // Smaller groups of panels where there would be too few for the threads.
+  int group_for(const Chunks& chunks, int panels) const {
+    int group = kMaxPanels;
+    while (group > 1 && chunks.count * ((panels + group - 1) / group) < 3 * worker_.size)
+      group /= 2;
+    return group;
+  }
+
   // Every (chunk of rows, group of panels) once. `input(chunk)` gives the chunk's first row, and is
   // asked again only when a thread comes to another chunk.
   template <class Input, class Finish>
-  void project(const Chunks& chunks, const W* packed, int k_size, int panels, size_t stride,
+  void project(const Chunks& chunks, const W* packed, int k_size, int panels, int group, size_t stride,
                Input&& input, Finish&& finish) {
-    int group = kMaxPanels;
-    auto groups = [&] { return (panels + group - 1) / group; };
-    while (group > 1 && chunks.count * groups() < 3 * worker_.size) group /= 2;
+    const int groups = (panels + group - 1) / group;
     int held = -1;
     const float* rows = nullptr;
-    worker_.for_each((int64_t)chunks.count * groups(), [&](int64_t task) {
-      const int chunk = (int)(task / groups()), first = (int)(task % groups()) * group;
+    worker_.for_each((int64_t)chunks.count * groups, [&](int64_t task) {
+      const int chunk = (int)(task / groups), first = (int)(task % groups) * group;
       if (chunk != held) rows = input(held = chunk);
       multiply(rows, stride, chunks.size(chunk), packed, k_size, first,
                std::min(first + group, panels),
@@ -192,7 +200,7 @@ class Pass {
     const Chunks chunks(plan_.num_rows(), k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
-        chunks, matrix, k_size, panels, stride,
+        chunks, matrix, k_size, panels, group_for(chunks, panels), stride,
         [&](int chunk) { return input + chunks.first(chunk) * stride; },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
@@ -212,7 +220,8 @@ class Pass {
     const int panels = round_up(weights_.intermediate_size, kLanes) / kLanes;
     const size_t stride = model_.hidden_stride();
     project(
-        chunks, (const W*)layer.gate_up, weights_.hidden_size, panels, model_.residual_stride(),
+        chunks, (const W*)layer.gate_up, weights_.hidden_size, panels,
+        group_for(chunks, panels), model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), layer.post_norm,
                         [&](int i) { return chunks.first(chunk) + i; });
@@ -230,10 +239,9 @@ class Pass {
 
   void unembed() {
     const Chunks chunks((int)plan_.logits_rows.size(), weights_.hidden_size);
-    const int panels = round_up(weights_.vocab_size, kPanel) / kPanel;
-    if (!plan_.sampling.empty()) scratch_.best.assign(plan_.logits_rows.size(), Best{});
+    const int groups = model_.vocab_groups();
     project(
-        chunks, (const W*)weights_.lm_head, weights_.hidden_size, panels,
+        chunks, (const W*)weights_.lm_head, weights_.hidden_size, model_.vocab_panels(), kMaxPanels,
         model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), weights_.norm,
@@ -247,7 +255,8 @@ class Pass {
             if (float* target = plan_.logits[row + r])
               std::memcpy(target + token, logits, count * sizeof(float));
             if (!plan_.sampling.empty())
-              offer_tokens(logits, count, token, plan_.sampling[row + r], scratch_.best[row + r]);
+              offer_tokens(logits, count, token, plan_.sampling[row + r],
+                           plan_.best[(size_t)(row + r) * groups + panel / kMaxPanels]);
           }
         });
   }

@@ -1,11 +1,9 @@
 // The plain C interface, called through ctypes: one call for a forward pass, for a whole draft of
 // several tokens, and for coupled sampling. Nothing of the batch is trusted before `check` has
 // seen it.
-#include <omp.h>
-
 #include <cstdarg>
 #include <cstdio>
-#include <new>
+#include <exception>
 
 #include "passes.h"
 
@@ -13,18 +11,19 @@ extern "C" {
 
 // Sampling of `Batch`'s sequences for up to max_steps tokens each; see NativeRunner.draft.
 struct DraftOrder {
-  int32_t max_steps, salt;
-  const int32_t* num_steps;
-  const float* temperatures;
+  int32_t max_steps;
+  const int32_t *num_steps, *salts;
+  const double* temperatures;
   const uint64_t* seeds;
   int32_t* token_ids;  // [num_seqs, max_steps]
   float* logits;       // [num_seqs, max_steps, vocab_size] or null
 };
 
 struct SampleOrder {
-  int32_t num_rows, vocab_size, salt, num_threads;
+  int32_t num_rows, vocab_size;
   const float* logits;  // [num_rows, vocab_size]
-  const float* temperatures;
+  const int32_t* salts;
+  const double* temperatures;
   const uint64_t* seeds;
   const int64_t* positions;
   int32_t* token_ids;
@@ -111,86 +110,56 @@ const int32_t* block_table(const Batch& batch, int seq) {
   return batch.block_tables + (size_t)seq * batch.max_blocks;
 }
 
-void plan_rows(Model& model, const Batch& batch) {
-  model.plan.clear();
+void plan_rows(Model& model, const Batch& batch, Plan& plan) {
+  plan.clear();
   for (int seq = 0; seq < batch.num_seqs; ++seq) {
     const int first = batch.query_start[seq], rows = batch.query_start[seq + 1] - first;
     if (rows == 0) continue;
-    model.plan.add_sequence(batch.token_ids + first, batch.positions[first], rows,
-                            block_table(batch, seq), model.weights.block_size,
-                            model.rows_per_task());
+    plan.add_sequence(batch.token_ids + first, batch.positions[first], rows,
+                      block_table(batch, seq), model.weights.block_size, model.rows_per_task());
   }
-  model.reserve(model.plan.num_rows());
+  model.reserve(plan.num_rows());
 }
 
 // Have `row`'s logits sampled as the draft's step `step` of sequence `seq`.
-void plan_sample(Model& model, const DraftOrder& order, int seq, int step, int row) {
-  Plan& plan = model.plan;
+void plan_sample(const Model& model, const DraftOrder& order, int seq, int step, int row,
+                 Plan& plan) {
   const size_t place = (size_t)seq * order.max_steps + step;
-  model.active.push_back(seq);
+  plan.sequences.push_back(seq);
   plan.logits_rows.push_back(row);
   plan.logits.push_back(order.logits ? order.logits + place * model.weights.vocab_size : nullptr);
   plan.sampling.push_back(RowSampling::make(order.temperatures[seq], order.seeds[seq],
-                                            (uint64_t)plan.positions[row] + 1, order.salt));
+                                            (uint64_t)plan.positions[row] + 1, order.salts[seq]));
+  plan.best.resize(plan.best.size() + model.vocab_groups());
 }
 
-// Take the sampled tokens of `step` and plan the next one; leaves the plan empty after the last.
-void advance(Model& model, const Batch& batch, const DraftOrder& order, int step, int threads) {
-  struct Row {
-    int seq, position;
-    int32_t token;
-  };
-  std::vector<Row> rows;
-  for (size_t i = 0; i < model.active.size(); ++i) {
-    const int seq = model.active[i];
+// Take the tokens sampled in `done` and plan the step that follows; empty after the last one.
+void advance(const Model& model, const Batch& batch, const DraftOrder& order, int step,
+             const Plan& done, Plan& next) {
+  next.clear();
+  const int groups = model.vocab_groups();
+  for (size_t i = 0; i < done.sequences.size(); ++i) {
     Best best;
-    for (int thread = 0; thread < threads; ++thread) {
-      const Best& found = model.scratch[thread].best[i];
-      best.offer(found.value, found.token);
-    }
+    for (int group = 0; group < groups; ++group)
+      best.offer(done.best[i * groups + group].value, done.best[i * groups + group].token);
+    const int seq = done.sequences[i];
     order.token_ids[(size_t)seq * order.max_steps + step] = best.token;
-    if (step + 1 < order.num_steps[seq])
-      rows.push_back({seq, model.plan.positions[model.plan.logits_rows[i]] + 1, best.token});
-  }
-  model.plan.clear();
-  model.active.clear();
-  for (const Row& row : rows) {
-    model.plan.add_sequence(&row.token, row.position, 1, block_table(batch, row.seq),
-                            model.weights.block_size, model.rows_per_task());
-    plan_sample(model, order, row.seq, step + 1, model.plan.num_rows() - 1);
+    if (step + 1 == order.num_steps[seq]) continue;
+    const int position = done.positions[done.logits_rows[i]] + 1;
+    next.add_sequence(&best.token, position, 1, block_table(batch, seq), model.weights.block_size,
+                      model.rows_per_task());
+    plan_sample(model, order, seq, step + 1, next.num_rows() - 1, next);
   }
 }
 
-int threads_for(const Model& model) {
+int threads_for(const Model& model, const Plan& plan) {
   const ModelWeights& w = model.weights;
   const double layer = (double)w.hidden_size *
                        ((2.0 * w.num_heads + 2.0 * w.num_kv_heads) * w.head_dim +
                         3.0 * w.intermediate_size);
-  const double work = model.plan.num_rows() * layer * w.num_layers +
-                      (double)model.plan.logits_rows.size() * w.vocab_size * w.hidden_size;
+  const double work = plan.num_rows() * layer * w.num_layers +
+                      (double)plan.logits_rows.size() * w.vocab_size * w.hidden_size;
   return work < kWorkForThreads ? 1 : w.num_threads;
-}
-
-template <class W, class C>
-void forward(Model& model) {
-#pragma omp parallel num_threads(threads_for(model))
-  {
-    Worker worker(model.team, omp_get_thread_num(), omp_get_num_threads());
-    Pass<W, C>(model, model.plan, worker).run();
-  }
-}
-
-template <class W, class C>
-void draft(Model& model, const Batch& batch, const DraftOrder& order) {
-#pragma omp parallel num_threads(threads_for(model))
-  {
-    Worker worker(model.team, omp_get_thread_num(), omp_get_num_threads());
-    for (int step = 0; model.plan.num_rows() > 0; ++step) {
-      Pass<W, C>(model, model.plan, worker).run();
-      if (worker.id == 0) advance(model, batch, order, step, worker.size);
-      worker.barrier();
-    }
-  }
 }
 
 // Call `run` with the element types of the model's weights and of its cache.
@@ -201,6 +170,113 @@ void with_types(const Model& model, Run&& run) {
   if (weights) return run(Bf16{}, 0.0f);
   if (cache) return run(0.0f, Bf16{});
   run(0.0f, 0.0f);
+}
+
+// A forward pass (no order) or a draft. Late threads read `model` and `plans`; the batch and the
+// order are the caller's and are read only within tasks.
+class PassJob : public Job {
+ public:
+  Model* model = nullptr;
+  const Batch* batch = nullptr;
+  const DraftOrder* order = nullptr;
+  int max_steps = 0;
+  std::vector<Plan> plans;
+  bool taken = false;
+
+  void run(Worker& worker) override {
+    with_types(*model, [&](auto w, auto c) { steps<decltype(w), decltype(c)>(worker); });
+  }
+
+ private:
+  template <class W, class C>
+  void steps(Worker& worker) {
+    Pass<W, C>(*model, plans[0], worker).run();
+    for (int step = 0; step < max_steps; ++step) {
+      worker.for_each(1, [&](int64_t) {
+        advance(*model, *batch, *order, step, plans[step], plans[step + 1]);
+      });
+      if (plans[step + 1].num_rows() == 0) return;
+      Pass<W, C>(*model, plans[step + 1], worker).run();
+    }
+  }
+};
+
+// Jobs to take and give back. A late thread may still look into one, so none is ever freed, and
+// one is taken again only when nobody is in it.
+class JobStore {
+ public:
+  static JobStore& instance() {
+    static JobStore& store = *new JobStore;
+    return store;
+  }
+
+  PassJob& take(Model& model) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& job : jobs_)
+      if (!job->taken && Pool::is_idle(*job)) return prepare(*job, model);
+    jobs_.push_back(std::make_unique<PassJob>());
+    return prepare(*jobs_.back(), model);
+  }
+
+  void give_back(PassJob& job) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    job.taken = false;
+  }
+
+  // Until no late thread reads `model`, which is about to go.
+  void await_leavers(const Model* model) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& job : jobs_)
+      while (job->model == model && !Pool::is_idle(*job)) sched_yield();
+  }
+
+ private:
+  static PassJob& prepare(PassJob& job, Model& model) {
+    job.model = &model;
+    job.taken = true;
+    return job;
+  }
+
+  std::mutex mutex_;
+  std::vector<std::unique_ptr<PassJob>> jobs_;
+};
+
+// Plan and carry out a forward pass or a draft; the batch has been checked.
+void execute(Model& model, const Batch& batch, const DraftOrder* order, float* logits) {
+  PassJob& job = JobStore::instance().take(model);
+  struct Lease {
+    PassJob& job;
+    ~Lease() { JobStore::instance().give_back(job); }
+  } lease{job};
+  job.batch = &batch;
+  job.order = order;
+  job.max_steps = order ? order->max_steps : 0;
+  if ((int)job.plans.size() <= job.max_steps) job.plans.resize(job.max_steps + 1);
+  Plan& plan = job.plans[0];
+  plan_rows(model, batch, plan);
+  if (order) {
+    for (int seq = 0; seq < batch.num_seqs; ++seq)
+      if (order->num_steps[seq] > 0)
+        plan_sample(model, *order, seq, 0, batch.query_start[seq + 1] - 1, plan);
+  } else {
+    for (int i = 0; i < batch.num_logits; ++i) {
+      plan.logits_rows.push_back(batch.logits_rows[i]);
+      plan.logits.push_back(logits + (size_t)i * model.weights.vocab_size);
+    }
+  }
+  const int phases = (Pass<float, float>::num_phases(model) + 1) * (job.max_steps + 1);
+  Pool::instance().run(job, threads_for(model, plan), phases);
+}
+
+int32_t guarded(Model& model, const Batch& batch, const DraftOrder* order, float* logits,
+                char* error) {
+  if (!check(model, batch, order, error)) return 1;
+  try {
+    execute(model, batch, order, logits);
+    return 0;
+  } catch (const std::exception& failure) {
+    return !refuse(error, "%s, for a batch of %d rows", failure.what(), batch.num_tokens);
+  }
 }
 
 }  // namespace
@@ -220,72 +296,35 @@ PENSTOCK_API Model* penstock_create(const ModelWeights* weights) {
   }
 }
 
-PENSTOCK_API void penstock_destroy(Model* model) { delete model; }
+PENSTOCK_API void penstock_destroy(Model* model) {
+  JobStore::instance().await_leavers(model);
+  delete model;
+}
 
 // 0, or 1 with the reason in error[kErrorBytes].
 PENSTOCK_API int32_t penstock_forward(Model* model, const Batch* batch, float* logits,
                                       char* error) {
-  if (!check(*model, *batch, nullptr, error)) return 1;
-  try {
-    plan_rows(*model, *batch);
-    for (int i = 0; i < batch->num_logits; ++i) {
-      model->plan.logits_rows.push_back(batch->logits_rows[i]);
-      model->plan.logits.push_back(logits + (size_t)i * model->weights.vocab_size);
-    }
-  } catch (const std::bad_alloc&) {
-    return !refuse(error, "out of memory for a batch of %d rows", batch->num_tokens);
-  }
-  with_types(*model, [&](auto w, auto c) { forward<decltype(w), decltype(c)>(*model); });
-  return 0;
+  return guarded(*model, *batch, nullptr, logits, error);
 }
 
 PENSTOCK_API int32_t penstock_draft(Model* model, const Batch* batch, const DraftOrder* order,
                                     char* error) {
-  if (!check(*model, *batch, order, error)) return 1;
-  try {
-    plan_rows(*model, *batch);
-    model->active.clear();
-    for (int seq = 0; seq < batch->num_seqs; ++seq)
-      if (order->num_steps[seq] > 0) {
-        const int row = batch->query_start[seq + 1] - 1;
-        plan_sample(*model, *order, seq, 0, row);
-      }
-  } catch (const std::bad_alloc&) {
-    return !refuse(error, "out of memory for a batch of %d rows", batch->num_tokens);
-  }
-  with_types(*model, [&](auto w, auto c) {
-    draft<decltype(w), decltype(c)>(*model, *batch, *order);
-  });
-  return 0;
+  return guarded(*model, *batch, order, nullptr, error);
 }
 
 PENSTOCK_API void penstock_sample(const SampleOrder* order) {
-  constexpr int kSegment = 4096;
-  const int segments = (order->vocab_size + kSegment - 1) / kSegment;
-  const int64_t tasks = (int64_t)order->num_rows * segments;
-  std::vector<Best> best(tasks);
-#pragma omp parallel for num_threads(order->num_threads) schedule(dynamic) if (tasks > 4)
-  for (int64_t task = 0; task < tasks; ++task) {
-    const int64_t row = task / segments;
-    const int first = (int)(task % segments) * kSegment;
-    const int count = std::min(kSegment, order->vocab_size - first);
-    const float* logits = order->logits + row * order->vocab_size + first;
+  const int whole = order->vocab_size / kLanes * kLanes;
+  for (int row = 0; row < order->num_rows; ++row) {
+    const float* logits = order->logits + (size_t)row * order->vocab_size;
     const RowSampling sampling =
         RowSampling::make(order->temperatures[row], order->seeds[row],
-                          (uint64_t)order->positions[row], order->salt);
+                          (uint64_t)order->positions[row], order->salts[row]);
     // The last vector may not reach past the row: what is left goes through a padded copy.
-    const int whole = count / kLanes * kLanes;
     alignas(64) float rest[kLanes] = {};
-    std::copy(logits + whole, logits + count, rest);
-    offer_tokens(logits, whole, first, sampling, best[task]);
-    offer_tokens(rest, count - whole, first + whole, sampling, best[task]);
-  }
-  for (int64_t row = 0; row < order->num_rows; ++row) {
-    Best chosen;
-    for (int i = 0; i < segments; ++i) {
-      const Best& found = best[row * segments + i];
-      chosen.offer(found.value, found.token);
-    }
-    order->token_ids[row] = chosen.token;
+    std::copy(logits + whole, logits + order->vocab_size, rest);
+    Best best;
+    offer_tokens(logits, whole, 0, sampling, best);
+    offer_tokens(rest, order->vocab_size - whole, whole, sampling, best);
+    order->token_ids[row] = best.token;
   }
 }

@@ -17,22 +17,25 @@ PENSTOCK_INLINE uint64_t mix64(uint64_t z) {
 
 // How one row is sampled; temperature 0 is greedy and needs no key.
 struct RowSampling {
-  float temperature;
+  double temperature;
   uint32_t key_low, key_high;
 
-  static RowSampling make(float temperature, uint64_t seed, uint64_t position, int salt) {
+  // A temperature under 1e-10 decides as 1e-10 does, and keeps clear of infinities.
+  static RowSampling make(double temperature, uint64_t seed, uint64_t position, int salt) {
+    if (temperature > 0 && temperature < 1e-10) temperature = 1e-10;
     const uint64_t golden = 0x9E3779B97F4A7C15ull;
     uint64_t key = mix64(mix64(seed + golden) + golden * (4 * position + (uint64_t)salt + 1));
     return {temperature, (uint32_t)key, (uint32_t)(key >> 32)};
   }
 };
 
-// The best token so far. Ties go to the lowest id, so tiles may come in any order.
+// The best token so far. Ties go to the lowest id, so tiles may come in any order; values are double
+// so that adding noise to a large logit makes no ties.
 struct Best {
-  float value = -std::numeric_limits<float>::infinity();
+  double value = -std::numeric_limits<double>::infinity();
   int32_t token = 0;
 
-  void offer(float candidate, int32_t id) {
+  void offer(double candidate, int32_t id) {
     if (candidate > value || (candidate == value && id < token)) {
       value = candidate;
       token = id;
@@ -74,10 +77,10 @@ PENSTOCK_INLINE VecI lane_index() {
 // Exact noise takes two logarithms, so it is computed only where its bound could win.
 static __attribute__((noinline)) void offer_tokens(const float* logits, int count, int32_t first,
                                                    const RowSampling& row, Best& best) {
-  const bool greedy = row.temperature == 0.0f;
+  const bool greedy = row.temperature == 0;
   const VecU low = (VecU)splat_int((int32_t)row.key_low);
   const VecU high = (VecU)splat_int((int32_t)row.key_high);
-  const VecF inverse = splat(greedy ? 1.0f : 1.0f / row.temperature);
+  const VecF inverse = splat(greedy ? 1.0f : (float)(1 / row.temperature));
   for (int i = 0; i < count; i += kLanes) {
     VecF bound = load(logits + i) * inverse;
     if (!greedy) {
@@ -85,7 +88,7 @@ static __attribute__((noinline)) void offer_tokens(const float* logits, int coun
       VecF slack = (bound < VecF{} ? -bound : bound) * splat(1e-6f);
       bound += slack + gumbel_bound(noise_hash(token, low, high));
     }
-    if (!any(bound >= splat(best.value))) continue;
+    if (!any(bound >= splat((float)best.value))) continue;
     float lane[kLanes];
     store(lane, bound);
     for (int j = 0; j < kLanes && i + j < count; ++j) {

@@ -33,16 +33,18 @@ def _keep_top(scores: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) ->
     top_p: [rows, 1] float32, infinity for off; top_k: [rows, 1] int64, V for off.
     """
     ranked = _sorted_descending(scores)
-    outside_k = torch.arange(scores.shape[-1], device=scores.device) >= top_k
-    mass = ranked.masked_fill(outside_k, -torch.inf).softmax(dim=-1)
+    inside_k = torch.arange(scores.shape[-1], device=scores.device) < top_k
+    mass = torch.where(inside_k, ranked, -torch.inf).softmax(dim=-1)
     mass_above = mass.cumsum(dim=-1) - mass
-    num_kept = ((mass_above < top_p) & ~outside_k).sum(dim=-1, keepdim=True).clamp_(min=1)
+    num_kept = ((mass_above < top_p) & inside_k).sum(dim=-1, keepdim=True).clamp_(min=1)
     edge = ranked.gather(-1, num_kept - 1)
-    above = scores > edge
-    tied = scores == edge
-    room = num_kept - above.sum(dim=-1, keepdim=True)
-    kept = above | (tied & (tied.cumsum(dim=-1) <= room))
-    return scores.masked_fill(~kept, -torch.inf)
+    kept = scores >= edge
+    surplus = kept.sum(dim=-1, keepdim=True) - num_kept
+    if surplus.any():
+        tied = scores == edge
+        last_of_ties = tied.sum(dim=-1, keepdim=True) - surplus
+        kept &= ~tied | (tied.cumsum(dim=-1) <= last_of_ties)
+    return torch.where(kept, scores, -torch.inf)
 
 
 def _point_mass(logits: torch.Tensor) -> torch.Tensor:

@@ -42,6 +42,12 @@ class SamplingRows:
         """[rows] bool: the rows whose distribution is one point."""
         return np.equal(self.temperature, 0.0)
 
+    @property
+    def filtered(self) -> BoolArray:
+        """[rows] bool: the rows that top-p or top-k may cut."""
+        cut: BoolArray = ((self.top_p < 1.0) | (self.top_k > 0)) & ~self.greedy
+        return cut
+
     def take(self, index: IntArray | BoolArray) -> SamplingRows:
         """The rows that ``index`` selects, in its order."""
         return SamplingRows(
@@ -82,7 +88,7 @@ class VerifyBatch:
     def __post_init__(self) -> None:
         num_rows, vocab_size = self.logits.shape
         num_requests = len(self.params)
-        if self.row_start.shape != (num_requests + 1,) or (np.diff(self.row_start) < 1).any():
+        if self.row_start.shape != (num_requests + 1,) or (self.num_rows < 1).any():
             raise ValueError(
                 f"row_start must hold {num_requests + 1} strictly increasing offsets, "
                 f"not {self.row_start.tolist()}"
@@ -108,9 +114,14 @@ class VerifyBatch:
         return len(self.params)
 
     @property
+    def num_rows(self) -> IntArray:
+        """[n] int64: logits rows of each request."""
+        return self.row_start[1:] - self.row_start[:-1]
+
+    @property
     def num_draft(self) -> IntArray:
         """[n] int64: draft tokens of each request."""
-        return np.diff(self.row_start) - 1
+        return self.num_rows - 1
 
     @property
     def draft_start(self) -> IntArray:
@@ -120,18 +131,18 @@ class VerifyBatch:
     @property
     def request_of_draft(self) -> IntArray:
         """[num_drafts] int64: the request that owns each draft token."""
-        return np.repeat(np.arange(self.num_requests), self.num_draft)
+        return np.arange(self.num_requests).repeat(self.num_draft)
 
     @property
     def request_of_row(self) -> IntArray:
         """[num_rows] int64: the request that owns each logits row."""
-        return np.repeat(np.arange(self.num_requests), np.diff(self.row_start))
+        return np.arange(self.num_requests).repeat(self.num_rows)
 
     @property
     def row_positions(self) -> IntArray:
         """[num_rows] int64: absolute position of the token that each logits row decides."""
-        of_row = self.request_of_row
-        return self.positions[of_row] + np.arange(of_row.shape[0]) - self.row_start[of_row]
+        before = self.positions - self.row_start[:-1]
+        return before.repeat(self.num_rows) + np.arange(self.logits.shape[0])
 
     def take(self, chosen: IntArray) -> VerifyBatch:
         """The batch of the requests ``chosen`` (ascending indices) alone."""
@@ -141,7 +152,7 @@ class VerifyBatch:
         drafts = mask[self.request_of_draft]
         return VerifyBatch(
             logits=self.logits[as_index(rows, self.logits)],
-            row_start=np.concatenate(([0], np.cumsum(np.diff(self.row_start)[chosen]))),
+            row_start=np.concatenate(([0], np.cumsum(self.num_rows[chosen]))),
             positions=self.positions[chosen],
             params=self.params.take(chosen),
             ratio=self.ratio[chosen],

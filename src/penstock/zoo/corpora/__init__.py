@@ -28,9 +28,9 @@ GENERATORS: dict[str, Callable[[Random], Example]] = {
 """Maker of one example, by domain."""
 
 
-def split_of(example: Example) -> Split:
-    """The part an example belongs to, from its prompt alone: 92% train, 4% each of the others."""
-    bucket = hashlib.sha256(example.prompt.encode()).digest()[0] % 25
+def split_of(prompt: str) -> Split:
+    """The part a prompt belongs to, whatever its answer: 92% train, 4% each of the others."""
+    bucket = hashlib.sha256(prompt.encode()).digest()[0] % 25
     return "held_back" if bucket == 0 else "prompts" if bucket == 1 else "train"
 
 
@@ -44,5 +44,5 @@ def examples(domain: str, split: Split, seed: int = 0) -> Iterator[Example]:
     rng = Random(f"{domain} {seed}")
     while True:
         example = make(rng)
-        if split_of(example) == split:
+        if split_of(example.prompt) == split:
             yield example

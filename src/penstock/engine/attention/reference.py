@@ -1,0 +1,45 @@
+"""The obviously right one: sequence by sequence, in float32, with nothing clever."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.kv_cache import PagedKVCache
+
+
+class Backend:
+    """What the other backends are compared with."""
+
+    def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
+        self._cache = cache
+        self._group_size = num_heads // cache.num_kv_heads
+
+    def prepare(self, batch: RaggedBatch) -> RaggedBatch:
+        return batch
+
+    def attend(self, q: torch.Tensor, layer: int, metadata: RaggedBatch) -> torch.Tensor:
+        rows = metadata.query_start
+        return torch.cat(
+            [
+                self._attend_one(q[rows[i] : rows[i + 1]], layer, metadata, i)
+                for i in range(metadata.num_seqs)
+            ]
+        )
+
+    def _attend_one(
+        self, q: torch.Tensor, layer: int, batch: RaggedBatch, index: int
+    ) -> torch.Tensor:
+        """q: [num_queries, num_heads, head_dim], the rows of sequence `index`."""
+        seq_len = int(batch.seq_lens[index])
+        num_blocks = -(-seq_len // self._cache.block_size)
+        blocks = torch.from_numpy(batch.block_tables[index, :num_blocks]).long().to(q.device)
+        stored = self._cache.layers[layer].index_select(2, blocks).flatten(2, 3)
+        keys, values = (
+            x[:, :seq_len].float().repeat_interleave(self._group_size, dim=0) for x in stored
+        )
+        scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
+        positions = torch.arange(seq_len, device=q.device)
+        hidden = positions > positions[seq_len - q.shape[0] :, None]
+        weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
+        return (weights @ values).transpose(0, 1).to(q.dtype)

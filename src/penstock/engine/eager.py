@@ -1,0 +1,74 @@
+"""The eager runner: plain torch operations, on any device and in any dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.engine.attention import AttentionBackend, make_backend
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.weights import load_weights
+
+
+class EagerRunner:
+    """A `ModelRunner`: decoder, cache and attention backend together."""
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        decoder: Decoder,
+        cache: PagedKVCache,
+        attention: AttentionBackend[Any],
+    ) -> None:
+        self._config = config
+        self._decoder = decoder
+        self._cache = cache
+        self._attention = attention
+
+    @classmethod
+    def load(
+        cls,
+        path: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        num_blocks: int,
+        block_size: int,
+        attention: str = "packed",
+    ) -> EagerRunner:
+        """A checkpoint folder in Hugging Face layout, computing in `dtype` on `device`.
+
+        Raises CheckpointError for a checkpoint that cannot be used, ValueError for an unknown
+        attention backend or an empty cache.
+        """
+        config = DecoderConfig.from_pretrained(path)
+        cache = PagedKVCache(config, num_blocks, block_size, dtype, device)
+        backend = make_backend(attention, cache, config.num_heads)
+        max_positions = min(config.max_position_embeddings, num_blocks * block_size)
+        decoder = Decoder(config, load_weights(path, config, dtype), max_positions, device)
+        return cls(config, decoder, cache, backend)
+
+    @property
+    def config(self) -> DecoderConfig:
+        return self._config
+
+    @property
+    def num_blocks(self) -> int:
+        return self._cache.num_blocks
+
+    @property
+    def block_size(self) -> int:
+        return self._cache.block_size
+
+    @property
+    def device(self) -> torch.device:
+        return self._cache.device
+
+    @torch.inference_mode()
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        """Float32 logits [num_logits, vocab_size]; see `ModelRunner`."""
+        return self._decoder.forward(batch, self._cache, self._attention)

@@ -1,0 +1,57 @@
+"""The paged KV cache of one model: fixed memory, addressed by block id."""
+
+from __future__ import annotations
+
+import torch
+
+from penstock.engine.models.config import DecoderConfig
+
+
+def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that one token occupies over all layers."""
+    return 2 * config.num_layers * config.kv_size * dtype.itemsize
+
+
+class PagedKVCache:
+    """Keys and values of every layer, in blocks of `block_size` tokens.
+
+    A layer is one tensor [2, num_kv_heads, num_blocks, block_size, head_dim], keys before values.
+    Heads come first, so that gathering blocks yields for every head the contiguous matrix that
+    matrix products want, and a kernel that walks blocks reads each of them in one stretch.
+    Slots that were never written hold zeros.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"num_blocks is {num_blocks} and block_size {block_size}; both must be at least 1"
+            )
+        shape = (2, config.num_kv_heads, num_blocks, block_size, config.head_dim)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = config.num_kv_heads
+        self.head_dim = config.head_dim
+        self.dtype = dtype
+        self.device = device
+        self.layers = [
+            torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)
+        ]
+        self._by_slot = [
+            layer.view(2 * self.num_kv_heads, num_blocks * block_size, self.head_dim)
+            for layer in self.layers
+        ]
+
+    def write(self, layer: int, slots: torch.Tensor, keys_values: torch.Tensor) -> None:
+        """Store rows' keys and values.
+
+        slots:       [num_tokens] int64, block * block_size + offset, without repetition
+        keys_values: [num_tokens, 2 * num_kv_heads, head_dim], key heads before value heads
+        """
+        self._by_slot[layer].index_copy_(1, slots, keys_values.transpose(0, 1))

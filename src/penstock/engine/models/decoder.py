@@ -1,0 +1,162 @@
+"""The eager decoder: Llama, Qwen2 and Qwen3 as one function, told apart by the config's flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from penstock.engine.attention import AttentionBackend
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.models.config import DecoderConfig, RopeTable
+
+
+@dataclass(frozen=True, slots=True)
+class _Layer:
+    """Weights of one layer; matrices are [in, out]."""
+
+    input_norm: torch.Tensor
+    qkv: torch.Tensor
+    qkv_bias: torch.Tensor | None
+    qk_norm: torch.Tensor | None
+    o: torch.Tensor
+    o_bias: torch.Tensor | None
+    post_norm: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
+class Decoder:
+    """Weights on a device, and the forward pass over a ragged batch.
+
+    Every rotary pair (i, i + head_dim / 2) of query and key rows is made neighbours (2i, 2i + 1)
+    when the weights are taken in: products of queries and keys stay the same, and the rotation
+    becomes one complex multiplication.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        weights: dict[str, torch.Tensor],
+        max_positions: int,
+        device: torch.device,
+    ) -> None:
+        """weights: as `load_weights` returns them; computes in their dtype."""
+        weights = {name: weight.to(device) for name, weight in weights.items()}
+        self._config = config
+        self._embed_tokens = weights["embed_tokens"]
+        self._norm = weights["norm"]
+        self._lm_head = weights.get("lm_head", self._embed_tokens).t()
+        self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
+        table = RopeTable.build(config, max_positions)
+        half = config.head_dim // 2
+        rotations = torch.complex(table.cos[:, :half], table.sin[:, :half])
+        self._rotations = rotations.unsqueeze(1).to(device)
+
+    def forward(
+        self, batch: RaggedBatch, cache: PagedKVCache, attention: AttentionBackend
+    ) -> torch.Tensor:
+        """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
+
+        A batch without logits_rows only fills the cache.
+        """
+        device = cache.device
+        token_ids, positions, slots, logits_rows = (
+            torch.from_numpy(rows).to(device)
+            for rows in (
+                batch.token_ids,
+                batch.positions,
+                batch.slot_mapping(cache.block_size),
+                batch.logits_rows,
+            )
+        )
+        metadata = attention.prepare(batch)
+        rotations = self._rotations.index_select(0, positions)
+        hidden = F.embedding(token_ids, self._embed_tokens)
+        last = len(self._layers) - 1
+        for index, layer in enumerate(self._layers):
+            qkv = self._qkv(layer, hidden, rotations)
+            cache.write(index, slots, qkv[:, self._config.num_heads :])
+            attended = attention.attend(qkv[:, : self._config.num_heads], index, metadata)
+            attended = attended.flatten(1)
+            if index == last:
+                hidden = hidden.index_select(0, logits_rows)
+                attended = attended.index_select(0, logits_rows)
+            hidden = self._mlp(layer, self._project_out(layer, hidden, attended))
+        return (self._rms_norm(hidden, self._norm) @ self._lm_head).float()
+
+    def _qkv(self, layer: _Layer, hidden: torch.Tensor, rotations: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, num_heads + 2 * num_kv_heads, head_dim], queries and keys rotated."""
+        normed = self._rms_norm(hidden, layer.input_norm)
+        if layer.qkv_bias is None:
+            flat = normed @ layer.qkv
+        else:
+            flat = torch.addmm(layer.qkv_bias, normed, layer.qkv)
+        qkv = flat.unflatten(1, (-1, self._config.head_dim))
+        qk = qkv[:, : -self._config.num_kv_heads]
+        if layer.qk_norm is not None:
+            qk.copy_(self._rms_norm(qk, layer.qk_norm))
+        pairs = torch.view_as_complex(qk.float().unflatten(2, (-1, 2)))
+        rotated = torch.view_as_real(pairs.mul_(rotations)).flatten(2)
+        if qk.dtype != torch.float32:
+            qk.copy_(rotated)
+        return qkv
+
+    @staticmethod
+    def _project_out(layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        if layer.o_bias is not None:
+            hidden = hidden + layer.o_bias
+        return torch.addmm(hidden, attended, layer.o)
+
+    def _mlp(self, layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+        gate, up = (self._rms_norm(hidden, layer.post_norm) @ layer.gate_up).chunk(2, dim=1)
+        return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+
+    def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """Over the last axis, in float32."""
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + self._config.rms_norm_eps)
+        return (x32 * scale).to(x.dtype) * weight
+
+
+def _layer(config: DecoderConfig, weights: dict[str, torch.Tensor], index: int) -> _Layer:
+    def get(name: str) -> torch.Tensor | None:
+        return weights.get(f"layers.{index}.{name}")
+
+    def need(name: str) -> torch.Tensor:
+        return weights[f"layers.{index}.{name}"]
+
+    bias = get("qkv_bias")
+    return _Layer(
+        input_norm=need("input_norm"),
+        qkv=_pair_rows(config, need("qkv")).t().contiguous(),
+        qkv_bias=None if bias is None else _pair_rows(config, bias),
+        qk_norm=_qk_norm(config, get("q_norm"), get("k_norm")),
+        o=need("o").t(),
+        o_bias=get("o_bias"),
+        post_norm=need("post_norm"),
+        gate_up=need("gate_up").t().contiguous(),
+        down=need("down").t(),
+    )
+
+
+def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:
+    """The rotary pairs of every query and key head made neighbours; value rows as they were."""
+    qk, v = qkv.split((config.q_size + config.kv_size, config.kv_size))
+    return torch.cat((_pair(qk.unflatten(0, (-1, config.head_dim)), dim=1).flatten(0, 1), v))
+
+
+def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:
+    return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
+
+
+def _qk_norm(
+    config: DecoderConfig, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
+) -> torch.Tensor | None:
+    """[num_heads + num_kv_heads, head_dim]: one weight row for each head that is normalised."""
+    if q_norm is None or k_norm is None:
+        return None
+    rows = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
+    return _pair(torch.stack(rows), dim=1)

@@ -1,0 +1,113 @@
+"""The C interface of penstock.cpp as ctypes sees it; fields as in model.h and penstock.cpp."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
+from functools import lru_cache
+
+from penstock.engine.native.build import load_library
+
+ERROR_BYTES = 256
+
+
+class LayerWeights(Structure):
+    _fields_ = [
+        (name, c_void_p)
+        for name in (
+            "qkv",
+            "o",
+            "gate_up",
+            "down",
+            "input_norm",
+            "post_norm",
+            "qkv_bias",
+            "o_bias",
+            "q_norm",
+            "k_norm",
+            "keys",
+            "values",
+        )
+    ]
+
+
+class ModelWeights(Structure):
+    _fields_ = [
+        *(
+            (name, c_int32)
+            for name in (
+                "hidden_size",
+                "intermediate_size",
+                "num_layers",
+                "num_heads",
+                "num_kv_heads",
+                "head_dim",
+                "vocab_size",
+                "num_blocks",
+                "block_size",
+                "max_positions",
+                "weights_bf16",
+                "kv_bf16",
+                "num_threads",
+            )
+        ),
+        ("rms_norm_eps", c_float),
+        *((name, c_void_p) for name in ("embedding", "lm_head", "norm", "rope_cos", "rope_sin")),
+        ("layers", POINTER(LayerWeights)),
+    ]
+
+
+class Batch(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_tokens", "num_seqs", "max_blocks", "num_logits")),
+        *(
+            (name, c_void_p)
+            for name in (
+                "token_ids",
+                "positions",
+                "query_start",
+                "seq_lens",
+                "block_tables",
+                "logits_rows",
+            )
+        ),
+    ]
+
+
+class DraftOrder(Structure):
+    _fields_ = [
+        ("max_steps", c_int32),
+        *(
+            (name, c_void_p)
+            for name in ("num_steps", "salts", "temperatures", "seeds", "token_ids", "logits")
+        ),
+    ]
+
+
+class SampleOrder(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_rows", "vocab_size")),
+        *(
+            (name, c_void_p)
+            for name in ("logits", "salts", "temperatures", "seeds", "positions", "token_ids")
+        ),
+    ]
+
+
+@lru_cache(maxsize=1)
+def native_library() -> ctypes.CDLL:
+    """The compiled library with its signatures declared. Raises NativeUnavailableError."""
+    library = load_library()
+    pointer = c_void_p
+    signatures: dict[str, tuple[type | None, list[type]]] = {
+        "penstock_lanes": (c_int32, []),
+        "penstock_create": (pointer, [pointer]),
+        "penstock_destroy": (None, [pointer]),
+        "penstock_forward": (c_int32, [pointer, pointer, pointer, pointer]),
+        "penstock_draft": (c_int32, [pointer, pointer, pointer, pointer]),
+        "penstock_sample": (None, [pointer]),
+    }
+    for name, (result, arguments) in signatures.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    return library

@@ -1,0 +1,176 @@
+"""Text to token ids and back; back also one token at a time, for streams."""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer
+
+from penstock.engine.models.config import CheckpointError, one_line
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of a checkpoint folder in Hugging Face layout; no hub is ever asked.
+
+    Raises CheckpointError where there is none, or it is not a fast one (tokenizer.json).
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"{path}: no such folder; a checkpoint folder is expected")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise CheckpointError(f"{path}: tokenizer cannot be read ({one_line(error)})") from error
+    if not tokenizer.is_fast:
+        raise CheckpointError(f"{path}: not a fast tokenizer; tokenizer.json is needed")
+    return Tokenizer(tokenizer)
+
+
+class Tokenizer:
+    """A fast transformers tokenizer, reduced to what serving needs."""
+
+    def __init__(self, fast: Any) -> None:
+        self._fast = fast
+        self._special_ids = frozenset(
+            token_id for token_id, token in fast.added_tokens_decoder.items() if token.special
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of tokens, added ones included; a model may have more rows than that."""
+        return len(self._fast)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256, hexadecimal, of what decides how text becomes ids and ids text.
+
+        That is tokenizer.json without layout and run-time settings: equal for equal tokenizers.
+        """
+        content = self._definition
+        return hashlib.sha256(
+            json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+        ).hexdigest()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens)
+        return ids
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        text: str = self._fast.decode(
+            list(token_ids),
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+        return text
+
+    def apply_chat_template(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> list[int]:
+        """Token ids of a conversation. Raises ValueError if the template lacks or refuses it."""
+        if self._fast.chat_template is None:
+            raise ValueError("the tokenizer has no chat template; send a text prompt instead")
+        try:
+            ids: list[int] = self._fast.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, return_dict=False
+            )
+        except Exception as error:
+            raise ValueError(
+                f"the chat template refuses the messages: {one_line(error)}"
+            ) from error
+        return ids
+
+    def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
+        """A new stream of text."""
+        return IncrementalDetokenizer(self, skip_special_tokens)
+
+    def is_special(self, token_id: int) -> bool:
+        return token_id in self._special_ids
+
+    def token_bytes(self, token_id: int, previous: int | None) -> bytes:
+        """What a token adds to the text after token `previous` (None: at its start), in UTF-8.
+
+        Part of a character where the vocabulary has such tokens; empty for an unknown id.
+        """
+        token = self._fast.backend_tokenizer.id_to_token(token_id)
+        if token is None:
+            return b""
+        if self._is_byte_level:
+            if all(char in _BYTE_OF_CHAR for char in token):
+                return bytes(_BYTE_OF_CHAR[char] for char in token)
+            return str(token).encode()
+        if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        context = [] if previous is None else [previous]
+        before = self.decode(context, skip_special_tokens=False)
+        after = self.decode([*context, token_id], skip_special_tokens=False)
+        return after[len(before) :].encode()
+
+    @cached_property
+    def _definition(self) -> dict[str, Any]:
+        content: dict[str, Any] = json.loads(self._fast.backend_tokenizer.to_str())
+        for run_time_setting in ("truncation", "padding"):
+            content.pop(run_time_setting, None)
+        return content
+
+    @cached_property
+    def _decoder_types(self) -> frozenset[str]:
+        decoder = self._definition["decoder"] or {}
+        parts = decoder.get("decoders", [decoder])
+        return frozenset(part["type"] for part in parts if "type" in part)
+
+    @property
+    def _is_byte_level(self) -> bool:
+        return "ByteLevel" in self._decoder_types
+
+    @property
+    def _has_byte_tokens(self) -> bool:
+        return "ByteFallback" in self._decoder_types
+
+
+class IncrementalDetokenizer:
+    """Text of a growing sequence of token ids, in constant time for each token.
+
+    Characters come out whole: bytes of an incomplete one are held back until it is complete, is
+    seen to be invalid (then it becomes U+FFFD) or the stream ends. The pieces together are the
+    text that `Tokenizer.decode` gives for all ids at once. (Where a vocabulary spells characters
+    by byte tokens, decode turns a whole run of them into U+FFFD if one character in it is broken;
+    a stream breaks only that character.)
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._previous: int | None = None
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def add(self, token_id: int) -> str:
+        """The text that this token completes; may be empty."""
+        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+            return ""
+        piece = self._tokenizer.token_bytes(token_id, self._previous)
+        self._previous = token_id
+        return self._utf8.decode(piece)
+
+    def finish(self) -> str:
+        """What was still held back; the stream is over."""
+        return self._utf8.decode(b"", final=True)
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The byte-level alphabet: visible Latin-1 bytes are themselves, the rest follow from 256."""
+    visible = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    by_char = {chr(byte): byte for byte in visible}
+    by_char.update({chr(256 + i): byte for i, byte in enumerate(hidden)})
+    return by_char
+
+
+_BYTE_OF_CHAR = _byte_of_char()

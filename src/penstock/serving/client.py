@@ -1,0 +1,311 @@
+"""The engine as asyncio sees it: submit, cancel, stats; restarted when its process dies."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Iterable, Sequence
+from types import TracebackType
+from typing import Self
+
+from penstock.config import EngineConfig
+from penstock.core.types import Arrive, Cancel, Event, FinishReason, Output, Request
+from penstock.serving.messages import EngineStats, Events, Outputs, Ready, StatsRequest
+from penstock.serving.process import EngineProcess
+
+LOAD_ENGINE = "penstock.engine.build:load_engine"
+"""The factory of the real engine; named, so that only its own process imports torch."""
+
+_RESTART_WAIT_S = 10.0
+_STATS_WAIT_S = 1.0
+_FIRST_DELAY_S = 0.2
+_LONGEST_DELAY_S = 30.0
+_STABLE_S = 60.0
+
+_DIED = "the engine process died while it was working on this request; it is being restarted"
+_STOPPED = "the server was stopped before this request was finished"
+
+_log = logging.getLogger(__name__)
+
+
+class EngineFailed(Exception):
+    """The engine could not be loaded; one line."""
+
+
+class EngineUnavailable(Exception):
+    """The engine takes no requests now; one line."""
+
+
+class QueueFull(Exception):
+    """Too many requests wait already; one line."""
+
+
+class OutputStream:
+    """Outputs of some requests as they come, until each has finished. Leaving it cancels the rest."""
+
+    def __init__(self, client: EngineClient, request_ids: Iterable[str]) -> None:
+        self._client = client
+        self._open = set(request_ids)
+        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
+
+    def put(self, output: Output) -> None:
+        self._outputs.put_nowait(output)
+
+    def cancel(self, request_id: str) -> None:
+        """No more of this request; its blocks are freed."""
+        self._open.discard(request_id)
+        self._client.cancel(request_id)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while self._open:
+            output = await self._outputs.get()
+            if output.request_id not in self._open:
+                continue
+            if output.finish_reason is not None:
+                self._open.discard(output.request_id)
+            return output
+        raise StopAsyncIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for request_id in tuple(self._open):
+            self.cancel(request_id)
+
+
+class EngineClient:
+    """Keeps one engine process running and routes its outputs.
+
+    max_waiting: requests that may be without a first output at once
+    factory: what the process builds its engine with, "package.module:function"
+    """
+
+    def __init__(
+        self, config: EngineConfig, *, max_waiting: int, factory: str = LOAD_ENGINE
+    ) -> None:
+        self._config = config
+        self._factory = factory
+        self._max_waiting = max_waiting
+        self._info: Ready | None = None
+        self._failure = "the engine is not running"
+        self._process: EngineProcess | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._ready = asyncio.Event()
+        self._stopping = False
+        self._streams: dict[str, OutputStream] = {}
+        self._unanswered: set[str] = set()
+        self._num_held_back = 0
+        self._events: list[Event] = []
+        self._stats: EngineStats | None = None
+        self._stats_asked: list[asyncio.Future[EngineStats | None]] = []
+        self.num_restarts = 0
+
+    # --- life -----------------------------------------------------------------------------------
+
+    async def start(self) -> Ready:
+        """Start the process and wait until its engine is loaded. Raises: EngineFailed."""
+        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._supervisor = asyncio.create_task(self._supervise(loaded))
+        await loaded
+        return self.info
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests; cancel what still runs after `grace_s` seconds."""
+        self._stopping = True
+        deadline = asyncio.get_running_loop().time() + grace_s
+        while self._streams and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(0.02)
+        self._fail_streams(FinishReason.CANCELLED, _STOPPED)
+
+    async def close(self) -> None:
+        """End the process now. Requests that still run get an error."""
+        self._stopping = True
+        self._fail_streams(FinishReason.CANCELLED, _STOPPED)
+        if self._supervisor is not None:
+            self._supervisor.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._supervisor
+        if self._process is not None:
+            await self._process.stop()
+
+    async def __aenter__(self) -> Self:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self.close()
+
+    @property
+    def info(self) -> Ready:
+        """Raises: EngineUnavailable before the engine has been loaded for the first time."""
+        if self._info is None:
+            raise EngineUnavailable(self._failure)
+        return self._info
+
+    @property
+    def problem(self) -> str | None:
+        """Why no requests can be served now, or None."""
+        if self._stopping:
+            return "the server is shutting down"
+        return None if self._ready.is_set() else self._failure
+
+    @property
+    def pid(self) -> int | None:
+        """The engine's process id."""
+        return self._process.pid if self._process is not None else None
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not finished."""
+        return len(self._streams)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+        """Hand requests to the engine, after waiting a while for it if it is being restarted.
+
+        Raises: QueueFull, EngineUnavailable.
+        """
+        if len(self._unanswered) + self._num_held_back + len(requests) > self._max_waiting:
+            raise QueueFull(
+                f"{len(self._unanswered)} requests are waiting already, of at most "
+                f"{self._max_waiting}; try again later"
+            )
+        self._num_held_back += len(requests)
+        try:
+            await self._wait_until_ready()
+        finally:
+            self._num_held_back -= len(requests)
+        ids = [request.id for request in requests]
+        stream = OutputStream(self, ids)
+        self._streams.update(dict.fromkeys(ids, stream))
+        self._unanswered.update(ids)
+        for request in requests:
+            self._post(Arrive(request))
+        return stream
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, and let the engine free its blocks."""
+        self._unanswered.discard(request_id)
+        if self._streams.pop(request_id, None) is not None:
+            self._post(Cancel(request_id))
+
+    async def stats(self) -> EngineStats | None:
+        """A fresh snapshot, or the last one if the engine does not answer at once."""
+        if not self._ready.is_set() or self._process is None:
+            return self._stats
+        answer: asyncio.Future[EngineStats | None] = asyncio.get_running_loop().create_future()
+        self._stats_asked.append(answer)
+        self._process.send(StatsRequest())
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(answer, _STATS_WAIT_S)
+        return self._stats
+
+    async def _wait_until_ready(self) -> None:
+        if self.problem is not None and not self._stopping:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), _RESTART_WAIT_S)
+        if self.problem is not None:
+            raise EngineUnavailable(self.problem)
+
+    def _post(self, event: Event) -> None:
+        """Queue an event; all of one pass of the event loop go up as one message."""
+        if not self._events:
+            asyncio.get_running_loop().call_soon(self._flush)
+        self._events.append(event)
+
+    def _flush(self) -> None:
+        events, self._events = tuple(self._events), []
+        if events and self._process is not None:
+            self._process.send(Events(events))
+
+    # --- what the engine says -------------------------------------------------------------------
+
+    def _on_message(self, message: object) -> None:
+        if isinstance(message, Outputs):
+            for output in message.outputs:
+                self._route(output)
+        elif isinstance(message, EngineStats):
+            self._stats = message
+            self._answer_stats()
+
+    def _route(self, output: Output) -> None:
+        stream = self._streams.get(output.request_id)
+        if stream is None:
+            return
+        self._unanswered.discard(output.request_id)
+        if output.finish_reason is not None:
+            del self._streams[output.request_id]
+        stream.put(output)
+
+    def _answer_stats(self) -> None:
+        for answer in self._stats_asked:
+            if not answer.done():
+                answer.set_result(self._stats)
+        self._stats_asked.clear()
+
+    # --- supervision ----------------------------------------------------------------------------
+
+    async def _supervise(self, loaded: asyncio.Future[None]) -> None:
+        """Keep a process running. Only a failure of the very first start is final."""
+        delay = _FIRST_DELAY_S
+        while True:
+            started_at = asyncio.get_running_loop().time()
+            failure = await self._run_process(loaded)
+            if not loaded.done():
+                loaded.set_exception(EngineFailed(failure))
+                return
+            if asyncio.get_running_loop().time() - started_at > _STABLE_S:
+                delay = _FIRST_DELAY_S
+            _log.error("%s; restarting it in %.1f s", failure, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY_S)
+            self.num_restarts += 1
+
+    async def _run_process(self, loaded: asyncio.Future[None]) -> str:
+        """One process from start to end; returns why it ended."""
+        try:
+            process = await EngineProcess.spawn(self._factory, self._config, self._on_message)
+        except OSError as error:
+            return f"the engine process cannot be started: {error.strerror}"
+        self._process = process
+        answer = await process.ready
+        if isinstance(answer, Ready):
+            self._info = answer
+            self._ready.set()
+            if not loaded.done():
+                loaded.set_result(None)
+            await process.gone.wait()
+            self._lose_engine("the engine process died and is being restarted")
+            return f"the engine process died (exit code {await process.reap()})"
+        self._lose_engine(f"the engine cannot be restarted: {answer.message}")
+        await process.reap()
+        return answer.message
+
+    def _lose_engine(self, failure: str) -> None:
+        self._failure = failure
+        self._ready.clear()
+        self._events.clear()
+        self._fail_streams(FinishReason.ERROR, _DIED)
+        self._answer_stats()
+
+    def _fail_streams(self, reason: FinishReason, error: str) -> None:
+        """End every open request; where the engine lives it is told so."""
+        for request_id, stream in list(self._streams.items()):
+            self.cancel(request_id)
+            stream.put(Output(request_id, finish_reason=reason, error=error))

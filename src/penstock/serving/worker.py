@@ -1,0 +1,216 @@
+"""The engine process: messages in, turns of the loop, outputs out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import importlib
+import logging
+import select
+import signal
+import socket
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.config import EngineConfig
+from penstock.core.loop import Loop, Turn
+from penstock.core.ports import Clock
+from penstock.core.scheduler import Scheduler
+from penstock.core.types import Arrive, Event
+from penstock.serving.messages import (
+    Deframer,
+    EngineStats,
+    Events,
+    Failed,
+    Outputs,
+    Ready,
+    StatsRequest,
+    Stop,
+    frame,
+)
+
+_POLL_S = 5e-4
+"""Between looks at plans in flight: lanes that finish by themselves have no way to wake the loop."""
+
+_log = logging.getLogger(__name__)
+
+
+class Engine(Protocol):
+    """What is served: `engine.build.Engine`, or a test's fake."""
+
+    @property
+    def loop(self) -> Loop: ...
+    @property
+    def scheduler(self) -> Scheduler: ...
+    @property
+    def clock(self) -> Clock: ...
+    @property
+    def tokenizer_path(self) -> Path: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]: ...
+    def describe(self) -> Mapping[str, Any]: ...
+
+
+def import_factory(name: str) -> Callable[[EngineConfig], Engine]:
+    """The engine factory that `name`, "package.module:function", stands for."""
+    module, _, function = name.partition(":")
+    factory: Callable[[EngineConfig], Engine] = getattr(importlib.import_module(module), function)
+    return factory
+
+
+def idle_seconds(engine: Engine, turn: Turn) -> float | None:
+    """How long the loop may sleep after `turn` unless an event comes; None: until one comes."""
+    if turn.submitted or turn.collected:
+        return 0.0
+    if engine.loop.num_plans_in_flight:
+        return _POLL_S
+    if turn.wake_at is None:
+        return None
+    return max(turn.wake_at - engine.clock.now(), 0.0)
+
+
+class PeerGone(Exception):
+    """The other process is no longer there."""
+
+
+class Channel:
+    """The engine's end of the socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._sock.setblocking(True)
+        self._deframer = Deframer()
+
+    def send(self, message: object) -> None:
+        """Raises: PeerGone."""
+        try:
+            self._sock.sendall(frame(message))
+        except OSError as error:
+            raise PeerGone from error
+
+    def receive(self, timeout: float | None) -> list[Any]:
+        """What has come, after waiting for something at most `timeout` seconds (None: for ever).
+
+        Raises: PeerGone.
+        """
+        messages: list[Any] = []
+        while select.select([self._sock], [], [], timeout)[0]:
+            try:
+                data = self._sock.recv(1 << 20)
+            except OSError as error:
+                raise PeerGone from error
+            if not data:
+                raise PeerGone
+            messages += self._deframer.feed(data)
+            timeout = 0.0
+        return messages
+
+
+class EngineServer:
+    """Runs an engine's loop between messages, until it is told to stop."""
+
+    def __init__(self, engine: Engine, channel: Channel) -> None:
+        self._engine = engine
+        self._channel = channel
+        self._started_at = engine.clock.now()
+        self._num_steps = 0
+        self._busy_s = 0.0
+
+    def serve(self) -> None:
+        """Raises: PeerGone."""
+        timeout: float | None = None
+        while True:
+            messages = self._channel.receive(timeout)
+            if any(isinstance(m, Stop) for m in messages):
+                return
+            turn = self._turn(self._events(messages))
+            if turn.outputs:
+                self._channel.send(Outputs(turn.outputs))
+            for message in messages:
+                if isinstance(message, StatsRequest):
+                    self._channel.send(self._stats())
+            timeout = idle_seconds(self._engine, turn)
+
+    def _turn(self, events: Iterable[Event]) -> Turn:
+        started_at = self._engine.clock.now()
+        turn = self._engine.loop.turn(events)
+        if turn.submitted or turn.collected:
+            self._num_steps += turn.collected
+            self._busy_s += self._engine.clock.now() - started_at
+        return turn
+
+    def _events(self, messages: Iterable[object]) -> list[Event]:
+        """Events in order; arrivals get their time here, because clocks of two processes differ."""
+        now = self._engine.clock.now()
+        events: list[Event] = []
+        for message in messages:
+            if not isinstance(message, Events):
+                continue
+            for event in message.events:
+                if isinstance(event, Arrive):
+                    event = Arrive(dataclasses.replace(event.request, arrival_time=now))
+                events.append(event)
+        return events
+
+    def _stats(self) -> EngineStats:
+        scheduler = self._engine.scheduler
+        pools = scheduler.memory.pools
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            num_preemptions=scheduler.num_preemptions,
+            kv_usage={n: p.num_used_blocks / p.num_blocks for n, p in pools.items()},
+            num_steps=self._num_steps,
+            busy_s=self._busy_s,
+            uptime_s=self._engine.clock.now() - self._started_at,
+        )
+
+
+def describe(engine: Engine) -> Ready:
+    """What the other process must know of an engine."""
+    capacity = engine.scheduler.pool.capacity_tokens
+    description = dict(engine.describe())
+    return Ready(
+        tokenizer_path=engine.tokenizer_path,
+        max_request_tokens=min(engine.max_model_len, capacity),
+        vocab_size=engine.vocab_size,
+        eos_token_ids=frozenset(engine.eos_token_ids),
+        drafters=tuple(description["drafters"]),
+        description=description,
+    )
+
+
+def run_engine(sock: socket.socket, factory: str, config: EngineConfig) -> None:
+    """Body of the engine process. `factory`: as for `import_factory`.
+
+    It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to both processes, and
+    requests that run must outlive them. It ends when the other process says so, or is gone.
+    """
+    for ignored in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(ignored, signal.SIG_IGN)
+    channel = Channel(sock)
+    with contextlib.suppress(PeerGone):
+        try:
+            engine = import_factory(factory)(config)
+        except Exception as error:
+            if not isinstance(error, ValueError):
+                _log.exception("loading the engine failed")
+            channel.send(Failed(_one_line(error)))
+            return
+        channel.send(describe(engine))
+        # What is loaded stays; without this every full collection walks it, in the middle of a step.
+        gc.collect()
+        gc.freeze()
+        EngineServer(engine, channel).serve()
+
+
+def _one_line(error: Exception) -> str:
+    """Bad settings explain themselves; anything else needs its type as well."""
+    text = " ".join(str(error).split())
+    return text if isinstance(error, ValueError) else f"{type(error).__name__}: {text}"

@@ -1,0 +1,1 @@
+"""Runs the scheduler on a virtual clock: the same loop and policies, no model."""

@@ -1,0 +1,277 @@
+"""Speculation changes nothing: token for token equality with target-only decoding, in float32."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.small_family import VOCAB, write_family
+
+from penstock.config import NGRAM, EngineConfig, PolicyConfig
+from penstock.core.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import Arrive, Request, SamplingParams, Verdict
+from penstock.engine import executor as executor_module
+from penstock.engine.build import Engine, load_engine, why_not_native
+
+DRAFTERS = ("same", "near", "far", "ngram")
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "coupled": SamplingParams(temperature=0.9, verification="coupled"),
+    "coupled-filtered": SamplingParams(
+        temperature=1.3, top_p=0.9, top_k=40, verification="coupled"
+    ),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["eager", "native"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    if request.param == "native" and why_not_native() is not None:
+        pytest.skip(f"no native kernels: {why_not_native()}")
+    paths = write_family(tmp_path_factory.mktemp("family"))
+    drafters = {name: str(paths[name]) for name in DRAFTERS[:3]} | {"ngram": NGRAM}
+    return load_engine(
+        EngineConfig(
+            target=paths["target"],
+            drafters=drafters,
+            dtype="float32",
+            backend=request.param,
+            kv_tokens=32 * 256,
+            num_threads=1,
+        )
+    )
+
+
+class Rotating:
+    """Another drafter, or none, for every request in every round."""
+
+    name = "rotating"
+
+    def select(
+        self, states: Sequence[RequestState], drafters: Mapping[str, Drafter], now: float
+    ) -> dict[str, str | None]:
+        names = [*drafters, None]
+        return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
+
+    def observe(self, state: RequestState, verdict: Verdict) -> None: ...
+
+
+def make_loop(
+    engine: Engine,
+    *,
+    k: int = 4,
+    rotating: bool = False,
+    own_lane: bool = False,
+    kv_tokens: int = 32 * 256,
+    max_num_batched_tokens: int = 2048,
+) -> Loop:
+    """A fresh scheduler over the engine's executor."""
+    blocks = kv_tokens // 16
+    drafters = [
+        Drafter(n, None if n == "ngram" else BlockPool(blocks, 16), own_lane) for n in DRAFTERS
+    ]
+    admission = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 32}
+    scheduler = Scheduler(
+        BlockPool(blocks, 16),
+        drafters,
+        admission=make_policy("admission", "vllm_v1", admission),
+        selection=Rotating() if rotating else make_policy("selection", "single"),
+        allocation=make_policy("allocation", "fixed", {"k": k}),
+        max_model_len=512,
+    )
+    return Loop(scheduler, engine.executor, engine.clock)
+
+
+_ids = itertools.count()
+
+
+def make_requests(
+    sampling: SamplingParams, num: int, drafter: str, tokens: int = 40
+) -> list[Request]:
+    requests = []
+    for i in range(num):
+        rng = np.random.default_rng(i)
+        prompt = tuple(rng.integers(0, VOCAB, 5 + 7 * i % 60).tolist())
+        requests.append(
+            Request(
+                id=f"r{next(_ids)}",
+                prompt_len=len(prompt),
+                prompt_token_ids=prompt,
+                max_tokens=tokens - i % 5,
+                sampling=dataclasses.replace(sampling, seed=100 + i),
+                drafter=drafter,
+            )
+        )
+    return requests
+
+
+def run(loop: Loop, requests: Sequence[Request]) -> tuple[list[tuple[int, ...]], int]:
+    """Outputs in order, and the number of accepted draft tokens."""
+    texts: dict[str, list[int]] = {r.id: [] for r in requests}
+    events = [Arrive(r) for r in requests]
+    accepted = 0
+    for _ in range(10_000):
+        for output in loop.turn(events).outputs:
+            texts[output.request_id] += output.token_ids
+            accepted += output.num_accepted
+            assert output.error is None
+        events = []
+        if not loop.scheduler.num_unfinished:
+            break
+    for pool in loop.scheduler.memory.pools.values():
+        pool.check()
+        assert pool.num_used_blocks == 0
+    return [tuple(texts[r.id]) for r in requests], accepted
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[tuple[int, ...]]]:
+    """Target-only output of each request by itself."""
+    expected = {}
+    for name, sampling in SAMPLINGS.items():
+        requests = make_requests(sampling, 32, "none")
+        expected[name] = [run(make_loop(engine), [r])[0][0] for r in requests]
+    return expected
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("drafter", ["none", *DRAFTERS, "rotating"])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_output_is_the_targets_own(
+    engine: Engine,
+    alone: dict[str, list[tuple[int, ...]]],
+    sampling: str,
+    drafter: str,
+    batch: int,
+) -> None:
+    loop = make_loop(engine, rotating=drafter == "rotating")
+    name = "auto" if drafter == "rotating" else drafter
+    outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], batch, name))
+    assert outputs == alone[sampling][:batch]
+    if drafter in ("same", "near"):
+        assert accepted > 0
+
+
+def test_a_perfect_drafter_is_always_accepted(engine: Engine) -> None:
+    """The coupled draft foresees the sample: same model, same noise, same token."""
+    requests = make_requests(SAMPLINGS["coupled"], 8, "same")
+    loop = make_loop(engine)
+    rounds = 0
+    texts: dict[str, int] = {}
+    events = [Arrive(r) for r in requests]
+    while events or loop.scheduler.num_unfinished:
+        for output in loop.turn(events).outputs:
+            if output.num_proposed and output.finish_reason is None:
+                assert output.num_accepted == output.num_proposed == 4
+                rounds += 1
+            texts[output.request_id] = texts.get(output.request_id, 0) + len(output.token_ids)
+        events = []
+    assert rounds >= 8 * 6
+
+
+@pytest.mark.parametrize("k", [1, 2, 7])
+def test_any_draft_length(engine: Engine, alone: dict[str, list[tuple[int, ...]]], k: int) -> None:
+    outputs, _ = run(make_loop(engine, k=k), make_requests(SAMPLINGS["coupled"], 8, "near"))
+    assert outputs == alone["coupled"][:8]
+
+
+def test_small_memory_preempts_and_changes_nothing(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]]
+) -> None:
+    loop = make_loop(engine, rotating=True, kv_tokens=20 * 16)
+    outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], 16, "auto"))
+    assert loop.scheduler.num_preemptions > 0
+    assert outputs == alone["coupled"][:16]
+
+
+def test_chunked_prefill_changes_nothing(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]]
+) -> None:
+    loop = make_loop(engine, rotating=True, max_num_batched_tokens=32)
+    outputs, _ = run(loop, make_requests(SAMPLINGS["greedy"], 16, "auto"))
+    assert outputs == alone["greedy"][:16]
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+def test_drafts_held_from_lanes_of_their_own(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]], sampling: str
+) -> None:
+    loop = make_loop(engine, own_lane=True, rotating=True)
+    outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, "auto"))
+    assert accepted > 0
+    assert outputs == alone[sampling][:8]
+
+
+def test_a_cached_prefix_changes_nothing(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]]
+) -> None:
+    loop = make_loop(engine)
+    for _ in range(2):
+        outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], 8, "near"))
+        assert outputs == alone["coupled"][:8]
+
+
+def test_negative_control_accepting_everything_is_caught(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The equality above must be able to fail: a verifier that keeps one rejected token."""
+    honest = executor_module.verify
+
+    def lenient(batch: executor_module.VerifyBatch) -> object:
+        result = honest(batch)
+        for n in np.flatnonzero(result.num_accepted < batch.num_draft):
+            result.token_ids[result.token_start[n + 1] - 1] = batch.draft_tokens[
+                batch.draft_start[n] + result.num_accepted[n]
+            ]
+        return result
+
+    monkeypatch.setattr(executor_module, "verify", lenient)
+    outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "near"))
+    assert outputs != alone["coupled"][:8]
+
+
+def test_negative_control_wrong_noise_is_caught(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]]
+) -> None:
+    requests = [
+        dataclasses.replace(r, sampling=dataclasses.replace(r.sampling, seed=r.sampling.seed + 1))
+        for r in make_requests(SAMPLINGS["coupled"], 8, "near")
+    ]
+    outputs, _ = run(make_loop(engine), requests)
+    assert outputs != alone["coupled"][:8]
+
+
+def test_ratio_is_reproducible_and_independent_of_the_batch(engine: Engine) -> None:
+    sampling = SamplingParams(temperature=0.9, verification="ratio")
+    outputs, accepted = run(make_loop(engine), make_requests(sampling, 8, "near"))
+    singles = [run(make_loop(engine), [r])[0][0] for r in make_requests(sampling, 8, "near")]
+    assert accepted > 0
+    assert outputs == singles
+
+
+def test_engine_is_described(engine: Engine, tmp_path: Path) -> None:
+    facts = engine.describe()
+    assert facts["drafters"] == list(DRAFTERS)
+    assert facts["dtype"] == "float32"
+    assert facts["kv_tokens"] == 32 * 256
+
+
+def test_throughput_allocation_is_configured_by_name(engine: Engine) -> None:
+    config = EngineConfig(target=Path("x"), allocation=PolicyConfig(name="throughput"))
+    assert config.allocation.make("allocation").name == "throughput"

@@ -1,0 +1,74 @@
+"""The corpora: deterministic, varied, and split so that nothing leaks."""
+
+import re
+from itertools import islice
+
+import pytest
+
+from penstock.zoo.corpora import GENERATORS, examples, split_of
+from penstock.zoo.registry import DOMAINS, load_prompts
+from penstock.zoo.template import ASSISTANT, BOS, EOS, Message, render
+
+
+def test_every_domain_has_a_generator():
+    assert set(GENERATORS) == set(DOMAINS)
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_same_seed_same_text(domain):
+    first = [e.text for e in islice(examples(domain, "train", 3), 40)]
+    again = [e.text for e in islice(examples(domain, "train", 3), 40)]
+    other = [e.text for e in islice(examples(domain, "train", 4), 40)]
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_parts_share_no_prompt(domain):
+    def prompts(split, seed):
+        return {e.prompt for e in islice(examples(domain, split, seed), 300)}
+
+    train = prompts("train", 0) | prompts("train", 1)
+    held, shipped = prompts("held_back", 0), {p.prompt for p in load_prompts(domain)}
+    assert not train & held
+    assert not train & shipped
+    assert not held & shipped
+    assert len(train) > 150
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_shipped_prompts_are_in_template_form(domain):
+    prompts = load_prompts(domain)
+    assert len({p.prompt for p in prompts}) == len(prompts) >= 64
+    for prompt in prompts:
+        assert prompt.domain == domain
+        assert prompt.prompt.startswith(BOS)
+        assert prompt.prompt.endswith(ASSISTANT)
+        assert prompt.reference
+        assert EOS not in prompt.reference
+
+
+@pytest.mark.parametrize("domain", DOMAINS)
+def test_shipped_prompts_come_from_their_part(domain):
+    assert {split_of(p.prompt) for p in load_prompts(domain)} == {"prompts"}
+
+
+def test_summaries_copy_their_article():
+    for example in islice(examples("summary", "train", 5), 50):
+        article = example.messages[0].content
+        plain = re.sub(r"(?m)^(- |\d\. |Summary: |People: )", "", example.answer)
+        for sentence in re.split(r"(?<=\.)\s(?=[A-Z])", plain):
+            assert all(part in article for part in sentence.strip(".").split(", "))
+
+
+def test_unknown_domain_is_an_error():
+    with pytest.raises(KeyError):
+        next(examples("poetry", "train"))
+    with pytest.raises(KeyError, match="poetry"):
+        load_prompts("poetry")
+
+
+def test_render_marks_turns():
+    turns = (Message("system", "s"), Message("user", "u"), Message("assistant", "a"))
+    assert render(turns) == "<|bos|><|system|>s<|user|>u<|assistant|>a<|eos|>"
+    assert render(turns[:2], add_generation_prompt=True).endswith("u<|assistant|>")

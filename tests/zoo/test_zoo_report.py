@@ -1,0 +1,99 @@
+"""The report: rounds, prompt lookup, and what a clairvoyant choice is worth."""
+
+import io
+import json
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from rich.console import Console  # noqa: E402
+
+from penstock.zoo.evidence import (  # noqa: E402
+    NGRAM,
+    Trace,
+    lookup_runs,
+    noise,
+    run_lengths,
+    target_texts,
+)
+from penstock.zoo.modeling import build  # noqa: E402
+from penstock.zoo.recipe import Shape  # noqa: E402
+from penstock.zoo.report import StepTimes, _Costs, cells, choice, report, rounds  # noqa: E402
+
+
+def _trace(domain, **agreement):
+    runs = {n: run_lengths(np.array([c == "1" for c in bits])) for n, bits in agreement.items()}
+    length = len(next(iter(agreement.values())))
+    share = {n: bits.count("1") / length for n, bits in agreement.items()}
+    return Trace(domain, length, runs, dict(share), dict(share))
+
+
+def test_run_lengths():
+    assert run_lengths(np.array([1, 1, 0, 1, 1, 1], dtype=bool)).tolist() == [2, 1, 0, 3, 2, 1]
+
+
+def test_rounds_count_verifications():
+    trace = _trace("chat", a="111110111")
+    assert rounds(trace, "none", 0) == 9
+    assert rounds(trace, "a", 2) == 3  # 3 tokens, then 2 + the wrong one, then 3
+    assert rounds(trace, "a", 12) == 2
+
+
+def test_choice_rewards_specialists_only():
+    times = StepTimes(lambda n: 1.0, {"a": 0.0, "b": 0.0})
+    apart = [_trace("x", a="1" * 26, b="0" * 26), _trace("y", a="0" * 26, b="1" * 26)]
+    alike = [_trace("x", a="1" * 26, b="1" * 26), _trace("y", a="1" * 26, b="0" * 26)]
+    assert choice(_Costs(apart, times)).gain == pytest.approx(28 / 4 - 1)
+    assert choice(_Costs(alike, times)).gain == pytest.approx(0.0)
+
+
+def test_cells_cover_domains_and_all():
+    times = StepTimes(lambda n: 1.0, {"a": 0.1})
+    table = cells(_Costs([_trace("x", a="1101"), _trace("y", a="0000")], times), times)
+    assert {(c.domain, c.drafter) for c in table} == {
+        (d, n) for d in ("x", "y", "all") for n in ("none", "a")
+    }
+    none = next(c for c in table if c.domain == "x" and c.drafter == "none")
+    assert none.tokens_per_s == pytest.approx(1.0)
+
+
+def test_lookup_finds_repeats():
+    prompt = [5, 6, 7, 8, 9, 1]
+    runs = lookup_runs(prompt, [5, 6, 7, 8, 9, 2])
+    assert runs.tolist() == [0, 0, 3, 2, 1, 0]
+    assert lookup_runs([1, 2, 3], [4, 5, 6]).tolist() == [0, 0, 0]
+
+
+def test_noise_is_keyed_by_request():
+    assert torch.equal(noise(0, 1, 3, 5), noise(0, 1, 3, 5))
+    assert not torch.equal(noise(0, 1, 3, 5), noise(0, 2, 3, 5))
+
+
+def test_padded_batch_continues_as_alone():
+    model = build(Shape(32, 1, 1, 1, 32, 64), seed=0)
+    prompts = [[1, 9, 5], [1, 30, 31, 32, 33, 5]]
+    together = target_texts(model, prompts, None, 6)
+    assert together == [target_texts(model, [p], None, 6)[0] for p in prompts]
+
+
+def test_report_on_the_bundled_family():
+    out = io.StringIO()
+    names = ("draft-tiny", "draft-base", "draft-code", "draft-data", "draft-lang")
+    times = StepTimes(lambda n: 1e-3, dict.fromkeys(names, 1e-4))
+    console = Console(file=out, width=160)
+    data = report(
+        domains=("chat", "sql"),
+        per_domain=1,
+        limit=8,
+        times=times,
+        target="target-small",
+        as_json=True,
+        console=console,
+    )
+    assert json.loads(out.getvalue())["target"] == "target-small"
+    for mode in ("sampled", "greedy"):
+        assert data[mode]["choice"]["gain"] >= 0
+        assert {c["drafter"] for c in data[mode]["cells"]} == {"none", NGRAM, *names}

@@ -1,0 +1,180 @@
+"""Training: it learns, it resumes to the same state, growing and distilling do what they say."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from penstock.zoo.data import ROW, Mixture, answer_mask, pack  # noqa: E402
+from penstock.zoo.distil import TeacherRows, divergences, overlap, teach  # noqa: E402
+from penstock.zoo.modeling import build, grow, hidden_states, load_model, save_model  # noqa: E402
+from penstock.zoo.optim import cosine_factor, orthogonalise  # noqa: E402
+from penstock.zoo.recipe import EVEN, FULL, ModelSpec, Shape, quick  # noqa: E402
+from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, model_path  # noqa: E402
+from penstock.zoo.template import ASSISTANT_ID, BOS_ID, EOS_ID  # noqa: E402
+from penstock.zoo.tokenizer import load_tokenizer  # noqa: E402
+from penstock.zoo.train import Lessons, Pools, Run, run_to_end  # noqa: E402
+
+TOY = Shape(hidden=32, layers=1, heads=1, kv_heads=1, head_dim=32, ffn=64)
+STEPS = 20
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(model_path(DEFAULT_TARGET))
+
+
+@pytest.fixture(scope="module")
+def pools(tokenizer):
+    train = {d: pack(tokenizer, d, "train", 6, 0) for d in ("chat", "math")}
+    return Pools(train, {d: pack(tokenizer, d, "held_back", 1, 0) for d in train})
+
+
+@pytest.fixture(scope="module")
+def spec():
+    mixture = {"chat": 1.0, "math": 1.0}
+    return ModelSpec(
+        "toy", "drafter", TOY, "", mixture, STEPS, rows_per_step=2, warmup=2, adam_lr=1e-2
+    )
+
+
+def _finish(run):
+    run_to_end(run, checkpoint_s=1e9, evaluate_every=10_000, show=False)
+
+
+def test_training_lowers_the_loss(spec, pools, tmp_path):
+    run = Run(spec, pools, tmp_path / "toy", seed=0)
+    before = run.evaluate()
+    _finish(run)
+    after = run.history[-1]["held"]
+    assert all(after[d] < before[d] - 1.0 for d in before)
+
+
+def test_resumed_run_ends_in_the_same_state(spec, pools, tmp_path):
+    whole = Run(spec, pools, tmp_path / "whole", seed=0)
+    _finish(whole)
+    half = Run(spec, pools, tmp_path / "half", seed=0)
+    for _ in range(STEPS // 2):
+        half.advance()
+    half.save()
+    rest = Run(spec, pools, tmp_path / "half", seed=0)
+    with torch.no_grad():
+        rest.model.model.norm.weight.zero_()
+    assert rest.resume()
+    assert rest.step == STEPS // 2
+    _finish(rest)
+    for name, value in whole.model.state_dict().items():
+        assert torch.equal(value, rest.model.state_dict()[name]), name
+
+
+def test_no_checkpoint_no_resume(spec, pools, tmp_path):
+    assert not Run(spec, pools, tmp_path / "none", seed=0).resume()
+
+
+def test_distillation_raises_overlap(spec, pools, tmp_path):
+    schooled = Run(spec, pools, tmp_path / "teacher", seed=5)
+    _finish(schooled)
+    train, held = (
+        {d: teach(schooled.model, part[d]) for d in part} for part in (pools.train, pools.held)
+    )
+    lessons = Lessons(train, held)
+    student = replace(spec, teacher="teacher", distil_from=0.0, prompt_share=0.0)
+    run = Run(student, pools, tmp_path / "student", seed=0, lessons=lessons)
+    before = overlap(run.model, lessons.train["chat"])
+    _finish(run)
+    assert overlap(run.model, lessons.train["chat"]) > before + 0.1
+    with pytest.raises(ValueError, match="teacher"):
+        Run(student, pools, tmp_path / "student", seed=0)
+
+
+def test_growing_changes_nothing_at_first():
+    shape = replace(TOY, layers=2)
+    small = build(shape, seed=3)
+    large = grow(small, replace(shape, layers=6))
+    ids = torch.arange(40)[None] + 7
+    torch.testing.assert_close(hidden_states(large, ids), hidden_states(small, ids))
+    with pytest.raises(ValueError, match="multiple"):
+        grow(small, replace(shape, layers=3))
+
+
+def test_saved_model_is_bfloat16_and_loads(tmp_path):
+    model = build(TOY, seed=1)
+    save_model(model, tmp_path)
+    half = load_model(tmp_path, torch.bfloat16)
+    assert half.model.embed_tokens.weight.dtype == torch.bfloat16
+    assert model.model.embed_tokens.weight.dtype == torch.float32
+    assert half.lm_head.weight.data_ptr() == half.model.embed_tokens.weight.data_ptr()
+
+
+def test_divergences_against_the_whole_distribution():
+    generator = torch.Generator().manual_seed(0)
+    target, logits = (
+        torch.randn(5, 64, generator=generator),
+        torch.randn(5, 64, generator=generator),
+    )
+    top = target.softmax(-1).topk(64)
+    kl, variation = divergences(logits, top.indices, top.values)
+    p, q = target.softmax(-1), logits.softmax(-1)
+    torch.testing.assert_close(kl, (p * (p / q).log()).sum(-1).mean(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(variation, 0.5 * (p - q).abs().sum(-1).mean(), atol=1e-5, rtol=1e-4)
+
+
+def test_teacher_rows_round_trip(pools, tmp_path):
+    rows = teach(build(TOY, seed=2), pools.train["math"])
+    rows.save(tmp_path / "rows.npz")
+    again = TeacherRows.load(tmp_path / "rows.npz")
+    ids, tokens, probs = again.batch([1, 7])
+    mask = answer_mask(pools.train["math"])
+    assert len(tokens) == len(probs) == mask[[1, 1]].sum()
+    np.testing.assert_array_equal(ids[0], pools.train["math"][1])
+
+
+def test_answer_mask_covers_answers_and_their_end():
+    row = [BOS_ID, 9, 9, ASSISTANT_ID, 7, 8, EOS_ID, BOS_ID, 9, ASSISTANT_ID, 7, 7]
+    mask = answer_mask(np.array([row], dtype=np.uint16))[0]
+    assert mask.nonzero()[0].tolist() == [3, 4, 5, 9, 10]
+
+
+def test_rows_begin_with_an_example(pools):
+    for ids in pools.train.values():
+        assert ids.shape[1] == ROW
+        assert (ids[:, 0] == BOS_ID).all()
+
+
+def test_mixture_prefix_does_not_depend_on_length():
+    mixture = Mixture({"chat": 1.0, "math": 2.0}, offset=3)
+    assert mixture.plan(5, 4, seed=1) == mixture.plan(9, 4, seed=1)[:5]
+
+
+def test_orthogonalise_brings_singular_values_together():
+    matrix = torch.randn(48, 96, generator=torch.Generator().manual_seed(1))
+    values = torch.linalg.svdvals(orthogonalise(matrix))
+    assert values.min() > 0.4
+    assert values.max() < 1.6
+    assert orthogonalise(matrix.mT).shape == (96, 48)
+
+
+def test_cosine_factor():
+    assert cosine_factor(0, 100, 10) == pytest.approx(0.1)
+    assert cosine_factor(9, 100, 10) == pytest.approx(1.0)
+    assert cosine_factor(100, 100, 10) == pytest.approx(0.02)
+
+
+def test_recipes_name_known_domains_and_fit_the_limits():
+    assert set(EVEN) == set(DOMAINS)
+    names = [m.name for m in FULL.models]
+    assert [m.name for m in quick().models] == names
+    for model in FULL.models:
+        assert set(model.mixture) <= set(DOMAINS)
+        assert model.teacher in (None, *names)
