@@ -233,8 +233,8 @@ def test_negative_control_accepting_everything_is_caught(
     """The equality above must be able to fail: a verifier that keeps one rejected token."""
     honest = executor_module.verify
 
-    def lenient(batch: executor_module.VerifyBatch) -> object:
-        result = honest(batch)
+    def lenient(batch: executor_module.VerifyBatch, sample: executor_module.Sampler) -> object:
+        result = honest(batch, sample)
         for n in np.flatnonzero(result.num_accepted < batch.num_draft):
             result.token_ids[result.token_start[n + 1] - 1] = batch.draft_tokens[
                 batch.draft_start[n] + result.num_accepted[n]

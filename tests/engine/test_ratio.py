@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sampling_toys import (
+from tests.engine.sampling_toys import (
     MAX_DRAFT,
     Drafts,
     DraftStep,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from sampling_toys import (
+from tests.engine.sampling_toys import (
     PROMPT,
     DraftStep,
     Loop,

@@ -104,6 +104,11 @@ class BlockPool:
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block
 
+    def drop_cache(self) -> None:
+        """Forget what the blocks hold: their contents are lost."""
+        self._hash_of.clear()
+        self._block_of.clear()
+
     def free(self, blocks: Iterable[int]) -> None:
         """Drop one reader of each block. Later blocks of a sequence are reclaimed first."""
         for block in reversed(list(blocks)):

@@ -39,9 +39,12 @@ class Drafting:
         return drafter if drafter is not None and drafter.up else None
 
     def select(self, states: Sequence[RequestState], now: float) -> None:
-        """Give every request its drafter: the one that it names, or the policy's choice."""
+        """Give every request its drafter: the one that it names, or the policy's choice. One that
+        is being drafted for or verified keeps what it has until the round ends."""
         free = []
         for state in states:
+            if state.in_flight or state.held is not None or state.draft_order is not None:
+                continue
             wanted = state.request.drafter
             if wanted == NO_DRAFTER or not self.drafters or state.request.max_draft_tokens == 0:
                 state.drafter = None
@@ -95,11 +98,10 @@ class Drafting:
             kv = self._memory.start_from_cache(state, drafter.name)
             start = kv.num_computed_tokens
             num_catch_up = num_known - start
-            if num_catch_up <= 0:
-                return None
             missing = drafter.pool.blocks_for(num_known + max(length - 1, 0)) - len(kv.blocks)
-            if missing > 0 and not self._make_room(drafter, missing, state):
+            if num_catch_up <= 0 or not self._make_room(drafter, missing, state):
                 if is_new:
+                    # The executor has not heard of this table.
                     self._memory.release(state, [drafter.name])
                 return None
             new_blocks = drafter.pool.allocate(max(0, missing))
@@ -141,7 +143,8 @@ class Drafting:
             return True
         for state in self._live_states():
             idle = state.drafter != drafter.name or state.status is not Status.RUNNING
-            if state is not keep and idle and drafter.name in state.kv and not state.plans:
+            in_use = any(drafter.name in pools for pools in state.plans.values())
+            if state is not keep and idle and drafter.name in state.kv and not in_use:
                 self._memory.release(state, [drafter.name])
             if pool.can_allocate(num_blocks):
                 return True

@@ -79,7 +79,10 @@ class Loop:
         return submitted, wake_at
 
     def _finish(self, result: StepResult) -> list[Output]:
-        plan = self._plans.pop(result.plan_id)
+        """Take in a result, once: a repeated one is ignored."""
+        plan = self._plans.pop(result.plan_id, None)
+        if plan is None:
+            return []
         outputs = self.scheduler.update(plan, result)
         for instrument in self._instruments:
             instrument.on_result(plan, result)

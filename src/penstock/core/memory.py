@@ -39,8 +39,9 @@ class KVMemory:
             if kv is None:
                 continue
             self._released_tables.append((state.request.id, name))
-            if state.plans:
-                self._deferred.append(_Deferred(self.pools[name], kv.blocks, set(state.plans)))
+            readers = {plan_id for plan_id, pools in state.plans.items() if name in pools}
+            if readers:
+                self._deferred.append(_Deferred(self.pools[name], kv.blocks, readers))
             else:
                 self.pools[name].free(kv.blocks)
 
@@ -53,6 +54,11 @@ class KVMemory:
             if not deferred.readers:
                 deferred.pool.free(deferred.blocks)
         self._deferred = [d for d in self._deferred if d.readers]
+
+    def drop_cache(self, pool_name: str) -> None:
+        """A model has lost its KV: nothing in its prefix cache may be found again."""
+        if pool_name in self.pools:
+            self.pools[pool_name].drop_cache()
 
     def take_released_tables(self) -> tuple[tuple[str, str], ...]:
         """(request, pool) of tables released since the last call, for the executor to drop."""
@@ -73,13 +79,11 @@ class KVMemory:
 
     def commit(self, state: RequestState) -> None:
         """Offer the request's full, verified blocks to the prefix caches."""
-        if state.request.prompt_token_ids is None and not state.block_hashes:
-            return
         for name, kv in state.kv.items():
             pool = self.pools[name]
             verified = min(kv.num_computed_tokens, state.num_known_tokens)
             full = verified // pool.block_size
-            if full > kv.num_committed_blocks:
+            if full > len(state.block_hashes):
                 self._extend_hashes(state, pool.block_size)
             for i in range(kv.num_committed_blocks, min(full, len(state.block_hashes))):
                 pool.commit(kv.blocks[i], state.block_hashes[i])

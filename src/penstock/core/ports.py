@@ -20,10 +20,14 @@ class Executor(Protocol):
         """Whether the lane can take another plan now."""
         ...
 
-    def submit(self, plan: StepPlan) -> None: ...
+    def submit(self, plan: StepPlan) -> None:
+        """Take a plan. Its news (`released`, then `forgotten`, then `new_requests`) hold from now
+        on, but plans that are already inside keep what they read. An empty plan is only news: it
+        gets no result."""
+        ...
 
     def collect(self) -> list[StepResult]:
-        """Results that have become available since the last call, oldest first."""
+        """Results that have become available since the last call, one for each plan."""
         ...
 
 

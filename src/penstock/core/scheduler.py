@@ -83,7 +83,8 @@ class Scheduler:
         self._in_flight: set[int] = set()
         self._num_plans = 0
         self._num_requests = 0
-        self._new_requests: list[Request] = []
+        self._num_epochs = 0
+        self._new_requests: dict[str, Request] = {}
         self._forgotten: list[str] = []
 
     @property
@@ -120,7 +121,7 @@ class Scheduler:
         error = self._refusal(request)
         if error is not None:
             return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
-        state = RequestState(request, self._num_requests)
+        state = RequestState(request, self._num_requests, self._next_epoch())
         self._num_requests += 1
         if request.prompt_token_ids is not None and not state.block_hashes:
             hashes = hash_blocks(request.prompt_token_ids, self.pool.block_size, request.tenant)
@@ -128,7 +129,7 @@ class Scheduler:
         self._states[request.id] = state
         self._tenant(request.tenant)
         self.waiting.append(state)
-        self._new_requests.append(request)
+        self._new_requests[request.id] = request
         return []
 
     def _refusal(self, request: Request) -> str | None:
@@ -167,7 +168,7 @@ class Scheduler:
         if order is None or order.drafter != event.drafter:
             return
         state.draft_order = None
-        num_draft_tokens = min(event.num_draft_tokens, order.max_draft_tokens)
+        num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
         self._drafting.drafted(state, order, num_draft_tokens)
         if num_draft_tokens:
             state.held = HeldDraft(event.drafter, num_draft_tokens)
@@ -175,16 +176,22 @@ class Scheduler:
             state.undrafted_round = state.round
 
     def _drafter_down(self, name: str) -> None:
-        """Its KV and its drafts are gone; its requests go on without them."""
+        """Its KV and its drafts are gone; its requests finish their round without them, so that a
+        late draft cannot answer a new order after it has come back."""
         if name not in self._drafters:
             return
         self._drafters[name].up = False
         for state in self._states.values():
-            if state.draft_order is not None and state.draft_order.drafter == name:
-                state.draft_order = None
-            if state.held is not None and state.held.drafter == name:
-                state.held = None
+            if name in (d.drafter for d in (state.draft_order, state.held) if d is not None):
+                state.draft_order = state.held = None
+                state.undrafted_round = state.round
             self.memory.release(state, [name])
+        self.memory.drop_cache(name)
+
+    def _next_epoch(self) -> int:
+        """No two lives of a request id share an epoch, so nothing late can be mistaken."""
+        self._num_epochs += 1
+        return self._num_epochs
 
     def _tenant(self, name: str) -> Tenant:
         return self.tenants.setdefault(name, Tenant(name))
@@ -203,7 +210,7 @@ class Scheduler:
         if items or orders:
             self._in_flight.add(plan_id)
         self._num_plans += 1
-        new_requests, self._new_requests = tuple(self._new_requests), []
+        new_requests, self._new_requests = tuple(self._new_requests.values()), {}
         forgotten, self._forgotten = tuple(self._forgotten), []
         return StepPlan(
             id=plan_id,
@@ -236,9 +243,10 @@ class Scheduler:
         self._drafting.select([s.state for s in scheduled if s.state.drafter is None], now)
         lengths = self._draft_lengths(step, scheduled)
         items = tuple(self._item(s, lengths.get(s.state.request.id, 0)) for s in scheduled)
-        for s in scheduled:
+        for s, item in zip(scheduled, items, strict=True):
             s.state.in_flight = True
-            s.state.plans.add(plan_id)
+            order = item.draft
+            s.state.plans[plan_id] = (TARGET,) if order is None else (TARGET, order.drafter)
         return items, step.wake_at
 
     def _may_run(self, state: RequestState) -> bool:
@@ -255,24 +263,32 @@ class Scheduler:
         return not waits_for_draft
 
     def _draft_lengths(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, int]:
-        """Draft lengths of what drafts inside this step."""
-        held = sum(s.state.held.num_draft_tokens for s in scheduled if s.state.held is not None)
+        """Draft lengths: held drafts as far as the step's budget goes, then what drafts inside
+        this step."""
+        num_rows = step.num_tokens
+        budget = self._admission.draft_budget(num_rows)
+        lengths: dict[str, int] = {}
         inline = []
         for s in scheduled:
             drafter = self._drafting.drafter_of(s.state)
-            if s.state.held is None and drafter is not None and not drafter.own_lane:
+            if s.state.held is not None:
+                length = min(s.state.held.num_draft_tokens, budget)
+                lengths[s.state.request.id] = length
+                budget -= length
+                num_rows += length
+            elif drafter is not None and not drafter.own_lane:
                 inline.append(s.state)
-        num_rows = step.num_tokens + held
         num_sampled = sum(s.samples for s in scheduled)
-        budget = self._admission.draft_budget(num_rows)
-        return self._drafting.allocate(inline, budget, num_rows, num_sampled)
+        lengths |= self._drafting.allocate(inline, budget, num_rows, num_sampled)
+        return lengths
 
     def _item(self, scheduled: ScheduledTokens, length: int) -> VerifyItem:
         state = scheduled.state
         source, order, drafter = DraftSource.NONE, None, None
         if state.held is not None and scheduled.samples:
-            source, drafter = DraftSource.HELD, state.held.drafter
-            length = self._grow_for_draft(scheduled, state.held.num_draft_tokens)
+            length = self._grow_for_draft(scheduled, length)
+            if length:
+                source, drafter = DraftSource.HELD, state.held.drafter
         else:
             inline = self._drafting.drafter_of(state)
             if inline is not None and not inline.own_lane:
@@ -280,7 +296,7 @@ class Scheduler:
             length = order.max_draft_tokens if order is not None else 0
             if length:
                 source, drafter = DraftSource.INLINE, state.drafter
-        state.held = None
+        state.held = state.draft_order = None
         return VerifyItem(
             request_id=state.request.id,
             epoch=state.epoch,
@@ -341,7 +357,7 @@ class Scheduler:
                 state.undrafted_round = state.round
                 continue
             state.draft_order = order
-            state.plans.add(plan_id)
+            state.plans[plan_id] = (lane,)
             orders.append(order)
         return tuple(orders)
 
@@ -387,9 +403,10 @@ class Scheduler:
         known = item.start + item.num_scheduled_tokens
         if item.draft is not None:
             self._drafting.drafted(state, item.draft, verdict.num_proposed)
+        verified = state.num_known_tokens + verdict.num_accepted
         for kv in state.kv.values():
             # Roll back: positions of rejected drafts are written over in the next round.
-            kv.num_computed_tokens = min(kv.num_computed_tokens, known + verdict.num_accepted)
+            kv.num_computed_tokens = min(kv.num_computed_tokens, verified)
         state.kv[TARGET].num_computed_tokens = known + verdict.num_accepted
         if not item.samples:
             self.memory.commit(state)
@@ -399,7 +416,7 @@ class Scheduler:
         self._selection.observe(state, verdict)
         new_tokens, reason = self._cut(state, verdict.token_ids)
         first = not state.output_token_ids
-        state.output_token_ids += new_tokens
+        state.append(new_tokens)
         self.memory.commit(state)
         self._tenant(state.request.tenant).num_tokens_served += len(new_tokens)
         if reason is not None:
@@ -429,7 +446,7 @@ class Scheduler:
     def _plan_ended(self, request_id: str, plan_id: int) -> None:
         state = self._states.get(request_id)
         if state is not None:
-            state.plans.discard(plan_id)
+            state.plans.pop(plan_id, None)
 
     def _end_unanswered(self, order: DraftOrder) -> None:
         """A lane that ended without a draft for an order leaves the request to go on alone."""
@@ -442,7 +459,7 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         self.memory.release(state)
-        state.epoch += 1
+        state.epoch = self._next_epoch()
         state.held = None
         state.draft_order = None
 
@@ -460,5 +477,6 @@ class Scheduler:
         state.status = Status.FINISHED
         self.memory.release(state)
         self.estimators.acceptance.forget(state.request.id)
-        self._forgotten.append(state.request.id)
+        if self._new_requests.pop(state.request.id, None) is None:
+            self._forgotten.append(state.request.id)
         del self._states[state.request.id]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.blocks import BlockPool
@@ -58,6 +59,7 @@ class RequestState:
         "in_flight",
         "kv",
         "num_cached_tokens",
+        "num_known_tokens",
         "order",
         "output_token_ids",
         "plans",
@@ -67,27 +69,25 @@ class RequestState:
         "undrafted_round",
     )
 
-    def __init__(self, request: Request, order: int) -> None:
+    def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
         self.request = request
         self.order = order
         self.status = Status.WAITING
-        self.epoch = 0
+        self.epoch = epoch
         self.round = 0
         self.output_token_ids: list[int] = []
+        self.num_known_tokens = request.prompt_len
+        """Prompt and output so far."""
         self.block_hashes: list[bytes] = list(request.block_hashes)
         self.kv: dict[str, SequenceKV] = {}
-        self.plans: set[int] = set()
+        self.plans: dict[int, tuple[str, ...]] = {}
+        """Unfinished plans that read or write this request's KV, and in which pools."""
         self.in_flight = False
         self.drafter: str | None = None
         self.draft_order: DraftOrder | None = None
         self.held: HeldDraft | None = None
         self.undrafted_round = -1
         self.num_cached_tokens = 0
-
-    @property
-    def num_known_tokens(self) -> int:
-        """Prompt and output so far."""
-        return self.request.prompt_len + len(self.output_token_ids)
 
     @property
     def num_computed_tokens(self) -> int:
@@ -108,5 +108,13 @@ class RequestState:
     def num_remaining_tokens(self) -> int:
         return self.request.max_tokens - len(self.output_token_ids)
 
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Add verified output."""
+        self.output_token_ids += token_ids
+        self.num_known_tokens += len(token_ids)
+
     def kv_of(self, pool: str) -> SequenceKV:
-        return self.kv.setdefault(pool, SequenceKV())
+        kv = self.kv.get(pool)
+        if kv is None:
+            kv = self.kv[pool] = SequenceKV()
+        return kv

@@ -56,7 +56,8 @@ class Step:
     def schedule(self, state: RequestState, num_tokens: int) -> None:
         """Compute `num_tokens` more known tokens of a running request. Ask `can_schedule` first."""
         kv = state.kv_of(TARGET)
-        new_blocks = self.pool.allocate(self._missing_blocks(state, num_tokens))
+        missing = self._missing_blocks(state, num_tokens)
+        new_blocks = self.pool.allocate(missing) if missing else []
         kv.blocks += new_blocks
         self.scheduled[state.request.id] = ScheduledTokens(
             state, kv.num_computed_tokens, num_tokens, new_blocks

@@ -157,9 +157,9 @@ class VerifyItem:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What one lane does next. `new_requests` are those that the executor has not seen before,
-    `released` the block tables (request, pool) that it must drop before the step, `forgotten` the
-    requests that it may drop altogether."""
+    """What one lane does next. Before the step the executor drops the block tables `released`
+    (request, pool), then the requests `forgotten`, then learns of `new_requests`: in this order,
+    because an id may come again."""
 
     id: int
     lane: str

@@ -26,7 +26,9 @@ from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.tokenizer import load_tokenizer
 
 _MEMORY_SHARE = 0.25
@@ -76,6 +78,7 @@ def load_engine(config: EngineConfig) -> Engine:
     torch.manual_seed(0)
     if config.num_threads is not None:
         torch.set_num_threads(config.num_threads)
+    threads = torch.get_num_threads()
     device = _device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     backend = _backend(config, device, dtype)
@@ -90,7 +93,6 @@ def load_engine(config: EngineConfig) -> Engine:
 
     def runner(path: Path) -> ModelRunner:
         if backend == "native":
-            threads = config.num_threads or torch.get_num_threads()
             return NativeRunner.load(path, dtype, num_blocks, config.block_size, threads)
         return EagerRunner.load(
             path, dtype, device, num_blocks, config.block_size, attention=config.attention
@@ -106,7 +108,8 @@ def load_engine(config: EngineConfig) -> Engine:
         else:
             drafters.append(ModelDrafter(name, runner(Path(path)), max_model_len))
             states.append(Drafter(name, _pool(config, num_blocks)))
-    executor = LocalExecutor(runner(config.target), drafters, clock, max_model_len)
+    sample: Sampler = sample_natively if backend == "native" else sample_coupled
+    executor = LocalExecutor(runner(config.target), drafters, clock, max_model_len, sample)
     scheduler = Scheduler(
         _pool(config, num_blocks),
         states,

@@ -26,7 +26,7 @@ from penstock.core.types import (
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import VerifyBatch, token_logprobs, verify
+from penstock.engine.sampling import Sampler, VerifyBatch, sample_coupled, token_logprobs, verify
 from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
 
 _NO_DRAFT = Draft([], [])
@@ -74,10 +74,12 @@ class LocalExecutor:
         drafters: Sequence[LocalDrafter],
         clock: Clock,
         max_model_len: int,
+        sample: Sampler = sample_coupled,
     ) -> None:
         self.target = target
         self.drafters = {d.name: d for d in drafters}
         self._clock = clock
+        self._sample = sample
         self._tables = BlockTables(-(-max_model_len // target.block_size) + 1)
         self._texts: dict[str, TokenBuffer] = {}
         self._held: dict[tuple[str, int, int], tuple[Draft, torch.Tensor | None]] = {}
@@ -264,7 +266,8 @@ class LocalExecutor:
                 draft_tokens=np.array([t for _, (ts, _) in sampled for t in ts], dtype=np.int64),
                 draft_probs=probs,
                 draft_prob_row=np.array([r for _, (_, rs) in sampled for r in rs], dtype=np.int64),
-            )
+            ),
+            self._sample,
         )
         verdicts = []
         for n, (item, (tokens, _)) in enumerate(sampled):

@@ -21,16 +21,16 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer of a checkpoint folder in Hugging Face layout; no hub is ever asked.
 
-    Raises CheckpointError where there is none, or it is not a fast one (tokenizer.json).
+    Raises CheckpointError where there is no tokenizer.json or it cannot be used.
     """
-    if not path.is_dir():
-        raise CheckpointError(f"{path}: no such folder; a checkpoint folder is expected")
+    if not (path / "tokenizer.json").is_file():
+        raise CheckpointError(f"{path}: has no tokenizer.json; a fast tokenizer is needed")
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except Exception as error:
         raise CheckpointError(f"{path}: tokenizer cannot be read ({one_line(error)})") from error
     if not tokenizer.is_fast:
-        raise CheckpointError(f"{path}: not a fast tokenizer; tokenizer.json is needed")
+        raise CheckpointError(f"{path}: {type(tokenizer).__name__} is not a fast tokenizer")
     return Tokenizer(tokenizer)
 
 

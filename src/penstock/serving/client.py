@@ -42,7 +42,7 @@ class QueueFull(Exception):
 
 
 class OutputStream:
-    """Outputs of some requests as they come, until each has finished. Leaving it cancels the rest."""
+    """Outputs of some requests as they come, until all have finished. Leaving cancels the rest."""
 
     def __init__(self, client: EngineClient, request_ids: Iterable[str]) -> None:
         self._client = client
@@ -101,6 +101,8 @@ class EngineClient:
         self._process: EngineProcess | None = None
         self._supervisor: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
         self._stopping = False
         self._streams: dict[str, OutputStream] = {}
         self._unanswered: set[str] = set()
@@ -122,9 +124,8 @@ class EngineClient:
     async def drain(self, grace_s: float) -> None:
         """Take no more requests; cancel what still runs after `grace_s` seconds."""
         self._stopping = True
-        deadline = asyncio.get_running_loop().time() + grace_s
-        while self._streams and asyncio.get_running_loop().time() < deadline:
-            await asyncio.sleep(0.02)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
         self._fail_streams(FinishReason.CANCELLED, _STOPPED)
 
     async def close(self) -> None:
@@ -195,20 +196,21 @@ class EngineClient:
         stream = OutputStream(self, ids)
         self._streams.update(dict.fromkeys(ids, stream))
         self._unanswered.update(ids)
+        self._idle.clear()
         for request in requests:
             self._post(Arrive(request))
         return stream
 
     def cancel(self, request_id: str) -> None:
         """Forget a request, and let the engine free its blocks."""
-        self._unanswered.discard(request_id)
-        if self._streams.pop(request_id, None) is not None:
+        if request_id in self._streams:
+            self._forget(request_id)
             self._post(Cancel(request_id))
 
     async def stats(self) -> EngineStats | None:
-        """A fresh snapshot, or the last one if the engine does not answer at once."""
+        """A fresh snapshot, the last one if the engine is slow to answer, None while it is away."""
         if not self._ready.is_set() or self._process is None:
-            return self._stats
+            return None
         answer: asyncio.Future[EngineStats | None] = asyncio.get_running_loop().create_future()
         self._stats_asked.append(answer)
         self._process.send(StatsRequest())
@@ -250,8 +252,14 @@ class EngineClient:
             return
         self._unanswered.discard(output.request_id)
         if output.finish_reason is not None:
-            del self._streams[output.request_id]
+            self._forget(output.request_id)
         stream.put(output)
+
+    def _forget(self, request_id: str) -> None:
+        del self._streams[request_id]
+        self._unanswered.discard(request_id)
+        if not self._streams:
+            self._idle.set()
 
     def _answer_stats(self) -> None:
         for answer in self._stats_asked:
@@ -301,6 +309,7 @@ class EngineClient:
         self._failure = failure
         self._ready.clear()
         self._events.clear()
+        self._stats = None
         self._fail_streams(FinishReason.ERROR, _DIED)
         self._answer_stats()
 

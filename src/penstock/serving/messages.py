@@ -1,8 +1,8 @@
 """What the HTTP process and the engine process tell each other, and how it is framed.
 
-Up go `Events`, `StatsRequest` and `Stop`; down come `Ready` or `Failed`, then `Outputs` (one message
-a turn) and `EngineStats`. Frames are a 4-byte length and a pickle; the socket is private to the two
-processes, so that pickles are safe here.
+Up go `Events`, `StatsRequest` and `Stop`; down come `Ready` or `Failed`, then `Outputs` (one
+message a turn) and `EngineStats`. A frame is a 4-byte length and a pickle; the socket is private to
+the two processes, so that pickles are safe here.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """The engine is loaded. `max_request_tokens`: the most that prompt and output of one request may
-    be together, by context and by KV memory."""
+    """The engine is loaded. `max_request_tokens`: the most that prompt and output of one request
+    may be together, by context and by KV memory."""
 
     tokenizer_path: Path
     max_request_tokens: int

@@ -45,7 +45,7 @@ class EngineProcess(asyncio.Protocol):
         )
         process.start()
         theirs.close()
-        # At exit multiprocessing joins its children for ever; a forgotten engine must not hang that.
+        # At exit multiprocessing joins its children for ever; a forgotten one must not hang that.
         atexit.register(process.kill)
         self._process = process
         try:

@@ -32,7 +32,7 @@ from penstock.serving.messages import (
 )
 
 _POLL_S = 5e-4
-"""Between looks at plans in flight: lanes that finish by themselves have no way to wake the loop."""
+"""Between looks at plans in flight: lanes that finish by themselves cannot wake the loop."""
 
 _log = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def run_engine(sock: socket.socket, factory: str, config: EngineConfig) -> None:
             channel.send(Failed(_one_line(error)))
             return
         channel.send(describe(engine))
-        # What is loaded stays; without this every full collection walks it, in the middle of a step.
+        # What is loaded stays; otherwise every full collection walks it in the middle of a step.
         gc.collect()
         gc.freeze()
         EngineServer(engine, channel).serve()

@@ -123,7 +123,7 @@ FULL = Recipe(
             Shape(384, 6, 6, 2, 64, 1152),
             "large target, all domains, grown from target-small",
             LATE,
-            steps=360,
+            steps=240,
             muon_lr=0.012,
             adam_lr=1.5e-3,
             grown_from="target-small",

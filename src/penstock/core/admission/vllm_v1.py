@@ -16,7 +16,8 @@ class VllmV1:
     Running requests take their due tokens in order of arrival, then waiting ones are admitted while
     budget, `max_num_seqs` and memory last. When memory runs out the newest running request is
     preempted. Decoding requests reserve room for their drafts, so that a long prompt does not stop
-    speculation.
+    speculation; drafts in turn leave at least half of the remaining budget to prompts, and never
+    displace another request's next token.
     """
 
     name: ClassVar[str] = "vllm_v1"
@@ -52,17 +53,19 @@ class VllmV1:
         return self.options.max_num_batched_tokens - num_tokens
 
     def _schedule_running(self, step: Step) -> int:
+        """Returns the tokens that new requests may take."""
         budget = self.options.max_num_batched_tokens
+        reserved = 0
         for state in list(step.running):
-            if budget <= 0:
-                break
             if state.status is not Status.RUNNING or not step.may_run(state):
                 continue
-            tokens = min(state.num_due_tokens, budget)
-            if self._make_room(step, state, tokens):
+            due = state.num_due_tokens
+            tokens = min(due, budget if due == 1 else budget - min(reserved, budget // 2))
+            if tokens and self._make_room(step, state, tokens):
                 step.schedule(state, tokens)
-                budget -= tokens + step.draft_reserve(state)
-        return budget
+                budget -= tokens
+                reserved += step.draft_reserve(state)
+        return budget - min(reserved, budget // 2)
 
     def _make_room(self, step: Step, state: RequestState, tokens: int) -> bool:
         while not step.can_schedule(state, tokens):

@@ -87,8 +87,8 @@ struct BlockedProduct {
     if constexpr (Rows > 1)
       if (height < Rows) return rows<Rows - 1>(row, height, end);
     int column = 0;
-    if constexpr (Rows * 8 <= kAccumulators) columns<Rows, 8>(*this, row, column, end);
-    if constexpr (Rows * 4 <= kAccumulators) columns<Rows, 4>(*this, row, column, end);
+    if constexpr (Rows * 8 <= 2 * kMaxRows) columns<Rows, 8>(*this, row, column, end);
+    if constexpr (Rows * 4 <= 2 * kMaxRows) columns<Rows, 4>(*this, row, column, end);
     columns<Rows, 2>(*this, row, column, end);
     columns<Rows, 1>(*this, row, column, end);
   }

@@ -7,16 +7,20 @@
 
 namespace penstock {
 
-// Accumulators take what two weight vectors and the broadcasts leave of the register file.
-constexpr int kAccumulators = kRegisters == 32 ? 24 : 12;
-constexpr int kMaxRows = kAccumulators / 2;
+// Rows of a tile: with two vectors of columns, two of weights and a broadcast they fill the
+// register file.
+constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
 constexpr int kMaxPanels = 4;
 
-// Panels computed side by side: few rows alone would wait on the latency of their own sums.
+// Panels computed side by side: a multiply-add takes four cycles and two start in each, so that
+// fewer than eight sums at a time would wait for themselves.
 constexpr int panels_at_once(int rows) {
-  int fit = kAccumulators / (2 * rows);
-  return fit < 1 ? 1 : fit > kMaxPanels ? kMaxPanels : fit;
+  return rows == 1 ? 4 : rows == 2 ? 2 : 1;
 }
+
+// How far ahead weights are fetched: across the page boundaries where the hardware's prefetcher
+// stops. With one row, four streams keep it busy enough, and fetching more by hand costs.
+constexpr int kPrefetchBytes = 8192;
 
 constexpr int kTileStride = kMaxPanels * kPanel;
 
@@ -30,6 +34,8 @@ static __attribute__((noinline)) void panel_kernel(const float* a, size_t lda, c
     const W* row = panels + (size_t)k * kPanel;
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
+      if (Panels <= 2)
+        __builtin_prefetch((const char*)(row + p * panel_size) + kPrefetchBytes / Panels);
       VecF left, right;
       load_panel_row(row + p * panel_size, left, right);
 #pragma GCC unroll 12
@@ -50,10 +56,10 @@ using PanelKernel = void (*)(const float*, size_t, const W*, int, float*);
 template <class W, int Rows>
 PENSTOCK_INLINE PanelKernel<W> kernel_for_panels(int panels) {
   constexpr int most = panels_at_once(Rows);
-  if constexpr (most >= 4)
+  if constexpr (most >= 4) {
     if (panels == 4) return panel_kernel<Rows, 4, W>;
-  if constexpr (most >= 3)
     if (panels == 3) return panel_kernel<Rows, 3, W>;
+  }
   if constexpr (most >= 2)
     if (panels == 2) return panel_kernel<Rows, 2, W>;
   return panel_kernel<Rows, 1, W>;

@@ -1,12 +1,13 @@
 """Exact sampling and verification, in two modes."""
 
-from penstock.engine.sampling.coupled import sample_coupled
+from penstock.engine.sampling.coupled import Sampler, sample_coupled
 from penstock.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
 from penstock.engine.sampling.ratio import sample_draft
 from penstock.engine.sampling.verify import verify
 
 __all__ = [
+    "Sampler",
     "SamplingRows",
     "TokenLogprobs",
     "VerifyBatch",

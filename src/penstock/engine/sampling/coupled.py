@@ -10,6 +10,8 @@ After "drafter-invariant speculative decoding", arXiv 2408.07978.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import numpy as np
 import torch
 
@@ -37,6 +39,14 @@ def gumbel_argmax(
     """
     keys = row_keys(rows.seed, positions, salt)
     return lowest_argmax(scores.add_(gumbel_noise(keys, scores.shape[-1], scores.device)))
+
+
+class Sampler(Protocol):
+    """The signature of `sample_coupled`; a backend may bring a faster one of its own."""
+
+    def __call__(
+        self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
+    ) -> torch.Tensor: ...
 
 
 def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:
@@ -67,11 +77,11 @@ def count_accepted(batch: VerifyBatch, accepted: BoolArray) -> IntArray:
     return first.clip(max=end) - begin
 
 
-def verify_coupled(batch: VerifyBatch) -> Decisions:
+def verify_coupled(batch: VerifyBatch, sample: Sampler = sample_coupled) -> Decisions:
     """Accept while the draft equals the target's sample; the sample itself follows."""
     of_row = batch.request_of_row
     rows = batch.params.take(of_row)
-    samples = sample_coupled(batch.logits, rows, batch.row_positions).cpu().numpy()
+    samples = sample(batch.logits, rows, batch.row_positions).cpu().numpy()
     row_of_draft = np.arange(batch.draft_tokens.shape[0]) + batch.request_of_draft
     num_accepted = count_accepted(batch, samples[row_of_draft] == batch.draft_tokens)
     return Decisions(

@@ -1,0 +1,163 @@
+"""Request bodies. Unknown fields, wrong types and values out of range are refused; null is as if
+a field were not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from penstock.core.types import AUTO_DRAFTER
+
+MAX_LOGPROBS = 20
+_MAX_STOPS = 16
+_MAX_CHOICES = 128
+
+TokenId = Annotated[int, Field(ge=0)]
+
+
+def _only(neutral: object) -> Callable[[Any], Any]:
+    """For options that clients like to send but that are not offered."""
+
+    def check(value: Any) -> Any:
+        if value != neutral:
+            raise ValueError(f"only {neutral!r} is supported")
+        return value
+
+    return check
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_nulls(cls, data: Any) -> Any:
+        if isinstance(data, dict):
+            return {name: value for name, value in data.items() if value is not None}
+        return data
+
+
+class StreamOptions(_Body):
+    """include_usage: a last chunk with the whole request's usage.
+    continuous_usage_stats: usage so far with every chunk."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculation(_Body):
+    """drafter: `auto` (the server selects), `none`, or a drafter's name.
+    max_draft_tokens: most draft tokens in a round."""
+
+    drafter: str = AUTO_DRAFTER
+    max_draft_tokens: int | None = Field(default=None, ge=0)
+
+
+class GenerationBody(_Body):
+    """What completions and chat completions have in common.
+
+    temperature: 0 is greedy. top_k: 0 is off. seed: the output is a function of prompt and seed;
+    without one it is drawn. n: choices, with seeds derived from the first. user is ignored.
+    ignore_eos: go on after the model's own end of text.
+    """
+
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=1)
+    temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
+    top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
+    top_k: int = Field(default=0, ge=0)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
+    stop: str | list[str] = Field(default_factory=list)
+    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    ignore_eos: bool = False
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculation: Speculation = Speculation()
+    user: str | None = None
+    frequency_penalty: Annotated[float, AfterValidator(_only(0))] = 0
+    presence_penalty: Annotated[float, AfterValidator(_only(0))] = 0
+    repetition_penalty: Annotated[float, AfterValidator(_only(1))] = 1
+
+    @field_validator("stop")
+    @classmethod
+    def _stops(cls, stop: str | list[str]) -> list[str]:
+        stops = [stop] if isinstance(stop, str) else stop
+        if len(stops) > _MAX_STOPS or not all(stops):
+            raise ValueError(f"must be at most {_MAX_STOPS} strings, none of them empty")
+        return stops
+
+    @model_validator(mode="after")
+    def _streaming(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only allowed with stream: true")
+        return self
+
+    @property
+    def usage_at_end(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def usage_in_chunks(self) -> bool:
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class CompletionBody(GenerationBody):
+    """`POST /v1/completions`. logprobs: how many alternatives to report for each token."""
+
+    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    echo: Annotated[bool, AfterValidator(_only(False))] = False
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """One entry a prompt, as text or as token ids."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [[token for token in self.prompt if isinstance(token, int)]]
+        return [prompt for prompt in self.prompt if not isinstance(prompt, int)]
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+
+class TextPart(_Body):
+    type: Literal["text"]
+    text: str
+
+
+class Message(_Body):
+    role: Literal["system", "user", "assistant"]
+    content: str | list[TextPart]
+
+    @property
+    def text(self) -> str:
+        if isinstance(self.content, str):
+            return self.content
+        return "".join(part.text for part in self.content)
+
+
+class ChatBody(GenerationBody):
+    """`POST /v1/chat/completions`. logprobs: report them; top_logprobs: with how many
+    alternatives."""
+
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _alternatives(self) -> ChatBody:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only allowed with logprobs: true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("give max_completion_tokens or max_tokens, not both")
+        return self
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None

@@ -1,0 +1,127 @@
+"""One choice of a response while it grows: its text, its usage, how speculation went."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from typing import Any
+
+from penstock.api.errors import ApiError
+from penstock.api.text import TextStream, TokenText
+from penstock.core.types import FinishReason, Output, Request
+
+_STATUS = {FinishReason.REFUSED: 400, FinishReason.ERROR: 500, FinishReason.CANCELLED: 503}
+
+
+@dataclass(slots=True)
+class Speculated:
+    """Drafts of a request. A draft is a round in which a drafter proposed something."""
+
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    drafts: Counter[str] = field(default_factory=Counter)
+
+    def observe(self, output: Output) -> None:
+        if output.drafter is not None and output.num_proposed:
+            self.drafts[output.drafter] += 1
+            self.num_draft_tokens += output.num_proposed
+            self.num_accepted_tokens += output.num_accepted
+
+    def __iadd__(self, other: Speculated) -> Speculated:
+        self.drafts += other.drafts
+        self.num_draft_tokens += other.num_draft_tokens
+        self.num_accepted_tokens += other.num_accepted_tokens
+        return self
+
+    def as_dict(self) -> dict[str, Any]:
+        """`drafter`: the one that drafted most often. `mean_acceptance_length`: 1 + accepted /
+        drafts, and 1 without drafts."""
+        num_drafts = self.drafts.total()
+        return {
+            "drafter": max(self.drafts, key=self.drafts.__getitem__, default=None),
+            "num_drafts": num_drafts,
+            "num_draft_tokens": self.num_draft_tokens,
+            "num_accepted_tokens": self.num_accepted_tokens,
+            "mean_acceptance_length": 1 + self.num_accepted_tokens / max(num_drafts, 1),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """What a choice adds to what its client has: text, the tokens behind it, perhaps the end."""
+
+    index: int
+    text: str
+    tokens: Sequence[TokenText]
+    finish_reason: FinishReason | None
+
+
+class Choice:
+    """Takes in the outputs of one engine request."""
+
+    def __init__(self, index: int, request: Request, text: TextStream) -> None:
+        self.index = index
+        self.request = request
+        self.finish_reason: FinishReason | None = None
+        self.num_tokens = 0
+        self.num_cached_tokens = 0
+        self.speculated = Speculated()
+        self._text = text
+
+    def take(self, output: Output) -> Delta | None:
+        """Take in an output; None if there is nothing to show for it yet.
+
+        Raises: ApiError where the engine gave the request up.
+        """
+        if output.finish_reason in _STATUS:
+            self.finish_reason = output.finish_reason
+            status = _STATUS[output.finish_reason]
+            raise ApiError(status, output.error or str(output.finish_reason), code="engine_error")
+        self.num_cached_tokens += output.num_cached_tokens
+        self.speculated.observe(output)
+        self._add(output)
+        if self._text.stopped:
+            self.finish_reason = FinishReason.STOP
+        elif output.finish_reason is not None:
+            self._text.finish()
+            self.finish_reason = (
+                FinishReason.STOP if self._text.stopped else output.finish_reason
+            )
+        text, tokens = self._text.take()
+        if text or tokens or self.finish_reason is not None:
+            return Delta(self.index, text, tokens, self.finish_reason)
+        return None
+
+    def _add(self, output: Output) -> None:
+        """Tokens up to the end of the text. A stop token counts, but is not shown."""
+        shown: Sequence[int] = output.token_ids
+        if output.finish_reason is FinishReason.STOP:
+            shown = output.token_ids[:-1]
+        for token_id, logprob in zip_longest(shown, output.logprobs[: len(shown)]):
+            self.num_tokens += 1
+            self._text.add(token_id, logprob)
+            if self._text.stopped:
+                return
+        self.num_tokens += len(output.token_ids) - len(shown)
+
+
+def usage(choices: Iterable[Choice]) -> dict[str, Any]:
+    """Usage of a response so far. The prompt of several choices counts once."""
+    choices = list(choices)
+    by_prompt = {id(c.request.prompt_token_ids): c for c in choices}
+    prompt_tokens = sum(c.request.prompt_len for c in by_prompt.values())
+    completion_tokens = sum(c.num_tokens for c in choices)
+    speculated = Speculated()
+    for choice in choices:
+        speculated += choice.speculated
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(c.num_cached_tokens for c in by_prompt.values())
+        },
+        "speculation": speculated.as_dict(),
+    }

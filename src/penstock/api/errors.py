@@ -1,0 +1,105 @@
+"""Errors as OpenAI's clients expect them: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+
+_TYPES = {
+    401: "authentication_error",
+    404: "not_found_error",
+    429: "rate_limit_error",
+    499: "client_closed_request",
+}
+_SHAPES = {
+    "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
+    "stop": "must be a string or a list of strings",
+    "content": "must be a string or a list of text parts",
+}
+"""Fields of several shapes: one line for what pydantic reports as many."""
+
+
+class ApiError(Exception):
+    """What a client did wrong, or why it cannot be served; one line."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+
+    def body(self) -> dict[str, Any]:
+        kind = _TYPES.get(self.status)
+        if kind is None:
+            kind = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
+        if self.status in (429, 503):
+            headers["Retry-After"] = "1"
+        # Escaped: a message may quote what the client sent, and that need not be valid Unicode.
+        body = json.dumps(self.body(), ensure_ascii=True)
+        return Response(body, self.status, headers, media_type="application/json")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first of pydantic's errors, as one line."""
+    first = errors[0]
+    location = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "json_invalid":
+        return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
+    if not location:
+        wanted = "a JSON object, sent with Content-Type: application/json"
+        return ApiError(400, f"the body must be {wanted}", code="invalid_body")
+    several = next((i for i, part in enumerate(location) if part in _SHAPES), None)
+    if first["type"] == "extra_forbidden":
+        where, message = _dotted(location), "unknown field"
+    elif several is not None and len({tuple(e["loc"]) for e in errors}) > 1:
+        location = location[: several + 1]
+        where, message = _dotted(location), _SHAPES[location[-1]]
+    else:
+        where, message = _dotted(location), first["msg"].removeprefix("Value error, ")
+    return ApiError(400, f"{where}: {message}", param=where, code=first["type"])
+
+
+def _dotted(location: Sequence[Any]) -> str:
+    return ".".join(str(part) for part in location)
+
+
+def install(app: FastAPI) -> None:
+    """Let every error of `app` have OpenAI's body."""
+
+    @app.exception_handler(ApiError)
+    async def own(request: Request, error: ApiError) -> Response:
+        return error.response()
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        return from_validation(error.errors()).response()
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
+        message = error.detail
+        if error.status_code in (404, 405):
+            message = f"no endpoint {request.method} {request.url.path}"
+        return ApiError(error.status_code, message).response()
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> Response:
+        return ApiError(500, "the server failed on this request").response()

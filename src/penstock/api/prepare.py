@@ -1,0 +1,173 @@
+"""From a request body to what the engine is asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
+from penstock.api.choices import Choice
+from penstock.api.errors import ApiError
+from penstock.api.text import TextStream
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
+from penstock.engine.tokenizer import Tokenizer
+from penstock.serving.messages import Ready
+
+_DEFAULT_COMPLETION_TOKENS = 16
+_GREEDY_BELOW = 1e-5
+_LONG_TEXT = 8192
+"""Characters; longer texts are tokenised in a thread, so that streams do not stand still."""
+
+
+@dataclass(frozen=True, slots=True)
+class Preparer:
+    """Knows the model that requests are for.
+
+    verification: of every request, or None: `coupled` with a seed, `ratio` without.
+    """
+
+    model_name: str
+    tokenizer: Tokenizer
+    engine: Ready
+    verification: Literal["coupled", "ratio"] | None
+
+    async def completion(self, body: CompletionBody, tenant: str, job_id: str) -> list[Choice]:
+        """Choices of a completion, those of the first prompt first. Raises: ApiError."""
+        self._check(body)
+        prompts = [await self._completion_prompt(prompt) for prompt in body.prompts]
+        if not prompts:
+            raise ApiError(400, "prompt: must not be empty", param="prompt")
+        return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, tenant, job_id)
+
+    async def chat(self, body: ChatBody, tenant: str, job_id: str) -> list[Choice]:
+        """Choices of a chat completion, by default as long as the context lets them. Raises:
+        ApiError."""
+        self._check(body)
+        messages = [{"role": m.role, "content": m.text} for m in body.messages]
+        size = sum(len(m["content"]) for m in messages)
+        try:
+            if size > _LONG_TEXT:
+                prompt = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
+            else:
+                prompt = self.tokenizer.apply_chat_template(messages)
+        except ValueError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+        self._check_prompt(prompt, "messages")
+        return self._choices(body, [prompt], self.engine.max_request_tokens, tenant, job_id)
+
+    def _check(self, body: GenerationBody) -> None:
+        if body.model not in (None, self.model_name):
+            raise ApiError(
+                404,
+                f"model {body.model!r} does not exist; this server has {self.model_name!r}",
+                param="model",
+                code="model_not_found",
+            )
+        drafters = (AUTO_DRAFTER, NO_DRAFTER, *self.engine.drafters)
+        if body.speculation.drafter not in drafters:
+            raise ApiError(
+                400,
+                f"speculation.drafter: unknown drafter {body.speculation.drafter!r}; "
+                f"choose from {', '.join(drafters)}",
+                param="speculation.drafter",
+            )
+
+    async def _completion_prompt(self, prompt: str | list[int]) -> list[int]:
+        if isinstance(prompt, str):
+            if len(prompt) > _LONG_TEXT:
+                token_ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
+            else:
+                token_ids = self.tokenizer.encode(prompt)
+        else:
+            token_ids = prompt
+        self._check_prompt(token_ids, "prompt")
+        return token_ids
+
+    def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
+        if not token_ids:
+            raise ApiError(400, f"{param}: must not be empty", param=param)
+        highest = self.engine.vocab_size - 1
+        if max(token_ids) > highest:
+            raise ApiError(
+                400, f"{param}: token ids go from 0 to {highest}, not to {max(token_ids)}", param=param
+            )
+        if len(token_ids) >= self.engine.max_request_tokens:
+            raise self._too_long(f"{param}: {len(token_ids)} tokens leave no room", param)
+
+    def _choices(
+        self,
+        body: CompletionBody | ChatBody,
+        prompts: Sequence[Sequence[int]],
+        default_tokens: int,
+        tenant: str,
+        job_id: str,
+    ) -> list[Choice]:
+        seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
+        choices: list[Choice] = []
+        for prompt in map(tuple, prompts):
+            max_tokens = self._max_tokens(body, len(prompt), default_tokens)
+            for n in range(body.n):
+                index = len(choices)
+                request = Request(
+                    id=f"{job_id}-{index}",
+                    prompt_len=len(prompt),
+                    max_tokens=max_tokens,
+                    tenant=tenant,
+                    prompt_token_ids=prompt,
+                    stop_token_ids=self._stop_token_ids(body),
+                    sampling=self._sampling(body, derived_seed(seed, n)),
+                    drafter=body.speculation.drafter,
+                    max_draft_tokens=body.speculation.max_draft_tokens,
+                )
+                assert isinstance(body.stop, list)
+                choices.append(Choice(index, request, TextStream(self.tokenizer, body.stop)))
+        return choices
+
+    def _max_tokens(
+        self, body: CompletionBody | ChatBody, prompt_len: int, default_tokens: int
+    ) -> int:
+        room = self.engine.max_request_tokens - prompt_len
+        wanted = body.max_tokens
+        if isinstance(body, ChatBody) and body.max_completion_tokens is not None:
+            wanted = body.max_completion_tokens
+        if wanted is not None and wanted > room:
+            raise self._too_long(
+                f"{prompt_len} prompt tokens and max_tokens {wanted} do not fit", "max_tokens"
+            )
+        return min(default_tokens, room) if wanted is None else wanted
+
+    def _too_long(self, what: str, param: str) -> ApiError:
+        limit = self.engine.max_request_tokens
+        return ApiError(
+            400,
+            f"{what} in the context of {limit} tokens",
+            param=param,
+            code="context_length_exceeded",
+        )
+
+    def _stop_token_ids(self, body: GenerationBody) -> frozenset[int]:
+        own = frozenset() if body.ignore_eos else self.engine.eos_token_ids
+        return own | frozenset(body.stop_token_ids)
+
+    def _sampling(self, body: CompletionBody | ChatBody, seed: int) -> SamplingParams:
+        by_seed: Literal["coupled", "ratio"] = "ratio" if body.seed is None else "coupled"
+        return SamplingParams(
+            temperature=body.temperature if body.temperature >= _GREEDY_BELOW else 0.0,
+            top_p=body.top_p,
+            top_k=body.top_k,
+            seed=seed,
+            verification=self.verification or by_seed,
+            num_logprobs=body.num_logprobs,
+        )
+
+
+def derived_seed(seed: int, n: int) -> int:
+    """Seed of choice `n`: the first has the request's own, the others are independent of it."""
+    if n == 0:
+        return seed
+    digest = hashlib.blake2b(seed.to_bytes(8, "little") + n.to_bytes(4, "little"), digest_size=8)
+    return int.from_bytes(digest.digest(), "little")

@@ -1,0 +1,83 @@
+"""From tokens to text that may be shown: detokenised as it comes, cut at stop strings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.core.types import TokenLogprob
+from penstock.engine.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class TokenText:
+    """A token with its log-probability. `start`, `end`: where its text lies in the choice's text;
+    `raw`: the bytes it adds, part of a character where the vocabulary has such tokens."""
+
+    token_id: int
+    raw: bytes
+    start: int
+    end: int
+    logprob: TokenLogprob
+
+
+class TextStream:
+    """Text of one choice. Characters that could begin a stop string are held back until it is
+    certain that they do not; a stop string itself is never shown."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self.stopped = False
+        """A stop string has been found; the text is over."""
+        self._is_over = False
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._detokenizer = tokenizer.detokenizer()
+        self._pending = ""
+        self._length = 0
+        self._tokens: list[TokenText] = []
+        self._previous: int | None = None
+
+    def add(self, token_id: int, logprob: TokenLogprob | None) -> None:
+        """Append a token. Not after `stopped`."""
+        start = self._length + len(self._pending)
+        self._pending += self._detokenizer.add(token_id)
+        if logprob is not None:
+            raw = self._tokenizer.token_bytes(token_id, self._previous)
+            end = self._length + len(self._pending)
+            self._tokens.append(TokenText(token_id, raw, start, end, logprob))
+            self._previous = token_id
+        if self._stops:
+            self._look_for_stop()
+
+    def finish(self) -> None:
+        """No more tokens will come: nothing needs to be held back."""
+        if not self.stopped:
+            self._pending += self._detokenizer.finish()
+            self._look_for_stop()
+        self._is_over = True
+
+    def take(self) -> tuple[str, list[TokenText]]:
+        """Text that may be shown and has not been taken, and the tokens that it completes."""
+        ready = len(self._pending) - (0 if self._is_over else self._num_held_back())
+        text, self._pending = self._pending[:ready], self._pending[ready:]
+        self._length += ready
+        shown = [t for t in self._tokens if self._is_over or t.end <= self._length]
+        self._tokens = self._tokens[len(shown) :]
+        return text, shown
+
+    def _look_for_stop(self) -> None:
+        found = [at for at in map(self._pending.find, self._stops) if at >= 0]
+        if found:
+            self._pending = self._pending[: min(found)]
+            cut = self._length + len(self._pending)
+            self._tokens = [t for t in self._tokens if t.start < cut]
+            self.stopped = self._is_over = True
+
+    def _num_held_back(self) -> int:
+        """Length of the longest end of the text that a stop string could begin with."""
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for size in range(min(longest, len(self._pending)), 0, -1):
+            tail = self._pending[-size:]
+            if any(stop.startswith(tail) for stop in self._stops):
+                return size
+        return 0

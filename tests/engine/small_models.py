@@ -1,0 +1,135 @@
+"""Small random checkpoints in Hugging Face layout, and ragged batches over shuffled blocks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from penstock.engine.batch import RaggedBatch
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 89,
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def _scaled(rope_type: str, **parameters: float) -> dict[str, Any]:
+    rope = {"rope_type": rope_type, "rope_theta": 10000.0, "factor": 4.0, **parameters}
+    return {"rope_parameters": rope}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One kind of checkpoint: which transformers model, and what differs from SHAPE."""
+
+    model: type[PreTrainedModel]
+    config: type[Any]
+    changes: dict[str, Any]
+
+
+_LLAMA3_BANDS = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+
+CASES = {
+    "llama": Case(LlamaForCausalLM, LlamaConfig, {}),
+    "llama-tied": Case(LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
+    "llama-mha": Case(LlamaForCausalLM, LlamaConfig, {"num_key_value_heads": 6}),
+    "llama-bias": Case(LlamaForCausalLM, LlamaConfig, {"attention_bias": True}),
+    "llama-llama3": Case(LlamaForCausalLM, LlamaConfig, _scaled("llama3", **_LLAMA3_BANDS)),
+    "llama-linear": Case(LlamaForCausalLM, LlamaConfig, _scaled("linear")),
+    "llama-yarn": Case(
+        LlamaForCausalLM, LlamaConfig, _scaled("yarn", original_max_position_embeddings=64)
+    ),
+    "llama-dynamic": Case(LlamaForCausalLM, LlamaConfig, _scaled("dynamic")),
+    "qwen2": Case(Qwen2ForCausalLM, Qwen2Config, {"head_dim": 8, "rms_norm_eps": 1e-5}),
+    "qwen3": Case(Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
+    "qwen3-bias": Case(Qwen3ForCausalLM, Qwen3Config, {"attention_bias": True}),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder, and the transformers model that was saved there."""
+
+    path: Path
+    model: PreTrainedModel
+
+    @torch.inference_mode()
+    def logits(self, token_ids: np.ndarray) -> torch.Tensor:
+        """[num_tokens, vocab_size] of one sequence, computed by transformers at once."""
+        return self.model(input_ids=torch.from_numpy(token_ids)[None].long()).logits[0].float()
+
+
+def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
+    """Write random weights, large enough that an error in any of them moves the logits."""
+    torch.manual_seed(0)
+    config = case.config(**SHAPE | case.changes)
+    config.pad_token_id = None
+    model = case.model(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("norm.weight"):
+                parameter.uniform_(0.5, 1.5)
+            else:
+                parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+    model.save_pretrained(path, **save_options)
+    return Checkpoint(path, model)
+
+
+class Paging:
+    """Gives sequences blocks in a shuffled order and builds batches from spans of them."""
+
+    def __init__(self, num_blocks: int, block_size: int, seed: int = 0) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._free = list(np.random.default_rng(seed).permutation(num_blocks))
+        self._blocks: dict[str, list[int]] = {}
+
+    def batch(self, *spans: tuple[str, np.ndarray, int, int], logits: str = "all") -> RaggedBatch:
+        """spans: (sequence, its token ids, start, stop); logits: all rows, or each one's last."""
+        counts = [stop - start for _, _, start, stop in spans]
+        query_start = np.cumsum([0, *counts])
+        rows = np.arange(query_start[-1]) if logits == "all" else query_start[1:] - 1
+        return RaggedBatch(
+            token_ids=np.concatenate([ids[a:b] for _, ids, a, b in spans]).astype(np.int32),
+            positions=np.concatenate([np.arange(a, b) for _, _, a, b in spans]).astype(np.int32),
+            query_start=query_start.astype(np.int32),
+            seq_lens=np.array([stop for *_, stop in spans], dtype=np.int32),
+            block_tables=self._tables(spans),
+            logits_rows=rows.astype(np.int32),
+        )
+
+    def _tables(self, spans: tuple[tuple[str, np.ndarray, int, int], ...]) -> np.ndarray:
+        for name, _, _, stop in spans:
+            blocks = self._blocks.setdefault(name, [])
+            while len(blocks) * self.block_size < stop:
+                blocks.append(self._free.pop())
+        tables = [self._blocks[name] for name, *_ in spans]
+        # Padding must never be read: an id that does not exist makes reading it an error.
+        width = max(map(len, tables))
+        padded = [[*table, *[self.num_blocks] * (width - len(table))] for table in tables]
+        return np.array(padded, dtype=np.int32)

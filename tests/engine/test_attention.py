@@ -1,0 +1,226 @@
+"""Every attention backend against plain attention over the sequence's own keys and values."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+import torch.nn.functional as F
+from tests.engine.small_models import Paging
+
+from penstock.engine.attention import backend_names, make_backend
+from penstock.engine.attention.packed import _MAX_FOLDED_QUERIES, _MAX_GATHERED_BYTES
+from penstock.engine.attention.packed import Backend as Packed
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
+from penstock.engine.models.config import DecoderConfig
+
+CPU = torch.device("cpu")
+HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16
+NUM_BLOCKS, BLOCK_SIZE = 128, 8
+NOTHING = np.empty(0, dtype=np.int64)
+
+every_backend = pytest.mark.parametrize("name", backend_names())
+
+# Each: (tokens in the cache afterwards, of which are query rows).
+BATCHES = {
+    "decode": [(1, 1), (9, 1), (200, 1), (12, 1), (16, 1)],
+    "equal decode": [(40, 1)] * 5,
+    "verify": [(30, 4), (25, 4), (31, 4), (4, 4), (100, 7)],
+    "whole prompts": [(5, 5), (8, 8), (33, 33), (80, 80), (5, 5)],
+    "chunks": [(100, 33), (100, 64), (70, 20), (140, 100)],
+    "mixed": [(50, 1), (60, 60), (90, 40), (17, 5), (51, 1), (18, 5), (3, 2)],
+}
+
+
+def small_config(num_kv_heads: int = KV_HEADS) -> DecoderConfig:
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=8,
+        hidden_size=8,
+        intermediate_size=8,
+        num_layers=2,
+        num_heads=HEADS,
+        num_kv_heads=num_kv_heads,
+        head_dim=HEAD_DIM,
+        rms_norm_eps=1e-6,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=1024,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype=torch.float32,
+    )
+
+
+@dataclasses.dataclass
+class Scene:
+    """A filled cache, a batch over it, its queries, and what attention must give."""
+
+    cache: PagedKVCache
+    batch: RaggedBatch
+    q: torch.Tensor
+    expected: torch.Tensor
+
+    def attend(self, name: str, layer: int = 1) -> torch.Tensor:
+        backend = make_backend(name, self.cache, HEADS)
+        return backend.attend(self.q, layer, backend.prepare(self.batch))
+
+
+def ids(count: int) -> npt.NDArray[np.int64]:
+    return np.zeros(count, dtype=np.int64)
+
+
+def make_scene(
+    lengths: list[tuple[int, int]], num_kv_heads: int = KV_HEADS, dtype: Any = torch.float32
+) -> Scene:
+    generator = torch.Generator().manual_seed(0)
+    cache = PagedKVCache(small_config(num_kv_heads), NUM_BLOCKS, BLOCK_SIZE, dtype, CPU)
+    paging = Paging(NUM_BLOCKS, BLOCK_SIZE)
+    queries, expected = [], []
+    for i, (total, rows) in enumerate(lengths):
+        kv = torch.randn(total, 2 * num_kv_heads, HEAD_DIM, generator=generator).to(dtype)
+        whole = paging.batch((str(i), ids(total), 0, total))
+        cache.write(1, torch.from_numpy(whole.slot_mapping(BLOCK_SIZE)), kv)
+        q = torch.randn(rows, HEADS, HEAD_DIM, generator=generator).to(dtype)
+        keys, values = kv.float().transpose(0, 1).split(num_kv_heads)
+        repeats = HEADS // num_kv_heads
+        visible = torch.ones(rows, total, dtype=torch.bool).tril(total - rows)
+        out = F.scaled_dot_product_attention(
+            q.float().transpose(0, 1),
+            keys.repeat_interleave(repeats, 0),
+            values.repeat_interleave(repeats, 0),
+            attn_mask=visible,
+        )
+        queries.append(q)
+        expected.append(out.transpose(0, 1))
+    spans = [(str(i), ids(total), total - rows, total) for i, (total, rows) in enumerate(lengths)]
+    return Scene(cache, paging.batch(*spans), torch.cat(queries), torch.cat(expected))
+
+
+@every_backend
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_equals_plain_attention(
+    name: str, lengths: list[tuple[int, int]], num_kv_heads: int
+) -> None:
+    scene = make_scene(lengths, num_kv_heads)
+    out = scene.attend(name)
+    assert out.is_contiguous()
+    torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
+    assert not torch.allclose(scene.attend(name, layer=0), scene.expected, atol=1e-2)
+
+
+@every_backend
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(name: str, dtype: torch.dtype) -> None:
+    scene = make_scene(BATCHES["mixed"], dtype=dtype)
+    out = scene.attend(name)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.float(), scene.expected, rtol=0, atol=2e-2)
+
+
+@every_backend
+def test_queries_may_be_a_view(name: str) -> None:
+    scene = make_scene(BATCHES["mixed"])
+    wider = torch.cat((scene.q, torch.randn_like(scene.q)), dim=1)
+    scene.q = wider[:, :HEADS]
+    torch.testing.assert_close(scene.attend(name), scene.expected, rtol=0, atol=1e-5)
+
+
+@every_backend
+def test_a_broken_sequence_spoils_no_other(name: str) -> None:
+    """What is left over in freed blocks, and what others compute, never gets through a mask."""
+    scene = make_scene(BATCHES["mixed"])
+    lengths = BATCHES["mixed"]
+    used = {
+        int(slot) for i, (total, _) in enumerate(lengths) for slot in _slots(scene.batch, i, total)
+    }
+    unused = [slot for slot in range(NUM_BLOCKS * BLOCK_SIZE) if slot not in used]
+    broken_rows = slice(*scene.batch.query_start[4:6])
+    by_slot = scene.cache.layers[1].view(2 * KV_HEADS, -1, HEAD_DIM)
+    by_slot[:, unused] = float("nan")
+    by_slot[:, _slots(scene.batch, 4, 3)] = float("nan")
+    out = scene.attend(name)
+    assert out[broken_rows].isnan().all()
+    out[broken_rows] = scene.expected[broken_rows]
+    torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
+
+
+def _slots(batch: RaggedBatch, sequence: int, count: int) -> npt.NDArray[np.int64]:
+    positions = np.arange(count)
+    table = batch.block_tables[sequence].astype(np.int64)
+    return table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
+
+
+@every_backend
+def test_sequences_without_rows_are_skipped(name: str) -> None:
+    scene = make_scene([(10, 2), (20, 3)])
+    starts, lens, tables = (
+        scene.batch.query_start,
+        scene.batch.seq_lens,
+        scene.batch.block_tables,
+    )
+    scene.batch = dataclasses.replace(
+        scene.batch,
+        query_start=starts[[0, 1, 1, 2]],
+        seq_lens=lens[[0, 0, 1]],
+        block_tables=tables[[0, 0, 1]],
+    )
+    torch.testing.assert_close(scene.attend(name), scene.expected, rtol=0, atol=1e-5)
+
+
+def test_packed_pads_less_than_a_block() -> None:
+    scene = make_scene(BATCHES["mixed"] + BATCHES["verify"])
+    metadata = Packed(scene.cache, HEADS).prepare(scene.batch)
+    gathered = sum(group.slots.shape[0] for group in metadata.groups)
+    needed = int(scene.batch.seq_lens.sum())
+    assert needed <= gathered < needed + BLOCK_SIZE * scene.batch.num_seqs
+    assert len(metadata.groups) < scene.batch.num_seqs
+
+
+def test_packed_bounds_what_it_gathers() -> None:
+    config = small_config()
+    cache = PagedKVCache(config, 4096, BLOCK_SIZE, torch.float32, CPU)
+    paging = Paging(4096, BLOCK_SIZE)
+    spans = [(str(i), ids(1600), 1599, 1600) for i in range(20)]
+    groups = Packed(cache, HEADS).prepare(paging.batch(*spans)).groups
+    per_token = kv_bytes_per_token(config, torch.float32) // config.num_layers
+    assert sum(group.num_seqs for group in groups) == 20
+    assert max(group.slots.shape[0] for group in groups) * per_token <= _MAX_GATHERED_BYTES
+    assert max(group.num_seqs for group in groups) > 1
+
+
+def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:
+    cache = PagedKVCache(small_config(), NUM_BLOCKS, BLOCK_SIZE, torch.float32, CPU)
+    count = _MAX_FOLDED_QUERIES + 1
+    batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(
+        ("a", ids(20), 19, 20), ("b", ids(count), 0, count), ("c", ids(9), 7, 9)
+    )
+    masks = [group.mask is None for group in Packed(cache, HEADS).prepare(batch).groups]
+    assert masks == [True, False, True]
+
+
+def test_unknown_backend() -> None:
+    cache = PagedKVCache(small_config(), 1, 1, torch.float32, CPU)
+    with pytest.raises(ValueError, match=r"attention is 'flash'; allowed: packed, reference") as e:
+        make_backend("flash", cache, HEADS)
+    assert "\n" not in str(e.value)
+
+
+def test_cache_of_no_blocks() -> None:
+    with pytest.raises(ValueError, match="both must be at least 1"):
+        PagedKVCache(small_config(), 0, 16, torch.float32, CPU)
+
+
+def test_bytes_per_token() -> None:
+    assert kv_bytes_per_token(small_config(), torch.bfloat16) == 2 * 2 * KV_HEADS * HEAD_DIM * 2

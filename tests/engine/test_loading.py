@@ -1,0 +1,270 @@
+"""Configurations, rotary tables, weights and dtypes; a bad checkpoint is one clear line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.engine.small_models import CASES, SHAPE, Checkpoint, write_checkpoint
+
+from penstock.engine.models.config import CheckpointError, DecoderConfig, RopeScaling, RopeTable
+from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.weights import load_weights, weight_specs
+
+CPU = torch.device("cpu")
+Checkpoints = Callable[[str], Checkpoint]
+Broken = Callable[[str], Path]
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Set keys; None removes one."""
+    content = json.loads(file.read_text()) | changes
+    file.write_text(json.dumps({k: v for k, v in content.items() if v is not None}))
+
+
+def load(path: Path) -> dict[str, torch.Tensor]:
+    return load_weights(path, DecoderConfig.from_pretrained(path))
+
+
+def refusal(path: Path, *parts: str) -> None:
+    """Loading must fail with one line that names the folder and has all `parts`."""
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (str(path), *parts):
+        assert part in message
+
+
+def test_config_fields(checkpoint: Checkpoints) -> None:
+    config = DecoderConfig.from_pretrained(checkpoint("qwen3-bias").path)
+    assert config.architecture == "Qwen3ForCausalLM"
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 16)
+    assert (config.q_size, config.kv_size, config.hidden_size) == (96, 32, 48)
+    assert (config.qk_norm, config.qkv_bias, config.o_bias) == (True, True, True)
+    assert config.dtype == torch.float32
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+
+
+def test_qwen2_has_biases_but_not_on_its_output(checkpoint: Checkpoints) -> None:
+    config = DecoderConfig.from_pretrained(checkpoint("qwen2").path)
+    assert (config.qk_norm, config.qkv_bias, config.o_bias) == (False, True, False)
+
+
+def test_eos_of_both_files(broken: Broken) -> None:
+    path = broken("llama")
+    edit_json(path / "config.json", eos_token_id=[5, 2])
+    edit_json(path / "generation_config.json", eos_token_id=[7, 5])
+    assert DecoderConfig.from_pretrained(path).eos_token_ids == (5, 2, 7)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-llama3", "llama-linear", "llama-yarn"])
+def test_both_rope_spellings(broken: Broken, case: str) -> None:
+    path = broken(case)
+    newer = DecoderConfig.from_pretrained(path)
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    theta = rope.pop("rope_theta")
+    scaling = None if case == "llama" else rope
+    edit_json(path / "config.json", rope_parameters=None, rope_theta=theta, rope_scaling=scaling)
+    assert DecoderConfig.from_pretrained(path) == newer
+    if scaling is not None:
+        scaling["type"] = scaling.pop("rope_type")
+        edit_json(path / "config.json", rope_scaling=scaling)
+        assert DecoderConfig.from_pretrained(path) == newer
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_rope_tables_are_transformers_own(checkpoint: Checkpoints, case: str) -> None:
+    saved = checkpoint(case)
+    table = RopeTable.build(DecoderConfig.from_pretrained(saved.path), 256)
+    cos, sin = saved.model.model.rotary_emb(torch.zeros(1), torch.arange(256)[None])
+    torch.testing.assert_close(table.cos, cos[0], rtol=0, atol=0)
+    torch.testing.assert_close(table.sin, sin[0], rtol=0, atol=0)
+
+
+def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
+    config = DecoderConfig.from_pretrained(checkpoint("llama-dynamic").path)
+    with pytest.raises(ValueError, match=r"allowed: 1\.\.256"):
+        RopeTable.build(config, 257)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
+        ({"architectures": None}, ["architectures is None", "LlamaForCausalLM"]),
+        ({"model_type": "no-such-model"}, ["no-such-model"]),
+        ({"hidden_act": "gelu"}, ["gelu", "allowed: silu"]),
+        ({"num_key_value_heads": 4}, ["num_heads 6", "num_kv_heads 4"]),
+        ({"num_hidden_layers": "two"}, ["num_hidden_layers"]),
+        ({"num_hidden_layers": 0}, ["num_layers is 0"]),
+        ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"dtype": "float64"}, ["float64", "bfloat16"]),
+        ({"quantization_config": {"bits": 4}}, ["quantized", "bfloat16"]),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, []),
+        (
+            {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}},
+            ["factor", "at least 1"],
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+            ["partial_rotary_factor"],
+        ),
+    ],
+)
+def test_unusable_configs(broken: Broken, changes: dict[str, Any], parts: list[str]) -> None:
+    path = broken("llama")
+    edit_json(path / "config.json", **changes)
+    refusal(path, "config.json", *parts)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
+        {"layer_types": ["full_attention", "sliding_attention"]},
+    ],
+)
+def test_sliding_windows_are_refused(broken: Broken, changes: dict[str, Any]) -> None:
+    path = broken("qwen3")
+    edit_json(path / "config.json", **{"layer_types": None} | changes)
+    refusal(path, "sliding-window", "full attention")
+
+
+def test_a_window_that_no_layer_uses(broken: Broken) -> None:
+    path = broken("qwen2")
+    edit_json(
+        path / "config.json",
+        layer_types=None,
+        use_sliding_window=False,
+        sliding_window=8,
+        max_window_layers=0,
+    )
+    assert load(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", ""])
+def test_broken_config_json(broken: Broken, content: str) -> None:
+    path = broken("llama")
+    (path / "config.json").write_text(content)
+    refusal(path, "config.json", "JSON")
+
+
+def test_missing_files(broken: Broken, tmp_path: Path) -> None:
+    path = broken("llama")
+    (path / "config.json").unlink()
+    refusal(path, "config.json", "No such file")
+    refusal(tmp_path / "nowhere", "no such folder")
+
+
+def test_rope_scaling_checks_itself() -> None:
+    with pytest.raises(ValueError, match="allowed: default, linear, dynamic, llama3, yarn"):
+        RopeScaling("longrope", 2.0)
+    with pytest.raises(ValueError, match="low_freq_factor is None"):
+        RopeScaling("llama3", 2.0, original_max_position_embeddings=8, high_freq_factor=4.0)
+    with pytest.raises(ValueError, match="must be below high_freq_factor"):
+        RopeScaling("llama3", 2.0, 8, low_freq_factor=4.0, high_freq_factor=4.0)
+
+
+@pytest.mark.parametrize("case", ["llama", "llama-bias", "qwen2", "qwen3"])
+def test_weights_are_stacked(checkpoint: Checkpoints, case: str) -> None:
+    saved = checkpoint(case)
+    config = DecoderConfig.from_pretrained(saved.path)
+    weights = load_weights(saved.path, config)
+    assert {n: tuple(w.shape) for n, w in weights.items()} == {
+        spec.name: spec.shape for spec in weight_specs(config)
+    }
+    theirs = saved.model.state_dict()
+    attention = [theirs[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
+    mlp = [theirs[f"model.layers.1.mlp.{x}_proj.weight"] for x in ("gate", "up")]
+    assert torch.equal(weights["layers.1.qkv"], torch.cat(attention))
+    assert torch.equal(weights["layers.1.gate_up"], torch.cat(mlp))
+    assert ("lm_head" in weights) == (not config.tie_word_embeddings)
+
+
+def test_shards_are_one_checkpoint(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["llama"], max_shard_size="30KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 2
+    whole, sharded = load(checkpoint("llama").path), load(tmp_path)
+    assert whole.keys() == sharded.keys()
+    assert all(torch.equal(whole[name], sharded[name]) for name in whole)
+
+    (last := max(tmp_path.glob("*.safetensors"))).unlink()
+    refusal(tmp_path, last.name)
+    (tmp_path / "model.safetensors.index.json").write_text("{}")
+    refusal(tmp_path, "index.json", "weight_map")
+
+
+def test_dtype_is_the_checkpoints_unless_given(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    saved = checkpoint("llama")
+    saved.model.to(torch.bfloat16).save_pretrained(tmp_path)
+    saved.model.to(torch.float32)
+    config = DecoderConfig.from_pretrained(tmp_path)
+    assert config.dtype == torch.bfloat16
+    assert {w.dtype for w in load(tmp_path).values()} == {torch.bfloat16}
+    wider = load_weights(tmp_path, config, torch.float32)
+    assert {w.dtype for w in wider.values()} == {torch.float32}
+
+
+def test_no_safetensors(broken: Broken) -> None:
+    path = broken("llama")
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    refusal(path, "neither model.safetensors nor", "safetensors only")
+
+
+@pytest.mark.parametrize("size", [0, 5, 400, 20_000])
+def test_truncated_file(broken: Broken, size: int) -> None:
+    file = broken("llama") / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:size])
+    refusal(file.parent, "model.safetensors", "not a whole safetensors file")
+
+
+def test_not_safetensors(broken: Broken) -> None:
+    file = broken("llama") / "model.safetensors"
+    torch.save({"x": torch.zeros(3)}, file)
+    refusal(file.parent, "model.safetensors", "not a whole safetensors file")
+
+
+def test_missing_misshapen_and_mistyped_tensors(broken: Broken) -> None:
+    file = broken("llama") / "model.safetensors"
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(file)
+    right = tensors.pop(name)
+    save_file(tensors, file)
+    refusal(file.parent, name, "missing", "(80, 48)")
+    save_file(tensors | {name: right.t().contiguous()}, file)
+    refusal(file.parent, name, "(48, 80)", "(80, 48)")
+    save_file(tensors | {name: right.to(torch.int8)}, file)
+    refusal(file.parent, name, "int8", "bfloat16")
+
+
+def test_config_and_weights_of_two_models(broken: Broken) -> None:
+    path = broken("llama")
+    edit_json(path / "config.json", vocab_size=SHAPE["vocab_size"] + 1)
+    refusal(path, "model.embed_tokens.weight", "(89, 48)", "(90, 48)")
+
+
+def test_resolve_dtype() -> None:
+    assert resolve_dtype("float16", CPU) == torch.float16
+    with pytest.raises(ValueError, match="allowed: auto, float32, bfloat16, float16"):
+        resolve_dtype("int8", CPU)
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "expected"),
+    [
+        ({"avx2": True, "avx512_bf16": False, "amx_bf16": False}, torch.float32),
+        ({"avx512_bf16": True}, torch.bfloat16),
+        ({"amx_bf16": True}, torch.bfloat16),
+    ],
+)
+def test_auto_asks_the_processor(
+    monkeypatch: pytest.MonkeyPatch, capabilities: dict[str, bool], expected: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
+    assert resolve_dtype("auto", CPU) == expected

@@ -1,0 +1,144 @@
+"""Logits equal transformers', whatever the architecture, the batch's shape and the backend."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging
+
+from penstock.engine.attention import backend_names
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.eager import EagerRunner
+
+CPU = torch.device("cpu")
+TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+NUM_BLOCKS, BLOCK_SIZE = 64, 8
+
+Checkpoints = Callable[[str], Checkpoint]
+
+every_case = pytest.mark.parametrize("case", CASES)
+every_backend = pytest.mark.parametrize("attention", backend_names())
+
+
+def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
+
+
+def load(checkpoint: Checkpoint, attention: str = "packed") -> EagerRunner:
+    return EagerRunner.load(
+        checkpoint.path, torch.float32, CPU, NUM_BLOCKS, BLOCK_SIZE, attention=attention
+    )
+
+
+@every_backend
+@every_case
+def test_whole_prefill(checkpoint: Checkpoints, case: str, attention: str) -> None:
+    saved, ids = checkpoint(case), tokens(77)
+    batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(("a", ids, 0, 77))
+    logits = load(saved, attention).forward(batch)
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, saved.logits(ids), **TOLERANCE)
+
+
+@every_backend
+@every_case
+def test_chunked_prefill_then_decode(checkpoint: Checkpoints, case: str, attention: str) -> None:
+    saved, ids = checkpoint(case), tokens(100)
+    runner, paging = load(saved, attention), Paging(NUM_BLOCKS, BLOCK_SIZE)
+    edges = [0, 5, 8, 9, 50, 97, 98, 99, 100]
+    logits = [
+        runner.forward(paging.batch(("a", ids, start, stop)))
+        for start, stop in itertools.pairwise(edges)
+    ]
+    torch.testing.assert_close(torch.cat(logits), saved.logits(ids), **TOLERANCE)
+
+
+@every_backend
+@every_case
+def test_ragged_mix(checkpoint: Checkpoints, case: str, attention: str) -> None:
+    """Prefill, chunks, verification and decoding of seven sequences in the same batches."""
+    saved = checkpoint(case)
+    runner, paging = load(saved, attention), Paging(NUM_BLOCKS, BLOCK_SIZE)
+    ids = {name: tokens(80, seed=i) for i, name in enumerate("abcdefg")}
+    stops = [
+        {"a": 40, "b": 3, "c": 17},
+        {"b": 4, "a": 41, "d": 16, "c": 18, "e": 33},
+        {"e": 34, "f": 1, "a": 45, "d": 17, "c": 19, "b": 5, "g": 70},
+        {"a": 46, "b": 10, "c": 25, "d": 18, "e": 80, "f": 7, "g": 71},
+    ]
+    done = dict.fromkeys(ids, 0)
+    for step in stops:
+        batch = paging.batch(*((name, ids[name], done[name], stop) for name, stop in step.items()))
+        rows = [saved.logits(ids[name][:stop])[done[name] :] for name, stop in step.items()]
+        torch.testing.assert_close(runner.forward(batch), torch.cat(rows), **TOLERANCE)
+        done.update(step)
+
+
+def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:
+    saved, ids = checkpoint("qwen3"), tokens(30)
+    runner, paging = load(saved), Paging(NUM_BLOCKS, BLOCK_SIZE)
+    batch = paging.batch(("a", ids, 0, 20), ("b", ids, 0, 9), logits="last")
+    expected = saved.logits(ids)[[19, 8]]
+    torch.testing.assert_close(runner.forward(batch), expected, **TOLERANCE)
+
+    silent = dataclasses.replace(
+        paging.batch(("a", ids, 20, 25)), logits_rows=np.empty(0, dtype=np.int32)
+    )
+    assert runner.forward(silent).shape == (0, SHAPE["vocab_size"])
+    after = runner.forward(paging.batch(("a", ids, 25, 30)))
+    torch.testing.assert_close(after, saved.logits(ids)[25:], **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3"])
+@every_backend
+def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str, attention: str) -> None:
+    saved, ids = checkpoint(case), tokens(60)
+    runner = EagerRunner.load(saved.path, torch.bfloat16, CPU, NUM_BLOCKS, BLOCK_SIZE, attention)
+    paging = Paging(NUM_BLOCKS, BLOCK_SIZE)
+    logits = torch.cat(
+        [runner.forward(paging.batch(("a", ids, a, b))) for a, b in [(0, 40), (40, 59), (59, 60)]]
+    )
+    expected = saved.logits(ids)
+    assert (logits - expected).abs().mean() < 0.02 * expected.std()
+
+
+class _Turned(RaggedBatch):
+    """The rows turned by one position too many, but stored where they belong."""
+
+    def slot_mapping(self, block_size: int) -> npt.NDArray[np.int64]:
+        fields = _fields(self) | {"positions": self.positions - 1}
+        return RaggedBatch(**fields).slot_mapping(block_size)
+
+
+def _fields(batch: RaggedBatch) -> dict[str, npt.NDArray[np.int32]]:
+    return {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+
+
+@every_backend
+def test_errors_would_be_seen(checkpoint: Checkpoints, attention: str) -> None:
+    """Negative control: what these tests must not let pass moves logits by far more."""
+    saved, ids = checkpoint("llama"), tokens(40)
+    expected = saved.logits(ids)[30:]
+
+    def deviation(spoil: Callable[[RaggedBatch], RaggedBatch]) -> float:
+        runner, paging = load(saved, attention), Paging(NUM_BLOCKS, BLOCK_SIZE)
+        runner.forward(paging.batch(("a", ids, 0, 30)))
+        logits = runner.forward(spoil(paging.batch(("a", ids, 30, 40))))
+        return float((logits - expected).abs().max())
+
+    def swap_blocks(batch: RaggedBatch) -> RaggedBatch:
+        return dataclasses.replace(batch, block_tables=batch.block_tables[:, [4, 1, 2, 3, 0]])
+
+    def turn(batch: RaggedBatch) -> RaggedBatch:
+        return _Turned(**_fields(batch) | {"positions": batch.positions + 1})
+
+    assert deviation(lambda batch: batch) < 1e-4
+    assert deviation(turn) > 1e-2
+    # With the last, half-filled one: two full blocks may change places, keys know their positions.
+    assert deviation(swap_blocks) > 1e-2
