@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from penstock.core.registry import PolicyError, make_policy
+from penstock.core.registry import make_policy
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
 
 NGRAM = "ngram"
@@ -23,6 +23,16 @@ class ConfigError(ValueError):
 
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, data: Any) -> Any:
+        """Says what is allowed, which `extra="forbid"` does not."""
+        for name in data if isinstance(data, dict) else ():
+            if name not in cls.model_fields:
+                known = ", ".join(cls.model_fields)
+                raise ValueError(f"unknown setting {name!r}; settings: {known}")
+        return data
 
 
 class PolicyConfig(_Model):
@@ -75,6 +85,14 @@ class EngineConfig(_Model):
                 raise ValueError(f"a drafter cannot be called {name!r}")
         return drafters
 
+    @field_validator("tenants")
+    @classmethod
+    def _one_tenant_a_key(cls, tenants: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+        keys = [key for tenant in tenants.values() for key in tenant.api_keys]
+        if not all(keys) or len(set(keys)) < len(keys):
+            raise ValueError("API keys must not be empty, and each must belong to one tenant only")
+        return tenants
+
     @model_validator(mode="after")
     def _policies(self) -> Self:
         kinds: tuple[PolicyKind, ...] = ("admission", "selection", "allocation")
@@ -88,14 +106,18 @@ class EngineConfig(_Model):
 
 
 class ServeConfig(_Model):
-    """The whole server: engine, address, limits."""
+    """The whole server: engine, address, limits.
+
+    max_waiting_requests: requests without a first token at once; more get HTTP status 429.
+    """
 
     engine: EngineConfig
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     served_model_name: str | None = None
     max_waiting_requests: int = Field(default=4096, ge=1)
-    shutdown_grace_s: float = Field(default=30.0, ge=0)
+    max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    shutdown_grace_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
 
 
 def parse_config(data: dict[str, Any]) -> ServeConfig:
@@ -107,18 +129,16 @@ def parse_config(data: dict[str, Any]) -> ServeConfig:
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}: {message}" if where else message) from error
-    except PolicyError as error:
-        raise ConfigError(str(error)) from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """A YAML file's mapping. Raises: ConfigError."""
     try:
-        data = yaml.safe_load(path.read_text())
+        data = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {str(error).splitlines()[0]}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings")
     return data

@@ -106,7 +106,7 @@ class World:
         self.ends: dict[str, Output] = {}
         self.plans: list[StepPlan] = []
         self.log: list[StepPlan | StepResult | Output] = []
-        self._in_flight: dict[int, StepPlan] = {}
+        self._in_target: set[str] = set()
         self._down: set[str] = set()
         self._past_drafts: list[DraftReady] = []
 
@@ -116,15 +116,16 @@ class World:
         self.log.append(plan)
         self.plans.append(plan)
         assert plan.num_rows <= self.max_num_batched_tokens
-        busy = {i.request_id for p in self._in_flight.values() for i in p.items}
         for item in plan.items:
-            key = item.request_id
-            assert key not in busy or key not in self.scheduler_ids, f"{key} is in two target plans"
-        self._in_flight[plan.id] = plan
+            assert item.request_id not in self._in_target, "a request in two target plans"
+            self._in_target.add(item.request_id)
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         self.log.append(result)
-        del self._in_flight[plan.id]
+        epochs = {i.request_id: i.epoch for i in plan.items}
+        for state in self.scheduler.running:
+            if epochs.get(state.request.id) == state.epoch:
+                self._in_target.discard(state.request.id)
 
     def on_output(self, output: Output) -> None:
         self.log.append(output)
@@ -132,6 +133,7 @@ class World:
         self.tokens[output.request_id] += output.token_ids
         if output.finish_reason is not None:
             self.ends[output.request_id] = output
+            self._in_target.discard(output.request_id)
 
     # --- turns ----------------------------------------------------------------------------------
 
@@ -152,13 +154,6 @@ class World:
     def turn(self, *events: Event) -> None:
         self.loop.turn(events)
         self.check()
-
-    def step(self, *events: Event) -> None:
-        """One turn, after which every lane that has a plan runs it and reports."""
-        self.turn(*events)
-        for lane in [lane for lane, jobs in self.executor.lanes.items() if jobs]:
-            self.executor.run(lane)
-        self.turn()
 
     def run(self, requests: Sequence[Request] = (), max_turns: int = 5000) -> None:
         """Let requests arrive now and then, and the world be as rough as it is, until all are

@@ -98,7 +98,7 @@ def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", "Qwen3ForCausalLM"]),
         ({"architectures": None}, ["architectures is None", "LlamaForCausalLM"]),
-        ({"model_type": "no-such-model"}, ["no-such-model"]),
+        ({"model_type": "qwen2"}, ["model_type is 'qwen2'", "needs 'llama'"]),
         ({"hidden_act": "gelu"}, ["gelu", "allowed: silu"]),
         ({"num_key_value_heads": 4}, ["num_heads 6", "num_kv_heads 4"]),
         ({"num_hidden_layers": "two"}, ["num_hidden_layers"]),
@@ -106,7 +106,10 @@ def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
         ({"mlp_bias": True}, ["mlp_bias"]),
         ({"dtype": "float64"}, ["float64", "bfloat16"]),
         ({"quantization_config": {"bits": 4}}, ["quantized", "bfloat16"]),
-        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, []),
+        (
+            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
+            ["longrope", "allowed: default, linear, dynamic, llama3, yarn"],
+        ),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}},
             ["factor", "at least 1"],

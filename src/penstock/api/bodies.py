@@ -83,17 +83,22 @@ class GenerationBody(_Body):
 
     @field_validator("stop")
     @classmethod
-    def _stops(cls, stop: str | list[str]) -> list[str]:
-        stops = [stop] if isinstance(stop, str) else stop
-        if len(stops) > _MAX_STOPS or not all(stops):
-            raise ValueError(f"must be at most {_MAX_STOPS} strings, none of them empty")
-        return stops
+    def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
+        if len(stop) > _MAX_STOPS and not isinstance(stop, str):
+            raise ValueError(f"at most {_MAX_STOPS} strings are allowed, not {len(stop)}")
+        if stop == "" or not all(stop):
+            raise ValueError("a stop string must not be empty")
+        return stop
 
     @model_validator(mode="after")
     def _streaming(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream: true")
         return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def usage_at_end(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -59,11 +59,15 @@ class Delta:
 
 
 class Choice:
-    """Takes in the outputs of one engine request."""
+    """Takes in the outputs of one engine request. `opens_prompt`: the first choice of its prompt,
+    which is counted once."""
 
-    def __init__(self, index: int, request: Request, text: TextStream) -> None:
+    def __init__(
+        self, index: int, request: Request, text: TextStream, *, opens_prompt: bool
+    ) -> None:
         self.index = index
         self.request = request
+        self.opens_prompt = opens_prompt
         self.finish_reason: FinishReason | None = None
         self.num_tokens = 0
         self.num_cached_tokens = 0
@@ -86,9 +90,7 @@ class Choice:
             self.finish_reason = FinishReason.STOP
         elif output.finish_reason is not None:
             self._text.finish()
-            self.finish_reason = (
-                FinishReason.STOP if self._text.stopped else output.finish_reason
-            )
+            self.finish_reason = FinishReason.STOP if self._text.stopped else output.finish_reason
         text, tokens = self._text.take()
         if text or tokens or self.finish_reason is not None:
             return Delta(self.index, text, tokens, self.finish_reason)
@@ -107,11 +109,9 @@ class Choice:
         self.num_tokens += len(output.token_ids) - len(shown)
 
 
-def usage(choices: Iterable[Choice]) -> dict[str, Any]:
-    """Usage of a response so far. The prompt of several choices counts once."""
-    choices = list(choices)
-    by_prompt = {id(c.request.prompt_token_ids): c for c in choices}
-    prompt_tokens = sum(c.request.prompt_len for c in by_prompt.values())
+def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+    """Usage of a response so far. A prompt counts once, however many choices it has."""
+    prompt_tokens = sum(c.request.prompt_len for c in choices if c.opens_prompt)
     completion_tokens = sum(c.num_tokens for c in choices)
     speculated = Speculated()
     for choice in choices:
@@ -121,7 +121,7 @@ def usage(choices: Iterable[Choice]) -> dict[str, Any]:
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
         "prompt_tokens_details": {
-            "cached_tokens": sum(c.num_cached_tokens for c in by_prompt.values())
+            "cached_tokens": sum(c.num_cached_tokens for c in choices if c.opens_prompt)
         },
         "speculation": speculated.as_dict(),
     }

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from fastapi.exceptions import RequestValidationError
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 _TYPES = {
     401: "authentication_error",
@@ -58,23 +59,23 @@ class ApiError(Exception):
         return Response(body, self.status, headers, media_type="application/json")
 
 
-def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
-    """The first of pydantic's errors, as one line."""
-    first = errors[0]
-    location = [part for part in first["loc"] if part != "body"]
+def from_validation(error: ValidationError) -> ApiError:
+    """The first of pydantic's complaints, as one line."""
+    details = error.errors(include_url=False, include_input=False)
+    first, location = details[0], list(details[0]["loc"])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")
     if not location:
-        wanted = "a JSON object, sent with Content-Type: application/json"
-        return ApiError(400, f"the body must be {wanted}", code="invalid_body")
-    several = next((i for i, part in enumerate(location) if part in _SHAPES), None)
+        message = first["msg"].removeprefix("Value error, ")
+        return ApiError(400, f"the body is wrong: {message}", code="invalid_body")
+    shaped = next((i for i, part in enumerate(location) if part in _SHAPES), None)
+    message = first["msg"].removeprefix("Value error, ")
     if first["type"] == "extra_forbidden":
-        where, message = _dotted(location), "unknown field"
-    elif several is not None and len({tuple(e["loc"]) for e in errors}) > 1:
-        location = location[: several + 1]
-        where, message = _dotted(location), _SHAPES[location[-1]]
-    else:
-        where, message = _dotted(location), first["msg"].removeprefix("Value error, ")
+        message = "unknown field"
+    elif shaped is not None and len({d["loc"] for d in details}) > 1:
+        location = location[: shaped + 1]
+        message = _SHAPES[str(location[-1])]
+    where = _dotted(location)
     return ApiError(400, f"{where}: {message}", param=where, code=first["type"])
 
 
@@ -89,9 +90,9 @@ def install(app: FastAPI) -> None:
     async def own(request: Request, error: ApiError) -> Response:
         return error.response()
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> Response:
-        return from_validation(error.errors()).response()
+    @app.exception_handler(ClientDisconnect)
+    async def gone(request: Request, error: ClientDisconnect) -> Response:
+        return ApiError(499, "the client closed the connection").response()
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:

@@ -7,15 +7,17 @@ import hashlib
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
 from penstock.api.choices import Choice
 from penstock.api.errors import ApiError
 from penstock.api.text import TextStream
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
-from penstock.engine.tokenizer import Tokenizer
 from penstock.serving.messages import Ready
+
+if TYPE_CHECKING:
+    from penstock.engine.tokenizer import Tokenizer
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _GREEDY_BELOW = 1e-5
@@ -93,7 +95,9 @@ class Preparer:
         highest = self.engine.vocab_size - 1
         if max(token_ids) > highest:
             raise ApiError(
-                400, f"{param}: token ids go from 0 to {highest}, not to {max(token_ids)}", param=param
+                400,
+                f"{param}: token ids go from 0 to {highest}, not to {max(token_ids)}",
+                param=param,
             )
         if len(token_ids) >= self.engine.max_request_tokens:
             raise self._too_long(f"{param}: {len(token_ids)} tokens leave no room", param)
@@ -106,7 +110,6 @@ class Preparer:
         tenant: str,
         job_id: str,
     ) -> list[Choice]:
-        seed = secrets.randbits(64) if body.seed is None else body.seed % 2**64
         choices: list[Choice] = []
         for prompt in map(tuple, prompts):
             max_tokens = self._max_tokens(body, len(prompt), default_tokens)
@@ -119,12 +122,12 @@ class Preparer:
                     tenant=tenant,
                     prompt_token_ids=prompt,
                     stop_token_ids=self._stop_token_ids(body),
-                    sampling=self._sampling(body, derived_seed(seed, n)),
+                    sampling=self._sampling(body, n),
                     drafter=body.speculation.drafter,
                     max_draft_tokens=body.speculation.max_draft_tokens,
                 )
-                assert isinstance(body.stop, list)
-                choices.append(Choice(index, request, TextStream(self.tokenizer, body.stop)))
+                text = TextStream(self.tokenizer, body.stops)
+                choices.append(Choice(index, request, text, opens_prompt=n == 0))
         return choices
 
     def _max_tokens(
@@ -153,7 +156,8 @@ class Preparer:
         own = frozenset() if body.ignore_eos else self.engine.eos_token_ids
         return own | frozenset(body.stop_token_ids)
 
-    def _sampling(self, body: CompletionBody | ChatBody, seed: int) -> SamplingParams:
+    def _sampling(self, body: CompletionBody | ChatBody, n: int) -> SamplingParams:
+        seed = secrets.randbits(64) if body.seed is None else derived_seed(body.seed % 2**64, n)
         by_seed: Literal["coupled", "ratio"] = "ratio" if body.seed is None else "coupled"
         return SamplingParams(
             temperature=body.temperature if body.temperature >= _GREEDY_BELOW else 0.0,

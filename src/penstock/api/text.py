@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from penstock.core.types import TokenLogprob
-from penstock.engine.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from penstock.engine.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.selection import SelectionPolicy
 from penstock.core.state import Drafter, RequestState
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, DraftOrder, Status
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, DraftOrder
 
 
 class Drafting:
@@ -22,7 +22,6 @@ class Drafting:
         selection: SelectionPolicy,
         allocation: AllocationPolicy,
         estimators: Estimators,
-        max_model_len: int,
         live_states: Callable[[], Iterable[RequestState]],
     ) -> None:
         self.drafters = drafters
@@ -30,7 +29,6 @@ class Drafting:
         self._selection = selection
         self._allocation = allocation
         self._estimators = estimators
-        self._max_model_len = max_model_len
         self._live_states = live_states
 
     def drafter_of(self, state: RequestState) -> Drafter | None:
@@ -59,11 +57,12 @@ class Drafting:
 
     def reserve(self, state: RequestState) -> int:
         """Draft positions that admission keeps free for a running request."""
-        if not state.is_decoding or self.drafter_of(state) is None:
-            return 0
         if state.held is not None:
             return state.held.num_draft_tokens
-        return min(self._allocation.reserve(state), self._limit(state))
+        drafter = self.drafter_of(state)
+        if drafter is None or not state.is_decoding:
+            return 0
+        return min(self._allocation.reserve(state), self._limit(state, drafter))
 
     def allocate(
         self, states: Iterable[RequestState], budget: int, num_rows: int, num_sampled: int
@@ -74,8 +73,7 @@ class Drafting:
             drafter = self.drafter_of(state)
             if drafter is None or not state.is_decoding:
                 continue
-            limit = min(self._limit(state), drafter.max_draft_tokens)
-            candidates.append(DraftCandidate(state, drafter.name, limit))
+            candidates.append(DraftCandidate(state, drafter.name, self._limit(state, drafter)))
         if not candidates:
             return {}
         work = StepWork(max(0, budget), num_rows, num_sampled, self._estimators)
@@ -99,12 +97,13 @@ class Drafting:
             start = kv.num_computed_tokens
             num_catch_up = num_known - start
             missing = drafter.pool.blocks_for(num_known + max(length - 1, 0)) - len(kv.blocks)
-            if num_catch_up <= 0 or not self._make_room(drafter, missing, state):
+            has_room = missing <= 0 or self._make_room(drafter, missing, state)
+            if num_catch_up <= 0 or not has_room:
                 if is_new:
                     # The executor has not heard of this table.
                     self._memory.release(state, [drafter.name])
                 return None
-            new_blocks = drafter.pool.allocate(max(0, missing))
+            new_blocks = drafter.pool.allocate(missing) if missing > 0 else []
             kv.blocks += new_blocks
             new_blocks = kv.blocks[:] if is_new else new_blocks
         return DraftOrder(
@@ -125,14 +124,11 @@ class Drafting:
             computed = order.start + order.num_catch_up_tokens + max(num_proposed - 1, 0)
             kv.num_computed_tokens = computed
 
-    def _limit(self, state: RequestState) -> int:
+    def _limit(self, state: RequestState, drafter: Drafter) -> int:
         """Most draft tokens that could still be of use: the target adds one token itself."""
-        limit = min(
-            state.num_remaining_tokens - 1, self._max_model_len - state.num_known_tokens - 1
-        )
-        if state.request.max_draft_tokens is not None:
-            limit = min(limit, state.request.max_draft_tokens)
-        return max(0, limit)
+        limit = min(state.num_remaining_tokens - 1, drafter.max_draft_tokens)
+        wanted = state.request.max_draft_tokens
+        return limit if wanted is None else max(0, min(limit, wanted))
 
     def _make_room(self, drafter: Drafter, num_blocks: int, keep: RequestState) -> bool:
         """A drafter's KV is only a cache: take it from requests that now draft with another, or
@@ -142,9 +138,9 @@ class Drafting:
         if pool.can_allocate(num_blocks):
             return True
         for state in self._live_states():
-            idle = state.drafter != drafter.name or state.status is not Status.RUNNING
+            idle = state is not keep and state.drafter != drafter.name
             in_use = any(drafter.name in pools for pools in state.plans.values())
-            if state is not keep and idle and drafter.name in state.kv and not in_use:
+            if idle and not in_use and drafter.name in state.kv:
                 self._memory.release(state, [drafter.name])
             if pool.can_allocate(num_blocks):
                 return True

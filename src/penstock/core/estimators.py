@@ -6,6 +6,7 @@ later drafts stand on a prefix that the target did not choose.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 
 from penstock.core.types import TARGET, StepResult, Verdict
@@ -36,6 +37,12 @@ class Beta:
         return (self.accepted + prior_mean * prior_strength) / total
 
 
+_NOTHING = Beta()
+_DRAFTER_DISCOUNT = 0.995
+_PRIOR_MEAN = 0.7
+_PRIOR_STRENGTH = 2.0
+
+
 class AcceptanceEstimator:
     """Acceptance probability of a draft token by request and drafter.
 
@@ -45,8 +52,8 @@ class AcceptanceEstimator:
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
         self._discount = discount
         self._prior_strength = prior_strength
-        self._by_request: dict[tuple[str, str], Beta] = {}
-        self._by_drafter: dict[str, Beta] = {}
+        self._by_request: defaultdict[tuple[str, str], Beta] = defaultdict(Beta)
+        self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
 
     def observe(self, verdict: Verdict) -> None:
         """Take in the evidence of one verification."""
@@ -54,24 +61,27 @@ class AcceptanceEstimator:
             return
         accepted = verdict.evidence
         rejected = verdict.num_decided - accepted
-        everybody = self._by_drafter.setdefault(verdict.drafter, Beta())
-        everybody.fade(0.995)
+        everybody = self._by_drafter[verdict.drafter]
+        everybody.fade(_DRAFTER_DISCOUNT)
         everybody.observe(accepted, rejected)
-        own = self._by_request.setdefault((verdict.request_id, verdict.drafter), Beta())
+        own = self._by_request[verdict.request_id, verdict.drafter]
         own.fade(self._discount)
         own.observe(accepted, rejected)
 
     def fade(self, request_id: str, drafter: str) -> None:
-        """Age an estimate by a round in which the drafter was not used: a drafter that was put
-        aside is tried again in the end."""
+        """Age the estimates by a round in which the drafter was not used: a drafter that was put
+        aside, by one request or by all, is tried again in the end."""
         own = self._by_request.get((request_id, drafter))
         if own is not None:
             own.fade(self._discount)
+        everybody = self._by_drafter.get(drafter)
+        if everybody is not None:
+            everybody.fade(_DRAFTER_DISCOUNT)
 
     def mean(self, request_id: str, drafter: str) -> float:
         """Estimated acceptance probability in (0, 1)."""
-        everybody = self._by_drafter.get(drafter, Beta()).mean(0.7, 2.0)
-        own = self._by_request.get((request_id, drafter), Beta())
+        everybody = self._by_drafter.get(drafter, _NOTHING).mean(_PRIOR_MEAN, _PRIOR_STRENGTH)
+        own = self._by_request.get((request_id, drafter), _NOTHING)
         return own.mean(everybody, self._prior_strength)
 
     def forget(self, request_id: str) -> None:
@@ -95,13 +105,8 @@ class StepTimes:
                 self.curve_of(timed.drafter).observe(timed.batch, timed.seconds / timed.steps)
 
     def curve_of(self, drafter: str) -> StepTimeCurve:
-        """Seconds of one drafting step against its batch."""
+        """Seconds of one drafting step against its batch; empty while not measured."""
         return self.by_drafter.setdefault(drafter, StepTimeCurve())
-
-    def draft_seconds(self, drafter: str, batch: int) -> float:
-        """Seconds of one drafting step for `batch` requests; 0 while not measured."""
-        curve = self.by_drafter.get(drafter)
-        return curve(batch) if curve else 0.0
 
 
 class Estimators:

@@ -83,6 +83,8 @@ class KVMemory:
             pool = self.pools[name]
             verified = min(kv.num_computed_tokens, state.num_known_tokens)
             full = verified // pool.block_size
+            if full == kv.num_committed_blocks:
+                continue
             if full > len(state.block_hashes):
                 self._extend_hashes(state, pool.block_size)
             for i in range(kv.num_committed_blocks, min(full, len(state.block_hashes))):

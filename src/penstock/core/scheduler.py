@@ -77,7 +77,6 @@ class Scheduler:
             selection,
             allocation,
             self.estimators,
-            max_model_len,
             self._states.values,
         )
         self._in_flight: set[int] = set()
@@ -253,14 +252,10 @@ class Scheduler:
         if state.in_flight:
             return False
         drafter = self._drafting.drafter_of(state)
-        waits_for_draft = (
-            drafter is not None
-            and drafter.own_lane
-            and state.is_decoding
-            and state.held is None
-            and state.undrafted_round != state.round
-        )
-        return not waits_for_draft
+        if drafter is None or not drafter.own_lane:
+            return True
+        is_drafted = state.held is not None or state.undrafted_round == state.round
+        return is_drafted or not state.is_decoding
 
     def _draft_lengths(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, int]:
         """Draft lengths: held drafts as far as the step's budget goes, then what drafts inside
@@ -321,15 +316,15 @@ class Scheduler:
 
     def _grow_for_draft(self, scheduled: ScheduledTokens, length: int) -> int:
         """Room in the target's KV for as much of a draft as fits into free blocks."""
-        kv = scheduled.state.kv_of(TARGET)
+        blocks = scheduled.state.kv_of(TARGET).blocks
         end = scheduled.start + scheduled.num_tokens
-        room = (len(kv.blocks) + self.pool.num_free_blocks) * self.pool.block_size - end
-        length = min(length, room)
-        missing = self.pool.blocks_for(end + length) - len(kv.blocks)
-        if missing > 0:
-            new_blocks = self.pool.allocate(missing)
-            kv.blocks += new_blocks
-            scheduled.new_blocks += new_blocks
+        block_size = self.pool.block_size
+        if end + length <= len(blocks) * block_size:
+            return length
+        length = min(length, (len(blocks) + self.pool.num_free_blocks) * block_size - end)
+        new_blocks = self.pool.allocate(self.pool.blocks_for(end + length) - len(blocks))
+        blocks += new_blocks
+        scheduled.new_blocks += new_blocks
         return length
 
     def _schedule_drafter(self, now: float, lane: str, plan_id: int) -> tuple[DraftOrder, ...]:
@@ -423,7 +418,7 @@ class Scheduler:
             self._forget(state)
         return Output(
             request_id=state.request.id,
-            token_ids=tuple(new_tokens),
+            token_ids=new_tokens,
             finish_reason=reason,
             drafter=verdict.drafter,
             num_proposed=verdict.num_proposed,
@@ -434,14 +429,15 @@ class Scheduler:
 
     def _cut(
         self, state: RequestState, token_ids: tuple[int, ...]
-    ) -> tuple[list[int], FinishReason | None]:
+    ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Tokens up to the first stop token (kept) or to `max_tokens`."""
-        left = state.num_remaining_tokens
-        for i, token in enumerate(token_ids[:left]):
-            if token in state.request.stop_token_ids:
-                return list(token_ids[: i + 1]), FinishReason.STOP
-        reason = FinishReason.LENGTH if len(token_ids) >= left else None
-        return list(token_ids[:left]), reason
+        kept = token_ids[: state.num_remaining_tokens]
+        stops = state.request.stop_token_ids
+        if stops and not stops.isdisjoint(kept):
+            end = next(i for i, token in enumerate(kept, 1) if token in stops)
+            return kept[:end], FinishReason.STOP
+        is_last = len(kept) == state.num_remaining_tokens
+        return kept, FinishReason.LENGTH if is_last else None
 
     def _plan_ended(self, request_id: str, plan_id: int) -> None:
         state = self._states.get(request_id)

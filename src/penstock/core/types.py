@@ -1,14 +1,15 @@
 """The data that flows round the loop: requests, events, plans, results, outputs.
 
 Everything here is plain data of the standard library: ids, integers, strings. A plan never holds
-a tensor; tensors stay with the executor under (request, epoch, round).
+a tensor; tensors stay with the executor under (request, epoch, round). What every request needs in
+every step is a named tuple, because that is made in a fraction of a frozen dataclass's time.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 TARGET: Final = "target"
 """Name of the lane, and of the KV pool, of the target model."""
@@ -120,8 +121,7 @@ class DraftSource(StrEnum):
     HELD = "held"
 
 
-@dataclass(frozen=True, slots=True)
-class DraftOrder:
+class DraftOrder(NamedTuple):
     """Let `drafter` read known tokens `start..start + num_catch_up_tokens - 1` into its KV, then
     draft up to `max_draft_tokens` more (0: only catch up). `new_blocks` extend the drafter's block
     table of this request."""
@@ -136,8 +136,7 @@ class DraftOrder:
     new_blocks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class VerifyItem:
+class VerifyItem(NamedTuple):
     """Compute `num_scheduled_tokens` known tokens from position `start`, and up to
     `num_draft_tokens` draft positions behind them. Only an item that reaches the last known token
     (`samples`) yields tokens; any other is a chunk of prefill."""
@@ -204,18 +203,18 @@ class PhaseTimes:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probability of an emitted token under the target, and the best (token id, value) pairs."""
+    """Log-probability of an emitted token under the target, and the best pairs of (token id,
+    value)."""
 
     logprob: float
     top: tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Verdict:
+class Verdict(NamedTuple):
     """What a verify item came to. `token_ids` are the accepted drafts and the recovered or bonus
-    token; empty for a chunk of prefill. `num_decided` are the draft positions up to and including the
-    first rejection, `evidence` the successes among them: the accepted ones, or where the executor
-    can know it (`ratio` mode) the less noisy sum of Σ min(target, draft)."""
+    token; empty for a chunk of prefill. `num_decided` are the draft positions up to and including
+    the first rejection, `evidence` the successes among them: the accepted ones, or where the
+    executor can know it (`ratio` mode) the less noisy sum of Σ min(target, draft)."""
 
     request_id: str
     epoch: int

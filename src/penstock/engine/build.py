@@ -53,6 +53,7 @@ class Engine:
     tokenizer_path: Path
     max_model_len: int
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
     target: str
     backend: str
     dtype: str
@@ -128,6 +129,7 @@ def load_engine(config: EngineConfig) -> Engine:
         tokenizer_path=config.target,
         max_model_len=max_model_len,
         vocab_size=target.vocab_size,
+        eos_token_ids=target.eos_token_ids,
         target=config.target.name,
         backend=backend,
         dtype=str(dtype).removeprefix("torch."),

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
-import bisect
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+_STALL = 4.0
+"""A measurement counts for at most so many times what its size took before."""
+_REDRAW = 0.02
+"""The curve is drawn anew when a cell has moved by this share."""
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Averages of the measurements of nearly equal sizes; `drawn` is what the curve shows."""
+
+    size: float
+    seconds: float
+    drawn: float | None = None
 
 
 class StepTimeCurve:
@@ -16,9 +35,10 @@ class StepTimeCurve:
     def __init__(self, weight: float = 0.1, cell_width: float = 0.08) -> None:
         self._weight = weight
         self._cell_width = cell_width
-        self._cells: dict[int, tuple[float, float]] = {}
-        self._sizes: list[float] = []
-        self._seconds: list[float] = []
+        self._cells: dict[int, _Cell] = {}
+        self._sizes: FloatArray = np.empty(0)
+        self._seconds: FloatArray = np.empty(0)
+        self._tail_slope = 0.0
         self._stale = False
 
     @property
@@ -26,61 +46,73 @@ class StepTimeCurve:
         return not self._cells
 
     def observe(self, size: float, seconds: float) -> None:
-        """Add a measurement. The first of a cell counts in full."""
+        """Add a measurement. The first of a cell counts in full, as far as it can be true."""
         if size <= 0 or seconds < 0:
             return
-        cell = self._cell(size)
-        old = self._cells.get(cell)
-        if old is None:
-            self._cells[cell] = (size, seconds)
-        else:
-            w = self._weight
+        index = self._cell_of(size)
+        cell = self._cells.get(index)
+        if cell is None:
+            self._cells[index] = _Cell(size, self._between_neighbours(size, seconds))
+            self._stale = True
+            return
+        if cell.seconds:
             # A stall of the machine must not look like a property of the size.
-            seconds = min(seconds, 4 * old[1])
-            self._cells[cell] = (old[0] + w * (size - old[0]), old[1] + w * (seconds - old[1]))
-        self._stale = True
+            seconds = min(seconds, _STALL * cell.seconds)
+        cell.size += self._weight * (size - cell.size)
+        cell.seconds += self._weight * (seconds - cell.seconds)
+        if cell.drawn is None or abs(cell.seconds - cell.drawn) > _REDRAW * cell.drawn:
+            self._stale = True
 
     def __call__(self, size: float) -> float:
         """Predicted seconds; 0 while nothing has been measured."""
+        return float(self.at(np.array([size], dtype=np.float64))[0])
+
+    def at(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
+        """Predicted seconds of several sizes at once; 0 while nothing has been measured."""
         if self._stale:
-            self._rebuild()
-        sizes, seconds = self._sizes, self._seconds
-        if not sizes:
-            return 0.0
-        if size <= sizes[0]:
-            return seconds[0]
-        if size >= sizes[-1]:
-            return seconds[-1] + self._tail_slope() * (size - sizes[-1])
-        i = bisect.bisect_right(sizes, size)
-        share = (size - sizes[i - 1]) / (sizes[i] - sizes[i - 1])
-        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+            self._draw()
+        if not len(self._sizes):
+            return np.zeros(len(sizes))
+        within: FloatArray = np.interp(sizes, self._sizes, self._seconds)
+        beyond: FloatArray = np.maximum(sizes - self._sizes[-1], 0.0)
+        return within + self._tail_slope * beyond
 
     def points(self) -> list[tuple[float, float]]:
         """The curve's corners (size, seconds)."""
         if self._stale:
-            self._rebuild()
-        return list(zip(self._sizes, self._seconds, strict=True))
+            self._draw()
+        return list(zip(self._sizes.tolist(), self._seconds.tolist(), strict=True))
 
-    def _tail_slope(self) -> float:
-        if len(self._sizes) == 1:
-            return 0.0
-        return (self._seconds[-1] - self._seconds[0]) / (self._sizes[-1] - self._sizes[0])
+    def _between_neighbours(self, size: float, seconds: float) -> float:
+        """A new size between two measured ones takes no less and no longer than they do: were a
+        stall believed, nothing of this size might ever be tried again."""
+        if self._stale:
+            self._draw()
+        i = int(np.searchsorted(self._sizes, size))
+        if not 0 < i < len(self._sizes):
+            return seconds
+        return float(np.clip(seconds, self._seconds[i - 1], self._seconds[i]))
 
-    def _rebuild(self) -> None:
+    def _draw(self) -> None:
         """Pool adjacent violators: the nearest non-decreasing curve, in the mean."""
         pools: list[tuple[list[float], float]] = []
-        for size, seconds in sorted(self._cells.values()):
-            sizes = [size]
-            while pools and pools[-1][1] >= seconds:
-                before, level = pools.pop()
-                seconds = (level * len(before) + seconds * len(sizes)) / (len(before) + len(sizes))
+        for cell in sorted(self._cells.values(), key=lambda cell: cell.size):
+            cell.drawn = level = cell.seconds
+            sizes = [cell.size]
+            while pools and pools[-1][1] >= level:
+                before, lower = pools.pop()
+                level = (lower * len(before) + level * len(sizes)) / (len(before) + len(sizes))
                 sizes = before + sizes
-            pools.append((sizes, seconds))
-        self._sizes = [s for sizes, _ in pools for s in sizes]
-        self._seconds = [level for sizes, level in pools for _ in sizes]
+            pools.append((sizes, level))
+        self._sizes = np.array([s for sizes, _ in pools for s in sizes])
+        self._seconds = np.array([level for sizes, level in pools for _ in sizes])
+        self._tail_slope = 0.0
+        if len(self._sizes) > 1:
+            rise = self._seconds[-1] - self._seconds[0]
+            self._tail_slope = float(rise / (self._sizes[-1] - self._sizes[0]))
         self._stale = False
 
-    def _cell(self, size: float) -> int:
+    def _cell_of(self, size: float) -> int:
         """Cells are single integers while small, then geometric."""
         exact = round(1 / self._cell_width)
         if size <= exact:

@@ -118,7 +118,10 @@ class EngineClient:
         """Start the process and wait until its engine is loaded. Raises: EngineFailed."""
         loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._supervisor = asyncio.create_task(self._supervise(loaded))
-        await loaded
+        await asyncio.wait((loaded, self._supervisor), return_when=asyncio.FIRST_COMPLETED)
+        if not loaded.done():
+            await self._supervisor
+        loaded.result()
         return self.info
 
     async def drain(self, grace_s: float) -> None:

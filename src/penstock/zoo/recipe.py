@@ -76,7 +76,7 @@ class Recipe:
     """Rows of training text per domain."""
     held_rows: int = 12
     """Rows of held-back text per domain for the losses."""
-    teacher_rows: int = 200
+    teacher_rows: int = 160
     """Rows per domain, the pool's last, whose target logits are kept for distillation."""
     seed: int = 0
 
@@ -123,35 +123,35 @@ FULL = Recipe(
             Shape(384, 6, 6, 2, 64, 1152),
             "large target, all domains, grown from target-small",
             LATE,
-            steps=240,
+            steps=200,
             muon_lr=0.012,
             adam_lr=1.5e-3,
             grown_from="target-small",
             offset=690,
         ),
-        _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 600),
+        _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 500),
         _drafter(
             "draft-code",
             _SPECIALIST,
             "specialist: instructions with code, SQL",
             _only("instruction", "sql"),
-            420,
+            400,
         ),
         _drafter(
             "draft-data",
             _SPECIALIST,
             "specialist: numbers and structured text",
             _only("math", "sql", "entropy"),
-            420,
+            400,
         ),
         _drafter(
             "draft-lang",
             _SPECIALIST,
             "specialist: role-play, chat, questions, prose",
             _only("roleplay", "chat", "qa"),
-            420,
+            400,
         ),
-        _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 480),
+        _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 420),
     ),
 )
 

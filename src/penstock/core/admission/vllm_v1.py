@@ -81,8 +81,6 @@ class VllmV1:
         kept_free = int(self.options.watermark * step.pool.num_blocks)
         while step.waiting and budget > 0 and len(step.running) < self.options.max_num_seqs:
             state = step.waiting[0]
-            if not step.may_run(state):
-                break
             cached = len(step.cached_blocks(state)) * step.pool.block_size
             tokens = min(state.num_known_tokens - cached, budget)
             spare = kept_free if step.running else 0

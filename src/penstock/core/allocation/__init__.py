@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, NamedTuple, Protocol
 
 from penstock.core.estimators import Estimators
 from penstock.core.state import RequestState
 
 
-@dataclass(frozen=True, slots=True)
-class DraftCandidate:
+class DraftCandidate(NamedTuple):
     """A request that could draft with `drafter`, at most `limit` tokens this round."""
 
     state: RequestState

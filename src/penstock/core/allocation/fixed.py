@@ -51,12 +51,16 @@ class Fixed:
 
 def cut_to_budget(lengths: list[int], work: StepWork) -> list[int]:
     """Shorten the longest drafts until their sum fits the step's budget."""
-    excess = sum(lengths) - work.budget
-    while excess > 0 and any(lengths):
-        longest = max(range(len(lengths)), key=lambda i: lengths[i])
-        lengths[longest] -= 1
-        excess -= 1
-    return lengths
+    cap = max(lengths, default=0)
+    while sum(min(n, cap) for n in lengths) > work.budget:
+        cap -= 1
+    cut = [min(n, cap) for n in lengths]
+    spare = work.budget - sum(cut)
+    for i, length in enumerate(lengths):
+        if spare and length > cap:
+            cut[i] += 1
+            spare -= 1
+    return cut
 
 
 POLICY = Fixed

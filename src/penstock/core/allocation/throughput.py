@@ -7,14 +7,17 @@ at nothing.
 
 from __future__ import annotations
 
-import heapq
-from collections import Counter
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from penstock.core.allocation import DraftCandidate, StepWork
 from penstock.core.state import RequestState
+
+Purchase = tuple[float, int, int]
 
 
 class Throughput:
@@ -31,10 +34,10 @@ class Throughput:
         overhead: float = 3e-4
 
         def __post_init__(self) -> None:
-            if self.k_max < 0 or self.overhead < 0:
-                raise ValueError(
-                    f"k_max and overhead must not be negative, not {self.k_max}, {self.overhead}"
-                )
+            if self.k_max < 0:
+                raise ValueError(f"k_max must not be negative, not {self.k_max}")
+            if not 0 < self.overhead < math.inf:
+                raise ValueError(f"overhead must be positive and finite, not {self.overhead}")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -43,58 +46,71 @@ class Throughput:
         return self.options.k_max
 
     def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[int]:
-        order = self._purchases(candidates, work)
+        purchases = self._purchases(candidates, work)
         lengths = [0] * len(candidates)
-        best = list(lengths)
-        best_rate = self._rate(candidates, lengths, 0.0, work)
-        gain = 0.0
-        for index, survival in order:
-            lengths[index] += 1
-            gain += survival
-            rate = self._rate(candidates, lengths, gain, work)
-            if rate > best_rate:
-                best_rate, best = rate, list(lengths)
-        for candidate, length in zip(candidates, best, strict=True):
+        for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, work)]:
+            lengths[index] = length
+        for candidate, length in zip(candidates, lengths, strict=True):
             if length == 0:
                 work.estimators.acceptance.fade(candidate.state.request.id, candidate.drafter)
-        return best
+        return lengths
 
-    def _purchases(
-        self, candidates: Sequence[DraftCandidate], work: StepWork
-    ) -> list[tuple[int, float]]:
-        """(candidate, probability that this draft token is accepted), greatest first. Survival
-        falls along a draft, so greedy order never buys token s + 1 before token s."""
-        heap = []
+    def _purchases(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Purchase]:
+        """What the budget can buy, likeliest first: minus the probability that the draft token is
+        accepted, its candidate, and the length that the draft then has. Survival falls along a
+        draft, so token s + 1 is never bought before token s."""
+        purchases = []
         for index, candidate in enumerate(candidates):
             rate = work.estimators.acceptance.mean(candidate.state.request.id, candidate.drafter)
-            limit = min(candidate.limit, self.options.k_max)
-            if limit > 0:
-                heap.append((-rate, index, limit, rate))
-        heapq.heapify(heap)
-        order: list[tuple[int, float]] = []
-        while heap and len(order) < work.budget:
-            survival, index, left, rate = heap[0]
-            order.append((index, -survival))
-            if left > 1:
-                heapq.heapreplace(heap, (survival * rate, index, left - 1, rate))
-            else:
-                heapq.heappop(heap)
-        return order
+            survival = 1.0
+            for length in range(1, min(candidate.limit, self.options.k_max) + 1):
+                survival *= rate
+                purchases.append((-survival, index, length))
+        purchases.sort()
+        return purchases[: work.budget]
 
-    def _rate(
-        self,
-        candidates: Sequence[DraftCandidate],
-        lengths: Sequence[int],
-        gain: float,
-        work: StepWork,
-    ) -> float:
-        times = work.estimators.step_times
-        seconds = self.options.overhead + times.target(work.num_rows + sum(lengths))
-        batch = Counter(c.drafter for c, n in zip(candidates, lengths, strict=True) if n)
-        for drafter, size in batch.items():
-            steps = max(n for c, n in zip(candidates, lengths, strict=True) if c.drafter == drafter)
-            seconds += steps * times.draft_seconds(drafter, size)
-        return (work.num_sampled + gain) / seconds
+    def _num_worthwhile(
+        self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], work: StepWork
+    ) -> int:
+        """How many purchases make the most expected tokens per second of the whole step."""
+        rows = work.num_rows + np.arange(len(purchases) + 1, dtype=np.int64)
+        verify = work.estimators.step_times.target.at(rows).tolist()
+        draft = _DraftSeconds(candidates, work)
+        tokens = float(work.num_sampled)
+        best, best_rate = 0, tokens / (self.options.overhead + verify[0])
+        overhead = self.options.overhead
+        for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
+            tokens -= negative_survival
+            drafting = draft.lengthen(candidates[index].drafter, length)
+            rate = tokens / (overhead + verify[num_bought] + drafting)
+            if rate > best_rate:
+                best, best_rate = num_bought, rate
+        return best
+
+
+class _DraftSeconds:
+    """Seconds of drafting as drafts grow: every drafter takes a step for each token of its longest
+    draft, priced by how many requests it drafts for."""
+
+    def __init__(self, candidates: Sequence[DraftCandidate], work: StepWork) -> None:
+        batches = np.arange(len(candidates) + 1, dtype=np.int64)
+        curve_of = work.estimators.step_times.curve_of
+        drafters = dict.fromkeys(c.drafter for c in candidates)
+        self._seconds = 0.0
+        self._step_seconds = {d: curve_of(d).at(batches).tolist() for d in drafters}
+        self._batch = dict.fromkeys(drafters, 0)
+        self._steps = dict.fromkeys(drafters, 0)
+
+    def lengthen(self, drafter: str, length: int) -> float:
+        """Seconds of all drafting, once a draft of this drafter is `length` tokens long."""
+        if 1 < length <= self._steps[drafter]:
+            return self._seconds
+        self._batch[drafter] += length == 1
+        self._steps[drafter] = max(self._steps[drafter], length)
+        self._seconds = sum(
+            steps * self._step_seconds[d][self._batch[d]] for d, steps in self._steps.items()
+        )
+        return self._seconds
 
 
 POLICY = Throughput

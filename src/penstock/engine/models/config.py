@@ -65,8 +65,7 @@ class RopeScaling:
     def __post_init__(self) -> None:
         allowed = _ROPE_FIELDS.get(self.rope_type)
         if allowed is None:
-            kinds = ", ".join(["default", *_ROPE_FIELDS])
-            raise ValueError(f"rope_type is {self.rope_type!r}; allowed: {kinds}")
+            raise ValueError(_rope_type_error(self.rope_type))
         for name in sorted(allowed - _ROPE_OPTIONAL - {"truncate"}):
             value = getattr(self, name)
             number = isinstance(value, int | float) and not isinstance(value, bool)
@@ -171,15 +170,14 @@ class DecoderConfig:
 
         Raises CheckpointError where the folder, config.json or what it asks for cannot be used.
         """
-        raw = _read_json(path / "config.json")
-        architecture = _architecture(path, raw)
+        file = path / "config.json"
+        architecture = _architecture(file, _read_json(file))
+        generation_eos = _generation_eos(path / "generation_config.json")
         try:
             hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
-            return _from_transformers(architecture, hf_config, _generation_eos(path))
-        except CheckpointError:
-            raise
+            return _from_transformers(architecture, hf_config, generation_eos)
         except Exception as error:
-            raise CheckpointError(f"{path / 'config.json'}: {one_line(error)}") from error
+            raise CheckpointError(f"{file}: {one_line(error)}") from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,19 +242,31 @@ def _read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def _architecture(path: Path, raw: dict[str, Any]) -> str:
+def _architecture(file: Path, raw: dict[str, Any]) -> str:
+    """The one architecture that is named, once nothing else is asked for that is not done here."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in ARCHITECTURES:
         raise CheckpointError(
-            f"{path / 'config.json'}: architectures is {names!r}; "
-            f"allowed: one of {', '.join(ARCHITECTURES)}"
+            f"{file}: architectures is {names!r}; allowed: one of {', '.join(ARCHITECTURES)}"
+        )
+    model_type = names[0].removesuffix("ForCausalLM").lower()
+    if raw.get("model_type") != model_type:
+        raise CheckpointError(
+            f"{file}: model_type is {raw.get('model_type')!r}; {names[0]} needs {model_type!r}"
         )
     if raw.get("quantization_config"):
         raise CheckpointError(
-            f"{path / 'config.json'}: quantized weights are not read; "
-            "allowed: float32, bfloat16 or float16"
+            f"{file}: quantized weights are not read; allowed: float32, bfloat16 or float16"
         )
+    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    rope_type = rope.get("rope_type") or rope.get("type") or "default"
+    if rope_type != "default" and rope_type not in _ROPE_FIELDS:
+        raise CheckpointError(f"{file}: {_rope_type_error(rope_type)}")
     return str(names[0])
+
+
+def _rope_type_error(rope_type: str) -> str:
+    return f"rope_type is {rope_type!r}; allowed: {', '.join(['default', *_ROPE_FIELDS])}"
 
 
 def _from_transformers(
@@ -318,7 +328,7 @@ def _rope(hf_config: Any) -> tuple[float, RopeScaling | None]:
     if rope_type == "yarn" and values.get("factor") is None:
         original = values["original_max_position_embeddings"]
         values["factor"] = hf_config.max_position_embeddings / original
-    used = _ROPE_FIELDS.get(rope_type, {"factor"})
+    used = _ROPE_FIELDS[rope_type]
     given = {k: v for k, v in values.items() if k in used and v is not None}
     return theta, RopeScaling(rope_type=rope_type, **{"factor": 0.0, **given})
 
@@ -330,8 +340,7 @@ def _dtype(hf_config: Any) -> torch.dtype:
     return dtype or torch.float32
 
 
-def _generation_eos(path: Path) -> tuple[int, ...]:
-    file = path / "generation_config.json"
+def _generation_eos(file: Path) -> tuple[int, ...]:
     return _token_ids(_read_json(file).get("eos_token_id")) if file.exists() else ()
 
 

@@ -48,7 +48,8 @@ class Decoder:
         self._config = config
         self._embed_tokens = weights["embed_tokens"]
         self._norm = weights["norm"]
-        self._lm_head = weights.get("lm_head", self._embed_tokens).t()
+        tied = config.tie_word_embeddings
+        self._lm_head = self._embed_tokens.t() if tied else weights["lm_head"].t().contiguous()
         self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
         table = RopeTable.build(config, max_positions)
         half = config.head_dim // 2

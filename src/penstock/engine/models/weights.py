@@ -139,7 +139,9 @@ class _Reader:
         if file not in self._open:
             try:
                 self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            except (OSError, SafetensorError) as error:
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read ({one_line(error)})") from error
+            except SafetensorError as error:
                 raise CheckpointError(
                     f"{file}: not a whole safetensors file ({one_line(error)})"
                 ) from error

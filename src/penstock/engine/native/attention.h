@@ -32,7 +32,9 @@ struct AttentionScratch {
 };
 
 // c[Rows][Vecs lanes] = rescale[Rows] * c + a x b (or just a x b without `rescale`), b being rows
-// of `ldb` values in consecutive blocks of `block_rows` rows, `num_rows` in all.
+// of `ldb` values in consecutive blocks of `block_rows` rows, `num_rows` in all. Few rows wait for
+// memory, and blocks lie anywhere in it, so the hardware cannot foresee them: then the block after
+// this one is fetched while this one is read, and `blocks` has one entry past the last.
 template <int Rows, int Vecs, class T>
 static __attribute__((noinline)) void blocked_kernel(const float* a, size_t lda, int a_block,
                                                      const T* const* blocks, int ldb,
@@ -44,9 +46,13 @@ static __attribute__((noinline)) void blocked_kernel(const float* a, size_t lda,
       for (int j = 0; j < Vecs; ++j)
         sum[r][j] = load(c + r * ldc + column + j * kLanes) * splat(rescale[r]);
   for (int done = 0; done < num_rows; done += block_rows, ++blocks, a += a_block) {
-    const T* b = *blocks + column;
+    const T* b = blocks[0] + column;
+    const char* ahead = (const char*)(blocks[1] + column);
     const int count = num_rows - done < block_rows ? num_rows - done : block_rows;
-    for (int k = 0; k < count; ++k, b += ldb) {
+    for (int k = 0; k < count; ++k, b += ldb, ahead += ldb * sizeof(T)) {
+      if (Rows <= 4)
+        for (size_t line = 0; line < Vecs * kLanes * sizeof(T); line += 64)
+          __builtin_prefetch(ahead + line);
       VecF row[Vecs];
 #pragma GCC unroll 8
       for (int j = 0; j < Vecs; ++j) row[j] = load(b + j * kLanes);
@@ -54,7 +60,7 @@ static __attribute__((noinline)) void blocked_kernel(const float* a, size_t lda,
       for (int r = 0; r < Rows; ++r) {
         VecF x = splat(a[r * lda + k]);
 #pragma GCC unroll 8
-        for (int j = 0; j < Vecs; ++j) sum[r][j] += x * row[j];
+        for (int j = 0; j < Vecs; ++j) sum[r][j] = fused(x, row[j], sum[r][j]);
       }
     }
   }
@@ -95,11 +101,7 @@ struct BlockedProduct {
 
   // Rows [first, last), all columns; `width` is a multiple of kLanes.
   void run(int first, int last, int width) const {
-    const int num_blocks = (last - first + kMaxRows - 1) / kMaxRows;
-    if (num_blocks == 0) return;
-    const int block = (last - first + num_blocks - 1) / num_blocks;
-    for (int row = first; row < last; row += block)
-      rows(row, last - row < block ? last - row : block, width);
+    for_row_blocks(last - first, [&](int row, int height) { rows(first + row, height, width); });
   }
 };
 
@@ -158,12 +160,21 @@ static void attend(const AttentionShape& shape, const T* keys, const T* values,
     const int in_tile = length - start < tile ? length - start : tile;
     const int num_blocks = (in_tile + block_size - 1) / block_size;
     const int first_row = start > first_position ? start - first_position : 0;
-    const T* value_blocks[kTilePositions];
+    // Keys, then values, then the next tile's first keys: the order in which they are read.
+    const T* blocks[2 * kTilePositions + 1];
+    const T** value_blocks = blocks + num_blocks;
+    const int first_block = start / block_size;
+    auto head = [&](int block) { return (size_t)block_table[block] * shape.kv_heads + kv_head; };
     for (int j = 0; j < num_blocks; ++j) {
-      const size_t head = (size_t)block_table[start / block_size + j] * shape.kv_heads + kv_head;
-      const T* key_block = keys + head * shape.key_head();
-      value_blocks[j] = values + head * shape.value_head();
-      BlockedProduct<T> scores{scratch.query, (size_t)dim, 0, &key_block, padded_block, dim, dim,
+      blocks[j] = keys + head(first_block + j) * shape.key_head();
+      value_blocks[j] = values + head(first_block + j) * shape.value_head();
+    }
+    const bool is_last = start + tile >= length;
+    value_blocks[num_blocks] =
+        is_last ? blocks[0] : keys + head(first_block + num_blocks) * shape.key_head();
+
+    for (int j = 0; j < num_blocks; ++j) {
+      BlockedProduct<T> scores{scratch.query, (size_t)dim, 0, blocks + j, padded_block, dim, dim,
                                nullptr, scratch.score + (size_t)j * padded_block, score_stride};
       scores.run(first_row * heads, queries, padded_block);
     }

@@ -12,16 +12,13 @@ import tempfile
 from functools import lru_cache
 from pathlib import Path
 
-import torch  # noqa: F401  the library shares the OpenMP threads that torch brings: load it first
-
 SOURCE_FOLDER = Path(__file__).parent
 COMPILERS = ("g++", "clang++")
-# Contraction is forced: every multiply-add is fused, or none is, in each tile shape alike.
 FLAGS = (
     "-std=c++17",
     "-O3",
     "-march=native",
-    "-ffp-contract=fast",
+    "-ffp-contract=off",
     "-fno-math-errno",
     "-pthread",
     "-shared",
@@ -53,9 +50,8 @@ def load_library() -> ctypes.CDLL:
             _compile(compiler, library)
         return ctypes.CDLL(str(library))
     except OSError as error:
-        raise NativeUnavailableError(f"the native library cannot be kept or loaded: {error}") from (
-            error
-        )
+        reason = f"the native library cannot be kept or loaded: {error}"
+        raise NativeUnavailableError(reason) from error
 
 
 def cache_folder() -> Path:
@@ -84,7 +80,7 @@ def _run(command: list[str]) -> str:
 
 def _fingerprint(compiler: str) -> str:
     digest = hashlib.sha256()
-    for file in sorted(SOURCE_FOLDER.glob("*.h")) + [SOURCE_FOLDER / "penstock.cpp"]:
+    for file in [*sorted(SOURCE_FOLDER.glob("*.h")), SOURCE_FOLDER / "penstock.cpp"]:
         digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
     for text in (_run([compiler, "--version"]), " ".join(FLAGS), _cpu_flags()):
         digest.update(text.encode() + b"\0")

@@ -41,8 +41,8 @@ static __attribute__((noinline)) void panel_kernel(const float* a, size_t lda, c
 #pragma GCC unroll 12
       for (int r = 0; r < Rows; ++r) {
         VecF x = splat(a[r * lda + k]);
-        sum[r][2 * p] += x * left;
-        sum[r][2 * p + 1] += x * right;
+        sum[r][2 * p] = fused(x, left, sum[r][2 * p]);
+        sum[r][2 * p + 1] = fused(x, right, sum[r][2 * p + 1]);
       }
     }
   }
@@ -72,24 +72,32 @@ static PanelKernel<W> kernel_for(int rows, int panels) {
   return kernel_for_panels<W, Rows>(panels);
 }
 
+// Call visit(row, height) for blocks of at most kMaxRows rows of nearly equal height: 8 rows are
+// 4 + 4, not 6 + 2, whose second half would run at half speed.
+template <class Visit>
+PENSTOCK_INLINE void for_row_blocks(int rows, Visit&& visit) {
+  const int blocks = (rows + kMaxRows - 1) / kMaxRows;
+  for (int i = 0, row = 0; i < blocks; ++i) {
+    const int height = rows / blocks + (i < rows % blocks);
+    visit(row, height);
+    row += height;
+  }
+}
+
 // Multiply `rows` rows by panels [first, last) and hand each finished tile to
 // finish(row, num_rows, panel, num_panels, tile) while it is still in the first-level cache.
 template <class W, class Finish>
 PENSTOCK_INLINE void multiply(const float* a, size_t lda, int rows, const W* packed, int k_size,
                               int first, int last, Finish&& finish) {
   alignas(64) float tile[kMaxRows * kTileStride];
-  const int row_blocks = (rows + kMaxRows - 1) / kMaxRows;
-  // Even blocks: 8 rows are 4 + 4, not 6 + 2, whose second half would run at half speed.
-  const int block = (rows + row_blocks - 1) / row_blocks;
-  const int step = row_blocks == 1 ? panels_at_once(rows) : 1;
+  const int step = panels_at_once(rows);
   for (int panel = first; panel < last; panel += step) {
     const int width = last - panel < step ? last - panel : step;
     const W* weights = packed + (size_t)panel * k_size * kPanel;
-    for (int row = 0; row < rows; row += block) {
-      const int height = rows - row < block ? rows - row : block;
+    for_row_blocks(rows, [&](int row, int height) {
       kernel_for<W>(height, width)(a + row * lda, lda, weights, k_size, tile);
       finish(row, height, panel, width, tile);
-    }
+    });
   }
 }
 

@@ -11,46 +11,42 @@ from penstock.engine.native.build import load_library
 ERROR_BYTES = 256
 
 
+LAYER_TENSORS = (
+    "qkv",
+    "o",
+    "gate_up",
+    "down",
+    "input_norm",
+    "post_norm",
+    "qkv_bias",
+    "o_bias",
+    "q_norm",
+    "k_norm",
+)
+CONFIG_SIZES = (
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+    "head_dim",
+    "vocab_size",
+)
+
+
 class LayerWeights(Structure):
-    _fields_ = [
-        (name, c_void_p)
-        for name in (
-            "qkv",
-            "o",
-            "gate_up",
-            "down",
-            "input_norm",
-            "post_norm",
-            "qkv_bias",
-            "o_bias",
-            "q_norm",
-            "k_norm",
-            "keys",
-            "values",
-        )
-    ]
+    _fields_ = [(name, c_void_p) for name in (*LAYER_TENSORS, "keys", "values")]
 
 
 class ModelWeights(Structure):
     _fields_ = [
-        *(
-            (name, c_int32)
-            for name in (
-                "hidden_size",
-                "intermediate_size",
-                "num_layers",
-                "num_heads",
-                "num_kv_heads",
-                "head_dim",
-                "vocab_size",
-                "num_blocks",
-                "block_size",
-                "max_positions",
-                "weights_bf16",
-                "kv_bf16",
-                "num_threads",
-            )
-        ),
+        *((name, c_int32) for name in CONFIG_SIZES),
+        ("num_blocks", c_int32),
+        ("block_size", c_int32),
+        ("max_positions", c_int32),
+        ("weights_bf16", c_int32),
+        ("kv_bf16", c_int32),
+        ("num_threads", c_int32),
         ("rms_norm_eps", c_float),
         *((name, c_void_p) for name in ("embedding", "lm_head", "norm", "rope_cos", "rope_sin")),
         ("layers", POINTER(LayerWeights)),

@@ -167,13 +167,13 @@ class NativeRunner:
         config, weights = self._config, self._weights
         layers = (c.LayerWeights * config.num_layers)()
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
-            for name, _ in c.LayerWeights._fields_[:-2]:
+            for name in c.LAYER_TENSORS:
                 tensor = weights.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         cos, sin = self._rope
         described = c.ModelWeights(
-            **{name: getattr(config, name) for name, _ in c.ModelWeights._fields_[:7]},
+            **{name: getattr(config, name) for name in c.CONFIG_SIZES},
             num_blocks=self._num_blocks,
             block_size=self._block_size,
             max_positions=cos.shape[0],

@@ -2,7 +2,15 @@
 //
 // Every float operation whose rounding matters is written with these types rather than left to the
 // auto-vectoriser: it may peel a loop by address, and a value would then depend on where it lies.
+// Likewise a multiply-add is fused where `fused` says so and nowhere else: left to the compiler
+// (-ffp-contract), a * b + c * d is rounded differently in different tile shapes.
 #pragma once
+
+#if defined(__FMA__) || defined(__AVX512F__)
+#include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
+#endif
 
 #include <cmath>
 #include <cstddef>
@@ -42,6 +50,19 @@ struct Bf16 {
 // x - 0 is x for every x, -0 and NaN included, so this compiles to a bare broadcast.
 PENSTOCK_INLINE VecF splat(float x) { return x - VecF{}; }
 PENSTOCK_INLINE VecI splat_int(int32_t x) { return x + VecI{}; }
+
+// a * b + c in one rounding, or in two on processors without the instruction.
+PENSTOCK_INLINE VecF fused(VecF a, VecF b, VecF c) {
+#if defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif defined(__aarch64__)
+  return vfmaq_f32(c, a, b);
+#else
+  return a * b + c;
+#endif
+}
 
 template <class V, class T>
 PENSTOCK_INLINE V load_as(const T* p) {
@@ -123,12 +144,12 @@ PENSTOCK_INLINE VecF exp2_lanes(VecF x) {
   VecF shifted = y + round_to_int;
   VecF f = y - (shifted - round_to_int);
   VecF p = splat(0x1.41d334p-13f);
-  p = p * f + splat(0x1.5f456ap-10f);
-  p = p * f + splat(0x1.3b2dbcp-7f);
-  p = p * f + splat(0x1.c6aed4p-5f);
-  p = p * f + splat(0x1.ebfbdap-3f);
-  p = p * f + splat(0x1.62e43p-1f);
-  p = p * f + splat(1.0f);
+  p = fused(p, f, splat(0x1.5f456ap-10f));
+  p = fused(p, f, splat(0x1.3b2dbcp-7f));
+  p = fused(p, f, splat(0x1.c6aed4p-5f));
+  p = fused(p, f, splat(0x1.ebfbdap-3f));
+  p = fused(p, f, splat(0x1.62e43p-1f));
+  p = fused(p, f, splat(1.0f));
   VecF scaled = (VecF)((VecI)p + ((VecI)shifted << 23));
   return x < lowest ? VecF{} : scaled;
 }
@@ -153,11 +174,11 @@ static __attribute__((noinline)) void rms_norm(const float* x, const float* weig
   for (; i + 4 * kLanes <= padded; i += 4 * kLanes)
     for (int j = 0; j < 4; ++j) {
       VecF v = load(x + i + j * kLanes);
-      sums[j] += v * v;
+      sums[j] = fused(v, v, sums[j]);
     }
   for (; i < padded; i += kLanes) {
     VecF v = load(x + i);
-    sums[0] += v * v;
+    sums[0] = fused(v, v, sums[0]);
   }
   float mean = sum_lanes((sums[0] + sums[1]) + (sums[2] + sums[3])) / (float)n;
   VecF scale = splat(1.0f / std::sqrt(mean + eps));

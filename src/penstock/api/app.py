@@ -1,0 +1,133 @@
+"""The HTTP application: OpenAI's endpoints, and what operators look at."""
+
+from __future__ import annotations
+
+import time
+from importlib.resources import files
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from uuid import uuid4
+
+from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi.responses import HTMLResponse, JSONResponse
+from prometheus_client import CONTENT_TYPE_LATEST
+from pydantic import ValidationError
+
+from penstock import __version__
+from penstock.api import errors
+from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
+from penstock.api.choices import Choice
+from penstock.api.formats import ChatFormat, CompletionFormat, Format
+from penstock.api.jobs import EventStream, Job, collected
+from penstock.api.keys import Keyring
+from penstock.api.limits import BodyLimit
+from penstock.api.metrics import Metrics
+from penstock.api.prepare import Preparer
+from penstock.config import ServeConfig
+from penstock.serving.client import EngineClient
+
+if TYPE_CHECKING:
+    from penstock.engine.tokenizer import Tokenizer
+
+_Body = TypeVar("_Body", bound=GenerationBody)
+
+
+class Service:
+    """What the endpoints share."""
+
+    def __init__(self, config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) -> None:
+        self.client = client
+        self.tokenizer = tokenizer
+        self.model_name = config.served_model_name or config.engine.target.name
+        self.started_at = int(time.time())
+        self.metrics = Metrics(self.model_name)
+        self.prepare = Preparer(self.model_name, tokenizer, client.info, config.engine.verification)
+
+    async def answer(
+        self, http: Request, body: GenerationBody, choices: list[Choice], form: Format
+    ) -> Response:
+        """Run the choices. Raises: ApiError."""
+        job = await Job.start(self.client, self.metrics, choices)
+        if body.stream:
+            return EventStream(job, form, body)
+        return await collected(job, form, http)
+
+
+def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
+    """The application in front of a started client; `tokenizer` is the target's."""
+    # OpenAI's API is documented elsewhere, and the documentation pages load scripts from elsewhere.
+    app = FastAPI(openapi_url=None)
+    errors.install(app)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    service = Service(config, client, tokenizer)
+    _add_openai(app, service, Keyring(config.engine.tenants))
+    _add_operations(app, service)
+    return app
+
+
+def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
+    def tenant_of(authorization: Annotated[str | None, Header()] = None) -> str:
+        return keyring.tenant(authorization)
+
+    @app.post("/v1/completions")
+    async def completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
+        body = await _read(CompletionBody, http)
+        job_id = f"cmpl-{uuid4().hex}"
+        choices = await service.prepare.completion(body, tenant, job_id)
+        form = CompletionFormat(
+            job_id, service.model_name, service.tokenizer, logprobs=body.logprobs is not None
+        )
+        return await service.answer(http, body, choices, form)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
+        body = await _read(ChatBody, http)
+        job_id = f"chatcmpl-{uuid4().hex}"
+        choices = await service.prepare.chat(body, tenant, job_id)
+        form = ChatFormat(job_id, service.model_name, service.tokenizer, logprobs=body.logprobs)
+        return await service.answer(http, body, choices, form)
+
+    @app.get("/v1/models", dependencies=[Depends(tenant_of)])
+    async def models() -> dict[str, Any]:
+        model = {
+            "id": service.model_name,
+            "object": "model",
+            "created": service.started_at,
+            "owned_by": "penstock",
+            "max_model_len": service.client.info.max_request_tokens,
+            "drafters": list(service.client.info.drafters),
+        }
+        return {"object": "list", "data": [model]}
+
+
+async def _read(model: type[_Body], http: Request) -> _Body:
+    """Validate a body. Not left to FastAPI: pydantic's own parser also refuses what is no valid
+    Unicode, and says what is wrong with broken JSON. Raises: ApiError."""
+    try:
+        return model.model_validate_json(await http.body())
+    except ValidationError as error:
+        raise errors.from_validation(error) from error
+
+
+def _add_operations(app: FastAPI, service: Service) -> None:
+    dashboard = files("penstock.api").joinpath("dashboard.html").read_text(encoding="utf-8")
+
+    @app.get("/health")
+    async def health() -> JSONResponse:
+        problem = service.client.problem
+        if problem is not None:
+            return JSONResponse({"status": "unavailable", "reason": problem}, 503)
+        return JSONResponse({"status": "ok", "engine": service.client.info.description})
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": __version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        stats = await service.client.stats()
+        text = service.metrics.render(stats, service.client.num_restarts)
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    @app.get("/dashboard")
+    async def show_dashboard() -> HTMLResponse:
+        return HTMLResponse(dashboard)

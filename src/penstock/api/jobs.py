@@ -1,0 +1,155 @@
+"""One HTTP request while it is served: streamed as events, or collected into one response."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Self
+
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from penstock.api.bodies import GenerationBody
+from penstock.api.choices import Choice, Delta, usage
+from penstock.api.errors import ApiError
+from penstock.api.formats import Format, JsonDict
+from penstock.api.metrics import Metrics, RequestMeter
+from penstock.core.types import FinishReason
+from penstock.serving.client import EngineClient, EngineUnavailable, OutputStream, QueueFull
+
+
+class Job(AbstractContextManager["Job"]):
+    """The choices of one response, fed by the engine. Leaving it cancels what still runs."""
+
+    def __init__(
+        self, choices: Sequence[Choice], stream: OutputStream, meters: Sequence[RequestMeter]
+    ) -> None:
+        self.choices = choices
+        self._stream = stream
+        self._by_request = {
+            choice.request.id: (choice, meter)
+            for choice, meter in zip(choices, meters, strict=True)
+        }
+
+    @classmethod
+    async def start(cls, client: EngineClient, metrics: Metrics, choices: Sequence[Choice]) -> Self:
+        """Hand the choices' requests to the engine. Raises: ApiError if it cannot take them."""
+        requests = [choice.request for choice in choices]
+        meters = [RequestMeter(metrics, request) for request in requests]
+        try:
+            return cls(choices, await client.submit(requests), meters)
+        except QueueFull as error:
+            raise ApiError(429, str(error), code="queue_full") from error
+        except EngineUnavailable as error:
+            raise ApiError(503, str(error), code="engine_unavailable") from error
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stream.__exit__(exc_type, exc, traceback)
+        for choice, meter in self._by_request.values():
+            meter.finish(choice.finish_reason or FinishReason.CANCELLED)
+
+    async def deltas(self) -> AsyncIterator[Delta]:
+        """What the choices come to, in pieces. Raises: ApiError."""
+        async for output in self._stream:
+            choice, meter = self._by_request[output.request_id]
+            meter.observe(output)
+            delta = choice.take(output)
+            if delta is None:
+                continue
+            if delta.finish_reason is not None:
+                meter.finish(delta.finish_reason)
+                if output.finish_reason is None:
+                    self._stream.cancel(output.request_id)
+            yield delta
+
+
+class EventStream(StreamingResponse):
+    """A job's chunks as server-sent events; a client that goes away ends the job."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, job: Job, form: Format, body: GenerationBody) -> None:
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(_events(job, form, body), headers=headers)
+        self._job = job
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with self._job:
+            await super().__call__(scope, receive, send)
+
+
+async def _events(job: Job, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
+    try:
+        for choice in job.choices:
+            opening = form.opening(choice)
+            if opening is not None:
+                yield _event(_with_usage(opening, job, body))
+        async for delta in job.deltas():
+            yield _event(_with_usage(form.chunk(delta), job, body))
+        if body.usage_at_end:
+            yield _event(form.usage_chunk(job.choices))
+    except ApiError as error:
+        yield _event(error.body())
+    yield b"data: [DONE]\n\n"
+
+
+def _with_usage(chunk: JsonDict, job: Job, body: GenerationBody) -> JsonDict:
+    if body.usage_in_chunks:
+        chunk["usage"] = usage(job.choices)
+    elif body.usage_at_end:
+        chunk["usage"] = None
+    return chunk
+
+
+def _event(chunk: JsonDict) -> bytes:
+    return f"data: {_dumps(chunk)}\n\n".encode()
+
+
+def _dumps(body: JsonDict) -> str:
+    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+
+
+async def collected(job: Job, form: Format, http: HttpRequest) -> Response:
+    """The whole response, unless the client goes away before. Raises: ApiError."""
+    with job:
+        work = asyncio.create_task(_join(job))
+        gone = asyncio.create_task(_disconnected(http))
+        try:
+            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ApiError(499, "the client closed the connection")
+            body = form.response(job.choices, work.result())
+        finally:
+            work.cancel()
+            gone.cancel()
+    return Response(_dumps(body), media_type="application/json")
+
+
+async def _join(job: Job) -> list[Delta]:
+    """All deltas, joined to one a choice."""
+    pieces: list[list[Delta]] = [[] for _ in job.choices]
+    async for delta in job.deltas():
+        pieces[delta.index].append(delta)
+    return [
+        Delta(
+            index,
+            "".join(d.text for d in own),
+            [token for d in own for token in d.tokens],
+            own[-1].finish_reason,
+        )
+        for index, own in enumerate(pieces)
+    ]
+
+
+async def _disconnected(http: HttpRequest) -> None:
+    while (await http.receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,227 @@
+"""Prometheus metrics under vLLM's names, with the prefix `penstock:`.
+
+Counters and histograms are fed here, from what clients are sent; gauges and the engine's own
+counters come from its snapshot and start anew when its process is restarted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from functools import cache
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from penstock.core.types import TARGET, FinishReason, Output, Request
+from penstock.serving.messages import EngineStats
+
+_FIRST_TOKEN_S = (
+    0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20,
+    40, 80, 160,
+)  # fmt: skip
+_BETWEEN_TOKENS_S = (
+    0.00025, 0.0005, 0.001, 0.0015, 0.002, 0.003, 0.004, 0.006, 0.008, 0.01, 0.015, 0.025, 0.05,
+    0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1, 2.5,
+)  # fmt: skip
+_REQUEST_S = (
+    0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
+    240, 480, 960,
+)  # fmt: skip
+
+_REASONS = {
+    FinishReason.STOP: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.REFUSED: "error",
+    FinishReason.ERROR: "error",
+}
+
+
+class _Tenant:
+    """Metrics of one tenant, looked up once."""
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        def child(metric: Any) -> Any:
+            return metric.labels(model_name=metrics.model_name, tenant=name)
+
+        self.prompt_tokens: Counter = child(metrics.prompt_tokens)
+        self.generation_tokens: Counter = child(metrics.generation_tokens)
+        self.prefix_queries: Counter = child(metrics.prefix_queries)
+        self.prefix_hits: Counter = child(metrics.prefix_hits)
+        self.first_token: Histogram = child(metrics.first_token)
+        self.between_tokens: Histogram = child(metrics.between_tokens)
+        self.per_token: Histogram = child(metrics.per_token)
+        self.latency: Histogram = child(metrics.latency)
+
+
+class _Drafter:
+    """Metrics of one drafter, looked up once."""
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        labels = {"model_name": metrics.model_name, "drafter": name}
+        self.drafts = metrics.drafts.labels(**labels)
+        self.draft_tokens = metrics.draft_tokens.labels(**labels)
+        self.accepted_tokens = metrics.accepted_tokens.labels(**labels)
+
+
+class Metrics:
+    """All metrics of one server, in a registry of its own."""
+
+    def __init__(self, model_name: str) -> None:
+        self.model_name = model_name
+        self.registry = CollectorRegistry()
+        self._engine = _EngineCollector(model_name)
+        self.registry.register(self._engine)
+        tenant, drafter = ("model_name", "tenant"), ("model_name", "drafter")
+        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.", tenant)
+        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.", tenant)
+        self.prefix_queries = self._counter(
+            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", tenant
+        )
+        self.prefix_hits = self._counter(
+            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", tenant
+        )
+        self.finished = self._counter(
+            "request_success", "Finished requests.", (*tenant, "finished_reason")
+        )
+        self.first_token = self._histogram(
+            "time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN_S
+        )
+        self.between_tokens = self._histogram(
+            "inter_token_latency_seconds",
+            "Time between a request's outputs; a round of speculation is one output.",
+            _BETWEEN_TOKENS_S,
+        )
+        self.per_token = self._histogram(
+            "request_time_per_output_token_seconds",
+            "Mean time for each token after the first, one value a request.",
+            _BETWEEN_TOKENS_S,
+        )
+        self.latency = self._histogram(
+            "e2e_request_latency_seconds", "Time from arrival to the last token.", _REQUEST_S
+        )
+        self.drafts = self._counter(
+            "spec_decode_num_drafts", "Rounds in which a drafter proposed tokens.", drafter
+        )
+        self.draft_tokens = self._counter(
+            "spec_decode_num_draft_tokens", "Draft tokens proposed.", drafter
+        )
+        self.accepted_tokens = self._counter(
+            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", drafter
+        )
+        self.tenant = cache(lambda name: _Tenant(self, name))
+        self.drafter = cache(lambda name: _Drafter(self, name))
+
+    def render(self, stats: EngineStats | None, num_restarts: int) -> bytes:
+        """The exposition text. `stats` is None while there is no engine."""
+        self._engine.stats = stats
+        self._engine.num_restarts = num_restarts
+        return generate_latest(self.registry)
+
+    def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
+        return Counter(f"penstock:{name}", text, tuple(labels), registry=self.registry)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(
+            f"penstock:{name}",
+            text,
+            ("model_name", "tenant"),
+            buckets=buckets,
+            registry=self.registry,
+        )
+
+
+class RequestMeter:
+    """Times one engine request, from now on."""
+
+    def __init__(self, metrics: Metrics, request: Request) -> None:
+        self._metrics = metrics
+        self._request = request
+        self._tenant = metrics.tenant(request.tenant)
+        self._arrived_at = time.perf_counter()
+        self._first_at = 0.0
+        self._last_at = 0.0
+        self._num_tokens = 0
+        self._is_finished = False
+
+    def observe(self, output: Output) -> None:
+        now = time.perf_counter()
+        if output.token_ids:
+            self._time_tokens(now, output)
+        if output.drafter is not None and output.num_proposed:
+            drafter = self._metrics.drafter(output.drafter)
+            drafter.drafts.inc()
+            drafter.draft_tokens.inc(output.num_proposed)
+            drafter.accepted_tokens.inc(output.num_accepted)
+
+    def finish(self, reason: FinishReason) -> None:
+        """Record the end, once."""
+        if self._is_finished:
+            return
+        self._is_finished = True
+        metrics = self._metrics
+        metrics.finished.labels(metrics.model_name, self._request.tenant, _REASONS[reason]).inc()
+        if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            self._tenant.latency.observe(time.perf_counter() - self._arrived_at)
+            if self._num_tokens > 1:
+                seconds = self._last_at - self._first_at
+                self._tenant.per_token.observe(seconds / (self._num_tokens - 1))
+
+    def _time_tokens(self, now: float, output: Output) -> None:
+        if self._num_tokens:
+            self._tenant.between_tokens.observe(now - self._last_at)
+        else:
+            self._first_at = now
+            self._tenant.first_token.observe(now - self._arrived_at)
+            self._tenant.prompt_tokens.inc(self._request.prompt_len)
+            self._tenant.prefix_queries.inc(self._request.prompt_len)
+            self._tenant.prefix_hits.inc(output.num_cached_tokens)
+        self._last_at = now
+        self._num_tokens += len(output.token_ids)
+        self._tenant.generation_tokens.inc(len(output.token_ids))
+
+
+class _EngineCollector(Collector):
+    """Turns the engine's last snapshot into metrics."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.stats: EngineStats | None = None
+        self.num_restarts = 0
+
+    def collect(self) -> Iterator[Metric]:
+        yield self._gauge("engine_up", "Whether the engine takes requests.", self.stats is not None)
+        yield self._counter("engine_restarts", "Restarts of the engine.", self.num_restarts)
+        stats = self.stats
+        if stats is None:
+            return
+        yield self._gauge("num_requests_running", "Requests running.", stats.num_running)
+        yield self._gauge("num_requests_waiting", "Requests waiting.", stats.num_waiting)
+        yield self._gauge(
+            "kv_cache_usage_perc", "Share of the target's KV blocks used.", stats.kv_usage[TARGET]
+        )
+        by_drafter = GaugeMetricFamily(
+            "penstock:drafter_kv_cache_usage_perc",
+            "Share of a drafter's KV blocks used.",
+            labels=("model_name", "drafter"),
+        )
+        for name, value in stats.kv_usage.items():
+            if name != TARGET:
+                by_drafter.add_metric((self._model_name, name), value)
+        yield by_drafter
+        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
+        yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
+        yield self._counter("engine_busy_seconds", "Seconds the engine was at work.", stats.busy_s)
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        family = GaugeMetricFamily(f"penstock:{name}", text, labels=("model_name",))
+        family.add_metric((self._model_name,), float(value))
+        return family
+
+    def _counter(self, name: str, text: str, value: float) -> Metric:
+        family = CounterMetricFamily(f"penstock:{name}", text, labels=("model_name",))
+        family.add_metric((self._model_name,), float(value))
+        return family

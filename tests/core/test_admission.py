@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.core.fakes import ToyDrafter, ToyExecutor
+from tests.core.world import World, make_request, make_scheduler
+
+from penstock.core.registry import PolicyError, make_policy
+from penstock.core.types import TARGET
+
+DRAFTER = ToyDrafter("d", accuracy=1.0)
+
+
+def make_world(*drafters: ToyDrafter, budget: int, seqs: int, **options: Any) -> World:
+    admission = {
+        "max_num_batched_tokens": budget,
+        "max_num_seqs": seqs,
+        "watermark": options.pop("watermark", 0.0),
+    }
+    scheduler = make_scheduler(drafters=drafters, admission=admission, **options)
+    executor = ToyExecutor(4, {d.name: d for d in drafters})
+    return World(scheduler, executor, admission=admission)
+
+
+def scheduled(world: World) -> list[tuple[str, int]]:
+    """(request, known tokens) of the last target plan."""
+    plan = next(p for p in reversed(world.plans) if p.lane == TARGET)
+    return [(i.request_id, i.num_scheduled_tokens) for i in plan.items]
+
+
+def advance(world: World) -> None:
+    """End the step in flight and start the next."""
+    world.executor.run(TARGET)
+    world.turn()
+    world.turn()
+
+
+def test_running_requests_first_then_waiting_ones_in_order() -> None:
+    world = make_world(budget=16, seqs=8)
+    world.arrive(make_request("a", 6), make_request("b", 6, seed=1), make_request("c", 9, seed=2))
+    assert scheduled(world) == [("a", 6), ("b", 6), ("c", 4)]
+    advance(world)
+    world.turn(*world._arrivals([make_request("d", 30, seed=3)]))
+    assert scheduled(world) == [("a", 1), ("b", 1), ("c", 5)]
+    advance(world)
+    assert scheduled(world) == [("a", 1), ("b", 1), ("c", 1), ("d", 13)]
+
+
+def test_no_more_than_max_num_seqs_run() -> None:
+    world = make_world(budget=64, seqs=2)
+    world.arrive(*(make_request(n, seed=i) for i, n in enumerate("abc")))
+    assert [n for n, _ in scheduled(world)] == ["a", "b"]
+    world.run()
+    world.check_outputs()
+
+
+def test_the_newest_is_preempted_and_comes_back_first() -> None:
+    world = make_world(budget=64, seqs=8, num_blocks=6)
+    world.arrive(*(make_request(n, 6, 12, seed=i) for i, n in enumerate("abc")))
+    world.arrive(make_request("d", 6, 2, seed=9))
+    while not world.scheduler.num_preemptions:
+        advance(world)
+    assert [s.request.id for s in world.scheduler.running] == ["a", "b"]
+    assert [s.request.id for s in world.scheduler.waiting] == ["c", "d"]
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_admission_leaves_the_watermark_free_but_never_waits_alone() -> None:
+    world = make_world(budget=64, seqs=8, num_blocks=10, watermark=0.25)
+    world.arrive(make_request("a", 24), make_request("b", 12, seed=1))
+    assert [n for n, _ in scheduled(world)] == ["a"], "6 + 3 of 10 blocks would leave 1 of 2"
+    world.run()
+    big = make_world(budget=64, seqs=8, num_blocks=10, watermark=0.9)
+    big.arrive(make_request("a", 36, 4))
+    assert scheduled(big) == [("a", 36)]
+
+
+def test_a_long_prompt_leaves_room_for_drafts() -> None:
+    world = make_world(DRAFTER, budget=20, seqs=4)
+    world.arrive(make_request("a", 6, 30))
+    advance(world)
+    world.turn(*world._arrivals([make_request("b", 60, seed=1)]))
+    advance(world)
+    assert scheduled(world) == [("a", 1), ("b", 15)]
+    assert [i.num_draft_tokens for i in world.plans[-1].items] == [4, 0]
+
+
+def test_drafts_leave_room_for_prompts() -> None:
+    """Sixteen requests that could draft 64 tokens must not keep others waiting for ever."""
+    world = make_world(DRAFTER, budget=24, seqs=20, num_blocks=200)
+    world.arrive(*(make_request(f"r{i}", 2, 60, seed=i) for i in range(12)))
+    advance(world)
+    world.turn(*world._arrivals([make_request("late", 30, seed=99)]))
+    advance(world)
+    assert scheduled(world) == [*((f"r{i}", 1) for i in range(12)), ("late", 6)]
+
+
+def test_drafts_displace_nobodys_next_token() -> None:
+    world = make_world(DRAFTER, budget=8, seqs=8, num_blocks=200)
+    world.arrive(*(make_request(f"r{i}", 1, 40, seed=i) for i in range(8)))
+    for _ in range(4):
+        advance(world)
+        assert [n for n, _ in scheduled(world)] == [f"r{i}" for i in range(8)]
+
+
+def test_the_draft_budget_is_what_the_step_has_left() -> None:
+    policy = make_policy(
+        "admission", "vllm_v1", {"max_num_batched_tokens": 100, "max_num_seqs": 10}
+    )
+    assert policy.draft_budget(30) == 70
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "not 8 and 4"),
+        ({"watermark": 1.0}, r"watermark must be in \[0, 1\), not 1.0"),
+        ({"watermark": float("nan")}, r"watermark must be in \[0, 1\), not nan"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        make_policy("admission", "vllm_v1", options)

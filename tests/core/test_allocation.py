@@ -1,0 +1,239 @@
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.core.allocation import DraftCandidate, StepWork
+from penstock.core.estimators import Estimators
+from penstock.core.registry import PolicyError, make_policy
+from penstock.core.state import RequestState
+from penstock.core.types import Request, Verdict
+
+
+def candidates(*limits: int, drafter: str = "d") -> list[DraftCandidate]:
+    return [
+        DraftCandidate(RequestState(Request(f"r{i}", 4, 100), i), drafter, limit)
+        for i, limit in enumerate(limits)
+    ]
+
+
+def work(
+    estimators: Estimators | None = None, *, budget: int = 1000, num_rows: int = 4
+) -> StepWork:
+    return StepWork(budget, num_rows, num_rows, estimators or Estimators())
+
+
+def learned(
+    rates: Sequence[float],
+    *,
+    verify: dict[int, float],
+    draft: float = 0.0,
+    drafter: str = "d",
+) -> Estimators:
+    """Estimators that have seen requests r0, r1, ... accepted at `rates`, steps of so many rows
+    take so long, and a drafting step `draft` seconds."""
+    estimators = Estimators()
+    for i, rate in enumerate(rates):
+        for _ in range(100):
+            evidence = Verdict(f"r{i}", 0, 0, drafter=drafter, num_decided=10, evidence=10 * rate)
+            estimators.acceptance.observe(evidence)
+    for rows, seconds in verify.items():
+        estimators.step_times.target.observe(rows, seconds)
+    estimators.step_times.curve_of(drafter).observe(1, draft)
+    return estimators
+
+
+# --- fixed ----------------------------------------------------------------------------------------
+
+
+def test_fixed_gives_everybody_k_within_limits() -> None:
+    policy = make_policy("allocation", "fixed", {"k": 3})
+    assert policy.allocate(candidates(8, 2, 0, 5), work()) == [3, 2, 0, 3]
+
+
+def test_fixed_cuts_the_longest_to_the_budget() -> None:
+    policy = make_policy("allocation", "fixed", {"k": 5})
+    assert policy.allocate(candidates(5, 5, 1), work(budget=6)) == [3, 2, 1]
+    assert policy.allocate(candidates(5, 5, 1), work(budget=0)) == [0, 0, 0]
+
+
+@given(
+    limits=st.lists(st.integers(0, 9), max_size=8), budget=st.integers(0, 40), k=st.integers(0, 9)
+)
+def test_fixed_fills_the_budget_evenly(limits: list[int], budget: int, k: int) -> None:
+    lengths = make_policy("allocation", "fixed", {"k": k}).allocate(
+        candidates(*limits), work(budget=budget)
+    )
+    wanted = [min(k, limit) for limit in limits]
+    assert sum(lengths) == min(budget, sum(wanted))
+    assert all(length <= most for length, most in zip(lengths, wanted, strict=True))
+    shortened = [n for n, most in zip(lengths, wanted, strict=True) if n < most]
+    assert not shortened or max(lengths) - min(shortened) <= 1
+
+
+def test_fixed_shares_a_total_and_the_remainder_goes_round() -> None:
+    policy = make_policy("allocation", "fixed", {"total": 8})
+    rounds = [policy.allocate(candidates(9, 9, 9), work()) for _ in range(3)]
+    assert [sum(r) for r in rounds] == [8, 8, 8]
+    assert all(max(r) - min(r) <= 1 for r in rounds)
+    assert [sum(r[i] for r in rounds) for i in range(3)] == [8, 8, 8], "equal shares over rounds"
+
+
+@given(total=st.integers(0, 30), num=st.integers(1, 7))
+def test_fixed_shares_are_equal_over_a_cycle(total: int, num: int) -> None:
+    policy = make_policy("allocation", "fixed", {"total": total})
+    everybody = candidates(*[100] * num)
+    rounds = [policy.allocate(everybody, work()) for _ in range(num)]
+    assert {sum(r[i] for r in rounds) for i in range(num)} == {total}
+
+
+# --- throughput -----------------------------------------------------------------------------------
+
+FLAT = {1: 0.01, 1000: 0.01}
+STEEP = {1: 0.001, 1000: 1.0}
+
+
+def test_throughput_drafts_long_where_verification_is_flat_and_drafts_are_good() -> None:
+    policy = make_policy("allocation", "throughput")
+    estimators = learned([0.95] * 3, verify=FLAT, draft=1e-4)
+    assert policy.allocate(candidates(20, 20, 20), work(estimators)) == [8, 8, 8]
+
+
+def test_throughput_stops_where_every_row_costs_a_token() -> None:
+    policy = make_policy("allocation", "throughput")
+    estimators = learned([0.5] * 3, verify=STEEP, draft=1e-4)
+    assert policy.allocate(candidates(20, 20, 20), work(estimators)) == [0, 0, 0]
+
+
+def test_throughput_stops_where_drafting_costs_more_than_it_brings() -> None:
+    policy = make_policy("allocation", "throughput")
+    estimators = learned([0.6], verify=FLAT, draft=0.02)
+    assert policy.allocate(candidates(20), work(estimators, num_rows=1)) == [0]
+
+
+def test_throughput_gives_more_to_those_who_are_right_more_often() -> None:
+    policy = make_policy("allocation", "throughput")
+    estimators = learned([0.9, 0.3], verify={1: 0.01, 100: 0.03}, draft=1e-4)
+    good, poor = policy.allocate(candidates(20, 20), work(estimators, num_rows=2))
+    assert good > poor + 2
+
+
+def test_throughput_respects_limits_and_budget() -> None:
+    policy = make_policy("allocation", "throughput")
+    estimators = learned([0.95] * 3, verify=FLAT)
+    assert policy.allocate(candidates(2, 0, 20), work(estimators)) == [2, 0, 8]
+    assert policy.allocate(candidates(9, 9, 9), work(estimators, budget=4)) == [2, 1, 1]
+    assert policy.allocate(candidates(9, 9), work(estimators, budget=0)) == [0, 0]
+
+
+def test_throughput_without_measurements_drafts_as_if_rows_were_free() -> None:
+    policy = make_policy("allocation", "throughput", {"k_max": 5})
+    assert policy.allocate(candidates(20, 20), work()) == [5, 5]
+
+
+def test_throughput_tries_again_what_it_has_put_aside() -> None:
+    """Also where all requests had the bad luck: the drafter's own estimate must fade."""
+    policy = make_policy("allocation", "throughput")
+    estimators = learned([0.02] * 2, verify={1: 0.01, 100: 0.02}, draft=1e-3)
+    everybody = candidates(20, 20)
+    rounds = [sum(policy.allocate(everybody, work(estimators))) for _ in range(3000)]
+    assert rounds[0] == 0
+    assert any(rounds)
+
+
+def rate_of(
+    lengths: Sequence[int], rates: Sequence[float], estimators: Estimators, overhead: float
+) -> float:
+    """Expected tokens per second, written out."""
+    tokens = len(rates) + sum(
+        rate**s for rate, n in zip(rates, lengths, strict=True) for s in range(1, n + 1)
+    )
+    times = estimators.step_times
+    batch = sum(n > 0 for n in lengths)
+    seconds = overhead + times.target(len(rates) + sum(lengths))
+    return tokens / (seconds + max(lengths) * times.curve_of("d")(batch))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_throughput_is_best_of_all_prefixes_and_near_the_best_of_all(seed: int) -> None:
+    rng = random.Random(seed)
+    num, k_max, overhead = 3, 4, 3e-4
+    rows = sorted(rng.sample(range(1, 16), 4))
+    seconds = sorted(rng.uniform(0.001, 0.02) for _ in rows)
+    estimators = learned(
+        [rng.random() for _ in range(num)],
+        verify=dict(zip(rows, seconds, strict=True)),
+        draft=rng.choice([0.0, 3e-4, 3e-3]),
+    )
+    everybody = candidates(*(rng.randrange(k_max + 1) for _ in range(num)))
+    rates = [estimators.acceptance.mean(c.state.request.id, "d") for c in everybody]
+    policy = make_policy("allocation", "throughput", {"k_max": k_max, "overhead": overhead})
+    chosen = policy.allocate(everybody, work(estimators, num_rows=num))
+
+    def value(lengths: Sequence[int]) -> float:
+        return rate_of(lengths, rates, estimators, overhead)
+
+    survivals = [
+        (rate**s, -i) for i, rate in enumerate(rates) for s in range(1, everybody[i].limit + 1)
+    ]
+    prefix = [0] * num
+    prefixes = [list(prefix)]
+    for _, i in sorted(survivals, reverse=True):
+        prefix[-i] += 1
+        prefixes.append(list(prefix))
+    assert value(chosen) == pytest.approx(max(map(value, prefixes)))
+
+    every = itertools.product(*(range(c.limit + 1) for c in everybody))
+    assert value(chosen) >= 0.9 * max(map(value, every))
+
+
+def test_throughput_is_exactly_best_where_drafting_is_free() -> None:
+    """Then only rows cost, and greedy order is optimal for every number of rows."""
+    for seed in range(30):
+        rng = random.Random(seed)
+        estimators = learned(
+            [rng.random() for _ in range(3)], verify={1: 0.002, 15: rng.uniform(0.002, 0.02)}
+        )
+        everybody = candidates(4, 4, 4)
+        rates = [estimators.acceptance.mean(c.state.request.id, "d") for c in everybody]
+        policy = make_policy("allocation", "throughput", {"k_max": 4})
+        chosen = policy.allocate(everybody, work(estimators, num_rows=3))
+        best = max(
+            rate_of(lengths, rates, estimators, 3e-4)
+            for lengths in itertools.product(range(5), repeat=3)
+        )
+        assert rate_of(chosen, rates, estimators, 3e-4) == pytest.approx(best)
+
+
+def test_throughput_charges_each_drafter_for_its_own_longest_draft() -> None:
+    policy = make_policy("allocation", "throughput")
+    estimators = learned([0.9, 0.9], verify=FLAT, drafter="cheap", draft=1e-5)
+    dear = learned([0.9, 0.9], verify=FLAT, drafter="dear", draft=0.05)
+    estimators.acceptance._by_drafter.update(dear.acceptance._by_drafter)
+    estimators.acceptance._by_request.update(dear.acceptance._by_request)
+    estimators.step_times.curve_of("dear").observe(1, 0.05)
+    first, second = candidates(8, 8)
+    mixed = [first._replace(drafter="cheap"), second._replace(drafter="dear")]
+    assert policy.allocate(mixed[:1], work(estimators, num_rows=1)) == [8]
+    assert policy.allocate(mixed[1:], work(estimators, num_rows=1)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "said"),
+    [
+        ("fixed", {"k": -1}, "must not be negative, not -1, None"),
+        ("fixed", {"total": -2}, "must not be negative, not 4, -2"),
+        ("throughput", {"k_max": -1}, "k_max must not be negative, not -1"),
+        ("throughput", {"overhead": 0.0}, "overhead must be positive and finite, not 0.0"),
+        ("throughput", {"overhead": float("nan")}, "overhead must be positive and finite, not nan"),
+    ],
+)
+def test_bad_options(name: str, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(PolicyError, match=said):
+        make_policy("allocation", name, options)

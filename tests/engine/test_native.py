@@ -1,0 +1,274 @@
+"""The compiled kernels: transformers' logits, and the same bits however the work is cut."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
+
+from penstock.engine.models.config import CheckpointError, DecoderConfig
+from penstock.engine.models.weights import load_weights
+from penstock.engine.native.build import NativeUnavailableError
+from penstock.engine.native.library import native_library
+from penstock.engine.native.runner import NativeRunner
+
+try:
+    native_library()
+except NativeUnavailableError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
+NUM_BLOCKS = 100
+
+Checkpoints = Callable[[str], Checkpoint]
+
+
+def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
+
+
+def load(
+    path: Path, dtype: torch.dtype = torch.float32, block_size: int = 8, threads: int = 1
+) -> NativeRunner:
+    return NativeRunner.load(path, dtype, -(-800 // block_size), block_size, threads)
+
+
+def paging(runner: NativeRunner) -> Paging:
+    return Paging(runner.num_blocks, runner.block_size)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_whole_prefill(checkpoint: Checkpoints, case: str) -> None:
+    saved, ids = checkpoint(case), tokens(177)
+    runner = load(saved.path, threads=2)
+    logits = runner.forward(paging(runner).batch(("a", ids, 0, 177)))
+    assert logits.dtype == torch.float32
+    torch.testing.assert_close(logits, saved.logits(ids), **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ragged_mix(checkpoint: Checkpoints, case: str) -> None:
+    """Prefill, chunks, verification and decoding of several sequences in the same batches."""
+    saved = checkpoint(case)
+    runner = load(saved.path)
+    place = paging(runner)
+    ids = {name: tokens(80, seed=i) for i, name in enumerate("abcdefg")}
+    stops = [
+        {"a": 40, "b": 3, "c": 17},
+        {"b": 4, "a": 41, "d": 16, "c": 18, "e": 33},
+        {"e": 34, "f": 1, "a": 45, "d": 17, "c": 19, "b": 5, "g": 70},
+    ]
+    done = dict.fromkeys(ids, 0)
+    for step in stops:
+        batch = place.batch(*((name, ids[name], done[name], stop) for name, stop in step.items()))
+        rows = [saved.logits(ids[name][:stop])[done[name] :] for name, stop in step.items()]
+        torch.testing.assert_close(runner.forward(batch), torch.cat(rows), **TOLERANCE)
+        done.update(step)
+
+
+@pytest.mark.parametrize("changes", [{"head_dim": 10}, {"hidden_size": 54}, {"head_dim": 80}])
+def test_sizes_that_fill_no_vector(changes: dict[str, int], tmp_path: Path) -> None:
+    case = dataclasses.replace(CASES["llama-bias"], changes={"attention_bias": True, **changes})
+    saved, ids = write_checkpoint(tmp_path, case), tokens(30)
+    runner = load(tmp_path, block_size=5)
+    place = paging(runner)
+    logits = [runner.forward(place.batch(("a", ids, *span))) for span in [(0, 13), (13, 30)]]
+    torch.testing.assert_close(torch.cat(logits), saved.logits(ids), **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "qwen2", "qwen3"])
+def test_bfloat16_checkpoint_in_float32_loses_nothing(case: str, tmp_path: Path) -> None:
+    saved = write_checkpoint(tmp_path / "float32", CASES[case])
+    path = tmp_path / "bfloat16"
+    saved.model.to(torch.bfloat16).save_pretrained(path)
+    widened = CASES[case].model.from_pretrained(path, dtype=torch.float32).eval()
+    rounded = Checkpoint(path, widened)
+    runner, ids = load(path), tokens(60)
+    logits = runner.forward(paging(runner).batch(("a", ids, 0, 60)))
+    torch.testing.assert_close(logits, rounded.logits(ids), **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3"])
+def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str) -> None:
+    saved, ids = checkpoint(case), tokens(60)
+    runner = load(saved.path, torch.bfloat16)
+    place = paging(runner)
+    spans = [(0, 40), (40, 59), (59, 60)]
+    logits = torch.cat([runner.forward(place.batch(("a", ids, a, b))) for a, b in spans])
+    expected = saved.logits(ids)
+    assert (logits - expected).abs().mean() < 0.02 * expected.std()
+
+
+def in_pieces(
+    runner: NativeRunner, ids: dict[str, npt.NDArray[np.int64]], seed: int
+) -> dict[str, torch.Tensor]:
+    """Every sequence's logits, computed in batches of random spans of random sequences."""
+    rng = np.random.default_rng(seed)
+    place = paging(runner)
+    done = dict.fromkeys(ids, 0)
+    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in ids}
+    while open_names := [name for name in ids if done[name] < len(ids[name])]:
+        names = rng.permutation(open_names)[: rng.integers(1, len(open_names) + 1)]
+        spans = []
+        for name in names:
+            most = len(ids[name]) - done[name]
+            rows = int(min(most, rng.choice([1, 1, 2, 3, 4, 5, 6, 7, 9, 13, 40, 100])))
+            spans.append((name, ids[name], done[name], done[name] + rows))
+        logits = runner.forward(place.batch(*spans))
+        counts = [stop - start for *_, start, stop in spans]
+        for (name, _, _, stop), rows_of in zip(spans, logits.split(counts), strict=True):
+            pieces[name].append(rows_of)
+            done[name] = stop
+    return {name: torch.cat(rows) for name, rows in pieces.items()}
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "block_size"),
+    [
+        ("llama", torch.float32, 16),
+        ("llama-mha", torch.bfloat16, 8),
+        ("qwen3", torch.float32, 5),
+        ("qwen2", torch.bfloat16, 200),
+    ],
+)
+def test_logits_do_not_depend_on_the_batch(
+    checkpoint: Checkpoints, case: str, dtype: torch.dtype, block_size: int
+) -> None:
+    path = checkpoint(case).path
+    ids = {
+        name: tokens(length, seed=length)
+        for name, length in zip("abcd", [190, 40, 7, 1], strict=True)
+    }
+    alone = {}
+    for name, text in ids.items():
+        runner = load(path, dtype, block_size)
+        alone[name] = runner.forward(paging(runner).batch((name, text, 0, len(text))))
+    for seed in range(5):
+        pieces = in_pieces(load(path, dtype, block_size, threads=1 + seed % 3), ids, seed)
+        for name in ids:
+            assert torch.equal(pieces[name], alone[name]), (seed, name)
+
+
+def test_another_order_of_the_same_sums_would_be_seen(checkpoint: Checkpoints) -> None:
+    """Negative control: the MLP's inner columns in another order are the same function, but not
+    the same bits."""
+    path, ids = checkpoint("llama").path, tokens(50)
+    config = DecoderConfig.from_pretrained(path)
+    weights = load_weights(path, config)
+    expected = load(path).forward(Paging(NUM_BLOCKS, 8).batch(("a", ids, 0, 50)))
+    order = torch.randperm(config.intermediate_size)
+    for name, matrix in weights.items():
+        if name.endswith("gate_up"):
+            weights[name] = torch.cat([half[order] for half in matrix.chunk(2)])
+        elif name.endswith("down"):
+            weights[name] = matrix[:, order].contiguous()
+    runner = NativeRunner(config, weights, torch.float32, NUM_BLOCKS, 8, 1)
+    logits = runner.forward(Paging(NUM_BLOCKS, 8).batch(("a", ids, 0, 50)))
+    torch.testing.assert_close(logits, expected, **TOLERANCE)
+    assert not torch.equal(logits, expected)
+
+
+def test_threads_change_nothing(checkpoint: Checkpoints) -> None:
+    path, ids = checkpoint("qwen3").path, tokens(150)
+    results = []
+    for threads in (1, 2, 3, 7):
+        runner = load(path, threads=threads)
+        place = paging(runner)
+        spans = [(0, 120), (120, 121), (121, 150)]
+        results.append(torch.cat([runner.forward(place.batch(("a", ids, *s))) for s in spans]))
+    for other in results[1:]:
+        assert torch.equal(results[0], other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block_size", [5, 16])
+def test_what_unused_slots_hold_is_never_read(
+    checkpoint: Checkpoints, dtype: torch.dtype, block_size: int
+) -> None:
+    path, ids = checkpoint("llama").path, tokens(140)
+    clean, poisoned = (load(path, dtype, block_size) for _ in range(2))
+    for keys, values in poisoned._cache:
+        keys.fill_(torch.nan)
+        values.fill_(torch.nan)
+    for start, stop in itertools.pairwise([0, 3, 4, 90, 97, 140]):
+        logits = [r.forward(paging(r).batch(("a", ids, start, stop))) for r in (clean, poisoned)]
+        assert logits[0].isfinite().all()
+        assert torch.equal(*logits)
+
+
+def test_a_rejected_draft_leaves_no_trace(checkpoint: Checkpoints) -> None:
+    path, ids, wrong = checkpoint("qwen2").path, tokens(60), tokens(60, seed=1)
+    straight, turned_back = load(path), load(path)
+    expected = straight.forward(paging(straight).batch(("a", ids, 0, 60)))
+    place = paging(turned_back)
+    turned_back.forward(place.batch(("a", ids, 0, 50)))
+    turned_back.forward(place.batch(("a", np.concatenate([ids[:52], wrong]), 50, 58)))
+    again = turned_back.forward(place.batch(("a", ids, 52, 60)))
+    assert torch.equal(again, expected[52:])
+
+
+def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:
+    path, ids = checkpoint("qwen3").path, tokens(30)
+    runner = load(path)
+    place = paging(runner)
+    whole = runner.forward(place.batch(("a", ids, 0, 20), ("b", ids, 0, 9)))
+    last = runner.forward(place.batch(("a", ids, 0, 20), ("b", ids, 0, 9), logits="last"))
+    assert torch.equal(last, whole[[19, 28]])
+    silent = dataclasses.replace(
+        place.batch(("a", ids, 20, 25)), logits_rows=np.empty(0, dtype=np.int32)
+    )
+    assert runner.forward(silent).shape == (0, SHAPE["vocab_size"])
+
+
+def test_an_empty_batch_is_no_error(checkpoint: Checkpoints) -> None:
+    runner = load(checkpoint("llama").path)
+    batch = paging(runner).batch(("a", tokens(9), 4, 4))
+    assert runner.forward(dataclasses.replace(batch, logits_rows=batch.token_ids)).shape[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "reason"),
+    [
+        ("token_ids", [1, 2, 89], r"token_ids\[2\] is 89; allowed: 0\.\.88"),
+        ("token_ids", [-1, 2, 3], r"token_ids\[0\] is -1"),
+        ("positions", [4, 6, 6], r"positions\[1\] is 6; expected 5"),
+        ("query_start", [0, 2], r"query_start must run from 0 to 3"),
+        ("query_start", [1, 3], r"query_start must run from 0 to 3"),
+        ("seq_lens", [2], r"seq_lens\[0\] is 2"),
+        ("seq_lens", [257], r"seq_lens\[0\] is 257, .* at most 256"),
+        ("block_tables", [[100]], r"block_tables\[0, 0\] is 100; allowed: 0\.\.99"),
+        ("block_tables", [[-1]], r"block_tables\[0, 0\] is -1"),
+        ("block_tables", [[]], r"block_tables has 0 columns; sequence 0 needs 1"),
+        ("logits_rows", [1, 1], r"logits_rows\[1\] is 1; must ascend within 0\.\.2"),
+        ("logits_rows", [3], r"logits_rows\[0\] is 3"),
+        ("block_tables", [1, 2], r"block_tables is int32 \(2,\)"),
+        ("positions", [4, 5], r"positions is int32 \(2,\); expected contiguous int32 \(3,\)"),
+    ],
+)
+def test_a_wrong_batch_is_refused(
+    checkpoint: Checkpoints, field: str, value: list[int], reason: str
+) -> None:
+    runner = load(checkpoint("llama").path)
+    good = paging(runner).batch(("a", tokens(7), 4, 7))
+    bad = dataclasses.replace(good, **{field: np.array(value, dtype=np.int32)})
+    with pytest.raises(ValueError, match=reason):
+        runner.forward(bad)
+    with pytest.raises(ValueError, match="is int64"):
+        runner.forward(dataclasses.replace(good, **{field: getattr(good, field).astype(np.int64)}))
+
+
+def test_bad_sizes_and_folders_are_refused(checkpoint: Checkpoints, tmp_path: Path) -> None:
+    path = checkpoint("llama").path
+    with pytest.raises(ValueError, match=r"dtype is torch\.float16; allowed: torch\.float32"):
+        NativeRunner.load(path, torch.float16, 4, 4, 1)
+    with pytest.raises(ValueError, match="num_threads is 0; must be at least 1"):
+        NativeRunner.load(path, torch.float32, 4, 4, 0)
+    with pytest.raises(CheckpointError, match="no such folder"):
+        NativeRunner.load(tmp_path / "missing", torch.float32, 4, 4, 1)

@@ -1,0 +1,207 @@
+"""Drafting and sampling in compiled code: step by step, and the reference, bit for bit."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from tests.engine.small_models import SHAPE, Checkpoint, Paging
+
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.native.build import NativeUnavailableError
+from penstock.engine.native.library import native_library
+from penstock.engine.native.runner import NativeRunner, sample_coupled
+from penstock.engine.sampling import SamplingRows
+from penstock.engine.sampling import sample_coupled as sample_reference
+from penstock.engine.sampling.noise import Salt
+
+try:
+    native_library()
+except NativeUnavailableError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+BLOCK_SIZE = 8
+STEPS = np.array([4, 0, 1, 6, 4], dtype=np.int32)
+TEMPERATURES = np.array([0.0, 0.0, 0.7, 1.0, 1.5])
+SEEDS = np.array([3, 0, 2**64 - 1, 5, 11], dtype=np.uint64)
+SALTS = np.array([0, 0, Salt.TARGET, Salt.DRAFT, Salt.TARGET], dtype=np.int32)
+SPANS = [(0, 9), (3, 8), (0, 1), (7, 8), (0, 50)]
+
+Checkpoints = Callable[[str], Checkpoint]
+
+
+def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
+    return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
+
+
+def load(
+    checkpoint: Checkpoint, dtype: torch.dtype = torch.float32, threads: int = 1
+) -> NativeRunner:
+    return NativeRunner.load(checkpoint.path, dtype, 64, BLOCK_SIZE, threads)
+
+
+def prepared(runner: NativeRunner) -> tuple[RaggedBatch, list[npt.NDArray[np.int64]]]:
+    """Five sequences with some context in the cache, and room in their tables for the draft."""
+    place = Paging(runner.num_blocks, BLOCK_SIZE)
+    texts = [tokens(60, seed=i) for i in range(len(SPANS))]
+    before = [(str(i), texts[i], 0, start) for i, (start, _) in enumerate(SPANS) if start]
+    runner.forward(place.batch(*before))
+    catch_up = place.batch(*((str(i), texts[i], *span) for i, span in enumerate(SPANS)))
+    room = place.batch(*((str(i), texts[i], 0, end + 6) for i, (_, end) in enumerate(SPANS)))
+    return dataclasses.replace(catch_up, block_tables=room.block_tables), texts
+
+
+def one_row_each(
+    batch: RaggedBatch, alive: list[int], token_ids: list[int], ahead: int
+) -> RaggedBatch:
+    ends = batch.seq_lens[alive] + ahead
+    rows = np.arange(len(alive) + 1, dtype=np.int32)
+    return RaggedBatch(
+        token_ids=np.array(token_ids, dtype=np.int32),
+        positions=ends - 1,
+        query_start=rows,
+        seq_lens=ends,
+        block_tables=batch.block_tables[alive],
+        logits_rows=rows[:-1],
+    )
+
+
+def draft_step_by_step(
+    runner: NativeRunner,
+) -> tuple[npt.NDArray[np.int32], dict[tuple[int, int], torch.Tensor]]:
+    batch, _ = prepared(runner)
+    token_ids = np.full((len(STEPS), int(STEPS.max())), -1, dtype=np.int32)
+    logits_of = {}
+    last_rows = dataclasses.replace(batch, logits_rows=batch.query_start[1:] - 1)
+    logits = runner.forward(last_rows)[np.flatnonzero(STEPS > 0)]
+    for step in range(int(STEPS.max())):
+        alive = np.flatnonzero(step < STEPS)
+        if step:
+            last = token_ids[alive, step - 1].tolist()
+            logits = runner.forward(one_row_each(batch, alive.tolist(), last, step))
+        positions = batch.seq_lens[alive].astype(np.int64) + step
+        sampled = sample_coupled(logits, TEMPERATURES[alive], SEEDS[alive], positions, SALTS[alive])
+        token_ids[alive, step] = sampled
+        logits_of |= {(int(i), step): row for i, row in zip(alive, logits, strict=True)}
+    return token_ids, logits_of
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [("llama-tied", torch.float32), ("qwen3", torch.bfloat16)]
+)
+def test_a_draft_is_its_steps(
+    checkpoint: Checkpoints, case: str, dtype: torch.dtype, threads: int
+) -> None:
+    expected, logits_of = draft_step_by_step(load(checkpoint(case), dtype))
+    runner = load(checkpoint(case), dtype, threads)
+    batch, _ = prepared(runner)
+    draft = runner.draft(batch, STEPS, TEMPERATURES, SEEDS, SALTS, return_logits=True)
+    np.testing.assert_array_equal(draft.token_ids, expected)
+    assert draft.logits is not None
+    assert draft.logits.shape == (5, 6, SHAPE["vocab_size"])
+    for (seq, step), row in logits_of.items():
+        assert torch.equal(draft.logits[seq, step], row)
+    again, _ = prepared(runner)
+    unseen = runner.draft(again, STEPS, TEMPERATURES, SEEDS, SALTS)
+    assert unseen.logits is None
+    np.testing.assert_array_equal(unseen.token_ids, expected)
+
+
+def test_the_text_goes_on_after_a_draft(checkpoint: Checkpoints) -> None:
+    """What a draft wrote beyond the verified text is overwritten and changes nothing."""
+    drafted, plain = load(checkpoint("llama")), load(checkpoint("llama"))
+    batch, texts = prepared(drafted)
+    drafted.draft(batch, STEPS, TEMPERATURES, SEEDS, SALTS)
+    same, _ = prepared(plain)
+    plain.forward(same)
+    everyone = list(range(len(SPANS)))
+    following = [int(texts[i][SPANS[i][1]]) for i in everyone]
+    logits = [r.forward(one_row_each(batch, everyone, following, 1)) for r in (drafted, plain)]
+    assert torch.equal(*logits)
+
+
+def test_drafting_nothing_only_catches_up(checkpoint: Checkpoints) -> None:
+    runner = load(checkpoint("llama"))
+    batch, _ = prepared(runner)
+    draft = runner.draft(batch, np.zeros_like(STEPS), TEMPERATURES, SEEDS, SALTS)
+    assert draft.token_ids.shape == (5, 0)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"num_steps": [4, 0, 1, 7, -1]}, r"num_steps\[4\] is -1; allowed: 0\.\.7"),
+        ({"num_steps": [30, 0, 1, 1, 1]}, r"block_tables has 7 columns; .*|is 64; allowed"),
+        ({"num_steps": [250, 0, 1, 1, 1]}, r"seq_lens\[0\] is 9, .* 249 positions ahead"),
+        ({"temperatures": [0.0, 0.0, -0.5, 1.0, 1.0]}, "temperatures must be finite"),
+        ({"temperatures": [0.0, 0.0, np.nan, 1.0, 1.0]}, "temperatures must be finite"),
+        ({"temperatures": [0.0, 1.0]}, r"temperatures is float64 \(2,\)"),
+        ({"seeds": [1.0, 2.0, 3.0, 4.0, 5.0]}, "seeds is float64"),
+    ],
+)
+def test_a_wrong_order_is_refused(
+    checkpoint: Checkpoints, changes: dict[str, list[float]], reason: str
+) -> None:
+    runner = load(checkpoint("llama"))
+    batch, _ = prepared(runner)
+    order = {"num_steps": STEPS, "temperatures": TEMPERATURES, "seeds": SEEDS, "salts": SALTS}
+    for name, values in changes.items():
+        order[name] = np.array(values, dtype=np.int32 if name == "num_steps" else None)
+    with pytest.raises(ValueError, match=reason):
+        runner.draft(batch, **order)
+
+
+def test_a_sequence_without_rows_cannot_draft(checkpoint: Checkpoints) -> None:
+    runner = load(checkpoint("llama"))
+    batch = Paging(64, BLOCK_SIZE).batch(("a", tokens(9), 4, 4))
+    one = [np.array([1], dtype=d) for d in (np.int32, np.float64, np.uint64, np.int32)]
+    with pytest.raises(ValueError, match="sequence 0 has no row to draft from"):
+        runner.draft(batch, *one)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 1000, 4096, 20011])
+def test_samples_are_the_reference_samples(vocab_size: int) -> None:
+    count = 200
+    rng = np.random.default_rng(vocab_size)
+    logits = torch.from_numpy(rng.normal(0, 3, (count, vocab_size)).astype(np.float32))
+    temperatures = rng.choice([0.0, 1e-12, 0.05, 0.7, 1.0, 3.0, 100.0], size=count)
+    seeds = rng.integers(2**64, size=count, dtype=np.uint64)
+    positions = rng.integers(100_000, size=count)
+    salts = np.full(count, Salt.TARGET, dtype=np.int32)
+    rows = SamplingRows(temperatures, np.ones(count), np.zeros(count, dtype=np.int64), seeds)
+    expected = sample_reference(logits, rows, positions).numpy()
+    sampled = sample_coupled(logits, temperatures, seeds, positions, salts)
+    np.testing.assert_array_equal(sampled, expected)
+    if vocab_size > 1:
+        others = sample_coupled(logits, temperatures, seeds, positions + 1, salts)
+        hot = temperatures >= 1
+        assert (others[hot] != sampled[hot]).mean() > 0.2
+
+
+def test_excluded_tokens_are_never_sampled() -> None:
+    logits = torch.full((64, 100), -torch.inf)
+    logits[:, 37] = -5.0
+    logits[:, 60] = -5.0
+    noisy = np.arange(64) >= 32
+    sampled = sample_coupled(
+        logits,
+        noisy.astype(np.float64),
+        np.arange(64, dtype=np.uint64),
+        np.zeros(64, dtype=np.int64),
+        np.zeros(64, dtype=np.int32),
+    )
+    assert (sampled[~noisy] == 37).all()  # the lowest id on ties
+    assert set(sampled[noisy]) == {37, 60}
+
+
+def test_logits_of_another_type_are_refused() -> None:
+    order = [np.zeros(1, dtype=d) for d in (np.float64, np.uint64, np.int64, np.int32)]
+    with pytest.raises(ValueError, match="contiguous float32"):
+        sample_coupled(torch.zeros(1, 5, dtype=torch.bfloat16), *order)
+    with pytest.raises(ValueError, match=r"positions is int64 \(1,\); expected .* \(2,\)"):
+        sample_coupled(torch.zeros(2, 5), *order)

@@ -1,0 +1,162 @@
+"""An engine without models: every request's output is its own prompt, over and over."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.config import EngineConfig
+from penstock.core.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter
+from penstock.core.types import (
+    PhaseTimes,
+    Request,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    Verdict,
+    VerifyItem,
+)
+
+TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-small"
+EOS = 2
+VOCAB = 4096
+FACTORY = "tests.serving.fakes:toy_engine"
+SLOW_FACTORY = "tests.serving.fakes:slow_engine"
+STEP_S = 0.001
+SLOW_STEP_S = 0.02
+
+
+def expected_tokens(prompt: list[int], max_tokens: int) -> list[int]:
+    """What the toy engine says to a prompt without stop tokens."""
+    return [prompt[k % len(prompt)] for k in range(max_tokens)]
+
+
+class Clock:
+    def now(self) -> float:
+        return time.perf_counter()
+
+
+class EchoExecutor:
+    """Carries out plans at a fixed price a step; some drafts are accepted, by position."""
+
+    def __init__(self, step_s: float) -> None:
+        self._step_s = step_s
+        self._requests: dict[str, Request] = {}
+        self._queue: deque[StepPlan] = deque()
+
+    def ready(self, lane: str) -> bool:
+        return not self._queue
+
+    def submit(self, plan: StepPlan) -> None:
+        self._requests.update((r.id, r) for r in plan.new_requests)
+        for request_id in plan.forgotten:
+            del self._requests[request_id]
+        if not plan.is_empty:
+            self._queue.append(plan)
+
+    def collect(self) -> list[StepResult]:
+        results = []
+        while self._queue:
+            plan = self._queue.popleft()
+            started_at = time.perf_counter()
+            time.sleep(self._step_s)
+            verdicts = tuple(self._verdict(item) for item in plan.items)
+            results.append(
+                StepResult(
+                    plan_id=plan.id,
+                    lane=plan.lane,
+                    started_at=started_at,
+                    finished_at=time.perf_counter(),
+                    verdicts=verdicts,
+                    phases=PhaseTimes(verify=self._step_s),
+                    num_rows=plan.num_rows,
+                )
+            )
+        return results
+
+    def _verdict(self, item: VerifyItem) -> Verdict:
+        if not item.samples:
+            return Verdict(item.request_id, item.epoch, item.round)
+        request = self._requests[item.request_id]
+        prompt = request.prompt_token_ids
+        assert prompt is not None
+        first = item.start + item.num_scheduled_tokens - request.prompt_len
+        num_accepted = min(item.num_draft_tokens, first % 4)
+        tokens = tuple(prompt[k % len(prompt)] for k in range(first, first + num_accepted + 1))
+        num_logprobs = request.sampling.num_logprobs
+        return Verdict(
+            item.request_id,
+            item.epoch,
+            item.round,
+            token_ids=tokens,
+            drafter=item.drafter if item.num_draft_tokens else None,
+            num_proposed=item.num_draft_tokens,
+            num_accepted=num_accepted,
+            num_decided=min(num_accepted + 1, item.num_draft_tokens),
+            evidence=float(num_accepted),
+            logprobs=() if num_logprobs is None else self._logprobs(tokens, num_logprobs),
+        )
+
+    def _logprobs(self, tokens: tuple[int, ...], num: int) -> tuple[TokenLogprob, ...]:
+        return tuple(
+            TokenLogprob(-0.25, tuple(((t + i) % VOCAB, -0.25 - i) for i in range(num)))
+            for t in tokens
+        )
+
+
+@dataclass(frozen=True)
+class ToyEngine:
+    loop: Loop
+    scheduler: Scheduler
+    clock: Clock
+    tokenizer_path: Path = TOKENIZER
+    max_model_len: int = 512
+    vocab_size: int = VOCAB
+    eos_token_ids: tuple[int, ...] = (EOS,)
+
+    def describe(self) -> dict[str, Any]:
+        return {"target": "toy", "drafters": ["toy-drafter"], "dtype": "none", "backend": "echo"}
+
+
+def build(config: EngineConfig, step_s: float) -> ToyEngine:
+    clock = Clock()
+    pool = BlockPool(-(-(config.kv_tokens or 65536) // 16), 16)
+    drafters = [Drafter("toy-drafter", BlockPool(8192, 16))]
+    scheduler = Scheduler(
+        pool,
+        drafters,
+        admission=config.admission.make("admission"),
+        selection=config.selection.make("selection"),
+        allocation=config.allocation.make("allocation"),
+        max_model_len=512,
+    )
+    return ToyEngine(Loop(scheduler, EchoExecutor(step_s), clock), scheduler, clock)
+
+
+def toy_engine(config: EngineConfig) -> ToyEngine:
+    return build(config, STEP_S)
+
+
+def slow_engine(config: EngineConfig) -> ToyEngine:
+    return build(config, SLOW_STEP_S)
+
+
+def refused_engine(config: EngineConfig) -> ToyEngine:
+    raise ValueError(f"{config.target}: not a checkpoint,\nreally")
+
+
+def buggy_engine(config: EngineConfig) -> ToyEngine:
+    raise RuntimeError("out of luck")
+
+
+def fragile_engine(config: EngineConfig) -> ToyEngine:
+    """Can be loaded until there is a file called `broken` in the target's folder."""
+    if (config.target / "broken").exists():
+        raise ValueError("the checkpoint is broken")
+    return build(config, SLOW_STEP_S)
