@@ -125,7 +125,7 @@ class Job:
 
 @dataclass
 class ToyExecutor:
-    """Lanes that run their plans in order, each a queue of at most `depth`.
+    """Lanes that run their plans in order, each a queue of at most `depth` until collected.
 
     The test says when a plan begins (`begin`), ends (`end`) and is reported (`report`).
     """
@@ -148,7 +148,8 @@ class ToyExecutor:
     # --- the Executor interface -----------------------------------------------------------------
 
     def ready(self, lane: str) -> bool:
-        return len(self.lanes.get(lane, ())) < self.depth
+        unheard = sum(r.lane == lane for r in (*self.ended, *self._reported))
+        return len(self.lanes.get(lane, ())) + unheard < self.depth
 
     def submit(self, plan: StepPlan) -> None:
         for key in plan.released:

@@ -72,7 +72,11 @@ class _Server(uvicorn.Server):
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        """Raises: ConfigError where somebody else listens on the address by now."""
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise ConfigError(f"cannot listen: {error.strerror}") from error
         self._on_started()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

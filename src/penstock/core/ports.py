@@ -17,7 +17,8 @@ class Executor(Protocol):
     """Carries out plans, each lane by itself. Results may come back in any order."""
 
     def ready(self, lane: str) -> bool:
-        """Whether the lane can take another plan now."""
+        """Whether the lane can take another plan now. One whose results nobody has collected yet
+        should not: its next plan would go without those requests."""
         ...
 
     def submit(self, plan: StepPlan) -> None:

@@ -1,12 +1,13 @@
-"""A copying circuit as a starting point for two layers of a grown model.
+"""A copying circuit as a starting point for three layers of a grown model.
 
 Attention that copies ("induction", arXiv 2209.11895) needs two layers to agree, and appears only
-after far more text than this family is trained on. So two of the layers that growing leaves
-without an effect are given it by least squares, and training takes it from there:
+after far more text than this family is trained on. So layers that growing leaves without an
+effect are given it by least squares, and training takes it from there:
 
-- the earlier one writes into every position the tokens one and two places before it;
-- the later one looks for positions that follow the present token (one head group) or the present
-  pair of tokens (the other), and raises the logit of what stands there.
+- the first layer notes at every position the tokens one and two places before it;
+- the second looks for positions that follow the present token (one head group) or the present
+  pair of tokens (the other), and notes what stands there;
+- a late one turns that note into a logit.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from penstock.zoo.data import Ids
 class Gains:
     """Strengths of the circuit's parts."""
 
-    previous: float = 40.0
-    """Sharpness of looking one (or two) places back."""
+    look: float = 40.0
+    """Sharpness of looking a fixed number of places back."""
     write: float = 1.0
-    """Size of what is written, relative to the residual stream's own root mean square."""
-    match: float = 16.0
+    """Size of what is written, relative to the stream's own root mean square there."""
+    match: float = 20.0
     """Attention logit of a perfect match."""
-    copy: float = 10.0
+    say: float = 8.0
     """Logit that a copied token gains."""
 
 
@@ -91,52 +92,67 @@ def _slow_dims(head_dim: int, count: int) -> Tensor:
     return torch.cat((first, first + half))
 
 
-@torch.no_grad()
-def _write_previous(
-    model: LlamaForCausalLM, layer: int, ids: Tensor, codes: Tensor, gains: Gains
+def _bottom(stream: Tensor, count: int) -> Tensor:
+    """[hidden, count] directions in which `stream` [positions, hidden] varies least."""
+    vectors = torch.linalg.eigh(stream.T @ stream)[1]
+    return vectors[:, :count]
+
+
+def _group(model: LlamaForCausalLM, group: int) -> tuple[slice, slice]:
+    """Rows of a key-value group's first query head, and of its keys and values."""
+    config = model.config
+    dim, per_group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
+    head = group * per_group
+    return slice(head * dim, (head + 1) * dim), slice(group * dim, (group + 1) * dim)
+
+
+def _fix_look(
+    model: LlamaForCausalLM, layer: int, inputs: Tensor, places: tuple[int, ...], gain: float
 ) -> None:
-    config, block = model.config, model.model.layers[layer]
-    dim, groups = config.head_dim, config.num_key_value_heads
-    per_group = config.num_attention_heads // groups
-    inputs, stream = _layer_input(model, layer, ids)
+    """Make the first head of each group look `places` back; nothing else writes."""
     constant = _readout(inputs, torch.ones(len(inputs), 1))
-    _, vectors = torch.linalg.eigh(stream.T @ stream / len(stream))
-    scale = gains.write * stream.pow(2).mean().sqrt()
-    attention = block.self_attn
+    attention = model.model.layers[layer].self_attn
     attention.o_proj.weight.zero_()
-    for group in range(groups):
-        places = 1 + group % 2
-        query, key = _look_back(dim, places, gains.previous)
-        head = group * per_group
-        heads, kv = slice(head * dim, (head + 1) * dim), slice(group * dim, (group + 1) * dim)
+    for group, back in enumerate(places):
+        query, key = _look_back(model.config.head_dim, back, gain)
+        heads, kv = _group(model, group)
         attention.q_proj.weight[heads] = query[:, None] * constant
         attention.k_proj.weight[kv] = key[:, None] * constant
-        token = codes[ids.flatten()][:, :dim]
-        attention.v_proj.weight[kv] = _readout(inputs, token)
-        free = vectors[:, group * dim : (group + 1) * dim]
-        attention.o_proj.weight[:, heads] = free * scale / token.pow(2).mean().sqrt()
 
 
-@torch.no_grad()
-def _match_and_copy(
-    model: LlamaForCausalLM, layer: int, ids: Tensor, codes: Tensor, back: Tensor, gains: Gains
+def _note_previous(
+    model: LlamaForCausalLM, layer: int, ids: Tensor, codes: Tensor, gains: Gains
 ) -> None:
-    config, block = model.config, model.model.layers[layer]
-    dim, groups = config.head_dim, config.num_key_value_heads
-    per_group = config.num_attention_heads // groups
+    dim, attention = model.config.head_dim, model.model.layers[layer].self_attn
     inputs, stream = _layer_input(model, layer, ids)
-    token = codes[ids.flatten()]
-    slow = _slow_dims(dim, dim * 3 // 8)
-    attention = block.self_attn
+    _fix_look(model, layer, inputs, (1, 2), gains.look)
+    free = _bottom(stream, 2 * codes.size(1))
+    scale = gains.write * stream.pow(2).mean().sqrt() / codes[ids].pow(2).mean().sqrt()
+    for group in range(2):
+        heads, kv = _group(model, group)
+        part = slice(group * codes.size(1), (group + 1) * codes.size(1))
+        value = torch.zeros(dim, inputs.size(1))
+        value[: codes.size(1)] = _readout(inputs, codes[ids.flatten()])
+        attention.v_proj.weight[kv] = value
+        attention.o_proj.weight[:, heads][:, : codes.size(1)] = free[:, part] * scale
+
+
+def _match(
+    model: LlamaForCausalLM, layer: int, ids: Tensor, codes: Tensor, notes: Tensor, gains: Gains,
+    free: Tensor,
+) -> None:
+    dim, attention = model.config.head_dim, model.model.layers[layer].self_attn
+    inputs, stream = _layer_input(model, layer, ids)
+    slow = _slow_dims(dim, codes.size(1))
     attention.o_proj.weight.zero_()
-    norm_weight = model.model.norm.weight
-    size = stream.pow(2).mean(-1).sqrt().mean()
-    for group in range(groups):
-        head = group * per_group
-        heads, kv = slice(head * dim, (head + 1) * dim), slice(group * dim, (group + 1) * dim)
-        now = token[:, : len(slow)].clone()
+    note = notes[ids.flatten()]
+    value = _readout(inputs, note)
+    scale = gains.write * stream.pow(2).mean().sqrt() / note.pow(2).mean().sqrt()
+    for group in range(2):
+        heads, kv = _group(model, group)
+        now = codes[ids.flatten()].clone()
         before = _shifted(now, len(ids), 1)
-        if group % 2:
+        if group:
             half = len(slow) // 2
             earlier = _shifted(now, len(ids), 2)
             now[:, half:] = before[:, :half]
@@ -149,20 +165,44 @@ def _match_and_copy(
             part = torch.zeros(dim, weight.size(1))
             part[slow] = _readout(inputs, wanted) * strength
             weight[rows] = part
-        columns = slice(group * dim, (group + 1) * dim)
-        value = token[:, columns]
-        attention.v_proj.weight[kv] = _readout(inputs, value)
-        gain = gains.copy * size / (groups * value.pow(2).sum(-1).mean())
-        attention.o_proj.weight[:, heads] = gain * back[:, columns] / norm_weight[:, None]
+        attention.v_proj.weight[kv] = value
+        attention.o_proj.weight[:, heads] = free * scale
 
 
-def install(
-    model: LlamaForCausalLM, ids: Ids, first: int, second: int, gains: Gains | None = None
+def _say(
+    model: LlamaForCausalLM, layer: int, ids: Tensor, free: Tensor, back: Tensor, gains: Gains
 ) -> None:
-    """Set the attention of layers `first` < `second` of `model` to copy; `ids` is sample text."""
+    attention = model.model.layers[layer].self_attn
+    inputs, stream = _layer_input(model, layer, ids)
+    _fix_look(model, layer, inputs, (0,), gains.look)
+    noted = stream @ free
+    noted = noted - noted.mean(0)
+    heads, kv = _group(model, 0)
+    size = stream.pow(2).mean(-1).sqrt().mean()
+    attention.v_proj.weight[kv] = _readout(inputs, noted)
+    gain = gains.say * size / noted.pow(2).sum(-1).mean().sqrt() / free.size(1) ** 0.5
+    attention.o_proj.weight[:, heads] = gain * back / model.model.norm.weight[:, None]
+
+
+@torch.no_grad()
+def install(
+    model: LlamaForCausalLM,
+    ids: Ids,
+    layers: tuple[int, int, int],
+    gains: Gains | None = None,
+) -> None:
+    """Set the attention of three `layers` of `model` to copy; `ids` [rows, ROW] is sample text.
+
+    The layers must have no effect yet, the first two must be the model's first two, and the
+    model must have two key-value groups.
+    """
     gains = gains or Gains()
     sample = torch.from_numpy(ids.astype("int64"))
-    embedding = model.model.embed_tokens.weight.detach()
-    codes, back = _whitened(embedding, sample)
-    _write_previous(model, first, sample, codes, gains)
-    _match_and_copy(model, second, sample, codes, back, gains)
+    dim = model.config.head_dim
+    codes, back = _whitened(model.model.embed_tokens.weight.detach(), sample)
+    late = _layer_input(model, layers[2], sample)[1]
+    free = _bottom(late, dim)
+    short, notes = codes[:, : dim * 3 // 8], codes[:, -dim:]
+    _note_previous(model, layers[0], sample, short, gains)
+    _match(model, layers[1], sample, short, notes, gains, free)
+    _say(model, layers[2], sample, free, back[:, -dim:], gains)

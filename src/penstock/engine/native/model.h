@@ -83,10 +83,11 @@ struct Plan {
   std::vector<int32_t> token_ids, positions, blocks;
   std::vector<AttentionTask> attention;
   std::vector<int32_t> logits_rows;
-  std::vector<float*> logits;         // one destination each, or null
-  std::vector<int> sequences;         // where sampled: the batch's sequence of each row of logits,
-  std::vector<RowSampling> sampling;  // how,
-  std::vector<Best> best;             // and the result of each group of columns: [rows, groups]
+  std::vector<float*> logits;  // one destination each
+  // Where tokens are sampled, for each row of logits: the batch's sequence, how, and the result.
+  std::vector<int> sequences;
+  std::vector<RowSampling> sampling;
+  std::vector<int32_t> sampled;
 
   int num_rows() const { return (int)token_ids.size(); }
 
@@ -99,7 +100,7 @@ struct Plan {
     logits.clear();
     sequences.clear();
     sampling.clear();
-    best.clear();
+    sampled.clear();
   }
 
   void add_sequence(const int32_t* tokens, int first_position, int num_rows,
@@ -121,7 +122,7 @@ struct Model {
   std::vector<LayerWeights> layers;
   AttentionShape shape;
   std::vector<ThreadScratch> scratch;
-  Buffer residual, query, attended, hidden;
+  Buffer residual, query, attended, hidden, logits;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
@@ -135,8 +136,6 @@ struct Model {
   int group() const { return weights.num_heads / weights.num_kv_heads; }
   int queries_per_task() const { return std::max(kQueriesPerTask, group()); }
   int rows_per_task() const { return std::max(1, kQueriesPerTask / group()); }
-  int vocab_panels() const { return (weights.vocab_size + kPanel - 1) / kPanel; }
-  int vocab_groups() const { return (vocab_panels() + kMaxPanels - 1) / kMaxPanels; }
   int head_width() const { return round_up(weights.head_dim, kPanel); }
   // One panel more than needed: rows a power of two apart would share few cache sets.
   size_t residual_stride() const { return round_up(weights.hidden_size, kPanel) + kPanel; }

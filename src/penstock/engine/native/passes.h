@@ -31,7 +31,7 @@ class Pass {
         worker_(worker),
         scratch_(model.scratch[worker.id]) {}
 
-  static int num_phases(const Model& model) { return 2 + 5 * model.weights.num_layers; }
+  static int num_phases(const Model& model) { return 3 + 5 * model.weights.num_layers; }
 
   void run() {
     embed();
@@ -45,6 +45,7 @@ class Pass {
                      (const W*)layer.down, nullptr);
     }
     if (!plan_.logits_rows.empty()) unembed();
+    if (!plan_.sampling.empty()) sample();
   }
 
  private:
@@ -239,9 +240,9 @@ class Pass {
 
   void unembed() {
     const Chunks chunks((int)plan_.logits_rows.size(), weights_.hidden_size);
-    const int groups = model_.vocab_groups();
+    const int panels = round_up(weights_.vocab_size, kPanel) / kPanel;
     project(
-        chunks, (const W*)weights_.lm_head, weights_.hidden_size, model_.vocab_panels(), kMaxPanels,
+        chunks, (const W*)weights_.lm_head, weights_.hidden_size, panels, kMaxPanels,
         model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), weights_.norm,
@@ -250,15 +251,16 @@ class Pass {
         [&](int row, int height, int panel, int width, const float* tile) {
           const int token = panel * kPanel;
           const int count = std::min(width * kPanel, weights_.vocab_size - token);
-          for (int r = 0; r < height; ++r) {
-            const float* logits = tile + r * kTileStride;
-            if (float* target = plan_.logits[row + r])
-              std::memcpy(target + token, logits, count * sizeof(float));
-            if (!plan_.sampling.empty())
-              offer_tokens(logits, count, token, plan_.sampling[row + r],
-                           plan_.best[(size_t)(row + r) * groups + panel / kMaxPanels]);
-          }
+          for (int r = 0; r < height; ++r)
+            std::memcpy(plan_.logits[row + r] + token, tile + r * kTileStride,
+                        count * sizeof(float));
         });
+  }
+
+  void sample() {
+    worker_.for_each(plan_.sampling.size(), [&](int64_t row) {
+      plan_.sampled[row] = sample_row(plan_.logits[row], weights_.vocab_size, plan_.sampling[row]);
+    });
   }
 };
 

@@ -124,30 +124,28 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
 // Have `row`'s logits sampled as the draft's step `step` of sequence `seq`.
 void plan_sample(const Model& model, const DraftOrder& order, int seq, int step, int row,
                  Plan& plan) {
+  const size_t vocab_size = model.weights.vocab_size;
   const size_t place = (size_t)seq * order.max_steps + step;
+  plan.logits.push_back(order.logits ? order.logits + place * vocab_size
+                                     : model.logits.get() + plan.logits.size() * vocab_size);
   plan.sequences.push_back(seq);
   plan.logits_rows.push_back(row);
-  plan.logits.push_back(order.logits ? order.logits + place * model.weights.vocab_size : nullptr);
   plan.sampling.push_back(RowSampling::make(order.temperatures[seq], order.seeds[seq],
                                             (uint64_t)plan.positions[row] + 1, order.salts[seq]));
-  plan.best.resize(plan.best.size() + model.vocab_groups());
+  plan.sampled.push_back(0);
 }
 
 // Take the tokens sampled in `done` and plan the step that follows; empty after the last one.
 void advance(const Model& model, const Batch& batch, const DraftOrder& order, int step,
              const Plan& done, Plan& next) {
   next.clear();
-  const int groups = model.vocab_groups();
   for (size_t i = 0; i < done.sequences.size(); ++i) {
-    Best best;
-    for (int group = 0; group < groups; ++group)
-      best.offer(done.best[i * groups + group].value, done.best[i * groups + group].token);
     const int seq = done.sequences[i];
-    order.token_ids[(size_t)seq * order.max_steps + step] = best.token;
+    order.token_ids[(size_t)seq * order.max_steps + step] = done.sampled[i];
     if (step + 1 == order.num_steps[seq]) continue;
     const int position = done.positions[done.logits_rows[i]] + 1;
-    next.add_sequence(&best.token, position, 1, block_table(batch, seq), model.weights.block_size,
-                      model.rows_per_task());
+    next.add_sequence(&done.sampled[i], position, 1, block_table(batch, seq),
+                      model.weights.block_size, model.rows_per_task());
     plan_sample(model, order, seq, step + 1, next.num_rows() - 1, next);
   }
 }
@@ -255,6 +253,7 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, float* l
   Plan& plan = job.plans[0];
   plan_rows(model, batch, plan);
   if (order) {
+    if (!order->logits) model.logits.reserve((size_t)batch.num_seqs * model.weights.vocab_size);
     for (int seq = 0; seq < batch.num_seqs; ++seq)
       if (order->num_steps[seq] > 0)
         plan_sample(model, *order, seq, 0, batch.query_start[seq + 1] - 1, plan);
@@ -313,18 +312,9 @@ PENSTOCK_API int32_t penstock_draft(Model* model, const Batch* batch, const Draf
 }
 
 PENSTOCK_API void penstock_sample(const SampleOrder* order) {
-  const int whole = order->vocab_size / kLanes * kLanes;
-  for (int row = 0; row < order->num_rows; ++row) {
-    const float* logits = order->logits + (size_t)row * order->vocab_size;
-    const RowSampling sampling =
-        RowSampling::make(order->temperatures[row], order->seeds[row],
-                          (uint64_t)order->positions[row], order->salts[row]);
-    // The last vector may not reach past the row: what is left goes through a padded copy.
-    alignas(64) float rest[kLanes] = {};
-    std::copy(logits + whole, logits + order->vocab_size, rest);
-    Best best;
-    offer_tokens(logits, whole, 0, sampling, best);
-    offer_tokens(rest, order->vocab_size - whole, whole, sampling, best);
-    order->token_ids[row] = best.token;
-  }
+  for (int row = 0; row < order->num_rows; ++row)
+    order->token_ids[row] =
+        sample_row(order->logits + (size_t)row * order->vocab_size, order->vocab_size,
+                   RowSampling::make(order->temperatures[row], order->seeds[row],
+                                     (uint64_t)order->positions[row], order->salts[row]));
 }

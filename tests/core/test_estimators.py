@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.estimators import AcceptanceEstimator, Beta, Estimators, StepTimes
+from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult, Verdict
+
+
+def verdict(num_accepted: int, num_proposed: int, request_id: str = "r") -> Verdict:
+    return Verdict(
+        request_id,
+        0,
+        0,
+        drafter="d",
+        num_proposed=num_proposed,
+        num_accepted=num_accepted,
+        num_decided=min(num_accepted + 1, num_proposed),
+        evidence=float(num_accepted),
+    )
+
+
+def test_beta_starts_at_its_prior_and_fades_back_to_it() -> None:
+    beta = Beta()
+    assert beta.mean(0.7, 2.0) == pytest.approx(0.7)
+    beta.observe(0, 20)
+    assert beta.mean(0.7, 2.0) < 0.1
+    for _ in range(400):
+        beta.fade(0.97)
+    assert beta.mean(0.7, 2.0) == pytest.approx(0.7, abs=1e-3)
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.5, 0.9])
+def test_acceptance_is_learned_from_positions_up_to_the_first_rejection(rate: float) -> None:
+    """An estimator that counted every position behind a rejection as rejected would end far
+    below."""
+    estimator = AcceptanceEstimator()
+    accepted = [s for s in range(5) for _ in range(round(200 * rate**s * (1 - rate * (s < 4))))]
+    for i in range(len(accepted)):
+        estimator.observe(verdict(accepted[i * 7919 % len(accepted)], 4))
+    assert estimator.mean("r", "d") == pytest.approx(rate, abs=0.12)
+
+
+def test_overlaps_are_finer_evidence() -> None:
+    estimator = AcceptanceEstimator()
+    for _ in range(200):
+        estimator.observe(Verdict("r", 0, 0, drafter="d", num_decided=2, evidence=1.2))
+    assert estimator.mean("r", "d") == pytest.approx(0.6, abs=0.02)
+
+
+def test_a_new_request_starts_from_what_the_drafter_has_shown() -> None:
+    estimator = AcceptanceEstimator()
+    before = estimator.mean("new", "d")
+    for _ in range(100):
+        estimator.observe(verdict(0, 4, "old"))
+    assert estimator.mean("new", "d") < 0.1 < before
+    assert estimator.mean("new", "another drafter") == before
+
+
+def test_what_was_not_drafted_says_nothing() -> None:
+    estimator = AcceptanceEstimator()
+    before = estimator.mean("r", "d")
+    estimator.observe(Verdict("r", 0, 0))
+    estimator.observe(verdict(0, 0))
+    assert estimator.mean("r", "d") == before
+
+
+def test_unused_estimates_fade_for_the_request_and_for_all() -> None:
+    estimator = AcceptanceEstimator()
+    for _ in range(100):
+        estimator.observe(verdict(0, 4))
+    low = estimator.mean("r", "d"), estimator.mean("another", "d")
+    for _ in range(2000):
+        estimator.fade("r", "d")
+    assert estimator.mean("r", "d") > low[0] + 0.4
+    assert estimator.mean("another", "d") > low[1] + 0.4
+
+
+def test_it_follows_drift() -> None:
+    estimator = AcceptanceEstimator()
+    for _ in range(300):
+        estimator.observe(verdict(4, 4))
+    assert estimator.mean("r", "d") > 0.9
+    for _ in range(100):
+        estimator.observe(verdict(0, 4))
+    assert estimator.mean("r", "d") < 0.3
+
+
+def test_a_finished_request_is_forgotten() -> None:
+    estimator = AcceptanceEstimator()
+    estimator.observe(verdict(4, 4))
+    estimator.observe(verdict(4, 4, "s"))
+    estimator.forget("r")
+    assert set(estimator._by_request) == {("s", "d")}
+
+
+def result(lane: str, rows: int, verify: float, *times: DraftTime) -> StepResult:
+    phases = PhaseTimes(verify=verify, sample=0.001)
+    return StepResult(0, lane, 0.0, 0.0, phases=phases, draft_times=times, num_rows=rows)
+
+
+def test_step_times_of_target_and_drafters() -> None:
+    times = StepTimes()
+    times.observe(result(TARGET, 5, 0.004, DraftTime("d", 3, 4, 3, 0.008)))
+    assert times.target(5) == pytest.approx(0.005)
+    assert times.curve_of("d")(3) == pytest.approx(0.002)
+    assert times.curve_of("unknown").is_empty
+
+
+def test_only_drafting_tells_the_price_of_a_draft_token() -> None:
+    times = StepTimes()
+    times.observe(result(TARGET, 5, 0.0, DraftTime("d", 1, 0, 90, 0.5)))
+    times.observe(result("d", 0, 0.0, DraftTime("d", 1, 4, 90, 0.5)))
+    assert times.curve_of("d").is_empty
+    assert times.target.points() == [(5, pytest.approx(0.001))]
+
+
+def test_estimators_start_empty() -> None:
+    assert Estimators().step_times.target.is_empty

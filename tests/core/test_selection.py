@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from tests.core.fakes import ToyDrafter, ToyExecutor
+from tests.core.world import World, make_request, make_scheduler
+
+from penstock.core.registry import make_policy
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import DrafterDown, Request
+
+STATES = [RequestState(Request(name, 4, 4), i) for i, name in enumerate("rs")]
+
+
+def test_single_takes_the_first_drafter() -> None:
+    policy = make_policy("selection", "single")
+    drafters = {"a": Drafter("a"), "b": Drafter("b")}
+    assert policy.select(STATES, drafters, 0.0) == {"r": "a", "s": "a"}
+    assert policy.select(STATES, {}, 0.0) == {"r": None, "s": None}
+
+
+def test_single_takes_the_one_that_is_named_while_it_is_up() -> None:
+    policy = make_policy("selection", "single", {"drafter": "b"})
+    drafters = {"a": Drafter("a"), "b": Drafter("b")}
+    assert policy.select(STATES, drafters, 0.0) == {"r": "b", "s": "b"}
+    drafters["b"].up = False
+    assert policy.select(STATES, drafters, 0.0) == {"r": None, "s": None}
+
+
+def test_a_request_keeps_its_drafter_through_a_round() -> None:
+    """Whatever the policy says meanwhile: the order in flight is answered first."""
+
+    class Fickle:
+        name = "fickle"
+        calls = 0
+
+        def select(self, states, drafters, now):  # type: ignore[no-untyped-def]
+            self.calls += 1
+            return {s.request.id: ["a", "b"][self.calls % 2] for s in states}
+
+        def observe(self, state, verdict) -> None:  # type: ignore[no-untyped-def]
+            return None
+
+    drafters = [ToyDrafter("a"), ToyDrafter("b")]
+    scheduler = make_scheduler(drafters=drafters, own_lanes=["a", "b"], selection=Fickle())
+    world = World(scheduler, ToyExecutor(4, {d.name: d for d in drafters}))
+    world.run([make_request(f"r{i}", max_tokens=12, seed=i) for i in range(4)])
+    world.check_outputs()
+    orders: dict[tuple[str, int], set[str]] = {}
+    for plan in world.plans:
+        for order in plan.drafts:
+            orders.setdefault((order.request_id, order.round), set()).add(order.drafter)
+    assert all(len(names) == 1 for names in orders.values())
+
+
+def test_a_named_drafter_that_is_down_is_waited_for_by_nobody() -> None:
+    drafter = ToyDrafter("a")
+    scheduler = make_scheduler(drafters=[drafter], own_lanes=["a"])
+    world = World(scheduler, ToyExecutor(4, {"a": drafter}))
+    world.turn(DrafterDown("a"), DrafterDown("unknown"))
+    world.run([make_request("r", drafter="a")])
+    world.check_outputs()
+    assert not any(p.drafts for p in world.plans)
