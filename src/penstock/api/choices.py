@@ -2,50 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
 from penstock.api.errors import ApiError
 from penstock.api.text import TextStream, TokenText
 from penstock.core.types import FinishReason, Output, Request
+from penstock.serving.speculated import Speculated
 
 _STATUS = {FinishReason.REFUSED: 400, FinishReason.ERROR: 500, FinishReason.CANCELLED: 503}
-
-
-@dataclass(slots=True)
-class Speculated:
-    """Drafts of a request. A draft is a round in which a drafter proposed something."""
-
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    drafts: Counter[str] = field(default_factory=Counter)
-
-    def observe(self, output: Output) -> None:
-        if output.drafter is not None and output.num_proposed:
-            self.drafts[output.drafter] += 1
-            self.num_draft_tokens += output.num_proposed
-            self.num_accepted_tokens += output.num_accepted
-
-    def __iadd__(self, other: Speculated) -> Speculated:
-        self.drafts += other.drafts
-        self.num_draft_tokens += other.num_draft_tokens
-        self.num_accepted_tokens += other.num_accepted_tokens
-        return self
-
-    def as_dict(self) -> dict[str, Any]:
-        """`drafter`: the one that drafted most often. `mean_acceptance_length`: 1 + accepted /
-        drafts, and 1 without drafts."""
-        num_drafts = self.drafts.total()
-        return {
-            "drafter": max(self.drafts, key=self.drafts.__getitem__, default=None),
-            "num_drafts": num_drafts,
-            "num_draft_tokens": self.num_draft_tokens,
-            "num_accepted_tokens": self.num_accepted_tokens,
-            "mean_acceptance_length": 1 + self.num_accepted_tokens / max(num_drafts, 1),
-        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +82,7 @@ def usage(choices: Sequence[Choice]) -> dict[str, Any]:
     completion_tokens = sum(c.num_tokens for c in choices)
     speculated = Speculated()
     for choice in choices:
-        speculated += choice.speculated
+        speculated.add(choice.speculated)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

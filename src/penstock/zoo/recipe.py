@@ -76,7 +76,7 @@ class Recipe:
     """Rows of training text per domain."""
     held_rows: int = 12
     """Rows of held-back text per domain for the losses."""
-    teacher_rows: int = 160
+    teacher_rows: int = 120
     """Rows per domain, the pool's last, whose target logits are kept for distillation."""
     seed: int = 0
 
@@ -129,29 +129,29 @@ FULL = Recipe(
             grown_from="target-small",
             offset=690,
         ),
-        _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 500),
+        _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 400),
         _drafter(
             "draft-code",
             _SPECIALIST,
             "specialist: instructions with code, SQL",
             _only("instruction", "sql"),
-            400,
+            320,
         ),
         _drafter(
             "draft-data",
             _SPECIALIST,
             "specialist: numbers and structured text",
             _only("math", "sql", "entropy"),
-            400,
+            320,
         ),
         _drafter(
             "draft-lang",
             _SPECIALIST,
             "specialist: role-play, chat, questions, prose",
             _only("roleplay", "chat", "qa"),
-            400,
+            320,
         ),
-        _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 420),
+        _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 340),
     ),
 )
 

@@ -6,7 +6,6 @@ that share a key-value head become rows of one matrix, so that it is read once f
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +13,7 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.batch import RaggedBatch
+from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 
 # Beyond this, rows fill a matrix product without the help of other heads, and folding the heads
@@ -22,8 +21,6 @@ from penstock.engine.kv_cache import PagedKVCache
 _MAX_FOLDED_QUERIES = 32
 # What is gathered should still be in the processor's cache when it is multiplied.
 _MAX_GATHERED_BYTES = 2 << 20
-
-_Indices = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +64,26 @@ class Backend:
         self._scratch = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
     def prepare(self, batch: RaggedBatch) -> PackedMetadata:
-        counts = np.diff(batch.query_start)
-        num_blocks = -(-batch.seq_lens // self._block_size)
-        by_shape = np.lexsort((num_blocks, counts))
+        num_queries = np.diff(batch.query_start).tolist()
+        num_blocks = (-(-batch.seq_lens // self._block_size)).tolist()
+        shapes = list(zip(num_queries, num_blocks, strict=True))
+        seqs = sorted((i for i in range(batch.num_seqs) if num_queries[i]), key=shapes.__getitem__)
+        members: list[list[int]] = []
+        for i in seqs:
+            fits = members and shapes[members[-1][0]] == shapes[i]
+            if fits and len(members[-1]) < self._most_together(*shapes[i]):
+                members[-1].append(i)
+            else:
+                members.append([i])
         groups: list[_Group] = []
-        start = 0
-        for seqs in self._split(by_shape, counts, num_blocks):
-            groups.append(self._group(batch, seqs, int(counts[seqs[0]]), start))
-            start = groups[-1].rows.stop
+        for group in members:
+            start = groups[-1].rows.stop if groups else 0
+            groups.append(self._group(batch, group, num_queries[group[0]], start))
         self._reserve(max(group.slots.shape[0] for group in groups))
-        order = np.concatenate(
-            [np.arange(batch.query_start[i], batch.query_start[i + 1]) for i in by_shape]
-        )
-        if np.array_equal(order, np.arange(batch.num_tokens)):
+        if seqs == sorted(seqs):
             return PackedMetadata(groups, None, None)
+        rows = np.arange(batch.num_tokens)
+        order = np.concatenate([rows[slice(*batch.query_start[i : i + 2])] for i in seqs])
         return PackedMetadata(groups, self._tensor(order), self._tensor(np.argsort(order)))
 
     def attend(self, q: torch.Tensor, layer: int, metadata: PackedMetadata) -> torch.Tensor:
@@ -94,24 +97,23 @@ class Backend:
         """q: [num_seqs * num_queries, num_heads, head_dim]; returns the same shape."""
         keys, values = self._gather(layer, group)
         num_seqs, num_queries = group.num_seqs, group.num_queries
-        grouped = q.view(
-            num_seqs, num_queries, self._num_kv_heads, self._group_size, self._head_dim
-        )
+        kv_heads, group_size = self._num_kv_heads, self._group_size
+        grouped = q.view(num_seqs, num_queries, kv_heads, group_size, self._head_dim)
         if num_queries <= _MAX_FOLDED_QUERIES:
             out = F.scaled_dot_product_attention(
                 grouped.permute(2, 0, 1, 3, 4).flatten(2, 3), keys, values, attn_mask=group.mask
             )
-            out = out.unflatten(2, (num_queries, self._group_size)).permute(1, 2, 0, 3, 4)
-        else:
-            heads = (-1, self._group_size, -1, -1)
-            out = F.scaled_dot_product_attention(
-                grouped[0].permute(1, 2, 0, 3),
-                keys.expand(heads),
-                values.expand(heads),
-                attn_mask=group.mask,
-                is_causal=group.mask is None,
-            ).permute(2, 0, 1, 3)
-        return out.reshape(q.shape)
+            out = out.view(kv_heads, num_seqs, num_queries, group_size, self._head_dim)
+            return out.permute(1, 2, 0, 3, 4).reshape(q.shape)
+        heads = (kv_heads, group_size, group.context, self._head_dim)
+        out = F.scaled_dot_product_attention(
+            grouped[0].permute(1, 2, 0, 3),
+            keys.expand(heads),
+            values.expand(heads),
+            attn_mask=group.mask,
+            is_causal=group.mask is None,
+        )
+        return out.permute(2, 0, 1, 3).reshape(q.shape)
 
     def _gather(self, layer: int, group: _Group) -> torch.Tensor:
         """[2, num_kv_heads, num_seqs, context, head_dim]."""
@@ -127,33 +129,25 @@ class Backend:
         if self._scratch.shape[0] < elements:
             self._scratch = self._scratch.new_empty(elements)
 
-    def _split(
-        self, by_shape: _Indices, counts: _Indices, num_blocks: _Indices
-    ) -> Iterator[_Indices]:
-        """Runs of sequences of one shape, cut where they would gather too much at once."""
-        edges = np.flatnonzero(np.diff(counts[by_shape]) | np.diff(num_blocks[by_shape])) + 1
-        slot_bytes = 2 * self._num_kv_heads * self._head_dim * self._scratch.itemsize
-        for run in np.split(by_shape, edges):
-            if counts[run[0]] > _MAX_FOLDED_QUERIES:
-                most = 1
-            else:
-                gathered = int(num_blocks[run[0]]) * self._block_size * slot_bytes
-                most = max(1, _MAX_GATHERED_BYTES // gathered)
-            for i in range(0, len(run), most):
-                yield run[i : i + most]
+    def _most_together(self, num_queries: int, num_blocks: int) -> int:
+        """Sequences of that shape in one call."""
+        if num_queries > _MAX_FOLDED_QUERIES:
+            return 1
+        per_slot = 2 * self._num_kv_heads * self._head_dim * self._scratch.itemsize
+        return max(1, _MAX_GATHERED_BYTES // (num_blocks * self._block_size * per_slot))
 
-    def _group(self, batch: RaggedBatch, seqs: _Indices, num_queries: int, start: int) -> _Group:
-        seq_lens = batch.seq_lens[seqs].astype(np.int64)
-        context = int(seq_lens.max())
+    def _group(self, batch: RaggedBatch, seqs: list[int], num_queries: int, start: int) -> _Group:
+        seq_lens = batch.seq_lens[seqs]
+        shortest, context = int(seq_lens.min()), int(seq_lens.max())
         num_blocks = -(-context // self._block_size)
         firsts = batch.block_tables[seqs, :num_blocks].astype(np.int64) * self._block_size
         slots = (firsts[:, :, None] + np.arange(self._block_size)).reshape(len(seqs), -1)
         slots = slots[:, :context]
-        positions = np.arange(context)
-        slots = np.where(positions < seq_lens[:, None], slots, slots[:, :1])
+        if shortest < context:
+            slots = np.where(np.arange(context) < seq_lens[:, None], slots, slots[:, :1])
 
         whole = num_queries == context and num_queries > _MAX_FOLDED_QUERIES
-        last_only = num_queries == 1 and bool((seq_lens == context).all())
+        last_only = num_queries == 1 and shortest == context
         return _Group(
             rows=slice(start, start + len(seqs) * num_queries),
             num_seqs=len(seqs),
@@ -163,7 +157,7 @@ class Backend:
             mask=None if whole or last_only else self._mask(seq_lens, num_queries, context),
         )
 
-    def _mask(self, seq_lens: _Indices, num_queries: int, context: int) -> torch.Tensor:
+    def _mask(self, seq_lens: IntArray, num_queries: int, context: int) -> torch.Tensor:
         query_positions = seq_lens[:, None] - num_queries + np.arange(num_queries)
         visible = np.arange(context) <= query_positions[:, :, None]
         mask = np.where(visible, np.float32(0), np.float32("-inf"))

@@ -42,4 +42,5 @@ class Backend:
         positions = torch.arange(seq_len, device=q.device)
         hidden = positions > positions[seq_len - q.shape[0] :, None]
         weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
-        return (weights @ values).transpose(0, 1).to(q.dtype)
+        out: torch.Tensor = weights @ values
+        return out.transpose(0, 1).to(q.dtype)

@@ -53,20 +53,13 @@ class ModelWeights(Structure):
     ]
 
 
-class Batch(Structure):
+class BatchValues(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("num_tokens", "num_seqs", "max_blocks", "num_logits")),
-        *(
-            (name, c_void_p)
-            for name in (
-                "token_ids",
-                "positions",
-                "query_start",
-                "seq_lens",
-                "block_tables",
-                "logits_rows",
-            )
-        ),
+        ("num_tokens", c_int32),
+        ("num_seqs", c_int32),
+        ("max_blocks", c_int32),
+        ("num_logits", c_int32),
+        ("values", c_void_p),
     ]
 
 
@@ -101,7 +94,7 @@ def native_library() -> ctypes.CDLL:
         "penstock_destroy": (None, [pointer]),
         "penstock_forward": (c_int32, [pointer, pointer, pointer, pointer]),
         "penstock_draft": (c_int32, [pointer, pointer, pointer, pointer]),
-        "penstock_sample": (None, [pointer]),
+        "penstock_sample": (c_int32, [pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
         function = getattr(library, name)

@@ -32,15 +32,34 @@ struct ModelWeights {
   const LayerWeights* layers;
 };
 
-// RaggedBatch of batch.py.
-struct Batch {
+// RaggedBatch of batch.py. `values` holds its arrays one after the other, in the order below.
+struct BatchValues {
   int32_t num_tokens, num_seqs, max_blocks, num_logits;
-  const int32_t *token_ids, *positions, *query_start, *seq_lens, *block_tables, *logits_rows;
+  const int32_t* values;
 };
 
 }  // extern "C"
 
 namespace penstock {
+
+struct Batch {
+  int num_tokens, num_seqs, max_blocks, num_logits;
+  const int32_t *token_ids, *positions, *query_start, *seq_lens, *logits_rows, *block_tables;
+
+  explicit Batch(const BatchValues& given)
+      : num_tokens(given.num_tokens),
+        num_seqs(given.num_seqs),
+        max_blocks(given.max_blocks),
+        num_logits(given.num_logits),
+        token_ids(given.values),
+        positions(token_ids + num_tokens),
+        query_start(positions + num_tokens),
+        seq_lens(query_start + num_seqs + 1),
+        logits_rows(seq_lens + num_seqs),
+        block_tables(logits_rows + num_logits) {}
+
+  const int32_t* block_table(int seq) const { return block_tables + (size_t)seq * max_blocks; }
+};
 
 // Rows of activations that fit the second-level cache beside a panel.
 constexpr int kChunkFloats = 40 * 1024;

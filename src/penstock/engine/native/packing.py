@@ -12,6 +12,8 @@ from penstock.engine.models.config import DecoderConfig, RopeTable
 
 Weights = dict[str, torch.Tensor]
 
+_HUGE_PAGE = 1 << 21
+
 
 def round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple
@@ -26,7 +28,7 @@ class Arena:
 
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        self._memory = mmap.mmap(-1, max(num_bytes, 1), flags=flags)
+        self._memory = mmap.mmap(-1, round_up(max(num_bytes, 1), _HUGE_PAGE), flags=flags)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             self._memory.madvise(mmap.MADV_HUGEPAGE)
         self._used = 0

@@ -21,6 +21,9 @@ struct Chunks {
 };
 
 // One thread's part in a forward pass. W: element type of the weights; C: of the cache.
+//
+// The model's buffers may be looked at within tasks only: a late thread can still be on its way
+// through an old pass while they grow for the next.
 template <class W, class C>
 class Pass {
  public:
@@ -38,10 +41,10 @@ class Pass {
     for (const LayerWeights& layer : model_.layers) {
       project_heads(layer);
       attend_all(layer);
-      add_projection(model_.attended.get(), model_.query_stride(),
+      add_projection(model_.attended, model_.query_stride(),
                      weights_.num_heads * weights_.head_dim, (const W*)layer.o, layer.o_bias);
       gate(layer);
-      add_projection(model_.hidden.get(), model_.hidden_stride(), weights_.intermediate_size,
+      add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size,
                      (const W*)layer.down, nullptr);
     }
     if (!plan_.logits_rows.empty()) unembed();
@@ -196,13 +199,13 @@ class Pass {
   }
 
   // residual += input x matrix (+ bias)
-  void add_projection(const float* input, size_t stride, int k_size, const W* matrix,
+  void add_projection(const Buffer& input, size_t stride, int k_size, const W* matrix,
                       const float* bias) {
     const Chunks chunks(plan_.num_rows(), k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
         chunks, matrix, k_size, panels, group_for(chunks, panels), stride,
-        [&](int chunk) { return input + chunks.first(chunk) * stride; },
+        [&](int chunk) { return input.get() + chunks.first(chunk) * stride; },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
             float* target = residual(row + r) + panel * kPanel;

@@ -37,7 +37,7 @@ namespace {
 constexpr int kErrorBytes = 256;
 
 // Multiply-adds under which the other threads cost more to wake than they save.
-constexpr double kWorkForThreads = 1e5;
+constexpr double kWorkForThreads = 2e5;
 
 __attribute__((format(printf, 2, 3))) bool refuse(char* error, const char* format, ...) {
   va_list values;
@@ -84,11 +84,19 @@ bool check_sequence(const Model& model, const Batch& batch, int seq, int ahead, 
   if (blocks > batch.max_blocks)
     return refuse(error, "block_tables has %d columns; sequence %d needs %lld", batch.max_blocks,
                   seq, (long long)blocks);
-  const int32_t* table = batch.block_tables + (size_t)seq * batch.max_blocks;
+  const int32_t* table = batch.block_table(seq);
   for (int64_t i = 0; i < blocks; ++i)
     if (table[i] < 0 || table[i] >= w.num_blocks)
       return refuse(error, "block_tables[%d, %lld] is %d; allowed: 0..%d", seq, (long long)i,
                     table[i], w.num_blocks - 1);
+  return true;
+}
+
+bool check_temperatures(const double* temperatures, int count, char* error) {
+  for (int i = 0; i < count; ++i)
+    if (!(temperatures[i] >= 0) || std::isinf(temperatures[i]))
+      return refuse(error, "temperatures[%d] is %g; must be finite and at least 0", i,
+                    temperatures[i]);
   return true;
 }
 
@@ -103,11 +111,8 @@ bool check(const Model& model, const Batch& batch, const DraftOrder* order, char
       return refuse(error, "sequence %d has no row to draft from", seq);
     if (!check_sequence(model, batch, seq, std::max(0, steps - 1), error)) return false;
   }
+  if (order && !check_temperatures(order->temperatures, batch.num_seqs, error)) return false;
   return check_tokens(model, batch, error);
-}
-
-const int32_t* block_table(const Batch& batch, int seq) {
-  return batch.block_tables + (size_t)seq * batch.max_blocks;
 }
 
 void plan_rows(Model& model, const Batch& batch, Plan& plan) {
@@ -116,7 +121,7 @@ void plan_rows(Model& model, const Batch& batch, Plan& plan) {
     const int first = batch.query_start[seq], rows = batch.query_start[seq + 1] - first;
     if (rows == 0) continue;
     plan.add_sequence(batch.token_ids + first, batch.positions[first], rows,
-                      block_table(batch, seq), model.weights.block_size, model.rows_per_task());
+                      batch.block_table(seq), model.weights.block_size, model.rows_per_task());
   }
   model.reserve(plan.num_rows());
 }
@@ -144,7 +149,7 @@ void advance(const Model& model, const Batch& batch, const DraftOrder& order, in
     order.token_ids[(size_t)seq * order.max_steps + step] = done.sampled[i];
     if (step + 1 == order.num_steps[seq]) continue;
     const int position = done.positions[done.logits_rows[i]] + 1;
-    next.add_sequence(&done.sampled[i], position, 1, block_table(batch, seq),
+    next.add_sequence(&done.sampled[i], position, 1, batch.block_table(seq),
                       model.weights.block_size, model.rows_per_task());
     plan_sample(model, order, seq, step + 1, next.num_rows() - 1, next);
   }
@@ -267,8 +272,9 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, float* l
   Pool::instance().run(job, threads_for(model, plan), phases);
 }
 
-int32_t guarded(Model& model, const Batch& batch, const DraftOrder* order, float* logits,
+int32_t guarded(Model& model, const BatchValues& values, const DraftOrder* order, float* logits,
                 char* error) {
+  const Batch batch(values);
   if (!check(model, batch, order, error)) return 1;
   try {
     execute(model, batch, order, logits);
@@ -301,20 +307,22 @@ PENSTOCK_API void penstock_destroy(Model* model) {
 }
 
 // 0, or 1 with the reason in error[kErrorBytes].
-PENSTOCK_API int32_t penstock_forward(Model* model, const Batch* batch, float* logits,
+PENSTOCK_API int32_t penstock_forward(Model* model, const BatchValues* batch, float* logits,
                                       char* error) {
   return guarded(*model, *batch, nullptr, logits, error);
 }
 
-PENSTOCK_API int32_t penstock_draft(Model* model, const Batch* batch, const DraftOrder* order,
+PENSTOCK_API int32_t penstock_draft(Model* model, const BatchValues* batch, const DraftOrder* order,
                                     char* error) {
   return guarded(*model, *batch, order, nullptr, error);
 }
 
-PENSTOCK_API void penstock_sample(const SampleOrder* order) {
+PENSTOCK_API int32_t penstock_sample(const SampleOrder* order, char* error) {
+  if (!check_temperatures(order->temperatures, order->num_rows, error)) return 1;
   for (int row = 0; row < order->num_rows; ++row)
     order->token_ids[row] =
         sample_row(order->logits + (size_t)row * order->vocab_size, order->vocab_size,
                    RowSampling::make(order->temperatures[row], order->seeds[row],
                                      (uint64_t)order->positions[row], order->salts[row]));
+  return 0;
 }

@@ -1,0 +1,39 @@
+"""The program `penstock`. Commands import what they need when they run, so that help is fast."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from penstock.cli import bench, zoo
+from penstock.cli.generate import generate
+from penstock.cli.serve import serve
+
+app = typer.Typer(
+    name="penstock",
+    help="Serve a large language model that verifies what small ones draft.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(serve)
+app.command()(generate)
+app.add_typer(bench.app, name="bench")
+app.add_typer(zoo.app, name="zoo")
+
+# Typer has carried a copy of click since 0.20; the class must come from the one that it uses.
+_ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
+
+
+def main() -> None:
+    """Run the program. Bad input ends it with exit code 2 and one line on standard error."""
+    try:
+        code = app(sys.argv[1:] or ["--help"], standalone_mode=False)
+    except typer.Abort:
+        code = 130
+    except _ClickException as error:
+        message = " ".join(error.format_message().split())
+        print(f"penstock: {message}", file=sys.stderr)
+        code = 2
+    sys.exit(code)

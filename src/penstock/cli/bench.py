@@ -1,0 +1,167 @@
+"""`penstock bench engine`: target-only and speculative decoding, side by side in one run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.failures import one_line
+
+if TYPE_CHECKING:
+    from penstock.engine.build import Engine
+    from penstock.serving.bench import BenchRun, Prompt
+
+app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
+
+
+@app.callback()
+def _group() -> None:
+    """Measure the engine."""
+
+
+@app.command()
+def engine(
+    target: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or bundled target.", show_default=False)
+    ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH, a bundled drafter's name, or ngram; repeatable."),
+    ] = None,
+    domain: Annotated[
+        str | None, typer.Option(help="Prompts of one bundled domain; all mixed without.")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Cut or repeat prompts to this many tokens.")
+    ] = None,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request makes.")] = 64,
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
+    repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
+    from penstock.cli.models import with_models
+    from penstock.config import ConfigError, parse_config
+    from penstock.engine.build import load_engine
+    from penstock.engine.models.config import CheckpointError
+    from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
+
+    with one_line(ConfigError, CheckpointError):
+        batches = _batches(batch)
+        settings = with_models({"dtype": dtype}, target, drafter or (), speculate=True)
+        prompts = _prompts(settings["target"], domain)
+        if prompt_tokens is not None:
+            prompts = cut_prompts(prompts, prompt_tokens)
+        longest = max(len(p.token_ids) for p in prompts) + new_tokens
+        settings["kv_tokens"] = max(batches) * (longest + 32)
+        # A prompt that is measured twice must be computed twice.
+        settings["prefix_caching"] = False
+        built = load_engine(parse_config({"engine": settings}).engine)
+        if longest > built.max_model_len:
+            raise ConfigError(
+                f"prompts and new tokens are up to {longest} tokens, more than the context of "
+                f"{built.max_model_len}"
+            )
+    cells: list[str | None] = [None, *settings["drafters"]]
+    options = BenchOptions(batches, new_tokens, temperature, repeats)
+    with _progress(len(batches) * len(cells) * (repeats + 1)) as advance:
+        runs = bench_engine(built, prompts, cells, options, lambda *_: advance())
+    _report(built, runs, as_json)
+
+
+def _batches(text: str) -> tuple[int, ...]:
+    from penstock.config import ConfigError
+
+    try:
+        batches = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        batches = ()
+    if not batches or min(batches) < 1:
+        raise ConfigError(f"--batch takes positive numbers separated by commas, not {text!r}")
+    return batches
+
+
+def _prompts(target: Path, domain: str | None) -> list[Prompt]:
+    from penstock.config import ConfigError
+    from penstock.engine.tokenizer import load_tokenizer
+    from penstock.serving.bench import Prompt
+    from penstock.zoo.registry import DOMAINS, load_prompts
+
+    if domain is not None and domain not in DOMAINS:
+        raise ConfigError(f"unknown domain {domain!r}; choose from {', '.join(DOMAINS)}")
+    tokenizer = load_tokenizer(target)
+    by_domain = [load_prompts(d) for d in ((domain,) if domain else DOMAINS)]
+    return [
+        Prompt(tuple(tokenizer.encode(p.prompt)), p.domain)
+        for one_of_each in zip(*by_domain, strict=False)
+        for p in one_of_each
+    ]
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[Callable[[], None]]:
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("measuring", total=total)
+        yield lambda: progress.advance(task)
+
+
+def _report(engine: Engine, runs: list[BenchRun], as_json: bool) -> None:
+    import statistics
+
+    import torch
+
+    threads = torch.get_num_threads()
+    cpu_share = statistics.mean(r.cpu_share for r in runs) / threads
+    if as_json:
+        rows = [
+            {
+                "batch": r.batch,
+                "mode": r.mode,
+                "drafter": r.drafter,
+                "tokens_per_s": r.tokens_per_s,
+                "best_tokens_per_s": r.best_tokens_per_s,
+                "mean_acceptance_length": r.mean_acceptance_length,
+                "host_share": r.host_share,
+            }
+            for r in runs
+        ]
+        print(json.dumps({**engine.describe(), "runs": rows, "cpu_share": cpu_share}))
+        return
+    _print_table(engine, runs, cpu_share)
+
+
+def _print_table(engine: Engine, runs: list[BenchRun], cpu_share: float) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = engine.describe()
+    table = Table(title=f"{facts['target']}, {facts['dtype']}, {facts['backend']}")
+    for column in ("batch", "drafter", "tokens/s", "best", "speed-up", "accepted + 1", "host"):
+        table.add_column(column, justify="left" if column == "drafter" else "right")
+    alone = {r.batch: r.tokens_per_s for r in runs if r.drafter is None}
+    for run in runs:
+        length = run.mean_acceptance_length
+        table.add_row(
+            str(run.batch),
+            run.drafter or "(target only)",
+            f"{run.tokens_per_s:.0f}",
+            f"{run.best_tokens_per_s:.0f}",
+            f"{run.tokens_per_s / alone[run.batch]:.2f}",
+            "" if length is None else f"{length:.2f}",
+            f"{run.host_share:.0%}",
+        )
+    console = Console()
+    console.print(table)
+    console.print(f"CPU time over wall time and threads: {cpu_share:.2f}")
+    if cpu_share < 0.85:
+        console.print("The cores were not free: do not trust these figures.", style="yellow")

@@ -1,0 +1,58 @@
+"""`penstock generate`: one completion, without a server."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from penstock.cli.failures import one_line
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="Text to go on from.", metavar="PROMPT")],
+    max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 128,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    drafter: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|NAME=PATH",
+            help="Use this drafter only; a bare NAME is a bundled one or `ngram`.",
+        ),
+    ] = None,
+    no_speculation: Annotated[
+        bool, typer.Option("--no-speculation", help="Load no drafters.")
+    ] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Say how fast it was, on standard error.")
+    ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Complete PROMPT with the bundled family, as the tokens come."""
+    import json
+    import sys
+
+    from penstock.cli.completion import Completion
+    from penstock.cli.models import with_models
+    from penstock.config import ConfigError, parse_config
+
+    with one_line(ConfigError):
+        engine = with_models(
+            {"dtype": dtype}, None, (drafter,) if drafter else (), speculate=not no_speculation
+        )
+        completion = Completion(parse_config({"engine": engine}).engine)
+        for text in completion.run(prompt, max_tokens, temperature):
+            if not as_json:
+                print(text, end="", flush=True)
+    if as_json:
+        print(json.dumps(completion.report()))
+    else:
+        print()
+    if stats:
+        report = completion.report()
+        print(
+            f"{report['tokens_per_s']:.1f} tokens/s, mean acceptance length "
+            f"{report['mean_acceptance_length']:.2f}, drafter {report['drafter'] or 'none'}",
+            file=sys.stderr,
+        )

@@ -1,0 +1,82 @@
+"""Which models: checkpoint folders, or names of the bundled family."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from penstock.config import NGRAM, ConfigError
+from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
+
+
+def with_models(
+    engine: dict[str, Any],
+    target: str | None,
+    drafters: Sequence[str],
+    *,
+    speculate: bool,
+) -> dict[str, Any]:
+    """The settings `engine` with target and drafters filled in.
+
+    target, drafters: from the command line; they take precedence. Without any target the bundled
+    family is meant; a bundled target without drafters gets all that are bundled, and n-gram lookup.
+
+    Raises: ConfigError.
+    """
+    chosen = str(target or engine.get("target") or DEFAULT_TARGET)
+    if not speculate:
+        made = {}
+    elif drafters:
+        made = dict(_from_option(text) for text in drafters)
+    elif "drafters" in engine:
+        made = {name: _drafter_path(name, str(p)) for name, p in dict(engine["drafters"]).items()}
+    else:
+        made = _drafters_of(chosen)
+    return {**engine, "target": _target_path(chosen), "drafters": made}
+
+
+def _cards(role: str) -> dict[str, ModelCard]:
+    try:
+        return {name: card for name, card in bundled_models().items() if card.role == role}
+    except FileNotFoundError as error:
+        raise ConfigError(str(error)) from error
+
+
+def _target_path(text: str) -> Path:
+    if Path(text).is_dir():
+        return Path(text)
+    targets = _cards("target")
+    if text not in targets:
+        raise ConfigError(
+            f"target {text!r} is neither a checkpoint folder nor a bundled target; "
+            f"bundled are {', '.join(targets)}"
+        )
+    return targets[text].path
+
+
+def _drafters_of(target: str) -> dict[str, str]:
+    """All bundled drafters for a bundled target, the default first; none for any other."""
+    if Path(target).is_dir():
+        return {}
+    cards = _cards("drafter")
+    names = sorted(cards, key=lambda name: name != DEFAULT_DRAFTER)
+    return {**{name: str(cards[name].path) for name in names}, NGRAM: NGRAM}
+
+
+def _from_option(text: str) -> tuple[str, str]:
+    """NAME=PATH, or the bare NAME of a bundled drafter or of n-gram lookup."""
+    name, given, path = text.partition("=")
+    return name, _drafter_path(name, path if given else name)
+
+
+def _drafter_path(name: str, path: str) -> str:
+    if path == NGRAM or Path(path).is_dir():
+        return path
+    cards = _cards("drafter")
+    if path not in cards:
+        raise ConfigError(
+            f"drafter {name!r}: {path!r} is neither a checkpoint folder nor a bundled drafter; "
+            f"bundled are {', '.join(cards)} and {NGRAM}"
+        )
+    return str(cards[path].path)

@@ -1,0 +1,53 @@
+"""`penstock zoo`: the bundled family, trained and looked at."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from penstock.cli.failures import one_line
+
+app = typer.Typer(no_args_is_help=True, help="The bundled family of models.")
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Option(help="Folder for the weights.")] = Path("zoo-weights"),
+    only: Annotated[
+        list[str] | None, typer.Option(help="Train only this model; repeatable.")
+    ] = None,
+    quick: Annotated[bool, typer.Option(help="A smoke version of a few minutes.")] = False,
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads.")] = None,
+) -> None:
+    """Train the family from text that the trainer makes; an interrupted run continues."""
+    from penstock.config import ConfigError
+    from penstock.zoo.recipe import FULL
+    from penstock.zoo.train import train as run
+
+    known = [spec.name for spec in FULL.models]
+    unknown = [name for name in only or () if name not in known]
+    with one_line(ConfigError):
+        if unknown:
+            raise ConfigError(f"unknown model {unknown[0]!r}; choose from {', '.join(known)}")
+    run(out, only, quick, threads=threads)
+
+
+@app.command()
+def info(
+    target: Annotated[str, typer.Option(help="The target that verifies.")] = "target-large",
+    per_domain: Annotated[int, typer.Option(min=1, help="Prompts of each domain.")] = 8,
+    new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens a request makes.")] = 128,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Acceptance, speed and the worth of choosing, for every domain and drafter."""
+    from penstock.config import ConfigError
+    from penstock.zoo.registry import bundled_models
+    from penstock.zoo.report import report
+
+    with one_line(ConfigError, FileNotFoundError):
+        targets = [name for name, card in bundled_models().items() if card.role == "target"]
+        if target not in targets:
+            raise ConfigError(f"unknown target {target!r}; choose from {', '.join(targets)}")
+    report(target=target, per_domain=per_domain, limit=new_tokens, as_json=as_json)

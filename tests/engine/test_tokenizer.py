@@ -1,0 +1,193 @@
+"""Loading, digests, chat templates, and text that streams exactly as it would decode at once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from penstock.engine.models.config import CheckpointError
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+
+TEXT = "Straße, naïve — 東京 and 😀👩‍🚀!  Two  spaces\n\tand\ttabs. "
+CORPUS = [TEXT, "The quick brown fox jumps over the lazy dog.", "das ist 東 und 京"]
+SPECIAL = ["<s>", "</s>"]
+CHAT = "{% for m in messages %}{{ m.role }}:{{ m.content }};{% endfor %}" + (
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+
+
+def byte_level() -> Backend:
+    """As Llama 3, Qwen and the bundled family have it."""
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=330, special_tokens=SPECIAL, initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+def sentencepiece_like() -> Backend:
+    """As Llama 2 has it: spaces are part of words, what is unknown is spelled in bytes."""
+    words = ["▁", "▁and", "▁Two", "▁spaces", "▁tabs", "a", "n", "d", "t", "S", "T", "e", "!", "."]
+    names = [*SPECIAL, "<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), *words]
+    pieces = [(name, -1.0 - len(names[:i]) / 1000) for i, name in enumerate(names)]
+    backend = Backend(models.Unigram(pieces, unk_id=2, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(SPECIAL)
+    return backend
+
+
+def metaspace() -> Backend:
+    backend = Backend(models.BPE(unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Metaspace()
+    trainer = trainers.BpeTrainer(
+        vocab_size=150, special_tokens=[*SPECIAL, "<unk>"], show_progress=False
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    return backend
+
+
+KINDS = {
+    "byte level": byte_level,
+    "sentencepiece-like": sentencepiece_like,
+    "metaspace": metaspace,
+}
+
+
+def save(path: Path, backend: Backend, chat_template: str | None = None) -> Path:
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    fast.chat_template = chat_template
+    fast.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def tokenizer(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    return load_tokenizer(save(folder, KINDS[request.param]()))
+
+
+def stream(tokenizer: Tokenizer, ids: list[int], skip_special_tokens: bool = True) -> list[str]:
+    detokenizer = tokenizer.detokenizer(skip_special_tokens)
+    return [*(detokenizer.add(token_id) for token_id in ids), detokenizer.finish()]
+
+
+def test_stream_equals_decode(tokenizer: Tokenizer) -> None:
+    for text in [TEXT, "", "a", " and  and", "😀😀", *CORPUS]:
+        ids = tokenizer.encode(text)
+        pieces = stream(tokenizer, ids)
+        assert "".join(pieces) == tokenizer.decode(ids)
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+@pytest.mark.parametrize("kind", ["byte level", "sentencepiece-like"])
+def test_characters_come_out_whole(kind: str, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, KINDS[kind]()))
+    pieces = stream(tokenizer, tokenizer.encode("𝄞 and ж"))
+    assert "".join(pieces) == "𝄞 and ж"
+    assert [piece for piece in pieces if "𝄞" in piece or "ж" in piece] == ["𝄞", "ж"]
+    assert pieces.count("") > 3
+
+
+def test_special_tokens(tokenizer: Tokenizer) -> None:
+    bos, eos = tokenizer.encode("<s></s>", add_special_tokens=False)[-2:]
+    assert tokenizer.is_special(bos)
+    words = tokenizer.encode("and and", add_special_tokens=False)
+    ids = [bos, *words, eos, *words, eos, eos]
+    for skip in (True, False):
+        assert "".join(stream(tokenizer, ids, skip)) == tokenizer.decode(ids, skip)
+    assert "<s>" in tokenizer.decode(ids, skip_special_tokens=False)
+    assert "<s>" not in tokenizer.decode(ids)
+
+
+def test_ids_beyond_the_vocabulary_are_no_text(tokenizer: Tokenizer) -> None:
+    ids = [*tokenizer.encode("and"), tokenizer.vocab_size + 5, *tokenizer.encode("and")]
+    assert "".join(stream(tokenizer, ids)).count("and") == 2
+
+
+def test_random_bytes_stream_as_they_decode(tmp_path: Path) -> None:
+    """A bad model's output: mostly not UTF-8."""
+    tokenizer = load_tokenizer(save(tmp_path, byte_level()))
+    generator = np.random.default_rng(0)
+    for length in (1, 2, 3, 5, 40) * 40:
+        ids = generator.integers(2, tokenizer.vocab_size, size=length).tolist()
+        assert "".join(stream(tokenizer, ids)) == tokenizer.decode(ids)
+
+
+def test_a_broken_character_in_bytes_breaks_only_itself(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, sentencepiece_like()))
+    spelled = [3 + byte for byte in "é".encode() + b"\xe2\x82" + "é".encode()]
+    assert stream(tokenizer, spelled) == ["", "é", "", "", "\ufffd", "é", ""]
+    assert stream(tokenizer, spelled[:3]) == ["", "é", "", "\ufffd"]
+
+
+def test_digest_is_of_the_content(tmp_path: Path) -> None:
+    first = save(tmp_path / "first", byte_level())
+    second = save(tmp_path / "second", byte_level(), chat_template=CHAT)
+    file = second / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["truncation"] = {
+        "direction": "Right",
+        "max_length": 7,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
+    file.write_text(json.dumps(dict(reversed(content.items())), indent=7))
+    digest = load_tokenizer(first).digest
+    assert len(digest) == 64
+    assert load_tokenizer(second).digest == digest
+
+    content["model"]["merges"] = content["model"]["merges"][:-1]
+    file.write_text(json.dumps(content))
+    assert load_tokenizer(second).digest != digest
+    assert load_tokenizer(save(tmp_path / "third", metaspace())).digest != digest
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save(tmp_path / "chat", byte_level(), CHAT))
+    messages = [{"role": "user", "content": "Straße"}]
+    ids = tokenizer.apply_chat_template(messages)
+    assert tokenizer.decode(ids) == "user:Straße;assistant:"
+    ids = tokenizer.apply_chat_template(messages, add_generation_prompt=False)
+    assert tokenizer.decode(ids) == "user:Straße;"
+
+    plain = load_tokenizer(save(tmp_path / "plain", byte_level()))
+    with pytest.raises(ValueError, match="no chat template"):
+        plain.apply_chat_template(messages)
+    refusing = "{{ raise_exception('only\nusers') }}"
+    strict = load_tokenizer(save(tmp_path / "strict", byte_level(), refusing))
+    with pytest.raises(ValueError, match="refuses the messages: only users"):
+        strict.apply_chat_template(messages)
+
+
+def test_unusable_tokenizers(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json") as missing:
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0"}')
+    with pytest.raises(CheckpointError, match="tokenizer cannot be read") as broken:
+        load_tokenizer(tmp_path)
+    for error in (missing, broken):
+        assert str(tmp_path) in str(error.value)
+        assert "\n" not in str(error.value)

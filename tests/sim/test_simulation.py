@@ -1,0 +1,369 @@
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from tests.core.fakes import ToyDrafter
+from tests.core.world import make_scheduler
+
+from penstock.core.blocks import hash_blocks
+from penstock.core.loop import Loop
+from penstock.core.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.step import Step
+from penstock.core.types import (
+    Arrive,
+    Cancel,
+    DrafterDown,
+    DrafterUp,
+    DraftOrder,
+    DraftReady,
+    DraftTime,
+    Event,
+    FinishReason,
+    Output,
+    PhaseTimes,
+    Request,
+    StepPlan,
+    StepResult,
+    Verdict,
+    VerifyItem,
+)
+from penstock.sim.clock import VirtualClock
+from penstock.sim.driver import SimulationResult, simulate
+from penstock.sim.executor import GeometricAcceptance, LinearStepTimes, SimulatedExecutor
+
+TIMES = LinearStepTimes(
+    verify_fixed=0.01, verify_per_row=1e-4, draft_fixed=1e-3, draft_per_row=1e-5
+)
+ACCEPTANCE = GeometricAcceptance({"a": 0.8, "b": 0.4}, seed=7)
+DRAFTERS = (ToyDrafter("a"), ToyDrafter("b"))
+
+
+def make_trace(num: int = 30, every: float = 0.02, **fields: Any) -> list[Request]:
+    return [
+        Request(
+            id=f"r{i}",
+            prompt_len=10 + 7 * i % 50,
+            max_tokens=5 + 3 * i % 20,
+            arrival_time=every * i,
+            tenant="us" if i % 3 else "them",
+            block_hashes=hash_blocks(range(8), 4, str(i % 4)),
+            drafter="ab"[i % 2],
+            **fields,
+        )
+        for i in range(num)
+    ]
+
+
+@dataclass
+class Log:
+    """Everything that passes the loop."""
+
+    entries: list[StepPlan | StepResult | Output] = field(default_factory=list)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        self.entries.append(plan)
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        self.entries.append(result)
+
+    def on_output(self, output: Output) -> None:
+        self.entries.append(output)
+
+    @property
+    def plans(self) -> list[StepPlan]:
+        return [e for e in self.entries if isinstance(e, StepPlan)]
+
+
+def make(own_lanes: Sequence[str] = (), **options: Any) -> Scheduler:
+    options.setdefault("num_blocks", 80)
+    options.setdefault("allocation", make_policy("allocation", "throughput"))
+    return make_scheduler(drafters=DRAFTERS, own_lanes=own_lanes, **options)
+
+
+def run(
+    scheduler: Scheduler,
+    requests: Iterable[Request],
+    events: Iterable[tuple[float, Event]] = (),
+    log: Log | None = None,
+    times: LinearStepTimes = TIMES,
+) -> SimulationResult:
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, times, ACCEPTANCE)
+    return simulate(scheduler, executor, clock, requests, events, [log] if log else [])
+
+
+# --- what a run reports ---------------------------------------------------------------------------
+
+
+def test_one_request_by_hand() -> None:
+    scheduler = make_scheduler()
+    times = LinearStepTimes(verify_fixed=0.5, verify_per_row=0.25)
+    request = Request("r", 6, 3, arrival_time=2.0)
+    result = run(scheduler, [request], times=times)
+    record = result.records["r"]
+    assert record.request is request
+    assert record.first_token_time == pytest.approx(2.0 + 0.5 + 6 * 0.25)
+    assert record.finish_time == pytest.approx(4.0 + 2 * 0.75)
+    assert (record.num_tokens, record.finish_reason) == (3, FinishReason.LENGTH)
+    assert result.finished_at == record.finish_time
+    assert result.kv_peak_tokens == 8, "two blocks of 4"
+    assert result.num_preemptions == 0
+
+
+def test_drafts_take_time_and_bring_tokens() -> None:
+    times = LinearStepTimes(verify_fixed=1.0, draft_fixed=0.125)
+    scheduler = make_scheduler(drafters=DRAFTERS[:1])
+    clock = VirtualClock()
+    executor = SimulatedExecutor(clock, times, GeometricAcceptance({"a": 1.0}))
+    record = simulate(scheduler, executor, clock, [Request("r", 6, 11)]).records["r"]
+    # Prompt beside the drafter's reading of it (1.125 s), then twice four drafts and five tokens.
+    assert record.finish_time == pytest.approx(1.125 + 2 * (4 * 0.125 + 1.0))
+    assert (record.num_proposed, record.num_accepted) == (8, 8)
+
+
+def test_everybody_finishes_and_peaks_and_preemptions_show() -> None:
+    result = run(make(num_blocks=24), make_trace(40, every=0.0))
+    assert all(r.finish_reason is FinishReason.LENGTH for r in result.records.values())
+    assert all(r.num_tokens == r.request.max_tokens for r in result.records.values())
+    assert result.num_preemptions > 0
+    assert 60 < result.kv_peak_tokens <= 96
+    assert list(result.records) == [f"r{i}" for i in range(40)]
+
+
+def test_refused_and_cancelled_requests_are_recorded() -> None:
+    requests = [Request("large", 400, 9), Request("r", 6, 40), Request("s", 6, 40)]
+    result = run(make(), requests, [(0.05, Cancel("r"))])
+    assert result.records["large"].finish_reason is FinishReason.REFUSED
+    assert result.records["large"].finish_time == 0.0
+    cancelled = result.records["r"]
+    assert (cancelled.finish_reason, cancelled.finish_time) == (FinishReason.CANCELLED, 0.05)
+    assert 0 < cancelled.num_tokens < 40
+    assert result.records["s"].finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("own_lanes", [(), ("a",), ("a", "b")])
+def test_lanes_and_lost_drafters(own_lanes: Sequence[str]) -> None:
+    log = Log()
+    events = [(0.05, DrafterDown("a")), (0.3, DrafterUp("a"))]
+    scheduler = make(own_lanes)
+    result = run(scheduler, make_trace(), events, log)
+    assert all(r.finish_reason is FinishReason.LENGTH for r in result.records.values())
+    assert {p.lane for p in log.plans} == {"target", *own_lanes}
+    assert all(p.num_used_blocks == 0 for p in scheduler.memory.pools.values())
+
+
+def test_drafter_lanes_overlap_the_target() -> None:
+    """Where every row costs, two requests that take turns on two lanes are done much sooner."""
+    times = LinearStepTimes(verify_fixed=0.0, verify_per_row=0.002, draft_per_row=0.0025)
+    requests = [
+        Request("r", 6, 200, drafter="a"),
+        Request("s", 6, 200, drafter="a", arrival_time=0.015),
+    ]
+
+    def finished_at(own_lanes: Sequence[str]) -> float:
+        fixed = make_policy("allocation", "fixed", {"k": 4})
+        scheduler = make(own_lanes, allocation=fixed, num_blocks=120)
+        return run(scheduler, requests, times=times).finished_at
+
+    assert finished_at(["a"]) < 0.7 * finished_at([])
+
+
+def test_a_repeated_id_is_refused() -> None:
+    with pytest.raises(ValueError, match="'r' is used twice"):
+        run(make(), [Request("r", 4, 4), Request("r", 4, 4)])
+
+
+def test_a_scheduler_that_waits_for_nothing_is_noticed() -> None:
+    class Idle:
+        name = "idle"
+
+        def compose(self, step: Step) -> None:
+            return None
+
+        def draft_budget(self, num_tokens: int) -> int:
+            return 0
+
+    scheduler = make()
+    scheduler._admission = Idle()
+    with pytest.raises(RuntimeError, match=r"idles at 0.0 s with 1 requests unfinished"):
+        run(scheduler, [Request("r", 4, 4)])
+
+
+def test_a_policy_may_wait() -> None:
+    """`wake_at` moves the clock although nothing else happens."""
+    inner = make_policy("admission", "vllm_v1")
+
+    class Patient:
+        name = "patient"
+
+        def compose(self, step: Step) -> None:
+            if step.now < 5.0:
+                step.wake_at = 5.0
+            else:
+                inner.compose(step)
+
+        def draft_budget(self, num_tokens: int) -> int:
+            return int(inner.draft_budget(num_tokens))
+
+    scheduler = make()
+    scheduler._admission = Patient()
+    record = run(scheduler, [Request("r", 4, 1)]).records["r"]
+    assert record.first_token_time is not None
+    assert record.first_token_time > 5.0
+
+
+# --- clock, times, acceptance ---------------------------------------------------------------------
+
+
+def test_the_clock_only_goes_on() -> None:
+    clock = VirtualClock()
+    clock.advance_to(1.5)
+    clock.advance_to(1.5)
+    assert clock.now() == 1.5
+    for earlier in (1.0, float("nan")):
+        with pytest.raises(ValueError, match="cannot go back"):
+            clock.advance_to(earlier)
+
+
+def test_geometric_acceptance() -> None:
+    items = [
+        VerifyItem(f"r{i}", 1, 3, 0, 1, True, drafter="a", num_draft_tokens=4) for i in range(4000)
+    ]
+    model = GeometricAcceptance({"a": 0.7}, seed=1)
+    counts = [model.num_accepted(item) for item in items]
+    for length in range(1, 5):
+        share = sum(c >= length for c in counts) / len(counts)
+        assert share == pytest.approx(0.7**length, abs=0.03)
+    assert counts == [model.num_accepted(item) for item in items]
+    assert counts != [GeometricAcceptance({"a": 0.7}, 2).num_accepted(item) for item in items]
+    assert GeometricAcceptance({"a": 0.0}).num_accepted(items[0]) == 0
+    assert GeometricAcceptance({"a": 1.0}).num_accepted(items[0]) == 4
+    assert model.num_accepted(items[0]._replace(num_draft_tokens=0)) == 0
+
+
+# --- plan parity and determinism ------------------------------------------------------------------
+
+
+@dataclass
+class HandExecutor:
+    """The same timings and acceptance as the simulator's, written again and independently."""
+
+    now: float = 0.0
+    running: dict[str, tuple[float, StepResult]] = field(default_factory=dict)
+
+    def ready(self, lane: str) -> bool:
+        return lane not in self.running
+
+    def submit(self, plan: StepPlan) -> None:
+        if plan.is_empty:
+            return
+        orders = [*plan.drafts, *(i.draft for i in plan.items if i.draft)]
+        times = tuple(
+            self._draft_time(name, [o for o in orders if o.drafter == name])
+            for name in dict.fromkeys(o.drafter for o in orders)
+        )
+        drafting = sum(t.seconds for t in times)
+        verifying = 0.01 + 1e-4 * plan.num_rows if plan.items else 0.0
+        end = self.now + drafting + verifying
+        result = StepResult(
+            plan.id,
+            plan.lane,
+            self.now,
+            end,
+            verdicts=tuple(map(self._verdict, plan.items)),
+            drafts=tuple(
+                DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
+                for o in plan.drafts
+            ),
+            phases=PhaseTimes(draft=drafting, verify=verifying),
+            draft_times=times,
+            num_rows=plan.num_rows,
+        )
+        self.running[plan.lane] = (end, result)
+
+    def collect(self) -> list[StepResult]:
+        done = [lane for lane, (end, _) in self.running.items() if end <= self.now]
+        return [self.running.pop(lane)[1] for lane in sorted(done, key=self._order)]
+
+    def _order(self, lane: str) -> tuple[float, int]:
+        end, result = self.running[lane]
+        return end, result.plan_id
+
+    def _draft_time(self, name: str, orders: list[DraftOrder]) -> DraftTime:
+        steps = max(o.max_draft_tokens for o in orders)
+        catch_up = sum(o.num_catch_up_tokens for o in orders)
+        rows = catch_up + sum(max(0, o.max_draft_tokens - 1) for o in orders)
+        return DraftTime(name, len(orders), steps, catch_up, 1e-3 * max(1, steps) + 1e-5 * rows)
+
+    def _verdict(self, item: VerifyItem) -> Verdict:
+        if not item.samples:
+            return Verdict(item.request_id, item.epoch, item.round)
+        accepted = ACCEPTANCE.num_accepted(item)
+        proposed = item.num_draft_tokens
+        known = item.start + item.num_scheduled_tokens
+        return Verdict(
+            item.request_id,
+            item.epoch,
+            item.round,
+            tuple(known + i for i in range(accepted + 1)),
+            item.drafter if proposed else None,
+            proposed,
+            accepted,
+            accepted + (accepted < proposed),
+            float(accepted),
+        )
+
+
+@dataclass
+class HandClock:
+    executor: HandExecutor
+
+    def now(self) -> float:
+        return self.executor.now
+
+
+@pytest.mark.parametrize("own_lanes", [(), ("a",), ("a", "b")])
+@pytest.mark.parametrize("num_blocks", [24, 80])
+def test_plans_are_those_of_a_loop_turned_by_hand(
+    own_lanes: Sequence[str], num_blocks: int
+) -> None:
+    trace = make_trace()
+    events = [(0.1, DrafterDown("b")), (0.2, Cancel("r3")), (0.3, DrafterUp("b"))]
+    simulated, by_hand = Log(), Log()
+    run(make(own_lanes, num_blocks=num_blocks), trace, events, simulated)
+
+    executor = HandExecutor()
+    scheduler = make(own_lanes, num_blocks=num_blocks)
+    loop = Loop(scheduler, executor, HandClock(executor), [by_hand])
+    timeline = [(r.arrival_time, 0, i, Arrive(r)) for i, r in enumerate(trace)]
+    timeline += [(time, 1, i, event) for i, (time, event) in enumerate(events)]
+    heapq.heapify(timeline)
+    while timeline or scheduler.num_unfinished:
+        due = []
+        while timeline and timeline[0][0] <= executor.now:
+            due.append(heapq.heappop(timeline)[-1])
+        turn = loop.turn(due)
+        while turn.submitted or turn.collected:
+            turn = loop.turn([])
+        times = [end for end, _ in executor.running.values()]
+        if timeline:
+            times.append(timeline[0][0])
+        if times:
+            executor.now = min(times)
+    assert len(simulated.plans) > 40
+    assert by_hand.plans == simulated.plans
+    assert by_hand.entries == simulated.entries
+
+
+@pytest.mark.parametrize("own_lanes", [(), ("a", "b")])
+def test_the_same_seed_gives_an_identical_event_log(own_lanes: Sequence[str]) -> None:
+    logs = [Log(), Log()]
+    for log in logs:
+        run(make(own_lanes, num_blocks=24), make_trace(), log=log)
+    assert logs[0].entries == logs[1].entries
+    assert repr(logs[0].entries) == repr(logs[1].entries)
