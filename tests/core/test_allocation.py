@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.allocation import DraftCandidate, StepWork
@@ -63,6 +63,7 @@ def test_fixed_cuts_the_longest_to_the_budget() -> None:
     assert policy.allocate(candidates(5, 5, 1), work(budget=0)) == [0, 0, 0]
 
 
+@settings(deadline=None)
 @given(
     limits=st.lists(st.integers(0, 9), max_size=8), budget=st.integers(0, 40), k=st.integers(0, 9)
 )
@@ -85,6 +86,7 @@ def test_fixed_shares_a_total_and_the_remainder_goes_round() -> None:
     assert [sum(r[i] for r in rounds) for i in range(3)] == [8, 8, 8], "equal shares over rounds"
 
 
+@settings(deadline=None)
 @given(total=st.integers(0, 30), num=st.integers(1, 7))
 def test_fixed_shares_are_equal_over_a_cycle(total: int, num: int) -> None:
     policy = make_policy("allocation", "fixed", {"total": total})

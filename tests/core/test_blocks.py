@@ -3,7 +3,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.blocks import BlockPool, hash_blocks
@@ -110,6 +110,7 @@ def test_an_empty_pool_is_refused(num_blocks: int, block_size: int) -> None:
         BlockPool(num_blocks, block_size)
 
 
+@settings(deadline=None)
 @given(seed=st.integers(0, 2**32), num_blocks=st.integers(1, 12))
 def test_blocks_are_conserved(seed: int, num_blocks: int) -> None:
     rng = random.Random(seed)

@@ -64,15 +64,17 @@ def test_what_was_not_drafted_says_nothing() -> None:
     assert estimator.mean("r", "d") == before
 
 
-def test_unused_estimates_fade_for_the_request_and_for_all() -> None:
+def test_unused_estimates_fade_back() -> None:
     estimator = AcceptanceEstimator()
     for _ in range(100):
         estimator.observe(verdict(0, 4))
-    low = estimator.mean("r", "d"), estimator.mean("another", "d")
+    own, everybody = estimator.mean("r", "d"), estimator.mean("another", "d")
     for _ in range(2000):
         estimator.fade("r", "d")
-    assert estimator.mean("r", "d") > low[0] + 0.4
-    assert estimator.mean("another", "d") > low[1] + 0.4
+    assert own < estimator.mean("r", "d") == pytest.approx(everybody)
+    for _ in range(2000):
+        estimator.fade_drafter("d")
+    assert estimator.mean("r", "d") > everybody + 0.4
 
 
 def test_it_follows_drift() -> None:

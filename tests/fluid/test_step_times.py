@@ -4,7 +4,7 @@ import random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.fluid.step_times import StepTimeCurve
@@ -38,6 +38,7 @@ def test_many_sizes_at_once_are_the_same() -> None:
     assert made.at(sizes).tolist() == pytest.approx([made(int(s)) for s in sizes])
 
 
+@settings(deadline=None)
 @given(
     points=st.lists(st.tuples(st.floats(0.5, 2000), st.floats(0, 1)), min_size=1, max_size=60),
     sizes=st.lists(st.floats(0, 4000), min_size=2, max_size=20),

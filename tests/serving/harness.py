@@ -1,11 +1,14 @@
-"""A whole server in a thread: real socket, real engine process."""
+"""A whole server: real socket, real engine process; in a thread, or in a process of its own."""
 
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -25,44 +28,57 @@ def serve_config(engine: dict[str, Any] | None = None, **settings: Any) -> Serve
     return parse_config({"engine": {**toy, **(engine or {})}, "port": 0, **settings})
 
 
-class RunningServer:
-    """Its address, and the pids behind it."""
+def engine_pids(parent: int | None = None) -> set[int]:
+    """Engine processes of a process, by default this one."""
+    pids = set()
+    for child in psutil.Process(parent).children():
+        with suppress(psutil.NoSuchProcess):
+            if "spawn_main" in " ".join(child.cmdline()):
+                pids.add(child.pid)
+    return pids
 
-    def __init__(self, url: str) -> None:
+
+def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
+    """Wait until `condition` is true; returns its value."""
+    deadline = time.monotonic() + timeout
+    while not (value := condition()):
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.01)
+    return value
+
+
+class RunningServer:
+    """`url`, and the engine's pid."""
+
+    def __init__(self, url: str, other_engines: set[int]) -> None:
         self.url = url
+        self._others = other_engines
 
     @property
     def engine_pid(self) -> int:
-        return engine_pids()[-1]
-
-
-def engine_pids() -> list[int]:
-    """Engine processes of this process, oldest first."""
-    children = psutil.Process().children()
-    return [p.pid for p in children if "spawn_main" in " ".join(p.cmdline())]
+        return next(iter(eventually(lambda: engine_pids() - self._others)))
 
 
 @contextmanager
 def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[RunningServer]:
     """Serve in a thread until the block ends."""
+    others = engine_pids()
     started = threading.Event()
     address: list[str] = []
-    stop: list[Any] = []
+    stop: list[Callable[[], object]] = []
+
+    def announce(url: str) -> None:
+        address.append(url)
+        started.set()
 
     async def run() -> None:
-        loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
+        loop = asyncio.get_running_loop()
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
-
-        def announce(url: str) -> None:
-            address.append(url)
-            started.set()
-
         try:
-            await serve(config, announce, factory)
-        except asyncio.CancelledError:
-            pass
+            with suppress(asyncio.CancelledError):
+                await serve(config, announce, factory)
         finally:
             started.set()
 
@@ -71,8 +87,31 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
     assert started.wait(60), "the server did not start"
     assert address, "the server failed to start"
     try:
-        yield RunningServer(address[0])
+        yield RunningServer(address[0], others)
     finally:
         stop[0]()
         thread.join(20)
         assert not thread.is_alive(), "the server did not stop"
+
+
+@contextmanager
+def server_process(factory: str, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Serve in a process of its own; yields it and its address."""
+    command = [sys.executable, "-m", "tests.serving.harness", factory]
+    command += [f"{name}={value}" for name, value in settings.items()]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            yield process, process.stdout.readline().strip()
+        finally:
+            process.kill()
+
+
+def main() -> None:
+    factory, *options = sys.argv[1:]
+    settings = {name: float(value) for name, value in (o.split("=") for o in options)}
+    asyncio.run(serve(serve_config(**settings), lambda url: print(url, flush=True), factory))
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 from penstock.api.errors import ApiError
@@ -65,15 +64,11 @@ class Choice:
 
     def _add(self, output: Output) -> None:
         """Tokens up to the end of the text. A stop token counts, but is not shown."""
-        shown: Sequence[int] = output.token_ids
-        if output.finish_reason is FinishReason.STOP:
-            shown = output.token_ids[:-1]
-        for token_id, logprob in zip_longest(shown, output.logprobs[: len(shown)]):
-            self.num_tokens += 1
-            self._text.add(token_id, logprob)
-            if self._text.stopped:
-                return
-        self.num_tokens += len(output.token_ids) - len(shown)
+        num_hidden = int(output.finish_reason is FinishReason.STOP)
+        shown = output.token_ids[: len(output.token_ids) - num_hidden]
+        self.num_tokens += self._text.add(shown, output.logprobs)
+        if not self._text.stopped:
+            self.num_tokens += num_hidden
 
 
 def usage(choices: Sequence[Choice]) -> dict[str, Any]:

@@ -40,17 +40,23 @@ class TextStream:
         self._tokens: list[TokenText] = []
         self._previous: int | None = None
 
-    def add(self, token_id: int, logprob: TokenLogprob | None) -> None:
-        """Append a token. Not after `stopped`."""
-        start = self._length + len(self._pending)
-        self._pending += self._detokenizer.add(token_id)
-        if logprob is not None:
-            raw = self._tokenizer.token_bytes(token_id, self._previous)
-            end = self._length + len(self._pending)
-            self._tokens.append(TokenText(token_id, raw, start, end, logprob))
-            self._previous = token_id
-        if self._stops:
+    def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:
+        """Append tokens, with their log-probabilities or none at all. Not after `stopped`.
+
+        Returns how many belong to the text: those up to the end of a stop string, else all.
+        """
+        if not self._stops and not logprobs:
+            self._pending += "".join(map(self._detokenizer.add, token_ids))
+            return len(token_ids)
+        for count, token_id in enumerate(token_ids, 1):
+            start = self._length + len(self._pending)
+            self._pending += self._detokenizer.add(token_id)
+            if logprobs:
+                self._note(token_id, start, logprobs[count - 1])
             self._look_for_stop()
+            if self.stopped:
+                return count
+        return len(token_ids)
 
     def finish(self) -> None:
         """No more tokens will come: nothing needs to be held back."""
@@ -67,6 +73,12 @@ class TextStream:
         shown = [t for t in self._tokens if self._is_over or t.end <= self._length]
         self._tokens = self._tokens[len(shown) :]
         return text, shown
+
+    def _note(self, token_id: int, start: int, logprob: TokenLogprob) -> None:
+        raw = self._tokenizer.token_bytes(token_id, self._previous)
+        end = self._length + len(self._pending)
+        self._tokens.append(TokenText(token_id, raw, start, end, logprob))
+        self._previous = token_id
 
     def _look_for_stop(self) -> None:
         found = [at for at in map(self._pending.find, self._stops) if at >= 0]

@@ -37,12 +37,13 @@ class Drafting:
         return drafter if drafter is not None and drafter.up else None
 
     def select(self, states: Sequence[RequestState], now: float) -> None:
-        """Give every request its drafter: the one that it names, or the policy's choice. One that
-        is being drafted for or verified keeps what it has until the round ends."""
+        """Give every request its drafter, once a round: the one that it names, or the policy's
+        choice. Lanes that asked again could each be told of another."""
         free = []
         for state in states:
-            if state.in_flight or state.held is not None or state.draft_order is not None:
+            if state.selected_round == state.round:
                 continue
+            state.selected_round = state.round
             wanted = state.request.drafter
             if wanted == NO_DRAFTER or not self.drafters or state.request.max_draft_tokens == 0:
                 state.drafter = None

@@ -69,11 +69,14 @@ class AcceptanceEstimator:
         own.observe(accepted, rejected)
 
     def fade(self, request_id: str, drafter: str) -> None:
-        """Age the estimates by a round in which the drafter was not used: a drafter that was put
-        aside, by one request or by all, is tried again in the end."""
+        """Age a request's estimate by a round in which it did not use the drafter: what was put
+        aside is tried again in the end."""
         own = self._by_request.get((request_id, drafter))
         if own is not None:
             own.fade(self._discount)
+
+    def fade_drafter(self, drafter: str) -> None:
+        """Age what all requests have shown by a round in which none of them used the drafter."""
         everybody = self._by_drafter.get(drafter)
         if everybody is not None:
             everybody.fade(_DRAFTER_DISCOUNT)

@@ -239,7 +239,7 @@ class Scheduler:
         self._admission.compose(step)
         self.num_preemptions += step.num_preempted
         scheduled = list(step.scheduled.values())
-        self._drafting.select([s.state for s in scheduled if s.state.drafter is None], now)
+        self._drafting.select([s.state for s in scheduled], now)
         lengths = self._draft_lengths(step, scheduled)
         items = tuple(self._item(s, lengths.get(s.state.request.id, 0)) for s in scheduled)
         for s, item in zip(scheduled, items, strict=True):

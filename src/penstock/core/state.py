@@ -65,6 +65,7 @@ class RequestState:
         "plans",
         "request",
         "round",
+        "selected_round",
         "status",
         "undrafted_round",
     )
@@ -86,6 +87,7 @@ class RequestState:
         self.drafter: str | None = None
         self.draft_order: DraftOrder | None = None
         self.held: HeldDraft | None = None
+        self.selected_round = -1
         self.undrafted_round = -1
         self.num_cached_tokens = 0
 

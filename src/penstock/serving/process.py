@@ -7,7 +7,7 @@ import atexit
 import multiprocessing
 import socket
 from collections.abc import Callable
-from typing import Self
+from typing import Self, cast
 
 from penstock.config import EngineConfig
 from penstock.serving.messages import Deframer, Failed, Ready, Stop, frame
@@ -89,8 +89,7 @@ class EngineProcess(asyncio.Protocol):
     # --- asyncio.Protocol -----------------------------------------------------------------------
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)
 
     def data_received(self, data: bytes) -> None:
         for message in self._deframer.feed(data):

@@ -50,10 +50,21 @@ class Throughput:
         lengths = [0] * len(candidates)
         for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, work)]:
             lengths[index] = length
-        for candidate, length in zip(candidates, lengths, strict=True):
-            if length == 0:
-                work.estimators.acceptance.fade(candidate.state.request.id, candidate.drafter)
+        self._fade_unused(candidates, lengths, work)
         return lengths
+
+    def _fade_unused(
+        self, candidates: Sequence[DraftCandidate], lengths: Sequence[int], work: StepWork
+    ) -> None:
+        acceptance = work.estimators.acceptance
+        longest: dict[str, int] = {}
+        for candidate, length in zip(candidates, lengths, strict=True):
+            longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
+            if length == 0:
+                acceptance.fade(candidate.state.request.id, candidate.drafter)
+        for drafter, length in longest.items():
+            if length == 0:
+                acceptance.fade_drafter(drafter)
 
     def _purchases(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Purchase]:
         """What the budget can buy, likeliest first: minus the probability that the draft token is

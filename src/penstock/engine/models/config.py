@@ -73,14 +73,9 @@ class RopeScaling:
                 raise ValueError(f"rope {self.rope_type}: {name} is {value!r}; must be above 0")
         if self.factor < 1:
             raise ValueError(f"rope {self.rope_type}: factor is {self.factor}; must be at least 1")
-        if self.rope_type == "llama3" and not self._low() < self._high():
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
             raise ValueError("rope llama3: low_freq_factor must be below high_freq_factor")
-
-    def _low(self) -> float:
-        return self.low_freq_factor or 0.0
-
-    def _high(self) -> float:
-        return self.high_freq_factor or 0.0
 
     def as_transformers(self) -> dict[str, Any]:
         """The same parameters as the dict that transformers reads."""

@@ -60,14 +60,18 @@ class Decoder:
         max_positions: int,
         device: torch.device,
     ) -> None:
-        """weights: as `load_weights` returns them; computes in their dtype."""
-        weights = {name: weight.to(device) for name, weight in weights.items()}
+        """weights: as `load_weights` returns them; computes in their dtype.
+
+        The dict is emptied meanwhile, so that no layer is held twice for long.
+        """
         self._config = config
-        self._embed_tokens = weights["embed_tokens"]
-        self._norm = _RmsNorm(weights["norm"], config.rms_norm_eps)
-        tied = config.tie_word_embeddings
-        self._lm_head = self._embed_tokens.t() if tied else weights["lm_head"].t().contiguous()
-        self._layers = [_layer(config, weights, i) for i in range(config.num_layers)]
+        self._embed_tokens = weights.pop("embed_tokens").to(device)
+        self._layers = [_layer(config, weights, i, device) for i in range(config.num_layers)]
+        self._norm = _RmsNorm(weights.pop("norm").to(device), config.rms_norm_eps)
+        if config.tie_word_embeddings:
+            self._lm_head = self._embed_tokens.t()
+        else:
+            self._lm_head = weights.pop("lm_head").to(device).t().contiguous()
         table = RopeTable.build(config, max_positions)
         half = config.head_dim // 2
         rotations = torch.complex(table.cos[:, :half], table.sin[:, :half])
@@ -135,24 +139,23 @@ def _mlp(layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
     return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
 
 
-def _layer(config: DecoderConfig, weights: dict[str, torch.Tensor], index: int) -> _Layer:
-    def get(name: str) -> torch.Tensor | None:
-        return weights.get(f"layers.{index}.{name}")
-
-    def need(name: str) -> torch.Tensor:
-        return weights[f"layers.{index}.{name}"]
-
-    bias = get("qkv_bias")
+def _layer(
+    config: DecoderConfig, weights: dict[str, torch.Tensor], index: int, device: torch.device
+) -> _Layer:
+    prefix = f"layers.{index}."
+    names = [name for name in weights if name.startswith(prefix)]
+    mine = {name.removeprefix(prefix): weights.pop(name).to(device) for name in names}
+    eps = config.rms_norm_eps
     return _Layer(
-        input_norm=_RmsNorm(need("input_norm"), config.rms_norm_eps),
-        qkv=_pair_rows(config, need("qkv")).t().contiguous(),
-        qkv_bias=None if bias is None else _pair_rows(config, bias),
-        qk_norm=_qk_norm(config, get("q_norm"), get("k_norm")),
-        o=need("o").t(),
-        o_bias=get("o_bias"),
-        post_norm=_RmsNorm(need("post_norm"), config.rms_norm_eps),
-        gate_up=need("gate_up").t().contiguous(),
-        down=need("down").t(),
+        input_norm=_RmsNorm(mine["input_norm"], eps),
+        qkv=_pair_rows(config, mine["qkv"]).t().contiguous(),
+        qkv_bias=_pair_rows(config, mine["qkv_bias"]) if config.qkv_bias else None,
+        qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if config.qk_norm else None,
+        o=mine["o"].t(),
+        o_bias=mine.get("o_bias"),
+        post_norm=_RmsNorm(mine["post_norm"], eps),
+        gate_up=mine["gate_up"].t().contiguous(),
+        down=mine["down"].t(),
     )
 
 
@@ -166,11 +169,7 @@ def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
 
 
-def _qk_norm(
-    config: DecoderConfig, q_norm: torch.Tensor | None, k_norm: torch.Tensor | None
-) -> _RmsNorm | None:
+def _qk_norm(config: DecoderConfig, q_norm: torch.Tensor, k_norm: torch.Tensor) -> _RmsNorm:
     """Over every head, with one row of weights for each: queries, then keys."""
-    if q_norm is None or k_norm is None:
-        return None
     rows = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
     return _RmsNorm(_pair(torch.stack(rows), dim=1), config.rms_norm_eps)

@@ -115,7 +115,7 @@ class Layout:
 def pack_weights(weights: Weights, layout: Layout) -> Weights:
     """The tensors of `load_weights`, packed, under the same names; "lm_head" always present.
 
-    All lie in one arena, in the order in which a forward pass reads them.
+    All lie in one arena.
     """
     how: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "embed_tokens": torch.Tensor.contiguous,
@@ -129,12 +129,18 @@ def pack_weights(weights: Weights, layout: Layout) -> Weights:
         "k_norm": layout.head_vectors,
     }
     given = {"lm_head": weights["embed_tokens"], **weights}
-    packed = {
-        name: how.get(name.rpartition(".")[2], layout.vector)(tensor)
-        for name, tensor in given.items()
-    }
-    arena = Arena(sum(Arena.size_of(t.nbytes) for t in packed.values()))
-    return {name: arena.take(t.shape, t.dtype).copy_(t) for name, t in packed.items()}
+
+    def pack(name: str, tensor: torch.Tensor) -> torch.Tensor:
+        return how.get(name.rpartition(".")[2], layout.vector)(tensor)
+
+    # Sizes first, from tensors without data: one matrix at a time is held twice, not all of them.
+    sizes = (pack(name, tensor.to("meta")).nbytes for name, tensor in given.items())
+    arena = Arena(sum(map(Arena.size_of, sizes)))
+    packed = {}
+    for name, tensor in given.items():
+        values = pack(name, tensor)
+        packed[name] = arena.take(values.shape, values.dtype).copy_(values)
+    return packed
 
 
 def _pad(values: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

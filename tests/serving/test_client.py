@@ -1,0 +1,202 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from penstock.config import EngineConfig, PolicyConfig
+from penstock.core.types import FinishReason, Output, Request
+from penstock.serving.client import (
+    EngineClient,
+    EngineFailed,
+    EngineUnavailable,
+    OutputStream,
+    QueueFull,
+)
+from tests.serving.fakes import FACTORY, SLOW_FACTORY, TOKENIZER, expected_tokens
+
+PROMPT = (5, 6, 7, 8, 9)
+
+
+def config(**settings: Any) -> EngineConfig:
+    return EngineConfig(target=TOKENIZER, allocation=PolicyConfig(name="fixed"), **settings)
+
+
+def client_of(factory: str, max_waiting: int = 100, **settings: Any) -> EngineClient:
+    return EngineClient(config(**settings), max_waiting=max_waiting, factory=factory)
+
+
+def request(request_id: str, max_tokens: int = 30, prompt: tuple[int, ...] = PROMPT) -> Request:
+    return Request(request_id, len(prompt), max_tokens, prompt_token_ids=prompt)
+
+
+async def read(stream: OutputStream) -> list[Output]:
+    return [output async for output in stream]
+
+
+@pytest.fixture
+async def slow() -> AsyncIterator[EngineClient]:
+    async with client_of(SLOW_FACTORY) as client:
+        yield client
+
+
+async def wait_until_free(client: EngineClient) -> None:
+    while (stats := await client.stats()) is None or stats.num_running or any(
+        stats.kv_usage.values()
+    ):
+        await asyncio.sleep(0.02)
+
+
+async def test_requests_share_a_stream_and_are_all_finished() -> None:
+    async with client_of(FACTORY) as client:
+        with await client.submit([request("a"), request("b", 12, (1, 2))]) as stream:
+            outputs = await read(stream)
+        for name, prompt, length in (("a", PROMPT, 30), ("b", (1, 2), 12)):
+            mine = [o for o in outputs if o.request_id == name]
+            assert [t for o in mine for t in o.token_ids] == expected_tokens(list(prompt), length)
+            assert [o.finish_reason for o in mine if o.finish_reason] == [FinishReason.LENGTH]
+        assert client.num_open == 0
+        await asyncio.wait_for(wait_until_free(client), 5)
+
+
+async def test_an_idle_engine_does_not_spin() -> None:
+    async with client_of(FACTORY) as client:
+        with await client.submit([request("a")]) as stream:
+            await read(stream)
+        process = psutil.Process(client.pid)
+        before = process.cpu_times()
+        await asyncio.sleep(0.5)
+        after = process.cpu_times()
+        assert after.user + after.system - before.user - before.system < 0.1
+
+
+async def test_leaving_a_stream_cancels_its_requests(slow: EngineClient) -> None:
+    with await slow.submit([request("a", 400), request("b", 400)]) as stream:
+        await anext(stream)
+        stats = await slow.stats()
+        assert stats is not None
+        assert stats.num_running == 2
+        assert stats.kv_usage["target"] > 0
+    assert slow.num_open == 0
+    await asyncio.wait_for(wait_until_free(slow), 5)
+
+
+async def test_one_of_a_streams_requests_can_be_cancelled(slow: EngineClient) -> None:
+    with await slow.submit([request("a", 400), request("b", 20)]) as stream:
+        await anext(stream)
+        stream.cancel("a")
+        rest = await read(stream)
+    assert {o.request_id for o in rest} == {"b"}
+    assert rest[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_too_many_waiting_requests_are_refused() -> None:
+    async with client_of(SLOW_FACTORY, max_waiting=3) as client:
+        with await client.submit([request("a"), request("b")]) as stream:
+            with pytest.raises(QueueFull, match="2 requests are waiting"):
+                await client.submit([request("c"), request("d")])
+            await anext(stream)
+            await anext(stream)
+            with await client.submit([request("c"), request("d")]) as second:
+                assert len(await read(second)) > 2
+
+
+async def test_a_killed_engine_fails_its_requests_and_is_restarted(slow: EngineClient) -> None:
+    pid = slow.pid
+    assert pid is not None
+    with await slow.submit([request("a", 400), request("b", 400)]) as stream:
+        await anext(stream)
+        os.kill(pid, signal.SIGKILL)
+        failed = [o for o in await read(stream) if o.finish_reason]
+    assert {o.request_id for o in failed} == {"a", "b"}
+    assert all(o.finish_reason is FinishReason.ERROR for o in failed)
+    assert all("died" in str(o.error) for o in failed)
+    with await slow.submit([request("c", 8)]) as stream:
+        outputs = await read(stream)
+    assert [t for o in outputs for t in o.token_ids] == expected_tokens(list(PROMPT), 8)
+    assert slow.pid != pid
+    assert slow.num_restarts == 1
+    assert not psutil.pid_exists(pid)
+
+
+async def test_an_engine_that_cannot_be_loaded_says_why_in_one_line() -> None:
+    client = client_of("tests.serving.fakes:refused_engine")
+    with pytest.raises(EngineFailed) as failure:
+        await client.start()
+    await client.close()
+    assert str(failure.value) == f"{TOKENIZER}: not a checkpoint, really"
+
+
+async def test_an_unforeseen_failure_to_load_names_its_type() -> None:
+    client = client_of("tests.serving.fakes:buggy_engine")
+    with pytest.raises(EngineFailed, match="^RuntimeError: out of luck$"):
+        await client.start()
+    await client.close()
+
+
+async def test_an_engine_that_cannot_be_restarted_is_tried_again(tmp_path: Path) -> None:
+    shutil.copy(TOKENIZER / "tokenizer.json", tmp_path)
+    fragile = EngineConfig(target=tmp_path, allocation=PolicyConfig(name="fixed"))
+    factory = "tests.serving.fakes:fragile_engine"
+    async with EngineClient(fragile, max_waiting=10, factory=factory) as client:
+        (tmp_path / "broken").touch()
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGKILL)
+        while "checkpoint is broken" not in (client.problem or ""):
+            await asyncio.sleep(0.02)
+        assert await client.stats() is None
+        (tmp_path / "broken").unlink()
+        with await client.submit([request("a", 8)]) as stream:
+            assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+
+
+async def test_draining_lets_requests_finish(slow: EngineClient) -> None:
+    with await slow.submit([request("a", 40)]) as stream:
+        await anext(stream)
+        draining = asyncio.create_task(slow.drain(10.0))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineUnavailable, match="shutting down"):
+            await slow.submit([request("b")])
+        assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
+    await asyncio.wait_for(draining, 1)
+
+
+async def test_draining_cancels_what_outlasts_the_grace_period(slow: EngineClient) -> None:
+    with await slow.submit([request("a", 500)]) as stream:
+        await anext(stream)
+        await slow.drain(0.1)
+        last = (await read(stream))[-1]
+    assert last.finish_reason is FinishReason.CANCELLED
+    assert "stopped" in str(last.error)
+    await asyncio.wait_for(wait_until_free(slow), 5)
+
+
+async def test_closing_ends_the_process_quickly() -> None:
+    client = client_of(SLOW_FACTORY)
+    await client.start()
+    pid = client.pid
+    assert pid is not None
+    stream = await client.submit([request("a", 500)])
+    await anext(stream)
+    started_at = time.monotonic()
+    await client.close()
+    assert time.monotonic() - started_at < 2
+    assert (await read(stream))[-1].finish_reason is FinishReason.CANCELLED
+    assert not psutil.pid_exists(pid)
+
+
+async def test_the_engine_ignores_signals_meant_for_the_server(slow: EngineClient) -> None:
+    assert slow.pid is not None
+    with await slow.submit([request("a", 20)]) as stream:
+        await anext(stream)
+        os.kill(slow.pid, signal.SIGINT)
+        os.kill(slow.pid, signal.SIGTERM)
+        assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH

@@ -1,0 +1,99 @@
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+from penstock.config import EngineConfig, PolicyConfig
+from penstock.core.loop import Turn
+from penstock.core.types import Arrive, Cancel, FinishReason, Request
+from penstock.serving.local import run_request
+from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop, frame
+from penstock.serving.worker import Channel, EngineServer, PeerGone, describe, idle_seconds
+from tests.serving.fakes import TOKENIZER, ToyEngine, expected_tokens, toy_engine
+
+
+@pytest.fixture
+def engine() -> ToyEngine:
+    return toy_engine(EngineConfig(target=TOKENIZER, allocation=PolicyConfig(name="fixed")))
+
+
+def request(request_id: str = "a", max_tokens: int = 20) -> Request:
+    return Request(request_id, 3, max_tokens, prompt_token_ids=(5, 6, 7))
+
+
+def test_a_request_runs_without_a_second_process(engine: ToyEngine) -> None:
+    outputs = list(run_request(engine, request()))
+    assert [t for o in outputs for t in o.token_ids] == expected_tokens([5, 6, 7], 20)
+    assert outputs[-1].finish_reason is FinishReason.LENGTH
+    assert sum(o.num_accepted for o in outputs) > 0
+
+
+def test_a_refused_request_ends_at_once(engine: ToyEngine) -> None:
+    (output,) = run_request(engine, request(max_tokens=1000))
+    assert output.finish_reason is FinishReason.REFUSED
+    assert "512" in str(output.error)
+
+
+def test_how_long_the_loop_may_sleep(engine: ToyEngine) -> None:
+    now = engine.clock.now()
+    assert idle_seconds(engine, Turn((), 1, 0, None)) == 0
+    assert idle_seconds(engine, Turn((), 0, 1, None)) == 0
+    assert idle_seconds(engine, Turn((), 0, 0, None)) is None
+    assert idle_seconds(engine, Turn((), 0, 0, now - 1)) == 0
+    soon = idle_seconds(engine, Turn((), 0, 0, now + 1))
+    assert soon is not None
+    assert 0.9 < soon <= 1
+
+
+def test_a_turn_is_one_message(engine: ToyEngine) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = EngineServer(engine, Channel(theirs))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        channel = Channel(ours)
+        arrivals = tuple(Arrive(request(name)) for name in "abcd")
+        channel.send(Events(arrivals))
+        done: set[str] = set()
+        sizes = []
+        while len(done) < 4:
+            for message in channel.receive(5.0):
+                assert isinstance(message, Outputs)
+                sizes.append(len(message.outputs))
+                done |= {o.request_id for o in message.outputs if o.finish_reason}
+        assert set(sizes) == {4}
+        channel.send(StatsRequest())
+        (stats,) = channel.receive(5.0)
+        assert isinstance(stats, EngineStats)
+        assert stats.num_steps >= len(sizes)
+        assert stats.kv_usage == {"target": 0, "toy-drafter": 0}
+        channel.send(Stop())
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_events_in_one_frame_keep_their_order(engine: ToyEngine) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        server = EngineServer(engine, Channel(theirs))
+        both = frame(Events((Arrive(request()), Cancel("a"), Arrive(request("b")))))
+        ours.sendall(both + frame(Stop()))
+        server.serve()
+    assert engine.scheduler.num_unfinished == 0
+
+
+def test_the_loop_ends_with_its_peer(engine: ToyEngine) -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.close()
+        with pytest.raises(PeerGone):
+            EngineServer(engine, Channel(theirs)).serve()
+
+
+def test_what_the_other_process_is_told(engine: ToyEngine) -> None:
+    ready = describe(engine)
+    assert ready.max_request_tokens == 512
+    assert ready.drafters == ("toy-drafter",)
+    assert ready.eos_token_ids == {2}
