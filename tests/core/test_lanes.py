@@ -105,6 +105,15 @@ def test_counters_right_after_a_rollback() -> None:
     assert state_of(world, "r").num_due_tokens == 1
 
 
+def test_a_drafter_that_has_cached_everything_reads_the_last_token_again() -> None:
+    """What comes after it is wanted, and the cache does not hold that."""
+    world = make_world()
+    world.run([make_request("r", prompt_len=11)])
+    world.run([make_request("s", prompt_len=11)])
+    first = next(o for p in world.plans for o in p.drafts if o.request_id == "s")
+    assert (first.start, first.num_catch_up_tokens, first.max_draft_tokens) == (8, 4, 4)
+
+
 def test_results_out_of_order() -> None:
     world = make_world("a", "b")
     prefilled(world, "r", drafter="a")

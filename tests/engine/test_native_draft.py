@@ -136,7 +136,7 @@ def test_drafting_nothing_only_catches_up(checkpoint: Checkpoints) -> None:
     ("changes", "reason"),
     [
         ({"num_steps": [4, 0, 1, 7, -1]}, r"num_steps\[4\] is -1; allowed: 0\.\.7"),
-        ({"num_steps": [30, 0, 1, 1, 1]}, r"block_tables has 7 columns; .*|is 64; allowed"),
+        ({"num_steps": [30, 0, 1, 1, 1]}, r"block_tables\[0, 2\] is 64; allowed"),
         ({"num_steps": [250, 0, 1, 1, 1]}, r"seq_lens\[0\] is 9, .* 249 positions ahead"),
         ({"temperatures": [0.0, 0.0, -0.5, 1.0, 1.0]}, r"temperatures\[2\] is -0.5; must be fin"),
         ({"temperatures": [0.0, 0.0, np.nan, 1.0, 1.0]}, r"temperatures\[2\] is -?nan; must"),

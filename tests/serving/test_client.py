@@ -49,8 +49,8 @@ async def slow() -> AsyncIterator[EngineClient]:
 
 
 async def wait_until_free(client: EngineClient) -> None:
-    while (stats := await client.stats()) is None or stats.num_running or any(
-        stats.kv_usage.values()
+    while (
+        (stats := await client.stats()) is None or stats.num_running or any(stats.kv_usage.values())
     ):
         await asyncio.sleep(0.02)
 

@@ -139,9 +139,7 @@ class Drafting:
         if pool.can_allocate(num_blocks):
             return True
         for state in self._live_states():
-            idle = state is not keep and state.drafter != drafter.name
-            in_use = any(drafter.name in pools for pools in state.plans.values())
-            if idle and not in_use and drafter.name in state.kv:
+            if state is not keep and state.drafter != drafter.name:
                 self._memory.release(state, [drafter.name])
             if pool.can_allocate(num_blocks):
                 return True

@@ -291,7 +291,7 @@ class Scheduler:
             length = order.max_draft_tokens if order is not None else 0
             if length:
                 source, drafter = DraftSource.INLINE, state.drafter
-        state.held = state.draft_order = None
+        state.held = None
         return VerifyItem(
             request_id=state.request.id,
             epoch=state.epoch,

@@ -107,7 +107,7 @@ struct BlockedProduct {
 
 // Turn one row of scores (base 2) into weights exp2(score - highest) and update the running
 // maximum, total and the factor for what was summed so far. Lanes that hold no position of the row
-// (padding of a block, later positions, blocks not yet written) become exactly 0 whatever they held.
+// (a block's padding, later positions, what was never written) become 0 whatever they held.
 static __attribute__((noinline)) void softmax_tile(float* score, const AttentionShape& shape,
                                                    int num_blocks, int valid, float* highest,
                                                    float* total, float* rescale) {

@@ -90,7 +90,7 @@ struct ThreadScratch {
   AttentionScratch attention;
 };
 
-// One head's queries of some rows of one sequence; times the key heads, this is attention's work.
+// Some rows of one sequence. Each of these with each key head is a piece of attention's work.
 struct AttentionTask {
   const int32_t* block_table;
   int row, num_rows, first_position;
@@ -137,6 +137,7 @@ struct Plan {
 };
 
 struct Model {
+  std::atomic_flag in_use = ATOMIC_FLAG_INIT;
   ModelWeights weights;
   std::vector<LayerWeights> layers;
   AttentionShape shape;

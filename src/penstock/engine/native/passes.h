@@ -1,4 +1,4 @@
-// One forward pass, as phases that the threads of a team go through together.
+// One forward pass, as phases whose tasks the threads of a job share out.
 #pragma once
 
 #include "model.h"
@@ -90,8 +90,8 @@ class Pass {
   // Every (chunk of rows, group of panels) once. `input(chunk)` gives the chunk's first row, and is
   // asked again only when a thread comes to another chunk.
   template <class Input, class Finish>
-  void project(const Chunks& chunks, const W* packed, int k_size, int panels, int group, size_t stride,
-               Input&& input, Finish&& finish) {
+  void project(const Chunks& chunks, const W* packed, int k_size, int panels, int group,
+               size_t stride, Input&& input, Finish&& finish) {
     const int groups = (panels + group - 1) / group;
     int held = -1;
     const float* rows = nullptr;

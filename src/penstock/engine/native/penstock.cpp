@@ -276,12 +276,15 @@ int32_t guarded(Model& model, const BatchValues& values, const DraftOrder* order
                 char* error) {
   const Batch batch(values);
   if (!check(model, batch, order, error)) return 1;
+  if (model.in_use.test_and_set()) return !refuse(error, "another thread is using this runner");
+  bool done = true;
   try {
     execute(model, batch, order, logits);
-    return 0;
   } catch (const std::exception& failure) {
-    return !refuse(error, "%s, for a batch of %d rows", failure.what(), batch.num_tokens);
+    done = refuse(error, "%s, for a batch of %d rows", failure.what(), batch.num_tokens);
   }
+  model.in_use.clear();
+  return !done;
 }
 
 }  // namespace
@@ -296,7 +299,7 @@ PENSTOCK_API int32_t penstock_lanes() { return kLanes; }
 PENSTOCK_API Model* penstock_create(const ModelWeights* weights) {
   try {
     return new Model(*weights);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return nullptr;
   }
 }

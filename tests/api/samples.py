@@ -1,0 +1,14 @@
+"""Reading the exposition format."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+
+def samples(text: str) -> dict[str, float]:
+    """Values by name, summed over labels."""
+    found: dict[str, float] = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+    return found

@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.serving.fakes import EOS
+
+PROMPT = "Hello world, this is it. "
+
+
+def events(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The chunks of a stream, which must end as it should."""
+    with http.stream("POST", path, json={**body, "stream": True}) as response:
+        assert response.status_code == 200
+        assert response.headers["content-type"].startswith("text/event-stream")
+        lines = [line for line in response.iter_lines() if line]
+    assert all(line.startswith("data: ") for line in lines)
+    assert lines[-1] == "data: [DONE]"
+    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+
+
+def test_a_completion(ai: openai.OpenAI) -> None:
+    made = ai.completions.create(model="toy", prompt=PROMPT, max_tokens=20)
+    (choice,) = made.choices
+    assert (PROMPT * 5).startswith(choice.text)
+    assert choice.finish_reason == "length"
+    assert made.usage is not None
+    assert made.usage.completion_tokens == 20
+    assert made.usage.total_tokens == made.usage.prompt_tokens + 20
+    assert made.id.startswith("cmpl-")
+    assert made.model == "toy"
+
+
+def test_usage_tells_how_speculation_went(ai: openai.OpenAI) -> None:
+    made = ai.completions.create(model="toy", prompt=PROMPT, max_tokens=40)
+    assert made.usage is not None
+    speculation = made.usage.to_dict()["speculation"]
+    assert isinstance(speculation, dict)
+    assert speculation["drafter"] == "toy-drafter"
+    assert 0 < speculation["num_accepted_tokens"] <= speculation["num_draft_tokens"]
+    ratio = speculation["num_accepted_tokens"] / speculation["num_drafts"]
+    assert speculation["mean_acceptance_length"] == pytest.approx(1 + ratio)
+
+
+def test_a_request_can_do_without_speculation(ai: openai.OpenAI) -> None:
+    extra = {"speculation": {"drafter": "none"}}
+    made = ai.completions.create(model="toy", prompt=PROMPT, max_tokens=40, extra_body=extra)
+    assert made.usage is not None
+    assert made.usage.to_dict()["speculation"] == {
+        "drafter": None,
+        "num_drafts": 0,
+        "num_draft_tokens": 0,
+        "num_accepted_tokens": 0,
+        "mean_acceptance_length": 1.0,
+    }
+
+
+def test_a_stream_is_the_same_text_in_pieces(ai: openai.OpenAI) -> None:
+    whole = ai.completions.create(model="toy", prompt=PROMPT, max_tokens=50).choices[0].text
+    chunks = list(ai.completions.create(model="toy", prompt=PROMPT, max_tokens=50, stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == whole
+    assert len(chunks) > 5
+    assert [c.choices[0].finish_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].choices[0].finish_reason == "length"
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_usage_at_the_end_of_a_stream(http: httpx.Client) -> None:
+    options = {"include_usage": True}
+    chunks = events(http, "/v1/completions", prompt=PROMPT, max_tokens=9, stream_options=options)
+    assert all(chunk["usage"] is None for chunk in chunks[:-1])
+    assert chunks[-1]["choices"] == []
+    assert chunks[-1]["usage"]["completion_tokens"] == 9
+
+
+def test_usage_all_along_a_stream(http: httpx.Client) -> None:
+    options = {"continuous_usage_stats": True}
+    chunks = events(http, "/v1/completions", prompt=PROMPT, max_tokens=20, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == 20
+
+
+def test_no_usage_where_nobody_asked(http: httpx.Client) -> None:
+    assert all("usage" not in c for c in events(http, "/v1/completions", prompt=PROMPT))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("stop", "text"),
+    [("world", "Hello "), ([", this", "it"], "Hello world"), (" is it. Hell", "Hello world, this")],
+)
+def test_stop_strings(ai: openai.OpenAI, stop: str | list[str], text: str, stream: bool) -> None:
+    made: Any = ai.completions.create(
+        model="toy", prompt=PROMPT, max_tokens=100, stop=stop, stream=stream
+    )
+    chunks = list(made) if stream else [made]
+    assert "".join(c.choices[0].text for c in chunks) == text
+    assert chunks[-1].choices[0].finish_reason == "stop"
+
+
+def test_tokens_after_a_stop_string_are_not_counted(http: httpx.Client) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 100, "stop": "world"}
+    made = http.post("/v1/completions", json=body).json()
+    assert made["usage"]["completion_tokens"] <= 3
+
+
+def test_the_end_of_text_is_counted_but_not_shown(http: httpx.Client) -> None:
+    body = {"prompt": [50, 60, EOS, 70], "max_tokens": 9, "logprobs": 0}
+    (ended,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert ended["finish_reason"] == "stop"
+    assert len(ended["logprobs"]["tokens"]) == 2
+    made = http.post("/v1/completions", json=body).json()
+    assert made["usage"]["completion_tokens"] == 3
+    going_on = http.post("/v1/completions", json={**body, "ignore_eos": True}).json()
+    assert going_on["choices"][0]["finish_reason"] == "length"
+
+
+def test_stop_tokens_can_be_given(http: httpx.Client) -> None:
+    body = {"prompt": [50, 60, 70], "max_tokens": 9, "stop_token_ids": [70]}
+    made = http.post("/v1/completions", json=body).json()
+    assert made["choices"][0]["finish_reason"] == "stop"
+    assert made["usage"]["completion_tokens"] == 3
+
+
+def test_prompts_come_in_four_shapes(http: httpx.Client) -> None:
+    def texts(prompt: Any) -> list[str]:
+        made = http.post("/v1/completions", json={"prompt": prompt, "max_tokens": 6}).json()
+        assert [c["index"] for c in made["choices"]] == list(range(len(made["choices"])))
+        return [c["text"] for c in made["choices"]]
+
+    (one,) = texts("Hello world")
+    assert texts(["Hello world", "this is"])[0] == one
+    (by_id,) = texts([50, 60, 70])
+    assert texts([[50, 60, 70], [80, 90]])[0] == by_id
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_several_choices(http: httpx.Client, stream: bool) -> None:
+    body = {"prompt": [[50, 60], [80, 90]], "max_tokens": 10, "n": 3}
+    texts: dict[int, str] = {}
+    made: list[dict[str, Any]]
+    if stream:
+        options = {"include_usage": True}
+        made = events(http, "/v1/completions", **body, stream_options=options)
+    else:
+        made = [http.post("/v1/completions", json=body).json()]
+    for chunk in made:
+        for choice in chunk["choices"]:
+            texts[choice["index"]] = texts.get(choice["index"], "") + choice["text"]
+    assert sorted(texts) == list(range(6))
+    assert len({texts[i] for i in range(3)}) == len({texts[i] for i in range(3, 6)}) == 1
+    assert made[-1]["usage"]["prompt_tokens"] == 4
+    assert made[-1]["usage"]["completion_tokens"] == 60
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_logprobs(http: httpx.Client, stream: bool) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 12, "logprobs": 2}
+    if stream:
+        made = events(http, "/v1/completions", **body)
+    else:
+        made = [http.post("/v1/completions", json=body).json()]
+    text = "".join(c["choices"][0]["text"] for c in made)
+    parts = [c["choices"][0]["logprobs"] for c in made]
+    tokens = [token for part in parts for token in part["tokens"]]
+    offsets = [offset for part in parts for offset in part["text_offset"]]
+    assert "".join(tokens) == text
+    assert offsets == [len("".join(tokens[:i])) for i in range(12)]
+    assert [v for part in parts for v in part["token_logprobs"]] == [-0.25] * 12
+    assert all(len(top) == 2 for part in parts for top in part["top_logprobs"])
+
+
+def test_no_logprobs_unless_asked_for(http: httpx.Client) -> None:
+    made = http.post("/v1/completions", json={"prompt": PROMPT}).json()
+    assert made["choices"][0]["logprobs"] is None
+
+
+def test_neutral_options_of_other_servers_are_taken(http: httpx.Client) -> None:
+    body = {
+        "prompt": PROMPT,
+        "frequency_penalty": 0,
+        "presence_penalty": 0.0,
+        "repetition_penalty": 1.0,
+        "echo": False,
+        "user": "me",
+        "stop": None,
+    }
+    assert http.post("/v1/completions", json=body).status_code == 200
+
+
+def test_the_body_need_not_say_that_it_is_json(http: httpx.Client) -> None:
+    answer = http.post("/v1/completions", content=json.dumps({"prompt": PROMPT}))
+    assert answer.status_code == 200

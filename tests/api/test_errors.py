@@ -1,0 +1,149 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+USER = [{"role": "user", "content": "Hi"}]
+
+COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 400, "prompt: Field required"),
+    ({"prompt": ""}, 400, "prompt: must not be empty"),
+    ({"prompt": []}, 400, "prompt: must not be empty"),
+    ({"prompt": [[1, 2], []]}, 400, "prompt: must not be empty"),
+    ({"prompt": ["a", ""]}, 400, "prompt: must not be empty"),
+    ({"prompt": 3}, 400, "prompt: must be a string, a list of strings"),
+    ({"prompt": ["a", 3]}, 400, "prompt: must be a string, a list of strings"),
+    ({"prompt": [1.5]}, 400, "prompt: must be a string, a list of strings"),
+    ({"prompt": [-1]}, 400, "prompt: must be a string, a list of strings"),
+    ({"prompt": [4096]}, 400, "token ids go from 0 to 4095, not to 4096"),
+    ({"prompt": "a " * 600}, 400, "context of 512 tokens"),
+    ({"prompt": "a", "max_tokens": 512}, 400, "context of 512 tokens"),
+    ({"prompt": "a", "max_tokens": 0}, 400, "max_tokens: "),
+    ({"prompt": "a", "max_tokens": -5}, 400, "max_tokens: "),
+    ({"prompt": "a", "max_tokens": "7"}, 400, "max_tokens: "),
+    ({"prompt": "a", "max_tokens": 1.5}, 400, "max_tokens: "),
+    ({"prompt": "a", "max_tokens": True}, 400, "max_tokens: "),
+    ({"prompt": "a", "temperature": -0.1}, 400, "temperature: "),
+    ({"prompt": "a", "temperature": "hot"}, 400, "temperature: "),
+    ({"prompt": "a", "temperature": 1e9}, 400, "temperature: "),
+    ({"prompt": "a", "top_p": 0}, 400, "top_p: "),
+    ({"prompt": "a", "top_p": 1.1}, 400, "top_p: "),
+    ({"prompt": "a", "top_k": -1}, 400, "top_k: "),
+    ({"prompt": "a", "seed": 2**64}, 400, "seed: "),
+    ({"prompt": "a", "seed": 1.5}, 400, "seed: "),
+    ({"prompt": "a", "n": 0}, 400, "n: "),
+    ({"prompt": "a", "n": 1000}, 400, "n: "),
+    ({"prompt": "a", "stop": 3}, 400, "stop: must be a string or a list of strings"),
+    ({"prompt": "a", "stop": [""]}, 400, "stop: a stop string must not be empty"),
+    ({"prompt": "a", "stop": ""}, 400, "stop: a stop string must not be empty"),
+    ({"prompt": "a", "stop": ["x"] * 17}, 400, "stop: at most 16 strings"),
+    ({"prompt": "a", "logprobs": 21}, 400, "logprobs: "),
+    ({"prompt": "a", "logprobs": True}, 400, "logprobs: "),
+    ({"prompt": "a", "echo": True}, 400, "echo: only False is supported"),
+    ({"prompt": "a", "frequency_penalty": 0.5}, 400, "frequency_penalty: only 0 is supported"),
+    ({"prompt": "a", "repetition_penalty": 1.5}, 400, "repetition_penalty: only 1 is supported"),
+    ({"prompt": "a", "stream_options": {}}, 400, "stream_options is only allowed with stream"),
+    ({"prompt": "a", "stream": True, "stream_options": {"x": 1}}, 400, "stream_options.x: unknown"),
+    ({"prompt": "a", "best_of": 2}, 400, "best_of: unknown field"),
+    ({"prompt": "a", "model": "gpt-5"}, 404, "model 'gpt-5' does not exist; this server has 'toy'"),
+    ({"prompt": "a", "speculation": {"drafter": "x"}}, 400, "choose from auto, none, toy-drafter"),
+    ({"prompt": "a", "speculation": {"max_draft_tokens": -1}}, 400, "speculation.max_draft_tokens"),
+    ({"prompt": "a", "speculation": {"draft": 1}}, 400, "speculation.draft: unknown field"),
+    ({"prompt": "a", "speculation": "none"}, 400, "speculation: "),
+]
+
+CHATS: list[tuple[dict[str, Any], int, str]] = [
+    ({}, 400, "messages: Field required"),
+    ({"messages": []}, 400, "messages: "),
+    ({"messages": "Hi"}, 400, "messages: "),
+    ({"messages": [{"role": "robot", "content": "Hi"}]}, 400, "messages.0.role: "),
+    ({"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
+    ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content: must be a string"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        400,
+        "messages.0.content: must be a string or a list of text parts",
+    ),
+    ({"messages": [{"role": "user", "content": "a " * 600}]}, 400, "context of 512 tokens"),
+    ({"messages": USER, "top_logprobs": 2}, 400, "top_logprobs is only allowed with logprobs"),
+    ({"messages": USER, "logprobs": 1}, 400, "logprobs: "),
+    ({"messages": USER, "prompt": "a"}, 400, "prompt: unknown field"),
+    ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, 400, "not both"),
+    ({"messages": USER, "max_completion_tokens": 512}, 400, "context of 512 tokens"),
+]
+
+BROKEN: list[tuple[bytes, str]] = [
+    (b"", "the body is not JSON"),
+    (b"{", "the body is not JSON"),
+    (b"[]", "the body is wrong: Input should be an object"),
+    (b'"text"', "the body is wrong: Input should be an object"),
+    (b"\xff\xfe", "the body is not JSON"),
+    (b"[" * 100_000, "the body is not JSON"),
+    (b'{"prompt": "\\ud800"}', "the body is not JSON"),
+    (b'{"prompt": "a", "\\ud800": 1}', "the body is not JSON"),
+    (b'{"prompt": "a", "temperature": NaN}', "temperature: Input should be a finite number"),
+    (b'{"prompt": "a", "temperature": Infinity}', "temperature: "),
+    (b'{"prompt": "a", "max_tokens": ' + b"9" * 5000 + b"}", "the body is not JSON"),
+]
+
+
+def refused(answer: httpx.Response, status: int, message: str) -> dict[str, Any]:
+    assert answer.status_code == status, answer.text
+    body = answer.json()
+    assert set(body) == {"error"}
+    error: dict[str, Any] = body["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    return error
+
+
+@pytest.mark.parametrize(("body", "status", "message"), COMPLETIONS)
+def test_bad_completions(
+    http: httpx.Client, body: dict[str, Any], status: int, message: str
+) -> None:
+    error = refused(http.post("/v1/completions", json=body), status, message)
+    assert error["type"] == ("not_found_error" if status == 404 else "invalid_request_error")
+
+
+@pytest.mark.parametrize(("body", "status", "message"), CHATS)
+def test_bad_chats(http: httpx.Client, body: dict[str, Any], status: int, message: str) -> None:
+    refused(http.post("/v1/chat/completions", json=body), status, message)
+
+
+@pytest.mark.parametrize(("body", "message"), BROKEN)
+def test_broken_bodies(http: httpx.Client, body: bytes, message: str) -> None:
+    refused(http.post("/v1/completions", content=body), 400, message)
+
+
+def test_a_huge_body_is_refused_before_it_is_read(http: httpx.Client) -> None:
+    body = json.dumps({"prompt": "a" * 5_000_000})
+    refused(http.post("/v1/completions", content=body), 413, "4194304 bytes")
+
+
+def test_a_huge_body_of_unknown_size_is_refused(http: httpx.Client) -> None:
+    pieces = (b" " * 100_000 for _ in range(50))
+    refused(http.post("/v1/completions", content=pieces), 413, "4194304 bytes")
+
+
+def test_unknown_endpoints(http: httpx.Client) -> None:
+    refused(http.get("/v1/nothing"), 404, "no endpoint GET /v1/nothing")
+    refused(http.get("/v1/completions"), 405, "no endpoint GET /v1/completions")
+
+
+def test_the_clients_exceptions(ai: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        ai.completions.create(model="gpt-5", prompt="a")
+    assert missing.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as bad:
+        ai.completions.create(model="toy", prompt="a", temperature=-1)
+    assert bad.value.param == "temperature"
+
+
+def test_nothing_else_is_disturbed(http: httpx.Client) -> None:
+    assert http.get("/health").json()["status"] == "ok"
+    assert http.post("/v1/completions", json={"prompt": "a"}).status_code == 200

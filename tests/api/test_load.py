@@ -1,0 +1,107 @@
+"""Many clients, clients that go away, engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from penstock.engine.tokenizer import Tokenizer
+from tests.api.conftest import client_of
+from tests.api.samples import samples
+from tests.serving.fakes import SLOW_FACTORY, expected_tokens
+from tests.serving.harness import RunningServer, eventually, running_server, serve_config
+
+LONG = {"prompt": [50, 60, 70], "max_tokens": 400}
+
+
+def is_free(server: RunningServer) -> bool:
+    """Nothing runs, and no block is in use."""
+    found = samples(httpx.get(f"{server.url}/metrics").text)
+    return not any(
+        found[f"penstock:{name}"]
+        for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc")
+    )
+
+
+def connect(server: RunningServer, body: dict[str, Any]) -> socket.socket:
+    """A client that reads the first bytes of its answer, if it is a stream."""
+    host, port = server.url.removeprefix("http://").split(":")
+    sock = socket.create_connection((host, int(port)), timeout=20)
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: toy\r\nContent-Length: {len(data)}\r\n\r\n"
+    sock.sendall(head.encode() + data)
+    if body.get("stream"):
+        received = b""
+        while b"data: " not in received:
+            received += sock.recv(1000)
+    return sock
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_blocks(slow_server: RunningServer, stream: bool) -> None:
+    with connect(slow_server, {**LONG, "n": 2, "stream": stream}):
+        eventually(lambda: not is_free(slow_server))
+    eventually(lambda: is_free(slow_server), timeout=3)
+
+
+def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
+    with client_of(slow_server) as ai, pytest.raises(openai.RateLimitError) as full:
+        ai.completions.create(model="toy", prompt="a", n=9)
+    assert full.value.code == "queue_full"
+
+
+async def test_64_streams_lose_and_repeat_nothing(
+    server: RunningServer, tokenizer: Tokenizer
+) -> None:
+    async with httpx.AsyncClient(
+        base_url=server.url, timeout=60, limits=httpx.Limits(max_connections=64)
+    ) as http:
+
+        async def one(number: int) -> None:
+            prompt = [100 + number, 200 + 3 * number, 1000 + 7 * number, 300 + number]
+            length = 20 + number
+            body = {"prompt": prompt, "max_tokens": length, "stream": True}
+            text = ""
+            async with http.stream("POST", "/v1/completions", json=body) as answer:
+                async for line in answer.aiter_lines():
+                    if line.startswith("data: {"):
+                        text += json.loads(line.removeprefix("data: "))["choices"][0]["text"]
+            assert text == tokenizer.decode(expected_tokens(prompt, length))
+
+        await asyncio.gather(*(one(number) for number in range(64)))
+    eventually(lambda: is_free(server))
+
+
+def test_an_engine_killed_in_mid_stream() -> None:
+    config = serve_config(served_model_name="toy")
+    with running_server(config, SLOW_FACTORY) as server, client_of(server) as ai:
+        first = server.engine_pid
+        stream = iter(ai.completions.create(model="toy", prompt="abc", max_tokens=400, stream=True))
+        next(stream)
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="the engine process died"):
+            list(stream)
+        again = ai.completions.create(model="toy", prompt="abc", max_tokens=10)
+        assert again.choices[0].finish_reason == "length"
+        assert server.engine_pid != first
+        found = samples(httpx.get(f"{server.url}/metrics").text)
+        assert found["penstock:engine_restarts_total"] == 1
+        assert found["penstock:engine_up"] == 1
+
+
+def test_an_engine_killed_under_a_whole_answer() -> None:
+    config = serve_config()
+    with running_server(config, SLOW_FACTORY) as server, connect(server, LONG) as sock:
+        eventually(lambda: not is_free(server))
+        os.kill(server.engine_pid, signal.SIGKILL)
+        answer = sock.recv(65536)
+        assert answer.startswith(b"HTTP/1.1 500")
+        assert b"the engine process died" in answer

@@ -1,0 +1,141 @@
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from importlib.resources import files
+
+import httpx
+import openai
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import penstock
+from tests.api.samples import samples
+from tests.serving.harness import RunningServer, running_server, serve_config
+
+METRICS = (
+    "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
+    "prompt_tokens_total", "generation_tokens_total", "request_success_total",
+    "prefix_cache_queries_total", "prefix_cache_hits_total", "time_to_first_token_seconds_count",
+    "inter_token_latency_seconds_count", "request_time_per_output_token_seconds_count",
+    "e2e_request_latency_seconds_count", "spec_decode_num_drafts_total",
+    "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+)  # fmt: skip
+
+KEYED = {
+    "tenants": {
+        "north": {"api_keys": ["key-n1", "key-n2"]},
+        "south": {"api_keys": ["key-s"], "weight": 2.0},
+    }
+}
+
+
+@pytest.fixture(scope="module")
+def keyed_server() -> Iterator[RunningServer]:
+    with running_server(serve_config(KEYED, served_model_name="toy")) as running:
+        yield running
+
+
+def test_models(ai: openai.OpenAI) -> None:
+    (model,) = ai.models.list()
+    assert model.id == "toy"
+    assert model.to_dict()["drafters"] == ["toy-drafter"]
+
+
+def test_health_and_version(http: httpx.Client) -> None:
+    assert http.get("/health").json()["engine"]["target"] == "toy"
+    assert http.get("/version").json() == {"version": penstock.__version__}
+
+
+def test_metrics_have_vllms_names(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "one two three", "max_tokens": 30})
+    found = samples(http.get("/metrics").text)
+    assert {f"penstock:{name}" for name in METRICS} <= set(found)
+
+
+def test_metrics_count_what_was_served(http: httpx.Client) -> None:
+    before = samples(http.get("/metrics").text)
+    usage = http.post(
+        "/v1/completions", json={"prompt": "count these tokens " * 8, "max_tokens": 40}
+    ).json()["usage"]
+    after = samples(http.get("/metrics").text)
+
+    def growth(name: str) -> float:
+        return after[f"penstock:{name}"] - before.get(f"penstock:{name}", 0.0)
+
+    assert growth("generation_tokens_total") == 40
+    assert growth("prompt_tokens_total") == usage["prompt_tokens"]
+    assert growth("prefix_cache_queries_total") == usage["prompt_tokens"]
+    assert growth("prefix_cache_hits_total") == usage["prompt_tokens_details"]["cached_tokens"]
+    assert growth("request_success_total") == 1
+    assert growth("time_to_first_token_seconds_count") == 1
+    assert growth("e2e_request_latency_seconds_count") == 1
+    speculation = usage["speculation"]
+    assert growth("spec_decode_num_drafts_total") == speculation["num_drafts"]
+    assert growth("spec_decode_num_draft_tokens_total") == speculation["num_draft_tokens"]
+    assert growth("spec_decode_num_accepted_tokens_total") == speculation["num_accepted_tokens"]
+    assert growth("engine_steps_total") >= growth("inter_token_latency_seconds_count")
+
+
+def test_metrics_are_labelled(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "one two three", "max_tokens": 30})
+    labels = {
+        family.name: family.samples[0].labels
+        for family in text_string_to_metric_families(http.get("/metrics").text)
+        if family.samples
+    }
+    assert labels["penstock:generation_tokens"] == {"model_name": "toy", "tenant": "default"}
+    assert labels["penstock:spec_decode_num_drafts"]["drafter"] == "toy-drafter"
+    assert labels["penstock:request_success"]["finished_reason"] == "length"
+
+
+def test_the_dashboard_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
+    answer = http.get("/dashboard")
+    assert answer.status_code == 200
+    assert answer.headers["content-type"].startswith("text/html")
+    assert not re.search(r"https?://|src=|@import|url\(", answer.text)
+
+
+def test_the_dashboard_reads_metrics_that_exist(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "one two three", "max_tokens": 30})
+    known = http.get("/metrics").text
+    page = files("penstock.api").joinpath("dashboard.html").read_text(encoding="utf-8")
+    read = set(re.findall(r'"([a-z_]+_(?:total|seconds|perc|running|waiting|up))"', page))
+    assert len(read) > 12
+    assert all(f"penstock:{name}" in known for name in read)
+
+
+@pytest.mark.parametrize(
+    ("headers", "message"),
+    [
+        ({}, "an API key is required"),
+        ({"Authorization": "Basic key-s"}, "an API key is required"),
+        ({"Authorization": "Bearer "}, "an API key is required"),
+        ({"Authorization": "Bearer key"}, "the API key is not known"),
+        ({"Authorization": "Bearer key-s\xe9"}, "the API key is not known"),
+    ],
+)
+def test_keys_are_asked_for(
+    keyed_server: RunningServer, headers: dict[str, str], message: str
+) -> None:
+    raw = {name: value.encode("latin-1") for name, value in headers.items()}
+    for path in ("/v1/completions", "/v1/chat/completions"):
+        answer = httpx.post(f"{keyed_server.url}{path}", content=b"{", headers=raw)  # type: ignore[arg-type]
+        assert answer.status_code == 401
+        assert message in answer.json()["error"]["message"]
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+    assert httpx.get(f"{keyed_server.url}/v1/models", headers=raw).status_code == 401  # type: ignore[arg-type]
+    assert httpx.get(f"{keyed_server.url}/health").status_code == 200
+
+
+def test_keys_stand_for_tenants(keyed_server: RunningServer) -> None:
+    for key in ("key-n1", "key-n2", "key-s"):
+        with openai.OpenAI(base_url=f"{keyed_server.url}/v1", api_key=key) as ai:
+            ai.completions.create(model="toy", prompt="abc", max_tokens=7)
+    by_tenant = {
+        sample.labels["tenant"]: sample.value
+        for family in text_string_to_metric_families(httpx.get(f"{keyed_server.url}/metrics").text)
+        for sample in family.samples
+        if sample.name == "penstock:generation_tokens_total"
+    }
+    assert by_tenant == {"north": 14, "south": 7}

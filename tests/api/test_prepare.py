@@ -1,0 +1,116 @@
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import pytest
+
+from penstock.api.bodies import ChatBody, CompletionBody
+from penstock.api.errors import ApiError
+from penstock.api.prepare import Preparer, derived_seed
+from penstock.core.types import Request
+from penstock.engine.tokenizer import Tokenizer
+from penstock.serving.messages import Ready
+from tests.serving.fakes import TOKENIZER
+
+READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})
+
+
+def preparer(
+    tokenizer: Tokenizer, verification: Literal["coupled", "ratio"] | None = None
+) -> Preparer:
+    return Preparer("toy", tokenizer, READY, verification)
+
+
+async def completion(preparer: Preparer, **fields: Any) -> list[Request]:
+    body = CompletionBody.model_validate({"prompt": [5, 6, 7], **fields})
+    return [c.request for c in await preparer.completion(body, "someone", "job")]
+
+
+async def test_defaults_are_openais(tokenizer: Tokenizer) -> None:
+    (request,) = await completion(preparer(tokenizer))
+    assert request.prompt_token_ids == (5, 6, 7)
+    assert request.max_tokens == 16
+    assert request.tenant == "someone"
+    assert request.drafter == "auto"
+    assert request.stop_token_ids == {2}
+    sampling = request.sampling
+    assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
+    assert sampling.num_logprobs is None
+
+
+async def test_without_a_seed_one_is_drawn(tokenizer: Tokenizer) -> None:
+    requests = [*await completion(preparer(tokenizer), n=2), *await completion(preparer(tokenizer))]
+    assert len({r.sampling.seed for r in requests}) == 3
+    assert {r.sampling.verification for r in requests} == {"ratio"}
+
+
+async def test_a_seed_couples_and_is_derived_for_further_choices(tokenizer: Tokenizer) -> None:
+    requests = await completion(preparer(tokenizer), n=3, seed=-1, prompt=["one", "two"])
+    seeds = [r.sampling.seed for r in requests]
+    assert seeds[0] == 2**64 - 1
+    assert seeds[:3] == seeds[3:] == [derived_seed(2**64 - 1, n) for n in range(3)]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert {r.sampling.verification for r in requests} == {"coupled"}
+
+
+@pytest.mark.parametrize("seed", [None, 7])
+async def test_the_servers_verification_prevails(tokenizer: Tokenizer, seed: int | None) -> None:
+    for mode in ("coupled", "ratio"):
+        (request,) = await completion(preparer(tokenizer, mode), seed=seed)  # type: ignore[arg-type]
+        assert request.sampling.verification == mode
+
+
+async def test_stop_tokens(tokenizer: Tokenizer) -> None:
+    (request,) = await completion(preparer(tokenizer), stop_token_ids=[9])
+    assert request.stop_token_ids == {2, 9}
+    (request,) = await completion(preparer(tokenizer), stop_token_ids=[9], ignore_eos=True)
+    assert request.stop_token_ids == {9}
+
+
+async def test_a_temperature_next_to_zero_is_greedy(tokenizer: Tokenizer) -> None:
+    (request,) = await completion(preparer(tokenizer), temperature=1e-9)
+    assert request.sampling.temperature == 0
+
+
+async def test_speculation_is_the_requests_own(tokenizer: Tokenizer) -> None:
+    speculation = {"drafter": "small", "max_draft_tokens": 2}
+    (request,) = await completion(preparer(tokenizer), speculation=speculation)
+    assert (request.drafter, request.max_draft_tokens) == ("small", 2)
+
+
+async def test_length_by_default_is_what_fits(tokenizer: Tokenizer) -> None:
+    (request,) = await completion(preparer(tokenizer), prompt=[5] * 90)
+    assert request.max_tokens == 10
+    body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
+    (choice,) = await preparer(tokenizer).chat(body, "someone", "job")
+    assert choice.request.max_tokens == 100 - choice.request.prompt_len
+
+
+async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
+    ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
+    text = "some words " * 2000
+    (request,) = await completion(Preparer("toy", tokenizer, ready, None), prompt=text)
+    assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)
+
+
+async def test_null_is_as_if_it_were_not_there(tokenizer: Tokenizer) -> None:
+    fields = dict.fromkeys(("temperature", "seed", "stop", "max_tokens", "n", "speculation"))
+    (request,) = await completion(preparer(tokenizer), **fields)
+    assert request.sampling.temperature == 1.0
+
+
+async def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
+    parts = [{"type": "text", "text": "Hel"}, {"type": "text", "text": "lo"}]
+    prompts = []
+    for content in ("Hello", parts):
+        body = ChatBody.model_validate({"messages": [{"role": "user", "content": content}]})
+        (choice,) = await preparer(tokenizer).chat(body, "someone", "job")
+        prompts.append(choice.request.prompt_token_ids)
+    assert prompts[0] == prompts[1]
+
+
+async def test_what_does_not_fit_the_context_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ApiError, match="context of 100 tokens") as refused:
+        await completion(preparer(tokenizer), prompt=[5] * 100)
+    assert refused.value.code == "context_length_exceeded"

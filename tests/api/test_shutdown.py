@@ -1,0 +1,78 @@
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+
+import httpx
+import psutil
+import pytest
+
+from tests.serving.fakes import SLOW_FACTORY
+from tests.serving.harness import engine_pids, eventually, server_process
+
+BODY = {"prompt": [50, 60, 70], "max_tokens": 60, "stream": True}
+
+
+def chunks(lines: Iterator[str]) -> Iterator[dict[str, object]]:
+    for line in lines:
+        if line.startswith("data: {"):
+            yield json.loads(line.removeprefix("data: "))
+
+
+def ended(process: subprocess.Popen[str], engine: int) -> bool:
+    return process.poll() is not None and not psutil.pid_exists(engine)
+
+
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+def test_what_runs_is_finished_and_nothing_new_is_taken(sig: signal.Signals) -> None:
+    with server_process(SLOW_FACTORY) as (process, url):
+        (engine,) = engine_pids(process.pid)
+        with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=20) as answer:
+            stream = chunks(answer.iter_lines())
+            next(stream)
+            process.send_signal(sig)
+            with pytest.raises(httpx.TransportError):
+                eventually(lambda: httpx.get(f"{url}/health").status_code == 0, timeout=5)
+            last = list(stream)[-1]
+        assert last["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
+        assert process.wait(10) == 0
+        eventually(lambda: ended(process, engine))
+
+
+def test_what_outlasts_the_grace_period_ends_with_an_error() -> None:
+    with server_process(SLOW_FACTORY, shutdown_grace_s=0.2) as (process, url):
+        body = {**BODY, "max_tokens": 500}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+            stream = chunks(answer.iter_lines())
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            last = list(stream)[-1]
+        assert "the server was stopped" in last["error"]["message"]  # type: ignore[index]
+        assert process.wait(5) == 0
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    with server_process(SLOW_FACTORY) as (process, url):
+        (engine,) = engine_pids(process.pid)
+        body = {**BODY, "max_tokens": 500}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+            stream = chunks(answer.iter_lines())
+            next(stream)
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            with pytest.raises(httpx.TransportError):
+                list(stream)
+        process.wait(3)
+        eventually(lambda: ended(process, engine))
+
+
+def test_the_engine_does_not_outlive_the_server() -> None:
+    with server_process(SLOW_FACTORY) as (process, url):
+        (engine,) = engine_pids(process.pid)
+        assert httpx.get(f"{url}/health").status_code == 200
+        process.kill()
+        eventually(lambda: not psutil.pid_exists(engine), timeout=5)
