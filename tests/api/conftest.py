@@ -5,10 +5,10 @@ from collections.abc import Iterator
 import httpx
 import openai
 import pytest
-
-from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from tests.serving.fakes import SLOW_FACTORY, TOKENIZER
 from tests.serving.harness import RunningServer, running_server, serve_config
+
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -6,8 +6,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-
 from tests.serving.fakes import EOS
+
+from penstock.engine.tokenizer import Tokenizer
 
 PROMPT = "Hello world, this is it. "
 
@@ -173,6 +174,17 @@ def test_logprobs(http: httpx.Client, stream: bool) -> None:
     assert offsets == [len("".join(tokens[:i])) for i in range(12)]
     assert [v for part in parts for v in part["token_logprobs"]] == [-0.25] * 12
     assert all(len(top) == 2 for part in parts for top in part["top_logprobs"])
+
+
+def test_parts_of_characters_stay_apart_in_logprobs(
+    http: httpx.Client, tokenizer: Tokenizer
+) -> None:
+    parts = tokenizer.encode("€")
+    body = {"prompt": parts, "max_tokens": len(parts), "logprobs": 0}
+    (choice,) = http.post("/v1/completions", json=body).json()["choices"]
+    assert choice["text"] == "€"
+    spelt = "".join(choice["logprobs"]["tokens"]).replace("bytes:", "")
+    assert spelt == "\\xe2\\x82\\xac"
 
 
 def test_no_logprobs_unless_asked_for(http: httpx.Client) -> None:

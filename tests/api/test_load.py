@@ -7,17 +7,18 @@ import json
 import os
 import signal
 import socket
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import openai
 import pytest
-
-from penstock.engine.tokenizer import Tokenizer
 from tests.api.conftest import client_of
 from tests.api.samples import samples
 from tests.serving.fakes import SLOW_FACTORY, expected_tokens
 from tests.serving.harness import RunningServer, eventually, running_server, serve_config
+
+from penstock.engine.tokenizer import Tokenizer
 
 LONG = {"prompt": [50, 60, 70], "max_tokens": 400}
 
@@ -98,10 +99,13 @@ def test_an_engine_killed_in_mid_stream() -> None:
 
 
 def test_an_engine_killed_under_a_whole_answer() -> None:
-    config = serve_config()
-    with running_server(config, SLOW_FACTORY) as server, connect(server, LONG) as sock:
+    with (
+        running_server(serve_config(), SLOW_FACTORY) as server,
+        ThreadPoolExecutor(1) as pool,
+    ):
+        asked = pool.submit(httpx.post, f"{server.url}/v1/completions", json=LONG, timeout=20)
         eventually(lambda: not is_free(server))
         os.kill(server.engine_pid, signal.SIGKILL)
-        answer = sock.recv(65536)
-        assert answer.startswith(b"HTTP/1.1 500")
-        assert b"the engine process died" in answer
+        answer = asked.result(20)
+    assert answer.status_code == 500
+    assert "the engine process died" in answer.json()["error"]["message"]

@@ -8,10 +8,10 @@ import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-
-import penstock
 from tests.api.samples import samples
 from tests.serving.harness import RunningServer, running_server, serve_config
+
+import penstock
 
 METRICS = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
@@ -110,7 +110,7 @@ def test_the_dashboard_reads_metrics_that_exist(http: httpx.Client) -> None:
     [
         ({}, "an API key is required"),
         ({"Authorization": "Basic key-s"}, "an API key is required"),
-        ({"Authorization": "Bearer "}, "an API key is required"),
+        ({"Authorization": "Bearer"}, "an API key is required"),
         ({"Authorization": "Bearer key"}, "the API key is not known"),
         ({"Authorization": "Bearer key-s\xe9"}, "the API key is not known"),
     ],

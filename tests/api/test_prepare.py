@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import pytest
+from tests.serving.fakes import TOKENIZER
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
@@ -10,7 +11,6 @@ from penstock.api.prepare import Preparer, derived_seed
 from penstock.core.types import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.serving.messages import Ready
-from tests.serving.fakes import TOKENIZER
 
 READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})
 

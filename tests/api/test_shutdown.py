@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
+from multiprocessing.process import BaseProcess
 
 import httpx
 import psutil
 import pytest
-
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import engine_pids, eventually, server_process
 
@@ -22,8 +22,14 @@ def chunks(lines: Iterator[str]) -> Iterator[dict[str, object]]:
             yield json.loads(line.removeprefix("data: "))
 
 
-def ended(process: subprocess.Popen[str], engine: int) -> bool:
-    return process.poll() is not None and not psutil.pid_exists(engine)
+def send(process: BaseProcess, sig: signal.Signals) -> None:
+    assert process.pid is not None
+    os.kill(process.pid, sig)
+
+
+def exit_code(process: BaseProcess, timeout: float) -> int | None:
+    process.join(timeout)
+    return process.exitcode
 
 
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
@@ -33,13 +39,13 @@ def test_what_runs_is_finished_and_nothing_new_is_taken(sig: signal.Signals) -> 
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=20) as answer:
             stream = chunks(answer.iter_lines())
             next(stream)
-            process.send_signal(sig)
+            send(process, sig)
             with pytest.raises(httpx.TransportError):
                 eventually(lambda: httpx.get(f"{url}/health").status_code == 0, timeout=5)
             last = list(stream)[-1]
         assert last["choices"][0]["finish_reason"] == "length"  # type: ignore[index]
-        assert process.wait(10) == 0
-        eventually(lambda: ended(process, engine))
+        assert exit_code(process, 10) == 0
+        eventually(lambda: not psutil.pid_exists(engine))
 
 
 def test_what_outlasts_the_grace_period_ends_with_an_error() -> None:
@@ -48,10 +54,10 @@ def test_what_outlasts_the_grace_period_ends_with_an_error() -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
             stream = chunks(answer.iter_lines())
             next(stream)
-            process.send_signal(signal.SIGTERM)
+            send(process, signal.SIGTERM)
             last = list(stream)[-1]
         assert "the server was stopped" in last["error"]["message"]  # type: ignore[index]
-        assert process.wait(5) == 0
+        assert exit_code(process, 5) == 0
 
 
 def test_a_second_signal_ends_it_at_once() -> None:
@@ -61,13 +67,13 @@ def test_a_second_signal_ends_it_at_once() -> None:
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
             stream = chunks(answer.iter_lines())
             next(stream)
-            process.send_signal(signal.SIGTERM)
+            send(process, signal.SIGTERM)
             time.sleep(0.3)
-            process.send_signal(signal.SIGTERM)
+            send(process, signal.SIGTERM)
             with pytest.raises(httpx.TransportError):
                 list(stream)
-        process.wait(3)
-        eventually(lambda: ended(process, engine))
+        assert exit_code(process, 3) is not None
+        eventually(lambda: not psutil.pid_exists(engine))
 
 
 def test_the_engine_does_not_outlive_the_server() -> None:

@@ -12,9 +12,11 @@ LOGPROB = TokenLogprob(-1.0, ())
 
 
 def cut(text: str, stops: list[str]) -> str:
-    """What a client may see of a text."""
-    found = [at for at in (text.find(stop) for stop in stops) if at >= 0]
-    return text[: min(found)] if found else text
+    """What a client may see of a text: generation ends where a stop string is complete."""
+    for end in range(1, len(text) + 1):
+        if found := [stop for stop in stops if text[:end].endswith(stop)]:
+            return text[: end - max(map(len, found))]
+    return text
 
 
 @given(

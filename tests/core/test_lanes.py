@@ -105,15 +105,6 @@ def test_counters_right_after_a_rollback() -> None:
     assert state_of(world, "r").num_due_tokens == 1
 
 
-def test_a_drafter_that_has_cached_everything_reads_the_last_token_again() -> None:
-    """What comes after it is wanted, and the cache does not hold that."""
-    world = make_world()
-    world.run([make_request("r", prompt_len=11)])
-    world.run([make_request("s", prompt_len=11)])
-    first = next(o for p in world.plans for o in p.drafts if o.request_id == "s")
-    assert (first.start, first.num_catch_up_tokens, first.max_draft_tokens) == (8, 4, 4)
-
-
 def test_results_out_of_order() -> None:
     world = make_world("a", "b")
     prefilled(world, "r", drafter="a")
@@ -310,6 +301,7 @@ def test_preemption_frees_the_target_while_a_drafter_drafts() -> None:
     assert world.scheduler.num_preemptions == 1
     assert {s.request.id for s in world.scheduler.running} == {"old", "mid"}
     assert num_deferred(world) == 3, "the drafter's blocks of the victim"
+    assert state_of(world, "new").draft_order is None
     world.run()
     world.check_outputs()
     world.check_empty()
@@ -430,18 +422,23 @@ def test_several_target_plans_in_flight() -> None:
 def test_held_drafts_are_cut_to_the_token_budget() -> None:
     """Each lane sees the whole budget, so that together they may draft too much."""
     admission = {"max_num_batched_tokens": 8, "max_num_seqs": 4}
-    world = make_world("a", "b", admission=admission)
+    world = make_world("a", "b", "c", admission=admission)
     world.max_num_batched_tokens = 8
     prefilled(world, "r", drafter="a")
-    world.arrive(make_request("s", seed=5, drafter="b"))
-    world.executor.run(TARGET)
-    world.turn()
-    world.turn()
-    world.executor.run("a")
-    world.executor.run("b")
+    for seed, (name, drafter) in enumerate({"s": "b", "t": "c"}.items(), 5):
+        world.arrive(make_request(name, seed=seed, drafter=drafter))
+        world.executor.run(TARGET)
+        world.turn()
+        world.turn()
+    for lane in "abc":
+        world.executor.run(lane)
     world.turn()
     world.turn()
     items = last_plan(world, TARGET).items
-    assert [(i.request_id, i.num_draft_tokens) for i in items] == [("r", 4), ("s", 2)]
+    assert [(i.request_id, i.source, i.num_draft_tokens) for i in items] == [
+        ("r", DraftSource.HELD, 4),
+        ("s", DraftSource.HELD, 1),
+        ("t", DraftSource.NONE, 0),
+    ]
     world.run()
     world.check_outputs()

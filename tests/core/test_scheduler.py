@@ -7,8 +7,9 @@ from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from tests.core.world import World, kv_of, make_request, make_scheduler
 
 from penstock.core.blocks import BlockPool, hash_blocks
+from penstock.core.memory import KVMemory
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, Tenant
+from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -133,7 +134,7 @@ def test_the_output_ends_at_max_tokens(max_tokens: int) -> None:
     assert world.ends["r"].finish_reason is FinishReason.LENGTH
     assert world.tokens["r"] == target_only(request)
     drafts = [i.num_draft_tokens for p in world.plans for i in p.items]
-    assert sum(drafts) <= max(0, max_tokens - 1), "no draft token that could not be of use"
+    assert sum(drafts) <= max(0, max_tokens - 2), "no draft token that could not be of use"
 
 
 @pytest.mark.parametrize("fields", [{"drafter": "none"}, {"max_draft_tokens": 0}])
@@ -168,10 +169,12 @@ def test_output_is_shared_too_but_never_the_last_known_token() -> None:
     world = make_world()
     world.run([first])
     assert first.prompt_token_ids is not None
-    longer = (*first.prompt_token_ids, *world.tokens["r"])[:12]
-    world.run([Request("s", 12, 4, prompt_token_ids=longer)])
-    start = next(i.start for p in world.plans for i in p.items if i.request_id == "s")
-    assert start == 8, "11 of 12 tokens may come from the cache, and two blocks are full"
+    longer = (*first.prompt_token_ids, *world.tokens["r"])
+    for request_id, prompt in (("s", longer), ("t", longer[:12])):
+        world.run([Request(request_id, len(prompt), 4, prompt_token_ids=prompt)])
+    starts = {i.request_id: i.start for p in reversed(world.plans) for i in p.items}
+    assert starts["s"] == 12
+    assert starts["t"] == 8, "11 of 12 tokens may come from the cache, and two blocks are full"
 
 
 def test_hashes_may_be_given_without_tokens() -> None:
@@ -219,6 +222,30 @@ def test_counts_by_tenant() -> None:
     assert tenants["default"].num_tokens_served == 3
     world.turn(Reconfigure("big", 2.0), Reconfigure("new", 4.0))
     assert (tenants["big"].weight, tenants["new"].weight) == (2.0, 4.0)
+
+
+def test_a_short_prompts_output_is_salted_too() -> None:
+    memory = KVMemory({TARGET: BlockPool(8, 4)})
+    hashes = []
+    for tenant in ("us", "them"):
+        state = RequestState(Request(tenant, 2, 9, prompt_token_ids=(1, 2), tenant=tenant), 0)
+        state.append((3, 4, 5))
+        kv = state.kv_of(TARGET)
+        kv.blocks, kv.num_computed_tokens = memory.pools[TARGET].allocate(1), 4
+        memory.commit(state)
+        hashes += state.block_hashes
+    assert len(set(hashes)) == 2
+
+
+def test_a_step_in_flight_keeps_the_blocks_of_target_and_inline_drafter() -> None:
+    world = make_world(DRAFTER)
+    world.arrive(make_request("r"))
+    world.turn(Cancel("r"))
+    assert [p.num_used_blocks for p in world.scheduler.memory.pools.values()] == [2, 2]
+    world.executor.run(TARGET)
+    world.turn()
+    world.turn()
+    world.check_empty()
 
 
 def test_a_waiting_request_may_be_cancelled() -> None:

@@ -249,6 +249,7 @@ class World:
         assert self.loop.num_plans_in_flight == 0
         assert self.scheduler.memory.num_deferred_blocks == 0
         assert all(p.num_used_blocks == 0 for p in self.scheduler.memory.pools.values())
+        assert not self.scheduler.estimators.acceptance._by_request
         assert not self.executor.texts
         assert not self.executor.tables
 

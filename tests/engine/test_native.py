@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -185,6 +186,17 @@ def test_threads_change_nothing(checkpoint: Checkpoints) -> None:
         results.append(torch.cat([runner.forward(place.batch(("a", ids, *s))) for s in spans]))
     for other in results[1:]:
         assert torch.equal(results[0], other)
+
+
+def test_two_runners_in_two_threads_share_the_pool(checkpoint: Checkpoints) -> None:
+    cases, ids = ("llama", "qwen3"), {"a": tokens(150), "b": tokens(60, seed=1)}
+    alone = [in_pieces(load(checkpoint(case).path), ids, seed=0) for case in cases]
+    runners = [load(checkpoint(case).path, threads=3) for case in cases]
+    with ThreadPoolExecutor(max_workers=2) as pool:
+        together = list(pool.map(lambda runner: in_pieces(runner, ids, seed=0), runners))
+    for expected, logits in zip(alone, together, strict=True):
+        for name in ids:
+            assert torch.equal(logits[name], expected[name])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import subprocess
-import sys
+import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import psutil
+from tests.serving.fakes import FACTORY, TOKENIZER
 
 from penstock.api.server import serve
 from penstock.config import ServeConfig, parse_config
-from tests.serving.fakes import FACTORY, TOKENIZER
 
 
 def serve_config(engine: dict[str, Any] | None = None, **settings: Any) -> ServeConfig:
@@ -95,23 +96,23 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
 
 
 @contextmanager
-def server_process(factory: str, **settings: Any) -> Iterator[tuple[subprocess.Popen[str], str]]:
+def server_process(factory: str, **settings: Any) -> Iterator[tuple[BaseProcess, str]]:
     """Serve in a process of its own; yields it and its address."""
-    command = [sys.executable, "-m", "tests.serving.harness", factory]
-    command += [f"{name}={value}" for name, value in settings.items()]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            yield process, process.stdout.readline().strip()
-        finally:
-            process.kill()
+    ours, theirs = _FORKS.Pipe()
+    process = _FORKS.Process(target=_serve, args=(theirs, factory, settings))
+    process.start()
+    theirs.close()
+    try:
+        yield process, ours.recv()
+    finally:
+        process.kill()
+        process.join()
 
 
-def main() -> None:
-    factory, *options = sys.argv[1:]
-    settings = {name: float(value) for name, value in (o.split("=") for o in options)}
-    asyncio.run(serve(serve_config(**settings), lambda url: print(url, flush=True), factory))
+def _serve(pipe: Connection, factory: str, settings: dict[str, Any]) -> None:
+    asyncio.run(serve(serve_config(**settings), pipe.send, factory))
 
 
-if __name__ == "__main__":
-    main()
+_FORKS = multiprocessing.get_context("forkserver")
+# The libraries behind the tokenizer take seconds to import: once is enough.
+_FORKS.set_forkserver_preload([__name__, "penstock.engine.tokenizer"])

@@ -5,12 +5,13 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tests.serving.fakes import FACTORY, SLOW_FACTORY, TOKENIZER, expected_tokens
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.types import FinishReason, Output, Request
@@ -21,7 +22,6 @@ from penstock.serving.client import (
     OutputStream,
     QueueFull,
 )
-from tests.serving.fakes import FACTORY, SLOW_FACTORY, TOKENIZER, expected_tokens
 
 PROMPT = (5, 6, 7, 8, 9)
 
@@ -48,11 +48,19 @@ async def slow() -> AsyncIterator[EngineClient]:
         yield client
 
 
-async def wait_until_free(client: EngineClient) -> None:
-    while (
-        (stats := await client.stats()) is None or stats.num_running or any(stats.kv_usage.values())
-    ):
-        await asyncio.sleep(0.02)
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    """Wait until `condition` is true, for five seconds at most."""
+    async with asyncio.timeout(5):
+        while not await condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+async def until_free(client: EngineClient) -> None:
+    async def is_free() -> bool:
+        stats = await client.stats()
+        return stats is not None and not stats.num_running and not any(stats.kv_usage.values())
+
+    await until(is_free)
 
 
 async def test_requests_share_a_stream_and_are_all_finished() -> None:
@@ -64,7 +72,7 @@ async def test_requests_share_a_stream_and_are_all_finished() -> None:
             assert [t for o in mine for t in o.token_ids] == expected_tokens(list(prompt), length)
             assert [o.finish_reason for o in mine if o.finish_reason] == [FinishReason.LENGTH]
         assert client.num_open == 0
-        await asyncio.wait_for(wait_until_free(client), 5)
+        await until_free(client)
 
 
 async def test_an_idle_engine_does_not_spin() -> None:
@@ -86,7 +94,7 @@ async def test_leaving_a_stream_cancels_its_requests(slow: EngineClient) -> None
         assert stats.num_running == 2
         assert stats.kv_usage["target"] > 0
     assert slow.num_open == 0
-    await asyncio.wait_for(wait_until_free(slow), 5)
+    await until_free(slow)
 
 
 async def test_one_of_a_streams_requests_can_be_cancelled(slow: EngineClient) -> None:
@@ -137,7 +145,7 @@ async def test_an_engine_that_cannot_be_loaded_says_why_in_one_line() -> None:
 
 async def test_an_unforeseen_failure_to_load_names_its_type() -> None:
     client = client_of("tests.serving.fakes:buggy_engine")
-    with pytest.raises(EngineFailed, match="^RuntimeError: out of luck$"):
+    with pytest.raises(EngineFailed, match=r"^RuntimeError: out of luck$"):
         await client.start()
     await client.close()
 
@@ -147,11 +155,14 @@ async def test_an_engine_that_cannot_be_restarted_is_tried_again(tmp_path: Path)
     fragile = EngineConfig(target=tmp_path, allocation=PolicyConfig(name="fixed"))
     factory = "tests.serving.fakes:fragile_engine"
     async with EngineClient(fragile, max_waiting=10, factory=factory) as client:
+
+        async def says_so() -> bool:
+            return "checkpoint is broken" in (client.problem or "")
+
         (tmp_path / "broken").touch()
         assert client.pid is not None
         os.kill(client.pid, signal.SIGKILL)
-        while "checkpoint is broken" not in (client.problem or ""):
-            await asyncio.sleep(0.02)
+        await until(says_so)
         assert await client.stats() is None
         (tmp_path / "broken").unlink()
         with await client.submit([request("a", 8)]) as stream:
@@ -176,7 +187,7 @@ async def test_draining_cancels_what_outlasts_the_grace_period(slow: EngineClien
         last = (await read(stream))[-1]
     assert last.finish_reason is FinishReason.CANCELLED
     assert "stopped" in str(last.error)
-    await asyncio.wait_for(wait_until_free(slow), 5)
+    await until_free(slow)
 
 
 async def test_closing_ends_the_process_quickly() -> None:

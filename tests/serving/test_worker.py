@@ -4,6 +4,7 @@ import socket
 import threading
 
 import pytest
+from tests.serving.fakes import TOKENIZER, ToyEngine, expected_tokens, toy_engine
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.loop import Turn
@@ -11,7 +12,6 @@ from penstock.core.types import Arrive, Cancel, FinishReason, Request
 from penstock.serving.local import run_request
 from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop, frame
 from penstock.serving.worker import Channel, EngineServer, PeerGone, describe, idle_seconds
-from tests.serving.fakes import TOKENIZER, ToyEngine, expected_tokens, toy_engine
 
 
 @pytest.fixture

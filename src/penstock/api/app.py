@@ -124,8 +124,10 @@ def _add_operations(app: FastAPI, service: Service) -> None:
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        stats = await service.client.stats()
-        text = service.metrics.render(stats, service.client.num_restarts)
+        client = service.client
+        text = service.metrics.render(
+            await client.stats(), is_up=client.problem is None, num_restarts=client.num_restarts
+        )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
     @app.get("/dashboard")

@@ -129,7 +129,11 @@ class ChatFormat(_Envelope):
 
 
 def _text(raw: bytes) -> str:
-    return raw.decode("utf-8", "replace")
+    """A token as a string; parts of characters as OpenAI writes them, so that they stay apart."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
 
 
 def _entry(raw: bytes, logprob: float) -> JsonDict:

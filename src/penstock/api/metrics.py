@@ -115,9 +115,10 @@ class Metrics:
         self.tenant = cache(lambda name: _Tenant(self, name))
         self.drafter = cache(lambda name: _Drafter(self, name))
 
-    def render(self, stats: EngineStats | None, num_restarts: int) -> bytes:
-        """The exposition text. `stats` is None while there is no engine."""
+    def render(self, stats: EngineStats | None, *, is_up: bool, num_restarts: int) -> bytes:
+        """The exposition text. `stats` is None while the engine cannot say."""
         self._engine.stats = stats
+        self._engine.is_up = is_up
         self._engine.num_restarts = num_restarts
         return generate_latest(self.registry)
 
@@ -190,10 +191,11 @@ class _EngineCollector(Collector):
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
         self.stats: EngineStats | None = None
+        self.is_up = False
         self.num_restarts = 0
 
     def collect(self) -> Iterator[Metric]:
-        yield self._gauge("engine_up", "Whether the engine takes requests.", self.stats is not None)
+        yield self._gauge("engine_up", "Whether the engine takes requests.", self.is_up)
         yield self._counter("engine_restarts", "Restarts of the engine.", self.num_restarts)
         stats = self.stats
         if stats is None:

@@ -34,6 +34,7 @@ class TextStream:
         self._is_over = False
         self._tokenizer = tokenizer
         self._stops = stops
+        self._longest_hold = max((len(stop) - 1 for stop in stops), default=0)
         self._detokenizer = tokenizer.detokenizer()
         self._pending = ""
         self._length = 0
@@ -81,17 +82,19 @@ class TextStream:
         self._previous = token_id
 
     def _look_for_stop(self) -> None:
-        found = [at for at in map(self._pending.find, self._stops) if at >= 0]
+        starts = ((self._pending.find(stop), len(stop)) for stop in self._stops)
+        found = [(start + size, start) for start, size in starts if start >= 0]
         if found:
-            self._pending = self._pending[: min(found)]
+            # The one that is complete first, so that the cut does not depend on the chunks.
+            _, start = min(found)
+            self._pending = self._pending[:start]
             cut = self._length + len(self._pending)
             self._tokens = [t for t in self._tokens if t.start < cut]
             self.stopped = self._is_over = True
 
     def _num_held_back(self) -> int:
         """Length of the longest end of the text that a stop string could begin with."""
-        longest = max((len(stop) - 1 for stop in self._stops), default=0)
-        for size in range(min(longest, len(self._pending)), 0, -1):
+        for size in range(min(self._longest_hold, len(self._pending)), 0, -1):
             tail = self._pending[-size:]
             if any(stop.startswith(tail) for stop in self._stops):
                 return size

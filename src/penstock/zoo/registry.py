@@ -21,7 +21,7 @@ DOMAINS: tuple[str, ...] = (
 """The eight domains, each standing for one data set of the Spin paper."""
 
 DEFAULT_TARGET = "target-large"
-DEFAULT_DRAFTER = "draft-base"
+DEFAULT_DRAFTER = "draft-tiny"
 
 WEIGHTS = Path(__file__).parent / "weights"
 DATA = Path(__file__).parent / "data"

@@ -54,7 +54,7 @@ class Choice:
     length_by_request: float
     """That drafter, its draft length chosen per request with hindsight."""
     drafter_by_request: float
-    """The drafter chosen per request, each at its own best single length."""
+    """The drafter chosen per request, all at the best single drafter's draft length."""
     both_by_request: float
     """Drafter and draft length chosen per request: the clairvoyant."""
 
@@ -117,13 +117,12 @@ class _Costs:
 def choice(costs: _Costs) -> Choice:
     """The worth of choosing, over all the traces of `costs`."""
     name, length = costs.best()
-    drafters = list(dict.fromkeys(o[0] for o in costs.options))
     return Choice(
         best_drafter=name,
         best_draft_length=length,
         single=costs.speed((name, length)),
         length_by_request=costs.hindsight([o for o in costs.options if o[0] == name]),
-        drafter_by_request=costs.hindsight([costs.best(d) for d in drafters]),
+        drafter_by_request=costs.hindsight([o for o in costs.options if o[1] in (0, length)]),
         both_by_request=costs.hindsight(costs.options),
     )
 

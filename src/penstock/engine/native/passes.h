@@ -79,10 +79,12 @@ class Pass {
     return scratch_.normed.get();
   }
 
-  // Smaller groups of panels where there would be too few for the threads.
+  // Panels of one task: enough tasks that no thread waits long for another's last one, but not so
+  // few panels that few rows wait for their own sums, unless threads would have nothing to do.
   int group_for(const Chunks& chunks, int panels) const {
     int group = kMaxPanels;
-    while (group > 1 && chunks.count * ((panels + group - 1) / group) < 3 * worker_.size)
+    auto tasks = [&] { return chunks.count * ((panels + group - 1) / group); };
+    while (group > 1 && tasks() < worker_.size * (group > panels_at_once(chunks.size(0)) ? 8 : 1))
       group /= 2;
     return group;
   }

@@ -39,13 +39,33 @@ class Patience {
   bool exhausted() const { return turns_ >= kSpins + kYields; }
 
  private:
-  static constexpr int kSpins = 1000, kYields = 1000;
+  static constexpr int kSpins = 1000, kYields = 4000;
   int turns_ = 0;
 };
 
-struct Phase {
-  alignas(64) std::atomic<int64_t> next{0};
-  alignas(64) std::atomic<int64_t> done{0};
+// Tasks taken from a range, from either end.
+class alignas(64) Range {
+ public:
+  void reset() { taken_.store(0, std::memory_order_relaxed); }
+
+  // The next task from the front (or the back) of [first, end); -1 if all are taken.
+  int64_t take(int64_t first, int64_t end, bool from_back) {
+    uint64_t taken = taken_.load(std::memory_order_relaxed);
+    for (;;) {
+      const int64_t front = taken & 0xffffffff, back = taken >> 32;
+      if (front + back >= end - first) return -1;
+      const uint64_t one_more = taken + (from_back ? 1ull << 32 : 1);
+      if (taken_.compare_exchange_weak(taken, one_more, std::memory_order_relaxed))
+        return from_back ? end - 1 - back : first + front;
+    }
+  }
+
+ private:
+  std::atomic<uint64_t> taken_{0};
+};
+
+struct alignas(64) Phase {
+  std::atomic<int64_t> done{0};
 };
 
 class Worker;
@@ -61,6 +81,7 @@ class Job {
   friend class Pool;
   friend class Worker;
   std::vector<Phase> phases_;
+  std::vector<Range> ranges_;  // of each phase, one for each thread
   std::atomic<int> inside_{0};
   std::atomic<uint64_t> number_{0};
   int threads_ = 1;
@@ -81,14 +102,16 @@ class Worker {
       for (int64_t i = 0; i < total; ++i) task(i);
       return;
     }
-    Phase& phase = job_.phases_[phase_++];
-    // A few shares each: neighbouring tasks use the same rows.
-    const int64_t share = total / (8 * size) + 1;
+    Phase& phase = job_.phases_[phase_];
+    Range* ranges = &job_.ranges_[(size_t)phase_ * size];
+    ++phase_;
+    // Its own share from front to back, which is how weights lie in memory and rows in its cache;
+    // then what others have left, from the back.
     int64_t count = 0;
-    while (phase.next.load(std::memory_order_relaxed) < total) {
-      const int64_t first = phase.next.fetch_add(share, std::memory_order_relaxed);
-      const int64_t end = first + share < total ? first + share : total;
-      for (int64_t i = first; i < end; ++i, ++count) task(i);
+    for (int step = 0; step < size; ++step) {
+      const int owner = (id + step) % size;
+      const int64_t first = total * owner / size, end = total * (owner + 1) / size;
+      for (int64_t i; (i = ranges[owner].take(first, end, step > 0)) >= 0; ++count) task(i);
     }
     if (count) phase.done.fetch_add(count, std::memory_order_release);
     Patience patience;
@@ -127,10 +150,10 @@ class Pool {
  private:
   void post(Job& job, int num_phases) {
     if ((int)job.phases_.size() < num_phases) job.phases_ = std::vector<Phase>(num_phases);
-    for (int i = 0; i < num_phases; ++i) {
-      job.phases_[i].next.store(0, std::memory_order_relaxed);
-      job.phases_[i].done.store(0, std::memory_order_relaxed);
-    }
+    const int num_ranges = num_phases * job.threads_;
+    if ((int)job.ranges_.size() < num_ranges) job.ranges_ = std::vector<Range>(num_ranges);
+    for (int i = 0; i < num_phases; ++i) job.phases_[i].done.store(0, std::memory_order_relaxed);
+    for (int i = 0; i < num_ranges; ++i) job.ranges_[i].reset();
     while (helpers_.load(std::memory_order_relaxed) < job.threads_ - 1) start_helper(job.threads_);
     job.number_.store(++posted_);
     current_.store(&job);

@@ -32,8 +32,8 @@ def _decide(batch: VerifyBatch, sample: Sampler) -> Decisions:
 def verify(batch: VerifyBatch, sample: Sampler = sample_coupled) -> VerifyResult:
     """Decide every draft of the batch; the output has exactly the target's distribution.
 
-    `sample` draws the target's seeded samples. A request's result depends on its own rows alone, not
-    on what else the batch holds.
+    `sample` draws the target's seeded samples. A request's result depends on its own rows alone,
+    not on what else the batch holds.
     """
     decisions = _decide(batch, sample)
     num_emitted = decisions.num_accepted + 1

@@ -1,0 +1,92 @@
+"""The real engine behind the API, with a tiny random family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+from tests.engine.small_family import write_family
+from tests.serving.harness import RunningServer, running_server
+
+from penstock.config import parse_config
+from penstock.serving.client import LOAD_ENGINE
+
+PROMPT = "One target, several drafters. "
+
+
+@pytest.fixture(scope="module")
+def real_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
+    family = write_family(tmp_path_factory.mktemp("family"))
+    engine: dict[str, Any] = {
+        "target": family["target"],
+        "drafters": {"near": str(family["near"]), "far": str(family["far"]), "ngram": "ngram"},
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_tokens": 4096,
+        "allocation": {"name": "fixed"},
+    }
+    with running_server(parse_config({"engine": engine, "port": 0}), LOAD_ENGINE) as running:
+        yield running
+
+
+def complete(server: RunningServer, drafter: str, **fields: Any) -> dict[str, Any]:
+    body = {"prompt": PROMPT, "max_tokens": 48, "speculation": {"drafter": drafter}, **fields}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.8, "seed": 5}])
+def test_drafters_change_nothing_but_the_speed(
+    real_server: RunningServer, fields: dict[str, Any]
+) -> None:
+    alone = complete(real_server, "none", **fields)
+    assert alone["usage"]["speculation"]["drafter"] is None
+    for drafter in ("auto", "near", "far", "ngram"):
+        made = complete(real_server, drafter, **fields)
+        assert made["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert made["usage"]["completion_tokens"] == 48
+    near = complete(real_server, "near", **fields)["usage"]["speculation"]
+    assert near["drafter"] == "near"
+    assert near["mean_acceptance_length"] > 1
+
+
+def test_choices_of_one_seed_differ_and_come_again(real_server: RunningServer) -> None:
+    first, second = (complete(real_server, "auto", seed=3, n=2)["choices"] for _ in range(2))
+    assert [c["text"] for c in first] == [c["text"] for c in second]
+    assert first[0]["text"] != first[1]["text"]
+
+
+def test_logprobs_are_the_targets(real_server: RunningServer) -> None:
+    alone, drafted = (
+        complete(real_server, drafter, temperature=0, logprobs=3)["choices"][0]["logprobs"]
+        for drafter in ("none", "near")
+    )
+    assert drafted["tokens"] == alone["tokens"]
+    assert drafted["token_logprobs"] == pytest.approx(alone["token_logprobs"], abs=1e-3)
+    best = [max(top.values()) for top in drafted["top_logprobs"]]
+    assert best == pytest.approx(drafted["token_logprobs"], abs=1e-3)
+
+
+def test_a_tokenizer_without_a_chat_template(real_server: RunningServer) -> None:
+    body = {"messages": [{"role": "user", "content": "Hi"}]}
+    answer = httpx.post(f"{real_server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert "no chat template" in answer.json()["error"]["message"]
+
+
+def test_the_prefix_cache_shows_in_usage(real_server: RunningServer) -> None:
+    prompt = "a prompt that fills several blocks of the cache, twice over"
+    complete(real_server, "none", prompt=prompt)
+    usage = complete(real_server, "none", prompt=prompt)["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] >= 32
+
+
+def test_health_describes_the_engine(real_server: RunningServer) -> None:
+    engine = httpx.get(f"{real_server.url}/health").json()["engine"]
+    assert engine["dtype"] == "float32"
+    assert engine["drafters"] == ["near", "far", "ngram"]
+    assert engine["kv_tokens"] == 4096

@@ -1,0 +1,223 @@
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.engine.small_family import write_family
+
+from penstock.cli import main
+from penstock.cli.models import with_models
+from penstock.config import NGRAM, ConfigError
+from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
+
+Cli = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the program here; returns exit code, standard output and standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["penstock", *arguments])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        assert ended.value.code is None or isinstance(ended.value.code, int)
+        return ended.value.code or 0, captured.out, captured.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture
+def family(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelCard]:
+    """A tiny family in the place of the bundled one."""
+    names = {"target-large": "target", "draft-tiny": "far", DEFAULT_DRAFTER: "near"}
+    cards = {
+        name: ModelCard(
+            name, "target" if name == "target-large" else "drafter", checkpoints[model], 0, ""
+        )
+        for name, model in names.items()
+    }
+    monkeypatch.setattr("penstock.cli.models.bundled_models", lambda: cards)
+    return cards
+
+
+def test_help_is_fast_and_loads_no_library() -> None:
+    code = (
+        "import sys; sys.argv = ['penstock', 'serve', '--help']\n"
+        "from penstock.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'fastapi', 'numpy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "--drafter" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_without_arguments_there_is_help(cli: Cli) -> None:
+    code, out, _ = cli()
+    assert code == 0
+    assert "serve" in out
+    assert "generate" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["frobnicate"], "No such command 'frobnicate'"),
+        (["serve", "--frob"], "No such option: --frob"),
+        (["serve", "--kv-tokens", "many"], "'--kv-tokens'"),
+        (["serve", "--kv-tokens", "3"], "engine.kv_tokens: "),
+        (["serve", "--port", "70000"], "port: "),
+        (["serve", "--dtype", "int4"], "engine.dtype: Input should be 'auto', 'float32'"),
+        (["serve", "--verification", "hope"], "engine.verification: Input should be 'coupled'"),
+        (["serve", "--admission", "first"], "unknown admission policy 'first'; choose from "),
+        (["serve", "--selection", "best"], "unknown selection policy 'best'; choose from "),
+        (["serve", "--allocation", "all"], "unknown allocation policy 'all'; choose from "),
+        (["serve", "/nowhere"], "'/nowhere' is neither a checkpoint folder nor a bundled target"),
+        (["serve", "--drafter", "draft-huge"], "nor a bundled drafter; bundled are draft-tiny"),
+        (["serve", "--drafter", "mine=/nowhere"], "drafter 'mine': '/nowhere' is neither"),
+        (["serve", "--drafter", "auto=ngram"], "a drafter cannot be called 'auto'"),
+        (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
+        (["serve", "--host", "not a host"], "cannot listen on not a host:8000"),
+        (["generate"], "Missing argument"),
+        (["generate", "Hi", "--drafter", "draft-huge"], "nor a bundled drafter"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    cli: Cli, family: dict[str, ModelCard], arguments: list[str], message: str
+) -> None:
+    code, out, err = cli(*arguments)
+    assert code == 2
+    assert out == ""
+    assert message in err
+    assert err.startswith("penstock: ")
+    assert err.count("\n") == 1
+
+
+def test_a_port_in_use(cli: Cli, family: dict[str, ModelCard]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = cli("serve", "--port", str(port))
+    assert (code, out) == (2, "")
+    assert err == f"penstock: cannot listen on 127.0.0.1:{port}: Address already in use\n"
+
+
+def test_an_unreadable_checkpoint(cli: Cli, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{")
+    code, out, err = cli("serve", str(tmp_path), "--port", "0")
+    assert (code, out) == (2, "")
+    assert "config.json" in err
+    assert err.count("\n") == 1
+
+
+def test_settings_files_give_way_to_options(cli: Cli, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("port: 70000\nengine:\n  dtype: int4\n  admission: {name: first}\n")
+    assert "dtype" in cli("serve", "--config", str(settings), "--admission", "vllm_v1")[2]
+    assert "admission" in cli("serve", "--config", str(settings), "--dtype", "auto")[2]
+    options = ("--config", str(settings), "--dtype", "auto", "--admission", "vllm_v1")
+    assert "port" in cli("serve", *options)[2]
+
+
+def test_unknown_settings_are_refused(cli: Cli, tmp_path: Path) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text("engine:\n  drafter: ngram\n")
+    code, _, err = cli("serve", "--config", str(settings))
+    assert code == 2
+    assert "'drafter'" in err
+
+
+def test_the_bundled_family_is_the_default(family: dict[str, ModelCard]) -> None:
+    engine = with_models({}, None, (), speculate=True)
+    assert engine["target"] == family["target-large"].path
+    assert list(engine["drafters"]) == [DEFAULT_DRAFTER, "draft-tiny", NGRAM]
+    assert with_models({}, "target-large", (), speculate=True) == engine
+
+
+def test_models_of_ones_own(family: dict[str, ModelCard], checkpoints: dict[str, Path]) -> None:
+    own, same = str(checkpoints["target"]), str(checkpoints["same"])
+    assert with_models({}, own, (), speculate=True)["drafters"] == {}
+    chosen = with_models({}, own, (f"mine={same}", "draft-tiny", "ngram"), speculate=True)
+    assert chosen["drafters"] == {
+        "mine": same,
+        "draft-tiny": str(family["draft-tiny"].path),
+        "ngram": NGRAM,
+    }
+    assert with_models({}, own, ("draft-tiny",), speculate=False)["drafters"] == {}
+    named = {"target": "target-large", "drafters": {"small": "draft-tiny", "look-up": "ngram"}}
+    filled = with_models(named, None, (), speculate=True)
+    assert filled["drafters"] == {"small": str(family["draft-tiny"].path), "look-up": NGRAM}
+
+
+def test_a_family_that_was_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> dict[str, Any]:
+        raise FileNotFoundError("no bundled models")
+
+    monkeypatch.setattr("penstock.cli.models.bundled_models", missing)
+    with pytest.raises(ConfigError, match="no bundled models"):
+        with_models({}, None, (), speculate=True)
+
+
+def test_generate(cli: Cli, family: dict[str, ModelCard]) -> None:
+    arguments = ("generate", "Once upon", "--max-tokens", "24", "--dtype", "float32")
+    code, out, _ = cli(*arguments, "--json")
+    assert code == 0
+    made = json.loads(out)
+    assert set(made) == {"text", "token_ids", "drafter", "tokens_per_s", "mean_acceptance_length"}
+    assert len(made["token_ids"]) == 24
+    assert made["drafter"] == DEFAULT_DRAFTER
+    assert made["mean_acceptance_length"] >= 1
+    code, out, err = cli(*arguments, "--no-speculation", "--stats")
+    assert code == 0
+    assert out == made["text"] + "\n"
+    assert "tokens/s, mean acceptance length 1.00, drafter none" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["", "--max-tokens", "5"], "the prompt must not be empty"),
+        (["Hi", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["Hi", "--max-tokens", "100000"], "context of 512 tokens"),
+        (["Hi", "--temperature", "-1"], "--temperature must be 0 or more"),
+        (["Hi", "--temperature", "nan"], "--temperature must be 0 or more"),
+    ],
+)
+def test_bad_input_to_generate(
+    cli: Cli, family: dict[str, ModelCard], arguments: list[str], message: str
+) -> None:
+    code, out, err = cli("generate", *arguments, "--no-speculation", "--dtype", "float32")
+    assert (code, out.strip()) == (2, "")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None:
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
+    command += [str(checkpoints["target"]), "--drafter", f"near={checkpoints['near']}"]
+    command += ["--port", "0", "--kv-tokens", "2048", "--dtype", "float32"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("penstock: serving on http://127.0.0.1:")
+        url = line.split()[-1]
+        body = {"prompt": "Hi", "max_tokens": 5}
+        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert answer.json()["usage"]["completion_tokens"] == 5
+        process.terminate()
+        assert process.wait(10) == 0
+        assert process.stdout.read() == ""
