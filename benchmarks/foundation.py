@@ -44,12 +44,14 @@ class Transformers:
     """`generate` on left-padded batches."""
 
     def __init__(self, path, dtype: torch.dtype) -> None:
+        self.threads = torch.get_num_threads()
         self.tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
         if self.tokenizer.pad_token_id is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype).eval()
 
     def run(self, prompts: list[str], batch: int, new_tokens: int) -> None:
+        torch.set_num_threads(self.threads)
         for first in range(0, len(prompts), batch):
             inputs = self.tokenizer(
                 prompts[first : first + batch],
@@ -77,6 +79,7 @@ class Penstock:
         self.count = 0
 
     def run(self, prompts: list[str], batch: int, new_tokens: int, drafter: str) -> None:
+        torch.set_num_threads(1)  # as the native backend has it
         requests = []
         for prompt in prompts:
             ids = tuple(self.tokenizer.encode(prompt, add_special_tokens=False))

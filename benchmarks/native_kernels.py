@@ -97,16 +97,22 @@ def one_sequence(rows: int, room: int = 0) -> RaggedBatch:
 
 
 def best_times(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
-    """Best wall time of each in seconds; they take turns."""
+    """Best wall time of each in seconds, over several turns.
+
+    A turn is many calls in a row: torch's threads go on spinning for some milliseconds after their
+    last product, on the cores that the next contender wants.
+    """
     best = dict.fromkeys(contenders, float("inf"))
-    end = time.perf_counter() + seconds
-    turns = 0
-    while turns < 5 or time.perf_counter() < end:
+    turns = 5
+    for _ in range(turns):
         for name, run in contenders.items():
-            start = time.perf_counter()
-            run()
-            best[name] = min(best[name], time.perf_counter() - start)
-        turns += 1
+            end = time.perf_counter() + seconds / (turns * len(contenders))
+            calls = 0
+            while calls < 2 or time.perf_counter() < end:
+                start = time.perf_counter()
+                run()
+                best[name] = min(best[name], time.perf_counter() - start)
+                calls += 1
     return best
 
 

@@ -43,7 +43,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def family(checkpoints: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> dict[str, ModelCard]:
     """A tiny family in the place of the bundled one."""
-    names = {"target-large": "target", "draft-tiny": "far", DEFAULT_DRAFTER: "near"}
+    names = {"target-large": "target", "draft-other": "far", DEFAULT_DRAFTER: "near"}
     cards = {
         name: ModelCard(
             name, "target" if name == "target-large" else "drafter", checkpoints[model], 0, ""
@@ -88,7 +88,7 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--selection", "best"], "unknown selection policy 'best'; choose from "),
         (["serve", "--allocation", "all"], "unknown allocation policy 'all'; choose from "),
         (["serve", "/nowhere"], "'/nowhere' is neither a checkpoint folder nor a bundled target"),
-        (["serve", "--drafter", "draft-huge"], "nor a bundled drafter; bundled are draft-tiny"),
+        (["serve", "--drafter", "draft-huge"], "nor a bundled drafter; bundled are draft-other"),
         (["serve", "--drafter", "mine=/nowhere"], "drafter 'mine': '/nowhere' is neither"),
         (["serve", "--drafter", "auto=ngram"], "a drafter cannot be called 'auto'"),
         (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
@@ -144,23 +144,23 @@ def test_unknown_settings_are_refused(cli: Cli, tmp_path: Path) -> None:
 def test_the_bundled_family_is_the_default(family: dict[str, ModelCard]) -> None:
     engine = with_models({}, None, (), speculate=True)
     assert engine["target"] == family["target-large"].path
-    assert list(engine["drafters"]) == [DEFAULT_DRAFTER, "draft-tiny", NGRAM]
+    assert list(engine["drafters"]) == [DEFAULT_DRAFTER, "draft-other", NGRAM]
     assert with_models({}, "target-large", (), speculate=True) == engine
 
 
 def test_models_of_ones_own(family: dict[str, ModelCard], checkpoints: dict[str, Path]) -> None:
     own, same = str(checkpoints["target"]), str(checkpoints["same"])
     assert with_models({}, own, (), speculate=True)["drafters"] == {}
-    chosen = with_models({}, own, (f"mine={same}", "draft-tiny", "ngram"), speculate=True)
+    chosen = with_models({}, own, (f"mine={same}", "draft-other", "ngram"), speculate=True)
     assert chosen["drafters"] == {
         "mine": same,
-        "draft-tiny": str(family["draft-tiny"].path),
+        "draft-other": str(family["draft-other"].path),
         "ngram": NGRAM,
     }
-    assert with_models({}, own, ("draft-tiny",), speculate=False)["drafters"] == {}
-    named = {"target": "target-large", "drafters": {"small": "draft-tiny", "look-up": "ngram"}}
+    assert with_models({}, own, ("draft-other",), speculate=False)["drafters"] == {}
+    named = {"target": "target-large", "drafters": {"small": "draft-other", "look-up": "ngram"}}
     filled = with_models(named, None, (), speculate=True)
-    assert filled["drafters"] == {"small": str(family["draft-tiny"].path), "look-up": NGRAM}
+    assert filled["drafters"] == {"small": str(family["draft-other"].path), "look-up": NGRAM}
 
 
 def test_a_family_that_was_never_trained(monkeypatch: pytest.MonkeyPatch) -> None:

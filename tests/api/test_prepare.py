@@ -57,7 +57,7 @@ async def test_a_seed_couples_and_is_derived_for_further_choices(tokenizer: Toke
 @pytest.mark.parametrize("seed", [None, 7])
 async def test_the_servers_verification_prevails(tokenizer: Tokenizer, seed: int | None) -> None:
     for mode in ("coupled", "ratio"):
-        (request,) = await completion(preparer(tokenizer, mode), seed=seed)  # type: ignore[arg-type]
+        (request,) = await completion(preparer(tokenizer, mode), seed=seed)
         assert request.sampling.verification == mode
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -205,8 +206,8 @@ def test_shards_are_one_checkpoint(checkpoint: Checkpoints, tmp_path: Path) -> N
 
 def test_dtype_is_the_checkpoints_unless_given(checkpoint: Checkpoints, tmp_path: Path) -> None:
     saved = checkpoint("llama")
-    saved.model.to(torch.bfloat16).save_pretrained(tmp_path)
-    saved.model.to(torch.float32)
+    # A copy: the checkpoint's own model is every other test's reference.
+    copy.deepcopy(saved.model).to(torch.bfloat16).save_pretrained(tmp_path)
     config = DecoderConfig.from_pretrained(tmp_path)
     assert config.dtype == torch.bfloat16
     assert {w.dtype for w in load(tmp_path).values()} == {torch.bfloat16}

@@ -4,12 +4,11 @@ import socket
 import threading
 
 import pytest
-from tests.serving.fakes import TOKENIZER, ToyEngine, expected_tokens, toy_engine
+from tests.serving.fakes import TOKENIZER, ToyEngine, toy_engine
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.loop import Turn
-from penstock.core.types import Arrive, Cancel, FinishReason, Request
-from penstock.serving.local import run_request
+from penstock.core.types import Arrive, Cancel, Request
 from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop, frame
 from penstock.serving.worker import Channel, EngineServer, PeerGone, describe, idle_seconds
 
@@ -21,19 +20,6 @@ def engine() -> ToyEngine:
 
 def request(request_id: str = "a", max_tokens: int = 20) -> Request:
     return Request(request_id, 3, max_tokens, prompt_token_ids=(5, 6, 7))
-
-
-def test_a_request_runs_without_a_second_process(engine: ToyEngine) -> None:
-    outputs = list(run_request(engine, request()))
-    assert [t for o in outputs for t in o.token_ids] == expected_tokens([5, 6, 7], 20)
-    assert outputs[-1].finish_reason is FinishReason.LENGTH
-    assert sum(o.num_accepted for o in outputs) > 0
-
-
-def test_a_refused_request_ends_at_once(engine: ToyEngine) -> None:
-    (output,) = run_request(engine, request(max_tokens=1000))
-    assert output.finish_reason is FinishReason.REFUSED
-    assert "512" in str(output.error)
 
 
 def test_how_long_the_loop_may_sleep(engine: ToyEngine) -> None:

@@ -118,10 +118,7 @@ def _progress(total: int) -> Iterator[Callable[[], None]]:
 def _report(engine: Engine, runs: list[BenchRun], as_json: bool) -> None:
     import statistics
 
-    import torch
-
-    threads = torch.get_num_threads()
-    cpu_share = statistics.mean(r.cpu_share for r in runs) / threads
+    cpu_share = statistics.mean(r.cpu_share for r in runs) / engine.num_threads
     if as_json:
         rows = [
             {

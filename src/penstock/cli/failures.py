@@ -15,5 +15,5 @@ def one_line(*expected: type[Exception]) -> Iterator[None]:
     try:
         yield
     except expected as error:
-        print(f"penstock: {error}", file=sys.stderr)
+        print("penstock:", " ".join(str(error).split()), file=sys.stderr)
         raise typer.Exit(2) from error

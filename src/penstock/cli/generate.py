@@ -33,7 +33,7 @@ def generate(
     import json
     import sys
 
-    from penstock.cli.completion import Completion
+    from penstock.cli.generation import Generation
     from penstock.cli.models import with_models
     from penstock.config import ConfigError, parse_config
 
@@ -41,18 +41,21 @@ def generate(
         engine = with_models(
             {"dtype": dtype}, None, (drafter,) if drafter else (), speculate=not no_speculation
         )
-        completion = Completion(parse_config({"engine": engine}).engine)
-        for text in completion.run(prompt, max_tokens, temperature):
-            if not as_json:
-                print(text, end="", flush=True)
-    if as_json:
-        print(json.dumps(completion.report()))
-    else:
-        print()
+        generation = Generation(parse_config({"engine": engine}).engine)
+        generation.run(prompt, max_tokens, temperature, _ignore if as_json else _show)
+    report = generation.report()
+    print(json.dumps(report) if as_json else "")
     if stats:
-        report = completion.report()
         print(
             f"{report['tokens_per_s']:.1f} tokens/s, mean acceptance length "
             f"{report['mean_acceptance_length']:.2f}, drafter {report['drafter'] or 'none'}",
             file=sys.stderr,
         )
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)
+
+
+def _ignore(text: str) -> None:
+    """JSON has the whole text at the end."""

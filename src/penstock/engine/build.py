@@ -57,6 +57,7 @@ class Engine:
     target: str
     backend: str
     dtype: str
+    num_threads: int
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/health`, logs and reports."""
@@ -65,6 +66,7 @@ class Engine:
             "drafters": list(self.executor.drafters),
             "dtype": self.dtype,
             "backend": self.backend,
+            "num_threads": self.num_threads,
             "kv_tokens": self.scheduler.pool.capacity_tokens,
             "max_model_len": self.max_model_len,
         }
@@ -83,6 +85,9 @@ def load_engine(config: EngineConfig) -> Engine:
     device = _device(config.device)
     dtype = resolve_dtype(config.dtype, device)
     backend = _backend(config, device, dtype)
+    if backend == "native":
+        # The kernels have threads of their own; PyTorch's would spin on the same cores.
+        torch.set_num_threads(1)
     configs = {"": DecoderConfig.from_pretrained(config.target)}
     for name, path in config.drafters.items():
         if path != NGRAM:
@@ -133,6 +138,7 @@ def load_engine(config: EngineConfig) -> Engine:
         target=config.target.name,
         backend=backend,
         dtype=str(dtype).removeprefix("torch."),
+        num_threads=threads,
     )
 
 

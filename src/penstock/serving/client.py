@@ -281,6 +281,8 @@ class EngineClient:
             if not loaded.done():
                 loaded.set_exception(EngineFailed(failure))
                 return
+            if self._stopping:
+                return
             if asyncio.get_running_loop().time() - started_at > _STABLE_S:
                 delay = _FIRST_DELAY_S
             _log.error("%s; restarting it in %.1f s", failure, delay)

@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from penstock.config import ConfigError, EngineConfig
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types import Output, Request, SamplingParams
 from penstock.engine.build import load_engine
 from penstock.engine.models.config import CheckpointError
 from penstock.engine.tokenizer import load_tokenizer
-from penstock.serving.local import run_request
+from penstock.serving.offline import complete
 from penstock.serving.speculated import Speculated
 
 
-class Completion:
+class Generation:
     """Loads an engine, makes one completion, and keeps account of it.
 
     Raises: ConfigError for anything that the user can mend.
@@ -34,14 +34,15 @@ class Completion:
         self._speculated = Speculated()
         self._seconds = 0.0
 
-    def run(self, prompt: str, max_tokens: int, temperature: float) -> Iterator[str]:
-        """Text as it comes. Raises: ConfigError."""
+    def run(
+        self, prompt: str, max_tokens: int, temperature: float, on_text: Callable[[str], object]
+    ) -> None:
+        """Make the completion; `on_text` gets its text as it comes. Raises: ConfigError."""
         request = self._request(prompt, max_tokens, temperature)
         detokenizer = self._tokenizer.detokenizer()
         started_at = time.perf_counter()
-        for output in run_request(self._engine, request):
-            if output.error is not None:
-                raise ConfigError(output.error)
+
+        def take(output: Output) -> None:
             self._seconds = time.perf_counter() - started_at
             self._speculated.observe(output)
             self._token_ids += output.token_ids
@@ -49,7 +50,11 @@ class Completion:
             if output.finish_reason is not None:
                 text += detokenizer.finish()
             self._pieces.append(text)
-            yield text
+            on_text(text)
+
+        (completion,) = complete(self._engine.loop, [request], 1, take)
+        if completion.error is not None:
+            raise ConfigError(completion.error)
 
     def report(self) -> dict[str, Any]:
         """What `--json` prints. The rate counts the prompt's time, but not loading."""
