@@ -18,7 +18,7 @@ from penstock.core.loop import Loop
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
-from penstock.core.types import Arrive, Request, SamplingParams, Verdict
+from penstock.core.types import Arrive, Cancel, Request, SamplingParams, Verdict
 from penstock.engine import executor as executor_module
 from penstock.engine.build import Engine, load_engine, why_not_native
 
@@ -275,3 +275,20 @@ def test_engine_is_described(engine: Engine, tmp_path: Path) -> None:
 def test_throughput_allocation_is_configured_by_name(engine: Engine) -> None:
     config = EngineConfig(target=Path("x"), allocation=PolicyConfig(name="throughput"))
     assert config.allocation.make("allocation").name == "throughput"
+
+
+def test_an_id_may_be_reused_in_the_turn_that_cancels_it(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]]
+) -> None:
+    loop = make_loop(engine)
+    first, again = make_requests(SAMPLINGS["greedy"], 2, "near")
+    again = dataclasses.replace(again, id=first.id)
+    loop.turn([Arrive(first)])
+    loop.turn([])
+    tokens: list[int] = []
+    events: list[Cancel | Arrive] = [Cancel(first.id), Arrive(again)]
+    while events or loop.scheduler.num_unfinished:
+        outputs = loop.turn(events).outputs
+        tokens += [t for o in outputs for t in o.token_ids]
+        events = []
+    assert tuple(tokens) == alone["greedy"][1]

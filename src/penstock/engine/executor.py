@@ -91,8 +91,6 @@ class LocalExecutor:
         return not self._queue
 
     def submit(self, plan: StepPlan) -> None:
-        for request in plan.new_requests:
-            self._texts[request.id] = TokenBuffer(request)
         for request_id, pool in plan.released:
             if pool == TARGET:
                 self._tables.drop(request_id)
@@ -100,6 +98,9 @@ class LocalExecutor:
                 self.drafters[pool].drop_table(request_id)
         for request_id in plan.forgotten:
             self._forget(request_id)
+        # Last, because an id may come back in the very plan that forgets it.
+        for request in plan.new_requests:
+            self._texts[request.id] = TokenBuffer(request)
         if not plan.is_empty:
             self._queue.append(plan)
 
