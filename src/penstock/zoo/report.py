@@ -11,13 +11,16 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from penstock.config import NGRAM as LOOKUP
+from penstock.config import EngineConfig
+from penstock.engine.build import load_engine
 from penstock.zoo.evidence import NGRAM, Trace, collect
 from penstock.zoo.modeling import load_model
 from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, WEIGHTS, bundled_models, load_prompts
-from penstock.zoo.timing import step_seconds
 from penstock.zoo.tokenizer import load_tokenizer
 
 MAX_DRAFT = 12
+KV_TOKENS = 16_384
 NO_DRAFTER = "none"
 
 
@@ -156,18 +159,13 @@ def cells(costs: _Costs, times: StepTimes) -> list[Cell]:
 
 
 def measured_times(weights: Path, target: str, drafters: list[str]) -> StepTimes:
-    """Step times measured here and now on plain PyTorch in float32."""
-    path = weights / target
-    knots = {n: step_seconds(path, n) for n in (1, 3, 5, 9, 13)}
-
-    def verify(positions: int) -> float:
-        below = max(k for k in knots if k <= positions)
-        above = min((k for k in knots if k >= positions), default=below)
-        share = 0.0 if above == below else (positions - below) / (above - below)
-        return knots[below] + share * (knots[above] - knots[below])
-
-    draft = {name: step_seconds(weights / name) for name in drafters}
-    return StepTimes(verify, {**draft, NGRAM: 2e-6})
+    """Step times that the engine measures here and now when it loads the models."""
+    paths = {name: str(weights / name) for name in drafters}
+    config = EngineConfig(
+        target=weights / target, drafters={**paths, NGRAM: LOOKUP}, kv_tokens=KV_TOKENS
+    )
+    times = load_engine(config).scheduler.estimators.step_times
+    return StepTimes(times.target, {name: times.curve_of(name)(1) for name in config.drafters})
 
 
 def _traces(
@@ -210,7 +208,7 @@ def report(
 
     `per_domain` prompts of each of `domains` are continued by `target` for at most `limit` tokens,
     sampled at temperature 1 and greedily, and every drafter is compared along that text. `times`
-    are the engine's step times; without them they are measured on plain PyTorch.
+    are the engine's step times; without them the engine measures.
     """
     console = console or Console()
     cards = bundled_models(weights)
@@ -251,7 +249,8 @@ def _print(console: Console, mode: str, table: list[Cell], chosen: Choice) -> No
         "ms / draft token",
         "tokens/s",
     ):
-        shown.add_column(column, justify="left" if column in ("domain", "drafter") else "right")
+        is_name = column in ("domain", "drafter")
+        shown.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
     fastest = {
         c.domain: max(
             (x for x in table if x.domain == c.domain), key=lambda x: x.tokens_per_s
