@@ -32,7 +32,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="session")
 def http(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=60) as client:
         yield client
 
 
@@ -43,4 +43,4 @@ def ai(server: RunningServer) -> Iterator[openai.OpenAI]:
 
 
 def client_of(server: RunningServer) -> openai.OpenAI:
-    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=30)
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60)

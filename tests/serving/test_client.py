@@ -204,6 +204,17 @@ async def test_closing_ends_the_process_quickly() -> None:
     assert not psutil.pid_exists(pid)
 
 
+async def test_closing_while_the_engine_loads() -> None:
+    client = client_of(SLOW_FACTORY)
+    starting = asyncio.create_task(client.start())
+    while client.pid is None:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    pid = client.pid
+    starting.cancel()
+    await client.close()
+    assert not psutil.pid_exists(pid)
+
+
 async def test_the_engine_ignores_signals_meant_for_the_server(slow: EngineClient) -> None:
     assert slow.pid is not None
     with await slow.submit([request("a", 20)]) as stream:

@@ -17,7 +17,7 @@ from penstock.serving.process import EngineProcess
 LOAD_ENGINE = "penstock.engine.build:load_engine"
 """The factory of the real engine; named, so that only its own process imports torch."""
 
-_RESTART_WAIT_S = 10.0
+_RESTART_WAIT_S = 30.0
 _STATS_WAIT_S = 1.0
 _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0

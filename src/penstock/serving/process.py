@@ -94,12 +94,16 @@ class EngineProcess(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         for message in self._deframer.feed(data):
             if isinstance(message, Ready | Failed):
-                self.ready.set_result(message)
+                self._resolve(message)
             else:
                 self._on_message(message)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
-        if not self.ready.done():
-            self.ready.set_result(Failed("the engine process ended while it was loading"))
+        self._resolve(Failed("the engine process ended while it was loading"))
         self.gone.set()
+
+    def _resolve(self, answer: Ready | Failed) -> None:
+        """Settle `ready`, unless it is settled or whoever awaited it was cancelled."""
+        if not self.ready.done():
+            self.ready.set_result(answer)
