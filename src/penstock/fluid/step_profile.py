@@ -1,0 +1,125 @@
+"""Seconds of one target step as a function of what is in it (design 4.9)."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import NamedTuple
+
+
+class StepWork(NamedTuple):
+    """What one target step computes.
+
+    num_prefill_tokens: positions of prompts, and of recomputed text.
+    prefill_context:    Σ chunk × (context before the chunk + chunk / 2), in token pairs.
+    num_decodes:        requests that sample their next token, or verify a draft.
+    num_kv_tokens:      Σ context of those requests, in tokens.
+    num_draft_tokens:   draft positions beside the decoding ones.
+    """
+
+    num_prefill_tokens: int = 0
+    prefill_context: float = 0.0
+    num_decodes: int = 0
+    num_kv_tokens: int = 0
+    num_draft_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class StepProfile:
+    """Time of a step: a table over its positions for everything that is linear in them, and
+    attention on top. All times in seconds.
+
+    token_counts, token_seconds: the table, both non-decreasing; interpolated between its points,
+        and beyond the last one continued with the slope of its upper half.
+    granularity: positions are rounded up to a multiple of it first.
+    decode_fixed: added once if any request decodes.
+    kv_tokens: KV memory of the machine that was measured.
+    """
+
+    name: str
+    kv_tokens: int
+    token_counts: tuple[int, ...]
+    token_seconds: tuple[float, ...]
+    granularity: int = 1
+    decode_fixed: float = 0.0
+    per_decode: float = 0.0
+    per_kv_token: float = 0.0
+    per_prefill_token: float = 0.0
+    per_prefill_context: float = 0.0
+    origin: str = ""
+
+    def __post_init__(self) -> None:
+        counts, seconds = self.token_counts, self.token_seconds
+        if not counts or len(counts) != len(seconds):
+            raise ValueError(f"profile {self.name!r}: a table needs as many times as token counts")
+        if any(b <= a for a, b in itertools.pairwise(counts)) or counts[0] < 0:
+            raise ValueError(f"profile {self.name!r}: token counts must rise from 0 or more")
+        if any(b < a for a, b in itertools.pairwise(seconds)) or seconds[0] < 0:
+            raise ValueError(f"profile {self.name!r}: a larger step cannot be faster")
+        coefficients = (
+            self.decode_fixed,
+            self.per_decode,
+            self.per_kv_token,
+            self.per_prefill_token,
+            self.per_prefill_context,
+        )
+        if min(coefficients) < 0 or self.kv_tokens < 1 or self.granularity < 1:
+            raise ValueError(f"profile {self.name!r}: no coefficient may be negative")
+
+    def linear(self, num_tokens: int) -> float:
+        """Seconds of everything but attention over `num_tokens` positions."""
+        return self._linear_of(-(-num_tokens // self.granularity) * self.granularity)
+
+    def seconds(self, work: StepWork) -> float:
+        """Seconds of a whole step; 0 for an empty one."""
+        tokens = work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
+        if not tokens:
+            return 0.0
+        total = self.linear(tokens)
+        if work.num_decodes:
+            total += self.decode_fixed + self.per_decode * work.num_decodes
+            total += self.per_kv_token * work.num_kv_tokens
+        if work.num_prefill_tokens:
+            total += self.per_prefill_token * work.num_prefill_tokens
+            total += self.per_prefill_context * work.prefill_context
+        return total
+
+    def slower(self, seconds: float) -> StepProfile:
+        """The same machine with a constant added to every step."""
+        table = tuple(s + seconds for s in self.token_seconds)
+        return replace(self, token_seconds=table)
+
+    @cached_property
+    def _cache(self) -> dict[int, float]:
+        return {}
+
+    def _linear_of(self, tokens: int) -> float:
+        known = self._cache.get(tokens)
+        if known is None:
+            known = self._cache[tokens] = self._interpolate(tokens)
+        return known
+
+    def _interpolate(self, tokens: int) -> float:
+        counts, seconds = self.token_counts, self.token_seconds
+        i = bisect.bisect_left(counts, tokens)
+        if i == 0 or len(counts) == 1:
+            return seconds[0]
+        if i < len(counts):
+            share = (tokens - counts[i - 1]) / (counts[i] - counts[i - 1])
+            return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+        middle = len(counts) // 2 if len(counts) > 2 else 0
+        slope = (seconds[-1] - seconds[middle]) / (counts[-1] - counts[middle])
+        return seconds[-1] + slope * (tokens - counts[-1])
+
+
+PAPER_LINEAR = StepProfile(
+    name="paper-linear",
+    kv_tokens=111_580,
+    token_counts=(0,),
+    token_seconds=(9.35e-3,),
+    per_kv_token=4.10e-7,
+    per_prefill_token=4.10e-7,
+    origin="eq. 1 of the WAIT paper with d0 and d1 fitted to Llama-2-7B decode batches on an A100",
+)
