@@ -61,7 +61,7 @@ def test_the_newest_is_preempted_and_comes_back_first() -> None:
     world.arrive(make_request("d", 6, 2, seed=9))
     while not world.scheduler.num_preemptions:
         advance(world)
-    assert [s.request.id for s in world.scheduler.running] == ["a", "b"]
+    assert [s.request.id for s in world.scheduler.running.values()] == ["a", "b"]
     assert [s.request.id for s in world.scheduler.waiting] == ["c", "d"]
     world.run()
     world.check_outputs()

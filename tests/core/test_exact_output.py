@@ -246,6 +246,6 @@ def test_the_fake_tells_what_is_wrong() -> None:
     world, requests = make_world(0)
     world.arrive(requests[1])
     job = world.executor.jobs[0]
-    job.plan = replace(job.plan, items=(job.plan.items[0]._replace(start=1),))
+    job.plan = job.plan._replace(items=(job.plan.items[0]._replace(start=1),))
     with pytest.raises(Corruption, match=r"target KV of r1 at position 0 .* is not that of"):
         world.executor.begin("target")

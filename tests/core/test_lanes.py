@@ -299,7 +299,7 @@ def test_preemption_frees_the_target_while_a_drafter_drafts() -> None:
         world.turn()
         world.turn()
     assert world.scheduler.num_preemptions == 1
-    assert {s.request.id for s in world.scheduler.running} == {"old", "mid"}
+    assert {s.request.id for s in world.scheduler.running.values()} == {"old", "mid"}
     assert num_deferred(world) == 3, "the drafter's blocks of the victim"
     assert state_of(world, "new").draft_order is None
     world.run()
@@ -393,7 +393,7 @@ def test_an_item_without_an_answer_is_an_error() -> None:
     world = make_world()
     world.arrive(make_request("r"))
     result = world.executor.end(TARGET)
-    world.executor.ended[0] = silent = replace(result, verdicts=())
+    world.executor.ended[0] = silent = result._replace(verdicts=())
     world.executor.report(silent)
     world.turn()
     assert world.ends["r"].error == "the executor gave no answer"

@@ -123,7 +123,7 @@ class World:
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         self.log.append(result)
         epochs = {i.request_id: i.epoch for i in plan.items}
-        for state in self.scheduler.running:
+        for state in self.scheduler.running.values():
             if epochs.get(state.request.id) == state.epoch:
                 self._in_target.discard(state.request.id)
 
@@ -217,11 +217,11 @@ class World:
         assert len(scheduler.running) <= self.max_num_seqs
         assert len(scheduler.running) + len(scheduler.waiting) == scheduler.num_unfinished
         assert scheduler.num_unfinished == len(self.scheduler_ids)
-        states = (*scheduler.running, *scheduler.waiting)
+        states = (*scheduler.running.values(), *scheduler.waiting)
         for name, pool in memory.pools.items():
             pool.check()
             owned = {b for s in states if name in s.kv for b in s.kv[name].blocks}
-            deferred = {b for d in memory._deferred if d.pool is pool for b in d.blocks}
+            deferred = {b for d in memory._deferred if d.pool is pool for b in d.kv.blocks}
             assert pool.num_used_blocks == len(owned | deferred)
             for state in states:
                 if name in state.kv:
@@ -256,5 +256,5 @@ class World:
 
 def kv_of(scheduler: Scheduler, request_id: str, pool: str = TARGET) -> Any:
     """A live request's KV counters in one pool."""
-    states = (*scheduler.running, *scheduler.waiting)
+    states = (*scheduler.running.values(), *scheduler.waiting)
     return next(s for s in states if s.request.id == request_id).kv[pool]

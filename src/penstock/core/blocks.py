@@ -38,6 +38,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.block_size = block_size
         self._prefix_caching = prefix_caching
+        self.peak_used_blocks = 0
+        self._num_counted = 0
         self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
@@ -45,11 +47,11 @@ class BlockPool:
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free)
+        return len(self._free) - self._num_counted
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free_blocks
 
     @property
     def capacity_tokens(self) -> int:
@@ -60,21 +62,33 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self._free)
+        return num_blocks <= len(self._free) - self._num_counted
+
+    def count(self, num_blocks: int) -> None:
+        """Take blocks (or give them back, if negative) without saying which: enough where nobody
+        reads them. `can_allocate` first."""
+        self._num_counted += num_blocks
+        self._note_peak()
+
+    def _note_peak(self) -> None:
+        used = self.num_blocks - len(self._free) + self._num_counted
+        if used > self.peak_used_blocks:
+            self.peak_used_blocks = used
 
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks, reclaiming the least recently used cached ones last. `can_allocate` first.
 
         Raises: RuntimeError if there are not enough.
         """
-        if num_blocks > len(self._free):
-            raise RuntimeError(f"{num_blocks} blocks wanted, {len(self._free)} free")
+        if not self.can_allocate(num_blocks):
+            raise RuntimeError(f"{num_blocks} blocks wanted, {self.num_free_blocks} free")
         taken = []
         for _ in range(num_blocks):
             block, _ = self._free.popitem(last=False)
             self._forget_hash(block)
             self._refs[block] = 1
             taken.append(block)
+        self._note_peak()
         return taken
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
@@ -92,6 +106,7 @@ class BlockPool:
         for block in blocks:
             self._free.pop(block, None)
             self._refs[block] += 1
+        self._note_peak()
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody reads: sharing them takes them off the free list."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, StepWork
 from penstock.core.estimators import Estimators
@@ -36,9 +36,11 @@ class Drafting:
         drafter = self.drafters.get(state.drafter) if state.drafter else None
         return drafter if drafter is not None and drafter.up else None
 
-    def select(self, states: Sequence[RequestState], now: float) -> None:
+    def select(self, states: Iterable[RequestState], now: float) -> None:
         """Give every request its drafter, once a round: the one that it names, or the policy's
         choice. Lanes that asked again could each be told of another."""
+        if not self.drafters:
+            return
         free = []
         for state in states:
             if state.selected_round == state.round:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
-from penstock.core.types import TARGET, StepResult, Verdict
+from penstock.core.types import TARGET, Request, StepResult, Verdict
 from penstock.fluid.step_times import StepTimeCurve
 
 
@@ -101,7 +101,8 @@ class StepTimes:
 
     def observe(self, result: StepResult) -> None:
         if result.lane == TARGET and result.num_rows:
-            self.target.observe(result.num_rows, result.phases.verify + result.phases.sample)
+            seconds = (result.phases.verify + result.phases.sample) / result.repeats
+            self.target.observe(result.num_rows, seconds)
         for timed in result.draft_times:
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
             if timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
@@ -112,9 +113,27 @@ class StepTimes:
         return self.by_drafter.setdefault(drafter, StepTimeCurve())
 
 
+class Traffic:
+    """Lengths of the requests that have ended, recent ones counting most."""
+
+    def __init__(self, memory: float = 1000.0) -> None:
+        self._keep = 1 - 1 / memory
+        self.weight = 0.0
+        self._prompt = 0.0
+        self._output = 0.0
+        self._kv_steps = 0.0
+
+    def arrived(self, request: Request, now: float) -> None:
+        """A request has come."""
+
+    def left(self, request: Request, num_output_tokens: int) -> None:
+        """A request has ended, or was cancelled, after so many tokens."""
+
+
 class Estimators:
     """Everything that policies may consult."""
 
     def __init__(self) -> None:
         self.acceptance = AcceptanceEstimator()
         self.step_times = StepTimes()
+        self.traffic = Traffic()

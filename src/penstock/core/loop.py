@@ -16,12 +16,14 @@ from penstock.core.types import Event, Output, StepPlan, StepResult
 @dataclass(frozen=True, slots=True)
 class Turn:
     """What one turn came to. `wake_at`: when to turn again even if nothing happens before;
-    None: only an event or a result gives new work."""
+    None: only an event or a result gives new work. `stalled`: why nothing can ever run again, if
+    the scheduler says so."""
 
     outputs: tuple[Output, ...]
     submitted: int
     collected: int
     wake_at: float | None
+    stalled: str | None = None
 
 
 class Loop:
@@ -50,24 +52,26 @@ class Loop:
         now = self._clock.now()
         for event in events:
             outputs += self.scheduler.apply(event, now)
-        submitted, wake_at = self._submit(now)
+        submitted, wake_at, stalled = self._submit(now)
         results = self._executor.collect()
         for result in results:
             outputs += self._finish(result)
         for output in outputs:
             for instrument in self._instruments:
                 instrument.on_output(output)
-        return Turn(tuple(outputs), submitted, len(results), wake_at)
+        return Turn(tuple(outputs), submitted, len(results), wake_at, stalled)
 
-    def _submit(self, now: float) -> tuple[int, float | None]:
+    def _submit(self, now: float) -> tuple[int, float | None, str | None]:
         submitted = 0
         wake_at: float | None = None
+        stalled: str | None = None
         for lane in self.scheduler.lanes:
             if not self._executor.ready(lane):
                 continue
             plan = self.scheduler.schedule(now, lane)
             if plan.wake_at is not None:
                 wake_at = plan.wake_at if wake_at is None else min(wake_at, plan.wake_at)
+            stalled = stalled or plan.stalled
             if plan.is_empty and not plan.has_news:
                 continue
             if not plan.is_empty:
@@ -76,7 +80,7 @@ class Loop:
                 for instrument in self._instruments:
                     instrument.on_plan(plan)
             self._executor.submit(plan)
-        return submitted, wake_at
+        return submitted, wake_at, stalled
 
     def _finish(self, result: StepResult) -> list[Output]:
         """Take in a result, once: a repeated one is ignored."""

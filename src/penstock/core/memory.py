@@ -12,7 +12,7 @@ from penstock.core.state import RequestState, SequenceKV
 @dataclass(slots=True)
 class _Deferred:
     pool: BlockPool
-    blocks: list[int]
+    kv: SequenceKV
     readers: set[int]
 
 
@@ -30,7 +30,7 @@ class KVMemory:
 
     @property
     def num_deferred_blocks(self) -> int:
-        return sum(len(d.blocks) for d in self._deferred)
+        return sum(d.kv.num_blocks for d in self._deferred)
 
     def release(self, state: RequestState, pool_names: Sequence[str] | None = None) -> None:
         """Give up a request's KV, in the named pools or in all."""
@@ -41,9 +41,9 @@ class KVMemory:
             self._released_tables.append((state.request.id, name))
             readers = {plan_id for plan_id, pools in state.plans.items() if name in pools}
             if readers:
-                self._deferred.append(_Deferred(self.pools[name], kv.blocks, readers))
+                self._deferred.append(_Deferred(self.pools[name], kv, readers))
             else:
-                self.pools[name].free(kv.blocks)
+                kv.give_back(self.pools[name])
 
     def plan_ended(self, plan_id: int) -> None:
         """Free what only this plan was still reading."""
@@ -52,7 +52,7 @@ class KVMemory:
         for deferred in self._deferred:
             deferred.readers.discard(plan_id)
             if not deferred.readers:
-                deferred.pool.free(deferred.blocks)
+                deferred.kv.give_back(deferred.pool)
         self._deferred = [d for d in self._deferred if d.readers]
 
     def drop_cache(self, pool_name: str) -> None:

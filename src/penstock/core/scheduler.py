@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.allocation import AllocationPolicy
 from penstock.core.blocks import BlockPool, hash_blocks
+from penstock.core.cohort import Cohort, CountedState
 from penstock.core.drafting import Drafting
 from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
@@ -20,6 +20,7 @@ from penstock.core.types import (
     TARGET,
     Arrive,
     Cancel,
+    DecodeRun,
     DrafterDown,
     DrafterUp,
     DraftOrder,
@@ -36,13 +37,16 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.core.waiting import WaitingRequests
 
 
 class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     `pool` is the target's KV; `drafters` come with pools of their own, with the same block size.
-    A drafter without a lane of its own drafts inside the target's step.
+    A drafter without a lane of its own drafts inside the target's step. `counted`: requests of
+    which only lengths are known, and that use no drafter, are advanced together, and steps in
+    which nothing else happens are planned at once; it changes no decision.
     """
 
     def __init__(
@@ -55,14 +59,19 @@ class Scheduler:
         allocation: AllocationPolicy,
         max_model_len: int,
         tenants: Iterable[Tenant] = (),
+        estimators: Estimators | None = None,
+        counted: bool = False,
     ) -> None:
         self.pool = pool
         self.max_model_len = max_model_len
-        self.estimators = Estimators()
+        self.estimators = estimators or Estimators()
         self.tenants = {t.name: t for t in tenants}
-        self.running: list[RequestState] = []
-        self.waiting: deque[RequestState] = deque()
+        self.running: dict[str, RequestState] = {}
+        self.waiting = WaitingRequests(admission.queue_of)
         self.num_preemptions = 0
+        self._counted = counted
+        self._solo: dict[str, RequestState] = {}
+        self._cohorts: dict[Hashable, Cohort] = {}
         self._drafters = {d.name: d for d in drafters}
         pools = {d.name: d.pool for d in self._drafters.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
@@ -102,7 +111,7 @@ class Scheduler:
         """Take in something from outside."""
         match event:
             case Arrive(request):
-                return self._arrive(request)
+                return self._arrive(request, now)
             case Cancel(request_id):
                 return self._cancel(request_id)
             case DraftReady():
@@ -116,12 +125,14 @@ class Scheduler:
                 self._tenant(tenant).weight = weight
         return []
 
-    def _arrive(self, request: Request) -> list[Output]:
+    def _arrive(self, request: Request, now: float) -> list[Output]:
         error = self._refusal(request)
         if error is not None:
             return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
-        state = RequestState(request, self._num_requests, self._next_epoch())
+        kind = CountedState if self._can_count(request) else RequestState
+        state = kind(request, self._num_requests, self._next_epoch())
         self._num_requests += 1
+        self.estimators.traffic.arrived(request, now)
         if request.prompt_token_ids is not None and not state.block_hashes:
             hashes = hash_blocks(request.prompt_token_ids, self.pool.block_size, request.tenant)
             state.block_hashes = list(hashes)
@@ -130,6 +141,16 @@ class Scheduler:
         self.waiting.append(state)
         self._new_requests[request.id] = request
         return []
+
+    def _can_count(self, request: Request) -> bool:
+        """Whether the request's tokens make no difference to anybody."""
+        return (
+            self._counted
+            and request.prompt_token_ids is None
+            and not request.block_hashes
+            and not request.stop_token_ids
+            and (request.drafter == NO_DRAFTER or not self._drafters)
+        )
 
     def _refusal(self, request: Request) -> str | None:
         total = request.prompt_len + request.max_tokens
@@ -200,13 +221,17 @@ class Scheduler:
     def schedule(self, now: float, lane: str = TARGET) -> StepPlan:
         """Compose the lane's next step. An empty plan means that there is nothing to do now."""
         plan_id = self._num_plans
+        items: tuple[VerifyItem, ...] = ()
+        orders: tuple[DraftOrder, ...] = ()
+        decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
-            items, wake_at = self._schedule_target(now, plan_id)
-            orders: tuple[DraftOrder, ...] = ()
+            step = self._compose(now)
+            items = self._items(step, plan_id)
+            decodes = self._decode_run(step, plan_id)
+            wake_at, stalled = step.wake_at, step.stalled
         else:
-            items, wake_at = (), None
             orders = self._schedule_drafter(now, lane, plan_id)
-        if items or orders:
+        if items or orders or decodes:
             self._in_flight.add(plan_id)
         self._num_plans += 1
         new_requests, self._new_requests = tuple(self._new_requests.values()), {}
@@ -216,37 +241,74 @@ class Scheduler:
             lane=lane,
             created_at=now,
             items=items,
+            decodes=decodes,
             drafts=orders,
             new_requests=new_requests,
             released=self.memory.take_released_tables(),
             forgotten=forgotten,
             wake_at=wake_at,
+            stalled=stalled,
         )
 
-    def _schedule_target(
-        self, now: float, plan_id: int
-    ) -> tuple[tuple[VerifyItem, ...], float | None]:
-        self._drafting.select(self.running, now)
+    def _compose(self, now: float) -> Step:
+        """Let the admission policy choose who runs."""
+        self._drafting.select(self._solo.values(), now)
         step = Step(
             now=now,
             pool=self.pool,
             running=self.running,
+            solo=self._solo,
+            cohorts=self._cohorts,
             waiting=self.waiting,
+            estimators=self.estimators,
             may_run=self._may_run,
             draft_reserve=self._drafting.reserve,
             release=self._preempt,
         )
         self._admission.compose(step)
         self.num_preemptions += step.num_preempted
+        self._drafting.select([s.state for s in step.scheduled.values()], now)
+        return step
+
+    def _items(self, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
         scheduled = list(step.scheduled.values())
-        self._drafting.select([s.state for s in scheduled], now)
-        lengths = self._draft_lengths(step, scheduled)
+        if not scheduled:
+            return ()
+        lengths = self._draft_lengths(step, scheduled) if self._drafters else {}
         items = tuple(self._item(s, lengths.get(s.state.request.id, 0)) for s in scheduled)
         for s, item in zip(scheduled, items, strict=True):
             s.state.in_flight = True
             order = item.draft
             s.state.plans[plan_id] = (TARGET,) if order is None else (TARGET, order.drafter)
-        return items, step.wake_at
+        return items
+
+    def _decode_run(self, step: Step, plan_id: int) -> DecodeRun | None:
+        """What the cohorts do, and how often they may do it again before anything could change."""
+        cohorts = step.decoding
+        if not cohorts:
+            return None
+        for cohort in cohorts:
+            cohort.plan_id = plan_id
+        num_requests = sum(len(c) for c in cohorts)
+        repeats = 1
+        if step.repeatable and not step.scheduled:
+            repeats = min(c.ticks_left for c in cohorts)
+            # The first tick has its blocks already.
+            most = 1 + self.pool.num_free_blocks * self.pool.block_size // num_requests
+            repeats = max(1, min(repeats, most))
+            while repeats > 1 and not self.pool.can_allocate(self._blocks_of(cohorts, repeats)):
+                repeats -= 1
+        return DecodeRun(
+            tuple(c.group for c in cohorts),
+            num_requests,
+            sum(c.num_kv_tokens for c in cohorts) + num_requests,
+            repeats,
+            None if step.wake_at is None else step.wake_at,
+        )
+
+    def _blocks_of(self, cohorts: Iterable[Cohort], ticks: int) -> int:
+        """Blocks that `ticks` steps need beyond those of the first."""
+        return sum(c.num_new_blocks(ticks) - c.num_new_blocks() for c in cohorts)
 
     def _may_run(self, state: RequestState) -> bool:
         if state.in_flight:
@@ -331,10 +393,10 @@ class Scheduler:
         drafter = self._drafters[lane]
         if not drafter.up:
             return ()
-        self._drafting.select(self.running, now)
+        self._drafting.select(self.running.values(), now)
         states = [
             s
-            for s in self.running
+            for s in self.running.values()
             if s.drafter == lane
             and s.is_decoding
             and not s.in_flight
@@ -373,7 +435,10 @@ class Scheduler:
             self._draft_ready(ready)
         for order in plan.drafts:
             self._end_unanswered(order)
-        return self._judge(plan, result)
+        outputs = self._judge(plan, result)
+        if plan.decodes is not None:
+            outputs += self._advance_cohorts(plan.decodes, result)
+        return outputs
 
     def _judge(self, plan: StepPlan, result: StepResult) -> list[Output]:
         verdicts = {v.request_id: v for v in result.verdicts}
@@ -410,15 +475,20 @@ class Scheduler:
         self.estimators.acceptance.observe(verdict)
         self._selection.observe(state, verdict)
         new_tokens, reason = self._cut(state, verdict.token_ids)
-        first = not state.output_token_ids
-        state.append(new_tokens)
-        self.memory.commit(state)
+        first = not state.num_output_tokens
+        if isinstance(state, CountedState):
+            state.append_counted(len(new_tokens))
+            state.num_announced += len(new_tokens)
+        else:
+            state.append(new_tokens)
+            self.memory.commit(state)
         self._tenant(state.request.tenant).num_tokens_served += len(new_tokens)
         if reason is not None:
             self._forget(state)
         return Output(
             request_id=state.request.id,
             token_ids=new_tokens,
+            num_tokens=len(new_tokens),
             finish_reason=reason,
             drafter=verdict.drafter,
             num_proposed=verdict.num_proposed,
@@ -426,6 +496,20 @@ class Scheduler:
             num_cached_tokens=state.num_cached_tokens if first else 0,
             logprobs=verdict.logprobs[: len(new_tokens)],
         )
+
+    def _advance_cohorts(self, run: DecodeRun, result: StepResult) -> list[Output]:
+        """Give the members their tokens. Only those that have ended have something to tell."""
+        outputs = []
+        cohorts = [self._cohorts[group] for group in run.groups]
+        if result.repeats > 1:
+            self.pool.count(self._blocks_of(cohorts, result.repeats))
+        for cohort in cohorts:
+            cohort.plan_id = None
+            for state in cohort.advance(result.repeats):
+                self._solo[state.request.id] = state
+                if not state.num_remaining_tokens:
+                    outputs.append(self._finish(state, FinishReason.LENGTH))
+        return outputs
 
     def _cut(
         self, state: RequestState, token_ids: tuple[int, ...]
@@ -454,6 +538,7 @@ class Scheduler:
     # --- ends -----------------------------------------------------------------------------------
 
     def _preempt(self, state: RequestState) -> None:
+        self._leave_cohort(state)
         self.memory.release(state)
         state.epoch = self._next_epoch()
         state.held = None
@@ -462,16 +547,28 @@ class Scheduler:
     def _finish(
         self, state: RequestState, reason: FinishReason, error: str | None = None
     ) -> Output:
+        self._leave_cohort(state)
+        num_tokens = 0
+        if isinstance(state, CountedState):
+            num_tokens = state.num_output_tokens - state.num_announced
+            self._tenant(state.request.tenant).num_tokens_served += num_tokens
         self._forget(state)
-        return Output(state.request.id, finish_reason=reason, error=error)
+        return Output(state.request.id, (), num_tokens, reason, error)
+
+    def _leave_cohort(self, state: RequestState) -> None:
+        if isinstance(state, CountedState) and state.cohort is not None:
+            state.cohort.leave(state)
+            self._solo[state.request.id] = state
 
     def _forget(self, state: RequestState) -> None:
         if state.status is Status.RUNNING:
-            self.running.remove(state)
+            del self.running[state.request.id]
+            del self._solo[state.request.id]
         else:
             self.waiting.remove(state)
         state.status = Status.FINISHED
         self.memory.release(state)
+        self.estimators.traffic.left(state.request, state.num_output_tokens)
         self.estimators.acceptance.forget(state.request.id)
         if self._new_requests.pop(state.request.id, None) is None:
             self._forgotten.append(state.request.id)

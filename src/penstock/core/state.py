@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.blocks import BlockPool
@@ -17,6 +17,19 @@ class SequenceKV:
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     num_committed_blocks: int = 0
+
+    @property
+    def num_blocks(self) -> int:
+        return len(self.blocks)
+
+    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
+        """Take more blocks; returns their ids."""
+        new_blocks = pool.allocate(num_blocks)
+        self.blocks += new_blocks
+        return new_blocks
+
+    def give_back(self, pool: BlockPool) -> None:
+        pool.free(self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +68,13 @@ class RequestState:
         "draft_order",
         "drafter",
         "epoch",
+        "group",
         "held",
         "in_flight",
         "kv",
         "num_cached_tokens",
         "num_known_tokens",
+        "num_output_tokens",
         "order",
         "output_token_ids",
         "plans",
@@ -79,6 +94,9 @@ class RequestState:
         self.output_token_ids: list[int] = []
         self.num_known_tokens = request.prompt_len
         """Prompt and output so far."""
+        self.num_output_tokens = 0
+        self.group: Hashable = None
+        """Whom the request decodes with, where an admission policy keeps groups apart."""
         self.block_hashes: list[bytes] = list(request.block_hashes)
         self.kv: dict[str, SequenceKV] = {}
         self.plans: dict[int, tuple[str, ...]] = {}
@@ -104,15 +122,16 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        return bool(self.output_token_ids) and self.num_due_tokens == 1
+        return self.num_output_tokens > 0 and self.num_due_tokens == 1
 
     @property
     def num_remaining_tokens(self) -> int:
-        return self.request.max_tokens - len(self.output_token_ids)
+        return self.request.max_tokens - self.num_output_tokens
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add verified output."""
         self.output_token_ids += token_ids
+        self.num_output_tokens += len(token_ids)
         self.num_known_tokens += len(token_ids)
 
     def kv_of(self, pool: str) -> SequenceKV:

@@ -1,18 +1,21 @@
 """The step in the making: what an admission policy may look at, and what it may do.
 
-A policy asks (`can_...`, counters) and acts (`schedule`, `admit`, `preempt`); memory and epochs
-stay consistent whatever it does.
+A policy asks (`can_...`, counters) and acts (`schedule...`, `admit`, `preempt`); memory and epochs
+stay consistent whatever it does. Requests that decode are acted on together: how many there are
+then makes no difference to a policy, nor to its cost where a cohort counts for all of them.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 from penstock.core.blocks import BlockPool
+from penstock.core.cohort import Cohort, CountedState
+from penstock.core.estimators import Estimators
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Status
+from penstock.core.waiting import WaitingRequests
 
 
 @dataclass(slots=True)
@@ -31,41 +34,109 @@ class ScheduledTokens:
 
 @dataclass(slots=True)
 class Step:
-    """One target step being composed."""
+    """One target step being composed.
+
+    running: all admitted requests, oldest first; `solo` are those of them that no cohort counts.
+    wake_at: compose again at this time even if nothing happens before.
+    repeatable: until an event, an end or `wake_at` comes, the policy would compose the same again.
+    stalled: why nothing can ever run again unless a request is cancelled or another arrives.
+    """
 
     now: float
     pool: BlockPool
-    running: list[RequestState]
-    waiting: deque[RequestState]
+    running: dict[str, RequestState]
+    solo: dict[str, RequestState]
+    cohorts: dict[Hashable, Cohort]
+    waiting: WaitingRequests
+    estimators: Estimators
     may_run: Callable[[RequestState], bool]
     draft_reserve: Callable[[RequestState], int]
     release: Callable[[RequestState], None]
     scheduled: dict[str, ScheduledTokens] = field(default_factory=dict)
+    decoding: list[Cohort] = field(default_factory=list)
+    num_tokens: int = 0
+    """Known tokens scheduled so far; drafts are not among them."""
+    num_reserved: int = 0
+    """Draft positions that the scheduled decoding requests would like to use."""
     num_preempted: int = 0
     wake_at: float | None = None
+    repeatable: bool = False
+    stalled: str | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Known tokens scheduled so far; drafts are not among them."""
-        return sum(s.num_tokens for s in self.scheduled.values())
+    # --- decoding -------------------------------------------------------------------------------
 
-    def can_schedule(self, state: RequestState, num_tokens: int) -> bool:
-        """Whether memory holds `num_tokens` more positions of a running request."""
-        return self.pool.can_allocate(self._missing_blocks(state, num_tokens))
+    def num_decodes(self, group: Hashable = None) -> int:
+        """Requests of a group that could decode now."""
+        cohort = self.cohorts.get(group)
+        return (len(cohort) if cohort else 0) + len(self.solo_decodes(group))
 
-    def schedule(self, state: RequestState, num_tokens: int) -> None:
-        """Compute `num_tokens` more known tokens of a running request. Ask `can_schedule` first."""
-        kv = state.kv_of(TARGET)
-        missing = self._missing_blocks(state, num_tokens)
-        new_blocks = self.pool.allocate(missing) if missing else []
-        kv.blocks += new_blocks
-        self.scheduled[state.request.id] = ScheduledTokens(
-            state, kv.num_computed_tokens, num_tokens, new_blocks
-        )
+    def solo_decodes(self, group: Hashable = None) -> list[RequestState]:
+        """Those of them that no cohort counts, oldest first."""
+        return [
+            s for s in self.solo.values() if s.is_decoding and s.group == group and self.may_run(s)
+        ]
+
+    def schedule_decodes(self, budget: int, group: Hashable = None) -> int:
+        """Schedule the next token of the group's decoding requests, oldest first, as far as the
+        budget goes. Where memory is short the newest running requests are preempted for it.
+        Returns the tokens scheduled."""
+        before = self.num_tokens
+        cohort = self.cohorts.get(group)
+        for state in self.solo_decodes(group):
+            if isinstance(state, CountedState):
+                if cohort is None:
+                    cohort = self.cohorts[group] = Cohort(group, self.pool.block_size)
+                cohort.join(state)
+                del self.solo[state.request.id]
+            elif state.status is Status.RUNNING and before + budget > self.num_tokens:
+                self._schedule_decode(state)
+        if cohort and cohort.plan_id is None:
+            self._schedule_cohort(cohort, budget)
+        return self.num_tokens - before
+
+    def _schedule_decode(self, state: RequestState) -> None:
+        if self.make_room(state, 1):
+            self.schedule(state, 1)
+            self.num_reserved += self.draft_reserve(state)
+
+    def _schedule_cohort(self, cohort: Cohort, budget: int) -> None:
+        if len(cohort) > budget:
+            raise ValueError(f"{len(cohort)} decoding requests exceed a budget of {budget} tokens")
+        while not self.pool.can_allocate(cohort.num_new_blocks()):
+            victim = self._victim()
+            if victim is None:
+                return
+            self.preempt(victim)
+        if len(cohort):
+            self.pool.count(cohort.num_new_blocks())
+            self.decoding.append(cohort)
+            self.num_tokens += len(cohort)
+
+    # --- prefill --------------------------------------------------------------------------------
+
+    def prefills(self) -> list[RequestState]:
+        """Running requests with more than their next token to compute, oldest first."""
+        return [s for s in self.solo.values() if not s.is_decoding and self.may_run(s)]
+
+    def schedule_prefills(self, budget: int) -> int:
+        """Go on with prompts that are partly computed, in chunks as large as the budget allows.
+        Returns the tokens scheduled."""
+        before = self.num_tokens
+        for state in self.prefills():
+            tokens = min(state.num_due_tokens, budget - (self.num_tokens - before))
+            if tokens and state.status is Status.RUNNING and self.make_room(state, tokens):
+                self.schedule(state, tokens)
+        return self.num_tokens - before
+
+    def num_missing_tokens(self, state: RequestState) -> int:
+        """Tokens that a waiting request would have to compute before its next one."""
+        return state.num_known_tokens - len(self.cached_blocks(state)) * self.pool.block_size
 
     def cached_blocks(self, state: RequestState) -> list[int]:
         """Blocks of the prefix cache that a waiting request would start from. The last known token
         is always computed anew, since its logits are wanted."""
+        if not state.block_hashes:
+            return []
         usable = (state.num_known_tokens - 1) // self.pool.block_size
         return self.pool.match(state.block_hashes[:usable])
 
@@ -79,31 +150,85 @@ class Step:
 
     def admit(self, state: RequestState, num_tokens: int) -> None:
         """Move a waiting request to the running ones and schedule its first tokens."""
-        cached = self.cached_blocks(state)
-        self.pool.share(cached)
         kv = state.kv_of(TARGET)
-        kv.blocks = list(cached)
-        kv.num_committed_blocks = len(cached)
-        kv.num_computed_tokens = len(cached) * self.pool.block_size
+        cached = self.cached_blocks(state)
+        if cached:
+            self.pool.share(cached)
+            kv.blocks = list(cached)
+            kv.num_committed_blocks = len(cached)
+            kv.num_computed_tokens = len(cached) * self.pool.block_size
         state.num_cached_tokens = kv.num_computed_tokens
         self.waiting.remove(state)
         state.status = Status.RUNNING
-        self.running.append(state)
+        self.running[state.request.id] = self.solo[state.request.id] = state
         self.schedule(state, num_tokens)
-        self.scheduled[state.request.id].new_blocks = list(kv.blocks)
+        if cached:
+            self.scheduled[state.request.id].new_blocks = list(kv.blocks)
+
+    def admit_in_order(
+        self, budget: int, max_num_seqs: int, num_kept_free: int = 0, *, whole: bool = False
+    ) -> None:
+        """Admit waiting requests of the only queue, oldest first, while the budget, `max_num_seqs`
+        and memory last; the last one in part. `whole`: memory must hold all that a request has to
+        compute, not only its first chunk. The spare blocks are not kept from a request that is
+        alone."""
+        queue = self.waiting.queue()
+        while queue and budget > 0 and len(self.running) < max_num_seqs:
+            state = queue[0]
+            missing = self.num_missing_tokens(state)
+            tokens = min(missing, budget)
+            spare = num_kept_free if self.running else 0
+            if not self.can_admit(state, missing if whole else tokens, spare):
+                return
+            self.admit(state, tokens)
+            budget -= tokens
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def can_schedule(self, state: RequestState, num_tokens: int) -> bool:
+        """Whether memory holds `num_tokens` more positions of a running request."""
+        return self.pool.can_allocate(self._missing_blocks(state, num_tokens))
+
+    def schedule(self, state: RequestState, num_tokens: int) -> None:
+        """Compute `num_tokens` more known tokens of a running request. Ask `can_schedule` first."""
+        kv = state.kv_of(TARGET)
+        missing = self._missing_blocks(state, num_tokens)
+        new_blocks = kv.grow(self.pool, missing) if missing else []
+        self.num_tokens += num_tokens
+        self.scheduled[state.request.id] = ScheduledTokens(
+            state, kv.num_computed_tokens, num_tokens, new_blocks
+        )
+
+    def make_room(self, state: RequestState, num_tokens: int) -> bool:
+        """Preempt the newest running requests until a running one can be scheduled; False if it had
+        to go itself, or nobody can."""
+        while not self.can_schedule(state, num_tokens):
+            victim = self._victim()
+            if victim is None:
+                return False
+            self.preempt(victim)
+            if victim is state:
+                return False
+        return True
 
     def can_preempt(self, state: RequestState) -> bool:
         """A request inside an unfinished target step keeps its blocks, so it is no victim."""
+        if isinstance(state, CountedState) and state.cohort is not None:
+            return state.cohort.plan_id is None and state.cohort not in self.decoding
         return not state.in_flight and state.request.id not in self.scheduled
 
     def preempt(self, state: RequestState) -> None:
         """Give up a running request's memory; it is recomputed later, first in the queue."""
         self.release(state)
         state.status = Status.PREEMPTED
-        self.running.remove(state)
+        del self.running[state.request.id]
+        del self.solo[state.request.id]
         self.waiting.appendleft(state)
         self.num_preempted += 1
 
+    def _victim(self) -> RequestState | None:
+        return next((s for s in reversed(self.running.values()) if self.can_preempt(s)), None)
+
     def _missing_blocks(self, state: RequestState, num_tokens: int) -> int:
         kv = state.kv_of(TARGET)
-        return max(0, self.pool.blocks_for(kv.num_computed_tokens + num_tokens) - len(kv.blocks))
+        return max(0, self.pool.blocks_for(kv.num_computed_tokens + num_tokens) - kv.num_blocks)

@@ -7,6 +7,7 @@ every step is a named tuple, because that is made in a fraction of a frozen data
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple
@@ -52,7 +53,8 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True)
 class Request:
     """One completion to make. `block_hashes` are those of the prompt's full blocks (may be empty:
-    then nothing is shared); `prompt_token_ids` is None where only lengths are known."""
+    then nothing is shared); `prompt_token_ids` is None where only lengths are known.
+    `expected_output_tokens` is what the client says about its output, if anything."""
 
     id: str
     prompt_len: int
@@ -65,6 +67,7 @@ class Request:
     sampling: SamplingParams = SamplingParams()
     drafter: str = AUTO_DRAFTER
     max_draft_tokens: int | None = None
+    expected_output_tokens: int | None = None
 
 
 # --- events: everything that comes from outside -------------------------------------------------
@@ -154,26 +157,39 @@ class VerifyItem(NamedTuple):
     new_blocks: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class DecodeRun(NamedTuple):
+    """One more token for `num_requests` requests of which only lengths are known, the members of
+    the named groups. `num_kv_tokens` is their context in the first of up to `max_repeats` steps,
+    each of which makes it `num_requests` longer; no step may begin at `until` or later."""
+
+    groups: tuple[Hashable, ...]
+    num_requests: int
+    num_kv_tokens: int
+    max_repeats: int = 1
+    until: float | None = None
+
+
+class StepPlan(NamedTuple):
     """What one lane does next. Before the step the executor drops the block tables `released`
     (request, pool), then the requests `forgotten`, then learns of `new_requests`: in this order,
-    because an id may come again."""
+    because an id may come again. `stalled` says why an empty plan will stay empty, if it will."""
 
     id: int
     lane: str
     created_at: float
     items: tuple[VerifyItem, ...] = ()
+    decodes: DecodeRun | None = None
     drafts: tuple[DraftOrder, ...] = ()
     new_requests: tuple[Request, ...] = ()
     released: tuple[tuple[str, str], ...] = ()
     forgotten: tuple[str, ...] = ()
     wake_at: float | None = None
+    stalled: str | None = None
 
     @property
     def is_empty(self) -> bool:
         """Nothing to execute (there may still be news for the executor)."""
-        return not self.items and not self.drafts
+        return not self.items and not self.drafts and self.decodes is None
 
     @property
     def has_news(self) -> bool:
@@ -183,7 +199,8 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         """Most positions that the target computes in this step."""
-        return sum(i.num_scheduled_tokens + i.num_draft_tokens for i in self.items)
+        rows = sum(i.num_scheduled_tokens + i.num_draft_tokens for i in self.items)
+        return rows if self.decodes is None else rows + self.decodes.num_requests
 
 
 # --- results ------------------------------------------------------------------------------------
@@ -248,8 +265,9 @@ class DraftTime:
     seconds: float
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(NamedTuple):
+    """What a plan came to. `repeats`: how often its decode run was done."""
+
     plan_id: int
     lane: str
     started_at: float
@@ -260,14 +278,16 @@ class StepResult:
     phases: PhaseTimes = PhaseTimes()
     draft_times: tuple[DraftTime, ...] = ()
     num_rows: int = 0
+    repeats: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
-    """New tokens of one request for its client, and its end when `finish_reason` is set."""
+class Output(NamedTuple):
+    """New tokens of one request for its client, and its end when `finish_reason` is set. Where
+    only lengths are known `num_tokens` says how many are new, and they may come all at the end."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
+    num_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
     drafter: str | None = None

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Iterable, Iterator, Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from penstock.core.loop import Loop
@@ -30,34 +30,35 @@ class RequestRecord:
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """A whole run. `records` are by request id, in order of arrival; `kv_peak_tokens` counts the
-    target's blocks that somebody reads, in tokens."""
+    target's blocks that somebody reads, in tokens. `stalled`: why the rest never ran, if so."""
 
     records: dict[str, RequestRecord]
     finished_at: float
     kv_peak_tokens: int
     num_preemptions: int
+    num_steps: int
+    stalled: str | None = None
 
 
 @dataclass(slots=True)
 class _Recorder:
     """Watches the loop for `simulate`."""
 
-    scheduler: Scheduler
     clock: VirtualClock
     records: dict[str, RequestRecord] = field(default_factory=dict)
-    kv_peak_blocks: int = 0
+    num_steps: int = 0
 
     def on_plan(self, plan: StepPlan) -> None:
-        self.kv_peak_blocks = max(self.kv_peak_blocks, self.scheduler.pool.num_used_blocks)
+        """Plans show in results."""
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Results show in outputs."""
+        self.num_steps += result.repeats
 
     def on_output(self, output: Output) -> None:
         record = self.records[output.request_id]
         if output.token_ids and record.first_token_time is None:
             record.first_token_time = self.clock.now()
-        record.num_tokens += len(output.token_ids)
+        record.num_tokens += output.num_tokens
         record.num_proposed += output.num_proposed
         record.num_accepted += output.num_accepted
         if output.finish_reason is not None:
@@ -77,35 +78,44 @@ def simulate(
     done. Both must be in order of time.
 
     Raises: ValueError for a repeated request id; RuntimeError if the scheduler waits for nothing
-    while requests are unfinished.
+    while requests are unfinished, and does not say why.
     """
-    recorder = _Recorder(scheduler, clock)
+    recorder = _Recorder(clock)
     loop = Loop(scheduler, executor, clock, (recorder, *instruments))
     timeline = _Timeline(requests, events)
+    stalled = None
     while True:
         due = timeline.take(clock.now())
         for event in due:
             if isinstance(event, Arrive):
                 _expect(recorder.records, event.request)
+        executor.next_arrival, executor.next_event = timeline.next_arrival, timeline.next_event
         turn = loop.turn(due)
         if turn.submitted or turn.collected:
             continue
-        coming = (timeline.next_time, executor.next_completion)
-        if scheduler.num_unfinished == 0 and coming == (None, None):
+        coming = min(timeline.next_time, _or_never(executor.next_completion))
+        if coming == math.inf and (scheduler.num_unfinished == 0 or turn.stalled):
+            stalled = turn.stalled
             break
-        wanted = [t for t in (*coming, turn.wake_at) if t is not None]
-        if not wanted or min(wanted) <= clock.now():
+        wanted = min(coming, _or_never(turn.wake_at))
+        if not clock.now() < wanted < math.inf:
             raise RuntimeError(
                 f"the scheduler idles at {clock.now()} s with {scheduler.num_unfinished} "
                 "requests unfinished"
             )
-        clock.advance_to(min(wanted))
+        clock.advance_to(wanted)
     return SimulationResult(
         records=recorder.records,
         finished_at=clock.now(),
-        kv_peak_tokens=recorder.kv_peak_blocks * scheduler.pool.block_size,
+        kv_peak_tokens=scheduler.pool.peak_used_blocks * scheduler.pool.block_size,
         num_preemptions=scheduler.num_preemptions,
+        num_steps=recorder.num_steps,
+        stalled=stalled,
     )
+
+
+def _or_never(time: float | None) -> float:
+    return math.inf if time is None else time
 
 
 def _expect(records: dict[str, RequestRecord], request: Request) -> None:
@@ -118,18 +128,32 @@ class _Timeline:
     """Arrivals and other events, merged by time; at equal times arrivals come first."""
 
     def __init__(self, requests: Iterable[Request], events: Iterable[tuple[float, Event]]) -> None:
-        arrivals: Iterator[tuple[float, Event]] = ((r.arrival_time, Arrive(r)) for r in requests)
-        self._entries = heapq.merge(arrivals, events, key=lambda entry: entry[0])
-        self._head = next(self._entries, None)
+        self._requests = iter(requests)
+        self._events = iter(events)
+        self._request = next(self._requests, None)
+        self._event = next(self._events, None)
 
     @property
-    def next_time(self) -> float | None:
-        return None if self._head is None else self._head[0]
+    def next_arrival(self) -> float:
+        return math.inf if self._request is None else self._request.arrival_time
+
+    @property
+    def next_event(self) -> float:
+        """When something else than an arrival happens."""
+        return math.inf if self._event is None else self._event[0]
+
+    @property
+    def next_time(self) -> float:
+        return min(self.next_arrival, self.next_event)
 
     def take(self, now: float) -> list[Event]:
         """Events that are due."""
-        due = []
-        while self._head is not None and self._head[0] <= now:
-            due.append(self._head[1])
-            self._head = next(self._entries, None)
+        due: list[Event] = []
+        while self.next_time <= now:
+            if self._request is not None and self.next_arrival <= self.next_event:
+                due.append(Arrive(self._request))
+                self._request = next(self._requests, None)
+            elif self._event is not None:
+                due.append(self._event[1])
+                self._event = next(self._events, None)
         return due

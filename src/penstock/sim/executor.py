@@ -11,6 +11,7 @@ from typing import Protocol
 
 from penstock.core.ports import Clock
 from penstock.core.types import (
+    DecodeRun,
     DraftOrder,
     DraftReady,
     DraftTime,
@@ -20,13 +21,15 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.core.work import step_work
+from penstock.fluid.step_profile import StepProfile, StepWork
 
 
 class StepTimeModel(Protocol):
     """Seconds that the parts of a step take."""
 
-    def verify(self, items: Sequence[VerifyItem]) -> float:
-        """One target step over `items`, drafts included."""
+    def verify(self, work: StepWork) -> float:
+        """One target step, drafts included."""
         ...
 
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
@@ -44,14 +47,26 @@ class LinearStepTimes:
     draft_fixed: float = 0.0
     draft_per_row: float = 0.0
 
-    def verify(self, items: Sequence[VerifyItem]) -> float:
-        rows = sum(i.num_scheduled_tokens + i.num_draft_tokens for i in items)
+    def verify(self, work: StepWork) -> float:
+        rows = work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
         return self.verify_fixed + self.verify_per_row * rows
 
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
         steps = max(1, *(o.max_draft_tokens for o in orders))
         rows = sum(o.num_catch_up_tokens + max(0, o.max_draft_tokens - 1) for o in orders)
         return self.draft_fixed * steps + self.draft_per_row * rows
+
+
+class ProfiledStepTimes:
+    """Step times of a profile; a drafter takes `draft_share` of the target's smallest step for each
+    token of its longest draft."""
+
+    def __init__(self, profile: StepProfile, draft_share: float = 0.0) -> None:
+        self.verify = profile.seconds
+        self._draft_seconds = draft_share * profile.linear(1)
+
+    def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
+        return self._draft_seconds * max(1, *(o.max_draft_tokens for o in orders))
 
 
 class AcceptanceModel(Protocol):
@@ -83,9 +98,21 @@ class GeometricAcceptance:
 
 class SimulatedExecutor:
     """Each lane carries out one plan at a time. Completions are ordered by (time, sequence), which
-    is a total order, so a run depends on nothing but its inputs."""
+    is a total order, so a run depends on nothing but its inputs.
 
-    def __init__(self, clock: Clock, times: StepTimeModel, acceptance: AcceptanceModel) -> None:
+    A decode run is repeated until something happens: `next_arrival` and `next_event` say when the
+    scheduler will next hear of a request, and of anything else. An arrival waits for the step in
+    which it falls; before any other event all that has ended must have been reported.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        times: StepTimeModel,
+        acceptance: AcceptanceModel = GeometricAcceptance(),
+    ) -> None:
+        self.next_arrival = math.inf
+        self.next_event = math.inf
         self._clock = clock
         self._times = times
         self._acceptance = acceptance
@@ -118,24 +145,45 @@ class SimulatedExecutor:
         return results
 
     def _result(self, plan: StepPlan) -> StepResult:
+        started_at = self._clock.now()
         draft_times = self._draft_times(plan)
         draft = sum(t.seconds for t in draft_times)
-        verify = self._times.verify(plan.items) if plan.items else 0.0
-        started_at = self._clock.now()
+        work = step_work(plan)
+        verify = self._times.verify(work) if plan.items or plan.decodes else 0.0
+        finished_at = started_at + draft + verify
+        repeats = 1
+        if plan.decodes is not None and plan.decodes.max_repeats > 1:
+            repeats, finished_at = self._repeat(plan.decodes, work, finished_at)
+            verify = finished_at - started_at
         return StepResult(
-            plan_id=plan.id,
-            lane=plan.lane,
-            started_at=started_at,
-            finished_at=started_at + draft + verify,
-            verdicts=tuple(self._verdict(item) for item in plan.items),
-            drafts=tuple(
+            plan.id,
+            plan.lane,
+            started_at,
+            finished_at,
+            tuple(map(self._verdict, plan.items)),
+            tuple(
                 DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
                 for o in plan.drafts
             ),
             phases=PhaseTimes(draft=draft, verify=verify),
             draft_times=draft_times,
             num_rows=plan.num_rows,
+            repeats=repeats,
         )
+
+    def _repeat(self, run: DecodeRun, work: StepWork, time: float) -> tuple[int, float]:
+        """Go on from the first step's end while nothing happens; returns the steps and the end."""
+        repeats = 1
+        until = self.next_arrival if run.until is None else min(self.next_arrival, run.until)
+        prefill, context, decodes, kv, drafts = work
+        while repeats < run.max_repeats and time < until:
+            kv += decodes
+            end = time + self._times.verify(StepWork(prefill, context, decodes, kv, drafts))
+            if end > self.next_event:
+                break
+            time = end
+            repeats += 1
+        return repeats, time
 
     def _draft_times(self, plan: StepPlan) -> tuple[DraftTime, ...]:
         """Drafters inside one step run one after the other."""

@@ -1,20 +1,32 @@
 """Who runs in a step, and with how many known tokens. One file a policy.
 
-A policy has `name`, an `Options` dataclass, and two methods: `compose(step)` schedules, admits
-and preempts; `draft_budget(num_tokens)` says how many draft positions may join a step of that
-many known tokens.
+A policy has `name`, an `Options` dataclass and `compose(step)`, which schedules, admits and
+preempts.
 """
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Hashable
+from typing import ClassVar
 
+from penstock.core.state import RequestState
 from penstock.core.step import Step
 
 
-class AdmissionPolicy(Protocol):
+class AdmissionPolicy(ABC):
+    """What an admission policy may say besides."""
+
     name: ClassVar[str]
 
-    def compose(self, step: Step) -> None: ...
+    @abstractmethod
+    def compose(self, step: Step) -> None:
+        """Schedule the step."""
 
-    def draft_budget(self, num_tokens: int) -> int: ...
+    def draft_budget(self, num_tokens: int) -> int:
+        """Draft positions that may join a step of so many known tokens."""
+        return 0
+
+    def queue_of(self, state: RequestState) -> Hashable:
+        """Key of the queue in which a request waits."""
+        return None

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.state import RequestState
+from penstock.core.admission import AdmissionPolicy
 from penstock.core.step import Step
-from penstock.core.types import Status
 
 
-class VllmV1:
+class VllmV1(AdmissionPolicy):
     """First come, first served under one token budget.
 
-    Running requests take their due tokens in order of arrival, then waiting ones are admitted while
-    budget, `max_num_seqs` and memory last. When memory runs out the newest running request is
-    preempted. Decoding requests reserve room for their drafts, so that a long prompt does not stop
+    Running requests take their due tokens, those that decode first: the only one that can be in
+    the middle of its prompt is the newest. Then waiting ones are admitted while budget,
+    `max_num_seqs` and memory last. When memory runs out the newest running request is preempted.
+    Decoding requests reserve room for their drafts, so that a long prompt does not stop
     speculation; drafts in turn leave at least half of the remaining budget to prompts, and never
     displace another request's next token.
     """
@@ -45,49 +45,18 @@ class VllmV1:
         self.options = options
 
     def compose(self, step: Step) -> None:
-        budget = self._schedule_running(step)
+        options = self.options
+        budget = options.max_num_batched_tokens
+        budget -= step.schedule_decodes(budget)
+        budget -= min(step.num_reserved, budget // 2)
+        budget -= step.schedule_prefills(budget)
         if not step.num_preempted:
-            self._admit_waiting(step, budget)
+            kept_free = int(options.watermark * step.pool.num_blocks)
+            step.admit_in_order(budget, options.max_num_seqs, kept_free)
+            step.repeatable = True
 
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_batched_tokens - num_tokens
-
-    def _schedule_running(self, step: Step) -> int:
-        """Returns the tokens that new requests may take."""
-        budget = self.options.max_num_batched_tokens
-        reserved = 0
-        for state in list(step.running):
-            if state.status is not Status.RUNNING or not step.may_run(state):
-                continue
-            due = state.num_due_tokens
-            tokens = min(due, budget if due == 1 else budget - min(reserved, budget // 2))
-            if tokens and self._make_room(step, state, tokens):
-                step.schedule(state, tokens)
-                budget -= tokens
-                reserved += step.draft_reserve(state)
-        return budget - min(reserved, budget // 2)
-
-    def _make_room(self, step: Step, state: RequestState, tokens: int) -> bool:
-        while not step.can_schedule(state, tokens):
-            victim = next((s for s in reversed(step.running) if step.can_preempt(s)), None)
-            if victim is None:
-                return False
-            step.preempt(victim)
-            if victim is state:
-                return False
-        return True
-
-    def _admit_waiting(self, step: Step, budget: int) -> None:
-        kept_free = int(self.options.watermark * step.pool.num_blocks)
-        while step.waiting and budget > 0 and len(step.running) < self.options.max_num_seqs:
-            state = step.waiting[0]
-            cached = len(step.cached_blocks(state)) * step.pool.block_size
-            tokens = min(state.num_known_tokens - cached, budget)
-            spare = kept_free if step.running else 0
-            if not step.can_admit(state, tokens, spare):
-                break
-            step.admit(state, tokens)
-            budget -= tokens
 
 
 POLICY = VllmV1

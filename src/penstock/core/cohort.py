@@ -1,0 +1,179 @@
+"""Decoding requests of which only lengths are known, advanced together.
+
+Where nobody asks for their tokens, requests that decode side by side differ in nothing but when
+they end. A cohort counts steps for all of them at once, so that a step costs the same for three
+requests as for three hundred; one that leaves gets its own numbers back. The decisions are those
+that the same requests get one by one, which the tests compare.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+
+from penstock.core.blocks import BlockPool
+from penstock.core.state import RequestState, SequenceKV
+from penstock.core.types import TARGET, Request
+
+
+class CountedKV(SequenceKV):
+    """KV of which only the number of blocks is known."""
+
+    __slots__ = ("_num_blocks",)
+
+    def __init__(self, num_computed_tokens: int = 0, num_blocks: int = 0) -> None:
+        super().__init__(num_computed_tokens)
+        self._num_blocks = num_blocks
+
+    @property
+    def num_blocks(self) -> int:
+        return self._num_blocks
+
+    def grow(self, pool: BlockPool, num_blocks: int) -> list[int]:
+        pool.count(num_blocks)
+        self._num_blocks += num_blocks
+        return []
+
+    def give_back(self, pool: BlockPool) -> None:
+        pool.count(-self._num_blocks)
+
+
+class CountedState(RequestState):
+    """A request that may join a cohort. While it is a member its counters are the cohort's."""
+
+    __slots__ = ("_joined_at", "_num_output", "cohort", "leaves_at", "num_announced", "until")
+
+    def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
+        self.cohort: Cohort | None = None
+        self._joined_at = 0
+        self._num_output = 0
+        super().__init__(request, order, epoch)
+        self.leaves_at = 0
+        self.num_announced = 0
+        """Output tokens that an Output has told of."""
+        self.until: int | None = None
+        """Leave the cohort with so many output tokens, if the request goes on so long."""
+
+    @property
+    def num_output_tokens(self) -> int:
+        cohort = self.cohort
+        if cohort is None:
+            return self._num_output
+        return self._num_output + cohort.ticks - self._joined_at
+
+    @num_output_tokens.setter
+    def num_output_tokens(self, value: int) -> None:
+        self._num_output = value
+
+    @property
+    def num_known_tokens(self) -> int:
+        return self.request.prompt_len + self.num_output_tokens
+
+    @num_known_tokens.setter
+    def num_known_tokens(self, value: int) -> None:
+        """Follows from the output."""
+
+    @property
+    def num_computed_tokens(self) -> int:
+        if self.cohort is not None:
+            return self.num_known_tokens - 1
+        kv = self.kv.get(TARGET)
+        return kv.num_computed_tokens if kv else 0
+
+    def append_counted(self, num_tokens: int) -> None:
+        """Add verified output of which only the number is known."""
+        self._num_output += num_tokens
+
+    def kv_of(self, pool: str) -> SequenceKV:
+        kv = self.kv.get(pool)
+        if kv is None:
+            kv = self.kv[pool] = CountedKV()
+        return kv
+
+    def enter(self, cohort: Cohort) -> None:
+        self.cohort = cohort
+        self._joined_at = cohort.ticks
+
+    def exit(self) -> None:
+        """Take the counters back from the cohort."""
+        num_output = self.num_output_tokens
+        self.cohort = None
+        self._num_output = num_output
+
+
+class Cohort:
+    """Requests that decode one token each in every step that the cohort is in."""
+
+    def __init__(self, group: Hashable, block_size: int) -> None:
+        self.group = group
+        self.ticks = 0
+        self.num_kv_tokens = 0
+        """Positions whose KV the target holds for the members."""
+        self.members: dict[str, CountedState] = {}
+        self.plan_id: int | None = None
+        self._block_size = block_size
+        # Members by when they begin a block: a tick needs as many blocks as one entry says.
+        self._phases = [0] * block_size
+        self._leaving: list[tuple[int, int, CountedState]] = []
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def join(self, state: CountedState) -> None:
+        """Take in a decoding request that is in no plan."""
+        computed = state.kv.pop(TARGET).num_computed_tokens
+        self.num_kv_tokens += computed
+        self._phases[(computed - self.ticks) % self._block_size] += 1
+        num_output = state.num_output_tokens
+        left = state.request.max_tokens - num_output
+        if state.until is not None and num_output < state.until:
+            left = min(left, state.until - num_output)
+        state.leaves_at = self.ticks + left
+        state.enter(self)
+        self.members[state.request.id] = state
+        heapq.heappush(self._leaving, (state.leaves_at, state.order, state))
+
+    def leave(self, state: CountedState) -> None:
+        """Give a member its own counters and blocks back, one more if its next token is being
+        computed now."""
+        computed = state.num_computed_tokens
+        state.exit()
+        del self.members[state.request.id]
+        self.num_kv_tokens -= computed
+        self._phases[(computed - self.ticks) % self._block_size] -= 1
+        held = computed
+        if self.plan_id is not None:
+            held += 1
+            state.plans[self.plan_id] = (TARGET,)
+        state.kv[TARGET] = CountedKV(computed, -(-held // self._block_size))
+
+    def num_new_blocks(self, ticks: int = 1) -> int:
+        """Blocks that the next `ticks` tokens of every member need."""
+        whole, rest = divmod(ticks, self._block_size)
+        num = whole * len(self.members)
+        for i in range(rest):
+            num += self._phases[-(self.ticks + i) % self._block_size]
+        return num
+
+    @property
+    def ticks_left(self) -> int:
+        """Steps until the next member leaves."""
+        leaving = self._leaving
+        while leaving:
+            leaves_at, _, state = leaving[0]
+            if state.cohort is self and state.leaves_at == leaves_at:
+                return leaves_at - self.ticks
+            heapq.heappop(leaving)
+        return 0
+
+    def advance(self, ticks: int) -> list[CountedState]:
+        """Give every member `ticks` tokens, no more than `ticks_left`. Members whose time has come
+        leave, and are returned in the order of their arrival."""
+        self.ticks += ticks
+        self.num_kv_tokens += ticks * len(self.members)
+        left = []
+        while self.members and self.ticks_left == 0:
+            state = heapq.heappop(self._leaving)[2]
+            self.leave(state)
+            left.append(state)
+        return left
