@@ -40,7 +40,7 @@ class BlockPool:
         self._prefix_caching = prefix_caching
         self.peak_used_blocks = 0
         self._num_counted = 0
-        self._free: OrderedDict[int, None] = OrderedDict((b, None) for b in range(num_blocks))
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._refs = [0] * num_blocks
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}

@@ -6,15 +6,14 @@ The live engine and the simulator call the same turn; they differ in clock and e
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from penstock.core.ports import Clock, Executor, Instrument
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Event, Output, StepPlan, StepResult
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(NamedTuple):
     """What one turn came to. `wake_at`: when to turn again even if nothing happens before;
     None: only an event or a result gives new work. `stalled`: why nothing can ever run again, if
     the scheduler says so."""
@@ -56,8 +55,8 @@ class Loop:
         results = self._executor.collect()
         for result in results:
             outputs += self._finish(result)
-        for output in outputs:
-            for instrument in self._instruments:
+        for instrument in self._instruments:
+            for output in outputs:
                 instrument.on_output(output)
         return Turn(tuple(outputs), submitted, len(results), wake_at, stalled)
 

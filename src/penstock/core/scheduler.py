@@ -73,6 +73,9 @@ class Scheduler:
         self._solo: dict[str, RequestState] = {}
         self._cohorts: dict[Hashable, Cohort] = {}
         self._drafters = {d.name: d for d in drafters}
+        # Drafters' lanes first, so that a draft can start before the next verification.
+        own_lanes = tuple(d.name for d in self._drafters.values() if d.own_lane)
+        self.lanes: tuple[str, ...] = (*own_lanes, TARGET)
         pools = {d.name: d.pool for d in self._drafters.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
@@ -94,12 +97,6 @@ class Scheduler:
         self._num_epochs = 0
         self._new_requests: dict[str, Request] = {}
         self._forgotten: list[str] = []
-
-    @property
-    def lanes(self) -> tuple[str, ...]:
-        """Drafters' lanes first, so that a draft can start before the next verification."""
-        own = tuple(d.name for d in self._drafters.values() if d.own_lane)
-        return (*own, TARGET)
 
     @property
     def num_unfinished(self) -> int:
@@ -287,23 +284,24 @@ class Scheduler:
         cohorts = step.decoding
         if not cohorts:
             return None
+        num_requests, num_kv_tokens = 0, 0
         for cohort in cohorts:
             cohort.plan_id = plan_id
-        num_requests = sum(len(c) for c in cohorts)
+            num_requests += len(cohort)
+            num_kv_tokens += cohort.num_kv_tokens
         repeats = 1
         if step.repeatable and not step.scheduled:
-            repeats = min(c.ticks_left for c in cohorts)
             # The first tick has its blocks already.
             most = 1 + self.pool.num_free_blocks * self.pool.block_size // num_requests
-            repeats = max(1, min(repeats, most))
+            repeats = max(1, min(most, *(c.ticks_left for c in cohorts)))
             while repeats > 1 and not self.pool.can_allocate(self._blocks_of(cohorts, repeats)):
                 repeats -= 1
         return DecodeRun(
             tuple(c.group for c in cohorts),
             num_requests,
-            sum(c.num_kv_tokens for c in cohorts) + num_requests,
+            num_kv_tokens + num_requests,
             repeats,
-            None if step.wake_at is None else step.wake_at,
+            step.wake_at,
         )
 
     def _blocks_of(self, cohorts: Iterable[Cohort], ticks: int) -> int:
@@ -430,7 +428,8 @@ class Scheduler:
         for item in plan.items:
             self._plan_ended(item.request_id, plan.id)
         self.memory.plan_ended(plan.id)
-        self.estimators.step_times.observe(result)
+        if self._drafters:
+            self.estimators.step_times.observe(result)
         for ready in result.drafts:
             self._draft_ready(ready)
         for order in plan.drafts:
@@ -441,6 +440,8 @@ class Scheduler:
         return outputs
 
     def _judge(self, plan: StepPlan, result: StepResult) -> list[Output]:
+        if not plan.items:
+            return []
         verdicts = {v.request_id: v for v in result.verdicts}
         failures = {f.request_id: f.reason for f in result.failures}
         outputs = []

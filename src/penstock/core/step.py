@@ -76,6 +76,13 @@ class Step:
             s for s in self.solo.values() if s.is_decoding and s.group == group and self.may_run(s)
         ]
 
+    def can_schedule_decodes(self, group: Hashable = None) -> bool:
+        """Whether memory holds the next token of all of them."""
+        cohort = self.cohorts.get(group)
+        wanted = cohort.num_new_blocks() if cohort else 0
+        wanted += sum(self._missing_blocks(s, 1) for s in self.solo_decodes(group))
+        return self.pool.can_allocate(wanted)
+
     def schedule_decodes(self, budget: int, group: Hashable = None) -> int:
         """Schedule the next token of the group's decoding requests, oldest first, as far as the
         budget goes. Where memory is short the newest running requests are preempted for it.
@@ -166,22 +173,29 @@ class Step:
             self.scheduled[state.request.id].new_blocks = list(kv.blocks)
 
     def admit_in_order(
-        self, budget: int, max_num_seqs: int, num_kept_free: int = 0, *, whole: bool = False
-    ) -> None:
-        """Admit waiting requests of the only queue, oldest first, while the budget, `max_num_seqs`
-        and memory last; the last one in part. `whole`: memory must hold all that a request has to
+        self,
+        budget: int,
+        max_num_seqs: int,
+        num_kept_free: int = 0,
+        *,
+        key: Hashable = None,
+        whole: bool = False,
+    ) -> bool:
+        """Admit waiting requests of a queue, oldest first, while the budget, `max_num_seqs` and
+        memory last; the last one in part. `whole`: memory must hold all that a request has to
         compute, not only its first chunk. The spare blocks are not kept from a request that is
-        alone."""
-        queue = self.waiting.queue()
+        alone. Returns whether the queue is empty now."""
+        queue = self.waiting.queue(key)
         while queue and budget > 0 and len(self.running) < max_num_seqs:
             state = queue[0]
             missing = self.num_missing_tokens(state)
             tokens = min(missing, budget)
             spare = num_kept_free if self.running else 0
             if not self.can_admit(state, missing if whole else tokens, spare):
-                return
+                return False
             self.admit(state, tokens)
             budget -= tokens
+        return not queue
 
     # --- memory ---------------------------------------------------------------------------------
 

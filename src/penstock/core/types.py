@@ -206,8 +206,7 @@ class StepPlan(NamedTuple):
 # --- results ------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PhaseTimes:
+class PhaseTimes(NamedTuple):
     """Seconds of a step by phase."""
 
     draft: float = 0.0

@@ -132,19 +132,13 @@ class _Timeline:
         self._events = iter(events)
         self._request = next(self._requests, None)
         self._event = next(self._events, None)
+        self.next_arrival = self.next_event = self.next_time = math.inf
+        self._look_ahead()
 
-    @property
-    def next_arrival(self) -> float:
-        return math.inf if self._request is None else self._request.arrival_time
-
-    @property
-    def next_event(self) -> float:
-        """When something else than an arrival happens."""
-        return math.inf if self._event is None else self._event[0]
-
-    @property
-    def next_time(self) -> float:
-        return min(self.next_arrival, self.next_event)
+    def _look_ahead(self) -> None:
+        self.next_arrival = math.inf if self._request is None else self._request.arrival_time
+        self.next_event = math.inf if self._event is None else self._event[0]
+        self.next_time = min(self.next_arrival, self.next_event)
 
     def take(self, now: float) -> list[Event]:
         """Events that are due."""
@@ -156,4 +150,5 @@ class _Timeline:
             elif self._event is not None:
                 due.append(self._event[1])
                 self._event = next(self._events, None)
+            self._look_ahead()
         return due

@@ -147,7 +147,7 @@ class SimulatedExecutor:
     def _result(self, plan: StepPlan) -> StepResult:
         started_at = self._clock.now()
         draft_times = self._draft_times(plan)
-        draft = sum(t.seconds for t in draft_times)
+        draft = sum(t.seconds for t in draft_times) if draft_times else 0.0
         work = step_work(plan)
         verify = self._times.verify(work) if plan.items or plan.decodes else 0.0
         finished_at = started_at + draft + verify
@@ -165,7 +165,7 @@ class SimulatedExecutor:
                 DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
                 for o in plan.drafts
             ),
-            phases=PhaseTimes(draft=draft, verify=verify),
+            phases=PhaseTimes(draft, 0.0, verify),
             draft_times=draft_times,
             num_rows=plan.num_rows,
             repeats=repeats,
@@ -188,7 +188,8 @@ class SimulatedExecutor:
     def _draft_times(self, plan: StepPlan) -> tuple[DraftTime, ...]:
         """Drafters inside one step run one after the other."""
         orders: dict[str, list[DraftOrder]] = {}
-        for order in (*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)):
+        inline = [i.draft for i in plan.items if i.draft is not None]
+        for order in (*plan.drafts, *inline):
             orders.setdefault(order.drafter, []).append(order)
         return tuple(
             DraftTime(

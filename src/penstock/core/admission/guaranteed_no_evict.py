@@ -1,0 +1,72 @@
+"""TensorRT-LLM's default rule: admit only what can never have to be evicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.admission import AdmissionPolicy
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+
+
+class GuaranteedNoEvict(AdmissionPolicy):
+    """Memory is set aside for the longest output that a request may make.
+
+    Decoding and whole prompts share a step. `max_tokens` is what a request may make; where it says
+    much more than is made, memory stays empty.
+    """
+
+    name: ClassVar[str] = "guaranteed_no_evict"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """max_num_tokens: positions a step.
+        max_batch_size: requests running at once."""
+
+        max_num_tokens: int = 8192
+        max_batch_size: int = 256
+
+        def __post_init__(self) -> None:
+            if self.max_batch_size < 1 or self.max_num_tokens < self.max_batch_size:
+                raise ValueError(
+                    "max_batch_size must be at least 1 and max_num_tokens at least "
+                    f"max_batch_size, not {self.max_batch_size} and {self.max_num_tokens}"
+                )
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def compose(self, step: Step) -> None:
+        options = self.options
+        budget = options.max_num_tokens
+        budget -= step.schedule_decodes(budget)
+        budget -= min(step.num_reserved, budget // 2)
+        budget -= step.schedule_prefills(budget)
+        queue = step.waiting.queue()
+        if queue and len(step.running) < options.max_batch_size:
+            self._admit(step, budget)
+        step.repeatable = True
+
+    def draft_budget(self, num_tokens: int) -> int:
+        return self.options.max_num_tokens - num_tokens
+
+    def _admit(self, step: Step, budget: int) -> None:
+        queue = step.waiting.queue()
+        left = step.pool.num_blocks - sum(_most_blocks(step, s) for s in step.running.values())
+        while queue and len(step.running) < self.options.max_batch_size:
+            state = queue[0]
+            tokens = step.num_missing_tokens(state)
+            left -= _most_blocks(step, state)
+            fits = tokens <= budget or not step.num_tokens
+            if left < 0 or not fits or not step.can_admit(state, tokens):
+                return
+            step.admit(state, tokens)
+            budget -= tokens
+
+
+def _most_blocks(step: Step, state: RequestState) -> int:
+    return step.pool.blocks_for(state.request.prompt_len + state.request.max_tokens)
+
+
+POLICY = GuaranteedNoEvict

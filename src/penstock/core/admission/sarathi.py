@@ -1,0 +1,59 @@
+"""Sarathi-Serve's rule: decodes first, then chunks of prefill in what the budget leaves."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.admission import AdmissionPolicy
+from penstock.core.step import Step
+
+
+class Sarathi(AdmissionPolicy):
+    """Chunked prefill that never stalls decoding.
+
+    Every step takes all decoding requests, goes on with the prompt that is partly computed, then
+    admits waiting ones, the last in part. A request is admitted only where memory holds its whole
+    prompt. When memory runs out the newest running request is preempted and recomputed.
+    """
+
+    name: ClassVar[str] = "sarathi"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """token_budget: positions a step, decoding ones included.
+        max_num_seqs: requests running at once.
+        watermark: share of the KV blocks that admission leaves free."""
+
+        token_budget: int = 512
+        max_num_seqs: int = 256
+        watermark: float = 0.01
+
+        def __post_init__(self) -> None:
+            if self.max_num_seqs < 1 or self.token_budget < self.max_num_seqs:
+                raise ValueError(
+                    "max_num_seqs must be at least 1 and token_budget at least max_num_seqs, "
+                    f"not {self.max_num_seqs} and {self.token_budget}"
+                )
+            if not 0 <= self.watermark < 1:
+                raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def compose(self, step: Step) -> None:
+        options = self.options
+        budget = options.token_budget
+        budget -= step.schedule_decodes(budget)
+        budget -= min(step.num_reserved, budget // 2)
+        budget -= step.schedule_prefills(budget)
+        if not step.num_preempted:
+            kept_free = int(options.watermark * step.pool.num_blocks)
+            step.admit_in_order(budget, options.max_num_seqs, kept_free, whole=True)
+            step.repeatable = True
+
+    def draft_budget(self, num_tokens: int) -> int:
+        return self.options.token_budget - num_tokens
+
+
+POLICY = Sarathi

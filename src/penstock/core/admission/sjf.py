@@ -1,0 +1,66 @@
+"""Shortest job first (WAIT paper, appendix A.2): the classical rule, with lengths known."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from penstock.core.admission import AdmissionPolicy
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+
+
+class ShortestJobFirst(AdmissionPolicy):
+    """Waiting requests are admitted by their expected output, shortest first; the rest is vLLM's
+    rule of today. A request whose client expects nothing counts with its `max_tokens`."""
+
+    name: ClassVar[str] = "sjf"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """max_num_batched_tokens: positions a step.
+        max_num_seqs: requests running at once.
+        watermark: share of the KV blocks that admission leaves free."""
+
+        max_num_batched_tokens: int = 2048
+        max_num_seqs: int = 256
+        watermark: float = 0.01
+
+        def __post_init__(self) -> None:
+            if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
+                raise ValueError(
+                    "max_num_seqs must be at least 1 and max_num_batched_tokens at least "
+                    f"max_num_seqs, not {self.max_num_seqs} and {self.max_num_batched_tokens}"
+                )
+            if not 0 <= self.watermark < 1:
+                raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def queue_of(self, state: RequestState) -> Hashable:
+        return state.request.expected_output_tokens or state.request.max_tokens
+
+    def compose(self, step: Step) -> None:
+        options = self.options
+        budget = options.max_num_batched_tokens
+        budget -= step.schedule_decodes(budget)
+        budget -= min(step.num_reserved, budget // 2)
+        budget -= step.schedule_prefills(budget)
+        if step.num_preempted:
+            return
+        step.repeatable = True
+        kept_free = int(options.watermark * step.pool.num_blocks)
+        lengths: list[Any] = sorted(step.waiting.keys) if budget else []
+        for length in lengths:
+            before = step.num_tokens
+            if not step.admit_in_order(budget, options.max_num_seqs, kept_free, key=length):
+                return
+            budget -= step.num_tokens - before
+
+    def draft_budget(self, num_tokens: int) -> int:
+        return self.options.max_num_batched_tokens - num_tokens
+
+
+POLICY = ShortestJobFirst

@@ -1,0 +1,67 @@
+"""vLLM's first rule, the WAIT paper's rival: prefill first, never mixed with decoding."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.admission import AdmissionPolicy
+from penstock.core.step import Step
+
+
+class VllmV0(AdmissionPolicy):
+    """A step is either whole prompts or decoding.
+
+    While somebody waits and fits, the step takes as many whole prompts as budget, `max_num_seqs`
+    and memory allow; the first may be longer than the budget. Otherwise every running request
+    decodes, and where memory runs out the newest is preempted and recomputed.
+    """
+
+    name: ClassVar[str] = "vllm_v0"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """max_num_batched_tokens: prompt tokens a step.
+        max_num_seqs: requests running at once.
+        watermark: share of the KV blocks that admission leaves free."""
+
+        max_num_batched_tokens: int = 2048
+        max_num_seqs: int = 256
+        watermark: float = 0.01
+
+        def __post_init__(self) -> None:
+            if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
+                raise ValueError(
+                    "max_num_seqs must be at least 1 and max_num_batched_tokens at least "
+                    f"max_num_seqs, not {self.max_num_seqs} and {self.max_num_batched_tokens}"
+                )
+            if not 0 <= self.watermark < 1:
+                raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def compose(self, step: Step) -> None:
+        self._admit_whole(step)
+        if not step.num_tokens:
+            step.schedule_decodes(self.options.max_num_seqs)
+            step.repeatable = not step.num_preempted
+
+    def draft_budget(self, num_tokens: int) -> int:
+        return self.options.max_num_batched_tokens - num_tokens
+
+    def _admit_whole(self, step: Step) -> None:
+        options = self.options
+        kept_free = int(options.watermark * step.pool.num_blocks)
+        queue = step.waiting.queue()
+        while queue and len(step.running) < options.max_num_seqs:
+            state = queue[0]
+            tokens = step.num_missing_tokens(state)
+            if step.num_tokens and step.num_tokens + tokens > options.max_num_batched_tokens:
+                return
+            if not step.can_admit(state, tokens, kept_free if step.running else 0):
+                return
+            step.admit(state, tokens)
+
+
+POLICY = VllmV0
