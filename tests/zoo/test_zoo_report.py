@@ -73,7 +73,7 @@ def test_noise_is_keyed_by_request():
 
 
 def test_padded_batch_continues_as_alone():
-    model = build(Shape(32, 1, 1, 1, 32, 64), seed=0)
+    model = build(Shape(64, 1, 2, 1, 16, 64), seed=0)
     prompts = [[1, 9, 5], [1, 30, 31, 32, 33, 5]]
     together = target_texts(model, prompts, None, 6)
     assert together == [target_texts(model, [p], None, 6)[0] for p in prompts]

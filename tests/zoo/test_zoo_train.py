@@ -18,7 +18,7 @@ from penstock.zoo.template import ASSISTANT_ID, BOS_ID, EOS_ID  # noqa: E402
 from penstock.zoo.tokenizer import load_tokenizer  # noqa: E402
 from penstock.zoo.train import Lessons, Pools, Run, run_to_end  # noqa: E402
 
-TOY = Shape(hidden=32, layers=1, heads=1, kv_heads=1, head_dim=32, ffn=64)
+TOY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64)
 STEPS = 20
 
 

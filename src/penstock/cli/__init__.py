@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from penstock.cli import bench, zoo
+from penstock.cli import bench, profile, zoo
 from penstock.cli.generate import generate
 from penstock.cli.serve import serve
 
@@ -20,6 +20,7 @@ app = typer.Typer(
 app.command()(serve)
 app.command()(generate)
 app.add_typer(bench.app, name="bench")
+app.add_typer(profile.app, name="profile")
 app.add_typer(zoo.app, name="zoo")
 
 # Typer has carried a copy of click since 0.20; the class must come from the one that it uses.

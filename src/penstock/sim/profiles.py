@@ -1,0 +1,410 @@
+"""Step-time profiles by name or file, and their fit to measurements (design 4.9)."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from scipy.optimize import nnls
+
+from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
+from penstock.sim.traces import Table, WorkloadError, numbers, read_table
+
+FOLDER = Path(__file__).with_name("profiles_data")
+
+Array = NDArray[np.float64]
+
+
+class ProfileError(ValueError):
+    """A profile, or what one is fitted to, cannot be used. The message is one line."""
+
+
+# Files
+
+
+class _ProfileFile(BaseModel):
+    """The JSON form: the fields of `StepProfile`, in seconds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: Annotated[str, Field(min_length=1)]
+    origin: str = ""
+    kv_tokens: int
+    granularity: int = 1
+    token_counts: tuple[int, ...]
+    token_seconds: tuple[float, ...]
+    decode_fixed: float = 0.0
+    per_decode: float = 0.0
+    per_kv_token: float = 0.0
+    per_prefill_token: float = 0.0
+    per_prefill_context: float = 0.0
+
+
+def profile_names() -> tuple[str, ...]:
+    """Names of the profiles that come with the program."""
+    return PAPER_LINEAR.name, *sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def load_profile(name_or_path: str | Path) -> StepProfile:
+    """A profile that comes with the program, or a file that `save_profile` wrote.
+
+    Raises: ProfileError.
+    """
+    name = str(name_or_path)
+    if name == PAPER_LINEAR.name:
+        return PAPER_LINEAR
+    path = FOLDER / f"{name}.json" if name in profile_names() else Path(name)
+    try:
+        read = _ProfileFile.model_validate_json(path.read_bytes())
+        profile = StepProfile(**read.model_dump())
+        _check_steps_take_time(profile)
+    except FileNotFoundError as error:
+        choices = ", ".join(profile_names())
+        raise ProfileError(
+            f"unknown profile {name!r}; choose from {choices}, or name a file"
+        ) from error
+    except OSError as error:
+        raise ProfileError(f"profile {name} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ProfileError(
+            f"profile {name}: {where}{': ' if where else ''}{first['msg']}"
+        ) from error
+    except ValueError as error:
+        raise ProfileError(str(error)) from error
+    return profile
+
+
+def save_profile(profile: StepProfile, path: Path) -> None:
+    """Write a profile for `load_profile`, one field a line."""
+    fields = ",\n".join(f" {json.dumps(k)}: {json.dumps(v)}" for k, v in asdict(profile).items())
+    path.write_text(f"{{\n{fields}\n}}\n", encoding="utf-8")
+
+
+def _check_steps_take_time(profile: StepProfile) -> None:
+    if not min(profile.seconds(StepWork(1)), profile.seconds(StepWork(num_decodes=1))) > 0:
+        raise ProfileError(f"profile {profile.name!r}: a step of one token must take some time")
+
+
+# Fitting
+
+LINEAR_OPERATORS = (
+    "attn_pre_proj",
+    "attn_post_proj",
+    "mlp_up_proj",
+    "mlp_down_proj",
+    "mlp_act",
+    "input_layernorm",
+    "post_attention_layernorm",
+    "attn_rope",
+    "add",
+)
+_OPERATOR_COLUMNS = (
+    *(f"time_stats.{operator}.median" for operator in LINEAR_OPERATORS),
+    "num_tokens",
+    "num_tensor_parallel_workers",
+)
+_STEP_COLUMNS = (*StepWork._fields, "seconds")
+_ATTENTION_COLUMNS = (
+    "kind",
+    "batch_size",
+    "prefill_chunk_size",
+    "kv_cache_size",
+    "median_ms_per_layer",
+)
+_TERMS = (
+    "decode_fixed",
+    "per_decode",
+    "per_kv_token",
+    "per_prefill_token",
+    "per_prefill_context",
+)
+# The table can take over what these explain, where measurements cannot tell them from positions.
+_SHARED_TERMS = ("decode_fixed", "per_decode", "per_prefill_token")
+_SHARED_PENALTY = 1e-3
+_MAX_KNOTS = 256
+_TABLE_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True, slots=True)
+class FitQuality:
+    """How well a fit reproduces `num_measurements` of one kind; errors are relative to the
+    measured time."""
+
+    what: str
+    num_measurements: int
+    r_squared: float
+    max_relative_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fit:
+    """A fitted profile, and how good it is."""
+
+    profile: StepProfile
+    quality: tuple[FitQuality, ...]
+
+
+def fit_profile(
+    measurements: Path,
+    *,
+    name: str,
+    kv_tokens: int,
+    attention: Path | StepProfile | None = None,
+    num_layers: int | None = None,
+    tensor_parallel: int = 1,
+    granularity: int = 1,
+) -> Fit:
+    """Fit a profile to measured times, by least squares of RELATIVE errors.
+
+    measurements: CSV (or CSV.gz), one of two kinds, told apart by its columns:
+        - whole steps: the fields of `StepWork` and `seconds`;
+        - linear operators as Vidur measures them: `time_stats.OP.median` in ms per layer for every
+          operator of `LINEAR_OPERATORS`, `num_tokens`, `num_tensor_parallel_workers`.
+    attention, num_layers: for operators, which say nothing about attention: a CSV with `kind`
+        (decode or prefill), `batch_size`, `prefill_chunk_size`, `kv_cache_size` (of each request),
+        `median_ms_per_layer`; or a profile that lends its terms. Communication between devices is
+        left out.
+    granularity: token counts are rounded up to a multiple of it.
+
+    The table is the isotonic regression over token counts, less the points that interpolation
+    gives back within 0.1%; attention terms are non-negative. For whole steps all of it is one
+    non-negative least-squares problem. What the steps cannot tell apart (decodes from positions, in
+    steps without prefill) is ascribed to the table; the profile is good for such steps only.
+
+    Raises: ProfileError.
+    """
+    if min(kv_tokens, granularity, tensor_parallel) < 1:
+        raise ProfileError("KV tokens, granularity and tensor-parallel workers are 1 or more")
+    try:
+        table = read_table(measurements)
+        if all(c in table.header for c in _STEP_COLUMNS):
+            if attention is not None or num_layers is not None:
+                raise ProfileError("whole steps contain attention and all layers: give neither")
+            return _fit_steps(table, name, kv_tokens, granularity)
+        if not all(c in table.header for c in _OPERATOR_COLUMNS):
+            raise ProfileError(
+                f"{measurements} has neither the columns {', '.join(_STEP_COLUMNS)} nor those of "
+                f"operators: {', '.join(_OPERATOR_COLUMNS)}"
+            )
+        if attention is None or num_layers is None or num_layers < 1:
+            raise ProfileError("operator times need an attention file or profile, and the layers")
+        operators = _read_operators(table, num_layers, tensor_parallel)
+        terms = (
+            _lend_attention(attention)
+            if isinstance(attention, StepProfile)
+            else _fit_attention(attention, num_layers)
+        )
+        return _fit_operators(table, operators, terms, name, kv_tokens, granularity)
+    except WorkloadError as error:
+        raise ProfileError(str(error)) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Attention:
+    coefficients: dict[str, float]
+    quality: tuple[FitQuality, ...]
+    origin: str
+
+
+def _fit_steps(table: Table, name: str, kv_tokens: int, granularity: int) -> Fit:
+    table.demand_rows()
+    prefill, decodes, kv, drafts = (
+        _whole(table, f"num_{what}")
+        for what in ("prefill_tokens", "decodes", "kv_tokens", "draft_tokens")
+    )
+    context, seconds = (_not_negative(table, c) for c in ("prefill_context", "seconds"))
+    tokens = prefill + decodes + drafts
+    for column, what in ((tokens, "num_prefill_tokens"), (seconds, "seconds")):
+        if (column == 0).any():
+            complaint = "belongs to a step without tokens or time"
+            raise table.error(int(np.argmax(column == 0)), what, complaint)
+    knots, basis = _rising_basis(tokens, granularity)
+    terms = np.stack([decodes > 0, decodes, kv, prefill, context], axis=1).astype(float)
+    shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
+    solution = _relative_nnls(np.hstack([basis, terms]), seconds, shared)
+    counts, times = _compact(knots, np.cumsum(solution[: len(knots)]))
+    profile = StepProfile(
+        name,
+        kv_tokens,
+        counts,
+        times,
+        granularity,
+        **dict(zip(_TERMS, _rounded(solution[len(knots) :]), strict=True)),
+        origin=f"fitted to {len(seconds)} steps of {table.path.name}",
+    )
+    _check_steps_take_time(profile)
+    works = np.stack([prefill, context, decodes, kv, drafts], axis=1)
+    predicted = np.array([profile.seconds(_work(row)) for row in works.tolist()])
+    return Fit(profile, (_quality("steps", predicted, seconds),))
+
+
+def _work(row: list[float]) -> StepWork:
+    prefill, context, decodes, kv, drafts = row
+    return StepWork(int(prefill), context, int(decodes), int(kv), int(drafts))
+
+
+def _read_operators(table: Table, num_layers: int, tensor_parallel: int) -> tuple[Array, Array]:
+    """Token counts and seconds of all layers, for one number of workers."""
+    table.demand_rows()
+    workers = numbers(table, "num_tensor_parallel_workers")
+    chosen = workers == tensor_parallel
+    if not chosen.any():
+        known = ", ".join(f"{w:g}" for w in np.unique(workers))
+        raise ProfileError(
+            f"{table.path} has no measurements for {tensor_parallel} tensor-parallel workers; "
+            f"choose from {known}"
+        )
+    columns = (_not_negative(table, c) for c in _OPERATOR_COLUMNS if c.startswith("time_stats"))
+    milliseconds = np.sum(list(columns), axis=0)[chosen]
+    tokens = _whole(table, "num_tokens")[chosen]
+    if min(tokens.min(), milliseconds.min()) <= 0:
+        raise ProfileError(f"{table.path} has measurements of no tokens or no time")
+    return tokens, milliseconds * num_layers / 1000
+
+
+def _fit_operators(
+    table: Table,
+    operators: tuple[Array, Array],
+    attention: _Attention,
+    name: str,
+    kv_tokens: int,
+    granularity: int,
+) -> Fit:
+    tokens, seconds = operators
+    knots, basis = _rising_basis(tokens, granularity)
+    counts, times = _compact(knots, np.cumsum(_relative_nnls(basis, seconds)))
+    profile = StepProfile(
+        name,
+        kv_tokens,
+        counts,
+        times,
+        granularity,
+        **attention.coefficients,
+        origin=f"linear operators fitted to {table.path.name}; {attention.origin}",
+    )
+    predicted = np.array([profile.linear(int(t)) for t in tokens])
+    return Fit(profile, (_quality("linear operators", predicted, seconds), *attention.quality))
+
+
+def _lend_attention(lender: StepProfile) -> _Attention:
+    coefficients = {term: getattr(lender, term) for term in _TERMS}
+    return _Attention(coefficients, (), f"attention terms of {lender.name}")
+
+
+def _fit_attention(path: Path, num_layers: int) -> _Attention:
+    table = read_table(path)
+    missing = [c for c in _ATTENTION_COLUMNS if c not in table.header]
+    if missing:
+        raise ProfileError(
+            f"{path} has no column {missing[0]}; attention times have the columns "
+            f"{', '.join(_ATTENTION_COLUMNS)}"
+        )
+    table.demand_rows()
+    kinds = np.array(table.column("kind"))
+    odd = ~np.isin(kinds, ["decode", "prefill"])
+    if odd.any():
+        raise table.error(int(np.argmax(odd)), "kind", "is neither decode nor prefill")
+    batch, chunk, kv, ms = (_not_negative(table, c) for c in _ATTENTION_COLUMNS[1:])
+    if (ms == 0).any():
+        raise table.error(int(np.argmax(ms == 0)), "median_ms_per_layer", "is 0")
+    seconds = ms * num_layers / 1000
+    matrices = {
+        "decode": (
+            _TERMS[:3],
+            np.stack([np.ones_like(batch), batch, batch * kv], axis=1),
+        ),
+        "prefill": (
+            _TERMS[3:],
+            np.stack([batch * chunk, batch * chunk * (kv + chunk / 2)], axis=1),
+        ),
+    }
+    coefficients: dict[str, float] = {}
+    quality = []
+    for kind, (names, matrix) in matrices.items():
+        rows = kinds == kind
+        if not rows.any():
+            raise ProfileError(f"{path} has no measurements of kind {kind}")
+        solution = _rounded(_relative_nnls(matrix[rows], seconds[rows]))
+        coefficients |= dict(zip(names, solution, strict=True))
+        quality.append(_quality(f"{kind} attention", matrix[rows] @ solution, seconds[rows]))
+    return _Attention(coefficients, tuple(quality), f"attention fitted to {path.name}")
+
+
+def _not_negative(table: Table, name: str) -> Array:
+    values = numbers(table, name)
+    if (values < 0).any():
+        raise table.error(int(np.argmax(values < 0)), name, "is negative")
+    return values
+
+
+def _whole(table: Table, name: str) -> Array:
+    values = _not_negative(table, name)
+    if (values % 1 != 0).any():
+        raise table.error(int(np.argmax(values % 1 != 0)), name, "is not a whole number")
+    return values
+
+
+def _rising_basis(tokens: Array, granularity: int) -> tuple[Array, Array]:
+    """Knots [K] at token counts, and a basis [N, K] in which the sum of the first k coefficients
+    is a piecewise-linear function's value at knot k; it rises if no coefficient is negative."""
+    rounded = np.ceil(tokens / granularity) * granularity
+    knots = np.unique(rounded)
+    if len(knots) > _MAX_KNOTS:
+        knots = knots[np.linspace(0, len(knots) - 1, _MAX_KNOTS).round().astype(int)]
+    first = np.ones((len(rounded), 1))
+    climbs = np.clip((rounded[:, None] - knots[:-1]) / np.diff(knots), 0, 1)
+    return knots, np.hstack([first, climbs])
+
+
+def _relative_nnls(matrix: Array, measured: Array, penalised: Sequence[int] = ()) -> Array:
+    """Non-negative x that minimises the sum of squares of (matrix x − measured) / measured, and
+    among equally good ones keeps the `penalised` entries small."""
+    relative = matrix / measured[:, None]
+    scale = np.linalg.norm(relative, axis=0)
+    scale[scale == 0] = 1.0
+    penalty = np.zeros((len(penalised), matrix.shape[1]))
+    penalty[np.arange(len(penalised)), penalised] = _SHARED_PENALTY
+    goal = np.concatenate([np.ones(len(measured)), np.zeros(len(penalised))])
+    solution, _ = nnls(np.vstack([relative / scale, penalty]), goal)
+    return np.asarray(solution / scale)
+
+
+def _compact(counts: Array, seconds: Array) -> tuple[tuple[int, ...], tuple[float, ...]]:
+    """The table without the points that interpolation between the others gives back."""
+    kept = [0]
+    while kept[-1] < len(counts) - 1:
+        start = end = kept[-1]
+        while end + 1 < len(counts) and _straight(counts, seconds, start, end + 1):
+            end += 1
+        kept.append(end)
+    return tuple(int(c) for c in counts[kept]), tuple(_rounded(seconds[kept]))
+
+
+def _straight(counts: Array, seconds: Array, start: int, end: int) -> bool:
+    inner = slice(start + 1, end)
+    line = np.interp(counts[inner], counts[[start, end]], seconds[[start, end]])
+    return bool((np.abs(line - seconds[inner]) <= _TABLE_TOLERANCE * seconds[inner]).all())
+
+
+def _rounded(values: Array) -> list[float]:
+    """Five significant digits: less than measurements are sure of, and short in a file."""
+    return [float(f"{v:.5g}") for v in values]
+
+
+def _quality(what: str, predicted: Array, measured: Array) -> FitQuality:
+    residual = float(((predicted - measured) ** 2).sum())
+    variation = float(((measured - measured.mean()) ** 2).sum())
+    return FitQuality(
+        what,
+        len(measured),
+        1 - residual / variation if variation else float(residual == 0),
+        float(np.abs(predicted / measured - 1).max()),
+    )

@@ -1,0 +1,222 @@
+"""Trace files: request lengths and arrival times from CSV, plain or compressed with gzip."""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+MAX_LENGTH = 10_000_000
+
+
+class WorkloadError(ValueError):
+    """What a simulated run is to be fed with cannot be used. The message is one line."""
+
+
+class Trace(NamedTuple):
+    """Columns of a trace file, all of one length, in file order.
+
+    prompt_len, output_len: tokens, int64.
+    arrival_time: seconds since the first arrival, float64; None where the file has none.
+    tenants: names; None where the file has none.
+    """
+
+    prompt_len: NDArray[np.int64]
+    output_len: NDArray[np.int64]
+    arrival_time: NDArray[np.float64] | None
+    tenants: NDArray[np.str_] | None
+
+
+class _Layout(NamedTuple):
+    arrival: str | None
+    prompt: str
+    output: str
+    tenant: str | None = None
+
+    @property
+    def required(self) -> list[str]:
+        return [c for c in (self.arrival, self.prompt, self.output) if c is not None]
+
+
+_LAYOUTS = (
+    _Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
+    _Layout("arrived_at", "num_prefill_tokens", "num_decode_tokens", "tenant"),
+    _Layout(None, "num_prefill_tokens", "num_decode_tokens"),
+)
+_ARRIVAL_COLUMNS = ("TIMESTAMP", "arrived_at")
+
+
+def read_trace(path: Path) -> Trace:
+    """Read a file of one of three column sets; further columns are ignored.
+
+    - `TIMESTAMP, ContextTokens, GeneratedTokens`: times such as 2023-11-16 18:17:03.9799600 (UTC);
+    - `arrived_at, num_prefill_tokens, num_decode_tokens`, optionally `tenant`: times in seconds;
+    - `num_prefill_tokens, num_decode_tokens`: lengths without arrivals.
+
+    Raises: WorkloadError.
+    """
+    table = read_table(path)
+    header = table.header
+    layout = next((x for x in _LAYOUTS if all(c in header for c in x.required)), None)
+    if layout is None:
+        allowed = "; or ".join(", ".join(x.required) for x in _LAYOUTS)
+        raise WorkloadError(
+            f"{path} has the columns {', '.join(header) or '(none)'}; a trace has {allowed}"
+        )
+    table.demand_rows()
+    return Trace(
+        prompt_len=_lengths(table, layout.prompt),
+        output_len=_lengths(table, layout.output),
+        arrival_time=None if layout.arrival is None else _times(table, layout.arrival),
+        tenants=_names(table, layout.tenant) if layout.tenant in header else None,
+    )
+
+
+def read_arrivals(path: Path) -> NDArray[np.float64]:
+    """Arrival times of a trace (column `TIMESTAMP` or `arrived_at`), or of a file of one column of
+    either kind, with or without its header. Seconds since the first arrival, float64.
+
+    Raises: WorkloadError.
+    """
+    table = read_table(path)
+    column = next((c for c in _ARRIVAL_COLUMNS if c in table.header), None)
+    if column is None:
+        if len(table.header) != 1:
+            raise WorkloadError(
+                f"{path} has no arrival times: it needs a column TIMESTAMP or arrived_at, "
+                "or one column alone"
+            )
+        value = table.header[0]
+        column = "TIMESTAMP" if ":" in value else "arrived_at"
+        table = Table(path, [column], [[value], *table.rows], [1, *table.lines])
+    table.demand_rows()
+    return _times(table, column)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A CSV file's cells as text, without its first line, the header. `lines` has the line number
+    of every row."""
+
+    path: Path
+    header: list[str]
+    rows: list[list[str]]
+    lines: list[int]
+
+    def demand_rows(self) -> None:
+        """Raises: WorkloadError if there is nothing below the header."""
+        if not self.rows:
+            raise WorkloadError(f"{self.path} has no rows")
+
+    def column(self, name: str) -> list[str]:
+        """The cells below that name."""
+        i = self.header.index(name)
+        return [row[i] for row in self.rows]
+
+    def error(self, row: int, name: str, complaint: str) -> WorkloadError:
+        """An error that shows the cell and its line."""
+        cell = self.column(name)[row]
+        return WorkloadError(f"{self.path}, line {self.lines[row]}: {name} {cell!r} {complaint}")
+
+
+def read_table(path: Path) -> Table:
+    """Raises: WorkloadError for a file that cannot be read as CSV."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    rows, lines = [], []
+    try:
+        with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
+            reader = csv.reader(file)
+            for row in reader:
+                if row:
+                    rows.append(row)
+                    lines.append(reader.line_num)
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path} is not text in UTF-8") from error
+    except (OSError, EOFError, zlib.error, csv.Error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WorkloadError(f"{path} cannot be read: {reason}") from error
+    if not rows:
+        raise WorkloadError(f"{path} is empty")
+    width = len(rows[0])
+    for row, line in zip(rows, lines, strict=True):
+        if len(row) != width:
+            raise WorkloadError(f"{path}, line {line}: {len(row)} columns instead of {width}")
+    return Table(path, [name.strip() for name in rows[0]], rows[1:], lines[1:])
+
+
+def numbers(table: Table, name: str) -> NDArray[np.float64]:
+    """A column of finite numbers, shape [rows]. Raises: WorkloadError."""
+    cells = table.column(name)
+    try:
+        values = np.array(list(map(float, cells)))
+    except ValueError as error:
+        row = _first(cells, float)
+        raise table.error(row, name, "is not a number") from error
+    if not np.isfinite(values).all():
+        raise table.error(int(np.argmin(np.isfinite(values))), name, "is not a finite number")
+    return values
+
+
+def _lengths(table: Table, name: str) -> NDArray[np.int64]:
+    values = numbers(table, name)
+    good = (values >= 1) & (values <= MAX_LENGTH) & (values == np.floor(values))
+    if not good.all():
+        complaint = f"is not a whole number from 1 to {MAX_LENGTH}"
+        raise table.error(int(np.argmin(good)), name, complaint)
+    return values.astype(np.int64)
+
+
+def _times(table: Table, name: str) -> NDArray[np.float64]:
+    if name == "TIMESTAMP":
+        stamps = _timestamps(table, name)
+        values = np.asarray((stamps - stamps[0]) / np.timedelta64(1, "s"))
+    else:
+        values = numbers(table, name)
+        if values.min() < 0:
+            raise table.error(int(np.argmax(values < 0)), name, "is negative")
+        values -= values[0]
+    if (np.diff(values) < 0).any():
+        row = int(np.argmax(np.diff(values) < 0)) + 1
+        raise table.error(row, name, "is earlier than the line before: times must be sorted")
+    return values
+
+
+def _timestamps(table: Table, name: str) -> NDArray[np.datetime64]:
+    cells = [cell.strip().removesuffix("Z").removesuffix("+00:00") for cell in table.column(name)]
+    with warnings.catch_warnings():
+        # numpy only warns of an offset, and then leaves it out of account.
+        warnings.simplefilter("error")
+        try:
+            stamps = np.array(cells, dtype="datetime64[ns]")
+        except (ValueError, OverflowError, Warning) as error:
+            row = _first(cells, lambda cell: np.datetime64(cell, "ns"))
+            raise table.error(row, name, "is not a time such as 2023-11-16 18:17:03.97") from error
+    if np.isnat(stamps).any():
+        raise table.error(int(np.argmax(np.isnat(stamps))), name, "is not a time")
+    return stamps
+
+
+def _names(table: Table, name: str | None) -> NDArray[np.str_]:
+    assert name is not None
+    values = np.array([cell.strip() for cell in table.column(name)])
+    if (values == "").any():
+        raise table.error(int(np.argmax(values == "")), name, "is not a name")
+    return values
+
+
+def _first(cells: list[str], parse: Callable[[str], object]) -> int:
+    """Index of the first cell that `parse` refuses."""
+    for i, cell in enumerate(cells):
+        try:
+            parse(cell)
+        except (ValueError, OverflowError, Warning):
+            return i
+    raise AssertionError("every cell was fine")

@@ -1,0 +1,244 @@
+"""What a simulated run is fed with: lengths, arrival times and tenants, as columns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.sim.arrivals import SYNTAX, ArrivalProcess, check_positive, parse_arrivals
+from penstock.sim.traces import MAX_LENGTH, WorkloadError, read_arrivals, read_trace
+
+__all__ = [
+    "MIXES",
+    "Mix",
+    "Workload",
+    "WorkloadError",
+    "concatenate",
+    "load_workload",
+    "make_workload",
+    "synthetic",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Requests as columns of one length.
+
+    prompt_len, output_len: tokens, int64, 1 or more.
+    arrival_time: seconds, float64, sorted, the first one 0; None while there are none.
+    tenants: names; None if there are none.
+
+    Raises: WorkloadError for columns that do not fit that description.
+    """
+
+    name: str
+    prompt_len: NDArray[np.int64]
+    output_len: NDArray[np.int64]
+    arrival_time: NDArray[np.float64] | None = None
+    tenants: NDArray[np.str_] | None = None
+
+    def __post_init__(self) -> None:
+        columns = (self.prompt_len, self.output_len, self.arrival_time, self.tenants)
+        if len({len(column) for column in columns if column is not None}) != 1:
+            raise WorkloadError(f"the columns of workload {self.name!r} differ in length")
+        if not len(self):
+            raise WorkloadError(f"workload {self.name!r} has no requests")
+        for lengths in (self.prompt_len, self.output_len):
+            if lengths.min() < 1 or lengths.max() > MAX_LENGTH:
+                raise WorkloadError(f"workload {self.name!r}: lengths are from 1 to {MAX_LENGTH}")
+        times = self.arrival_time
+        if times is not None and not (times[0] == 0 and (np.diff(times) >= 0).all()):
+            raise WorkloadError(
+                f"arrival times of workload {self.name!r} must be sorted and start at 0"
+            )
+
+    def __len__(self) -> int:
+        return len(self.prompt_len)
+
+    def take(self, rows: slice | NDArray[np.intp]) -> Workload:
+        """The requests of those rows."""
+        return Workload(
+            self.name,
+            self.prompt_len[rows],
+            self.output_len[rows],
+            None if self.arrival_time is None else self.arrival_time[rows],
+            None if self.tenants is None else self.tenants[rows],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Types of requests, told apart by their output lengths, and their shares (relative).
+
+    An output length is the paper's l'. It counts l' + 1 iterations, a prefill that yields no token
+    among them; where the prefill yields the first token, there are l'.
+    """
+
+    output_lens: tuple[int, ...]
+    shares: tuple[float, ...]
+    prompt_len: int = 62
+
+    @property
+    def probabilities(self) -> NDArray[np.float64]:
+        """Shape [types], summing to 1."""
+        shares = np.array(self.shares)
+        return np.asarray(shares / shares.sum())
+
+
+_BINS = tuple(range(50, 501, 50))
+# WAIT paper, section 5: low and high demand, four nested types, and a stand-in for ten bins of
+# LMSYS-Chat-1M lengths.
+MIXES = {
+    "low": Mix((10, 20), (1, 1)),
+    "high": Mix((100, 200, 300), (6, 4, 2)),
+    "nested": Mix((20, 40, 80, 160), (1, 1, 1, 1)),
+    "ten_bins": Mix(_BINS, tuple(float(np.exp(-b / 210)) for b in _BINS)),
+}
+
+
+def synthetic(name: str, num_requests: int, seed: int) -> Workload:
+    """`num_requests` independent draws from `MIXES[name]`, without arrivals. A longer draw with the
+    same seed begins with the shorter one.
+
+    Raises: WorkloadError.
+    """
+    if name not in MIXES:
+        raise WorkloadError(f"unknown workload {name!r}; choose from {', '.join(MIXES)}")
+    _check_num_requests(num_requests)
+    mix = MIXES[name]
+    rng = _stream(seed, "lengths")
+    output_len = rng.choice(np.array(mix.output_lens), size=num_requests, p=mix.probabilities)
+    return Workload(name, np.full(num_requests, mix.prompt_len), output_len)
+
+
+def load_workload(path: str | Path) -> Workload:
+    """A trace file (see `penstock.sim.traces.read_trace`) as a workload named like the file.
+
+    Raises: WorkloadError.
+    """
+    return Workload(Path(path).name, *read_trace(Path(path)))
+
+
+def concatenate(first: Workload, second: Workload) -> Workload:
+    """The requests of `first`, then those of `second`: a workload whose lengths shift on the way.
+
+    Both have arrival times or neither; `second` then starts one mean gap of `first` after its end.
+    Both have tenants or neither.
+
+    Raises: WorkloadError.
+    """
+    for column in ("arrival_time", "tenants"):
+        if (getattr(first, column) is None) != (getattr(second, column) is None):
+            raise WorkloadError(
+                f"one of {first.name!r} and {second.name!r} has {column}, the other has not"
+            )
+    times = tenants = None
+    if first.arrival_time is not None and second.arrival_time is not None:
+        end = first.arrival_time[-1]
+        start = end + end / max(len(first) - 1, 1)
+        times = np.concatenate([first.arrival_time, start + second.arrival_time])
+    if first.tenants is not None and second.tenants is not None:
+        tenants = np.concatenate([first.tenants, second.tenants])
+    return Workload(
+        f"{first.name}+{second.name}",
+        np.concatenate([first.prompt_len, second.prompt_len]),
+        np.concatenate([first.output_len, second.output_len]),
+        times,
+        tenants,
+    )
+
+
+def make_workload(
+    spec: str | Path | Workload,
+    *,
+    num_requests: int | None = None,
+    rate: float | None = None,
+    arrivals: str | Path | ArrivalProcess | None = None,
+    time_scale: float = 1.0,
+    seed: int = 0,
+) -> Workload:
+    """Requests with lengths and arrival times, the same for the same arguments.
+
+    spec: a name in `MIXES`, a trace file, or a workload made before.
+    num_requests: a synthetic workload draws so many; a file gives its first ones, all without it.
+        A file with arrival times is played once, even if it is shorter; a file of lengths alone is
+        repeated from its start.
+    rate: requests a second, for arrivals that are generated.
+    arrivals: a process (`ArrivalProcess`, or text for `parse_arrivals`; Poisson if only a rate is
+        given), or a file for `read_arrivals`, whose times are played once. Without arrivals and
+        rate, those of `spec`.
+    time_scale: recorded arrivals come so many times faster.
+    seed: lengths and arrivals are drawn from streams of their own, so that another rate changes
+        no length, and only scales the time between arrivals.
+
+    Raises: WorkloadError.
+    """
+    if num_requests is not None:
+        _check_num_requests(num_requests)
+    check_positive("time scale", time_scale)
+    lengths = _lengths(spec, num_requests, seed)
+    process = _process(arrivals, rate)
+    if process is not None:
+        if rate is None:
+            raise WorkloadError("generated arrivals need a rate, in requests a second")
+        if time_scale != 1.0:
+            raise WorkloadError("a time scale is for recorded arrivals; give a rate alone")
+        times = process.times(len(lengths), rate, _stream(seed, "arrivals"))
+        return replace(lengths, arrival_time=times)
+    if rate is not None:
+        raise WorkloadError("recorded arrivals have their own rate; give a time scale instead")
+    if arrivals is None:
+        if lengths.arrival_time is None:
+            raise WorkloadError(f"workload {lengths.name!r} has no arrival times: give a rate")
+        return replace(lengths, arrival_time=lengths.arrival_time / time_scale)
+    times = read_arrivals(Path(str(arrivals))) / time_scale
+    num = min(len(times), len(lengths))
+    return replace(lengths.take(slice(num)), arrival_time=times[:num])
+
+
+def _lengths(spec: str | Path | Workload, num_requests: int | None, seed: int) -> Workload:
+    if isinstance(spec, Workload):
+        known = spec
+    elif str(spec) in MIXES:
+        if num_requests is None:
+            raise WorkloadError(f"workload {str(spec)!r} needs a number of requests")
+        return synthetic(str(spec), num_requests, seed)
+    elif Path(spec).exists():
+        known = load_workload(spec)
+    else:
+        raise WorkloadError(
+            f"unknown workload {str(spec)!r}; choose from {', '.join(MIXES)}, or name a trace file"
+        )
+    if num_requests is None or num_requests == len(known):
+        return known
+    if known.arrival_time is not None:
+        return known.take(slice(num_requests))
+    return known.take(np.arange(num_requests) % len(known))
+
+
+def _process(
+    arrivals: str | Path | ArrivalProcess | None, rate: float | None
+) -> ArrivalProcess | None:
+    """The process that generates arrivals; None if they are recorded."""
+    if arrivals is None:
+        return None if rate is None else ArrivalProcess()
+    if isinstance(arrivals, ArrivalProcess):
+        return arrivals
+    process = parse_arrivals(str(arrivals))
+    if process is None and not Path(arrivals).exists():
+        raise WorkloadError(f"unknown arrivals {str(arrivals)!r}; choose {SYNTAX}, or name a file")
+    return process
+
+
+def _check_num_requests(num_requests: int) -> None:
+    if num_requests < 1:
+        raise WorkloadError(f"a run needs 1 request or more, not {num_requests}")
+
+
+def _stream(seed: int, purpose: str) -> np.random.Generator:
+    if seed < 0:
+        raise WorkloadError(f"a seed is 0 or more, not {seed}")
+    return np.random.default_rng([seed, {"lengths": 0, "arrivals": 1}[purpose]])

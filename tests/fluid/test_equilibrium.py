@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.fluid.equilibrium import equilibrium, token_steps_per_s
+from penstock.fluid.stages import iteration_seconds, stages_of, total_work
+from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
+from penstock.fluid.traffic import (
+    Speculation,
+    TrafficType,
+    decode_len,
+    offered_throughput,
+    scaled,
+    traffic_from_lengths,
+)
+
+D0, D1 = 9.35e-3, 4.10e-7
+LOW = (TrafficType(1.0, 62, 10), TrafficType(1.0, 62, 20))
+HIGH = (TrafficType(6.0, 62, 100), TrafficType(4.0, 62, 200), TrafficType(2.0, 62, 300))
+STAIRS = StepProfile(
+    name="stairs",
+    kv_tokens=20_000,
+    token_counts=(1, 64, 128, 256, 512),
+    token_seconds=(9e-3, 9.7e-3, 12.2e-3, 17.8e-3, 33.4e-3),
+    granularity=8,
+    decode_fixed=0.25e-3,
+    per_decode=3.4e-5,
+    per_kv_token=2.55e-7,
+    per_prefill_token=5.8e-6,
+    per_prefill_context=4.8e-9,
+)
+
+
+def test_a_stage_range_is_the_sum_of_its_stages() -> None:
+    for speculation in (Speculation(), Speculation(2.5, 3)):
+        for wave in (1, 3, 8, 64):
+            stages = stages_of(TrafficType(1.0, 62, 41), speculation, wave)
+            last = speculation.num_steps(41)
+            for phase in range(wave):
+                steps = range(phase, last + 1, wave)
+                decodes = [k for k in steps if k > 0]
+                work = stages.work(3, phase)
+                assert work.num_prefill_tokens == (3 * 62 if phase == 0 else 0)
+                assert work.prefill_context == (3 * 62**2 / 2 if phase == 0 else 0)
+                assert work.num_decodes == 3 * len(decodes)
+                gain = speculation.tokens_per_step
+                held = sum(62 + 1 + (k - 1) * gain for k in decodes)
+                assert 3 * held - 1e-6 <= work.num_kv_tokens < 3 * (held + 1)
+                assert work.num_draft_tokens == work.num_decodes * speculation.num_draft_tokens
+            assert stages.num_stages == -(-(last + 1) // wave)
+    assert stages_of(LOW[1]).kv_tokens() == 21 * (62 + 10), "(l' + 1)(l + l'/2)"
+
+
+def test_the_linear_profile_has_the_papers_closed_form() -> None:
+    for traffic, factor in ((LOW, 100.0), (LOW, 800.0), (HIGH, 5.0)):
+        mix = scaled(traffic, factor)
+        load = sum(t.rate * (t.decode_len + 1) * (t.prompt_len + t.decode_len / 2) for t in mix)
+        found = equilibrium(PAPER_LINEAR, mix)
+        assert token_steps_per_s(mix) == pytest.approx(load)
+        assert found.kv_tokens == pytest.approx(D0 * load / (1 - D1 * load)), "eq. 5"
+        assert found.iteration_s == pytest.approx(D0 + D1 * found.kv_tokens)
+        for n, per_stage, kind in zip(found.in_system, found.per_stage, mix, strict=True):
+            assert found.iteration_s * kind.rate == pytest.approx(n / (kind.decode_len + 1)), "4"
+            assert per_stage == pytest.approx(n / (kind.decode_len + 1))
+        in_types = [n * (t.prompt_len + t.decode_len / 2) for n, t in zip(found.in_system, mix)]
+        assert sum(in_types) == pytest.approx(found.kv_tokens), "eq. 3: n_j* is the total"
+        assert found.tokens_per_s == pytest.approx(sum(t.rate * (t.decode_len + 1) for t in mix))
+
+
+def test_the_papers_rates_are_beyond_an_a100() -> None:
+    """Section 6 has λ of 1,000 each (low) and 6,000 to 2,000 (high): not requests per second."""
+    low = equilibrium(PAPER_LINEAR, scaled(LOW, 1000.0))
+    assert low.kv_tokens == pytest.approx(269_900, rel=1e-3), "of 111,580"
+    with pytest.raises(ValueError, match="unstable"):
+        equilibrium(PAPER_LINEAR, scaled(HIGH, 1000.0))
+    assert offered_throughput(scaled(HIGH, 1000.0)) == 2_012_000, "though Throughput* is finite"
+
+
+def test_a_staircase_has_its_least_fixed_point() -> None:
+    mix = scaled(HIGH, 0.7)
+    found = equilibrium(STAIRS, mix)
+    ranges = [stages_of(t) for t in mix]
+    rng = np.random.default_rng(1)
+
+    def seconds_of(per_second: float) -> float:
+        """A step that has `per_second` seconds' arrivals at each stage, by whole prompts of a
+        system a million times as large."""
+        work = [t.rate * per_second * np.array(r.work()) for t, r in zip(mix, ranges, strict=True)]
+        prefill, context, decodes, kv, drafts = np.sum(work, axis=0)
+        tokens = prefill + decodes + drafts
+        attention = STAIRS.seconds(StepWork(0, 0.0, 1, 0)) - STAIRS.linear(1)
+        attention += STAIRS.per_decode * (decodes - 1) + STAIRS.per_kv_token * kv
+        attention += STAIRS.per_prefill_token * prefill + STAIRS.per_prefill_context * context
+        return STAIRS.linear(int(np.ceil(tokens))) + float(attention)
+
+    assert seconds_of(found.iteration_s) == pytest.approx(found.iteration_s)
+    for shorter in rng.uniform(0, found.iteration_s, 500):
+        assert seconds_of(float(shorter)) > shorter, "nothing shorter keeps up"
+
+
+def test_beyond_its_table_a_profile_goes_on_straight() -> None:
+    """Prompts alone: a step of 512 tokens takes 33.4 ms, further ones 61 µs each and 5.8 + 1.2 of
+    attention."""
+    per_token = 15.6e-3 / 256 + 5.8e-6 + 4.8e-9 * 250
+    prompts = (TrafficType(1.0, 500, 0),)
+    limit = 1 / (500 * per_token)
+    found = equilibrium(STAIRS, scaled(prompts, 0.95 * limit))
+    assert found.kv_tokens > 512
+    past = 33.4e-3 - 512 * 15.6e-3 / 256
+    assert found.iteration_s == pytest.approx(past / 0.05, rel=1e-6)
+    with pytest.raises(ValueError, match="unstable"):
+        equilibrium(STAIRS, scaled(prompts, 1.001 * limit))
+    with pytest.raises(ValueError, match="attention alone"):
+        equilibrium(PAPER_LINEAR, scaled(prompts, 1e4))
+
+
+def test_iterations_are_steps_of_the_profile() -> None:
+    ranges = [stages_of(t) for t in LOW]
+    work = total_work(ranges, [2, 3])
+    assert iteration_seconds(STAIRS, ranges, [2, 3]) == STAIRS.seconds(work)
+    assert work.num_decodes == 2 * 10 + 3 * 20
+    waves = [stages_of(t, wave=4) for t in LOW]
+    steps = [STAIRS.seconds(total_work(waves, [2, 3], phase)) for phase in range(4)]
+    assert iteration_seconds(STAIRS, waves, [2, 3]) == pytest.approx(sum(steps))
+
+
+def test_two_ways_to_count_an_output() -> None:
+    assert decode_len(1) == 0, "the prefill step samples the first token"
+    assert TrafficType(1.0, 5, decode_len(10)).output_len == 10
+    with pytest.raises(ValueError, match="at least 1 token"):
+        decode_len(0)
+
+
+def test_bad_traffic_is_refused() -> None:
+    with pytest.raises(ValueError, match="positive rate"):
+        TrafficType(0.0, 62, 10)
+    with pytest.raises(ValueError, match="prompt of at least 1"):
+        TrafficType(1.0, 0, 10)
+    with pytest.raises(ValueError, match="between 1 and 4 tokens"):
+        Speculation(5.0, 3)
+
+
+def test_lengths_become_types() -> None:
+    rng = np.random.default_rng(0)
+    prompts, outputs = rng.integers(1, 500, 4000), rng.geometric(0.01, 4000)
+    types = traffic_from_lengths(prompts, outputs, rate=7.0, max_types=10)
+    assert len(types) == 10
+    assert sum(t.rate for t in types) == pytest.approx(7.0)
+    assert max(t.rate for t in types) < 1.2 * 0.7, "about equally many each"
+    assert types[-1].decode_len == outputs.max() - 1
+    tops = np.array([t.decode_len for t in types])
+    assert (np.diff(tops) > 0).all()
+    held = tops[np.searchsorted(tops, outputs - 1)]
+    assert (held >= outputs - 1).all(), "a type's stages hold all of its requests"
+    mean = sum(t.rate * t.prompt_len for t in types) / 7.0
+    assert prompts.mean() <= mean <= prompts.mean() + 1
+    assert traffic_from_lengths([5, 7], [3, 3], 1.0) == (TrafficType(1.0, 6, 2),)
+    with pytest.raises(ValueError, match="pairs"):
+        traffic_from_lengths([5], [3, 3], 1.0)

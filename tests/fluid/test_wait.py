@@ -1,0 +1,181 @@
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from penstock.fluid.equilibrium import equilibrium
+from penstock.fluid.stages import iteration_seconds, stages_of
+from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
+from penstock.fluid.traffic import Speculation, Traffic, TrafficType, offered_throughput, scaled
+from penstock.fluid.wait import (
+    best_wait_thresholds,
+    fractional_wait_thresholds,
+    wait_thresholds,
+    wave_lengths,
+)
+from tests.fluid.simulate import Line, poisson, run
+from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
+
+MEMORY = 111_580
+SMALL = (TrafficType(18.0, 10, 3), TrafficType(9.0, 10, 7))
+TOY = StepProfile("toy", 10**6, (0,), (0.05,), per_kv_token=2e-4, per_prefill_token=2e-4)
+
+
+@pytest.mark.parametrize("profile", [TOY, STAIRS])
+@pytest.mark.parametrize("wave", [1, 2])
+def test_thresholds_are_the_smallest_that_keep_up(profile: StepProfile, wave: int) -> None:
+    policy = wait_thresholds(profile, SMALL, 10**6, wave)
+    ranges = [stages_of(t, wave=wave) for t in SMALL]
+    solutions = [
+        counts
+        for counts in itertools.product(range(1, 12), repeat=2)
+        if all(
+            n > t.rate * iteration_seconds(profile, ranges, counts)
+            for n, t in zip(counts, SMALL, strict=True)
+        )
+    ]
+    smallest = tuple(min(n[j] for n in solutions) for j in range(2))
+    assert policy.thresholds == smallest
+    assert smallest in solutions
+    assert policy.iteration_s == iteration_seconds(profile, ranges, smallest)
+
+
+def test_at_light_load_one_prompt_a_stage_is_enough() -> None:
+    policy = wait_thresholds(PAPER_LINEAR, scaled(HIGH, 0.01), MEMORY)
+    assert policy.thresholds == (1, 1, 1)
+    assert policy.kv_tokens == 107_686, "101 × 112 + 201 × 162 + 301 × 212: most of an A100"
+    assert policy.iteration_s == pytest.approx(9.35e-3 + 4.1e-7 * 107_686)
+    assert equilibrium(PAPER_LINEAR, scaled(HIGH, 0.01)).kv_tokens < 200, "M* says nothing of it"
+
+
+def test_where_none_fit_it_says_so() -> None:
+    with pytest.raises(ValueError, match="no thresholds fit.*112896"):
+        wait_thresholds(STAIRS, scaled(LOW, 84.0), 112_000)
+    with pytest.raises(ValueError, match="107686 KV tokens, memory has 107685"):
+        wait_thresholds(PAPER_LINEAR, scaled(HIGH, 0.01), 107_685)
+    with pytest.raises(ValueError, match="unstable"):
+        wait_thresholds(PAPER_LINEAR, scaled(HIGH, 1000.0), MEMORY)
+    with pytest.raises(ValueError, match="at least one type"):
+        wait_thresholds(PAPER_LINEAR, (), MEMORY)
+    with pytest.raises(ValueError, match="headroom"):
+        wait_thresholds(PAPER_LINEAR, LOW, MEMORY, headroom=-0.1)
+
+
+def simulated(
+    policy_of: Traffic, thresholds: tuple[float, ...], horizon: float, seed: int
+) -> tuple[list[Line], int]:
+    rng = np.random.default_rng(seed)
+    lines = [
+        Line(t.prompt_len, [t.decode_len], [int(n)])
+        for t, n in zip(policy_of, thresholds, strict=True)
+    ]
+    arrivals = [
+        (at, j, t.decode_len)
+        for j, t in enumerate(policy_of)
+        for at in poisson(rng, t.rate, horizon)
+    ]
+    return lines, run(lines, arrivals, lambda kv: 0.05 + 2e-4 * kv)
+
+
+def test_the_algorithm_keeps_every_bound() -> None:
+    policy = wait_thresholds(TOY, SMALL, 10**6, headroom=0.1)
+    lines, peak = simulated(SMALL, policy.thresholds, 2000.0, seed=8)
+    assert peak == policy.kv_tokens, "M^π is reached, and never passed"
+    optimum = equilibrium(TOY, SMALL)
+    assert peak > optimum.kv_tokens, "M* is passed"
+    for line, ttft, latency in zip(
+        lines, policy.ttft_bounds_s(), policy.latency_bounds_s(), strict=True
+    ):
+        assert 0.2 * ttft < np.mean(line.ttfts) < ttft
+        assert 0.4 * latency < np.mean(line.latencies) < latency
+
+
+def test_latency_is_not_iterations_times_the_iteration() -> None:
+    """A type that must wait for its threshold at every stage takes n_j / λ_j for each, which
+    (l' + 1) ΔT leaves out; appendix C's latency even tends to 0."""
+    slow = tuple(TrafficType(1.0, 10, n) for n in (3, 7))
+    policy = wait_thresholds(TOY, slow, 10**6)
+    lines, _ = simulated(slow, policy.thresholds, 2000.0, seed=9)
+    for line, kind, bound in zip(lines, slow, policy.latency_bounds_s(), strict=True):
+        running = (kind.decode_len + 1) * policy.iteration_s
+        assert running + policy.ttft_bounds_s()[0] < np.mean(line.latencies) < bound
+
+
+def test_the_throughput_gap_falls_like_one_over_the_horizon() -> None:
+    policy = wait_thresholds(TOY, SMALL, 10**6, headroom=0.1)
+    offered = offered_throughput(SMALL)
+    assert policy.throughput_gap(200.0) == pytest.approx(policy.throughput_gap(100.0) / 2)
+    assert policy.throughput_gap(1e-3) == offered
+    horizon, gaps = 60.0, []
+    for seed in range(20):
+        lines, _ = simulated(SMALL, policy.thresholds, horizon, seed)
+        served = sum(
+            len(line.latencies) * t.output_len + sum(len(s) * k for k, s in enumerate(line.stages))
+            for line, t in zip(lines, SMALL, strict=True)
+        )
+        arrived = sum(
+            (len(line.latencies) + sum(map(len, line.stages))) * t.output_len
+            for line, t in zip(lines, SMALL, strict=True)
+        )
+        gaps.append((arrived - served) / horizon)
+    assert 0.2 * policy.throughput_gap(horizon) < np.mean(gaps) < policy.throughput_gap(horizon)
+    waiting_prompts = sum(policy.queue_bounds()) / horizon
+    assert np.mean(gaps) > waiting_prompts, "the paper counts prompts where tokens are meant"
+
+
+def test_fractional_thresholds_are_the_fluid() -> None:
+    mix = scaled(LOW, 500.0)
+    policy = fractional_wait_thresholds(PAPER_LINEAR, mix, MEMORY)
+    fluid = equilibrium(PAPER_LINEAR, mix)
+    assert policy.thresholds == fluid.per_stage
+    assert policy.kv_tokens == pytest.approx(fluid.kv_tokens)
+    assert policy.queue_bounds() == (math.inf, math.inf), "equality: queues grow like a root"
+    n = policy.thresholds[0]
+    assert policy.queue_bounds(400)[0] == pytest.approx(2 * n + math.sqrt(n * 400))
+    eased = fractional_wait_thresholds(PAPER_LINEAR, mix, MEMORY, headroom=0.1)
+    arrivals = 500.0 * eased.iteration_s
+    assert eased.thresholds[0] == pytest.approx(1.1 * arrivals)
+    assert eased.queue_bounds()[0] == pytest.approx(2 * eased.thresholds[0] + 1 / (2 * 0.1))
+    with pytest.raises(ValueError, match="no thresholds fit"):
+        fractional_wait_thresholds(PAPER_LINEAR, scaled(LOW, 950.0), MEMORY)
+
+
+def test_waves_express_fractions() -> None:
+    mix = scaled(HIGH, 3.0)
+    with pytest.raises(ValueError, match="no thresholds fit"):
+        wait_thresholds(PAPER_LINEAR, mix, 90_000)
+    policy = wait_thresholds(PAPER_LINEAR, mix, 90_000, wave=16)
+    optimum = equilibrium(PAPER_LINEAR, mix).kv_tokens
+    assert optimum < policy.kv_tokens < 1.5 * optimum
+    for n, kind in zip(policy.thresholds, mix, strict=True):
+        assert n > kind.rate * policy.iteration_s
+
+
+def test_the_best_wave_has_the_least_latency() -> None:
+    mix = scaled(HIGH, 1.0)
+    best = best_wait_thresholds(STAIRS, mix, MEMORY)
+    bounds = []
+    for wave in wave_lengths(301):
+        try:
+            one = wait_thresholds(STAIRS, mix, MEMORY, wave)
+        except ValueError:
+            continue
+        bounds.append(sum(t.rate * b for t, b in zip(mix, one.latency_bounds_s(), strict=True)))
+    mean = sum(t.rate * b for t, b in zip(mix, best.latency_bounds_s(), strict=True))
+    assert mean == pytest.approx(min(bounds))
+    assert len(bounds) > 3
+    assert wave_lengths(301)[-1] == 512
+    assert wave_lengths(1) == [1]
+    with pytest.raises(ValueError, match="no thresholds fit"):
+        best_wait_thresholds(STAIRS, mix, 300)
+
+
+def test_speculation_shortens_the_stages() -> None:
+    plain = wait_thresholds(TOY, SMALL, 10**6)
+    fast = wait_thresholds(TOY, SMALL, 10**6, speculation=Speculation(2.0, 1))
+    assert fast.kv_tokens < plain.kv_tokens
+    assert fast.iteration_s < plain.iteration_s
+    assert sum(fast.latency_bounds_s()) < sum(plain.latency_bounds_s())

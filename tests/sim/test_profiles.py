@@ -1,0 +1,354 @@
+"""Profiles that come with the program, profile files, and their fit to measurements."""
+
+import csv
+import itertools
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
+from penstock.sim.profiles import (
+    LINEAR_OPERATORS,
+    Fit,
+    ProfileError,
+    fit_profile,
+    load_profile,
+    profile_names,
+    save_profile,
+)
+
+DATA = Path(
+    os.environ.get("PENSTOCK_DATA", Path(__file__).resolve().parents[2].parent / "shared/data")
+)
+TRUTH = StepProfile(
+    name="truth",
+    kv_tokens=5000,
+    token_counts=(1, 8, 9, 64, 256),
+    token_seconds=(0.004, 0.0042, 0.006, 0.0063, 0.02),
+    decode_fixed=3e-4,
+    per_decode=2e-5,
+    per_kv_token=3e-7,
+    per_prefill_token=5e-6,
+    per_prefill_context=4e-9,
+)
+
+
+def data_file(name: str) -> Path:
+    path = DATA / name
+    if not path.exists():
+        pytest.skip(f"{name} is not there; PENSTOCK_DATA names the data folder")
+    return path
+
+
+def write_rows(path: Path, header: tuple[str, ...], rows: list[tuple[object, ...]]) -> Path:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+    return path
+
+
+# By name
+
+
+def test_the_names_are_those_of_the_profiles() -> None:
+    assert profile_names()[0] == "paper-linear"
+    assert "a100-llama2-7b" in profile_names()
+    for name in profile_names():
+        assert load_profile(name).name == name
+        assert load_profile(name).origin
+    assert load_profile("paper-linear") is PAPER_LINEAR
+
+
+@pytest.mark.parametrize(
+    ("tokens", "milliseconds"),
+    [(1, 9.0), (64, 9.7), (128, 12.2), (256, 17.8), (384, 23.6), (512, 33.4)],
+)
+def test_the_a100_has_the_designs_figures(tokens: int, milliseconds: float) -> None:
+    assert load_profile("a100-llama2-7b").linear(tokens) * 1e3 == pytest.approx(
+        milliseconds, abs=0.05
+    )
+
+
+def test_the_a100_goes_on_with_the_same_slope() -> None:
+    a100 = load_profile("a100-llama2-7b")
+    assert a100.kv_tokens == 111_580
+    for tokens in (2048, 4096, 8192):
+        slope = (a100.linear(tokens) - a100.linear(512)) / (tokens - 512)
+        assert slope * 1e3 == pytest.approx(0.065, abs=0.003)
+    assert a100.linear(65) == a100.linear(72) > 1.1 * a100.linear(64)
+    times = [a100.linear(n) for n in range(1, 5000)]
+    assert all(a <= b for a, b in itertools.pairwise(times))
+
+
+def test_the_a100_computes_attention() -> None:
+    a100 = load_profile("a100-llama2-7b")
+    decode = StepWork(num_decodes=10, num_kv_tokens=4000)
+    assert (a100.seconds(decode) - a100.linear(10)) * 1e3 == pytest.approx(
+        0.246 + 0.34 + 4000 * 2.553e-4
+    )
+    prefill = StepWork(num_prefill_tokens=100, prefill_context=50_000)
+    assert (a100.seconds(prefill) - a100.linear(100)) * 1e3 == pytest.approx(0.582 + 0.2415)
+
+
+@pytest.mark.parametrize("gpu", ["a100", "h100", "a40"])
+def test_what_is_shipped_agrees_with_the_measurements(gpu: str) -> None:
+    fitted = fit_profile(
+        data_file(f"vidur_{gpu}_llama2_7b_mlp.csv.gz"),
+        name="again",
+        kv_tokens=1,
+        attention=PAPER_LINEAR,
+        num_layers=32,
+        granularity=8,
+    )
+    (quality,) = fitted.quality
+    assert quality.num_measurements == 261
+    assert quality.r_squared > 0.999
+    assert quality.max_relative_error < 0.12
+    shipped = load_profile(f"{gpu}-llama2-7b")
+    ratios = [fitted.profile.linear(n) / shipped.linear(n) for n in range(1, 4097)]
+    # The design's A100 table follows the lower edge of the measurements.
+    assert min(ratios) == pytest.approx(1, abs=2e-3)
+    assert max(ratios) < (1.08 if gpu == "a100" else 1.002)
+
+
+def test_attention_fitted_anew_is_near_the_designs() -> None:
+    fitted = fit_profile(
+        data_file("vidur_a100_llama2_7b_mlp.csv.gz"),
+        name="again",
+        kv_tokens=1,
+        attention=data_file("attention_a100_llama2_7b_tp1_sample.csv"),
+        num_layers=32,
+    )
+    _, decode, prefill = fitted.quality
+    assert (decode.num_measurements, prefill.num_measurements) == (57, 48)
+    assert decode.r_squared > 0.99
+    assert prefill.r_squared > 0.97
+    shipped = load_profile("a100-llama2-7b")
+    again = fitted.profile
+    assert again.decode_fixed == pytest.approx(shipped.decode_fixed, rel=0.05)
+    assert again.per_decode == pytest.approx(shipped.per_decode, rel=0.05)
+    assert again.per_kv_token == pytest.approx(shipped.per_kv_token, rel=0.03)
+    assert again.per_prefill_token == pytest.approx(shipped.per_prefill_token, rel=0.15)
+    assert again.per_prefill_context == pytest.approx(shipped.per_prefill_context, rel=0.06)
+
+
+# Files
+
+
+def test_a_profile_survives_its_file(tmp_path: Path) -> None:
+    save_profile(TRUTH, tmp_path / "truth.json")
+    assert load_profile(tmp_path / "truth.json") == TRUTH
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        ({"speed": 1}, "speed: Extra inputs"),
+        ({"kv_tokens": None}, "kv_tokens: Input should be"),
+        ({"kv_tokens": 1.5}, "kv_tokens: Input should be"),
+        ({"per_decode": "fast"}, "per_decode: Input should be"),
+        ({"per_decode": -1.0}, "no coefficient may be negative"),
+        ({"token_seconds": [1.0]}, "as many times as token counts"),
+        ({"token_seconds": [5.0, 4.0, 3.0, 2.0, 1.0]}, "cannot be faster"),
+        ({"token_counts": [1, 2, 2, 3, 4]}, "must rise"),
+        ({"per_kv_token": float("nan")}, "finite number"),
+        ({"token_counts": [], "token_seconds": []}, "as many times as token counts"),
+        ({"token_counts": [0], "token_seconds": [0.0], "per_prefill_token": 0.0}, "some time"),
+    ],
+)
+def test_bad_files_are_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(json.dumps(asdict(TRUTH) | change))
+    with pytest.raises(ProfileError, match=complaint) as caught:
+        load_profile(path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\x00"])
+def test_files_that_are_no_profile_are_refused(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "bad.json"
+    path.write_text(text)
+    with pytest.raises(ProfileError, match=r"bad\.json"):
+        load_profile(str(path))
+
+
+def test_unknown_names_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ProfileError, match="choose from paper-linear, a100-llama2-7b"):
+        load_profile("v100")
+    with pytest.raises(ProfileError, match="cannot be read"):
+        load_profile(tmp_path)
+
+
+# Whole steps
+
+
+def steps(num: int, seed: int, noise: float = 0.0) -> list[tuple[object, ...]]:
+    """Random steps of `TRUTH`."""
+    rng = np.random.default_rng(seed)
+    rows: list[tuple[object, ...]] = []
+    while len(rows) < num:
+        prefill = int(rng.integers(0, 200)) * int(rng.random() < 0.5)
+        decodes = int(rng.integers(0, 40)) * int(rng.random() < 0.8)
+        drafts = decodes * int(rng.integers(0, 4))
+        context = prefill * float(rng.integers(0, 4000))
+        work = StepWork(prefill, context, decodes, decodes * int(rng.integers(50, 900)), drafts)
+        if seconds := TRUTH.seconds(work):
+            rows.append((*work, seconds * (1 + noise * rng.standard_normal())))
+    return rows
+
+
+STEP_HEADER = (*StepWork._fields, "seconds")
+
+
+def fit_steps(path: Path, **options: int) -> Fit:
+    return fit_profile(path, name="live", kv_tokens=5000, **options)
+
+
+def test_steps_without_noise_give_the_truth_back(tmp_path: Path) -> None:
+    fitted = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, steps(3000, seed=0)))
+    (quality,) = fitted.quality
+    assert quality.num_measurements == 3000
+    assert quality.max_relative_error < 0.003
+    assert quality.r_squared > 0.9999
+    found = fitted.profile
+    for term in ("decode_fixed", "per_decode", "per_kv_token", "per_prefill_context"):
+        assert getattr(found, term) == pytest.approx(getattr(TRUTH, term), rel=0.05)
+    assert found.linear(8) == pytest.approx(TRUTH.linear(8), rel=0.01)
+    assert found.linear(9) == pytest.approx(TRUTH.linear(9), rel=0.01)
+    assert found.kv_tokens == 5000
+
+
+def test_noise_averages_out(tmp_path: Path) -> None:
+    fitted = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, steps(3000, 1, noise=0.05)))
+    assert 0.1 < fitted.quality[0].max_relative_error < 0.4
+    errors = [fitted.profile.seconds(StepWork(*row[:5])) / row[5] - 1 for row in steps(500, seed=2)]
+    assert np.sqrt(np.mean(np.square(errors))) < 0.02
+
+
+def test_points_that_interpolation_gives_back_are_dropped(tmp_path: Path) -> None:
+    rows = [(n, 0, 0, 0, 0, 0.01 + n * 1e-4) for n in range(1, 101)]
+    rows += [(n, 0, 0, 0, 0, 0.05 + n * 1e-4) for n in range(101, 201)]
+    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
+    assert found.token_counts == (1, 100, 101, 200)
+    assert found.linear(100) == pytest.approx(0.02)
+    assert found.linear(101) == pytest.approx(0.0601)
+    assert found.per_prefill_token == pytest.approx(0, abs=1e-8)
+
+
+def test_the_table_never_falls(tmp_path: Path) -> None:
+    rows = [(1, 0, 0, 0, 0, 0.02), (2, 0, 0, 0, 0, 0.01), (3, 0, 0, 0, 0, 0.03)]
+    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
+    # The least relative squares of 0.02 and 0.01 by one constant.
+    assert found.linear(1) == found.linear(2) == pytest.approx(150 / 12_500, rel=1e-4)
+    assert found.linear(3) == pytest.approx(0.03)
+
+
+def test_granularity_rounds_up(tmp_path: Path) -> None:
+    rows = [(n, 0, 0, 0, 0, 0.01 * -(-n // 8)) for n in range(1, 33)]
+    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows), granularity=8).profile
+    assert [found.linear(n) for n in (1, 8, 9, 32)] == pytest.approx([0.01, 0.01, 0.02, 0.04])
+
+
+def test_without_drafts_a_position_has_its_price_in_the_table(tmp_path: Path) -> None:
+    rng = np.random.default_rng(4)
+    rows = []
+    for _ in range(500):
+        prefill, decodes = (int(n) for n in rng.integers(0, 60, size=2))
+        if prefill + decodes:
+            rows.append((prefill, 0, decodes, 0, 0, 0.01 + 1e-4 * (prefill + decodes)))
+    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
+    assert found.seconds(StepWork(num_decodes=10, num_draft_tokens=50)) == pytest.approx(
+        0.016, rel=0.01
+    )
+
+
+def test_decodes_alone_are_ascribed_to_the_table(tmp_path: Path) -> None:
+    rows = [(0, 0, n, 100 * n, 0, 0.01 + 1e-4 * n + 1e-6 * 100 * n) for n in range(1, 50)]
+    rows += [(0, 0, n, 900 * n, 0, 0.01 + 1e-4 * n + 1e-6 * 900 * n) for n in range(1, 50)]
+    found = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
+    assert found.decode_fixed == pytest.approx(0, abs=1e-6)
+    assert found.per_decode == pytest.approx(0, abs=1e-7)
+    assert found.per_kv_token == pytest.approx(1e-6, rel=0.01)
+    assert found.linear(40) == pytest.approx(0.014, rel=0.01)
+
+
+def test_many_token_counts_are_thinned(tmp_path: Path) -> None:
+    rows = [(n, 0, 0, 0, 0, 0.01 + 1e-9 * n**2) for n in range(1, 2000)]
+    fitted = fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows))
+    assert len(fitted.profile.token_counts) < 100
+    assert fitted.quality[0].max_relative_error < 0.003
+
+
+# Operators
+
+
+def operators(path: Path, times: dict[int, float], missing: str = "") -> Path:
+    """A Vidur-like file in which every operator takes an equal share of a layer's time."""
+    names = [f"time_stats.{o}.median" for o in LINEAR_OPERATORS if o != missing]
+    rows = [(*[ms / len(LINEAR_OPERATORS)] * len(names), n, 2) for n, ms in times.items()]
+    return write_rows(path, (*names, "num_tokens", "num_tensor_parallel_workers"), rows)
+
+
+def test_operators_are_summed_over_layers(tmp_path: Path) -> None:
+    fitted = fit_profile(
+        operators(tmp_path / "mlp.csv", {1: 0.5, 64: 0.75, 128: 2.0}),
+        name="two",
+        kv_tokens=77,
+        attention=TRUTH,
+        num_layers=4,
+        tensor_parallel=2,
+    )
+    found = fitted.profile
+    assert (found.name, found.kv_tokens) == ("two", 77)
+    assert found.token_counts == (1, 64, 128)
+    assert found.token_seconds == pytest.approx((0.002, 0.003, 0.008))
+    assert found.per_prefill_context == TRUTH.per_prefill_context
+    assert "truth" in found.origin
+    assert fitted.quality[0].r_squared == pytest.approx(1)
+
+
+def test_bad_measurements_are_refused(tmp_path: Path) -> None:
+    def refused(complaint: str, path: Path, **options: object) -> None:
+        with pytest.raises(ProfileError, match=complaint) as caught:
+            fit_profile(path, **({"name": "x", "kv_tokens": 10} | options))
+        assert "\n" not in str(caught.value)
+
+    good = operators(tmp_path / "mlp.csv", {1: 0.5, 64: 0.75})
+    with_attention = {"attention": TRUTH, "num_layers": 2}
+    refused("cannot be read: No such file", tmp_path / "none.csv")
+    refused("need an attention file or profile, and the layers", good, num_layers=2)
+    refused("need an attention file or profile, and the layers", good, attention=TRUTH)
+    refused("choose from 2", good, **with_attention)
+    refused("KV tokens", good, kv_tokens=0)
+    without = operators(tmp_path / "without.csv", {1: 0.5}, missing="add")
+    refused("has neither the columns", without, **with_attention)
+    fast = operators(tmp_path / "fast.csv", {1: 0.0})
+    refused("no time", fast, tensor_parallel=2, **with_attention)
+    wrong = {"attention": good, "num_layers": 2, "tensor_parallel": 2}
+    refused("has no column kind", good, **wrong)
+    header = ("kind", "batch_size", "prefill_chunk_size", "kv_cache_size", "median_ms_per_layer")
+    odd = write_rows(tmp_path / "odd.csv", header, [("mixed", 1, 0, 1, 0.1)])
+    refused("line 2: kind 'mixed' is neither", good, **(wrong | {"attention": odd}))
+    half = write_rows(tmp_path / "half.csv", header, [("decode", 1, 0, 1, 0.1)])
+    refused("no measurements of kind prefill", good, **(wrong | {"attention": half}))
+
+
+@pytest.mark.parametrize(
+    ("row", "complaint"),
+    [
+        ((1, 0, 0, 0, 0, -1), "line 2: seconds '-1' is negative"),
+        ((1, 0, 0, 0, 0, 0), "line 2: seconds '0' belongs to a step without"),
+        ((0, 0, 0, 0, 0, 1), "line 2: num_prefill_tokens '0' belongs to a step without"),
+        ((1, 0, 1.5, 0, 0, 1), "line 2: num_decodes '1.5' is not a whole number"),
+        ((1, 0, 0, "inf", 0, 1), "line 2: num_kv_tokens 'inf' is not a finite number"),
+    ],
+)
+def test_bad_steps_are_refused(tmp_path: Path, row: tuple[object, ...], complaint: str) -> None:
+    path = write_rows(tmp_path / "s.csv", STEP_HEADER, [row])
+    with pytest.raises(ProfileError, match=complaint):
+        fit_steps(path)
+    with pytest.raises(ProfileError, match="give neither"):
+        fit_steps(path, num_layers=2)

@@ -1,0 +1,124 @@
+"""`penstock profile`."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.sim.profiles import LINEAR_OPERATORS, load_profile
+
+Cli = Callable[..., tuple[int, str, str]]
+STEPS = (
+    "num_prefill_tokens,prefill_context,num_decodes,num_kv_tokens,num_draft_tokens,seconds\n"
+    "8,32,0,0,0,0.01\n16,128,0,0,0,0.01\n0,0,4,400,0,0.012\n0,0,4,800,0,0.013\n"
+)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the program here; returns exit code, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["penstock", "profile", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def test_show_prints_a_profile(cli: Cli) -> None:
+    code, out, _ = cli("show", "a100-llama2-7b")
+    assert code == 0
+    assert "111,580 KV tokens" in out
+    assert "a100-llama2-7b" in out
+
+
+def test_show_as_json_is_a_profile_file(cli: Cli, tmp_path: Path) -> None:
+    code, out, _ = cli("show", "a100-llama2-7b", "--json")
+    assert code == 0
+    path = tmp_path / "copy.json"
+    path.write_text(out)
+    assert load_profile(path) == load_profile("a100-llama2-7b")
+
+
+def test_fit_writes_a_profile(cli: Cli, tmp_path: Path) -> None:
+    steps, out_file = tmp_path / "steps.csv", tmp_path / "mine.json"
+    steps.write_text(STEPS)
+    code, out, _ = cli("fit", steps, "--out", out_file, "--kv-tokens", 900, "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["profile"] == "mine"
+    assert report["fit"][0]["num_measurements"] == 4
+    assert report["fit"][0]["max_relative_error"] < 0.01
+    fitted = load_profile(out_file)
+    assert fitted.kv_tokens == 900
+    assert fitted.per_kv_token == pytest.approx(0.001 / 400, rel=0.01)
+    code, out, _ = cli("fit", steps, "--out", out_file, "--kv-tokens", 900)
+    assert code == 0
+    assert "mine.json" in out
+
+
+def test_operators_may_borrow_attention_terms(cli: Cli, tmp_path: Path) -> None:
+    header = ",".join(f"time_stats.{o}.median" for o in LINEAR_OPERATORS)
+    path = tmp_path / "mlp.csv"
+    path.write_text(
+        f"{header},num_tokens,num_tensor_parallel_workers\n" + ",".join(["0.1"] * 9) + ",1,1\n"
+    )
+    out_file = tmp_path / "o.json"
+    options = ("--out", out_file, "--kv-tokens", 9, "--layers", 10)
+    code, _, _ = cli("fit", path, *options, "--attention", "a100-llama2-7b")
+    assert code == 0
+    fitted = load_profile(out_file)
+    assert fitted.linear(1) == pytest.approx(0.009)
+    assert fitted.per_decode == load_profile("a100-llama2-7b").per_decode
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("show", "v100"), "unknown profile 'v100'"),
+        (("fit", "none.csv", "--out", "x.json", "--kv-tokens", "1"), "cannot be read"),
+        (("fit", "none.csv", "--out", "x.json", "--kv-tokens", "0"), "--kv-tokens"),
+        (("fit", "steps.csv", "--out", "no/such/x.json", "--kv-tokens", "1"), "No such file"),
+        (("show", "paper-linear", "--plot", "x.nothing"), "not supported"),
+    ],
+)
+def test_bad_input_is_one_line(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: tuple[str, ...],
+    complaint: str,
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    Path("steps.csv").write_text(STEPS)
+    code, out, err = cli(*arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("penstock: ")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+def test_show_draws_a_profile(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "p.png"
+    code, _, _ = cli("show", "a100-llama2-7b", "--plot", path)
+    assert code == 0
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_the_message_says_what_to_install(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    code, _, err = cli("show", "paper-linear", "--plot", tmp_path / "p.png")
+    assert code == 2
+    assert "penstock[plot]" in err
