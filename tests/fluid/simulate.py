@@ -76,11 +76,11 @@ def run(
     lines: Sequence[Line],
     arrivals: Sequence[tuple[float, int, int]],
     seconds: Callable[[int], float],
-) -> int:
+) -> tuple[int, int]:
     """Serve `arrivals` (time, line, decode_len) until they end; a batch takes seconds(KV tokens).
-    Returns the peak KV tokens of all prompts in memory."""
+    Returns the peak KV tokens of all prompts in memory, and of those in a batch."""
     coming = deque(sorted(arrivals))
-    now, peak = 0.0, 0
+    now, peak, peak_batch = 0.0, 0, 0
     while coming:
         batches = [line.take() if line.num_ready() else [] for line in lines]
         if not any(batches):
@@ -91,6 +91,7 @@ def run(
                 for line, batch in zip(lines, batches, strict=True)
                 for k, _ in batch
             )
+            peak_batch = max(peak_batch, running)
             peak = max(peak, running + sum(line.paused_kv() for line in lines))
             now += seconds(running)
         while coming and coming[0][0] <= now:
@@ -98,7 +99,7 @@ def run(
             lines[which].stages[0].append(Prompt(at, decode_len))
         for line, batch in zip(lines, batches, strict=True):
             line.finish(batch, now)
-    return peak
+    return peak, peak_batch
 
 
 def poisson(rng: np.random.Generator, rate: float, horizon: float) -> list[float]:

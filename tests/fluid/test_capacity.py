@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 
 from penstock.fluid.capacity import (
     capacity_bound,
@@ -13,7 +14,6 @@ from penstock.fluid.capacity import (
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
 from penstock.fluid.traffic import Speculation, TrafficType, scaled
-from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 
 MEMORY = 111_580
 

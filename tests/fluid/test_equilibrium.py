@@ -63,7 +63,8 @@ def test_the_linear_profile_has_the_papers_closed_form() -> None:
         for n, per_stage, kind in zip(found.in_system, found.per_stage, mix, strict=True):
             assert found.iteration_s * kind.rate == pytest.approx(n / (kind.decode_len + 1)), "4"
             assert per_stage == pytest.approx(n / (kind.decode_len + 1))
-        in_types = [n * (t.prompt_len + t.decode_len / 2) for n, t in zip(found.in_system, mix)]
+        held = [t.prompt_len + t.decode_len / 2 for t in mix]
+        in_types = [n * kv for n, kv in zip(found.in_system, held, strict=True)]
         assert sum(in_types) == pytest.approx(found.kv_tokens), "eq. 3: n_j* is the total"
         assert found.tokens_per_s == pytest.approx(sum(t.rate * (t.decode_len + 1) for t in mix))
 
@@ -100,14 +101,15 @@ def test_a_staircase_has_its_least_fixed_point() -> None:
 
 
 def test_beyond_its_table_a_profile_goes_on_straight() -> None:
-    """Prompts alone: a step of 512 tokens takes 33.4 ms, further ones 61 µs each and 5.8 + 1.2 of
-    attention."""
-    per_token = 15.6e-3 / 256 + 5.8e-6 + 4.8e-9 * 250
+    """Prompts alone: a step of 512 tokens takes 33.4 ms, further ones as much as the table's upper
+    half says, and 5.8 + 1.2 µs of attention."""
+    slope = 21.2e-3 / 384
+    per_token = slope + 5.8e-6 + 4.8e-9 * 250
     prompts = (TrafficType(1.0, 500, 0),)
     limit = 1 / (500 * per_token)
     found = equilibrium(STAIRS, scaled(prompts, 0.95 * limit))
     assert found.kv_tokens > 512
-    past = 33.4e-3 - 512 * 15.6e-3 / 256
+    past = 33.4e-3 - 512 * slope
     assert found.iteration_s == pytest.approx(past / 0.05, rel=1e-6)
     with pytest.raises(ValueError, match="unstable"):
         equilibrium(STAIRS, scaled(prompts, 1.001 * limit))

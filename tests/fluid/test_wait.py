@@ -5,6 +5,8 @@ import math
 
 import numpy as np
 import pytest
+from tests.fluid.simulate import Line, poisson, run
+from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.stages import iteration_seconds, stages_of
@@ -16,8 +18,6 @@ from penstock.fluid.wait import (
     wait_thresholds,
     wave_lengths,
 )
-from tests.fluid.simulate import Line, poisson, run
-from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 
 MEMORY = 111_580
 SMALL = (TrafficType(18.0, 10, 3), TrafficType(9.0, 10, 7))
@@ -52,8 +52,6 @@ def test_at_light_load_one_prompt_a_stage_is_enough() -> None:
 
 
 def test_where_none_fit_it_says_so() -> None:
-    with pytest.raises(ValueError, match="no thresholds fit.*112896"):
-        wait_thresholds(STAIRS, scaled(LOW, 84.0), 112_000)
     with pytest.raises(ValueError, match="107686 KV tokens, memory has 107685"):
         wait_thresholds(PAPER_LINEAR, scaled(HIGH, 0.01), 107_685)
     with pytest.raises(ValueError, match="unstable"):
@@ -77,7 +75,7 @@ def simulated(
         for j, t in enumerate(policy_of)
         for at in poisson(rng, t.rate, horizon)
     ]
-    return lines, run(lines, arrivals, lambda kv: 0.05 + 2e-4 * kv)
+    return lines, run(lines, arrivals, lambda kv: 0.05 + 2e-4 * kv)[0]
 
 
 def test_the_algorithm_keeps_every_bound() -> None:

@@ -32,9 +32,10 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.clock import VirtualClock
 from penstock.sim.driver import SimulationResult, simulate
-from penstock.sim.executor import GeometricAcceptance, LinearStepTimes, SimulatedExecutor
+from penstock.sim.executor import LinearStepTimes, SimulatedExecutor
 
 TIMES = LinearStepTimes(
     verify_fixed=0.01, verify_per_row=1e-4, draft_fixed=1e-3, draft_per_row=1e-5
@@ -69,7 +70,7 @@ class Log:
         self.entries.append(plan)
 
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        self.entries.append(result)
+        self.entries.append(result._replace(work=None, work_seconds=0.0))
 
     def on_output(self, output: Output) -> None:
         self.entries.append(output)
@@ -235,15 +236,15 @@ def test_geometric_acceptance() -> None:
         VerifyItem(f"r{i}", 1, 3, 0, 1, True, drafter="a", num_draft_tokens=4) for i in range(4000)
     ]
     model = GeometricAcceptance({"a": 0.7}, seed=1)
-    counts = [model.num_accepted(item) for item in items]
+    counts = [model.num_accepted(item, 0) for item in items]
     for length in range(1, 5):
         share = sum(c >= length for c in counts) / len(counts)
         assert share == pytest.approx(0.7**length, abs=0.03)
-    assert counts == [model.num_accepted(item) for item in items]
-    assert counts != [GeometricAcceptance({"a": 0.7}, 2).num_accepted(item) for item in items]
-    assert GeometricAcceptance({"a": 0.0}).num_accepted(items[0]) == 0
-    assert GeometricAcceptance({"a": 1.0}).num_accepted(items[0]) == 4
-    assert model.num_accepted(items[0]._replace(num_draft_tokens=0)) == 0
+    assert counts == [model.num_accepted(item, 0) for item in items]
+    assert counts != [GeometricAcceptance({"a": 0.7}, 2).num_accepted(item, 0) for item in items]
+    assert GeometricAcceptance({"a": 0.0}).num_accepted(items[0], 0) == 0
+    assert GeometricAcceptance({"a": 1.0}).num_accepted(items[0], 0) == 4
+    assert model.num_accepted(items[0]._replace(num_draft_tokens=0), 0) == 0
 
 
 # --- plan parity and determinism ------------------------------------------------------------------
@@ -303,7 +304,7 @@ class HandExecutor:
     def _verdict(self, item: VerifyItem) -> Verdict:
         if not item.samples:
             return Verdict(item.request_id, item.epoch, item.round)
-        accepted = ACCEPTANCE.num_accepted(item)
+        accepted = ACCEPTANCE.num_accepted(item, 0)
         proposed = item.num_draft_tokens
         known = item.start + item.num_scheduled_tokens
         return Verdict(

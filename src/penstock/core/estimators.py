@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from penstock.core.lengths import OutputLengths
 from penstock.core.types import TARGET, Request, StepResult, Verdict
+from penstock.fluid.step_profile import UNKNOWN, StepProfile, StepWork
 from penstock.fluid.step_times import StepTimeCurve
 
 
@@ -113,27 +115,58 @@ class StepTimes:
         return self.by_drafter.setdefault(drafter, StepTimeCurve())
 
 
+class StepModel:
+    """Seconds of a target step by what is in it: a profile, shifted by what was measured since.
+
+    Steps like the one before teach nothing new, so that it makes no difference whether a run of
+    equal steps is reported one by one or at once.
+    """
+
+    def __init__(self, profile: StepProfile, weight: float = 0.05) -> None:
+        self.profile = profile
+        self._weight = weight
+        self._last: tuple[int, int, int] = (0, 0, 0)
+        self.shift = 0.0
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Take in a measured step."""
+        composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
+        if composition == self._last:
+            return
+        self._last = composition
+        self.shift += self._weight * (seconds - self.profile.seconds(work) - self.shift)
+
+    def seconds(self, work: StepWork) -> float:
+        """Predicted seconds."""
+        return max(1e-6, self.profile.seconds(work) + self.shift)
+
+
 class Traffic:
-    """Lengths of the requests that have ended, recent ones counting most."""
+    """Prompts that arrive, recent ones counting most."""
 
-    def __init__(self, memory: float = 1000.0) -> None:
+    def __init__(self, memory: float = 500.0) -> None:
         self._keep = 1 - 1 / memory
-        self.weight = 0.0
-        self._prompt = 0.0
-        self._output = 0.0
-        self._kv_steps = 0.0
+        self._weight = 0.0
+        self._prompt_tokens = 0.0
 
-    def arrived(self, request: Request, now: float) -> None:
+    def arrived(self, request: Request) -> None:
         """A request has come."""
+        self._weight = self._keep * self._weight + 1
+        self._prompt_tokens = self._keep * self._prompt_tokens + request.prompt_len
 
-    def left(self, request: Request, num_output_tokens: int) -> None:
-        """A request has ended, or was cancelled, after so many tokens."""
+    @property
+    def mean_prompt_len(self) -> float:
+        """Tokens; 1 before the first request."""
+        return self._prompt_tokens / self._weight if self._weight else 1.0
 
 
 class Estimators:
-    """Everything that policies may consult."""
+    """Everything that policies may consult. `profile`: what is known of the target's step times
+    beforehand."""
 
-    def __init__(self) -> None:
+    def __init__(self, profile: StepProfile | None = None) -> None:
         self.acceptance = AcceptanceEstimator()
         self.step_times = StepTimes()
+        self.step_model = StepModel(profile or UNKNOWN)
         self.traffic = Traffic()
+        self.lengths = OutputLengths()

@@ -108,7 +108,7 @@ class Scheduler:
         """Take in something from outside."""
         match event:
             case Arrive(request):
-                return self._arrive(request, now)
+                return self._arrive(request)
             case Cancel(request_id):
                 return self._cancel(request_id)
             case DraftReady():
@@ -122,14 +122,14 @@ class Scheduler:
                 self._tenant(tenant).weight = weight
         return []
 
-    def _arrive(self, request: Request, now: float) -> list[Output]:
+    def _arrive(self, request: Request) -> list[Output]:
         error = self._refusal(request)
         if error is not None:
             return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
         kind = CountedState if self._can_count(request) else RequestState
         state = kind(request, self._num_requests, self._next_epoch())
         self._num_requests += 1
-        self.estimators.traffic.arrived(request, now)
+        self.estimators.traffic.arrived(request)
         if request.prompt_token_ids is not None and not state.block_hashes:
             hashes = hash_blocks(request.prompt_token_ids, self.pool.block_size, request.tenant)
             state.block_hashes = list(hashes)
@@ -430,6 +430,8 @@ class Scheduler:
         self.memory.plan_ended(plan.id)
         if self._drafters:
             self.estimators.step_times.observe(result)
+        if result.work is not None:
+            self.estimators.step_model.observe(result.work, result.work_seconds)
         for ready in result.drafts:
             self._draft_ready(ready)
         for order in plan.drafts:
@@ -485,6 +487,7 @@ class Scheduler:
             self.memory.commit(state)
         self._tenant(state.request.tenant).num_tokens_served += len(new_tokens)
         if reason is not None:
+            self.estimators.lengths.ended(state.num_output_tokens)
             self._forget(state)
         return Output(
             request_id=state.request.id,
@@ -509,6 +512,7 @@ class Scheduler:
             for state in cohort.advance(result.repeats):
                 self._solo[state.request.id] = state
                 if not state.num_remaining_tokens:
+                    self.estimators.lengths.ended(state.num_output_tokens)
                     outputs.append(self._finish(state, FinishReason.LENGTH))
         return outputs
 
@@ -569,7 +573,6 @@ class Scheduler:
             self.waiting.remove(state)
         state.status = Status.FINISHED
         self.memory.release(state)
-        self.estimators.traffic.left(state.request, state.num_output_tokens)
         self.estimators.acceptance.forget(state.request.id)
         if self._new_requests.pop(state.request.id, None) is None:
             self._forgotten.append(state.request.id)

@@ -199,6 +199,11 @@ class Step:
 
     # --- memory ---------------------------------------------------------------------------------
 
+    def num_free_when_grown(self, final_len: Callable[[RequestState], int]) -> int:
+        """Blocks that would be free if every running request held `final_len` tokens at once."""
+        blocks_for = self.pool.blocks_for
+        return self.pool.num_blocks - sum(blocks_for(final_len(s)) for s in self.running.values())
+
     def can_schedule(self, state: RequestState, num_tokens: int) -> bool:
         """Whether memory holds `num_tokens` more positions of a running request."""
         return self.pool.can_allocate(self._missing_blocks(state, num_tokens))

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple
 
+from penstock.fluid.step_profile import StepWork
+
 TARGET: Final = "target"
 """Name of the lane, and of the KV pool, of the target model."""
 
@@ -265,7 +267,8 @@ class DraftTime:
 
 
 class StepResult(NamedTuple):
-    """What a plan came to. `repeats`: how often its decode run was done."""
+    """What a plan came to. `repeats`: how often its decode run was done. `work`: what the target
+    computed in the first step, which took it `work_seconds`."""
 
     plan_id: int
     lane: str
@@ -278,6 +281,8 @@ class StepResult(NamedTuple):
     draft_times: tuple[DraftTime, ...] = ()
     num_rows: int = 0
     repeats: int = 1
+    work: StepWork | None = None
+    work_seconds: float = 0.0
 
 
 class Output(NamedTuple):

@@ -123,3 +123,5 @@ PAPER_LINEAR = StepProfile(
     per_prefill_token=4.10e-7,
     origin="eq. 1 of the WAIT paper with d0 and d1 fitted to Llama-2-7B decode batches on an A100",
 )
+
+UNKNOWN = StepProfile("unknown", 1, (0,), (0.0,), origin="before anything was measured")

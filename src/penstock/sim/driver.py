@@ -73,9 +73,10 @@ def simulate(
     requests: Iterable[Request],
     events: Iterable[tuple[float, Event]] = (),
     instruments: Sequence[Instrument] = (),
+    until: float = math.inf,
 ) -> SimulationResult:
     """Let `requests` arrive at their `arrival_time`, and `events` happen at theirs, until all is
-    done. Both must be in order of time.
+    done, or until a given time. Both must be in order of time.
 
     Raises: ValueError for a repeated request id; RuntimeError if the scheduler waits for nothing
     while requests are unfinished, and does not say why.
@@ -84,7 +85,7 @@ def simulate(
     loop = Loop(scheduler, executor, clock, (recorder, *instruments))
     timeline = _Timeline(requests, events)
     stalled = None
-    while True:
+    while clock.now() <= until:
         due = timeline.take(clock.now())
         for event in due:
             if isinstance(event, Arrive):

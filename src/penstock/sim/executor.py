@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 import heapq
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.ports import Clock
@@ -23,6 +22,7 @@ from penstock.core.types import (
 )
 from penstock.core.work import step_work
 from penstock.fluid.step_profile import StepProfile, StepWork
+from penstock.sim.acceptance import AcceptanceModel, GeometricAcceptance
 
 
 class StepTimeModel(Protocol):
@@ -69,33 +69,6 @@ class ProfiledStepTimes:
         return self._draft_seconds * max(1, *(o.max_draft_tokens for o in orders))
 
 
-class AcceptanceModel(Protocol):
-    def num_accepted(self, item: VerifyItem) -> int:
-        """How many of an item's draft tokens the target keeps."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class GeometricAcceptance:
-    """Every draft token is accepted with the same probability, by drafter, up to the first
-    rejection. One draw for each (seed, request, round): neither the order of events nor the batch
-    changes it."""
-
-    rates: Mapping[str, float] = field(default_factory=dict)
-    seed: int = 0
-
-    def num_accepted(self, item: VerifyItem) -> int:
-        if not item.num_draft_tokens or item.drafter is None:
-            return 0
-        rate = self.rates[item.drafter]
-        if rate <= 0 or rate >= 1:
-            return item.num_draft_tokens if rate >= 1 else 0
-        key = f"{self.seed}/{item.request_id}/{item.round}/{item.drafter}".encode()
-        draw = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "little")
-        run = math.log((draw + 1) / 2**64) / math.log(rate)
-        return min(item.num_draft_tokens, int(run))
-
-
 class SimulatedExecutor:
     """Each lane carries out one plan at a time. Completions are ordered by (time, sequence), which
     is a total order, so a run depends on nothing but its inputs.
@@ -109,13 +82,14 @@ class SimulatedExecutor:
         self,
         clock: Clock,
         times: StepTimeModel,
-        acceptance: AcceptanceModel = GeometricAcceptance(),
+        acceptance: AcceptanceModel | None = None,
     ) -> None:
         self.next_arrival = math.inf
         self.next_event = math.inf
         self._clock = clock
         self._times = times
-        self._acceptance = acceptance
+        self._acceptance = acceptance or GeometricAcceptance()
+        self._prompt_len: dict[str, int] = {}
         self._busy: set[str] = set()
         self._completions: list[tuple[float, int, StepResult]] = []
         self._num_submitted = 0
@@ -129,6 +103,10 @@ class SimulatedExecutor:
         return lane not in self._busy
 
     def submit(self, plan: StepPlan) -> None:
+        for request_id in plan.forgotten:
+            del self._prompt_len[request_id]
+        for request in plan.new_requests:
+            self._prompt_len[request.id] = request.prompt_len
         if plan.is_empty:
             return
         result = self._result(plan)
@@ -151,10 +129,10 @@ class SimulatedExecutor:
         work = step_work(plan)
         verify = self._times.verify(work) if plan.items or plan.decodes else 0.0
         finished_at = started_at + draft + verify
-        repeats = 1
+        repeats, verify_all = 1, verify
         if plan.decodes is not None and plan.decodes.max_repeats > 1:
             repeats, finished_at = self._repeat(plan.decodes, work, finished_at)
-            verify = finished_at - started_at
+            verify_all = finished_at - started_at
         return StepResult(
             plan.id,
             plan.lane,
@@ -165,10 +143,12 @@ class SimulatedExecutor:
                 DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
                 for o in plan.drafts
             ),
-            phases=PhaseTimes(draft, 0.0, verify),
+            phases=PhaseTimes(draft, 0.0, verify_all),
             draft_times=draft_times,
             num_rows=plan.num_rows,
             repeats=repeats,
+            work=work if plan.items or plan.decodes else None,
+            work_seconds=verify,
         )
 
     def _repeat(self, run: DecodeRun, work: StepWork, time: float) -> tuple[int, float]:
@@ -205,8 +185,9 @@ class SimulatedExecutor:
     def _verdict(self, item: VerifyItem) -> Verdict:
         if not item.samples:
             return Verdict(item.request_id, item.epoch, item.round)
-        accepted = self._acceptance.num_accepted(item)
         first = item.start + item.num_scheduled_tokens
+        position = first - self._prompt_len[item.request_id]
+        accepted = self._acceptance.num_accepted(item, position)
         return Verdict(
             item.request_id,
             item.epoch,

@@ -53,11 +53,11 @@ class GuaranteedNoEvict(AdmissionPolicy):
 
     def _admit(self, step: Step, budget: int) -> None:
         queue = step.waiting.queue()
-        left = step.pool.num_blocks - sum(_most_blocks(step, s) for s in step.running.values())
+        left = step.num_free_when_grown(_most_tokens)
         while queue and len(step.running) < self.options.max_batch_size:
             state = queue[0]
             tokens = step.num_missing_tokens(state)
-            left -= _most_blocks(step, state)
+            left -= step.pool.blocks_for(_most_tokens(state))
             fits = tokens <= budget or not step.num_tokens
             if left < 0 or not fits or not step.can_admit(state, tokens):
                 return
@@ -65,8 +65,8 @@ class GuaranteedNoEvict(AdmissionPolicy):
             budget -= tokens
 
 
-def _most_blocks(step: Step, state: RequestState) -> int:
-    return step.pool.blocks_for(state.request.prompt_len + state.request.max_tokens)
+def _most_tokens(state: RequestState) -> int:
+    return state.request.prompt_len + state.request.max_tokens
 
 
 POLICY = GuaranteedNoEvict

@@ -1,0 +1,200 @@
+"""The fluid capacity bound: more requests per second than this no scheduler can serve.
+
+A step is a point (prefill tokens, decodes, KV tokens of the decodes). A stationary schedule uses
+some of them so many times a second; it must do the prefills, decodes and KV reads of all requests
+in at most a second's time. The best such mixture is a linear program. It forgets what paused
+requests hold, the context under a prompt's later chunks, and that decodes age: an upper bound.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import linprog
+
+from penstock.fluid.equilibrium import token_steps_per_s
+from penstock.fluid.step_profile import StepProfile
+from penstock.fluid.traffic import NO_SPECULATION, LengthArray, Speculation, Traffic, decode_len
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class RequestWork:
+    """What one request costs on average, over all its steps.
+
+    prefill_tokens: prompt positions. prefill_context: Σ over them of the context they attend to,
+    in token pairs. decode_steps: steps after the prefill. kv_token_steps: Σ of the context over
+    them, drafts not counted. min_context: the least context of any decode step; max_context: the
+    most that any request holds, both in tokens.
+    """
+
+    prefill_tokens: float
+    prefill_context: float
+    decode_steps: float
+    kv_token_steps: float
+    min_context: float
+    max_context: float
+    speculation: Speculation = NO_SPECULATION
+
+
+def request_work(
+    prompt_len: Sequence[int] | LengthArray,
+    decode_len: Sequence[int] | LengthArray,
+    weights: Sequence[float] | FloatArray | None = None,
+    speculation: Speculation = NO_SPECULATION,
+) -> RequestWork:
+    """Averages over requests. prompt_len, decode_len: (N,) tokens (decode_len: the paper's l', or
+    output tokens − 1 for this scheduler); weights: (N,), equal if not given.
+
+    With speculation a request takes decode_len / tokens_per_step steps: no fewer are possible on
+    average, which an upper bound needs.
+    """
+    prompts = np.asarray(prompt_len, dtype=np.float64)
+    decodes = np.asarray(decode_len, dtype=np.float64)
+    if prompts.shape != decodes.shape or prompts.ndim != 1 or not len(prompts):
+        raise ValueError("prompt and decode lengths come in pairs, at least one of them")
+    if prompts.min() < 1 or decodes.min() < 0:
+        raise ValueError("prompts have at least 1 token and decode lengths are not negative")
+    share = np.ones(len(prompts)) if weights is None else np.asarray(weights, dtype=np.float64)
+    if share.shape != prompts.shape or share.min() < 0 or share.sum() <= 0:
+        raise ValueError("weights are as many as lengths, none negative, not all zero")
+    share = share / share.sum()
+    gain = speculation.tokens_per_step
+    steps = decodes / gain
+    # Σ_{k=1..K} (prompt + 1 + (k − 1) g); for g = 1, Σ (prompt + k).
+    contexts = steps * (prompts + 1) + gain * np.maximum(steps * (steps - 1), 0) / 2
+    some = decodes > 0
+    return RequestWork(
+        prefill_tokens=float(share @ prompts),
+        prefill_context=float(share @ (prompts**2 / 2)),
+        decode_steps=float(share @ steps),
+        kv_token_steps=float(share @ contexts),
+        min_context=float(prompts[some].min()) + 1 if some.any() else 2.0,
+        max_context=float((prompts + decodes).max()),
+        speculation=speculation,
+    )
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """One kind of step of the best mixture, and how often a second it runs. `num_kv_tokens` is
+    the most that its decodes hold."""
+
+    steps_per_s: float
+    num_prefill_tokens: float
+    num_decodes: float
+    num_kv_tokens: float
+
+
+@dataclass(frozen=True)
+class Capacity:
+    """`requests_per_s` is the bound; `mixture` are the steps that would reach it."""
+
+    requests_per_s: float
+    mixture: tuple[StepKind, ...]
+
+
+def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> Capacity:
+    """The largest stable load on `profile` with `kv_tokens` of KV memory, at most (see the module).
+
+    Raises ValueError where memory cannot hold the longest request.
+    """
+    rows = 1 + work.speculation.num_draft_tokens
+    if work.max_context + rows - 1 > kv_tokens:
+        raise ValueError(
+            f"KV memory of {kv_tokens} tokens cannot hold the longest request, "
+            f"{work.max_context + rows - 1:.0f} tokens"
+        )
+    columns = _columns(profile, work, kv_tokens)
+    prefills, decodes, held, seconds = columns.T
+    share = _proportional_seconds(profile, work)
+    # Rows: time, prefill tokens, decodes, KV tokens; the last variable is requests/s.
+    constraints = np.vstack([seconds, -prefills, -decodes, -held])
+    demand = [share, work.prefill_tokens, work.decode_steps, work.kv_token_steps]
+    matrix = np.column_stack([constraints, demand])
+    objective = np.zeros(len(columns) + 1)
+    objective[-1] = -1.0
+    found = linprog(objective, A_ub=matrix, b_ub=[1.0, 0.0, 0.0, 0.0], method="highs")
+    if found.x is None:
+        raise ValueError(f"no schedule serves these lengths within {kv_tokens} KV tokens")
+    rates = found.x[:-1]
+    used = np.flatnonzero(rates > 1e-12)
+    mixture = tuple(StepKind(float(rates[i]), *map(float, columns[i, :3])) for i in used)
+    return Capacity(requests_per_s=float(found.x[-1]), mixture=mixture)
+
+
+def paper_linear_capacity(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> float:
+    """The closed form for a profile d0 + d1 × tokens: the factor by which `traffic` can grow until
+    Σ λ_j (l'_j + 1)(l_j + l'_j/2) = C / (d0 + d1 C), where M* of eq. 5 fills the memory."""
+    d0, d1 = profile.token_seconds[0], profile.per_kv_token
+    return kv_tokens / (d0 + d1 * kv_tokens) / token_steps_per_s(traffic)
+
+
+def traffic_work(traffic: Traffic, speculation: Speculation = NO_SPECULATION) -> RequestWork:
+    """`request_work` of a mix of types."""
+    return request_work(
+        [t.prompt_len for t in traffic],
+        [t.decode_len for t in traffic],
+        [t.rate for t in traffic],
+        speculation,
+    )
+
+
+def output_work(
+    prompt_len: LengthArray, output_len: LengthArray, speculation: Speculation = NO_SPECULATION
+) -> RequestWork:
+    """`request_work` of recorded requests as this scheduler serves them, the first output token
+    in the prefill step. prompt_len, output_len: (N,) tokens."""
+    decodes = np.array([decode_len(int(n)) for n in output_len])
+    return request_work(prompt_len, decodes, speculation=speculation)
+
+
+def _proportional_seconds(profile: StepProfile, work: RequestWork) -> float:
+    """Seconds a request that do not depend on how its work is spread over steps."""
+    return (
+        profile.per_prefill_token * work.prefill_tokens
+        + profile.per_prefill_context * work.prefill_context
+        + profile.per_decode * work.decode_steps
+        + profile.per_kv_token * work.kv_token_steps
+    )
+
+
+def _columns(profile: StepProfile, work: RequestWork, kv_tokens: int) -> FloatArray:
+    """Every step that can be a vertex: (prefill tokens, decodes, KV tokens, seconds), (N, 4).
+
+    For a fixed number of positions the steps within memory are a polygon over (decodes, KV), and
+    KV only helps, so its upper corners are enough.
+    """
+    extra = work.speculation.num_draft_tokens
+    columns = []
+    for positions in _position_counts(profile, work, kv_tokens):
+        spare = kv_tokens - positions
+        most = min(positions / (1 + extra), spare / (work.min_context - 1))
+        corner = spare / max(work.max_context - 1, 1.0)
+        for decodes in {0.0, most, min(corner, most)}:
+            # A decode and its drafts hold context + extra tokens; its own position is in context.
+            held = min(decodes * work.max_context, spare + decodes)
+            prefills = positions - decodes * (1 + extra)
+            seconds = profile.linear(math.ceil(positions))
+            if decodes:
+                seconds += profile.decode_fixed
+            columns.append((prefills, decodes, held, seconds))
+    return np.array(columns)
+
+
+def _position_counts(profile: StepProfile, work: RequestWork, kv_tokens: int) -> list[float]:
+    """Positions a step where its time, or what fits beside it, bends."""
+    rows = 1 + work.speculation.num_draft_tokens
+    bends = [float(count) for count in profile.token_counts]
+    # Where a step of decodes alone, all of the least or the largest context, fills the memory.
+    for context in (work.min_context, work.max_context):
+        bends.append(kv_tokens * rows / (context - 1 + rows))
+    bends.append(float(kv_tokens))
+    granule = profile.granularity
+    rounded = {b // granule * granule for b in bends} | {-(-b // granule) * granule for b in bends}
+    return sorted(b for b in rounded | set(bends) if 0 < b <= kv_tokens)

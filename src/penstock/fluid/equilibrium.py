@@ -1,0 +1,88 @@
+"""The fluid equilibrium (WAIT, eqs. 3–6), for any step-time profile."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from penstock.fluid.stages import attention_seconds, held_tokens, num_positions, stages_of
+from penstock.fluid.step_profile import StepProfile
+from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic, offered_throughput
+
+
+@dataclass(frozen=True)
+class Equilibrium:
+    """The steady state of the fluid.
+
+    iteration_s: seconds of an iteration, d0 + d1 M* for the paper's profile.
+    in_system:   n_j* of eq. 4: prompts of each type over ALL stages together.
+    per_stage:   n_j* / (l'_j + 1), the quantity that thresholds are compared with.
+    kv_tokens:   M* of eq. 5.
+    tokens_per_s: Throughput* of eq. 6.
+    """
+
+    iteration_s: float
+    in_system: tuple[float, ...]
+    per_stage: tuple[float, ...]
+    kv_tokens: float
+    tokens_per_s: float
+
+
+def equilibrium(
+    profile: StepProfile, traffic: Traffic, speculation: Speculation = NO_SPECULATION
+) -> Equilibrium:
+    """The equilibrium with the shortest iteration. Raises ValueError if there is none: the load
+    is then beyond what the profile can serve with any memory."""
+    ranges = [stages_of(t, speculation) for t in traffic]
+    rated = [(t.rate, r.work()) for t, r in zip(traffic, ranges, strict=True)]
+    seconds = least_iteration_seconds(
+        profile,
+        token_rate=sum(rate * num_positions(work) for rate, work in rated),
+        attention=sum(rate * attention_seconds(profile, work) for rate, work in rated),
+        decodes=any(work.num_decodes for _, work in rated),
+    )
+    per_stage = tuple(t.rate * seconds for t in traffic)
+    return Equilibrium(
+        iteration_s=seconds,
+        in_system=tuple(n * r.num_stages for n, r in zip(per_stage, ranges, strict=True)),
+        per_stage=per_stage,
+        kv_tokens=seconds * sum(rate * held_tokens(work) for rate, work in rated),
+        tokens_per_s=offered_throughput(traffic),
+    )
+
+
+def least_iteration_seconds(
+    profile: StepProfile, token_rate: float, attention: float, decodes: bool
+) -> float:
+    """The least τ with τ = linear(token_rate · τ) + fixed + attention · τ.
+
+    token_rate: positions that arrive per second; attention: seconds of attention per second.
+    The linear part is constant on every granule, so each granule has one candidate, and the first
+    whose positions fit into its granule is the answer. No iteration, and none that could jump over
+    a solution: a staircase may have several.
+    """
+    if attention >= 1:
+        raise ValueError(f"unstable: attention alone takes {attention:.3g} s for each second")
+    fixed = profile.decode_fixed if decodes else 0.0
+    step = profile.granularity
+    end = step * max(1, math.ceil(profile.token_counts[-1] / step))
+    for tokens in range(step, end + 1, step):
+        seconds = (profile.linear(tokens) + fixed) / (1 - attention)
+        if token_rate * seconds <= tokens:
+            return seconds
+    # Beyond the table it is one straight line.
+    far = 1000 * step
+    at_end = profile.linear(end)
+    slope = (profile.linear(end + far) - at_end) / far
+    spare = 1 - attention - slope * token_rate
+    if spare <= 0:
+        raise ValueError(
+            f"unstable: a second's arrivals take at least {1 - spare:.3g} s of step time; "
+            "lower the rates"
+        )
+    return (at_end - slope * end + fixed) / spare
+
+
+def token_steps_per_s(traffic: Traffic) -> float:
+    """Σ λ_j (l'_j + 1)(l_j + l'_j/2) of eq. 5: KV tokens × iterations that arrive per second."""
+    return sum(t.rate * (t.decode_len + 1) * (t.prompt_len + t.decode_len / 2) for t in traffic)

@@ -1,0 +1,336 @@
+"""Thresholds for unknown output lengths (Nested WAIT: section 5, B.2, appendix D)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from penstock.fluid.queues import mean_excess, queue_limit
+from penstock.fluid.stages import StageRange, iteration_seconds, peak_kv_tokens
+from penstock.fluid.step_profile import StepProfile
+from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic
+from penstock.fluid.wait import wave_lengths
+
+_MARGIN_SCALES = (0.0, 0.3, 1.0)
+"""Shares of `_margins` that are tried."""
+
+Arrivals = Callable[[float], float]
+"""The most requests that are expected to arrive within so many seconds: λ × s, or Λ^π of B.1."""
+
+
+@dataclass(frozen=True)
+class Segments:
+    """Traffic as Nested WAIT sees it: all requests alike until they go on.
+
+    prompt_lens: prompt tokens of the requests that enter each segment, (L,). The paper has one
+                 length for all. Where lengths differ the memory bound holds for the mean that is
+                 given here; give the longest to have it for certain.
+    ends:        last step of each segment, (L,), rising; segment 1 has the prefill, step 0, too.
+    survival:    probability that a request of segment i goes on into segment i + 1, (L − 1,).
+    arrivals:    of all requests.
+    wave:        steps of a stage (see `stages`). All ends but the last are ends of stages.
+    """
+
+    prompt_lens: tuple[int, ...]
+    ends: tuple[int, ...]
+    survival: tuple[float, ...]
+    arrivals: Arrivals
+    wave: int = 1
+    speculation: Speculation = NO_SPECULATION
+
+    def __post_init__(self) -> None:
+        count = len(self.ends)
+        if not count or len(self.survival) != count - 1 or len(self.prompt_lens) != count:
+            raise ValueError("each segment has an end and a prompt, every two have a survival")
+        if self.ends[0] < 0 or any(b <= a for a, b in itertools.pairwise(self.ends)):
+            raise ValueError(f"segments end at rising stages, not {list(self.ends)}")
+        if self.wave < 1 or any((end + 1) % self.wave for end in self.ends[:-1]):
+            raise ValueError(f"segments end where a stage of {self.wave} steps does")
+        if any(not 0 < p <= 1 for p in self.survival):
+            raise ValueError("a share of requests that go on lies in (0, 1]")
+
+    def ranges(self) -> list[StageRange]:
+        """The stages of each segment."""
+        firsts = [0, *(end + 1 for end in self.ends[:-1])]
+        return [
+            StageRange(prompt, first, last, self.speculation, self.wave)
+            for prompt, first, last in zip(self.prompt_lens, firsts, self.ends, strict=True)
+        ]
+
+    def queue_kv_tokens(self, segment: int) -> int:
+        """KV tokens of a prompt that waits before a segment (0-based): l + l'_{i−1}. Before
+        segment 0 prompts wait without any."""
+        if segment == 0:
+            return 0
+        gain = self.speculation.tokens_per_step
+        return self.prompt_lens[segment] + math.ceil(self.ends[segment - 1] * gain)
+
+
+def constant_arrivals(rate: float) -> Arrivals:
+    """Poisson arrivals at `rate` requests/s."""
+    return lambda seconds: rate * seconds
+
+
+def segments_of(
+    traffic: Traffic,
+    num_segments: int,
+    wave: int = 1,
+    speculation: Speculation = NO_SPECULATION,
+) -> Segments:
+    """B.2: the types, ordered by decode steps, in `num_segments` groups of equally many. Types
+    that end in the same stage count as one; prompts are the means of those that enter a segment."""
+    last_step = max(speculation.num_steps(t.decode_len) for t in traffic)
+    steps = {t: _stage_end(speculation.num_steps(t.decode_len), wave, last_step) for t in traffic}
+    lengths = sorted(set(steps.values()))
+    if not 1 <= num_segments <= len(lengths):
+        raise ValueError(f"{len(lengths)} lengths make 1 to {len(lengths)} segments")
+    ends = [lengths[round(i * len(lengths) / num_segments) - 1] for i in range(1, num_segments + 1)]
+    entering = [[t for t in traffic if steps[t] > end] for end in [-1, *ends[:-1]]]
+    rates = [sum(t.rate for t in kinds) for kinds in entering]
+    return Segments(
+        prompt_lens=tuple(
+            math.ceil(sum(t.rate * t.prompt_len for t in kinds) / rate - 1e-9)
+            for kinds, rate in zip(entering, rates, strict=True)
+        ),
+        ends=tuple(ends),
+        survival=tuple(b / a for a, b in itertools.pairwise(rates)),
+        arrivals=constant_arrivals(rates[0]),
+        wave=wave,
+        speculation=speculation,
+    )
+
+
+@dataclass(frozen=True)
+class NestedThresholds:
+    """A policy π = [n_1, …, n_L] and its memory bound, term by term (theorem 5.1, eq. 12).
+
+    thresholds:  prompts at each stage of each segment.
+    iteration_s: ΔT with every segment in the batch.
+    batch_kv_tokens: M^π, summed over the stages.
+    queue_kv_tokens: Σ_{i≥2} n_i (l + l'_{i−1}).
+    tail_kv_tokens:  Σ_{i≥2} ln((L − 1) S / δ) / θ_i × (l + l'_{i−1}).
+    delta, iterations: δ, the probability that memory is exceeded within S iterations, at most.
+    """
+
+    segments: Segments
+    thresholds: tuple[int, ...]
+    iteration_s: float
+    batch_kv_tokens: float
+    queue_kv_tokens: float
+    tail_kv_tokens: float
+    delta: float
+    iterations: int
+
+    @property
+    def kv_bound_tokens(self) -> float:
+        return self.batch_kv_tokens + self.queue_kv_tokens + self.tail_kv_tokens
+
+    def queue_bounds(self) -> tuple[float, ...]:
+        """Bound on the expected queue before each segment, in prompts (appendix D): Kingman's term
+        over 2 n_1 for the first, over n_k for the others."""
+        arrivals = self.segments.arrivals(self.iteration_s)
+        first = 2 * self.thresholds[0] + mean_excess(arrivals, self.thresholds[0] - arrivals)
+        later = (
+            here + mean_excess(before * p * (1 - p), here - before * p)
+            for before, here, p in self._transitions()
+        )
+        return (first, *later)
+
+    def queue_limits(self) -> tuple[float, ...]:
+        """c_k of appendix D for segments 2 to L: no queue passes its own within S iterations, with
+        probability 1 − δ for all of them together."""
+        odds = log_odds(len(self.thresholds), self.iterations, self.delta)
+        return tuple(queue_limit(before, here, p, odds) for before, here, p in self._transitions())
+
+    def ttft_bound_s(self, rate: float) -> float:
+        """Bound on the mean time to first token at `rate` requests/s."""
+        return self.queue_bounds()[0] / rate + self.iteration_s
+
+    def latency_bound_s(self, rate: float) -> float:
+        """Bound on the mean latency of all requests, by Little's law on queues and stages."""
+        ranges = self.segments.ranges()
+        staged = sum(n * r.num_stages for n, r in zip(self.thresholds, ranges, strict=True))
+        return (sum(self.queue_bounds()) + staged) / rate
+
+    def _transitions(self) -> list[tuple[int, int, float]]:
+        pairs = itertools.pairwise(self.thresholds)
+        return [(a, b, p) for (a, b), p in zip(pairs, self.segments.survival, strict=True)]
+
+
+def nested_policy(
+    profile: StepProfile,
+    segments: Segments,
+    thresholds: Sequence[int],
+    delta: float,
+    iterations: int,
+) -> NestedThresholds:
+    """The bounds of given thresholds. Raises ValueError where they break eq. 11 (eq. 10 with
+    arrivals and survival at their worst over time), so that a queue would grow for ever."""
+    if len(thresholds) != len(segments.ends) or min(thresholds) < 1:
+        raise ValueError(f"{len(segments.ends)} segments need as many thresholds of 1 or more")
+    ranges = segments.ranges()
+    seconds = iteration_seconds(profile, ranges, thresholds)
+    arrivals = segments.arrivals(seconds)
+    if arrivals >= thresholds[0]:
+        raise ValueError(
+            f"the first threshold is too low: an iteration takes {seconds:.4g} s, {arrivals:.4g} "
+            f"requests arrive meanwhile, and only {thresholds[0]} are taken"
+        )
+    odds = log_odds(len(thresholds), iterations, delta)
+    queued = [segments.queue_kv_tokens(i) for i in range(1, len(thresholds))]
+    limits = [
+        queue_limit(before, here, p, odds)
+        for (before, here), p in zip(itertools.pairwise(thresholds), segments.survival, strict=True)
+    ]
+    in_queues = sum(n * kv for n, kv in zip(thresholds[1:], queued, strict=True))
+    return NestedThresholds(
+        segments=segments,
+        thresholds=tuple(thresholds),
+        iteration_s=seconds,
+        batch_kv_tokens=peak_kv_tokens(ranges, thresholds),
+        queue_kv_tokens=in_queues,
+        tail_kv_tokens=sum(c * kv for c, kv in zip(limits, queued, strict=True)) - in_queues,
+        delta=delta,
+        iterations=iterations,
+    )
+
+
+def nested_thresholds(
+    profile: StepProfile, segments: Segments, kv_tokens: int, delta: float, iterations: int
+) -> NestedThresholds:
+    """Thresholds that keep up with as little memory as can be: the smallest first one, and after
+    it a few choices between the smallest and those with a short tail, of which the best is taken.
+    Raises ValueError where the bound of all of them exceeds `kv_tokens`.
+    """
+    margins = _margins(segments, log_odds(len(segments.ends), iterations, delta))
+    found, refusal = [], None
+    for scale in _MARGIN_SCALES:
+        try:
+            thresholds = _that_keep_up(profile, segments, [scale * m for m in margins], kv_tokens)
+        except ValueError as error:
+            refusal = refusal or error
+            continue
+        found.append(nested_policy(profile, segments, thresholds, delta, iterations))
+    if not found:
+        raise refusal or ValueError("no thresholds fit")
+    best = min(found, key=lambda policy: policy.kv_bound_tokens)
+    if best.kv_bound_tokens > kv_tokens:
+        raise _too_large(best.kv_bound_tokens, kv_tokens)
+    return best
+
+
+def _that_keep_up(
+    profile: StepProfile, segments: Segments, margins: Sequence[float], kv_tokens: int
+) -> list[int]:
+    """As n_1 rises so do all others and the iteration; repeating n_1 ← ⌊arrivals(ΔT)⌋ + 1 from 1
+    ends at the smallest solution."""
+    ranges = segments.ranges()
+    first = 1
+    while True:
+        thresholds = _following(first, segments.survival, margins)
+        if (least := peak_kv_tokens(ranges, thresholds)) > kv_tokens:
+            raise _too_large(least, kv_tokens)
+        seconds = iteration_seconds(profile, ranges, thresholds)
+        needed = math.floor(segments.arrivals(seconds)) + 1
+        if needed <= first:
+            return thresholds
+        first = needed
+
+
+def best_nested_thresholds(
+    profile: StepProfile,
+    traffic: Traffic,
+    kv_tokens: int,
+    delta: float,
+    horizon_s: float,
+    headroom: float = 0.0,
+    speculation: Speculation = NO_SPECULATION,
+) -> NestedThresholds:
+    """Thresholds with the number of segments, and the wave, whose memory bound is the smallest (it
+    is U-shaped in the number: few segments keep places for finished prompts, many need queues).
+
+    The bound holds for `horizon_s` seconds with probability 1 − `delta`. `headroom` plans for rates
+    that much higher. Raises ValueError where no number of segments fits into `kv_tokens`.
+    """
+    if not traffic:
+        raise ValueError("thresholds need at least one type of request")
+    if headroom < 0 or horizon_s <= 0:
+        raise ValueError("headroom is a share of 0 or more, a horizon some seconds")
+    shortest = profile.seconds(StageRange(min(t.prompt_len for t in traffic), 0, 0).work())
+    if not shortest:
+        raise ValueError(f"profile {profile.name!r} has no times: nothing can be planned with it")
+    iterations = math.ceil(horizon_s / shortest)
+    arrivals = constant_arrivals(sum(t.rate for t in traffic) * (1 + headroom))
+    found, refusal = [], None
+    for segments in _all_segments(traffic, speculation):
+        planned = replace(segments, arrivals=arrivals)
+        try:
+            found.append(nested_thresholds(profile, planned, kv_tokens, delta, iterations))
+        except ValueError as error:
+            refusal = error
+    if not found:
+        raise refusal or ValueError("no thresholds fit")
+    return min(found, key=lambda policy: policy.kv_bound_tokens)
+
+
+def _all_segments(traffic: Traffic, speculation: Speculation) -> Iterator[Segments]:
+    """Every number of segments with every wave (a power of 2)."""
+    last_step = max(speculation.num_steps(t.decode_len) for t in traffic)
+    for wave in wave_lengths(last_step + 1):
+        steps = {speculation.num_steps(t.decode_len) for t in traffic}
+        ends = {_stage_end(n, wave, last_step) for n in steps}
+        for count in range(1, len(ends) + 1):
+            yield segments_of(traffic, count, wave, speculation)
+
+
+def _stage_end(step: int, wave: int, last_step: int) -> int:
+    """The last step of the stage that `step` is in."""
+    return min(step // wave * wave + wave - 1, last_step)
+
+
+def log_odds(num_segments: int, iterations: int, delta: float) -> float:
+    """ln((L − 1) S / δ): the union over the L − 1 queues that hold KV and all S iterations. (The
+    paper writes m ζ S, (m − 1)(S + 1) and (L − 1)(T + 1) in other places.)"""
+    if not 0 < delta < 1 or iterations < 1:
+        raise ValueError(f"δ lies in (0, 1) and S is 1 or more, not {delta} and {iterations}")
+    return math.log(max(num_segments - 1, 1) * iterations / delta)
+
+
+def _margins(segments: Segments, odds: float) -> list[float]:
+    """n_k − n_{k−1} p_k over √n_{k−1} that costs the least memory, for segments 2 to L.
+
+    One more prompt at a threshold holds `held` tokens in its stages and queue, and so do those it
+    makes room for behind it; the tail costs odds / θ × queued with θ ≈ 2 D / (n p (1 − p)) (F.5).
+    The minimum of held × D + queued × odds × n p (1 − p) / (2 D) lies at the root below. Near
+    capacity less is better: a longer iteration then raises n_1 too.
+    """
+    ranges = segments.ranges()
+    margins: list[float] = []
+    behind = 0.0
+    for i in range(len(ranges) - 1, 0, -1):
+        p, queued = segments.survival[i - 1], segments.queue_kv_tokens(i)
+        after = segments.survival[i] if i < len(segments.survival) else 0.0
+        behind = ranges[i].kv_tokens() + queued + after * behind
+        margins.append(math.sqrt(queued * odds * p * (1 - p) / (2 * behind)))
+    return margins[::-1]
+
+
+def _following(first: int, survival: Sequence[float], margins: Sequence[float]) -> list[int]:
+    """All thresholds from the first: at least the smallest whole number above n_{k−1} p_k, and at
+    most n_{k−1}, where a queue has no tail any more."""
+    thresholds = [first]
+    for p, margin in zip(survival, margins, strict=True):
+        mean = thresholds[-1] * p
+        wished = math.ceil(mean + margin * math.sqrt(thresholds[-1]))
+        ceiling = thresholds[-1] if p < 1 else thresholds[-1] + 1
+        thresholds.append(max(min(wished, ceiling), math.floor(mean) + 1))
+    return thresholds
+
+
+def _too_large(needed: float, kv_tokens: int) -> ValueError:
+    return ValueError(
+        f"no thresholds fit: they need at least {needed:.0f} KV tokens, memory has {kv_tokens}; "
+        "lower the rates or allow another number of segments"
+    )

@@ -1,0 +1,111 @@
+"""What one prompt at every stage costs: the building block of all thresholds.
+
+A request takes steps 0 (its prefill), 1, 2, …; at decode step k ≥ 1 it holds prompt + k tokens
+(with speculation: prompt + 1 + (k − 1) × tokens_per_step, plus its draft rows). In the paper a
+stage is one step. Whole thresholds are then coarse: one prompt at each of 500 stages fills an
+A100. A *wave* of r makes a stage of r steps: the algorithm decides every r steps, n prompts start
+together, and n / r a step is any fraction. An iteration is then r steps, at phases 0 to r − 1, and
+everything that is said of stages and iterations holds as before.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from penstock.fluid.step_profile import StepProfile, StepWork
+from penstock.fluid.traffic import NO_SPECULATION, Speculation, TrafficType
+
+
+@dataclass(frozen=True)
+class StageRange:
+    """The stages of steps `first` to `last` (both included), with as many prompts at each; a stage
+    is `wave` steps, the first begins at `first`, the last may be cut short."""
+
+    prompt_len: int
+    first: int
+    last: int
+    speculation: Speculation = NO_SPECULATION
+    wave: int = 1
+
+    @property
+    def num_stages(self) -> int:
+        return -(-(self.last - self.first + 1) // self.wave)
+
+    def work(self, count: int = 1, phase: int = 0) -> StepWork:
+        """The step at `phase` with `count` prompts at each stage; prompts are prefilled whole."""
+        unit = self._units[phase]
+        return StepWork(
+            num_prefill_tokens=count * unit.num_prefill_tokens,
+            prefill_context=count * unit.prefill_context,
+            num_decodes=count * unit.num_decodes,
+            num_kv_tokens=count * unit.num_kv_tokens,
+            num_draft_tokens=count * unit.num_draft_tokens,
+        )
+
+    def kv_tokens(self) -> int:
+        """KV tokens of one prompt at each of these stages, at the fullest phase."""
+        return max(map(held_tokens, self._units))
+
+    @cached_property
+    def _units(self) -> tuple[StepWork, ...]:
+        return tuple(self._unit(phase) for phase in range(self.wave))
+
+    def _unit(self, phase: int) -> StepWork:
+        step = self.first + phase
+        prefill = self.prompt_len if step == 0 else 0
+        start = step if step > 0 else self.wave
+        decodes = max((self.last - start) // self.wave + 1, 0)
+        # Decode steps start, start + wave, …: their contexts are an arithmetic series.
+        mean_step = start + (decodes - 1) * self.wave / 2
+        context = self.prompt_len + 1 + (mean_step - 1) * self.speculation.tokens_per_step
+        return StepWork(
+            num_prefill_tokens=prefill,
+            prefill_context=prefill**2 / 2,
+            num_decodes=decodes,
+            num_kv_tokens=math.ceil(decodes * context - 1e-6),
+            num_draft_tokens=decodes * self.speculation.num_draft_tokens,
+        )
+
+
+def held_tokens(work: StepWork) -> int:
+    """KV tokens that the requests of a step hold."""
+    return work.num_prefill_tokens + work.num_kv_tokens + work.num_draft_tokens
+
+
+def num_positions(work: StepWork) -> int:
+    return work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
+
+
+def stages_of(
+    kind: TrafficType, speculation: Speculation = NO_SPECULATION, wave: int = 1
+) -> StageRange:
+    """All stages of a type, prefill included: l'_j + 1 of them in the paper."""
+    return StageRange(kind.prompt_len, 0, speculation.num_steps(kind.decode_len), speculation, wave)
+
+
+def total_work(ranges: Sequence[StageRange], counts: Sequence[int], phase: int = 0) -> StepWork:
+    """The step at `phase` with counts[i] prompts at every stage of ranges[i]."""
+    works = [r.work(n, phase) for n, r in zip(counts, ranges, strict=True)]
+    return StepWork(*(sum(parts) for parts in zip(*works, strict=True)))
+
+
+def peak_kv_tokens(ranges: Sequence[StageRange], counts: Sequence[int]) -> int:
+    """M^π, KV tokens: the sum over all stages. Each range counts at its own fullest phase: one may
+    stand still at the end of a wave while another runs."""
+    return sum(n * r.kv_tokens() for n, r in zip(counts, ranges, strict=True))
+
+
+def iteration_seconds(
+    profile: StepProfile, ranges: Sequence[StageRange], counts: Sequence[int]
+) -> float:
+    """ΔT(n_1, …), the left side of eq. 7, for any profile: all phases of an iteration."""
+    return sum(profile.seconds(total_work(ranges, counts, q)) for q in range(ranges[0].wave))
+
+
+def attention_seconds(profile: StepProfile, work: StepWork) -> float:
+    """The part of a step's time that is proportional to how often everything in it is there."""
+    fixed = profile.decode_fixed if work.num_decodes else 0.0
+    return profile.seconds(work) - profile.linear(num_positions(work)) - fixed

@@ -1,0 +1,177 @@
+"""Thresholds for known output lengths (WAIT, section 4 and appendix C)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from operator import mul
+
+from penstock.fluid.equilibrium import equilibrium
+from penstock.fluid.queues import mean_excess
+from penstock.fluid.stages import iteration_seconds, peak_kv_tokens, stages_of
+from penstock.fluid.step_profile import StepProfile
+from penstock.fluid.traffic import (
+    NO_SPECULATION,
+    Speculation,
+    Traffic,
+    offered_throughput,
+    scaled,
+)
+
+
+@dataclass(frozen=True)
+class WaitThresholds:
+    """A policy π = [n_1, …, n_m] and what follows from it.
+
+    thresholds:  prompts of each type at EACH stage, n_j of eq. 7 and Algorithm 1; whole numbers
+                 from `wait_thresholds`, fractions from `fractional_wait_thresholds`.
+    wave:        steps of a stage and of an iteration (see `stages`); 1 in the paper.
+    iteration_s: ΔT, the `wave` steps with every stage of every type full.
+    kv_tokens:   M^π, the most KV that prompts in the system can hold. It is never exceeded: a
+                 stage k ≥ 1 never holds more than n_j prompts, running or paused.
+    """
+
+    traffic: Traffic
+    thresholds: tuple[float, ...]
+    iteration_s: float
+    kv_tokens: float
+    wave: int = 1
+    speculation: Speculation = NO_SPECULATION
+
+    def queue_bounds(self, iterations: float = math.inf) -> tuple[float, ...]:
+        """Bound on the expected number of prompts of each type that wait for their prefill:
+        2 n_j + λ_j ΔT / (2 (n_j − λ_j ΔT)), and at equality 2 n_j + √(n_j · iterations)."""
+        arrivals = [t.rate * self.iteration_s for t in self.traffic]
+        return tuple(
+            2 * n + mean_excess(a, n - a, iterations)
+            for n, a in zip(self.thresholds, arrivals, strict=True)
+        )
+
+    def ttft_bounds_s(self) -> tuple[float, ...]:
+        """Bound on the mean time to first token of each type: Little's law on the queue, and the
+        prefill step. Eq. 9 with its constants."""
+        queues = self.queue_bounds()
+        return tuple(
+            q / t.rate + self.iteration_s for q, t in zip(queues, self.traffic, strict=True)
+        )
+
+    def latency_bounds_s(self) -> tuple[float, ...]:
+        """Bound on the mean latency of each type: Little's law on the queue and on all stages. A
+        type stands still until its threshold is met, so a stage takes n_j / λ_j and not ΔT."""
+        queues = self.queue_bounds()
+        stages = [stages_of(t, self.speculation, self.wave).num_stages for t in self.traffic]
+        return tuple(
+            (q + n * k) / t.rate
+            for q, n, k, t in zip(queues, self.thresholds, stages, self.traffic, strict=True)
+        )
+
+    def throughput_gap(self, horizon_s: float) -> float:
+        """Bound on Throughput* − E[throughput], tokens/s, over the first `horizon_s`: eq. 8 with
+        its constant. What is short are the tokens of waiting prompts, which the paper counts as
+        prompts, and those that prompts at each stage still owe, which it leaves out."""
+        owed = 0.0
+        gain = self.speculation.tokens_per_step
+        queues = self.queue_bounds(horizon_s / self.iteration_s)
+        for queue, n, kind in zip(queues, self.thresholds, self.traffic, strict=True):
+            steps = self.speculation.num_steps(kind.decode_len)
+            decoding = range(self.wave, steps + 1, self.wave)
+            owed += (queue + n) * kind.output_len
+            owed += n * sum(kind.decode_len - (k - 1) * gain for k in decoding)
+        return min(owed / horizon_s, offered_throughput(self.traffic))
+
+
+def wait_thresholds(
+    profile: StepProfile,
+    traffic: Traffic,
+    kv_tokens: int,
+    wave: int = 1,
+    headroom: float = 0.0,
+    speculation: Speculation = NO_SPECULATION,
+) -> WaitThresholds:
+    """The smallest whole thresholds with ΔT(n) < n_j / λ_j for every type (eq. 7).
+
+    Both sides grow with n, so the smallest solution is the same for all types at once, and
+    repeating n_j ← ⌊λ_j ΔT(n)⌋ + 1 from 1 ends there. `headroom` solves for rates that much
+    higher (0.1: 10%), for shorter queues and wrong rates. Raises ValueError where no thresholds
+    fit into `kv_tokens`.
+    """
+    _check(traffic, headroom)
+    planned = scaled(traffic, 1 + headroom)
+    equilibrium(profile, planned, speculation)
+    ranges = [stages_of(t, speculation, wave) for t in traffic]
+    counts = [1] * len(traffic)
+    while True:
+        kv = peak_kv_tokens(ranges, counts)
+        _refuse_beyond(kv_tokens, kv)
+        seconds = iteration_seconds(profile, ranges, counts)
+        needed = [
+            max(n, math.floor(t.rate * seconds) + 1) for n, t in zip(counts, planned, strict=True)
+        ]
+        if needed == counts:
+            return WaitThresholds(traffic, tuple(counts), seconds, kv, wave, speculation)
+        counts = needed
+
+
+def best_wait_thresholds(
+    profile: StepProfile,
+    traffic: Traffic,
+    kv_tokens: int,
+    headroom: float = 0.0,
+    speculation: Speculation = NO_SPECULATION,
+) -> WaitThresholds:
+    """Thresholds with the wave (a power of 2) whose mean latency bound is the smallest.
+
+    At light load that is a long one: with a wave of 1 every token of a request would wait for
+    another request to arrive. Raises ValueError where no wave's thresholds fit.
+    """
+    _check(traffic, headroom)
+    found, refusal = [], None
+    for wave in wave_lengths(max(stages_of(t, speculation).num_stages for t in traffic)):
+        try:
+            found.append(wait_thresholds(profile, traffic, kv_tokens, wave, headroom, speculation))
+        except ValueError as error:
+            refusal = error
+    if not found:
+        raise refusal or ValueError("no thresholds fit")
+    rates = [t.rate for t in traffic]
+    return min(found, key=lambda policy: sum(map(mul, rates, policy.latency_bounds_s())))
+
+
+def wave_lengths(num_steps: int) -> list[int]:
+    """1, 2, 4, … up to the first that covers a whole request."""
+    return [2**i for i in range(math.ceil(math.log2(max(num_steps, 1))) + 1)]
+
+
+def fractional_wait_thresholds(
+    profile: StepProfile,
+    traffic: Traffic,
+    kv_tokens: int,
+    headroom: float = 0.0,
+    speculation: Speculation = NO_SPECULATION,
+) -> WaitThresholds:
+    """n_j = λ_j (1 + headroom) ΔT: the fluid's own thresholds, fractions of a prompt.
+
+    With no headroom eq. 7 holds with equality: the paper's π = [n_j* / (l'_j + 1)], whose queues
+    grow like √iterations. Raises ValueError where they do not fit into `kv_tokens`.
+    """
+    _check(traffic, headroom)
+    fluid = equilibrium(profile, scaled(traffic, 1 + headroom), speculation)
+    _refuse_beyond(kv_tokens, fluid.kv_tokens)
+    return WaitThresholds(
+        traffic, fluid.per_stage, fluid.iteration_s, fluid.kv_tokens, 1, speculation
+    )
+
+
+def _check(traffic: Traffic, headroom: float) -> None:
+    if not traffic:
+        raise ValueError("thresholds need at least one type of request")
+    if headroom < 0:
+        raise ValueError(f"headroom is a share of 0 or more, not {headroom}")
+
+
+def _refuse_beyond(kv_tokens: int, needed: float) -> None:
+    if needed > kv_tokens:
+        raise ValueError(
+            f"no thresholds fit: they hold at least {needed:.0f} KV tokens, memory has "
+            f"{kv_tokens}; lower the rates or shorten the outputs"
+        )

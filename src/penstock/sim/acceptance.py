@@ -1,0 +1,232 @@
+"""How many draft tokens the target keeps, where there is no target: seeded, curves, or recorded.
+
+Whatever the model, the answer depends on the request, its position and its round alone: neither the
+batch nor the order of events changes it.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Protocol
+
+from penstock.core.types import VerifyItem
+from penstock.sim.traces import WorkloadError
+
+
+class AcceptanceModel(Protocol):
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        """How many of an item's draft tokens the target keeps. `position`: output tokens that the
+        request has before."""
+        ...
+
+    def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
+        """Expected accepted + 1 of a verification with so many draft tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class GeometricAcceptance:
+    """Every draft token is accepted with the same probability, by drafter, up to the first
+    rejection."""
+
+    rates: Mapping[str, float] = field(default_factory=dict)
+    seed: int = 0
+
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        if not item.num_draft_tokens or item.drafter is None:
+            return 0
+        rate = self.rates[item.drafter]
+        if rate <= 0 or rate >= 1:
+            return item.num_draft_tokens if rate >= 1 else 0
+        run = math.log(_draw(self.seed, item)) / math.log(rate)
+        return min(item.num_draft_tokens, int(run))
+
+    def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
+        return 1.0 + sum(self.rates[drafter] ** s for s in range(1, num_draft_tokens + 1))
+
+
+@dataclass(frozen=True, slots=True)
+class CurveAcceptance:
+    """Survival G(s) by drafter, the probability that at least s draft tokens are accepted, for
+    s = 1, 2, …; beyond the last it is 0.
+
+    Raises: WorkloadError for a curve that rises or leaves [0, 1].
+    """
+
+    survival: Mapping[str, Sequence[float]]
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name, curve in self.survival.items():
+            falling = all(a >= b for a, b in pairwise((1.0, *curve, 0.0)))
+            if not curve or not falling:
+                raise WorkloadError(
+                    f"drafter {name!r}: an acceptance curve falls from at most 1 to at least 0, "
+                    f"not {', '.join(f'{g:g}' for g in curve)}"
+                )
+
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        if not item.num_draft_tokens or item.drafter is None:
+            return 0
+        curve = self.survival[item.drafter][: item.num_draft_tokens]
+        draw = _draw(self.seed, item)
+        return sum(draw <= g for g in curve)
+
+    def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
+        return 1.0 + sum(self.survival[drafter][:num_draft_tokens])
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedAcceptance:
+    """Replays measured acceptance, position by position.
+
+    records: by drafter, rows of tokens (accepted + 1, at least 1) that a verification at each
+        output position yields when the drafter proposes as much as was recorded. A draft of S
+        tokens advances by min(that, S + 1).
+    A request is assigned a row by its id and `seed`; drafters with equally many rows get the same
+    row, so that rows of one file stay together. An output longer than its row begins it again.
+    """
+
+    records: Mapping[str, Sequence[Sequence[int]]]
+    seed: int = 0
+
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        if not item.num_draft_tokens or item.drafter is None:
+            return 0
+        rows = self.records[item.drafter]
+        row = rows[_digest(f"{self.seed}/{item.request_id}") % len(rows)]
+        return min(row[position % len(row)] - 1, item.num_draft_tokens)
+
+    def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
+        """The mean over every row, walked from its start."""
+        tokens = rounds = 0
+        for row in self.records[drafter]:
+            position = 0
+            while position < len(row):
+                position += min(row[position], num_draft_tokens + 1)
+                rounds += 1
+            tokens += position
+        return tokens / rounds
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptanceByDrafter:
+    """Drafters with a model each."""
+
+    models: Mapping[str, AcceptanceModel]
+
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        if not item.num_draft_tokens or item.drafter is None:
+            return 0
+        return self.models[item.drafter].num_accepted(item, position)
+
+    def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
+        return self.models[drafter].tokens_per_step(drafter, num_draft_tokens)
+
+
+def parse_drafters(texts: Sequence[str], seed: int = 0) -> AcceptanceByDrafter:
+    """Drafters from text, in the order given: `NAME=RATE`, `NAME=G1,G2,…` (a survival curve), or
+    `NAME=FILE` with records (`read_records`), where NAME is one of the file's own drafters.
+
+    Drafters of one file share its rows: only those are used whose arrays are equally long, and a
+    request replays the same row whichever of them drafts.
+
+    Raises: WorkloadError.
+    """
+    models: dict[str, AcceptanceModel] = {}
+    files: dict[str, list[str]] = {}
+    for text in texts:
+        name, given, value = text.partition("=")
+        if not given or not name or not value:
+            raise WorkloadError(
+                f"a drafter is NAME=RATE, NAME=G1,G2,... or NAME=FILE, not {text!r}"
+            )
+        if name in models:
+            raise WorkloadError(f"drafter {name!r} is given twice")
+        numbers = _numbers(value)
+        if numbers is None:
+            files.setdefault(value, []).append(name)
+            models[name] = AcceptanceByDrafter({})
+        elif len(numbers) > 1:
+            models[name] = CurveAcceptance({name: numbers}, seed)
+        elif 0 <= numbers[0] <= 1:
+            models[name] = GeometricAcceptance({name: numbers[0]}, seed)
+        else:
+            raise WorkloadError(f"drafter {name!r}: an acceptance rate is from 0 to 1, not {value}")
+    for path, names in files.items():
+        recorded = RecordedAcceptance(read_records(Path(path), names), seed)
+        models |= dict.fromkeys(names, recorded)
+    return AcceptanceByDrafter(models)
+
+
+def read_records(path: Path, drafters: Sequence[str]) -> dict[str, list[list[int]]]:
+    """Rows of recorded acceptance of some drafters, for `RecordedAcceptance`.
+
+    path: JSON lines, plain or compressed with gzip; an object a line, with an array of positive
+        integers under each drafter's name, or null. Rows without an array for every drafter asked
+        for are left out, and where several are asked for, those with arrays of different length:
+        they were recorded on different texts.
+
+    Raises: WorkloadError.
+    """
+    rows: dict[str, list[list[int]]] = {name: [] for name in drafters}
+    found: set[str] = set()
+    for number, record in enumerate(_json_lines(path), 1):
+        found |= {name for name, values in record.items() if isinstance(values, list)}
+        arrays = [record.get(name) for name in drafters]
+        if not all(arrays) or len({len(a) for a in arrays if a}) > 1:
+            continue
+        for name, array in zip(drafters, arrays, strict=True):
+            if not all(type(x) is int and x >= 1 for x in array or ()):
+                raise WorkloadError(f"{path}, line {number}: {name} is not an array of 1 or more")
+            rows[name].append(array or [])
+    if not all(rows.values()):
+        wanted = " and ".join(repr(name) for name in drafters)
+        known = ", ".join(sorted(found)) or "none"
+        raise WorkloadError(f"{path} has no records of {wanted}; it has {known}")
+    return rows
+
+
+def _json_lines(path: Path) -> list[dict[str, Any]]:
+    opener = gzip.open if path.suffix == ".gz" else open
+    records = []
+    try:
+        with opener(path, "rt", encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise WorkloadError(f"{path}, line {number}: not an object")
+                records.append(record)
+    except json.JSONDecodeError as error:
+        raise WorkloadError(f"{path}, line {len(records) + 1}: not JSON") from error
+    except UnicodeDecodeError as error:
+        raise WorkloadError(f"{path} is not text in UTF-8") from error
+    except (OSError, EOFError, zlib.error) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise WorkloadError(f"{path} cannot be read: {reason}") from error
+    return records
+
+
+def _numbers(text: str) -> list[float] | None:
+    """Numbers separated by commas; None if the text is something else."""
+    try:
+        return [float(part) for part in text.split(",")]
+    except ValueError:
+        return None
+
+
+def _draw(seed: int, item: VerifyItem) -> float:
+    """Uniform in (0, 1], one for each (seed, request, round, drafter)."""
+    return (_digest(f"{seed}/{item.request_id}/{item.round}/{item.drafter}") + 1) / 2**64
+
+
+def _digest(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,147 @@
+"""Pictures of simulated runs. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from penstock.core.scheduler import Scheduler
+from penstock.core.types import Output, StepPlan, StepResult
+
+
+class PlotError(ValueError):
+    """A picture cannot be drawn. The message is one line."""
+
+
+@dataclass(slots=True)
+class Sampler:
+    """An instrument that looks at a scheduler at the end of steps, at most once in `every` seconds.
+
+    ends: output tokens at which a request leaves each class, rising, shape [classes]; what is
+        longer is counted in the last class.
+
+    Samples, all of one length: `times` in seconds; `kv_tokens` that somebody reads; `waiting`, the
+    requests that are not admitted; `running`, the admitted ones by class, [samples][classes].
+    """
+
+    scheduler: Scheduler
+    every: float
+    ends: Sequence[int]
+    times: list[float] = field(default_factory=list)
+    kv_tokens: list[int] = field(default_factory=list)
+    waiting: list[int] = field(default_factory=list)
+    running: list[list[int]] = field(default_factory=list)
+    _due: float = 0.0
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Plans show in results."""
+
+    def on_output(self, output: Output) -> None:
+        """Counted by the scheduler."""
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        if result.finished_at < self._due:
+            return
+        self._due = result.finished_at + self.every
+        pool = self.scheduler.pool
+        classes = [0] * len(self.ends)
+        last = len(classes) - 1
+        for state in self.scheduler.running.values():
+            classes[min(bisect.bisect_right(self.ends, state.num_output_tokens), last)] += 1
+        self.times.append(result.finished_at)
+        self.kv_tokens.append(pool.num_used_blocks * pool.block_size)
+        self.waiting.append(len(self.scheduler.waiting))
+        self.running.append(classes)
+
+
+class LoadPoint(NamedTuple):
+    """A run at one load: requests a second offered and completed, mean latency in seconds."""
+
+    rate: float
+    throughput: float
+    latency: float
+
+
+def check_target(path: Path) -> None:
+    """Find out before a long run whether a picture can be written there. Raises: PlotError."""
+    pyplot = _pyplot()
+    figure = pyplot.figure()
+    known = figure.canvas.get_supported_filetypes()
+    pyplot.close(figure)
+    if path.suffix.lstrip(".").lower() not in known:
+        raise PlotError(f"--plot {path}: choose an ending from {', '.join(sorted(known))}")
+    if not path.parent.is_dir():
+        raise PlotError(f"--plot {path}: there is no folder {path.parent}")
+
+
+def plot_run(samples: Sampler, path: Path, title: str) -> None:
+    """KV tokens in use, and the requests in the system by output-length class, against time.
+
+    Raises: PlotError, OSError.
+    """
+    pyplot = _pyplot()
+    figure, (memory, queues) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(8, 6), layout="constrained"
+    )
+    memory.step(samples.times, samples.kv_tokens, where="post", linewidth=0.8)
+    memory.axhline(samples.scheduler.pool.capacity_tokens, color="black", linestyle="--")
+    memory.set(ylabel="KV tokens in use (memory dashed)", title=title)
+    if samples.times:
+        counts = np.array(samples.running).T
+        queues.stackplot(samples.times, *counts, labels=_class_names(samples.ends), alpha=0.8)
+        queues.plot(samples.times, samples.waiting, color="black", linewidth=0.8, label="waiting")
+    queues.set(xlabel="seconds", ylabel="requests, running ones by output so far")
+    queues.legend(fontsize="small")
+    _save(figure, path)
+
+
+def plot_load(
+    points: Sequence[LoadPoint], capacity: float, bound: float | None, path: Path, title: str
+) -> None:
+    """Throughput and mean latency against the offered load, in requests a second.
+
+    Raises: PlotError, OSError.
+    """
+    pyplot = _pyplot()
+    figure, (throughput, latency) = pyplot.subplots(
+        2, 1, sharex=True, figsize=(7, 6), layout="constrained"
+    )
+    rates = [p.rate for p in points]
+    throughput.plot(rates, rates, color="grey", linewidth=0.8, label="offered")
+    throughput.plot(rates, [p.throughput for p in points], marker="o", label="completed")
+    latency.plot(rates, [p.latency for p in points], marker="o")
+    for axes in (throughput, latency):
+        axes.axvline(capacity, color="black", linestyle=":", label="capacity")
+        if bound is not None:
+            axes.axvline(bound, color="black", linestyle="--", label="fluid bound")
+    throughput.set(ylabel="requests a second", title=title)
+    throughput.legend(fontsize="small")
+    latency.set(xlabel="offered requests a second", ylabel="mean latency, s", yscale="log")
+    _save(figure, path)
+
+
+def _class_names(ends: Sequence[int]) -> list[str]:
+    starts = [0, *ends[:-1]]
+    names = [f"{start} to {end - 1}" for start, end in zip(starts, ends, strict=True)]
+    return [*names[:-1], f"{starts[-1]} or more"]
+
+
+def _pyplot() -> Any:
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise PlotError("--plot needs matplotlib: pip install 'penstock[plot]'") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def _save(figure: Any, path: Path) -> None:
+    figure.savefig(path, dpi=150)
+    _pyplot().close(figure)

@@ -1,0 +1,265 @@
+"""One simulated run: a workload, a profile and policies in, figures out."""
+
+from __future__ import annotations
+
+import gc
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.blocks import BlockPool
+from penstock.core.estimators import Estimators
+from penstock.core.ports import Instrument
+from penstock.core.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, FinishReason, Request
+from penstock.fluid.step_profile import StepProfile
+from penstock.sim.acceptance import AcceptanceModel
+from penstock.sim.clock import VirtualClock
+from penstock.sim.driver import SimulationResult, simulate
+from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
+from penstock.sim.workloads import Workload
+
+FloatArray = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Everything about a simulated server but the load.
+
+    kv_tokens: KV memory in tokens; None takes the profile's. block_size: tokens of a KV block; 1
+    is the papers' model of memory. drafters: names that `acceptance` knows; none leaves
+    speculation out. draft_share: seconds of a draft token over the target's smallest step.
+    """
+
+    profile: StepProfile
+    admission: str = "vllm_v1"
+    admission_options: dict[str, Any] = field(default_factory=dict)
+    allocation: str = "throughput"
+    allocation_options: dict[str, Any] = field(default_factory=dict)
+    selection: str = "single"
+    selection_options: dict[str, Any] = field(default_factory=dict)
+    kv_tokens: int | None = None
+    block_size: int = 1
+    acceptance: AcceptanceModel | None = None
+    drafters: tuple[str, ...] = ()
+    draft_share: float = 0.05
+    counted: bool = True
+
+    @property
+    def num_blocks(self) -> int:
+        return (self.kv_tokens or self.profile.kv_tokens) // self.block_size
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a run came to, by request in order of arrival; times in seconds, NaN where a request
+    never came so far."""
+
+    workload: Workload
+    result: SimulationResult
+    arrived_at: FloatArray
+    first_token_at: FloatArray
+    finished_at: FloatArray
+    num_tokens: npt.NDArray[np.int64]
+    refused: npt.NDArray[np.bool_]
+    wall_s: float
+
+    @property
+    def completed(self) -> npt.NDArray[np.bool_]:
+        return ~np.isnan(self.finished_at) & ~self.refused
+
+    @property
+    def latency(self) -> FloatArray:
+        """Arrival to last token, of completed requests."""
+        return (self.finished_at - self.arrived_at)[self.completed]
+
+    @property
+    def ttft(self) -> FloatArray:
+        """Arrival to first token, of completed requests."""
+        return (self.first_token_at - self.arrived_at)[self.completed]
+
+    @property
+    def tpot(self) -> FloatArray:
+        """Seconds a token after the first, of completed requests with more than one."""
+        return self._token_seconds[self.completed & (self.num_tokens > 1)]
+
+    @property
+    def _token_seconds(self) -> FloatArray:
+        decoding = self.finished_at - self.first_token_at
+        return np.asarray(decoding / np.maximum(self.num_tokens - 1, 1), dtype=np.float64)
+
+    @property
+    def backlog(self) -> float:
+        """Share of the requests that were unfinished when the last one arrived."""
+        end = self.arrived_at[-1]
+        unfinished = ~self.refused & ~(self.finished_at <= end)
+        return float(unfinished.mean())
+
+    def figures(
+        self, ttft_p99: float | None = None, tpot_p99: float | None = None
+    ) -> dict[str, Any]:
+        """The keys of `penstock simulate --json`. With a target, in seconds, also what became of
+        it; with tenants, their shares."""
+        figures = self._figures(np.ones(len(self.arrived_at), dtype=bool))
+        figures |= {
+            "preemptions": self.result.num_preemptions,
+            "kv_peak_tokens": self.result.kv_peak_tokens,
+            "steps": self.result.num_steps,
+            "stalled": self.result.stalled,
+            "wall_s": self.wall_s,
+        }
+        if ttft_p99 is not None or tpot_p99 is not None:
+            figures |= self._against_targets(ttft_p99, tpot_p99)
+        if self.workload.tenants is not None:
+            figures |= self._by_tenant(self.workload.tenants)
+        return figures
+
+    @property
+    def _seconds(self) -> float:
+        return max(self.result.finished_at, 1e-12)
+
+    def _figures(self, chosen: npt.NDArray[np.bool_]) -> dict[str, Any]:
+        """What can be said of some of the requests, shape [requests]."""
+        completed = self.completed & chosen
+        several = completed & (self.num_tokens > 1)
+        seconds = self._seconds
+        return {
+            "requests_completed": int(completed.sum()),
+            "requests_refused": int((self.refused & chosen).sum()),
+            "requests_unfinished": int((chosen & ~self.completed & ~self.refused).sum()),
+            "throughput_requests_per_s": float(completed.sum() / seconds),
+            "throughput_tokens_per_s": float(self.num_tokens[chosen].sum() / seconds),
+            "latency_s": _summary((self.finished_at - self.arrived_at)[completed]),
+            "ttft_s": _summary((self.first_token_at - self.arrived_at)[completed]),
+            "tpot_s": _summary(self._token_seconds[several]),
+        }
+
+    def _against_targets(self, ttft_p99: float | None, tpot_p99: float | None) -> dict[str, Any]:
+        """`slo_goodput`: requests a second that were within all targets themselves; `slo_met`:
+        whether p99 was within each. A request of one token has no TPOT to miss."""
+        within = self.completed
+        met = {}
+        if ttft_p99 is not None:
+            within = within & (self.first_token_at - self.arrived_at <= ttft_p99)
+            met["ttft"] = bool(len(self.ttft) and np.percentile(self.ttft, 99) <= ttft_p99)
+        if tpot_p99 is not None:
+            within = within & ((self.num_tokens < 2) | (self._token_seconds <= tpot_p99))
+            met["tpot"] = not len(self.tpot) or bool(np.percentile(self.tpot, 99) <= tpot_p99)
+        return {"slo_goodput": float(within.sum() / self._seconds), "slo_met": met}
+
+    def _by_tenant(self, tenants: npt.NDArray[np.str_]) -> dict[str, Any]:
+        """Figures of each tenant; Jain's index and the sum of logarithms of their tokens a second
+        (None where a tenant got none)."""
+        tenants = tenants[: len(self.arrived_at)]
+        by_tenant = {str(name): self._figures(tenants == name) for name in np.unique(tenants)}
+        rates = np.array([f["throughput_tokens_per_s"] for f in by_tenant.values()])
+        squares = float((rates**2).sum())
+        return {
+            "tenants": by_tenant,
+            "jain": float(rates.sum() ** 2 / (len(rates) * squares)) if squares else None,
+            "sum_log_rate": float(np.log(rates).sum()) if (rates > 0).all() else None,
+        }
+
+
+def run(
+    setup: Setup,
+    workload: Workload,
+    events: Sequence[Any] = (),
+    instruments: Sequence[Instrument] = (),
+    *,
+    until: float = math.inf,
+    watch: Callable[[Scheduler], Instrument] | None = None,
+) -> Report:
+    """Simulate, to the end or to a given time. `workload` must have arrival times. `watch` makes
+    one more instrument, which may look at the scheduler.
+
+    Raises: PolicyError for a policy or option that does not exist; ValueError without arrivals.
+    """
+    if workload.arrival_time is None:
+        raise ValueError(f"workload {workload.name!r} has no arrival times")
+    clock = VirtualClock()
+    times = ProfiledStepTimes(setup.profile, setup.draft_share)
+    executor = SimulatedExecutor(clock, times, setup.acceptance)
+    scheduler = make_scheduler(setup)
+    if watch is not None:
+        instruments = (*instruments, watch(scheduler))
+    started = time.perf_counter()
+    collecting = gc.isenabled()
+    # Nothing here forms cycles, and collections would look at every request over and over.
+    gc.disable()
+    try:
+        result = simulate(
+            scheduler, executor, clock, requests_of(workload, setup), events, instruments, until
+        )
+    finally:
+        if collecting:
+            gc.enable()
+    return _report(workload, result, time.perf_counter() - started)
+
+
+def make_scheduler(setup: Setup) -> Scheduler:
+    """The scheduler of a setup. Raises: PolicyError."""
+    return Scheduler(
+        BlockPool(setup.num_blocks, setup.block_size),
+        [Drafter(name) for name in setup.drafters],
+        admission=make_policy("admission", setup.admission, setup.admission_options),
+        selection=make_policy("selection", setup.selection, setup.selection_options),
+        allocation=make_policy("allocation", setup.allocation, setup.allocation_options),
+        max_model_len=setup.num_blocks * setup.block_size,
+        estimators=Estimators(setup.profile),
+        counted=setup.counted,
+    )
+
+
+def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
+    """The workload as requests. A policy may ask for the expected output (`wait` and `sjf` do); it
+    is the true one."""
+    arrived_at = workload.arrival_time
+    assert arrived_at is not None
+    tenants = workload.tenants
+    drafter = AUTO_DRAFTER if setup.drafters else NO_DRAFTER
+    rows = zip(
+        workload.prompt_len.tolist(), workload.output_len.tolist(), arrived_at.tolist(), strict=True
+    )
+    for i, (prompt_len, output_len, time_) in enumerate(rows):
+        yield Request(
+            str(i),
+            prompt_len,
+            output_len,
+            time_,
+            "default" if tenants is None else str(tenants[i]),
+            drafter=drafter,
+            expected_output_tokens=output_len,
+        )
+
+
+def _report(workload: Workload, result: SimulationResult, wall_s: float) -> Report:
+    records = result.records.values()
+    return Report(
+        workload=workload,
+        result=result,
+        arrived_at=np.array([r.request.arrival_time for r in records]),
+        first_token_at=np.array([_or_nan(r.first_token_time) for r in records]),
+        finished_at=np.array([_or_nan(r.finish_time) for r in records]),
+        num_tokens=np.array([r.num_tokens for r in records], dtype=np.int64),
+        refused=np.array([r.finish_reason is FinishReason.REFUSED for r in records], dtype=bool),
+        wall_s=wall_s,
+    )
+
+
+def _or_nan(value: float | None) -> float:
+    return float("nan") if value is None else value
+
+
+def _summary(values: FloatArray) -> dict[str, float | None]:
+    if not len(values):
+        return {"mean": None, "p50": None, "p99": None}
+    p50, p99 = np.percentile(values, [50, 99])
+    return {"mean": float(values.mean()), "p50": float(p50), "p99": float(p99)}
