@@ -11,6 +11,9 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.core.blocks import BlockPool
 from penstock.core.state import RequestState, SequenceKV
 from penstock.core.types import TARGET, Request
@@ -111,6 +114,8 @@ class Cohort:
         """Positions whose KV the target holds for the members."""
         self.members: dict[str, CountedState] = {}
         self.plan_id: int | None = None
+        # Known and output tokens of each member when its cohort was at tick 0.
+        self._origins: dict[str, tuple[int, int]] = {}
         self._block_size = block_size
         # Members by when they begin a block: a tick needs as many blocks as one entry says.
         self._phases = [0] * block_size
@@ -128,6 +133,7 @@ class Cohort:
         left = state.request.max_tokens - num_output
         if state.until is not None and num_output < state.until:
             left = min(left, state.until - num_output)
+        self._origins[state.request.id] = (computed + 1 - self.ticks, num_output - self.ticks)
         state.leaves_at = self.ticks + left
         state.enter(self)
         self.members[state.request.id] = state
@@ -138,7 +144,7 @@ class Cohort:
         computed now."""
         computed = state.num_computed_tokens
         state.exit()
-        del self.members[state.request.id]
+        del self.members[state.request.id], self._origins[state.request.id]
         self.num_kv_tokens -= computed
         self._phases[(computed - self.ticks) % self._block_size] -= 1
         held = computed
@@ -146,6 +152,10 @@ class Cohort:
             held += 1
             state.plans[self.plan_id] = (TARGET,)
         state.kv[TARGET] = CountedKV(computed, -(-held // self._block_size))
+
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """[members, 2]: known and output tokens of each."""
+        return np.array(list(self._origins.values()), dtype=np.int64).reshape(-1, 2) + self.ticks
 
     def num_new_blocks(self, ticks: int = 1) -> int:
         """Blocks that the next `ticks` tokens of every member need."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -29,6 +27,10 @@ class OutputLengths:
         self._num_since = 0
         self._next_draw = 1
         self._survival = np.exp(-np.arange(_MOST + 1) / _PRIOR_MEAN)
+        self.mean = _PRIOR_MEAN
+        """Expected output tokens, as the curve was last drawn."""
+        self.mean_residual = _PRIOR_MEAN
+        """Expected tokens that a request found decoding at any time has yet to make."""
 
     def ended(self, num_output_tokens: int) -> None:
         """A request has made its last token."""
@@ -39,7 +41,7 @@ class OutputLengths:
             self._ends /= self._weight
             self._weight = 1.0
 
-    def survival(self, running: Iterable[int] = ()) -> FloatArray:
+    def survival(self, running: npt.NDArray[np.int64]) -> FloatArray:
         """P(output > n) for n = 0, 1, …; `running` are the output tokens of running requests. Drawn
         anew after some ends, more rarely as more is known."""
         if self._num_since >= self._next_draw:
@@ -48,12 +50,12 @@ class OutputLengths:
             self._draw(running)
         return self._survival
 
-    def _draw(self, running: Iterable[int]) -> None:
-        reached = np.zeros(_MOST + 1)
-        ages = np.minimum(np.fromiter(running, dtype=np.int64), _MOST)
-        np.add.at(reached, ages, self._weight)
-        # At risk of ending with n tokens: whoever ended there or later, or runs beyond it.
-        at_risk = np.cumsum((self._ends + np.concatenate(([0.0], reached[:-1])))[::-1])[::-1]
+    def _draw(self, running: npt.NDArray[np.int64]) -> None:
+        reached = np.bincount(np.minimum(running, _MOST), minlength=_MOST + 1) * self._weight
+        # At risk of ending with n tokens: whoever ended there or later, or has got beyond.
+        at_risk = np.cumsum((self._ends + reached)[::-1])[::-1]
         prior = _PRIOR_WEIGHT * self._weight * np.exp(-np.arange(_MOST + 1) / _PRIOR_MEAN)
         hazard = (self._ends + prior / _PRIOR_MEAN) / (at_risk + prior + 1e-300)
         self._survival = np.cumprod(1 - np.clip(hazard, 0.0, 1.0))
+        self.mean = float(self._survival.sum())
+        self.mean_residual = float(self._survival @ np.arange(_MOST + 1)) / self.mean + 0.5

@@ -108,7 +108,7 @@ class Scheduler:
         """Take in something from outside."""
         match event:
             case Arrive(request):
-                return self._arrive(request)
+                return self._arrive(request, now)
             case Cancel(request_id):
                 return self._cancel(request_id)
             case DraftReady():
@@ -122,14 +122,14 @@ class Scheduler:
                 self._tenant(tenant).weight = weight
         return []
 
-    def _arrive(self, request: Request) -> list[Output]:
+    def _arrive(self, request: Request, now: float) -> list[Output]:
         error = self._refusal(request)
         if error is not None:
             return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
         kind = CountedState if self._can_count(request) else RequestState
         state = kind(request, self._num_requests, self._next_epoch())
         self._num_requests += 1
-        self.estimators.traffic.arrived(request)
+        self.estimators.traffic.arrived(request, now)
         if request.prompt_token_ids is not None and not state.block_hashes:
             hashes = hash_blocks(request.prompt_token_ids, self.pool.block_size, request.tenant)
             state.block_hashes = list(hashes)

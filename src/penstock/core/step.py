@@ -10,6 +10,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
+import numpy as np
+import numpy.typing as npt
+
 from penstock.core.blocks import BlockPool
 from penstock.core.cohort import Cohort, CountedState
 from penstock.core.estimators import Estimators
@@ -62,6 +65,21 @@ class Step:
     wake_at: float | None = None
     repeatable: bool = False
     stalled: str | None = None
+
+    # --- who is there ---------------------------------------------------------------------------
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Of all running requests: prompts and outputs so far."""
+        total = sum(s.num_known_tokens for s in self.solo.values())
+        return total + sum(c.num_kv_tokens + len(c) for c in self.cohorts.values())
+
+    def running_lengths(self) -> npt.NDArray[np.int64]:
+        """[running, 2]: known and output tokens of every running request, in no order."""
+        solo = [(s.num_known_tokens, s.num_output_tokens) for s in self.solo.values()]
+        parts = [np.array(solo, dtype=np.int64).reshape(-1, 2)]
+        parts += [c.lengths() for c in self.cohorts.values()]
+        return np.concatenate(parts)
 
     # --- decoding -------------------------------------------------------------------------------
 

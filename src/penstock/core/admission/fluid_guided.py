@@ -6,12 +6,15 @@ is expected of memory from the output lengths seen so far.
 
 from __future__ import annotations
 
+import bisect
+import itertools
+import math
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.growth import Growth
+from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.fluid.step_profile import StepProfile
 
@@ -33,30 +36,32 @@ class FluidGuided(AdmissionPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """max_num_batched_tokens: most positions in a step.
+        confidence: standard deviations by which less memory may come free than is expected.
         horizon: steps in which waiting prompts should be computed.
-        confidence: standard deviations of KV growth for which memory is kept.
+        tolerance: share by which a step may be less efficient than the best, to be shorter.
         ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
 
         max_num_batched_tokens: int = 4096
-        horizon: float = 4.0
-        confidence: float = 3.0
+        confidence: float = 4.0
+        horizon: float = 10.0
+        tolerance: float = 0.03
         ttft_p99: float | None = None
         tpot_p99: float | None = None
 
         def __post_init__(self) -> None:
             if self.max_num_batched_tokens < 1:
                 raise ValueError("max_num_batched_tokens must be at least 1")
-            if not self.horizon >= 1 or not self.confidence >= 0:
-                raise ValueError("horizon must be at least 1 and confidence not negative")
+            if not self.confidence >= 0:
+                raise ValueError(f"confidence must not be negative, not {self.confidence}")
             for target in (self.ttft_p99, self.tpot_p99):
                 if target is not None and not target > 0:
                     raise ValueError(f"a target must be positive, not {target}")
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._inflow = 0.0
-        self._last_backlog = 0.0
-        self._corners: tuple[StepProfile, list[int]] | None = None
+        self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
+        self._blocked: tuple[str, int] | None = None
+        self._best = (-math.inf, (1, 0.0))
 
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_batched_tokens - num_tokens
@@ -65,98 +70,140 @@ class FluidGuided(AdmissionPolicy):
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
         num_decodes = step.schedule_decodes(budget)
         prefills = step.prefills()
-        if not prefills and not step.waiting:
-            self._inflow *= 0.9
-            self._last_backlog = 0.0
+        admissible = [] if step.num_preempted else self._admissible(step)
+        if not prefills and not admissible:
             step.repeatable = not step.num_preempted
             return
-        backlog = sum(s.num_due_tokens for s in prefills) + self._waiting_tokens(step)
+        backlog = sum(s.num_due_tokens for s in prefills)
+        backlog += sum(step.num_missing_tokens(s) for s in admissible)
         tokens = self._prompt_tokens(step, num_decodes, backlog)
         tokens -= step.schedule_prefills(tokens)
-        if tokens > 0 and not step.num_preempted:
-            self._admit(step, tokens)
-        self._last_backlog = backlog - (step.num_tokens - num_decodes)
+        for state in admissible:
+            missing = min(step.num_missing_tokens(state), tokens)
+            if missing <= 0 or not step.can_admit(state, missing):
+                break
+            step.admit(state, missing)
+            tokens -= missing
+
+    # --- who may be admitted --------------------------------------------------------------------
+
+    def _admissible(self, step: Step) -> list[RequestState]:
+        """Waiting requests that memory is expected to hold, oldest first, as many as could matter
+        to this step."""
+        queue = step.waiting.queue()
+        if not queue or self._blocked == (queue[0].request.id, len(step.running)):
+            return []
+        growth = Growth(step, self.options.confidence)
+        capacity = step.pool.capacity_tokens
+        admissible: list[RequestState] = []
+        tokens = 0
+        for state in queue:
+            growth.add(state)
+            alone = not step.running and not admissible
+            if tokens >= self.options.max_num_batched_tokens:
+                break
+            if not alone and not growth.stays_within(capacity):
+                break
+            admissible.append(state)
+            tokens += step.num_missing_tokens(state)
+        # Without an end there will not be more room for the first of them.
+        first = (queue[0].request.id, len(step.running))
+        self._blocked = None if admissible else first
+        return admissible
 
     # --- how many prompt tokens -----------------------------------------------------------------
 
-    def _waiting_tokens(self, step: Step) -> int:
-        """Prompt tokens that wait to be admitted, as far as they could matter to this step."""
-        total = 0
-        for state in step.waiting.queue():
-            total += step.num_missing_tokens(state)
-            if total >= self.options.max_num_batched_tokens:
-                break
-        return total
-
     def _prompt_tokens(self, step: Step, num_decodes: int, backlog: int) -> int:
         """Prompt tokens worth computing in this step."""
-        most = min(backlog, self.options.max_num_batched_tokens - num_decodes)
+        largest = self._best_step(step)[0]
+        most = min(backlog, largest - num_decodes)
         if most <= 0:
             return 0
-        self._inflow += 0.1 * (max(0.0, backlog - self._last_backlog) - self._inflow)
         profile = step.estimators.step_model.profile
         # Without anybody who decodes a step without prompts would be no step.
         points = [(0, profile.linear(num_decodes))] if num_decodes else []
-        for count in self._efficient_counts(profile):
-            if num_decodes < count < num_decodes + most:
-                points.append((count - num_decodes, profile.linear(count)))
+        corners = self._corners_of(profile)
+        first = bisect.bisect_right(corners, (num_decodes, math.inf))
+        for count, seconds in itertools.islice(corners, first, None):
+            if count >= num_decodes + most:
+                break
+            points.append((count - num_decodes, seconds))
         points.append((most, profile.linear(num_decodes + most)))
         hull = _lower_hull(points)
         if len(hull) == 1:
             return most
-        wanted = max(self._inflow, backlog / self.options.horizon)
-        price = self._price(step, hull, wanted)
+        price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
+        # The price is often just that of the last tokens worth buying.
+        price *= 1 + 1e-6
         return max(hull, key=lambda p: price * p[0] - p[1])[0]
 
-    def _price(self, step: Step, hull: list[tuple[int, float]], wanted: float) -> float:
-        """Seconds that a prompt token is worth: what it will cost in the mixture of steps that
-        keeps up with arrivals, and what its request gains by being a step earlier, shared by
-        everybody whom the step delays."""
+    def _price(
+        self, step: Step, num_decodes: int, hull: list[tuple[int, float]], overdue: float
+    ) -> float:
+        """Seconds that a prompt token is worth: at least what it costs in the mixture of steps that
+        keeps up with arrivals and with `overdue` tokens a step, but never more than in the best step; and what its share in an end
+        is worth where time is spent on ends."""
+        arriving = step.estimators.traffic.prompt_tokens_per_s(step.now)
+        decoding = self._decode_seconds(step, num_decodes)
         slope = 0.0
-        for (p0, t0), (p1, t1) in zip(hull, hull[1:], strict=False):
+        for (p0, t0), (p1, t1) in itertools.pairwise(hull):
             slope = (t1 - t0) / (p1 - p0)
-            if wanted <= p1:
+            if p1 >= arriving * (t1 + decoding) and p1 >= overdue:
                 break
-        num_requests = len(step.running) + len(step.waiting)
-        earlier = hull[0][1] / (step.estimators.traffic.mean_prompt_len * num_requests)
-        return min(slope, self._best_price(step)) + earlier
-
-    def _best_price(self, step: Step) -> float:
-        """Seconds a position in the most efficient step that there is, constant costs included."""
-        model = step.estimators.step_model
-        profile, constant = model.profile, model.profile.decode_fixed + max(model.shift, 0.0)
-        return min(
-            (profile.linear(count) + constant) / count
-            for count in self._efficient_counts(profile)
-            if count <= self.options.max_num_batched_tokens
+        prompt_value, decode_value = self._values(step)
+        ends_per_s = max(
+            (prompt_value * tokens + decode_value * num_decodes) / (seconds + decoding)
+            for tokens, seconds in hull
         )
+        return max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
 
-    def _efficient_counts(self, profile: StepProfile) -> list[int]:
-        """Positions of a step just before it would take longer."""
+    def _values(self, step: Step) -> tuple[float, float]:
+        """What share of a request's end a prompt token and a decoded token bring about. A decoded
+        token brings the end nearer by one of those that are left; a prompt token by its share of
+        all the work that the request is."""
+        profile, lengths = step.estimators.step_model.profile, step.estimators.lengths
+        prompt_len = step.estimators.traffic.mean_prompt_len
+        position = self._best_step(step)[1]
+        prompt = position + profile.per_prefill_token
+        context = prompt_len + lengths.mean / 2
+        decode = position + profile.per_decode + profile.per_kv_token * context
+        work = prompt_len * prompt + lengths.mean * decode
+        return prompt / work, 1 / lengths.mean_residual
+
+    def _decode_seconds(self, step: Step, num_decodes: int) -> float:
+        """What decoding adds to a step whatever its positions are."""
+        model = step.estimators.step_model
+        attention = model.profile.per_kv_token * step.num_known_tokens
+        fixed = model.profile.decode_fixed if num_decodes else 0.0
+        return max(0.0, fixed + model.profile.per_decode * num_decodes + attention + model.shift)
+
+    def _best_step(self, step: Step) -> tuple[int, float]:
+        """Positions of the step worth striving for, and its seconds a position, constant costs
+        included: the smallest that is nearly as efficient as any. Larger ones would make everybody
+        wait longer for next to nothing."""
+        model = step.estimators.step_model
+        constant = model.profile.decode_fixed + max(model.shift, 0.0)
+        if abs(constant - self._best[0]) > 1e-4:
+            most = self.options.max_num_batched_tokens
+            corners = self._corners_of(model.profile)
+            prices = [(count, (s + constant) / count) for count, s in corners if count <= most]
+            least = min(price for _, price in prices)
+            good = next(p for p in prices if p[1] <= (1 + self.options.tolerance) * least)
+            self._best = (constant, good)
+        return self._best[1]
+
+    def _corners_of(self, profile: StepProfile) -> list[tuple[int, float]]:
+        """Sizes of a step just before it would take longer, and their seconds."""
         if self._corners is None or self._corners[0] is not profile:
             counts, seconds = profile.token_counts, profile.token_seconds
             ends = [
-                counts[i] for i in range(len(counts) - 1) if seconds[i + 1] > 1.002 * seconds[i]
+                (counts[i], seconds[i])
+                for i in range(len(counts) - 1)
+                if counts[i] > 0 and seconds[i + 1] > 1.002 * seconds[i]
             ]
-            self._corners = (profile, [*ends, counts[-1]])
+            most = max(self.options.max_num_batched_tokens, 1)
+            self._corners = (profile, [*ends, (most, profile.linear(most))])
         return self._corners[1]
-
-    # --- who is admitted ------------------------------------------------------------------------
-
-    def _admit(self, step: Step, budget: int) -> None:
-        growth = _Growth(step, self.options.confidence)
-        queue = step.waiting.queue()
-        while queue and budget > 0:
-            state = queue[0]
-            missing = step.num_missing_tokens(state)
-            if step.running and not growth.holds(state.num_known_tokens, state.num_output_tokens):
-                return
-            tokens = min(missing, budget)
-            if not step.can_admit(state, tokens):
-                return
-            step.admit(state, tokens)
-            growth.add(state.num_known_tokens, state.num_output_tokens)
-            budget -= tokens
 
 
 def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
@@ -170,47 +217,6 @@ def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
             hull.pop()
         hull.append((x, y))
     return hull
-
-
-class _Growth:
-    """KV that the running requests are expected to hold as they go on, with nobody new."""
-
-    _AHEAD = np.concatenate(([0, 1], 2 ** np.arange(1, 13)))
-
-    def __init__(self, step: Step, confidence: float) -> None:
-        self._confidence = confidence
-        self._capacity = step.pool.num_blocks * step.pool.block_size
-        running = step.running.values()
-        self._known = [s.num_known_tokens for s in running]
-        lengths = step.estimators.lengths
-        self._survival = lengths.survival(s.num_output_tokens for s in running)
-        self._ages = [s.num_output_tokens for s in running]
-        self._mean = np.zeros(len(self._AHEAD))
-        self._variance = np.zeros(len(self._AHEAD))
-        self._add(np.array(self._known, dtype=np.int64), np.array(self._ages, dtype=np.int64))
-
-    def holds(self, num_known_tokens: int, num_output_tokens: int) -> bool:
-        """Whether memory is expected to hold one request more."""
-        mean, variance = self._of(np.array([num_known_tokens]), np.array([num_output_tokens]))
-        spread = self._confidence * np.sqrt(self._variance + variance)
-        return bool((self._mean + mean + spread <= self._capacity).all())
-
-    def add(self, num_known_tokens: int, num_output_tokens: int) -> None:
-        self._add(np.array([num_known_tokens]), np.array([num_output_tokens]))
-
-    def _add(self, known: np.ndarray, ages: np.ndarray) -> None:
-        mean, variance = self._of(known, ages)
-        self._mean += mean
-        self._variance += variance
-
-    def _of(self, known: np.ndarray, ages: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Mean and variance of the tokens held, by steps ahead."""
-        last = len(self._survival) - 1
-        now = self._survival[np.minimum(ages, last)]
-        later = self._survival[np.minimum(ages[:, None] + self._AHEAD, last)]
-        alive = later / np.maximum(now, 1e-12)[:, None]
-        held = known[:, None] + self._AHEAD
-        return (held * alive).sum(axis=0), (held**2 * alive * (1 - alive)).sum(axis=0)
 
 
 POLICY = FluidGuided

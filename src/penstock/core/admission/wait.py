@@ -63,7 +63,7 @@ class Wait(AdmissionPolicy):
                 step.admit(state, missing)
         if not step.num_tokens:
             step.stalled = (
-                f"deadlock: {len(step.running)} running requests fill the memory and no type can go on"
+                f"deadlock: {len(step.running)} running requests fill the memory, no type can go on"
                 if blocked
                 else f"{len(step.waiting)} prompts wait, of no type enough to go on"
             )
