@@ -8,8 +8,11 @@ from typing import Any
 import typer
 
 from penstock.cli import bench, profile, zoo
+from penstock.cli.capacity import capacity
 from penstock.cli.generate import generate
+from penstock.cli.plan import plan
 from penstock.cli.serve import serve
+from penstock.cli.simulate import simulate
 
 app = typer.Typer(
     name="penstock",
@@ -19,6 +22,9 @@ app = typer.Typer(
 )
 app.command()(serve)
 app.command()(generate)
+app.command()(simulate)
+app.command()(capacity)
+app.command()(plan)
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app, name="profile")
 app.add_typer(zoo.app, name="zoo")

@@ -13,7 +13,7 @@ IntArray = npt.NDArray[np.int64]
 
 # Steps ahead that are looked at: so fine that little can grow between two of them.
 _AHEAD: IntArray = np.concatenate(
-    [np.arange(0, 256, 8), np.arange(256, 512, 32), 2 ** np.arange(9, 14)]
+    [np.arange(64), np.arange(64, 128, 2), np.arange(128, 512, 8), 2 ** np.arange(9, 14)]
 )
 
 

@@ -125,7 +125,7 @@ def load_engine(config: EngineConfig) -> Engine:
         max_model_len=max_model_len,
         tenants=[Tenant(name, t.weight) for name, t in config.tenants.items()],
     )
-    calibrate(executor, scheduler.estimators.step_times, clock)
+    calibrate(executor, scheduler.estimators, clock)
     return Engine(
         loop=Loop(scheduler, executor, clock),
         scheduler=scheduler,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from penstock.core.estimators import StepTimes
+from penstock.core.estimators import Estimators
 from penstock.core.ports import Clock
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.batch import RaggedBatch
@@ -15,6 +15,7 @@ from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sequences import TokenBuffer
+from penstock.fluid.step_profile import StepProfile
 
 _ROWS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -24,12 +25,17 @@ _REPEATS = 3
 
 
 def calibrate(
-    executor: LocalExecutor, times: StepTimes, clock: Clock, budget_s: float = 3.0
+    executor: LocalExecutor, estimators: Estimators, clock: Clock, budget_s: float = 3.0
 ) -> None:
-    """Fill `times` from a few steps of each model on scratch blocks; stops growing when a model's
-    share of `budget_s` seconds is spent. No request may be running."""
+    """Fill the step times from a few steps of each model on scratch blocks; stops growing when a
+    model's share of `budget_s` seconds is spent. No request may be running."""
+    times = estimators.step_times
     share = budget_s / (1 + len(executor.drafters))
     _grow(clock, share, _ROWS, lambda n: _verify(executor.target, n), times.target.observe)
+    rows, seconds = zip(*times.target.points(), strict=True)
+    kv_tokens = executor.target.num_blocks * executor.target.block_size
+    counts = tuple(round(row) for row in rows)
+    estimators.step_model.profile = StepProfile("measured", kv_tokens, counts, seconds)
     for drafter in executor.drafters.values():
         curve = times.curve_of(drafter.name)
         runner = getattr(drafter, "runner", None)

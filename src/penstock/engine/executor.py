@@ -23,6 +23,7 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.core.work import step_work
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.runner import ModelRunner
@@ -163,6 +164,8 @@ class LocalExecutor:
             ),
             draft_times=tuple(drafted.times),
             num_rows=batch.num_tokens,
+            work=step_work(plan),
+            work_seconds=finished_at - built_at,
         )
 
     # --- drafting -------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ def _delivered(report: Report) -> float:
 
 
 def capacity(
-    setup: Setup,
+    setup: Setup | Callable[[float], Setup | None],
     workload_at: Callable[[float], Workload],
     low: float,
     high: float,
@@ -53,12 +53,15 @@ def capacity(
 ) -> float:
     """Largest load in requests per second between `low` and `high` that is sustained, to within a
     relative `tolerance`; `workload_at(rate)` must be the same requests at another rate. 0 if not
-    even `low` is; the range is widened upwards where `high` still is."""
+    even `low` is; the range is widened upwards where `high` still is. A setup that depends on the
+    load is a function of it; None: there is none, so the load is not sustained."""
 
     def holds(rate: float) -> bool:
         workload = workload_at(rate)
         assert workload.arrival_time is not None
-        sustained = criterion.holds(run(setup, workload, until=float(workload.arrival_time[-1])))
+        server = setup if isinstance(setup, Setup) else setup(rate)
+        end = float(workload.arrival_time[-1])
+        sustained = server is not None and criterion.holds(run(server, workload, until=end))
         if on_try is not None:
             on_try(rate, sustained)
         return sustained

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from scipy.optimize import minimize_scalar
 
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
+from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.nested import (
     NestedThresholds,
-    best_nested_thresholds,
     nested_thresholds,
     segments_of,
 )
+from penstock.fluid.stages import StageRange, peak_kv_tokens
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.fluid.traffic import (
     NO_SPECULATION,
@@ -29,6 +32,7 @@ from penstock.fluid.wait import (
     best_wait_thresholds,
     fractional_wait_thresholds,
     wait_thresholds,
+    wave_lengths,
 )
 from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.workloads import MIXES, Workload
@@ -36,9 +40,13 @@ from penstock.sim.workloads import MIXES, Workload
 DELTA = 1e-3
 """Probability that memory is exceeded within the horizon, where nobody asks for another."""
 HORIZON_S = 3600.0
+THRESHOLD_POLICIES = ("wait", "wait_gated", "nested_wait", "nested_wait_gated")
 
+_MAX_SEGMENTS = 8
 _MAX_BUDGET = 8192
 _CLOSE = 0.99
+_BEYOND = 4
+_MAX_STAGES = 64
 _HEADROOMS = (0.1, 0.05, 0.02, 0.0)
 _MAX_DRAFT = 16
 
@@ -121,17 +129,17 @@ def threshold_options(
     The literal algorithms take whole thresholds, a stage being one step. Those that serve take
     fractions, with as much headroom as fits. Raises: PlanError where no thresholds fit.
     """
-    planners = {
+    if admission not in THRESHOLD_POLICIES:
+        return {}
+    planner = {
         "wait": _wait,
         "wait_gated": _wait_gated,
         "nested_wait": _nested,
         "nested_wait_gated": _nested_gated,
-    }
-    if admission not in planners:
-        return {}
+    }[admission]
     traffic = traffic_of(fitting(workload, kv_tokens), rate)
     try:
-        return planners[admission](profile, traffic, kv_tokens)
+        return planner(profile, traffic, kv_tokens)
     except ValueError as error:
         raise PlanError(f"{admission} at {rate:g} requests a second: {error}") from error
 
@@ -142,14 +150,18 @@ def _wait(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, A
 
 
 def _wait_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
+    found = _fractional(profile, traffic, kv_tokens)
+    return _wait_options(found, tuple(float(n) for n in found.thresholds))
+
+
+def _fractional(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> WaitThresholds:
+    """The fluid's own thresholds, with as much headroom as fits."""
     refusal: ValueError | None = None
     for headroom in _HEADROOMS:
         try:
-            found = fractional_wait_thresholds(profile, traffic, kv_tokens, headroom)
+            return fractional_wait_thresholds(profile, traffic, kv_tokens, headroom)
         except ValueError as error:
             refusal = error
-        else:
-            return _wait_options(found, tuple(float(n) for n in found.thresholds))
     raise refusal or PlanError("no thresholds fit")
 
 
@@ -158,44 +170,106 @@ def _wait_options(found: WaitThresholds, thresholds: tuple[float, ...]) -> dict[
 
 
 def _nested(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    """The number of segments with the smallest memory bound, in waves of one step. Where none is
-    bounded by the memory, the algorithm still runs: its thresholds need only keep up."""
+    """The number of segments with the smallest memory bound, in waves of one step. The batch must
+    fit; where the bound does not, queues may fill the memory, and the algorithm says so."""
     shortest = profile.seconds(StepWork(num_prefill_tokens=min(t.prompt_len for t in traffic)))
     iterations = max(1, round(HORIZON_S / shortest))
-    found, refusal = [], None
+    found = []
     for count in range(1, len({t.decode_len for t in traffic}) + 1):
         segments = segments_of(traffic, count)
         try:
-            found.append(nested_thresholds(profile, segments, kv_tokens, DELTA, iterations))
-        except ValueError as error:
-            refusal = error
+            policy = nested_thresholds(profile, segments, _BEYOND * kv_tokens, DELTA, iterations)
+        except ValueError:
+            continue
+        if policy.batch_kv_tokens <= kv_tokens:
+            found.append(policy)
     if not found:
-        raise refusal or PlanError("no thresholds fit")
+        raise ValueError(
+            f"no thresholds fit: with any number of segments they fall behind, or hold more than "
+            f"the {kv_tokens} KV tokens there are; lower the rates"
+        )
     best = min(found, key=lambda policy: policy.kv_bound_tokens)
     return {"segment_ends": _segment_ends(best), "thresholds": best.thresholds}
 
 
 def _nested_gated(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
-    refusal: ValueError | None = None
-    for headroom in _HEADROOMS:
-        try:
-            found = best_nested_thresholds(profile, traffic, kv_tokens, DELTA, HORIZON_S, headroom)
-        except ValueError as error:
-            refusal = error
-        else:
-            return _nested_gated_options(found)
-    raise refusal or PlanError("no thresholds fit")
+    """Requests start as in the fluid, and a segment's threshold is the share that enters it."""
+    found = _fractional(profile, traffic, kv_tokens)
+    num_lengths = len({t.decode_len for t in traffic})
+    ends = segments_of(traffic, min(_MAX_SEGMENTS, num_lengths)).ends
+    starts = (-1, *ends[:-1])
+    numbers = list(zip(traffic, found.thresholds, strict=True))
+    thresholds = tuple(sum(n for t, n in numbers if t.decode_len > start) for start in starts)
+    return {"segment_ends": tuple(end + 1 for end in ends), "thresholds": thresholds}
 
 
-def _nested_gated_options(found: NestedThresholds) -> dict[str, Any]:
-    """A stage of a wave is several steps: so many prompts start in one of them."""
-    thresholds = tuple(n / found.segments.wave for n in found.thresholds)
-    return {"segment_ends": _segment_ends(found), "thresholds": thresholds}
+def _least_nested(
+    profile: StepProfile, traffic: Traffic, kv_tokens: int, delta: float
+) -> NestedThresholds | None:
+    """Nested WAIT's thresholds with the smallest memory bound, which may be beyond the memory, over
+    numbers of segments and waves. None where no segments keep up: they keep a place at every stage
+    for whoever has finished early, and at high load that is too many."""
+    last_step = max(t.decode_len for t in traffic)
+    iterations = max(1, round(HORIZON_S / profile.seconds(StepWork(num_prefill_tokens=1))))
+    found = []
+    for wave in wave_lengths(last_step + 1):
+        if last_step > wave * _MAX_STAGES:
+            continue
+        for count in range(1, _MAX_SEGMENTS + 1):
+            try:
+                segments = segments_of(traffic, count, wave)
+                limit = _BEYOND * kv_tokens
+                found.append(nested_thresholds(profile, segments, limit, delta, iterations))
+            except ValueError:
+                continue
+    return min(found, key=lambda policy: policy.kv_bound_tokens, default=None)
+
+
+def _fluid_kv_bound(profile: StepProfile, traffic: Traffic, delta: float) -> float:
+    """KV tokens that are exceeded within the horizon with probability `delta` at most, where
+    requests arrive by Poisson processes and take one stage a fluid iteration.
+
+    The number at each stage is then Poisson, and Chernoff's bound, over all iterations, is the
+    least of (Σ mean (exp(θ kv) − 1) + ln(S / δ)) / θ.
+    """
+    seconds = equilibrium(profile, traffic).iteration_s
+    kv = np.concatenate([t.prompt_len + np.arange(t.decode_len + 1) for t in traffic])
+    means = np.repeat([t.rate * seconds for t in traffic], [t.decode_len + 1 for t in traffic])
+    odds = math.log(max(1.0, HORIZON_S / seconds) / delta)
+    scale = float(kv.max())
+
+    def bound(log_theta: float) -> float:
+        theta = math.exp(log_theta) / scale
+        return float((means @ np.expm1(theta * kv) + odds) / theta)
+
+    return float(minimize_scalar(bound, bounds=(-12.0, 5.0), method="bounded").fun)
 
 
 def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:
     """Output tokens after the last stage of each segment: the prefill makes one too."""
     return tuple(end + 1 for end in found.segments.ends)
+
+
+def check_thresholds_fit(
+    admission: str, options: dict[str, Any], workload: Workload, kv_tokens: int
+) -> None:
+    """Raises: PlanError where a literal algorithm's thresholds, with the mean prompt of what memory
+    can hold, hold more at all their stages together than there is: it would come to a stop."""
+    if admission not in ("wait", "nested_wait"):
+        return
+    prompt = round(float(fitting(workload, kv_tokens).prompt_len.mean()))
+    if admission == "wait":
+        ranges = [StageRange(prompt, 0, length - 1) for length in options["output_lens"]]
+    else:
+        starts = (0, *options["segment_ends"][:-1])
+        pairs = zip(starts, options["segment_ends"], strict=True)
+        ranges = [StageRange(prompt, start, end - 1) for start, end in pairs]
+    held = peak_kv_tokens(ranges, options["thresholds"])
+    if held > kv_tokens:
+        raise PlanError(
+            f"{admission}: thresholds {','.join(map(str, options['thresholds']))} hold up to "
+            f"{held} KV tokens, memory has {kv_tokens}; choose lower ones"
+        )
 
 
 def length_classes(options: dict[str, Any], workload: Workload, num_classes: int = 4) -> list[int]:
@@ -260,30 +334,44 @@ def _balanced_step(work: RequestWork, budget: int) -> tuple[StepWork, float]:
 
 @dataclass(frozen=True)
 class DeploymentPlan:
-    """thresholds: the policy that takes them and its options, and how many steps a stage has.
+    """thresholds: an algorithm and its figures: prompts of each type, or in each segment, at every
+        stage of `stage_steps` steps.
     kv_bound_tokens: the memory that the thresholds need at most, but for a probability `delta`
-    within an hour (0: never more). static: for servers without thresholds."""
+        within an hour (0: never more). It may exceed what there is.
+    static: for servers without thresholds.
+    """
 
     thresholds: dict[str, Any]
     kv_bound_tokens: float
     delta: float
     static: StaticBudget
+    kv_tokens: int
 
     @property
-    def serve_flags(self) -> dict[str, str]:
-        """Flags for Penstock, whose own policy needs no figures, and for vLLM."""
+    def serve_flags(self) -> dict[str, Any]:
+        """For Penstock the flags of its own policy, which needs no figures, or a configuration that
+        sets the thresholds; for vLLM the flags that set the static limits."""
         budget, seqs = self.static.token_budget, self.static.max_num_seqs
         return {
-            "penstock": "--admission fluid_guided",
+            "penstock": f"--admission fluid_guided --kv-tokens {self.kv_tokens}",
+            "penstock_config": {"engine": {"admission": self._gated_policy(budget)}},
             "vllm": f"--max-num-batched-tokens {budget} --max-num-seqs {seqs}",
         }
+
+    def _gated_policy(self, budget: int) -> dict[str, Any]:
+        options = dict(self.thresholds)
+        algorithm, steps = options.pop("algorithm"), options.pop("stage_steps")
+        options["thresholds"] = tuple(n / steps for n in options["thresholds"])
+        options["max_num_batched_tokens"] = budget
+        return {"name": f"{algorithm}_gated", "options": options}
 
 
 def plan_deployment(
     profile: StepProfile, workload: Workload, rate: float, kv_tokens: int, delta: float = DELTA
 ) -> DeploymentPlan:
-    """WAIT's thresholds by type for a named mix, Nested WAIT's segments for recorded lengths, and
-    the limits of a static server. Raises: PlanError where no thresholds fit.
+    """WAIT's thresholds by type for a named mix; Nested WAIT's segments for recorded lengths, with
+    theorem 5.1's bound, or, at loads where those cannot keep up, the fluid's own fractions. And the
+    limits of a static server. Raises: PlanError where the load is too much, or nothing fits.
     """
     served = fitting(workload, kv_tokens)
     traffic = traffic_of(served, rate)
@@ -293,14 +381,19 @@ def plan_deployment(
             wait = best_wait_thresholds(profile, traffic, kv_tokens)
             thresholds = {"algorithm": "wait", "stage_steps": wait.wave}
             thresholds |= _wait_options(wait, wait.thresholds)
-            return DeploymentPlan(thresholds, wait.kv_tokens, 0.0, static)
-        nested = best_nested_thresholds(profile, traffic, kv_tokens, delta, HORIZON_S)
+            return DeploymentPlan(thresholds, wait.kv_tokens, 0.0, static, kv_tokens)
+        nested = _least_nested(profile, traffic, kv_tokens, delta)
+        thresholds = {"algorithm": "nested_wait"}
+        if nested is None:
+            thresholds |= {"stage_steps": 1, **_nested_gated(profile, traffic, kv_tokens)}
+            bound = _fluid_kv_bound(profile, traffic, delta)
+        else:
+            thresholds |= {
+                "stage_steps": nested.segments.wave,
+                "segment_ends": _segment_ends(nested),
+                "thresholds": nested.thresholds,
+            }
+            bound = nested.kv_bound_tokens
+        return DeploymentPlan(thresholds, bound, delta, static, kv_tokens)
     except ValueError as error:
         raise PlanError(f"at {rate:g} requests a second: {error}") from error
-    thresholds = {
-        "algorithm": "nested_wait",
-        "stage_steps": nested.segments.wave,
-        "segment_ends": _segment_ends(nested),
-        "thresholds": nested.thresholds,
-    }
-    return DeploymentPlan(thresholds, nested.kv_bound_tokens, delta, static)

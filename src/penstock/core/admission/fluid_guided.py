@@ -18,6 +18,9 @@ from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.fluid.step_profile import StepProfile
 
+_URGENT = 0.25
+"""Share of the target for the first token after which a waiting request is hurried."""
+
 
 class FluidGuided(AdmissionPolicy):
     """Decode always; add prompt tokens while they are cheap for what waits; never admit what memory
@@ -115,11 +118,44 @@ class FluidGuided(AdmissionPolicy):
 
     def _prompt_tokens(self, step: Step, num_decodes: int, backlog: int) -> int:
         """Prompt tokens worth computing in this step."""
-        largest = self._best_step(step)[0]
-        most = min(backlog, largest - num_decodes)
+        urgent = self._is_urgent(step)
+        largest = self.options.max_num_batched_tokens if urgent else self._best_step(step)[0]
+        most = self._most_in_time(step, num_decodes, min(backlog, largest - num_decodes))
         if most <= 0:
             return 0
-        profile = step.estimators.step_model.profile
+        hull = self._envelope(step.estimators.step_model.profile, num_decodes, most)
+        if urgent or len(hull) == 1:
+            return most
+        price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
+        # The price is often just that of the last tokens worth buying.
+        price *= 1 + 1e-6
+        return max(hull, key=lambda p: price * p[0] - p[1])[0]
+
+    def _is_urgent(self, step: Step) -> bool:
+        """Whether the target for the first token asks for all that the other one allows."""
+        target, queue = self.options.ttft_p99, step.waiting.queue()
+        first = queue[0] if queue else next(iter(step.prefills()), None)
+        if target is None or first is None:
+            return False
+        return step.now - first.request.arrival_time > _URGENT * target
+
+    def _most_in_time(self, step: Step, num_decodes: int, most: int) -> int:
+        """At most `most` prompt tokens, so that the step keeps the target for later tokens. A step
+        that nobody waits for may take its time."""
+        target, profile = self.options.tpot_p99, step.estimators.step_model.profile
+        if target is None or not num_decodes or most <= 0:
+            return most
+        left = target - self._decode_seconds(step, num_decodes)
+
+        def is_late(tokens: int) -> bool:
+            return profile.linear(num_decodes + tokens) + profile.per_prefill_token * tokens > left
+
+        return bisect.bisect_left(range(1, most + 1), True, key=is_late)
+
+    def _envelope(
+        self, profile: StepProfile, num_decodes: int, most: int
+    ) -> list[tuple[int, float]]:
+        """Corners of the lower convex envelope of a step's time over 0 to `most` prompt tokens."""
         # Without anybody who decodes a step without prompts would be no step.
         points = [(0, profile.linear(num_decodes))] if num_decodes else []
         corners = self._corners_of(profile)
@@ -129,20 +165,14 @@ class FluidGuided(AdmissionPolicy):
                 break
             points.append((count - num_decodes, seconds))
         points.append((most, profile.linear(num_decodes + most)))
-        hull = _lower_hull(points)
-        if len(hull) == 1:
-            return most
-        price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
-        # The price is often just that of the last tokens worth buying.
-        price *= 1 + 1e-6
-        return max(hull, key=lambda p: price * p[0] - p[1])[0]
+        return _lower_hull(points)
 
     def _price(
         self, step: Step, num_decodes: int, hull: list[tuple[int, float]], overdue: float
     ) -> float:
         """Seconds that a prompt token is worth: at least what it costs in the mixture of steps that
-        keeps up with arrivals and with `overdue` tokens a step, but never more than in the best step; and what its share in an end
-        is worth where time is spent on ends."""
+        keeps up with arrivals and with `overdue` tokens a step, but never more than in the best
+        step; and what its share in an end is worth where time is spent on ends."""
         arriving = step.estimators.traffic.prompt_tokens_per_s(step.now)
         decoding = self._decode_seconds(step, num_decodes)
         slope = 0.0

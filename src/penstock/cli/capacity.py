@@ -1,0 +1,254 @@
+"""`penstock capacity`: the largest load that a policy sustains, and the fluid bound beside it."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.simulate import (
+    AdmissionOption,
+    AllocationOption,
+    ArrivalsOption,
+    BlockSizeOption,
+    DrafterOption,
+    JsonOption,
+    KvTokensOption,
+    Load,
+    PlotOption,
+    ProfileOption,
+    SeedOption,
+    SelectionOption,
+    Server,
+    SetOption,
+    Targets,
+    TimeScaleOption,
+    TpotOption,
+    TtftOption,
+    WorkloadOption,
+    bad_input,
+    describe,
+    make_server,
+    progress,
+)
+
+if TYPE_CHECKING:
+    from penstock.sim.plots import LoadPoint
+    from penstock.sim.run import Setup
+    from penstock.sim.workloads import Workload
+
+DEFAULT_REQUESTS = 60_000
+_LEAST = 0.05
+_DESCENTS = 3
+_PLOTTED = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)
+
+
+def capacity(
+    workload: WorkloadOption,
+    profile: ProfileOption,
+    admission: AdmissionOption,
+    allocation: AllocationOption = "throughput",
+    selection: SelectionOption = "single",
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Begin to search below this load. Default: the fluid bound."),
+    ] = None,
+    arrivals: ArrivalsOption = None,
+    time_scale: TimeScaleOption = 1.0,
+    kv_tokens: KvTokensOption = None,
+    block_size: BlockSizeOption = 1,
+    settings: SetOption = None,
+    drafter: DrafterOption = None,
+    ttft_p99: TtftOption = None,
+    tpot_p99: TpotOption = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
+    ] = None,
+    seed: SeedOption = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on.")
+    ] = 1,
+    plot: PlotOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """The largest stable load, by bisection, and the fluid bound beside it.
+
+    Stable: when the last request arrives fewer than 1.5% of all are unfinished, and at least 96% of
+    the offered tokens delivered; and p99 of TTFT and TPOT are within the targets that are given.
+    """
+    from penstock.sim.planner import load_bound
+    from penstock.sim.plots import check_target, plot_load
+
+    targets = Targets(ttft_p99, tpot_p99)
+    with bad_input():
+        server = make_server(
+            profile,
+            {"admission": admission, "allocation": allocation, "selection": selection},
+            settings or (),
+            drafter or (),
+            kv_tokens=kv_tokens,
+            block_size=block_size,
+            targets=targets,
+            seed=seed,
+        )
+        load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
+        lengths = LoadedWorkload.of(load)
+        base = server.base
+        bound = load_bound(
+            base.profile, lengths.workload, server.kv_tokens, base.acceptance, base.drafters
+        )
+        highest = bound if rate is None else rate
+        # What is wrong with any load is wrong with the first.
+        server.setup(lengths.at(highest * _LEAST))
+        if plot is not None:
+            check_target(plot)
+    found = []
+    with progress(None, "searching") as advance:
+        for number in range(seed, seed + seeds):
+            seeded = LoadedWorkload.of(load.with_seed(number))
+            found.append(search(server, seeded.at, highest, targets, lambda: advance(1)))
+    mean = statistics.fmean(found)
+    if plot is not None:
+        points = measure(server, lengths.at, mean)
+        with bad_input():
+            title = f"{lengths.workload.name}, {admission}, {base.profile.name}"
+            plot_load(points, mean, bound, plot, title)
+    figures = {
+        "capacity_requests_per_s": mean,
+        "bound_requests_per_s": bound,
+        "fraction": mean / bound,
+        "interval_95": interval_95(found),
+        "by_seed": found,
+    }
+    if as_json:
+        print(json.dumps({**describe(base, lengths.workload), **figures}, allow_nan=False))
+        return
+    _print(figures)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedWorkload:
+    """The same requests at any rate."""
+
+    load: Load
+    workload: Workload
+    recorded_rate: float | None
+    """Requests a second of recorded arrivals; None where arrivals are generated."""
+
+    @classmethod
+    def of(cls, load: Load) -> LoadedWorkload:
+        """Recorded arrivals are made faster or slower, others generated anew.
+
+        Raises: WorkloadError, PlanError.
+        """
+        from pathlib import Path
+
+        from penstock.sim.arrivals import parse_arrivals
+        from penstock.sim.planner import mean_rate
+        from penstock.sim.workloads import MIXES, load_workload
+
+        generated = load.arrivals is not None and parse_arrivals(load.arrivals) is not None
+        if load.arrivals is None:
+            generated = load.spec in MIXES or (
+                Path(load.spec).exists() and load_workload(load.spec).arrival_time is None
+            )
+        made = load.make(1.0 if generated else None)
+        return cls(load, made, None if generated else mean_rate(made))
+
+    def at(self, rate: float) -> Workload:
+        from dataclasses import replace
+
+        from penstock.sim.arrivals import check_positive
+
+        check_positive("rate", rate)
+        times = self.workload.arrival_time
+        if self.recorded_rate is None or times is None:
+            return self.load.make(rate)
+        return replace(self.workload, arrival_time=times * (self.recorded_rate / rate))
+
+
+def search(
+    server: Server,
+    workload_at: Callable[[float], Workload],
+    highest: float,
+    targets: Targets,
+    on_try: Callable[[], None],
+) -> float:
+    """Capacity in requests a second. Thresholds are planned anew for every load, and a load for
+    which none fit is not sustained. The search goes on below its range a few times before it gives
+    up with 0: a short run ends with unfinished requests at loads that a long one sustains."""
+    from penstock.sim import capacity as bisection
+    from penstock.sim.planner import PlanError
+
+    def setup_at(rate: float) -> Setup | None:
+        try:
+            return server.setup(workload_at(rate))
+        except PlanError:
+            return None
+
+    found = 0.0
+    for _ in range(_DESCENTS):
+        found = bisection.capacity(
+            setup_at,
+            workload_at,
+            _LEAST * highest,
+            highest,
+            criterion=bisection.Criterion(**targets.given),
+            on_try=lambda *_: on_try(),
+        )
+        if found > 0:
+            break
+        highest *= _LEAST
+    return found
+
+
+def measure(
+    server: Server, workload_at: Callable[[float], Workload], capacity: float
+) -> list[LoadPoint]:
+    """Whole runs at loads around the capacity; loads without thresholds are left out."""
+    from penstock.sim.planner import PlanError
+    from penstock.sim.plots import LoadPoint
+    from penstock.sim.run import run
+
+    points = []
+    with progress(len(_PLOTTED), "measuring") as advance:
+        for share in _PLOTTED if capacity > 0 else ():
+            workload = workload_at(share * capacity)
+            try:
+                figures = run(server.setup(workload), workload).figures()
+            except PlanError:
+                continue
+            mean = figures["latency_s"]["mean"]
+            throughput = figures["throughput_requests_per_s"]
+            points.append(
+                LoadPoint(share * capacity, throughput, math.nan if mean is None else mean)
+            )
+            advance(1)
+    return points
+
+
+def interval_95(values: list[float]) -> list[float] | None:
+    """Student's interval of the mean; None for a single value."""
+    if len(values) < 2:
+        return None
+    from scipy.stats import t
+
+    mean = statistics.fmean(values)
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    half = float(t.ppf(0.975, len(values) - 1)) * error
+    return [mean - half, mean + half]
+
+
+def _print(figures: dict[str, Any]) -> None:
+    print(f"capacity     {figures['capacity_requests_per_s']:.4g} requests/s")
+    if figures["interval_95"] is not None:
+        low, high = figures["interval_95"]
+        print(f"95% interval {low:.4g} to {high:.4g}, {len(figures['by_seed'])} seeds")
+    print(f"fluid bound  {figures['bound_requests_per_s']:.4g} requests/s")
+    print(f"fraction     {figures['fraction']:.1%}")

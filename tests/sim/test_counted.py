@@ -1,0 +1,110 @@
+"""Counting requests that only lengths are known of, and planning runs of equal steps at once,
+changes no result: every policy does the same request by request, step by step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.core.registry import policies
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Report, Setup, run
+from penstock.sim.workloads import Workload, make_workload
+
+PROFILE = load_profile("a100-llama2-7b")
+
+
+def long_prompts() -> Workload:
+    """Prompts up to many times a step's budget, outputs from one token on."""
+    rng = np.random.default_rng(5)
+    lengths = Workload("long", rng.integers(1, 3000, 120), rng.integers(1, 150, 120))
+    return make_workload(lengths, rate=2.5, seed=2)
+
+
+WORKLOADS = {
+    "low": make_workload("low", num_requests=250, rate=150, seed=3),
+    "high": make_workload("high", num_requests=250, rate=40, seed=3),
+    "long": long_prompts(),
+}
+# So tight that policies which do not plan ahead preempt, in tokens.
+MEMORY = {"low": 1400, "high": 8000, "long": 6400}
+AMPLE = 400_000
+LENGTHS = {"low": (10, 20), "high": (100, 200, 300), "long": (50, 100, 150)}
+THRESHOLDS = {"low": (2, 2), "high": (1, 1, 1), "long": (1, 1, 1)}
+
+
+def options_of(admission: str, name: str) -> dict[str, Any]:
+    lengths, thresholds = LENGTHS[name], THRESHOLDS[name]
+    if admission.endswith("_gated"):
+        options: dict[str, Any] = {"thresholds": tuple(0.3 * n for n in thresholds)}
+    else:
+        options = {"thresholds": thresholds}
+    if admission.startswith("wait"):
+        return {"output_lens": lengths, **options}
+    if admission.startswith("nested_wait"):
+        return {"segment_ends": lengths, **options}
+    return {}
+
+
+def both(
+    admission: str, name: str, block_size: int, kv_tokens: int | None = None, **options: Any
+) -> tuple[Report, Report]:
+    counted, single = (
+        run(
+            Setup(
+                PROFILE,
+                admission,
+                {**options_of(admission, name), **options},
+                kv_tokens=kv_tokens or MEMORY[name],
+                block_size=block_size,
+                counted=counted,
+            ),
+            WORKLOADS[name],
+        )
+        for counted in (True, False)
+    )
+    return counted, single
+
+
+def assert_same(counted: Report, single: Report) -> None:
+    for column in ("arrived_at", "first_token_at", "finished_at", "refused"):
+        np.testing.assert_array_equal(getattr(counted, column), getattr(single, column), column)
+    # What is counted tells of its tokens at its end.
+    done = single.completed
+    np.testing.assert_array_equal(counted.num_tokens[done], single.num_tokens[done])
+    for figure in ("num_preemptions", "num_steps", "finished_at", "stalled"):
+        assert getattr(counted.result, figure) == getattr(single.result, figure), figure
+    # One by one, some requests have taken their blocks when others are preempted for the next.
+    peaks = counted.result.kv_peak_tokens, single.result.kv_peak_tokens
+    assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
+
+
+@pytest.mark.parametrize("block_size", [1, 16])
+@pytest.mark.parametrize("name", WORKLOADS)
+@pytest.mark.parametrize("admission", sorted(policies("admission")))
+def test_counting_changes_nothing(admission: str, name: str, block_size: int) -> None:
+    literal = admission in ("wait", "nested_wait")
+    counted, single = both(admission, name, block_size, AMPLE if literal else None)
+    assert_same(counted, single)
+    assert single.completed.sum() > 10
+
+
+@pytest.mark.parametrize("admission", ["wait", "nested_wait"])
+def test_a_deadlock_comes_at_the_same_step(admission: str) -> None:
+    counted, single = both(admission, "high", 1)
+    assert single.result.stalled
+    assert_same(counted, single)
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_the_memory_is_tight(name: str) -> None:
+    """Otherwise the comparison would say little."""
+    counted, _ = both("vllm_v1", name, 1)
+    assert counted.result.num_preemptions > 5
+
+
+def test_targets_change_nothing_in_it() -> None:
+    counted, single = both("fluid_guided", "high", 1, ttft_p99=1.0, tpot_p99=0.05)
+    assert_same(counted, single)

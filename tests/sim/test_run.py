@@ -1,0 +1,271 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from penstock.core.scheduler import Scheduler
+from penstock.fluid.capacity import output_work
+from penstock.sim.acceptance import GeometricAcceptance
+from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.planner import (
+    PlanError,
+    check_thresholds_fit,
+    fitting,
+    length_classes,
+    load_bound,
+    mean_rate,
+    plan_deployment,
+    static_budget,
+    threshold_options,
+    traffic_of,
+)
+from penstock.sim.plots import PlotError, Sampler, check_target
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Report, Setup, run
+from penstock.sim.workloads import Workload, make_workload
+
+PROFILE = load_profile("a100-llama2-7b")
+HIGH = make_workload("high", num_requests=300, rate=15, seed=1)
+
+
+def tenants(*names: str) -> Workload:
+    ones = np.full(len(names), 20, dtype=np.int64)
+    times = 0.1 * np.arange(len(names))
+    return Workload("t", ones, ones, times, np.array(names))
+
+
+# --- figures --------------------------------------------------------------------------------------
+
+
+def test_figures_by_hand() -> None:
+    report = run(Setup(PROFILE, "sarathi"), HIGH)
+    figures = report.figures()
+    assert figures["requests_completed"] == 300
+    assert figures["requests_refused"] == figures["requests_unfinished"] == 0
+    end = report.finished_at.max()
+    assert figures["throughput_requests_per_s"] == pytest.approx(300 / end)
+    assert figures["throughput_tokens_per_s"] == pytest.approx(HIGH.output_len.sum() / end)
+    assert figures["latency_s"]["mean"] == pytest.approx(
+        (report.finished_at - report.arrived_at).mean()
+    )
+    per_token = (report.finished_at - report.first_token_at) / (HIGH.output_len - 1)
+    assert figures["tpot_s"]["p99"] == pytest.approx(np.percentile(per_token, 99))
+    assert "slo_goodput" not in figures
+    assert "tenants" not in figures
+
+
+def test_targets_count_each_request_by_itself() -> None:
+    report = run(Setup(PROFILE, "sarathi"), HIGH)
+    ttft = report.first_token_at - report.arrived_at
+    per_token = (report.finished_at - report.first_token_at) / (HIGH.output_len - 1)
+    middle, slow = float(np.median(ttft)), float(per_token.max())
+    seconds = report.result.finished_at
+    missed = report.figures(ttft_p99=middle)
+    assert missed["slo_met"] == {"ttft": False}
+    assert missed["slo_goodput"] == pytest.approx((ttft <= middle).sum() / seconds)
+    met = report.figures(ttft_p99=60.0, tpot_p99=slow)
+    assert met["slo_met"] == {"ttft": True, "tpot": True}
+    assert met["slo_goodput"] == pytest.approx(300 / seconds)
+
+
+def test_tenants_share_and_are_reported_apart() -> None:
+    workload = tenants(*("ab" * 20), *("a" * 40))
+    figures = run(Setup(PROFILE, "vllm_v1"), workload).figures()
+    own = figures["tenants"]
+    assert {n: f["requests_completed"] for n, f in own.items()} == {"a": 60, "b": 20}
+    x = np.array([f["throughput_tokens_per_s"] for f in own.values()])
+    assert x.sum() == pytest.approx(figures["throughput_tokens_per_s"])
+    assert figures["jain"] == pytest.approx(x.sum() ** 2 / (2 * (x**2).sum()))
+    assert figures["sum_log_rate"] == pytest.approx(np.log(x).sum())
+
+
+def test_what_memory_cannot_hold_is_refused_and_counted() -> None:
+    lengths = np.array([20, 900, 20], dtype=np.int64)
+    workload = make_workload(Workload("w", lengths, np.array([5, 5, 5])), rate=10.0)
+    figures = run(Setup(PROFILE, "sarathi", kv_tokens=600), workload).figures()
+    assert (figures["requests_completed"], figures["requests_refused"]) == (2, 1)
+    none = run(Setup(PROFILE, "sarathi", kv_tokens=10), workload).figures()
+    assert (none["requests_completed"], none["requests_refused"]) == (0, 3)
+    assert none["latency_s"] == {"mean": None, "p50": None, "p99": None}
+
+
+# --- capacity -------------------------------------------------------------------------------------
+
+
+def test_capacity_is_where_the_criterion_turns() -> None:
+    def at(rate: float) -> Workload:
+        return make_workload("low", num_requests=3000, rate=rate, seed=2)
+
+    def sustained(rate: float) -> bool:
+        workload = at(rate)
+        assert workload.arrival_time is not None
+        return Criterion().holds(run(setup, workload, until=float(workload.arrival_time[-1])))
+
+    setup = Setup(PROFILE, "sarathi", {"token_budget": 768, "max_num_seqs": 320})
+    found = capacity(setup, at, 40.0, 120.0, tolerance=0.02)
+    assert found > 120, "the range is widened"
+    assert sustained(found)
+    assert not sustained(1.03 * found)
+    assert found < load_bound(PROFILE, at(1.0), PROFILE.kv_tokens)
+
+
+def test_a_load_without_a_setup_is_not_sustained() -> None:
+    def setup_at(rate: float) -> Setup | None:
+        return Setup(PROFILE, "sarathi") if rate < 12 else None
+
+    def at(rate: float) -> Workload:
+        return make_workload("low", num_requests=400, rate=rate)
+
+    assert capacity(setup_at, at, 5.0, 40.0, tolerance=0.01) == pytest.approx(12, rel=0.02)
+
+
+# --- planner --------------------------------------------------------------------------------------
+
+
+def test_the_bound_holds_with_and_without_drafts() -> None:
+    alone = load_bound(PROFILE, HIGH, PROFILE.kv_tokens)
+    acceptance = GeometricAcceptance({"a": 0.8})
+    drafted = load_bound(PROFILE, HIGH, PROFILE.kv_tokens, acceptance, ["a"])
+    useless = load_bound(PROFILE, HIGH, PROFILE.kv_tokens, GeometricAcceptance({"a": 0.0}), ["a"])
+    assert drafted >= alone == pytest.approx(useless)
+
+
+def test_the_bound_counts_refused_requests_as_load() -> None:
+    ones = np.array([50] * 9 + [500], dtype=np.int64)
+    workload = Workload("w", ones, np.full(10, 50))
+    all_fit = load_bound(PROFILE, workload.take(slice(9)), 300)
+    assert load_bound(PROFILE, workload, 300) == pytest.approx(all_fit * 10 / 9)
+    with pytest.raises(PlanError, match="no request of 'w' fits into 60 KV tokens"):
+        fitting(workload, 60)
+
+
+def test_traffic_of_a_mix_is_exact() -> None:
+    traffic = traffic_of(HIGH, 12.0)
+    assert [t.rate for t in traffic] == pytest.approx([6.0, 4.0, 2.0])
+    assert [t.output_len for t in traffic] == [100, 200, 300]
+    assert mean_rate(make_workload("high", num_requests=20_000, rate=7)) == pytest.approx(
+        7, rel=0.03
+    )
+
+
+@pytest.mark.parametrize("name", ["low", "high", "nested", "ten_bins"])
+@pytest.mark.parametrize("admission", ["wait_gated", "nested_wait_gated"])
+def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
+    bound = load_bound(PROFILE, make_workload(name, num_requests=2000, rate=1), PROFILE.kv_tokens)
+    workload = make_workload(name, num_requests=600, rate=0.7 * bound, seed=4)
+    options = threshold_options(admission, PROFILE, workload, 0.7 * bound, PROFILE.kv_tokens)
+    figures = run(Setup(PROFILE, admission, options), workload).figures()
+    assert figures["requests_completed"] == 600
+    assert figures["throughput_requests_per_s"] > 0.4 * 0.7 * bound
+
+
+def test_planned_thresholds_of_the_literal_algorithms_are_whole() -> None:
+    paper = load_profile("paper-linear")
+    wait = threshold_options("wait", paper, HIGH, 30.0, paper.kv_tokens)
+    assert wait["output_lens"] == (100, 200, 300)
+    assert all(type(n) is int for n in wait["thresholds"])
+    nested = threshold_options("nested_wait", paper, HIGH, 30.0, paper.kv_tokens)
+    assert nested["segment_ends"][-1] == 300
+    assert all(type(n) is int for n in nested["thresholds"])
+    assert threshold_options("sarathi", paper, HIGH, 30.0, paper.kv_tokens) == {}
+    with pytest.raises(PlanError, match="wait at 70 requests a second: no thresholds fit"):
+        threshold_options("wait", paper, HIGH, 70.0, paper.kv_tokens)
+
+
+def test_thresholds_that_cannot_fit_are_refused() -> None:
+    options = {"output_lens": (100, 200, 300), "thresholds": (1, 1, 1)}
+    check_thresholds_fit("wait", options, HIGH, 160_000)
+    check_thresholds_fit("wait_gated", options, HIGH, 100)
+    with pytest.raises(PlanError, match=r"thresholds 1,1,1 hold up to 1\d{5} KV tokens"):
+        check_thresholds_fit("wait", options, HIGH, 100_000)
+    segments = {"segment_ends": (100, 300), "thresholds": (3, 1)}
+    with pytest.raises(PlanError, match="nested_wait: thresholds 3,1 hold up to"):
+        check_thresholds_fit("nested_wait", segments, HIGH, 50_000)
+
+
+def test_the_static_budget_is_at_a_corner_and_within_memory() -> None:
+    work = output_work(HIGH.prompt_len, HIGH.output_len)
+    static = static_budget(PROFILE, work, PROFILE.kv_tokens)
+    assert static.token_budget == 768, "a corner of the staircase (design 4.8)"
+    assert PROFILE.linear(769) > 1.05 * PROFILE.linear(768)
+    assert 500 < static.max_num_seqs <= 768
+    tight = static_budget(PROFILE, work, 30_000)
+    assert tight.max_num_seqs < 0.4 * static.max_num_seqs
+    with pytest.raises(PlanError, match="hold no step"):
+        static_budget(PROFILE, work, 5)
+
+
+def test_a_plan_for_recorded_lengths_has_segments_and_a_chance() -> None:
+    rng = np.random.default_rng(1)
+    lengths = Workload("trace", rng.integers(20, 400, 2000), rng.integers(1, 400, 2000))
+    bound = load_bound(PROFILE, lengths, PROFILE.kv_tokens)
+    light = plan_deployment(PROFILE, lengths, 0.3 * bound, PROFILE.kv_tokens)
+    assert light.thresholds["algorithm"] == "nested_wait"
+    assert light.thresholds["segment_ends"][-1] >= 399
+    surer = plan_deployment(PROFILE, lengths, 0.3 * bound, PROFILE.kv_tokens, 1e-6)
+    assert surer.kv_bound_tokens > light.kv_bound_tokens
+    assert (light.delta, surer.delta) == (1e-3, 1e-6)
+    heavy = plan_deployment(PROFILE, lengths, 0.95 * bound, PROFILE.kv_tokens)
+    starts = [p.thresholds["thresholds"][0] / p.thresholds["stage_steps"] for p in (light, heavy)]
+    assert starts[0] < starts[1]
+    with pytest.raises(PlanError, match="at 1e"):
+        plan_deployment(PROFILE, lengths, 1e6, PROFILE.kv_tokens)
+
+
+def test_the_bound_of_a_plan_holds_in_simulation() -> None:
+    rng = np.random.default_rng(1)
+    lengths = Workload("trace", rng.integers(20, 400, 1500), rng.integers(1, 400, 1500))
+    rate = 0.8 * load_bound(PROFILE, lengths, PROFILE.kv_tokens)
+    plan = plan_deployment(PROFILE, lengths, rate, PROFILE.kv_tokens)
+    policy = plan.serve_flags["penstock_config"]["engine"]["admission"]
+    report = run(
+        Setup(PROFILE, policy["name"], policy["options"]), make_workload(lengths, rate=rate)
+    )
+    assert report.completed.all()
+    assert report.result.kv_peak_tokens <= plan.kv_bound_tokens
+
+
+def test_length_classes() -> None:
+    assert length_classes({"segment_ends": (10, 20)}, HIGH) == [10, 20]
+    assert length_classes({}, HIGH) == [100, 200, 300]
+    assert len(length_classes({"output_lens": tuple(range(1, 60))}, HIGH)) <= 4
+
+
+# --- sampling and plots ---------------------------------------------------------------------------
+
+
+def sampled(every: float) -> tuple[Sampler, Report]:
+    made: list[Sampler] = []
+
+    def watch(scheduler: Scheduler) -> Sampler:
+        made.append(Sampler(scheduler, every, [100, 200, 300]))
+        return made[0]
+
+    report = run(Setup(PROFILE, "sarathi"), HIGH, watch=watch)
+    return made[0], report
+
+
+def test_samples_agree_with_the_run() -> None:
+    samples, report = sampled(0.0)
+    assert max(samples.kv_tokens) <= report.result.kv_peak_tokens
+    assert max(samples.kv_tokens) > 0.9 * report.result.kv_peak_tokens
+    assert samples.kv_tokens[-1] == 0
+    for time, waiting, running in zip(
+        samples.times[::50], samples.waiting[::50], samples.running[::50], strict=True
+    ):
+        in_system = (report.arrived_at <= time) & (report.finished_at > time)
+        assert waiting + sum(running) <= in_system.sum()
+        assert waiting + sum(running) >= in_system.sum() - 3, "arrivals wait for the step's end"
+    assert max(sum(r[2:]) for r in samples.running) > 0
+    assert len(sampled(1.0)[0].times) <= report.result.finished_at + 1
+
+
+def test_where_a_picture_cannot_go(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    check_target(tmp_path / "a.PNG")
+    with pytest.raises(PlotError, match="choose an ending from"):
+        check_target(tmp_path / "a.nothing")
+    with pytest.raises(PlotError, match="there is no folder"):
+        check_target(tmp_path / "none" / "a.png")

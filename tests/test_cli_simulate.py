@@ -1,0 +1,370 @@
+"""`penstock simulate`, `penstock capacity`, `penstock plan`."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+from penstock.cli import main
+from penstock.cli.capacity import interval_95
+from penstock.cli.simulate import parse_value
+from penstock.core.registry import policies
+
+Cli = Callable[..., tuple[int, str, str]]
+HIGH = ("--workload", "high", "--profile", "a100-llama2-7b", "--rate", "15", "--requests", "200")
+TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens,tenant\n" + "".join(
+    f"{0.2 * i:.1f},{40 + 10 * (i % 7)},{20 + 5 * (i % 9)},{'ab'[i % 2]}\n" for i in range(120)
+)
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the program here; returns exit code, standard output and standard error."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return run
+
+
+def report_of(cli: Cli, *arguments: object) -> dict[str, Any]:
+    code, out, err = cli(*arguments, "--json")
+    assert code == 0, err
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "trace.csv.gz"
+    path.write_bytes(gzip.compress(TRACE.encode()))
+    return path
+
+
+# --- simulate -------------------------------------------------------------------------------------
+
+
+def test_simulate_reports_the_keys_that_scripts_rely_on(cli: Cli) -> None:
+    report = report_of(cli, "simulate", *HIGH, "--admission", "sarathi")
+    assert report["requests_completed"] == 200
+    assert report["requests_refused"] == 0
+    for key in ("latency_s", "ttft_s", "tpot_s"):
+        assert set(report[key]) == {"mean", "p50", "p99"}
+        assert 0 < report[key]["mean"] <= report[key]["p99"]
+    for key in ("throughput_requests_per_s", "throughput_tokens_per_s", "kv_peak_tokens", "wall_s"):
+        assert report[key] > 0
+    assert report["preemptions"] == 0
+    again = report_of(cli, "simulate", *HIGH, "--admission", "sarathi")
+    assert again["latency_s"] == report["latency_s"]
+    other = report_of(cli, "simulate", *HIGH, "--admission", "sarathi", "--seed", 1)
+    assert other["latency_s"] != report["latency_s"]
+
+
+def test_simulate_prints_a_table(cli: Cli) -> None:
+    code, out, _ = cli("simulate", *HIGH, "--admission", "vllm_v1", "--ttft-p99", "1")
+    assert code == 0
+    for text in ("latency", "time per output token", "200 requests completed", "p99: ttft met"):
+        assert text in out
+
+
+@pytest.mark.parametrize("admission", sorted(policies("admission")))
+def test_every_admission_runs_as_it_is(cli: Cli, admission: str) -> None:
+    report = report_of(cli, "simulate", *HIGH, "--admission", admission)
+    assert report["admission"] == admission
+    assert report["requests_completed"] + report["requests_unfinished"] == 200
+    if not report["stalled"]:
+        assert report["requests_completed"] == 200
+
+
+def test_thresholds_come_from_the_planner_unless_they_are_set(cli: Cli) -> None:
+    report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", "--set", "max_wait=2")
+    assert report["options"]["output_lens"] == [100, 200, 300]
+    assert report["options"]["max_wait"] == 2.0
+    given = ("--set", "output_lens=100,200,300", "--set", "thresholds=1,0.5,.5")
+    report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", *given)
+    assert report["options"]["thresholds"] == [1.0, 0.5, 0.5]
+
+
+def test_a_trace_with_tenants(cli: Cli, trace: Path) -> None:
+    arguments = ("--workload", trace, "--profile", "paper-linear", "--admission", "vllm_v1")
+    report = report_of(cli, "simulate", *arguments)
+    assert report["requests_completed"] == 120
+    assert set(report["tenants"]) == {"a", "b"}
+    assert report["tenants"]["a"]["requests_completed"] == 60
+    assert report["jain"] == pytest.approx(1.0, abs=0.01)
+    assert isinstance(report["sum_log_rate"], float)
+    faster = report_of(cli, "simulate", *arguments, "--time-scale", 3)
+    shown = "throughput_requests_per_s"
+    assert faster[shown] == pytest.approx(3 * report[shown], rel=0.1)
+    _, out, _ = cli("simulate", *arguments)
+    assert "tenant a" in out
+
+
+def test_targets_reach_the_policy_and_the_report(cli: Cli) -> None:
+    targets = ("--ttft-p99", "1", "--tpot-p99", "0.001")
+    report = report_of(cli, "simulate", *HIGH, "--admission", "fluid_guided", *targets)
+    assert report["options"] == {"ttft_p99": 1.0, "tpot_p99": 0.001}
+    assert report["slo_met"] == {"ttft": True, "tpot": False}
+    assert report["slo_goodput"] == 0
+
+
+def test_speculation_by_rate_curve_and_record(cli: Cli, tmp_path: Path) -> None:
+    record = tmp_path / "r.jsonl.gz"
+    record.write_bytes(gzip.compress(b'{"eagle": [4, 3, 2, 1, 2]}\n'))
+    light = (*HIGH[:-4], "--rate", "0.5", "--requests", "40", "--admission", "vllm_v1")
+    alone = report_of(cli, "simulate", *light)
+    for drafter in ("a=0.8", "a=0.9,0.7,0.5", f"eagle={record}"):
+        report = report_of(
+            cli, "simulate", *light, "--drafter", drafter, "--set", "allocation.k_max=4"
+        )
+        assert 0 < report["draft_tokens_accepted"] <= report["draft_tokens_proposed"]
+        assert report["latency_s"]["mean"] < 0.9 * alone["latency_s"]["mean"]
+
+
+def test_a_picture_of_a_run(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "run.png"
+    code, _, err = cli("simulate", *HIGH, "--admission", "nested_wait_gated", "--plot", path)
+    assert code == 0, err
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_blocks_and_memory(cli: Cli) -> None:
+    memory = ("--kv-tokens", "4000", "--block-size", "16")
+    report = report_of(cli, "simulate", *HIGH, "--admission", "vllm_v1", *memory)
+    assert report["kv_tokens"] == 4000
+    assert 3500 < report["kv_peak_tokens"] <= 4000
+    assert report["preemptions"] > 0
+
+
+# --- capacity and plan ----------------------------------------------------------------------------
+
+
+def test_capacity_of_a_mix_and_of_a_trace(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    low = ("--workload", "low", "--profile", "a100-llama2-7b", "--requests", 1500)
+    report = report_of(cli, "capacity", *low, "--admission", "sarathi", "--seeds", 2)
+    assert 0 < report["capacity_requests_per_s"] < report["bound_requests_per_s"]
+    ratio = report["capacity_requests_per_s"] / report["bound_requests_per_s"]
+    assert report["fraction"] == pytest.approx(ratio)
+    assert len(report["by_seed"]) == 2
+    low_end, high_end = report["interval_95"]
+    assert low_end <= report["capacity_requests_per_s"] <= high_end
+    recorded = ("--workload", trace, "--profile", "paper-linear", "--admission", "wait_gated")
+    code, out, _ = cli("capacity", *recorded)
+    assert code == 0
+    assert "fluid bound" in out
+
+
+def test_a_picture_of_the_capacity(cli: Cli, tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "capacity.png"
+    low = ("--workload", "low", "--profile", "a100-llama2-7b", "--requests", 600)
+    code, _, err = cli("capacity", *low, "--admission", "sarathi", "--plot", path)
+    assert code == 0, err
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_interval() -> None:
+    assert interval_95([1.0]) is None
+    assert interval_95([1.0, 2.0, 3.0]) == pytest.approx([2 - 2.4841, 2 + 2.4841], abs=1e-3)
+
+
+def test_plan_of_a_mix(cli: Cli) -> None:
+    report = report_of(cli, "plan", *HIGH)
+    assert report["thresholds"]["algorithm"] == "wait"
+    assert report["thresholds"]["output_lens"] == [100, 200, 300]
+    assert report["token_budget"] == 768
+    assert 0 < report["kv_bound_tokens"] < 111_580
+    assert report["delta"] == 0.0
+    assert report["expected"]["requests_completed"] == 200
+    flags = report["serve_flags"]
+    assert "--max-num-batched-tokens 768" in flags["vllm"]
+    assert "--max-num-seqs" in flags["vllm"]
+    assert "--admission fluid_guided" in flags["penstock"]
+    # The configuration is one that the server takes.
+    admission = flags["penstock_config"]["engine"]["admission"]
+    policy = policies("admission")[admission["name"]]
+    policy(policy.Options(**{k: v for k, v in admission["options"].items()}))
+
+
+def test_plan_of_a_trace(cli: Cli, trace: Path) -> None:
+    arguments = ("--workload", trace, "--profile", "a100-llama2-7b", "--delta", "0.01")
+    report = report_of(cli, "plan", *arguments)
+    assert report["thresholds"]["segment_ends"][-1] == 60
+    assert report["delta"] == 0.01
+    assert report["rate_requests_per_s"] == pytest.approx(5.0)
+    code, out, _ = cli("plan", *arguments)
+    assert code == 0
+    for text in ("vllm serve", "penstock serve", "static server", "nested_wait", "expected"):
+        assert text in out
+
+
+# --- bad input ------------------------------------------------------------------------------------
+
+BAD_TRACES = {
+    "columns.csv": "a,b\n1,2\n",
+    "negative.csv": "num_prefill_tokens,num_decode_tokens\n5,-3\n",
+    "absurd.csv": "num_prefill_tokens,num_decode_tokens\n5,99999999999\n",
+    "unsorted.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n1,5,5\n0,5,5\n",
+    "empty.csv": "",
+    "rows.csv": "num_prefill_tokens,num_decode_tokens\n",
+    "one.csv": "arrived_at,num_prefill_tokens,num_decode_tokens\n0,5,5\n",
+}
+WAIT = ("--admission", "wait")
+SARATHI = ("--admission", "sarathi")
+
+
+LOW = ("--workload", "low", "--rate", "1", "--admission", "sarathi")
+BAD_INPUT = [
+    (("--workload", "columns.csv", *SARATHI), "has the columns a, b; a trace has"),
+    (("--workload", "negative.csv", *SARATHI, "--rate", "1"), "'-3' is not a whole number"),
+    (("--workload", "absurd.csv", *SARATHI, "--rate", "1"), "is not a whole number from 1 to"),
+    (("--workload", "unsorted.csv", *SARATHI), "times must be sorted"),
+    (("--workload", "empty.csv", *SARATHI), "is empty"),
+    (("--workload", "rows.csv", *SARATHI), "has no rows"),
+    (("--workload", "none.csv", *SARATHI), "unknown workload 'none.csv'; choose from low"),
+    (("--workload", "low", *SARATHI, "--rate", "0"), "the rate must be a finite number over 0"),
+    (("--workload", "low", *SARATHI, "--rate", "nan"), "over 0, not nan"),
+    ((*LOW, "--requests", "0"), "--requests"),
+    ((*LOW, "--arrivals", "weekly"), "unknown arrivals"),
+    (("--workload", "low", "--rate", "1", "--admission", "fifo"), "choose from"),
+    ((*LOW, "--selection", "x"), "unknown selection"),
+    ((*LOW, "--set", "budget=1"), "token_budget, max"),
+    ((*LOW, "--set", "token_budget=x"), "must be int"),
+    ((*LOW, "--set", "token_budget=8"), "at least max"),
+    ((*LOW, "--set", "k"), "OPTION=VALUE"),
+    ((*LOW, "--set", "router.k=1"), "allocation."),
+    ((*LOW, "--set", "allocation.x=1"), "k_max"),
+    ((*LOW, "--drafter", "a"), "NAME=RATE"),
+    ((*LOW, "--ttft-p99", "0"), "seconds over 0"),
+    ((*LOW, "--plot", "a.nothing"), "an ending from"),
+    ((*LOW, "--kv-tokens", "9", "--block-size", "16"), "hold no block of 16"),
+    (("--workload", "one.csv", *WAIT), "no arrivals to take a rate from"),
+    (
+        ("--workload", "low", "--rate", "9", *WAIT, "--set", "thresholds=1"),
+        "output_lens must be rising",
+    ),
+    (
+        (
+            *("--workload", "low", "--rate", "9", *WAIT),
+            *("--set", "output_lens=10,20", "--set", "thresholds=900,900"),
+        ),
+        "thresholds 900,900 hold up to",
+    ),
+]
+# `capacity` looks for the load by itself.
+BAD_LOADS = [
+    (("--workload", "low", *SARATHI), "has no arrival times: give a rate"),
+    (("--workload", "high", "--rate", "34", *WAIT), "no thresholds fit"),
+    (("--workload", "high", "--rate", "900", "--admission", "wait_gated"), "unstable"),
+]
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "complaint"),
+    [(c, *case) for c in ("simulate", "capacity") for case in BAD_INPUT]
+    + [("simulate", *case) for case in BAD_LOADS],
+)
+def test_bad_input_is_one_line(
+    cli: Cli,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    arguments: tuple[str, ...],
+    complaint: str,
+) -> None:
+    if "--plot" in arguments:
+        pytest.importorskip("matplotlib")
+    monkeypatch.chdir(tmp_path)
+    for name, text in BAD_TRACES.items():
+        Path(name).write_text(text)
+    code, out, err = cli(command, "--profile", "a100-llama2-7b", *arguments)
+    assert code == 2
+    assert out == ""
+    assert err.startswith("penstock: ")
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--rate", "20", "--delta", "1"), "--delta is a probability"),
+        (("--rate", "2000"), "at 2000 requests a second: unstable"),
+        (("--rate", "0"), "the rate must be"),
+        (("--rate", "5", "--kv-tokens", "60"), "fits into 60 KV tokens"),
+        (("--rate", "20", "--profile", "v100"), "unknown profile 'v100'"),
+    ],
+)
+def test_a_plan_that_cannot_be_made(cli: Cli, arguments: tuple[str, ...], complaint: str) -> None:
+    profile = () if "--profile" in arguments else ("--profile", "a100-llama2-7b")
+    code, out, err = cli("plan", "--workload", "high", *profile, *arguments)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert complaint in err
+
+
+def test_requests_larger_than_memory_are_refused_not_a_hang(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "t.csv"
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens\n0,50,5\n1,5000,5\n2,50,5\n")
+    for admission in policies("admission"):
+        arguments = ("--workload", path, "--profile", "a100-llama2-7b", "--admission", admission)
+        report = report_of(cli, "simulate", *arguments, "--kv-tokens", 1000)
+        assert report["requests_refused"] == 1, admission
+
+
+def test_without_matplotlib_the_message_says_what_to_install(
+    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    plot = ("--plot", tmp_path / "p.png")
+    code, _, err = cli("simulate", *HIGH, "--admission", "sarathi", *plot)
+    assert code == 2
+    assert "penstock[plot]" in err
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted", "value"),
+    [
+        ("3", int, 3),
+        ("3", float, 3.0),
+        ("1e-3", float | None, 1e-3),
+        ("none", int | None, None),
+        ("1, 2,3", tuple[int, ...], (1, 2, 3)),
+        ("", tuple[float, ...], ()),
+        ("True", bool, True),
+        ("abc", str | None, "abc"),
+        ("none", str | None, None),
+        ("b", Literal["a", "b"], "b"),
+    ],
+)
+def test_values_take_the_type_of_their_option(text: str, wanted: Any, value: Any) -> None:
+    parsed = parse_value(text, wanted)
+    assert parsed == value
+    assert type(parsed) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("3.5", int),
+        ("x", float),
+        ("nan", float),
+        ("1", bool),
+        ("1,x", tuple[int, ...]),
+        ("x", int | None),
+        ("c", Literal["a", "b"]),
+    ],
+)
+def test_values_of_another_type_are_refused(text: str, wanted: Any) -> None:
+    with pytest.raises(ValueError, match=r".*"):
+        parse_value(text, wanted)
