@@ -112,6 +112,8 @@ class Cohort:
         self.ticks = 0
         self.num_kv_tokens = 0
         """Positions whose KV the target holds for the members."""
+        self.num_output_tokens = 0
+        self.sum_first_token_at = 0.0
         self.members: dict[str, CountedState] = {}
         self.plan_id: int | None = None
         # Known and output tokens of each member when its cohort was at tick 0.
@@ -130,6 +132,8 @@ class Cohort:
         self.num_kv_tokens += computed
         self._phases[(computed - self.ticks) % self._block_size] += 1
         num_output = state.num_output_tokens
+        self.num_output_tokens += num_output
+        self.sum_first_token_at += state.first_token_at
         left = state.request.max_tokens - num_output
         if state.until is not None and num_output < state.until:
             left = min(left, state.until - num_output)
@@ -146,6 +150,8 @@ class Cohort:
         state.exit()
         del self.members[state.request.id], self._origins[state.request.id]
         self.num_kv_tokens -= computed
+        self.num_output_tokens -= state.num_output_tokens
+        self.sum_first_token_at -= state.first_token_at
         self._phases[(computed - self.ticks) % self._block_size] -= 1
         held = computed
         if self.plan_id is not None:
@@ -181,6 +187,7 @@ class Cohort:
         leave, and are returned in the order of their arrival."""
         self.ticks += ticks
         self.num_kv_tokens += ticks * len(self.members)
+        self.num_output_tokens += ticks * len(self.members)
         left = []
         while self.members and self.ticks_left == 0:
             state = heapq.heappop(self._leaving)[2]

@@ -457,12 +457,14 @@ class Scheduler:
                 reason = failures.get(item.request_id, "the executor gave no answer")
                 outputs.append(self._finish(state, FinishReason.ERROR, reason))
             else:
-                output = self._advance(state, item, verdict)
+                output = self._advance(state, item, verdict, result.finished_at)
                 if output is not None:
                     outputs.append(output)
         return outputs
 
-    def _advance(self, state: RequestState, item: VerifyItem, verdict: Verdict) -> Output | None:
+    def _advance(
+        self, state: RequestState, item: VerifyItem, verdict: Verdict, now: float
+    ) -> Output | None:
         known = item.start + item.num_scheduled_tokens
         if item.draft is not None:
             self._drafting.drafted(state, item.draft, verdict.num_proposed)
@@ -479,6 +481,8 @@ class Scheduler:
         self._selection.observe(state, verdict)
         new_tokens, reason = self._cut(state, verdict.token_ids)
         first = not state.num_output_tokens
+        if first:
+            state.first_token_at = now
         if isinstance(state, CountedState):
             state.append_counted(len(new_tokens))
             state.num_announced += len(new_tokens)

@@ -68,6 +68,7 @@ class RequestState:
         "draft_order",
         "drafter",
         "epoch",
+        "first_token_at",
         "group",
         "held",
         "in_flight",
@@ -95,6 +96,7 @@ class RequestState:
         self.num_known_tokens = request.prompt_len
         """Prompt and output so far."""
         self.num_output_tokens = 0
+        self.first_token_at = 0.0
         self.group: Hashable = None
         """Whom the request decodes with, where an admission policy keeps groups apart."""
         self.block_hashes: list[bytes] = list(request.block_hashes)

@@ -74,6 +74,17 @@ class Step:
         total = sum(s.num_known_tokens for s in self.solo.values())
         return total + sum(c.num_kv_tokens + len(c) for c in self.cohorts.values())
 
+    def seconds_per_token(self) -> float:
+        """Mean over the output of the decoding requests, after their first tokens; 0 if there is
+        none."""
+        solo = [s for s in self.solo.values() if s.num_output_tokens]
+        since = sum(self.now - s.first_token_at for s in solo)
+        tokens = sum(s.num_output_tokens - 1 for s in solo)
+        for cohort in self.cohorts.values():
+            since += len(cohort) * self.now - cohort.sum_first_token_at
+            tokens += cohort.num_output_tokens - len(cohort)
+        return since / tokens if tokens else 0.0
+
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """[running, 2]: known and output tokens of every running request, in no order."""
         solo = [(s.num_known_tokens, s.num_output_tokens) for s in self.solo.values()]

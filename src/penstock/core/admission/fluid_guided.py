@@ -20,6 +20,8 @@ from penstock.fluid.step_profile import StepProfile
 
 _URGENT = 0.25
 """Share of the target for the first token after which a waiting request is hurried."""
+_AT_EASE = 0.6
+"""Share of the target for later tokens under which the running requests can wait."""
 
 
 class FluidGuided(AdmissionPolicy):
@@ -118,7 +120,7 @@ class FluidGuided(AdmissionPolicy):
 
     def _prompt_tokens(self, step: Step, num_decodes: int, backlog: int) -> int:
         """Prompt tokens worth computing in this step."""
-        urgent = self._is_urgent(step)
+        urgent = self._is_urgent(step, backlog)
         largest = self.options.max_num_batched_tokens if urgent else self._best_step(step)[0]
         most = self._most_in_time(step, num_decodes, min(backlog, largest - num_decodes))
         if most <= 0:
@@ -131,19 +133,22 @@ class FluidGuided(AdmissionPolicy):
         price *= 1 + 1e-6
         return max(hull, key=lambda p: price * p[0] - p[1])[0]
 
-    def _is_urgent(self, step: Step) -> bool:
+    def _is_urgent(self, step: Step, backlog: int) -> bool:
         """Whether the target for the first token asks for all that the other one allows."""
         target, queue = self.options.ttft_p99, step.waiting.queue()
         first = queue[0] if queue else next(iter(step.prefills()), None)
         if target is None or first is None:
             return False
-        return step.now - first.request.arrival_time > _URGENT * target
+        ahead = backlog * self._best_step(step)[1]
+        return step.now - first.request.arrival_time + ahead > _URGENT * target
 
     def _most_in_time(self, step: Step, num_decodes: int, most: int) -> int:
-        """At most `most` prompt tokens, so that the step keeps the target for later tokens. A step
-        that nobody waits for may take its time."""
+        """At most `most` prompt tokens, so that the running requests keep the target for later
+        tokens. It is a mean: while they are well within it, single steps may take longer."""
         target, profile = self.options.tpot_p99, step.estimators.step_model.profile
         if target is None or not num_decodes or most <= 0:
+            return most
+        if step.seconds_per_token() < _AT_EASE * target:
             return most
         left = target - self._decode_seconds(step, num_decodes)
 

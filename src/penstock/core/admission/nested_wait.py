@@ -32,8 +32,8 @@ class NestedWait(AdmissionPolicy):
         """segment_ends: output tokens with which a request leaves each segment, rising.
         thresholds: n_i for each segment."""
 
-        segment_ends: tuple[int, ...] = ()
-        thresholds: tuple[int, ...] = ()
+        segment_ends: tuple[int, ...] = (64, 256, 1024)
+        thresholds: tuple[int, ...] = (1, 1, 1)
 
         def __post_init__(self) -> None:
             check_thresholds(self.segment_ends, self.thresholds)

@@ -31,8 +31,8 @@ class NestedWaitGated(AdmissionPolicy):
         slack: how far a segment may be over its threshold.
         max_num_batched_tokens: positions a step."""
 
-        segment_ends: tuple[int, ...] = ()
-        thresholds: tuple[float, ...] = ()
+        segment_ends: tuple[int, ...] = (64, 256, 1024)
+        thresholds: tuple[float, ...] = (1.0, 1.0, 1.0)
         max_wait: float = 0.5
         slack: float = 1.5
         max_num_batched_tokens: int = 2048

@@ -32,8 +32,8 @@ class Wait(AdmissionPolicy):
         """output_lens: the types' output lengths l'_j, rising.
         thresholds: n_j for each of them, prompts a stage."""
 
-        output_lens: tuple[int, ...] = ()
-        thresholds: tuple[int, ...] = ()
+        output_lens: tuple[int, ...] = (64, 256, 1024)
+        thresholds: tuple[int, ...] = (1, 1, 1)
 
         def __post_init__(self) -> None:
             check_thresholds(self.output_lens, self.thresholds)
@@ -65,7 +65,8 @@ class Wait(AdmissionPolicy):
             step.stalled = (
                 f"deadlock: {len(step.running)} running requests fill the memory, no type can go on"
                 if blocked
-                else f"{len(step.waiting)} prompts wait, of no type enough to go on"
+                else f"{len(step.waiting)} prompts wait and {len(step.running)} requests run, "
+                "of no type enough to go on"
             )
 
 

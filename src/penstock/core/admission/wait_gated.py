@@ -30,8 +30,8 @@ class WaitGated(AdmissionPolicy):
         max_wait: seconds after which a prompt is admitted without its wave.
         max_num_batched_tokens: positions a step."""
 
-        output_lens: tuple[int, ...] = ()
-        thresholds: tuple[float, ...] = ()
+        output_lens: tuple[int, ...] = (64, 256, 1024)
+        thresholds: tuple[float, ...] = (1.0, 1.0, 1.0)
         max_wait: float = 0.5
         max_num_batched_tokens: int = 2048
 
