@@ -7,6 +7,7 @@ is expected of memory from the output lengths seen so far.
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from dataclasses import dataclass
@@ -16,10 +17,15 @@ from penstock.core.admission import AdmissionPolicy
 from penstock.core.growth import Growth
 from penstock.core.state import RequestState
 from penstock.core.step import Step
-from penstock.fluid.step_profile import StepProfile
+from penstock.core.types import Status
+from penstock.fluid.step_profile import StepProfile, StepWork
 
 _URGENT = 0.25
 """Share of the target for the first token after which a waiting request is hurried."""
+_PATIENCE = 20.0
+"""Targets for the first token after which a late request comes before all others."""
+_LOOK_AHEAD = 256
+"""Waiting requests that are looked at."""
 _AT_EASE = 0.6
 """Share of the target for later tokens under which the running requests can wait."""
 
@@ -46,7 +52,7 @@ class FluidGuided(AdmissionPolicy):
         tolerance: share by which a step may be less efficient than the best, to be shorter.
         ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
 
-        max_num_batched_tokens: int = 4096
+        max_num_batched_tokens: int = 8192
         confidence: float = 4.0
         horizon: float = 10.0
         tolerance: float = 0.03
@@ -74,35 +80,49 @@ class FluidGuided(AdmissionPolicy):
     def compose(self, step: Step) -> None:
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
         num_decodes = step.schedule_decodes(budget)
-        prefills = step.prefills()
-        admissible = [] if step.num_preempted else self._admissible(step)
-        if not prefills and not admissible:
+        prompts = [] if step.num_preempted else self._prompts(step)
+        if not prompts:
             step.repeatable = not step.num_preempted
             return
-        backlog = sum(s.num_due_tokens for s in prefills)
-        backlog += sum(step.num_missing_tokens(s) for s in admissible)
-        tokens = self._prompt_tokens(step, num_decodes, backlog)
-        tokens -= step.schedule_prefills(tokens)
-        for state in admissible:
-            missing = min(step.num_missing_tokens(state), tokens)
-            if missing <= 0 or not step.can_admit(state, missing):
-                break
-            step.admit(state, missing)
-            tokens -= missing
+        backlog = sum(_missing(step, state) for state in prompts)
+        left = self._prompt_tokens(step, num_decodes, prompts[0], backlog)
+        for state in prompts:
+            tokens = min(_missing(step, state), left)
+            if tokens <= 0:
+                return
+            if state.status is Status.RUNNING:
+                if step.make_room(state, tokens):
+                    step.schedule(state, tokens)
+            elif step.num_preempted or not step.can_admit(state, tokens):
+                return
+            else:
+                step.admit(state, tokens)
+            left -= tokens
 
-    # --- who may be admitted --------------------------------------------------------------------
+    # --- whose prompts --------------------------------------------------------------------------
 
-    def _admissible(self, step: Step) -> list[RequestState]:
-        """Waiting requests that memory is expected to hold, oldest first, as many as could matter
-        to this step."""
-        queue = step.waiting.queue()
-        if not queue or self._blocked == (queue[0].request.id, len(step.running)):
+    def _prompts(self, step: Step) -> list[RequestState]:
+        """Requests with prompt tokens to compute, in the order in which they get them: running
+        ones, and as many waiting ones as memory is expected to hold and could matter now."""
+        running = step.prefills()
+        waiting = list(itertools.islice(step.waiting.queue(), _LOOK_AHEAD))
+        if self.options.ttft_p99 is not None:
+            in_order = self._on_time_first(step, running + waiting, self.options.ttft_p99)
+            running = [s for s in in_order if s.status is Status.RUNNING]
+            waiting = [s for s in in_order if s.status is not Status.RUNNING]
+            admissible = set(map(id, self._admissible(step, waiting)))
+            return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
+        return running + self._admissible(step, waiting)
+
+    def _admissible(self, step: Step, waiting: list[RequestState]) -> list[RequestState]:
+        """The first of the waiting requests, as far as memory is expected to hold them."""
+        if not waiting or self._blocked == (waiting[0].request.id, len(step.running)):
             return []
         growth = Growth(step, self.options.confidence)
         capacity = step.pool.capacity_tokens
         admissible: list[RequestState] = []
         tokens = 0
-        for state in queue:
+        for state in waiting:
             growth.add(state)
             alone = not step.running and not admissible
             if tokens >= self.options.max_num_batched_tokens:
@@ -112,17 +132,51 @@ class FluidGuided(AdmissionPolicy):
             admissible.append(state)
             tokens += step.num_missing_tokens(state)
         # Without an end there will not be more room for the first of them.
-        first = (queue[0].request.id, len(step.running))
+        first = (waiting[0].request.id, len(step.running))
         self._blocked = None if admissible else first
         return admissible
 
+    def _on_time_first(
+        self, step: Step, prompts: list[RequestState], target: float
+    ) -> list[RequestState]:
+        """Oldest first, but whoever can no longer be on time, or would make most others late, goes
+        last: the fewest are late that way (Moore and Hodgson). Nobody is put off for ever."""
+        decoding = self._decode_seconds(step, 1)
+        on_time: list[tuple[float, int, RequestState]] = []
+        overdue, late = [], []
+        finished_at = step.now
+        for i, state in enumerate(sorted(prompts, key=lambda s: s.request.arrival_time)):
+            arrival = state.request.arrival_time
+            if step.now > arrival + _PATIENCE * target:
+                overdue.append(state)
+                continue
+            tokens = _missing(step, state)
+            context = tokens * (state.num_known_tokens - 0.5 * tokens)
+            seconds = decoding + step.estimators.step_model.profile.seconds(
+                StepWork(tokens, context)
+            )
+            heapq.heappush(on_time, (-seconds, i, state))
+            finished_at += seconds
+            if finished_at > arrival + target:
+                longest, _, state = heapq.heappop(on_time)
+                finished_at += longest
+                late.append(state)
+        in_time = [state for _, _, state in sorted(on_time, key=lambda entry: entry[1])]
+        return overdue + in_time + late
+
     # --- how many prompt tokens -----------------------------------------------------------------
 
-    def _prompt_tokens(self, step: Step, num_decodes: int, backlog: int) -> int:
+    def _prompt_tokens(
+        self, step: Step, num_decodes: int, first: RequestState, backlog: int
+    ) -> int:
         """Prompt tokens worth computing in this step."""
-        urgent = self._is_urgent(step, backlog)
-        largest = self.options.max_num_batched_tokens if urgent else self._best_step(step)[0]
-        most = self._most_in_time(step, num_decodes, min(backlog, largest - num_decodes))
+        urgent = self._is_urgent(step, first, backlog)
+        most = self._best_step(step)[0] - num_decodes
+        if urgent:
+            # All of the first prompt, and not more: others would make it wait for them.
+            most = max(most, _missing(step, first))
+        most = min(most, backlog, self.options.max_num_batched_tokens - num_decodes)
+        most = self._most_in_time(step, num_decodes, most)
         if most <= 0:
             return 0
         hull = self._envelope(step.estimators.step_model.profile, num_decodes, most)
@@ -133,12 +187,13 @@ class FluidGuided(AdmissionPolicy):
         price *= 1 + 1e-6
         return max(hull, key=lambda p: price * p[0] - p[1])[0]
 
-    def _is_urgent(self, step: Step, backlog: int) -> bool:
+    def _is_urgent(self, step: Step, first: RequestState, backlog: int) -> bool:
         """Whether the target for the first token asks for all that the other one allows."""
-        target, queue = self.options.ttft_p99, step.waiting.queue()
-        first = queue[0] if queue else next(iter(step.prefills()), None)
-        if target is None or first is None:
+        target = self.options.ttft_p99
+        if target is None:
             return False
+        if self.options.tpot_p99 is not None and self._is_at_ease(step):
+            return True
         ahead = backlog * self._best_step(step)[1]
         return step.now - first.request.arrival_time + ahead > _URGENT * target
 
@@ -148,7 +203,7 @@ class FluidGuided(AdmissionPolicy):
         target, profile = self.options.tpot_p99, step.estimators.step_model.profile
         if target is None or not num_decodes or most <= 0:
             return most
-        if step.seconds_per_token() < _AT_EASE * target:
+        if self._is_at_ease(step):
             return most
         left = target - self._decode_seconds(step, num_decodes)
 
@@ -156,6 +211,11 @@ class FluidGuided(AdmissionPolicy):
             return profile.linear(num_decodes + tokens) + profile.per_prefill_token * tokens > left
 
         return bisect.bisect_left(range(1, most + 1), True, key=is_late)
+
+    def _is_at_ease(self, step: Step) -> bool:
+        """Whether the running requests are well within the target for later tokens."""
+        target = self.options.tpot_p99
+        return target is not None and step.seconds_per_token() < _AT_EASE * target
 
     def _envelope(
         self, profile: StepProfile, num_decodes: int, most: int
@@ -239,6 +299,13 @@ class FluidGuided(AdmissionPolicy):
             most = max(self.options.max_num_batched_tokens, 1)
             self._corners = (profile, [*ends, (most, profile.linear(most))])
         return self._corners[1]
+
+
+def _missing(step: Step, state: RequestState) -> int:
+    """Prompt tokens that a running or waiting request has to compute."""
+    if state.status is Status.RUNNING:
+        return state.num_due_tokens
+    return step.num_missing_tokens(state)
 
 
 def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -1,0 +1,359 @@
+"""Admission policies side by side on the virtual clock.
+
+    python -m benchmarks.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
+
+Parts: capacity, memory, trace, slo, robust, speed, speculation; without a name, all. A line of JSON
+for each run goes to FILE (default admission.jsonl); what is there already is not run again, so that
+a long comparison can be stopped and continued. `--report` prints tables of what FILE holds.
+
+Capacity is the largest load, by bisection, at which Poisson arrivals leave a backlog under 1.5% and
+at least 96% of the offered tokens are delivered when the last request arrives. `sarathi*` is
+Sarathi with token budget and cap tuned in hindsight: the best of a grid for each workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from penstock.fluid.capacity import capacity_bound, output_work
+from penstock.sim.acceptance import GeometricAcceptance
+from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Report, Setup, run
+from penstock.sim.workloads import Workload, concatenate, make_workload
+
+OURS = ("fluid_guided", {})
+SHIPPED = {
+    "vllm_v0": ("vllm_v0", {}),
+    "vllm_v1": ("vllm_v1", {}),
+    "vllm_v1 8192/1024": ("vllm_v1", {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}),
+    "sarathi": ("sarathi", {}),
+    "guaranteed_no_evict": ("guaranteed_no_evict", {}),
+}
+BUDGETS = (256, 384, 512, 768, 1024, 2048)
+CAPS = (128, 256, 320, 512)
+# Where to begin the search, in requests/s, and how many arrivals one run has.
+WORKLOADS = {
+    "low": (130.0, 60_000),
+    "high": (35.0, 60_000),
+    "nested": (65.0, 60_000),
+    "ten_bins": (30.0, 60_000),
+    "conversation": (5.2, 19_366),
+    "sharegpt": (1.6, 12_000),
+}
+FILES = {
+    "sharegpt": "etalon_sharegpt_8k_stats.csv.gz",
+    "conversation": "azure2023_conv.csv.gz",
+    "code": "azure2023_code.csv.gz",
+}
+
+
+@dataclass
+class Bench:
+    """Where figures come from and go to."""
+
+    data: Path
+    out: Path
+    seeds: int
+    scale: float
+    done: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def cell(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        """The figures under `key`, measured unless they are known."""
+        if key not in self.done:
+            started = time.process_time()
+            figures = {"key": key, **measure(), "cpu_s": time.process_time() - started}
+            self.done[key] = figures
+            with self.out.open("a") as file:
+                file.write(json.dumps(figures) + "\n")
+            print(json.dumps(figures), flush=True)
+        return self.done[key]
+
+    def spec(self, name: str) -> str:
+        return str(self.data / FILES[name]) if name in FILES else name
+
+    def arrivals(self, name: str, rate: float, seed: int, num: int | None = None) -> Workload:
+        num = num or max(2000, int(WORKLOADS[name][1] * self.scale))
+        return make_workload(
+            self.spec(name), num_requests=num, rate=rate, arrivals="poisson", seed=seed
+        )
+
+
+def setup_of(policy: tuple[str, dict[str, Any]], **changes: Any) -> Setup:
+    name, options = policy
+    changes.setdefault("profile", load_profile("a100-llama2-7b"))
+    return Setup(admission=name, admission_options=options, **changes)
+
+
+def find_capacity(
+    bench: Bench,
+    name: str,
+    policy: tuple[str, dict[str, Any]],
+    seed: int,
+    around: float,
+    criterion: Criterion = Criterion(),
+    **changes: Any,
+) -> float:
+    setup = setup_of(policy, **changes)
+    return capacity(
+        setup,
+        lambda rate: bench.arrivals(name, rate, seed),
+        0.7 * around,
+        1.1 * around,
+        criterion=criterion,
+        tolerance=0.005,
+    )
+
+
+def latency(report: Report) -> dict[str, Any]:
+    figures = report.figures()
+    return {
+        "latency": figures["latency_s"]["mean"],
+        "ttft_p99": figures["ttft_s"]["p99"],
+        "tpot_p99": figures["tpot_s"]["p99"],
+        "preemptions": figures["preemptions"],
+        "requests_per_s": figures["throughput_requests_per_s"],
+    }
+
+
+def tuned(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
+    """Sarathi with the budget and cap that are best in hindsight: at the load that
+    `fluid_guided` sustains, the lowest mean latency of a grid."""
+    rate = bench.done[f"capacity/{name}/fluid_guided/0"]["capacity"]
+
+    def search() -> dict[str, Any]:
+        best: tuple[float, dict[str, Any]] | None = None
+        workload = bench.arrivals(name, 0.97 * rate, 1000)
+        for budget, cap in itertools.product(BUDGETS, CAPS):
+            if cap > budget:
+                continue
+            options = {"token_budget": budget, "max_num_seqs": cap}
+            mean = float(run(setup_of(("sarathi", options)), workload).latency.mean())
+            if best is None or mean < best[0]:
+                best = (mean, options)
+        assert best is not None
+        return {"options": best[1], "latency": best[0]}
+
+    return "sarathi", bench.cell(f"tuned/{name}", search)["options"]
+
+
+def part_capacity(bench: Bench) -> None:
+    """Capacity, and mean latency at 0.5, 0.8 and 0.95 of the tuned rival's capacity."""
+    for seed, name in itertools.product(range(bench.seeds), WORKLOADS):
+        guess = WORKLOADS[name][0]
+        if name in FILES and not (bench.data / FILES[name]).exists():
+            continue
+        ours = bench.cell(
+            f"capacity/{name}/fluid_guided/{seed}",
+            lambda n=name, s=seed, g=guess: {"capacity": find_capacity(bench, n, OURS, s, g)},
+        )["capacity"]
+        policies = {"sarathi*": tuned(bench, name), **SHIPPED}
+        del policies["vllm_v1 8192/1024"], policies["guaranteed_no_evict"]
+        for label, policy in policies.items():
+            bench.cell(
+                f"capacity/{name}/{label}/{seed}",
+                lambda n=name, p=policy, s=seed, o=ours: {
+                    "capacity": find_capacity(bench, n, p, s, o)
+                },
+            )
+        rival = bench.done[f"capacity/{name}/sarathi*/{seed}"]["capacity"]
+        everybody = {"fluid_guided": OURS, "sarathi*": policies["sarathi*"], **SHIPPED}
+        for share in (0.5, 0.8, 0.95):
+            workload = bench.arrivals(name, share * rival, seed)
+            for label, policy in everybody.items():
+                bench.cell(
+                    f"latency/{name}/{share}/{label}/{seed}",
+                    lambda p=policy, w=workload: latency(run(setup_of(p), w)),
+                )
+
+
+def part_memory(bench: Bench) -> None:
+    """25,000 KV tokens: capacity against the bound, and preemptions at 0.98 of it."""
+    for seed, name in itertools.product(range(bench.seeds), ("high", "ten_bins")):
+        lengths = bench.arrivals(name, 1.0, seed)
+        work = output_work(lengths.prompt_len, lengths.output_len)
+        profile = load_profile("a100-llama2-7b")
+        bound = capacity_bound(profile, work, 25_000).requests_per_s
+        mean_context = work.kv_token_steps / work.decode_steps
+        together = replace(work, min_context=mean_context, max_context=mean_context)
+        mean_bound = capacity_bound(profile, together, 25_000).requests_per_s
+        for label in ("fluid_guided", "vllm_v1", "sarathi"):
+            policy = OURS if label == "fluid_guided" else SHIPPED[label]
+
+            def measure(n: str = name, p: Any = policy, s: int = seed, b: float = bound) -> Any:
+                found = find_capacity(bench, n, p, s, 0.9 * b, kv_tokens=25_000)
+                at = run(setup_of(p, kv_tokens=25_000), bench.arrivals(n, 0.99 * found, s, 30_000))
+                return {"capacity": found, "preemptions": at.result.num_preemptions}
+
+            figures = bench.cell(f"memory/{name}/{label}/{seed}", measure)
+            figures |= {"bound": bound, "bound_mean_context": mean_bound}
+
+
+def part_trace(bench: Bench) -> None:
+    """The conversation trace with its own arrivals, a fifth faster."""
+    workload = make_workload(bench.spec("conversation"), time_scale=1.2)
+    policies = {"fluid_guided": OURS, **SHIPPED}
+    if "tuned/conversation" in bench.done:
+        policies["sarathi*"] = ("sarathi", bench.done["tuned/conversation"]["options"])
+    for label, policy in policies.items():
+        bench.cell(f"trace/{label}", lambda p=policy: latency(run(setup_of(p), workload)))
+
+
+def part_slo(bench: Bench) -> None:
+    """The largest load at which p99 of TTFT is at most 1 s and of TPOT 80 ms."""
+    targets = {"ttft_p99": 1.0, "tpot_p99": 0.08}
+    criterion = Criterion(**targets)
+    for seed, (name, guess) in itertools.product(
+        range(bench.seeds), (("conversation", 3.8), ("sharegpt", 0.7))
+    ):
+        for label, policy in {"fluid_guided": ("fluid_guided", targets), **SHIPPED}.items():
+            bench.cell(
+                f"slo/{name}/{label}/{seed}",
+                lambda n=name, p=policy, s=seed, g=guess: {
+                    "capacity": find_capacity(bench, n, p, s, g, criterion)
+                },
+            )
+
+
+def robust_workloads(bench: Bench, seed: int) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
+    num = max(2000, int(20_000 * bench.scale))
+    for rate in (2.5, 4.5):
+        code = make_workload(
+            bench.spec("code"), num_requests=8819, rate=rate, arrivals="poisson", seed=seed
+        )
+        yield f"code {rate}", code, {}
+    linear = load_profile("paper-linear")
+    for rate in (8.0, 24.0):
+        code = make_workload(
+            bench.spec("code"), num_requests=8819, rate=rate, arrivals="poisson", seed=seed
+        )
+        yield f"code {rate} paper-linear", code, {"profile": linear}
+    slow = load_profile("a100-llama2-7b").slower(0.04)
+    for rate in (12.0, 20.0):
+        yield f"high {rate} +40 ms", bench.arrivals("high", rate, seed, num), {"profile": slow}
+    doubled = make_workload(
+        "high", num_requests=num, rate=18.0, arrivals="poisson@200-800x2", seed=seed
+    )
+    yield "high 18, doubled for ten minutes", doubled, {}
+    half = num // 2
+    lengths = concatenate(
+        make_workload("low", num_requests=half, rate=1.0, seed=seed),
+        make_workload("high", num_requests=half, rate=1.0, seed=seed + 100),
+    )
+    shifted = make_workload(lengths, num_requests=num, rate=30.0, arrivals="poisson", seed=seed)
+    yield "low, then high, 30", shifted, {}
+
+
+def part_robust(bench: Bench) -> None:
+    """Mean latency where nothing is as it was: other profiles, bursts, shifting lengths."""
+    for seed in range(bench.seeds):
+        for name, workload, changes in robust_workloads(bench, seed):
+            for label, policy in {"fluid_guided": OURS, **SHIPPED}.items():
+                bench.cell(
+                    f"robust/{name}/{label}/{seed}",
+                    lambda p=policy, w=workload, c=changes: latency(run(setup_of(p, **c), w)),
+                )
+
+
+def part_speed(bench: Bench) -> None:
+    """Requests simulated per second of CPU time."""
+    for rate in (10.0, 34.0):
+        workload = bench.arrivals("high", rate, 0, 20_000)
+
+        def measure(w: Workload = workload) -> dict[str, Any]:
+            best = 0.0
+            for _ in range(3):
+                started = time.process_time()
+                run(setup_of(SHIPPED["sarathi"]), w)
+                best = max(best, len(w) / (time.process_time() - started))
+            return {"requests_per_cpu_s": best}
+
+        bench.cell(f"speed/{rate}", measure)
+
+
+def part_speculation(bench: Bench) -> None:
+    """Draft lengths chosen with the load, against always 4 and never."""
+    rates = (2.0, 8.0, 16.0, 24.0, 30.0)
+    for seed, rate in itertools.product(range(bench.seeds), rates):
+        workload = bench.arrivals("high", rate, seed, max(400, int(2000 * bench.scale)))
+        variants = {
+            "chosen": ("throughput", {}),
+            "always 4": ("fixed", {"k": 4}),
+            "never": ("fixed", {"k": 0}),
+        }
+        for label, (allocation, options) in variants.items():
+
+            def measure(a: str = allocation, o: Any = options, w: Workload = workload) -> Any:
+                setup = setup_of(
+                    ("vllm_v1", {}),
+                    allocation=a,
+                    allocation_options=o,
+                    drafters=("draft",),
+                    acceptance=GeometricAcceptance({"draft": 0.7}, seed=1),
+                )
+                return latency(run(setup, w))
+
+            bench.cell(f"speculation/{rate}/{label}/{seed}", measure)
+
+
+PARTS = {
+    "speed": part_speed,
+    "trace": part_trace,
+    "memory": part_memory,
+    "slo": part_slo,
+    "robust": part_robust,
+    "speculation": part_speculation,
+    "capacity": part_capacity,
+}
+
+
+def report(bench: Bench) -> None:
+    """Means over seeds, with half the width of the 95% interval where there are several."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for key, figures in bench.done.items():
+        name = key if key.rsplit("/", 1)[-1].isdigit() is False else key.rsplit("/", 1)[0]
+        for figure, value in figures.items():
+            if isinstance(value, int | float) and figure != "cpu_s":
+                groups.setdefault(name, {}).setdefault(figure, []).append(value)
+    for name, columns in sorted(groups.items()):
+        cells = []
+        for figure, values in columns.items():
+            half = 1.96 * np.std(values, ddof=1) / len(values) ** 0.5 if len(values) > 1 else 0.0
+            cells.append(f"{figure} {np.mean(values):.4g}" + (f" ± {half:.2g}" if half else ""))
+        print(f"{name}: " + ", ".join(cells))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    default = os.environ.get("PENSTOCK_DATA", "../shared/data")
+    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--out", type=Path, default=Path("admission.jsonl"))
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of arrivals")
+    parser.add_argument("--report", action="store_true")
+    given = parser.parse_args()
+    bench = Bench(given.data, given.out, given.seeds, given.scale)
+    if bench.out.exists():
+        for line in bench.out.read_text().splitlines():
+            figures = json.loads(line)
+            bench.done[figures["key"]] = figures
+    if given.report:
+        report(bench)
+        return
+    for name in given.parts or PARTS:
+        PARTS[name](bench)
+
+
+if __name__ == "__main__":
+    main()
