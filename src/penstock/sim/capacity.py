@@ -23,7 +23,7 @@ class Criterion:
     tpot_p99: float | None = None
 
     def holds(self, report: Report) -> bool:
-        if report.result.stalled or report.backlog >= self.max_backlog:
+        if report.backlog >= self.max_backlog:
             return False
         if _delivered(report) < self.min_delivered:
             return False

@@ -162,7 +162,8 @@ def fit_profile(
     tensor_parallel: int = 1,
     granularity: int = 1,
 ) -> Fit:
-    """Fit a profile to measured times, by least squares of RELATIVE errors.
+    """Fit a profile to measured times, by least squares of RELATIVE errors; of whole steps, which
+    differ among equals, relative to what is expected of such a step.
 
     measurements: CSV (or CSV.gz), one of two kinds, told apart by its columns:
         - whole steps: the fields of `StepWork` and `seconds`;
@@ -229,7 +230,11 @@ def _fit_steps(table: Table, name: str, kv_tokens: int, granularity: int) -> Fit
     knots, basis = _rising_basis(tokens, granularity)
     terms = np.stack([decodes > 0, decodes, kv, prefill, context], axis=1).astype(float)
     shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
-    solution = _relative_nnls(np.hstack([basis, terms]), seconds, shared)
+    matrix = np.hstack([basis, terms])
+    solution = _relative_nnls(matrix, seconds, seconds, shared)
+    # Errors relative to each measurement would favour the fast ones among equal steps; a simulated
+    # step must take what such steps take in the mean.
+    solution = _relative_nnls(matrix, seconds, matrix @ solution, shared)
     counts, times = _compact(knots, np.cumsum(solution[: len(knots)]))
     profile = StepProfile(
         name,
@@ -280,7 +285,7 @@ def _fit_operators(
 ) -> Fit:
     tokens, seconds = operators
     knots, basis = _rising_basis(tokens, granularity)
-    counts, times = _compact(knots, np.cumsum(_relative_nnls(basis, seconds)))
+    counts, times = _compact(knots, np.cumsum(_relative_nnls(basis, seconds, seconds)))
     profile = StepProfile(
         name,
         kv_tokens,
@@ -332,7 +337,7 @@ def _fit_attention(path: Path, num_layers: int) -> _Attention:
         rows = kinds == kind
         if not rows.any():
             raise ProfileError(f"{path} has no measurements of kind {kind}")
-        solution = _rounded(_relative_nnls(matrix[rows], seconds[rows]))
+        solution = _rounded(_relative_nnls(matrix[rows], seconds[rows], seconds[rows]))
         coefficients |= dict(zip(names, solution, strict=True))
         quality.append(_quality(f"{kind} attention", matrix[rows] @ solution, seconds[rows]))
     return _Attention(coefficients, tuple(quality), f"attention fitted to {path.name}")
@@ -364,15 +369,17 @@ def _rising_basis(tokens: Array, granularity: int) -> tuple[Array, Array]:
     return knots, np.hstack([first, climbs])
 
 
-def _relative_nnls(matrix: Array, measured: Array, penalised: Sequence[int] = ()) -> Array:
-    """Non-negative x that minimises the sum of squares of (matrix x − measured) / measured, and
+def _relative_nnls(
+    matrix: Array, measured: Array, expected: Array, penalised: Sequence[int] = ()
+) -> Array:
+    """Non-negative x that minimises the sum of squares of (matrix x − measured) / expected, and
     among equally good ones keeps the `penalised` entries small."""
-    relative = matrix / measured[:, None]
+    relative = matrix / expected[:, None]
     scale = np.linalg.norm(relative, axis=0)
     scale[scale == 0] = 1.0
     penalty = np.zeros((len(penalised), matrix.shape[1]))
     penalty[np.arange(len(penalised)), penalised] = _SHARED_PENALTY
-    goal = np.concatenate([np.ones(len(measured)), np.zeros(len(penalised))])
+    goal = np.concatenate([measured / expected, np.zeros(len(penalised))])
     solution, _ = nnls(np.vstack([relative / scale, penalty]), goal)
     return np.asarray(solution / scale)
 

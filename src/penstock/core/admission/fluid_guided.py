@@ -10,6 +10,7 @@ import bisect
 import heapq
 import itertools
 import math
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -49,12 +50,14 @@ class FluidGuided(AdmissionPolicy):
         """max_num_batched_tokens: most positions in a step.
         confidence: standard deviations by which less memory may come free than is expected.
         horizon: steps in which waiting prompts should be computed.
+        stretch: seconds that a prompt may wait longer for each second of its own prefill.
         tolerance: share by which a step may be less efficient than the best, to be shorter.
         ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
 
         max_num_batched_tokens: int = 8192
         confidence: float = 4.0
         horizon: float = 10.0
+        stretch: float = 200.0
         tolerance: float = 0.03
         ttft_p99: float | None = None
         tpot_p99: float | None = None
@@ -105,35 +108,55 @@ class FluidGuided(AdmissionPolicy):
         """Requests with prompt tokens to compute, in the order in which they get them: running
         ones, and as many waiting ones as memory is expected to hold and could matter now."""
         running = step.prefills()
-        waiting = list(itertools.islice(step.waiting.queue(), _LOOK_AHEAD))
+        waiting = self._by_stretch(step)
         if self.options.ttft_p99 is not None:
-            in_order = self._on_time_first(step, running + waiting, self.options.ttft_p99)
+            first = list(itertools.islice(waiting, _LOOK_AHEAD))
+            in_order = self._on_time_first(step, running + first, self.options.ttft_p99)
             running = [s for s in in_order if s.status is Status.RUNNING]
-            waiting = [s for s in in_order if s.status is not Status.RUNNING]
-            admissible = set(map(id, self._admissible(step, waiting)))
+            others = [s for s in in_order if s.status is not Status.RUNNING]
+            admissible = set(map(id, self._admissible(step, others)))
             return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
         return running + self._admissible(step, waiting)
 
-    def _admissible(self, step: Step, waiting: list[RequestState]) -> list[RequestState]:
-        """The first of the waiting requests, as far as memory is expected to hold them."""
-        if not waiting or self._blocked == (waiting[0].request.id, len(step.running)):
+    def queue_of(self, state: RequestState) -> Hashable:
+        """Sizes of prompts are told apart by powers of two."""
+        return state.request.prompt_len.bit_length()
+
+    def _by_stretch(self, step: Step) -> Iterator[RequestState]:
+        """Waiting requests, as if each had arrived later by `stretch` times its own work: a long
+        prompt may wait longer than a short one, but nobody waits for ever."""
+        profile = step.estimators.step_model.profile
+        token = self._best_step(step)[1] + profile.per_prefill_token
+
+        def due(state: RequestState) -> float:
+            size: int = 1 << state.request.prompt_len.bit_length()
+            return state.request.arrival_time + self.options.stretch * token * size
+
+        return heapq.merge(*(step.waiting.queue(k) for k in step.waiting.keys), key=due)
+
+    def _admissible(self, step: Step, waiting: Iterable[RequestState]) -> list[RequestState]:
+        """The first of the waiting requests, as far as memory is expected to hold them and they
+        could matter soon."""
+        waiting = iter(waiting)
+        first = next(waiting, None)
+        if first is None or self._blocked == (first.request.id, len(step.running)):
             return []
+        enough = self.options.horizon * self._best_step(step)[0]
         growth = Growth(step, self.options.confidence)
         capacity = step.pool.capacity_tokens
         admissible: list[RequestState] = []
         tokens = 0
-        for state in waiting:
+        for state in itertools.chain([first], waiting):
             growth.add(state)
             alone = not step.running and not admissible
-            if tokens >= self.options.max_num_batched_tokens:
+            if tokens >= enough:
                 break
             if not alone and not growth.stays_within(capacity):
                 break
             admissible.append(state)
             tokens += step.num_missing_tokens(state)
         # Without an end there will not be more room for the first of them.
-        first = (waiting[0].request.id, len(step.running))
-        self._blocked = None if admissible else first
+        self._blocked = None if admissible else (first.request.id, len(step.running))
         return admissible
 
     def _on_time_first(
