@@ -1,0 +1,40 @@
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.state import RequestState
+from penstock.core.types import Request
+from penstock.core.waiting import WaitingRequests
+
+
+def state(name: str, prompt_len: int = 4) -> RequestState:
+    return RequestState(Request(name, prompt_len, 4), order=0)
+
+
+def names(waiting: WaitingRequests) -> list[str]:
+    return [s.request.id for s in waiting]
+
+
+def test_one_queue_without_keys() -> None:
+    waiting = WaitingRequests(lambda _: None)
+    a, b, c = state("a"), state("b"), state("c")
+    waiting.append(a)
+    waiting.append(b)
+    waiting.appendleft(c)
+    assert names(waiting) == ["c", "a", "b"]
+    waiting.remove(a)
+    assert (names(waiting), len(waiting)) == (["c", "b"], 2)
+    with pytest.raises(ValueError, match="not in"):
+        waiting.remove(a)
+    assert len(waiting) == 2
+
+
+def test_queues_by_key() -> None:
+    waiting = WaitingRequests(lambda s: s.request.prompt_len)
+    for name, length in (("a", 7), ("b", 5), ("c", 7)):
+        waiting.append(state(name, length))
+    assert sorted(waiting.keys) == [5, 7]
+    assert [s.request.id for s in waiting.queue(7)] == ["a", "c"]
+    waiting.remove(waiting.queue(5)[0])
+    assert waiting.keys == [7]
+    assert not waiting.queue(1)

@@ -1,0 +1,118 @@
+"""fluid_guided against the rivals, on runs of seconds; the benchmark has the large ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.core.admission.fluid_guided import _lower_hull
+from penstock.core.types import StepPlan, StepResult
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Report, Setup, run
+from penstock.sim.workloads import Workload, make_workload
+
+A100 = load_profile("a100-llama2-7b")
+
+
+class Steps:
+    """Positions of every step: prefill tokens, decodes."""
+
+    def __init__(self) -> None:
+        self.rows: list[tuple[int, int]] = []
+
+    def on_plan(self, plan: StepPlan) -> None: ...
+
+    def on_output(self, output: object) -> None: ...
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        assert result.work is not None
+        self.rows.append((result.work.num_prefill_tokens, result.work.num_decodes))
+
+
+def fluid(workload: Workload, instruments: Any = (), **changes: Any) -> Report:
+    options = changes.pop("options", {})
+    setup = Setup(A100, "fluid_guided", options, **changes)
+    return run(setup, workload, instruments=instruments)
+
+
+def other(name: str, workload: Workload, **changes: Any) -> Report:
+    return run(Setup(A100, name, changes.pop("options", {}), **changes), workload)
+
+
+def test_everybody_completes() -> None:
+    workload = make_workload("high", num_requests=400, rate=20.0, arrivals="poisson", seed=1)
+    figures = fluid(workload).figures()
+    assert figures["requests_completed"] == 400
+    assert figures["preemptions"] == 0
+
+
+def test_under_load_it_is_ahead_of_what_is_shipped() -> None:
+    workload = make_workload("high", num_requests=3000, rate=33.0, arrivals="poisson", seed=2)
+    ours = fluid(workload).latency.mean()
+    for name in ("vllm_v0", "vllm_v1", "sarathi"):
+        assert ours < 0.95 * other(name, workload).latency.mean(), name
+
+
+def test_steps_end_where_they_would_take_longer() -> None:
+    """With prompts in plenty nearly every step is one that the next position would make slower."""
+    workload = make_workload("high", num_requests=1500, rate=60.0, arrivals="poisson", seed=3)
+    steps = Steps()
+    fluid(workload, [steps])
+    positions = np.array([p + d for p, d in steps.rows if p])
+    rounded = -(-positions // 8) * 8
+    edge = [A100.linear(int(n) + 8) > 1.01 * A100.linear(int(n)) for n in rounded]
+    assert np.mean(edge) > 0.8
+    assert positions.max() <= 384
+
+
+def test_short_memory_is_used_without_preemption() -> None:
+    workload = make_workload("high", num_requests=3000, rate=31.0, arrivals="poisson", seed=4)
+    report = fluid(workload, kv_tokens=25_000)
+    assert report.result.num_preemptions <= 2
+    assert report.result.kv_peak_tokens > 24_000
+    assert other("vllm_v1", workload, kv_tokens=25_000).result.num_preemptions > 100
+
+
+def test_output_lengths_are_not_looked_at() -> None:
+    """The same arrivals, with what a client may ask for set far above what it gets."""
+    workload = make_workload("low", num_requests=300, rate=40.0, arrivals="poisson", seed=5)
+    shorter = Workload(
+        "x", workload.prompt_len, np.ones_like(workload.output_len), workload.arrival_time
+    )
+    # Until the first end nothing that depends on the output can differ.
+    first = fluid(workload).first_token_at[0]
+    assert first == fluid(shorter).first_token_at[0]
+
+
+def test_fewer_are_late_where_targets_are_given() -> None:
+    rng = np.random.default_rng(6)
+    num = 600
+    prompts = np.where(rng.random(num) < 0.1, 3500, 150)
+    arrivals = np.sort(rng.random(num)) * num / 14.0
+    workload = Workload("mixed", prompts, np.full(num, 60), arrivals - arrivals[0])
+    ours = fluid(workload, options={"ttft_p99": 0.6, "tpot_p99": 0.08})
+    assert np.percentile(ours.tpot, 99) <= 0.08
+    for name in ("vllm_v0", "vllm_v1", "sarathi", "fluid_guided"):
+        assert (ours.ttft > 0.6).mean() < 0.5 * (other(name, workload).ttft > 0.6).mean(), name
+
+
+def test_a_short_prompt_passes_a_long_one_in_a_queue() -> None:
+    prompts = np.array([4000] * 12 + [50])
+    workload = Workload("burst", prompts, np.full(13, 4), np.linspace(0.0, 0.1, 13))
+    by_stretch = fluid(workload).ttft[-1]
+    in_order = fluid(workload, options={"stretch": 0.0}).ttft[-1]
+    assert by_stretch < 0.5 * in_order
+
+
+@pytest.mark.parametrize(
+    ("points", "hull"),
+    [
+        ([(0, 1.0)], [(0, 1.0)]),
+        ([(0, 0.0), (1, 5.0), (2, 2.0)], [(0, 0.0), (2, 2.0)]),
+        ([(0, 0.0), (1, 1.0), (2, 3.0)], [(0, 0.0), (1, 1.0), (2, 3.0)]),
+    ],
+)
+def test_lower_hull(points: Any, hull: Any) -> None:
+    assert _lower_hull(points) == hull
