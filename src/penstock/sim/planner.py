@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from penstock.core.registry import make_policy
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.nested import (
@@ -257,6 +258,7 @@ def check_thresholds_fit(
     can hold, hold more at all their stages together than there is: it would come to a stop."""
     if admission not in ("wait", "nested_wait"):
         return
+    options = asdict(make_policy("admission", admission, options).options)
     prompt = round(float(fitting(workload, kv_tokens).prompt_len.mean()))
     if admission == "wait":
         ranges = [StageRange(prompt, 0, length - 1) for length in options["output_lens"]]
