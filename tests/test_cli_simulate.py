@@ -252,7 +252,7 @@ BAD_INPUT = [
     (("--workload", "one.csv", *WAIT), "no arrivals to take a rate from"),
     (
         ("--workload", "low", "--rate", "9", *WAIT, "--set", "thresholds=1"),
-        "output_lens must be rising",
+        "thresholds must be 3 positive numbers",
     ),
     (
         (

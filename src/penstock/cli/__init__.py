@@ -11,6 +11,7 @@ from penstock.cli import bench, profile, zoo
 from penstock.cli.capacity import capacity
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
+from penstock.cli.reproduce import reproduce
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
 
@@ -25,6 +26,7 @@ app.command()(generate)
 app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)
+app.command()(reproduce)
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app, name="profile")
 app.add_typer(zoo.app, name="zoo")

@@ -233,6 +233,9 @@ class FluidGuided(AdmissionPolicy):
         def is_late(tokens: int) -> bool:
             return profile.linear(num_decodes + tokens) + profile.per_prefill_token * tokens > left
 
+        if is_late(0):
+            # No prompt is to blame, and none is helped by waiting.
+            return most
         return bisect.bisect_left(range(1, most + 1), True, key=is_late)
 
     def _is_at_ease(self, step: Step) -> bool:

@@ -1,0 +1,113 @@
+"""`penstock reproduce`: a paper's figure or table again, with a verdict for each claim."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.failures import one_line
+
+if TYPE_CHECKING:
+    from penstock.repro import Entry, Run
+
+
+def reproduce(
+    name: Annotated[str, typer.Argument(help="A figure or table, or all; `list` names them.")],
+    out: Annotated[
+        Path, typer.Option(file_okay=False, help="Folder for PNG and CSV files.")
+    ] = Path("reproduction"),
+    quick: Annotated[bool, typer.Option("--quick", help="Smaller runs, coarser search.")] = False,
+    data: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Folder of measurements. Default: what PENSTOCK_DATA names.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """A paper's figure or table again: PNG, CSV and a verdict for each claim."""
+    from penstock.repro import FULL, QUICK, ReproError, Run, entries, entries_named
+    from penstock.repro.output import pyplot
+
+    if name == "list":
+        _list(list(entries().values()), as_json)
+        return
+    with one_line(ReproError, OSError):
+        chosen = entries_named(name)
+        pyplot()
+        out.mkdir(parents=True, exist_ok=True)
+        named = os.environ.get("PENSTOCK_DATA")
+        folder = data or (Path(named) if named else None)
+        found = []
+        with _progress(len(chosen)) as (tell, advance):
+            job = Run(out, QUICK if quick else FULL, folder, tell)
+            for entry in chosen:
+                found.append(_outcome(entry, job))
+                if not as_json:
+                    _print(found[-1])
+                advance()
+    if as_json:
+        print(json.dumps({"out": str(out), "quick": quick, "entries": found}, allow_nan=False))
+
+
+def _outcome(entry: Entry, job: Run) -> dict[str, Any]:
+    """Verdicts and files of an entry, or why it was skipped. Raises: ReproError, OSError."""
+    from dataclasses import asdict
+
+    from penstock.repro import Skipped
+
+    try:
+        verdicts = [asdict(verdict) for verdict in entry.run(job)]
+        skipped = None
+    except Skipped as reason:
+        verdicts, skipped = [], str(reason)
+    files = [] if skipped else sorted(str(path) for path in job.out.glob(f"{entry.name}[._]*"))
+    return {
+        "name": entry.name,
+        "title": entry.title,
+        "verdicts": verdicts,
+        "files": files,
+        "skipped": skipped,
+    }
+
+
+def _print(found: dict[str, Any]) -> None:
+    from penstock.repro import Verdict
+
+    print(f"{found['name']}: {found['title']}")
+    if found["skipped"]:
+        print(f"  skipped: {found['skipped']}")
+    for verdict in found["verdicts"]:
+        print(f"  {Verdict(**verdict).line()}")
+    for path in found["files"]:
+        print(f"  wrote {path}")
+
+
+def _list(known: list[Entry], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({entry.name: entry.title for entry in known}))
+        return
+    for entry in known:
+        print(f"{entry.name:18} {entry.title}")
+
+
+@contextmanager
+def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
+    """Tell what is being done, and count what is done, on standard error."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("reproducing", total=total)
+        yield (
+            lambda what: progress.update(task, description=what),
+            lambda: progress.advance(task),
+        )

@@ -1,0 +1,166 @@
+"""WAIT paper, figure 1 (c-d): throughput and latency of Nested WAIT on ten bins of lengths."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from penstock.fluid.step_profile import PAPER_LINEAR
+from penstock.fluid.traffic import Traffic, scaled
+from penstock.fluid.wait import fractional_wait_thresholds
+from penstock.repro import Effort, Entry, Run, Verdict, judge
+from penstock.repro.output import write_table
+from penstock.repro.wait_loads import (
+    Choice,
+    Point,
+    Sustained,
+    best_of,
+    bound_of,
+    capacity_of,
+    draw_points,
+    measure,
+    setup_of,
+    write_points,
+)
+from penstock.repro.wait_policies import (
+    nested_choice,
+    nested_choices,
+    nested_kv,
+    nested_neighbours,
+    segment_ends,
+    unit_traffic,
+)
+
+NAME = "wait_fig1_nested"
+
+_WORKLOAD = "ten_bins"
+_SEGMENTS = 10
+_FEWER = (5, 2, 1)
+_CLAIMED_GAIN = 1.2
+_GATED_LOAD = 0.95
+"""Share of the bound for which the gated version's thresholds are planned."""
+
+
+def run(job: Run) -> list[Verdict]:
+    effort = job.effort
+    traffic = unit_traffic(_WORKLOAD)
+    bound = bound_of(_WORKLOAD, effort.arrivals)
+    found = _capacities(job, traffic, bound)
+    job.tell(f"{NAME}: curves")
+    highest = max(s.requests_per_s for s in found.values()) or bound
+    points = [
+        (_WORKLOAD, point)
+        for share in effort.shares
+        for point in _points(found, share * highest, effort)
+    ]
+    write_table(
+        job.out / f"{NAME}_capacity.csv",
+        ("policy", "capacity_requests_per_s", "fluid_bound_requests_per_s"),
+        ((policy, s.requests_per_s, bound) for policy, s in found.items()),
+    )
+    write_points(points, job.out / f"{NAME}.csv")
+    title = "Nested WAIT (WAIT paper, figure 1 c-d; paper-linear)"
+    draw_points(points, job.out / f"{NAME}.png", title)
+    return verdicts(found, traffic)
+
+
+def literal(num_segments: int) -> str:
+    return f"nested_wait, L = {num_segments}"
+
+
+def gated(num_segments: int) -> str:
+    return f"nested_wait_gated, L = {num_segments}"
+
+
+def _capacities(job: Run, traffic: Traffic, bound: float) -> dict[str, Sustained]:
+    """Rivals; the literal algorithm with the paper's ten segments, thresholds of one, and with
+    fewer, in hindsight; the gated version with ten."""
+    effort = job.effort
+    found: dict[str, Sustained] = {}
+    fixed = {
+        "vllm_v0": Choice(setup_of("vllm_v0"), 0.5 * bound),
+        "sarathi": Choice(setup_of("sarathi"), 0.7 * bound),
+        literal(_SEGMENTS): _literal_ten(traffic),
+        gated(_SEGMENTS): _gated_ten(traffic, bound),
+    }
+    for policy, choice in fixed.items():
+        job.tell(f"{NAME}: capacity of {policy}")
+        found[policy] = capacity_of(choice, _WORKLOAD, effort)
+    for count in _FEWER:
+        job.tell(f"{NAME}: best thresholds of {literal(count)}")
+        best = best_of(
+            nested_choices(traffic, count),
+            lambda s: nested_neighbours(traffic, s),
+            _WORKLOAD,
+            replace(effort, tries=min(effort.tries, 4)),
+        )
+        if best is not None:
+            found[literal(count)] = best
+    return found
+
+
+def _literal_ten(traffic: Traffic) -> Choice:
+    ends = segment_ends(traffic, _SEGMENTS)
+    return nested_choice(traffic, ends, (1,) * _SEGMENTS)
+
+
+def _gated_ten(traffic: Traffic, bound: float) -> Choice:
+    """The version that serves, with the fluid's fractional thresholds: a segment's is the share of
+    the requests that enters it."""
+    ends = segment_ends(traffic, _SEGMENTS)
+    planned = scaled(traffic, _GATED_LOAD * bound)
+    per_stage = fractional_wait_thresholds(PAPER_LINEAR, planned, PAPER_LINEAR.kv_tokens).thresholds
+    numbers = list(zip(planned, per_stage, strict=True))
+    thresholds = tuple(
+        sum(n for t, n in numbers if t.output_len > start) for start in (0, *ends[:-1])
+    )
+    setup = setup_of("nested_wait_gated", segment_ends=ends, thresholds=thresholds)
+    return Choice(setup, _GATED_LOAD * bound)
+
+
+def _points(found: dict[str, Sustained], rate: float, effort: Effort) -> list[Point]:
+    """Everything at one load."""
+    return [
+        measure(policy, s.setup, _WORKLOAD, rate, effort.curve_arrivals)
+        for policy, s in found.items()
+    ]
+
+
+def verdicts(found: dict[str, Sustained], traffic: Traffic) -> list[Verdict]:
+    """What capacities say about the paper's claims for Nested WAIT."""
+    ten, rivals = found[literal(_SEGMENTS)], ("vllm_v0", "sarathi")
+    needed = nested_kv(traffic, segment_ends(traffic, _SEGMENTS), (1,) * _SEGMENTS)
+    literals = {p: s for p, s in found.items() if p.startswith("nested_wait,")}
+    best = max(literals, key=lambda policy: literals[policy].requests_per_s)
+    return [
+        Verdict(
+            "a moderate number of segments such as L = 10 is sufficient in practice",
+            f"one request a stage holds {needed:,.0f} KV tokens, memory has "
+            f"{PAPER_LINEAR.kv_tokens:,}; capacity {ten.requests_per_s:.3g} requests/s",
+            judge(ten.requests_per_s > 0),
+        ),
+        _gain(f"{literal(_SEGMENTS)}, as in the paper", ten, found, rivals),
+        _gain(f"the best literal one ({_text(best, found)})", found[best], found, rivals),
+        _gain(
+            f"{gated(_SEGMENTS)}, the version that serves", found[gated(_SEGMENTS)], found, rivals
+        ),
+    ]
+
+
+def _text(policy: str, found: dict[str, Sustained]) -> str:
+    thresholds = found[policy].setup.admission_options["thresholds"]
+    return f"{policy}, thresholds {'/'.join(map(str, thresholds))}"
+
+
+def _gain(
+    what: str, mine: Sustained, found: dict[str, Sustained], rivals: tuple[str, ...]
+) -> Verdict:
+    gains = {rival: mine.over(found[rival]) for rival in rivals}
+    parts = ", ".join(f"{gain - 1:+.0%} over {rival}" for rival, gain in gains.items())
+    return Verdict(
+        f"{what}: peak throughput 20-30% above vLLM and Sarathi",
+        f"{mine.requests_per_s:.4g} requests/s, {parts}",
+        judge(*(gain >= _CLAIMED_GAIN for gain in gains.values())),
+    )
+
+
+ENTRY = Entry(NAME, "Nested WAIT on ten bins of lengths: throughput and latency", run)

@@ -1,0 +1,157 @@
+"""Policies against load on the virtual clock: capacities and curves of WAIT's figure 1."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from penstock.fluid.step_profile import PAPER_LINEAR
+from penstock.repro import Effort
+from penstock.repro.output import pyplot, save_figure, write_table
+from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.planner import load_bound
+from penstock.sim.run import Setup, run
+from penstock.sim.workloads import Workload, make_workload
+
+SEED = 0
+UNCAPPED = {"token_budget": 4096, "max_num_seqs": 2048}
+"""Sarathi with limits that do not bind where a step costs the same for any token."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A policy with options, and a capacity (requests/s) that the fluid expects of it."""
+
+    setup: Setup
+    expected: float
+
+
+@dataclass(frozen=True)
+class Sustained:
+    """The largest load in requests/s that a server sustains; 0 if none was found."""
+
+    setup: Setup
+    requests_per_s: float
+
+    def over(self, rival: Sustained) -> float:
+        """Its capacity over another's; NaN, which no claim agrees with, where that has none."""
+        if not rival.requests_per_s:
+            return math.nan
+        return self.requests_per_s / rival.requests_per_s
+
+
+@dataclass(frozen=True)
+class Point:
+    """A run that ends with its last arrival: requests/s offered, output tokens/s of the requests
+    that were finished by then, and their mean latency in seconds (None: none was)."""
+
+    policy: str
+    rate: float
+    tokens_per_s: float
+    latency_s: float | None
+
+
+def setup_of(admission: str, **options: Any) -> Setup:
+    """A server of the paper: its profile and memory, blocks of one token."""
+    return Setup(PAPER_LINEAR, admission, options)
+
+
+def requests_at(name: str, num_requests: int) -> Callable[[float], Workload]:
+    """The same requests at any rate."""
+    return lambda rate: make_workload(name, num_requests=num_requests, rate=rate, seed=SEED)
+
+
+def bound_of(name: str, num_requests: int) -> float:
+    """The fluid capacity bound of a named workload, requests/s."""
+    drawn = requests_at(name, num_requests)(1.0)
+    return load_bound(PAPER_LINEAR, drawn, PAPER_LINEAR.kv_tokens)
+
+
+def sustains(setup: Setup, at: Callable[[float], Workload], rate: float) -> bool:
+    """Whether a server keeps up with a load, by the criterion of `capacity`."""
+    workload = at(rate)
+    assert workload.arrival_time is not None
+    return Criterion().holds(run(setup, workload, until=float(workload.arrival_time[-1])))
+
+
+def capacity_of(choice: Choice, name: str, effort: Effort, least: float = 0.0) -> Sustained:
+    """Bisection below 1.1 times the expected capacity and above `least`, which is known to be
+    sustained, or a quarter of what is expected: less counts as none."""
+    at = requests_at(name, effort.arrivals)
+    low, high = max(0.25 * choice.expected, least), max(1.1 * choice.expected, 1.05 * least)
+    found = capacity(choice.setup, at, low, high, tolerance=effort.tolerance)
+    return Sustained(choice.setup, found)
+
+
+def best_of(
+    choices: Iterable[Choice],
+    neighbours: Callable[[Setup], Iterable[Choice]],
+    name: str,
+    effort: Effort,
+) -> Sustained | None:
+    """The largest capacity over thresholds, in hindsight. First comes the choice of which the fluid
+    expects most; up to `effort.tries` others follow, the neighbours of the best so far first, and
+    only those that sustain more than it are measured. None without choices."""
+    at = requests_at(name, effort.arrivals)
+    best: Sustained | None = None
+    tried: list[dict[str, Any]] = []
+    queue = _promising_first(choices)
+    while queue and len(tried) <= effort.tries:
+        choice = queue.pop(0)
+        least = best.requests_per_s * (1 + effort.tolerance) if best else 0.0
+        if choice.setup.admission_options in tried or choice.expected < least:
+            continue
+        tried.append(choice.setup.admission_options)
+        if least and not sustains(choice.setup, at, least):
+            continue
+        best = capacity_of(choice, name, effort, least)
+        queue = [*_promising_first(neighbours(best.setup)), *queue]
+    return best
+
+
+def _promising_first(choices: Iterable[Choice]) -> list[Choice]:
+    return sorted(choices, key=lambda choice: -choice.expected)
+
+
+def measure(policy: str, setup: Setup, name: str, rate: float, num_requests: int) -> Point:
+    """One point of a curve."""
+    workload = requests_at(name, num_requests)(rate)
+    assert workload.arrival_time is not None
+    end = float(workload.arrival_time[-1])
+    report = run(setup, workload, until=end)
+    latency = report.latency
+    mean = float(latency.mean()) if len(latency) else None
+    return Point(policy, rate, float(report.num_tokens[report.completed].sum()) / end, mean)
+
+
+def write_points(points: Sequence[tuple[str, Point]], path: Path) -> None:
+    """Points of curves as CSV, with the workload that each belongs to. Raises: OSError."""
+    write_table(
+        path,
+        ("workload", "policy", "offered_requests_per_s", "output_tokens_per_s", "mean_latency_s"),
+        ((w, p.policy, p.rate, p.tokens_per_s, p.latency_s) for w, p in points),
+    )
+
+
+def draw_points(points: Sequence[tuple[str, Point]], path: Path, title: str) -> None:
+    """Throughput above, latency below, a column for each workload. Raises: ReproError, OSError."""
+    workloads = list(dict.fromkeys(w for w, _ in points))
+    figure, grid = pyplot().subplots(
+        2, len(workloads), figsize=(5 * len(workloads), 6.5), layout="constrained", squeeze=False
+    )
+    for (upper, lower), workload in zip(grid.T, workloads, strict=True):
+        mine = [p for w, p in points if w == workload]
+        for policy in dict.fromkeys(p.policy for p in mine):
+            curve = [p for p in mine if p.policy == policy]
+            rates = [p.rate for p in curve]
+            upper.plot(rates, [p.tokens_per_s for p in curve], marker="o", label=policy)
+            seen = [(p.rate, p.latency_s) for p in curve if p.latency_s is not None]
+            lower.plot([r for r, _ in seen], [s for _, s in seen], marker="o", label=policy)
+        upper.set(title=workload, ylabel="output tokens a second")
+        upper.legend(fontsize="small")
+        lower.set(xlabel="offered requests a second", ylabel="mean latency, s", yscale="log")
+    figure.suptitle(title)
+    save_figure(figure, path)

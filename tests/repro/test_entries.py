@@ -1,0 +1,124 @@
+"""Every entry in a tiny version: it runs, and writes its table and its picture."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.cli import main
+from penstock.repro import (
+    Effort,
+    Entry,
+    ReproError,
+    Run,
+    Skipped,
+    Verdict,
+    entries,
+    entries_named,
+    judge,
+)
+
+pytest.importorskip("matplotlib")
+
+TINY = Effort(arrivals=250, tolerance=0.5, curve_arrivals=60, shares=(0.3, 1.0), tries=0, seeds=1)
+MEASURED = {"wait_linear_model"}
+
+
+@pytest.mark.parametrize("name", sorted(set(entries()) - MEASURED))
+def test_an_entry_writes_its_files_and_judges_every_claim(name: str, tmp_path: Path) -> None:
+    told: list[str] = []
+    verdicts = entries()[name].run(Run(tmp_path, TINY, tell=told.append))
+    assert verdicts
+    assert all(v.claim and v.measured for v in verdicts)
+    assert told
+    assert all(what.startswith(name) for what in told)
+    assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    with (tmp_path / f"{name}.csv").open(encoding="utf-8") as file:
+        header, *rows = csv.reader(file)
+    assert rows
+    assert all(len(row) == len(header) for row in rows)
+
+
+def test_a_missing_data_folder_skips_with_a_message(tmp_path: Path) -> None:
+    entry = entries()["wait_linear_model"]
+    with pytest.raises(Skipped, match="PENSTOCK_DATA"):
+        entry.run(Run(tmp_path, TINY))
+    with pytest.raises(Skipped, match="which is not in"):
+        entry.run(Run(tmp_path, TINY, data=tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_unknown_entry_names_the_known_ones() -> None:
+    with pytest.raises(ReproError, match=r"choose from all, .*wait_theorems"):
+        entries_named("wait_fig9")
+    assert [e.name for e in entries_named("all")] == sorted(entries())
+
+
+def test_a_verdict_has_three_outcomes() -> None:
+    assert judge(True, True) == "holds"
+    assert judge(True, False) == "holds in part"
+    assert judge(False) == "does not hold"
+    assert Verdict("a", "b", judge(False)).line() == "[does not hold] a: b"
+
+
+def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["penstock", "reproduce", *arguments])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    return int(stopped.value.code or 0)
+
+
+@pytest.fixture
+def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A registry with an entry that writes a file and one that is skipped."""
+
+    def run(job: Run) -> list[Verdict]:
+        (job.out / "toy.csv").write_text("a\n1\n", encoding="utf-8")
+        return [Verdict("claim", f"{job.effort.arrivals} arrivals", "does not hold")]
+
+    def skip(job: Run) -> list[Verdict]:
+        raise Skipped("no data")
+
+    found = {"toy": Entry("toy", "A toy", run), "toyless": Entry("toyless", "None", skip)}
+    monkeypatch.setattr("penstock.repro.entries", lambda: found)
+
+
+@pytest.mark.usefixtures("one_entry")
+def test_json_has_verdicts_files_and_reasons(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    out = tmp_path / "new" / "folder"
+    assert _call(monkeypatch, "all", "--quick", "--json", "--out", str(out)) == 0
+    toy, toyless = json.loads(capsys.readouterr().out)["entries"]
+    assert toy["verdicts"][0]["outcome"] == "does not hold"
+    assert toy["files"] == [str(out / "toy.csv")]
+    assert (toyless["skipped"], toyless["verdicts"]) == ("no data", [])
+
+
+@pytest.mark.usefixtures("one_entry")
+def test_text_has_one_line_for_each_claim(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert _call(monkeypatch, "toy", "--out", str(tmp_path)) == 0
+    assert "[does not hold] claim: 60000 arrivals" in capsys.readouterr().out
+
+
+def test_an_unknown_name_is_one_line_and_code_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert _call(monkeypatch, "fig0", "--out", str(tmp_path)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("penstock: unknown reproduction 'fig0'")
+    assert error.count("\n") == 1
+
+
+def test_without_matplotlib_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert _call(monkeypatch, "wait_fig4_6", "--out", str(tmp_path)) == 2
+    assert "pip install 'penstock[plot]'" in capsys.readouterr().err
