@@ -325,11 +325,18 @@ class Cell:
         }
 
 
-def fit(cell: Cell, recorder: StepRecorder, folder: Path) -> Fit:
+def fit(cell: Cell, server: LiveServer, folder: Path) -> Fit:
     """Fit and write a profile of the steps of one load."""
-    recorder.steps = cell.steps
-    recorder.write(folder / "steps.csv")
+    server.recorder.steps = cell.steps
+    server.recorder.write(folder / "steps.csv")
     fitted = fit_profile(folder / "steps.csv", name="zoo-large", kv_tokens=KV_TOKENS)
+    engine = server.engine
+    origin = (
+        f"fitted to {len(cell.steps)} whole steps of {engine.target}, {engine.backend} "
+        f"{engine.dtype}, one thread, under {cell.admission} at {cell.rate:.1f} requests/s "
+        f"with {cell.cpu_s / cell.wall_s:.0%} of a core"
+    )
+    fitted = replace(fitted, profile=replace(fitted.profile, origin=origin))
     save_profile(fitted.profile, folder / "zoo-large.json")
     return fitted
 
@@ -353,7 +360,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     for stretch, cell in itertools.product(range(stretches), cells):
         say(f"stretch {stretch + 1}/{stretches}: {cell.admission} at {cell.load}")
         cell.play(server, stretch, prompts)
-    fitted = fit(cells[0], server.recorder, folder)
+    fitted = fit(cells[0], server, folder)
     for cell in cells:
         cell.predict(fitted.profile, server)
     calibration, *others = [cell.report() for cell in cells]
@@ -402,8 +409,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--target", default="target-large")
     parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--stretches", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=16.0, help="of each stretch")
+    parser.add_argument("--stretches", type=int, default=8)
+    parser.add_argument("--seconds", type=float, default=8.0, help="of each stretch")
     parser.add_argument("--out", type=Path, help="folder for steps.csv and zoo-large.json")
     parser.add_argument("--quick", action="store_true", help="one stretch of 8 seconds")
     parser.add_argument("--json", action="store_true")
