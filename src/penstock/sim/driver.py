@@ -92,7 +92,8 @@ def simulate(
                 _expect(recorder.records, event.request)
         executor.next_arrival, executor.next_event = timeline.next_arrival, timeline.next_event
         turn = loop.turn(due)
-        if turn.submitted or turn.collected:
+        # With every lane busy another turn could not start anything.
+        if turn.collected or (turn.submitted and executor.num_busy < len(scheduler.lanes)):
             continue
         coming = min(timeline.next_time, _or_never(executor.next_completion))
         if coming == math.inf and (scheduler.num_unfinished == 0 or turn.stalled):

@@ -99,6 +99,11 @@ class SimulatedExecutor:
         """When the next plan ends; None while every lane is idle."""
         return self._completions[0][0] if self._completions else None
 
+    @property
+    def num_busy(self) -> int:
+        """Lanes that carry out a plan."""
+        return len(self._busy)
+
     def ready(self, lane: str) -> bool:
         return lane not in self._busy
 
