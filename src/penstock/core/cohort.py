@@ -9,14 +9,14 @@ that the same requests get one by one, which the tests compare.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.blocks import BlockPool
 from penstock.core.state import RequestState, SequenceKV
-from penstock.core.types import TARGET, Request
+from penstock.core.types import TARGET, DecodeRun, Request
 
 
 class CountedKV(SequenceKV):
@@ -194,3 +194,33 @@ class Cohort:
             self.leave(state)
             left.append(state)
         return left
+
+
+def decode_run(
+    cohorts: Sequence[Cohort],
+    pool: BlockPool,
+    plan_id: int,
+    repeatable: bool,
+    until: float | None,
+) -> DecodeRun:
+    """What cohorts do in a plan, and how often they may do it again, if `repeatable`, before a
+    member leaves or memory runs out."""
+    num_requests, num_kv_tokens = 0, 0
+    for cohort in cohorts:
+        cohort.plan_id = plan_id
+        num_requests += len(cohort)
+        num_kv_tokens += cohort.num_kv_tokens
+    repeats = 1
+    if repeatable:
+        # The first tick has its blocks already.
+        most = 1 + pool.num_free_blocks * pool.block_size // num_requests
+        repeats = max(1, min(most, *(c.ticks_left for c in cohorts)))
+        while repeats > 1 and not pool.can_allocate(num_later_blocks(cohorts, repeats)):
+            repeats -= 1
+    groups = tuple(c.group for c in cohorts)
+    return DecodeRun(groups, num_requests, num_kv_tokens + num_requests, repeats, until)
+
+
+def num_later_blocks(cohorts: Sequence[Cohort], ticks: int) -> int:
+    """Blocks that `ticks` steps need beyond those of the first."""
+    return sum(c.num_new_blocks(ticks) - c.num_new_blocks() for c in cohorts)

@@ -7,13 +7,14 @@ from collections.abc import Hashable, Iterable
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.allocation import AllocationPolicy
 from penstock.core.blocks import BlockPool, hash_blocks
-from penstock.core.cohort import Cohort, CountedState
+from penstock.core.cohort import Cohort, CountedState, decode_run, num_later_blocks
 from penstock.core.drafting import Drafting
 from penstock.core.estimators import Estimators
+from penstock.core.items import ItemWriter
 from penstock.core.memory import KVMemory
 from penstock.core.selection import SelectionPolicy
 from penstock.core.state import Drafter, HeldDraft, RequestState, Tenant
-from penstock.core.step import ScheduledTokens, Step
+from penstock.core.step import Step
 from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -25,7 +26,6 @@ from penstock.core.types import (
     DrafterUp,
     DraftOrder,
     DraftReady,
-    DraftSource,
     Event,
     FinishReason,
     Output,
@@ -91,6 +91,7 @@ class Scheduler:
             self.estimators,
             self._states.values,
         )
+        self._item_writer = ItemWriter(pool, self._drafting, admission)
         self._in_flight: set[int] = set()
         self._num_plans = 0
         self._num_requests = 0
@@ -224,7 +225,7 @@ class Scheduler:
         if lane == TARGET:
             step = self._compose(now)
             items = self._items(step, plan_id)
-            decodes = self._decode_run(step, plan_id)
+            decodes = self._decodes(step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = self._schedule_drafter(now, lane, plan_id)
@@ -268,45 +269,20 @@ class Scheduler:
         return step
 
     def _items(self, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
-        scheduled = list(step.scheduled.values())
-        if not scheduled:
+        if not step.scheduled:
             return ()
-        lengths = self._draft_lengths(step, scheduled) if self._drafters else {}
-        items = tuple(self._item(s, lengths.get(s.state.request.id, 0)) for s in scheduled)
-        for s, item in zip(scheduled, items, strict=True):
+        items = self._item_writer.items(step)
+        for s, item in zip(step.scheduled.values(), items, strict=True):
             s.state.in_flight = True
             order = item.draft
             s.state.plans[plan_id] = (TARGET,) if order is None else (TARGET, order.drafter)
         return items
 
-    def _decode_run(self, step: Step, plan_id: int) -> DecodeRun | None:
-        """What the cohorts do, and how often they may do it again before anything could change."""
-        cohorts = step.decoding
-        if not cohorts:
+    def _decodes(self, step: Step, plan_id: int) -> DecodeRun | None:
+        if not step.decoding:
             return None
-        num_requests, num_kv_tokens = 0, 0
-        for cohort in cohorts:
-            cohort.plan_id = plan_id
-            num_requests += len(cohort)
-            num_kv_tokens += cohort.num_kv_tokens
-        repeats = 1
-        if step.repeatable and not step.scheduled:
-            # The first tick has its blocks already.
-            most = 1 + self.pool.num_free_blocks * self.pool.block_size // num_requests
-            repeats = max(1, min(most, *(c.ticks_left for c in cohorts)))
-            while repeats > 1 and not self.pool.can_allocate(self._blocks_of(cohorts, repeats)):
-                repeats -= 1
-        return DecodeRun(
-            tuple(c.group for c in cohorts),
-            num_requests,
-            num_kv_tokens + num_requests,
-            repeats,
-            step.wake_at,
-        )
-
-    def _blocks_of(self, cohorts: Iterable[Cohort], ticks: int) -> int:
-        """Blocks that `ticks` steps need beyond those of the first."""
-        return sum(c.num_new_blocks(ticks) - c.num_new_blocks() for c in cohorts)
+        repeatable = step.repeatable and not step.scheduled
+        return decode_run(step.decoding, self.pool, plan_id, repeatable, step.wake_at)
 
     def _may_run(self, state: RequestState) -> bool:
         if state.in_flight:
@@ -316,76 +292,6 @@ class Scheduler:
             return True
         is_drafted = state.held is not None or state.undrafted_round == state.round
         return is_drafted or not state.is_decoding
-
-    def _draft_lengths(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, int]:
-        """Draft lengths: held drafts as far as the step's budget goes, then what drafts inside
-        this step."""
-        num_rows = step.num_tokens
-        budget = self._admission.draft_budget(num_rows)
-        lengths: dict[str, int] = {}
-        inline = []
-        for s in scheduled:
-            drafter = self._drafting.drafter_of(s.state)
-            if s.state.held is not None:
-                length = min(s.state.held.num_draft_tokens, budget)
-                lengths[s.state.request.id] = length
-                budget -= length
-                num_rows += length
-            elif drafter is not None and not drafter.own_lane:
-                inline.append(s.state)
-        num_sampled = sum(s.samples for s in scheduled)
-        lengths |= self._drafting.allocate(inline, budget, num_rows, num_sampled)
-        return lengths
-
-    def _item(self, scheduled: ScheduledTokens, length: int) -> VerifyItem:
-        state = scheduled.state
-        source, order, drafter = DraftSource.NONE, None, None
-        if state.held is not None and scheduled.samples:
-            length = self._grow_for_draft(scheduled, length)
-            if length:
-                source, drafter = DraftSource.HELD, state.held.drafter
-        else:
-            inline = self._drafting.drafter_of(state)
-            if inline is not None and not inline.own_lane:
-                order = self._inline_order(scheduled, length)
-            length = order.max_draft_tokens if order is not None else 0
-            if length:
-                source, drafter = DraftSource.INLINE, state.drafter
-        state.held = None
-        return VerifyItem(
-            request_id=state.request.id,
-            epoch=state.epoch,
-            round=state.round,
-            start=scheduled.start,
-            num_scheduled_tokens=scheduled.num_tokens,
-            samples=scheduled.samples,
-            source=source,
-            drafter=drafter,
-            num_draft_tokens=length,
-            draft=order,
-            new_blocks=tuple(scheduled.new_blocks),
-        )
-
-    def _inline_order(self, scheduled: ScheduledTokens, length: int) -> DraftOrder | None:
-        """A draft, or beside a chunk of prefill the same chunk for the drafter."""
-        state = scheduled.state
-        if state.is_decoding and not length:
-            return None
-        length = self._grow_for_draft(scheduled, length)
-        return self._drafting.order(state, scheduled.start + scheduled.num_tokens, length)
-
-    def _grow_for_draft(self, scheduled: ScheduledTokens, length: int) -> int:
-        """Room in the target's KV for as much of a draft as fits into free blocks."""
-        blocks = scheduled.state.kv_of(TARGET).blocks
-        end = scheduled.start + scheduled.num_tokens
-        block_size = self.pool.block_size
-        if end + length <= len(blocks) * block_size:
-            return length
-        length = min(length, (len(blocks) + self.pool.num_free_blocks) * block_size - end)
-        new_blocks = self.pool.allocate(self.pool.blocks_for(end + length) - len(blocks))
-        blocks += new_blocks
-        scheduled.new_blocks += new_blocks
-        return length
 
     def _schedule_drafter(self, now: float, lane: str, plan_id: int) -> tuple[DraftOrder, ...]:
         drafter = self._drafters[lane]
@@ -510,7 +416,7 @@ class Scheduler:
         outputs = []
         cohorts = [self._cohorts[group] for group in run.groups]
         if result.repeats > 1:
-            self.pool.count(self._blocks_of(cohorts, result.repeats))
+            self.pool.count(num_later_blocks(cohorts, result.repeats))
         for cohort in cohorts:
             cohort.plan_id = None
             for state in cohort.advance(result.repeats):

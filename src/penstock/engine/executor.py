@@ -165,7 +165,7 @@ class LocalExecutor:
             draft_times=tuple(drafted.times),
             num_rows=batch.num_tokens,
             work=step_work(plan),
-            work_seconds=finished_at - built_at,
+            work_seconds=finished_at - drafted_at,
         )
 
     # --- drafting -------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""The verify items of a step: what was scheduled, with the drafts that join it."""
+
+from __future__ import annotations
+
+from penstock.core.admission import AdmissionPolicy
+from penstock.core.blocks import BlockPool
+from penstock.core.drafting import Drafting
+from penstock.core.step import ScheduledTokens, Step
+from penstock.core.types import TARGET, DraftOrder, DraftSource, VerifyItem
+
+
+class ItemWriter:
+    """Gives every scheduled request its draft, and room in the target's KV for it."""
+
+    def __init__(self, pool: BlockPool, drafting: Drafting, admission: AdmissionPolicy) -> None:
+        self._pool = pool
+        self._drafting = drafting
+        self._admission = admission
+
+    def items(self, step: Step) -> tuple[VerifyItem, ...]:
+        """In the order of scheduling."""
+        scheduled = list(step.scheduled.values())
+        lengths = self._draft_lengths(step, scheduled) if self._drafting.drafters else {}
+        return tuple(self._item(s, lengths.get(s.state.request.id, 0)) for s in scheduled)
+
+    def _draft_lengths(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, int]:
+        """Draft lengths: held drafts as far as the step's budget goes, then what drafts inside
+        this step."""
+        num_rows = step.num_tokens
+        budget = self._admission.draft_budget(num_rows)
+        lengths: dict[str, int] = {}
+        inline = []
+        for s in scheduled:
+            drafter = self._drafting.drafter_of(s.state)
+            if s.state.held is not None:
+                length = min(s.state.held.num_draft_tokens, budget)
+                lengths[s.state.request.id] = length
+                budget -= length
+                num_rows += length
+            elif drafter is not None and not drafter.own_lane:
+                inline.append(s.state)
+        num_sampled = sum(s.samples for s in scheduled)
+        lengths |= self._drafting.allocate(inline, budget, num_rows, num_sampled)
+        return lengths
+
+    def _item(self, scheduled: ScheduledTokens, length: int) -> VerifyItem:
+        state = scheduled.state
+        source, order, drafter = DraftSource.NONE, None, None
+        if state.held is not None and scheduled.samples:
+            length = self._grow_for_draft(scheduled, length)
+            if length:
+                source, drafter = DraftSource.HELD, state.held.drafter
+        else:
+            inline = self._drafting.drafter_of(state)
+            if inline is not None and not inline.own_lane:
+                order = self._inline_order(scheduled, length)
+            length = order.max_draft_tokens if order is not None else 0
+            if length:
+                source, drafter = DraftSource.INLINE, state.drafter
+        state.held = None
+        return VerifyItem(
+            request_id=state.request.id,
+            epoch=state.epoch,
+            round=state.round,
+            start=scheduled.start,
+            num_scheduled_tokens=scheduled.num_tokens,
+            samples=scheduled.samples,
+            source=source,
+            drafter=drafter,
+            num_draft_tokens=length,
+            draft=order,
+            new_blocks=tuple(scheduled.new_blocks),
+        )
+
+    def _inline_order(self, scheduled: ScheduledTokens, length: int) -> DraftOrder | None:
+        """A draft, or beside a chunk of prefill the same chunk for the drafter."""
+        state = scheduled.state
+        if state.is_decoding and not length:
+            return None
+        length = self._grow_for_draft(scheduled, length)
+        return self._drafting.order(state, scheduled.start + scheduled.num_tokens, length)
+
+    def _grow_for_draft(self, scheduled: ScheduledTokens, length: int) -> int:
+        """Room in the target's KV for as much of a draft as fits into free blocks."""
+        blocks = scheduled.state.kv_of(TARGET).blocks
+        end = scheduled.start + scheduled.num_tokens
+        block_size = self._pool.block_size
+        if end + length <= len(blocks) * block_size:
+            return length
+        length = min(length, (len(blocks) + self._pool.num_free_blocks) * block_size - end)
+        new_blocks = self._pool.allocate(self._pool.blocks_for(end + length) - len(blocks))
+        blocks += new_blocks
+        scheduled.new_blocks += new_blocks
+        return length
