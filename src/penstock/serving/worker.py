@@ -121,6 +121,7 @@ class EngineServer:
         self._started_at = engine.clock.now()
         self._num_steps = 0
         self._busy_s = 0.0
+        self._stalled: str | None = None
 
     def serve(self) -> None:
         """Raises: PeerGone."""
@@ -143,6 +144,9 @@ class EngineServer:
         if turn.submitted or turn.collected:
             self._num_steps += turn.collected
             self._busy_s += self._engine.clock.now() - started_at
+        if turn.stalled is not None and turn.stalled != self._stalled:
+            _log.warning("no request can go on: %s", turn.stalled)
+        self._stalled = turn.stalled
         return turn
 
     def _events(self, messages: Iterable[object]) -> list[Event]:

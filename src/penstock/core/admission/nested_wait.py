@@ -57,7 +57,7 @@ class NestedWait(AdmissionPolicy):
                 step.schedule_decodes(step.num_decodes(segment), segment)
         if num:
             self._admit(step, thresholds[0])
-        if not step.num_tokens:
+        if not step.num_tokens and (step.running or step.waiting):
             self._explain(step, num)
 
     def _pause(self, step: Step) -> list[list[RequestState]]:

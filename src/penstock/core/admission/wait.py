@@ -61,7 +61,7 @@ class Wait(AdmissionPolicy):
                     break
                 state.group = type_
                 step.admit(state, missing)
-        if not step.num_tokens:
+        if not step.num_tokens and (step.running or step.waiting):
             step.stalled = (
                 f"deadlock: {len(step.running)} running requests fill the memory, no type can go on"
                 if blocked
