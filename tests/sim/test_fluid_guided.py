@@ -76,14 +76,25 @@ def test_short_memory_is_used_without_preemption() -> None:
 
 
 def test_output_lengths_are_not_looked_at() -> None:
-    """The same arrivals, with what a client may ask for set far above what it gets."""
-    workload = make_workload("low", num_requests=300, rate=40.0, arrivals="poisson", seed=5)
-    shorter = Workload(
-        "x", workload.prompt_len, np.ones_like(workload.output_len), workload.arrival_time
-    )
-    # Until the first end nothing that depends on the output can differ.
-    first = fluid(workload).first_token_at[0]
-    assert first == fluid(shorter).first_token_at[0]
+    """Until the first end nothing may depend on how long outputs will get, however short memory
+    is. A policy that sets memory aside for them does depend on it."""
+    num = 60
+    arrivals = np.linspace(0.0, 0.5, num)
+    prompts = np.full(num, 62)
+
+    def early_first_tokens(policy: str) -> list[list[float]]:
+        runs = []
+        for output in (100, 300):
+            workload = Workload("burst", prompts, np.full(num, output), arrivals)
+            report = other(policy, workload, kv_tokens=4_000)
+            runs.append(sorted(t for t in report.first_token_at.tolist() if t < 0.9))
+            assert np.nanmin(report.finished_at) > 0.9
+        return runs
+
+    ours, theirs = early_first_tokens("fluid_guided"), early_first_tokens("guaranteed_no_evict")
+    assert ours[0] == ours[1]
+    assert 5 < len(ours[0]) < num
+    assert theirs[0] != theirs[1]
 
 
 def test_fewer_are_late_where_targets_are_given() -> None:
