@@ -29,6 +29,13 @@ def work(
     return StepWork(budget, num_rows, num_rows, estimators or Estimators())
 
 
+def lengths_of(policy: Any, offered: Sequence[DraftCandidate], step: StepWork) -> list[int]:
+    """What everybody is granted, which a price never cuts here."""
+    grants = policy.allocate(offered, step)
+    assert all(grant.min_survival == 0 for grant in grants)
+    return [grant.num_draft_tokens for grant in grants]
+
+
 def learned(
     rates: Sequence[float],
     *,
@@ -54,13 +61,13 @@ def learned(
 
 def test_fixed_gives_everybody_k_within_limits() -> None:
     policy = make_policy("allocation", "fixed", {"k": 3})
-    assert policy.allocate(candidates(8, 2, 0, 5), work()) == [3, 2, 0, 3]
+    assert lengths_of(policy, candidates(8, 2, 0, 5), work()) == [3, 2, 0, 3]
 
 
 def test_fixed_cuts_the_longest_to_the_budget() -> None:
     policy = make_policy("allocation", "fixed", {"k": 5})
-    assert policy.allocate(candidates(5, 5, 1), work(budget=6)) == [3, 2, 1]
-    assert policy.allocate(candidates(5, 5, 1), work(budget=0)) == [0, 0, 0]
+    assert lengths_of(policy, candidates(5, 5, 1), work(budget=6)) == [3, 2, 1]
+    assert lengths_of(policy, candidates(5, 5, 1), work(budget=0)) == [0, 0, 0]
 
 
 @settings(deadline=None)
@@ -68,8 +75,8 @@ def test_fixed_cuts_the_longest_to_the_budget() -> None:
     limits=st.lists(st.integers(0, 9), max_size=8), budget=st.integers(0, 40), k=st.integers(0, 9)
 )
 def test_fixed_fills_the_budget_evenly(limits: list[int], budget: int, k: int) -> None:
-    lengths = make_policy("allocation", "fixed", {"k": k}).allocate(
-        candidates(*limits), work(budget=budget)
+    lengths = lengths_of(
+        make_policy("allocation", "fixed", {"k": k}), candidates(*limits), work(budget=budget)
     )
     wanted = [min(k, limit) for limit in limits]
     assert sum(lengths) == min(budget, sum(wanted))
@@ -80,7 +87,7 @@ def test_fixed_fills_the_budget_evenly(limits: list[int], budget: int, k: int) -
 
 def test_fixed_shares_a_total_and_the_remainder_goes_round() -> None:
     policy = make_policy("allocation", "fixed", {"total": 8})
-    rounds = [policy.allocate(candidates(9, 9, 9), work()) for _ in range(3)]
+    rounds = [lengths_of(policy, candidates(9, 9, 9), work()) for _ in range(3)]
     assert [sum(r) for r in rounds] == [8, 8, 8]
     assert all(max(r) - min(r) <= 1 for r in rounds)
     assert [sum(r[i] for r in rounds) for i in range(3)] == [8, 8, 8], "equal shares over rounds"
@@ -91,7 +98,7 @@ def test_fixed_shares_a_total_and_the_remainder_goes_round() -> None:
 def test_fixed_shares_are_equal_over_a_cycle(total: int, num: int) -> None:
     policy = make_policy("allocation", "fixed", {"total": total})
     everybody = candidates(*[100] * num)
-    rounds = [policy.allocate(everybody, work()) for _ in range(num)]
+    rounds = [lengths_of(policy, everybody, work()) for _ in range(num)]
     assert {sum(r[i] for r in rounds) for i in range(num)} == {total}
 
 
@@ -104,39 +111,39 @@ STEEP = {1: 0.001, 1000: 1.0}
 def test_throughput_drafts_long_where_verification_is_flat_and_drafts_are_good() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.95] * 3, verify=FLAT, draft=1e-4)
-    assert policy.allocate(candidates(20, 20, 20), work(estimators)) == [8, 8, 8]
+    assert lengths_of(policy, candidates(20, 20, 20), work(estimators)) == [8, 8, 8]
 
 
 def test_throughput_stops_where_every_row_costs_a_token() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.5] * 3, verify=STEEP, draft=1e-4)
-    assert policy.allocate(candidates(20, 20, 20), work(estimators)) == [0, 0, 0]
+    assert lengths_of(policy, candidates(20, 20, 20), work(estimators)) == [0, 0, 0]
 
 
 def test_throughput_stops_where_drafting_costs_more_than_it_brings() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.6], verify=FLAT, draft=0.02)
-    assert policy.allocate(candidates(20), work(estimators, num_rows=1)) == [0]
+    assert lengths_of(policy, candidates(20), work(estimators, num_rows=1)) == [0]
 
 
 def test_throughput_gives_more_to_those_who_are_right_more_often() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.9, 0.3], verify={1: 0.01, 100: 0.03}, draft=1e-4)
-    good, poor = policy.allocate(candidates(20, 20), work(estimators, num_rows=2))
+    good, poor = lengths_of(policy, candidates(20, 20), work(estimators, num_rows=2))
     assert good > poor + 2
 
 
 def test_throughput_respects_limits_and_budget() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.95] * 3, verify=FLAT)
-    assert policy.allocate(candidates(2, 0, 20), work(estimators)) == [2, 0, 8]
-    assert policy.allocate(candidates(9, 9, 9), work(estimators, budget=4)) == [2, 1, 1]
-    assert policy.allocate(candidates(9, 9), work(estimators, budget=0)) == [0, 0]
+    assert lengths_of(policy, candidates(2, 0, 20), work(estimators)) == [2, 0, 8]
+    assert lengths_of(policy, candidates(9, 9, 9), work(estimators, budget=4)) == [2, 1, 1]
+    assert lengths_of(policy, candidates(9, 9), work(estimators, budget=0)) == [0, 0]
 
 
 def test_throughput_without_measurements_drafts_as_if_rows_were_free() -> None:
     policy = make_policy("allocation", "throughput", {"k_max": 5})
-    assert policy.allocate(candidates(20, 20), work()) == [5, 5]
+    assert lengths_of(policy, candidates(20, 20), work()) == [5, 5]
 
 
 def test_throughput_tries_again_what_it_has_put_aside() -> None:
@@ -144,7 +151,7 @@ def test_throughput_tries_again_what_it_has_put_aside() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.02] * 2, verify={1: 0.01, 100: 0.02}, draft=1e-3)
     everybody = candidates(20, 20)
-    rounds = [sum(policy.allocate(everybody, work(estimators))) for _ in range(3000)]
+    rounds = [sum(lengths_of(policy, everybody, work(estimators))) for _ in range(3000)]
     assert rounds[0] == 0
     assert any(rounds)
 
@@ -176,7 +183,7 @@ def test_throughput_is_best_of_all_prefixes_and_near_the_best_of_all(seed: int) 
     everybody = candidates(*(rng.randrange(k_max + 1) for _ in range(num)))
     rates = [estimators.acceptance.mean(c.state.request.id, "d") for c in everybody]
     policy = make_policy("allocation", "throughput", {"k_max": k_max, "overhead": overhead})
-    chosen = policy.allocate(everybody, work(estimators, num_rows=num))
+    chosen = lengths_of(policy, everybody, work(estimators, num_rows=num))
 
     def value(lengths: Sequence[int]) -> float:
         return rate_of(lengths, rates, estimators, overhead)
@@ -205,7 +212,7 @@ def test_throughput_is_exactly_best_where_drafting_is_free() -> None:
         everybody = candidates(4, 4, 4)
         rates = [estimators.acceptance.mean(c.state.request.id, "d") for c in everybody]
         policy = make_policy("allocation", "throughput", {"k_max": 4})
-        chosen = policy.allocate(everybody, work(estimators, num_rows=3))
+        chosen = lengths_of(policy, everybody, work(estimators, num_rows=3))
         best = max(
             rate_of(lengths, rates, estimators, 3e-4)
             for lengths in itertools.product(range(5), repeat=3)
@@ -222,8 +229,8 @@ def test_throughput_charges_each_drafter_for_its_own_longest_draft() -> None:
     estimators.step_times.curve_of("dear").observe(1, 0.05)
     first, second = candidates(8, 8)
     mixed = [first._replace(drafter="cheap"), second._replace(drafter="dear")]
-    assert policy.allocate(mixed[:1], work(estimators, num_rows=1)) == [8]
-    assert policy.allocate(mixed[1:], work(estimators, num_rows=1)) == [0]
+    assert lengths_of(policy, mixed[:1], work(estimators, num_rows=1)) == [8]
+    assert lengths_of(policy, mixed[1:], work(estimators, num_rows=1)) == [0]
 
 
 @pytest.mark.parametrize(

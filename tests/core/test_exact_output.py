@@ -13,6 +13,7 @@ from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core import scheduler as scheduler_module
 from penstock.core.blocks import BlockPool, hash_blocks
+from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
@@ -203,13 +204,12 @@ def test_notices_a_missing_rollback() -> None:
 
 
 def test_notices_old_drafts_taken_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    def draft_ready(scheduler: Scheduler, event: DraftReady) -> None:
-        state = scheduler._states.get(event.request_id)
+    def ready(lanes: DraftLanes, event: DraftReady, state: RequestState | None, now: float) -> None:
         if state is not None and event.num_draft_tokens:
             state.draft_order = None
             state.held = HeldDraft(event.drafter, event.num_draft_tokens)
 
-    monkeypatch.setattr(Scheduler, "_draft_ready", draft_ready)
+    monkeypatch.setattr(DraftLanes, "ready", ready)
     assert_noticed(own_lanes=OWN_LANES["all-lanes"])
 
 

@@ -74,6 +74,7 @@ def worlds(draw: st.DrawFn, chaos: st.SearchStrategy[Chaos]) -> World:
         block_size=block_size,
         drafters=DRAFTERS,
         own_lanes=draw(st.sets(st.sampled_from("abn"))),
+        pipeline=draw(st.sampled_from(["off", "async"])),
         drafter_blocks=draw(st.sampled_from([1, 2, 5, 40])),
         admission=admission,
         allocation=make_policy("allocation", *allocation),

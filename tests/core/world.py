@@ -11,6 +11,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
+from penstock.core.pipeline import make_pipeline
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
@@ -43,6 +44,7 @@ def make_scheduler(
     admission: Mapping[str, Any] = ADMISSION,
     selection: Any = None,
     allocation: Any = None,
+    pipeline: str = "async",
     max_model_len: int = 256,
     tenants: Sequence[Tenant] = (),
 ) -> Scheduler:
@@ -55,6 +57,7 @@ def make_scheduler(
         admission=make_policy("admission", "vllm_v1", dict(admission)),
         selection=selection or make_policy("selection", "single"),
         allocation=allocation or make_policy("allocation", "fixed", {"k": 4}),
+        pipeline=make_pipeline(pipeline),
         max_model_len=max_model_len,
         tenants=tenants,
     )

@@ -15,6 +15,7 @@ from tests.engine.small_family import VOCAB, write_family
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
+from penstock.core.pipeline import make_pipeline
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
@@ -78,6 +79,7 @@ def make_loop(
     k: int = 4,
     rotating: bool = False,
     own_lane: bool = False,
+    pipeline: str = "off",
     kv_tokens: int = 32 * 256,
     max_num_batched_tokens: int = 2048,
 ) -> Loop:
@@ -93,6 +95,7 @@ def make_loop(
         admission=make_policy("admission", "vllm_v1", admission),
         selection=Rotating() if rotating else make_policy("selection", "single"),
         allocation=make_policy("allocation", "fixed", {"k": k}),
+        pipeline=make_pipeline(pipeline),
         max_model_len=512,
     )
     return Loop(scheduler, engine.executor, engine.clock)
@@ -209,10 +212,11 @@ def test_chunked_prefill_changes_nothing(
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+@pytest.mark.parametrize("pipeline", ["off", "async"])
 def test_drafts_held_from_lanes_of_their_own(
-    engine: Engine, alone: dict[str, list[tuple[int, ...]]], sampling: str
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]], sampling: str, pipeline: str
 ) -> None:
-    loop = make_loop(engine, own_lane=True, rotating=True)
+    loop = make_loop(engine, own_lane=True, pipeline=pipeline, rotating=True)
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, "auto"))
     assert accepted > 0
     assert outputs == alone[sampling][:8]

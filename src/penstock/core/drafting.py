@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.selection import SelectionPolicy
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, DraftOrder
 
 
@@ -22,6 +23,7 @@ class Drafting:
         selection: SelectionPolicy,
         allocation: AllocationPolicy,
         estimators: Estimators,
+        tenants: Mapping[str, Tenant],
         live_states: Callable[[], Iterable[RequestState]],
     ) -> None:
         self.drafters = drafters
@@ -29,12 +31,13 @@ class Drafting:
         self._selection = selection
         self._allocation = allocation
         self._estimators = estimators
+        self._tenants = tenants
         self._live_states = live_states
 
     def drafter_of(self, state: RequestState) -> Drafter | None:
-        """The request's drafter while it is up."""
+        """The request's drafter while it is up and answers."""
         drafter = self.drafters.get(state.drafter) if state.drafter else None
-        return drafter if drafter is not None and drafter.up else None
+        return drafter if drafter is not None and drafter.up and not drafter.silent else None
 
     def select(self, states: Iterable[RequestState], now: float) -> None:
         """Give every request its drafter, once a round: the one that it names, or the policy's
@@ -54,9 +57,27 @@ class Drafting:
             else:
                 free.append(state)
         if free:
-            chosen = self._selection.select(free, self.drafters, now)
-            for state in free:
-                state.drafter = chosen[state.request.id]
+            self._choose(free, now)
+
+    def _choose(self, states: list[RequestState], now: float) -> None:
+        """Ask the policy, once for all requests to which the same drafters are open."""
+        if not any(d.remote for d in self.drafters.values()):
+            self._ask(states, self.drafters, now)
+            return
+        loads = Counter(s.drafter for s in self._live_states())
+        for drafter in self.drafters.values():
+            drafter.num_requests = loads[drafter.name]
+        by_tenant: dict[str, list[RequestState]] = {}
+        for state in states:
+            by_tenant.setdefault(state.request.tenant, []).append(state)
+        for name, own in by_tenant.items():
+            tenant = self._tenants[name]
+            self._ask(own, {n: d for n, d in self.drafters.items() if d.may_see(tenant)}, now)
+
+    def _ask(self, states: list[RequestState], drafters: Mapping[str, Drafter], now: float) -> None:
+        chosen = self._selection.select(states, drafters, now)
+        for state in states:
+            state.drafter = chosen[state.request.id]
 
     def reserve(self, state: RequestState) -> int:
         """Draft positions that admission keeps free for a running request."""
@@ -68,9 +89,14 @@ class Drafting:
         return min(self._allocation.reserve(state), self._limit(state, drafter))
 
     def allocate(
-        self, states: Iterable[RequestState], budget: int, num_rows: int, num_sampled: int
-    ) -> dict[str, int]:
-        """Draft lengths by request id; a request that may not draft is left out."""
+        self,
+        states: Iterable[RequestState],
+        budget: int,
+        num_rows: int,
+        num_sampled: int,
+        now: float,
+    ) -> dict[str, Grant]:
+        """Grants by request id; a request that may not draft is left out."""
         candidates = []
         for state in states:
             drafter = self.drafter_of(state)
@@ -79,18 +105,19 @@ class Drafting:
             candidates.append(DraftCandidate(state, drafter.name, self._limit(state, drafter)))
         if not candidates:
             return {}
-        work = StepWork(max(0, budget), num_rows, num_sampled, self._estimators)
-        lengths = self._allocation.allocate(candidates, work)
-        return {c.state.request.id: n for c, n in zip(candidates, lengths, strict=True)}
+        work = StepWork(max(0, budget), num_rows, num_sampled, self._estimators, now, self._tenants)
+        grants = self._allocation.allocate(candidates, work)
+        return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
 
-    def order(self, state: RequestState, num_known: int, length: int) -> DraftOrder | None:
-        """Order a catch-up to `num_known` known tokens and `length` draft tokens, or None where
+    def order(self, state: RequestState, num_known: int, grant: Grant) -> DraftOrder | None:
+        """Order a catch-up to `num_known` known tokens and what was granted, or None where
         there is nothing to do or no memory for it: a draft is never worth a preemption."""
         drafter = self.drafter_of(state)
         if drafter is None:
             return None
+        length = grant.num_draft_tokens
         if drafter.pool is None:
-            start = num_catch_up = 0
+            start, num_catch_up = num_known, 0
             new_blocks: list[int] = []
             if length == 0:
                 return None
@@ -118,6 +145,7 @@ class Drafting:
             num_catch_up,
             length,
             tuple(new_blocks),
+            grant.min_survival,
         )
 
     def drafted(self, state: RequestState, order: DraftOrder, num_proposed: int) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.allocation import Grant
 from penstock.core.blocks import BlockPool
 from penstock.core.drafting import Drafting
 from penstock.core.step import ScheduledTokens, Step
 from penstock.core.types import TARGET, DraftOrder, DraftSource, VerifyItem
+
+_NOTHING = Grant(0)
 
 
 class ItemWriter:
@@ -20,30 +23,30 @@ class ItemWriter:
     def items(self, step: Step) -> tuple[VerifyItem, ...]:
         """In the order of scheduling."""
         scheduled = list(step.scheduled.values())
-        lengths = self._draft_lengths(step, scheduled) if self._drafting.drafters else {}
-        return tuple(self._item(s, lengths.get(s.state.request.id, 0)) for s in scheduled)
+        grants = self._grants(step, scheduled) if self._drafting.drafters else {}
+        return tuple(self._item(s, grants.get(s.state.request.id, _NOTHING)) for s in scheduled)
 
-    def _draft_lengths(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, int]:
-        """Draft lengths: held drafts as far as the step's budget goes, then what drafts inside
-        this step."""
+    def _grants(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, Grant]:
+        """Draft lengths by request: held drafts as far as the step's budget goes, then what drafts
+        inside this step."""
         num_rows = step.num_tokens
         budget = self._admission.draft_budget(num_rows)
-        lengths: dict[str, int] = {}
+        grants: dict[str, Grant] = {}
         inline = []
         for s in scheduled:
             drafter = self._drafting.drafter_of(s.state)
             if s.state.held is not None:
                 length = min(s.state.held.num_draft_tokens, budget)
-                lengths[s.state.request.id] = length
+                grants[s.state.request.id] = Grant(length)
                 budget -= length
                 num_rows += length
             elif drafter is not None and not drafter.own_lane:
                 inline.append(s.state)
         num_sampled = sum(s.samples for s in scheduled)
-        lengths |= self._drafting.allocate(inline, budget, num_rows, num_sampled)
-        return lengths
+        return grants | self._drafting.allocate(inline, budget, num_rows, num_sampled, step.now)
 
-    def _item(self, scheduled: ScheduledTokens, length: int) -> VerifyItem:
+    def _item(self, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
+        length = grant.num_draft_tokens
         state = scheduled.state
         source, order, drafter = DraftSource.NONE, None, None
         if state.held is not None and scheduled.samples:
@@ -53,7 +56,7 @@ class ItemWriter:
         else:
             inline = self._drafting.drafter_of(state)
             if inline is not None and not inline.own_lane:
-                order = self._inline_order(scheduled, length)
+                order = self._inline_order(scheduled, grant)
             length = order.max_draft_tokens if order is not None else 0
             if length:
                 source, drafter = DraftSource.INLINE, state.drafter
@@ -72,13 +75,14 @@ class ItemWriter:
             new_blocks=tuple(scheduled.new_blocks),
         )
 
-    def _inline_order(self, scheduled: ScheduledTokens, length: int) -> DraftOrder | None:
+    def _inline_order(self, scheduled: ScheduledTokens, grant: Grant) -> DraftOrder | None:
         """A draft, or beside a chunk of prefill the same chunk for the drafter."""
         state = scheduled.state
-        if state.is_decoding and not length:
+        if state.is_decoding and not grant.num_draft_tokens:
             return None
-        length = self._grow_for_draft(scheduled, length)
-        return self._drafting.order(state, scheduled.start + scheduled.num_tokens, length)
+        length = self._grow_for_draft(scheduled, grant.num_draft_tokens)
+        known = scheduled.start + scheduled.num_tokens
+        return self._drafting.order(state, known, grant._replace(num_draft_tokens=length))
 
     def _grow_for_draft(self, scheduled: ScheduledTokens, length: int) -> int:
         """Room in the target's KV for as much of a draft as fits into free blocks."""

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 
 from penstock.core.admission import AdmissionPolicy
-from penstock.core.allocation import AllocationPolicy
+from penstock.core.allocation import AllocationPolicy, Outcome
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.cohort import Cohort, CountedState, decode_run, num_later_blocks
 from penstock.core.drafting import Drafting
 from penstock.core.estimators import Estimators
 from penstock.core.items import ItemWriter
+from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
+from penstock.core.pipeline import Barrier, Drafts, Pipeline
 from penstock.core.selection import SelectionPolicy
-from penstock.core.state import Drafter, HeldDraft, RequestState, Tenant
+from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.step import Step
 from penstock.core.types import (
     AUTO_DRAFTER,
@@ -44,7 +47,8 @@ class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
     `pool` is the target's KV; `drafters` come with pools of their own, with the same block size.
-    A drafter without a lane of its own drafts inside the target's step. `counted`: requests of
+    A drafter without a lane of its own drafts inside the target's step; for the others `pipeline`
+    says when the target waits (default: rounds). `counted`: requests of
     which only lengths are known, and that use no drafter, are advanced together, and steps in
     which nothing else happens are planned at once; it changes no decision.
     """
@@ -57,6 +61,7 @@ class Scheduler:
         admission: AdmissionPolicy,
         selection: SelectionPolicy,
         allocation: AllocationPolicy,
+        pipeline: Pipeline | None = None,
         max_model_len: int,
         tenants: Iterable[Tenant] = (),
         estimators: Estimators | None = None,
@@ -73,9 +78,6 @@ class Scheduler:
         self._solo: dict[str, RequestState] = {}
         self._cohorts: dict[Hashable, Cohort] = {}
         self._drafters = {d.name: d for d in drafters}
-        # Drafters' lanes first, so that a draft can start before the next verification.
-        own_lanes = tuple(d.name for d in self._drafters.values() if d.own_lane)
-        self.lanes: tuple[str, ...] = (*own_lanes, TARGET)
         pools = {d.name: d.pool for d in self._drafters.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
@@ -83,12 +85,23 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._admission = admission
         self._selection = selection
+        self._allocation = allocation
+        self._pipeline = pipeline or Barrier()
         self._drafting = Drafting(
             self._drafters,
             self.memory,
             selection,
             allocation,
             self.estimators,
+            self.tenants,
+            self._states.values,
+        )
+        self._draft_lanes = DraftLanes(
+            self._drafters,
+            self.memory,
+            self._drafting,
+            self.estimators,
+            self.running,
             self._states.values,
         )
         self._item_writer = ItemWriter(pool, self._drafting, admission)
@@ -100,6 +113,11 @@ class Scheduler:
         self._forgotten: list[str] = []
 
     @property
+    def lanes(self) -> tuple[str, ...]:
+        """Drafters' lanes first, so that a draft can start before the next verification."""
+        return (*self._draft_lanes.names, TARGET)
+
+    @property
     def num_unfinished(self) -> int:
         return len(self._states)
 
@@ -107,18 +125,18 @@ class Scheduler:
 
     def apply(self, event: Event, now: float) -> list[Output]:
         """Take in something from outside."""
+        self._draft_lanes.forget_grants()
         match event:
             case Arrive(request):
                 return self._arrive(request, now)
             case Cancel(request_id):
                 return self._cancel(request_id)
-            case DraftReady():
-                self._draft_ready(event)
-            case DrafterUp(name):
-                if name in self._drafters:
-                    self._drafters[name].up = True
+            case DraftReady(request_id):
+                self._draft_lanes.ready(event, self._states.get(request_id), now)
+            case DrafterUp():
+                self._draft_lanes.up(event)
             case DrafterDown(name):
-                self._drafter_down(name)
+                self._draft_lanes.down(name)
             case Reconfigure(tenant, weight):
                 self._tenant(tenant).weight = weight
         return []
@@ -177,35 +195,6 @@ class Scheduler:
             return []
         return [self._finish(state, FinishReason.CANCELLED)]
 
-    def _draft_ready(self, event: DraftReady) -> None:
-        """Hold a draft, once: whatever is late, repeated or of an old epoch is ignored."""
-        state = self._states.get(event.request_id)
-        if state is None or (event.epoch, event.round) != (state.epoch, state.round):
-            return
-        order = state.draft_order
-        if order is None or order.drafter != event.drafter:
-            return
-        state.draft_order = None
-        num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
-        self._drafting.drafted(state, order, num_draft_tokens)
-        if num_draft_tokens:
-            state.held = HeldDraft(event.drafter, num_draft_tokens)
-        else:
-            state.undrafted_round = state.round
-
-    def _drafter_down(self, name: str) -> None:
-        """Its KV and its drafts are gone; its requests finish their round without them, so that a
-        late draft cannot answer a new order after it has come back."""
-        if name not in self._drafters:
-            return
-        self._drafters[name].up = False
-        for state in self._states.values():
-            if name in (d.drafter for d in (state.draft_order, state.held) if d is not None):
-                state.draft_order = state.held = None
-                state.undrafted_round = state.round
-            self.memory.release(state, [name])
-        self.memory.drop_cache(name)
-
     def _next_epoch(self) -> int:
         """No two lives of a request id share an epoch, so nothing late can be mistaken."""
         self._num_epochs += 1
@@ -223,12 +212,15 @@ class Scheduler:
         orders: tuple[DraftOrder, ...] = ()
         decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
-            step = self._compose(now)
+            step = self._target_step(now)
             items = self._items(step, plan_id)
             decodes = self._decodes(step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
-            orders = self._schedule_drafter(now, lane, plan_id)
+            self._drafting.select(self.running.values(), now)
+            num = len(self._draft_lanes.speculating())
+            budget = self._admission.draft_budget(num)
+            orders = self._draft_lanes.order(lane, budget, plan_id, now)
         if items or orders or decodes:
             self._in_flight.add(plan_id)
         self._num_plans += 1
@@ -248,10 +240,25 @@ class Scheduler:
             stalled=stalled,
         )
 
-    def _compose(self, now: float) -> Step:
-        """Let the admission policy choose who runs."""
+    def _target_step(self, now: float) -> Step:
+        """Wait for drafts, or let the admission policy choose who runs."""
         self._drafting.select(self._solo.values(), now)
-        step = Step(
+        step = self._new_step(now)
+        self._draft_lanes.expire(now)
+        pending = self._draft_lanes.pending()
+        if pending:
+            ready = [s for s in self._solo.values() if s.is_decoding and self._may_run(s)]
+            held = self._pipeline.hold_until(Drafts(now, ready, pending, self.estimators))
+            deadlines = [s.draft_order.deadline for s in pending if s.draft_order is not None]
+            step.wake_at = min((d for d in deadlines if d is not None), default=None)
+            if held is not None and held > now:
+                step.wake_at = _earlier(held, step.wake_at)
+                return step
+        self._compose(step)
+        return step
+
+    def _new_step(self, now: float) -> Step:
+        return Step(
             now=now,
             pool=self.pool,
             running=self.running,
@@ -263,10 +270,14 @@ class Scheduler:
             draft_reserve=self._drafting.reserve,
             release=self._preempt,
         )
+
+    def _compose(self, step: Step) -> None:
+        """Let the admission policy choose who runs."""
+        woken = step.wake_at
         self._admission.compose(step)
+        step.wake_at = _earlier(step.wake_at, woken)
         self.num_preemptions += step.num_preempted
-        self._drafting.select([s.state for s in step.scheduled.values()], now)
-        return step
+        self._drafting.select([s.state for s in step.scheduled.values()], step.now)
 
     def _items(self, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
         if not step.scheduled:
@@ -293,35 +304,6 @@ class Scheduler:
         is_drafted = state.held is not None or state.undrafted_round == state.round
         return is_drafted or not state.is_decoding
 
-    def _schedule_drafter(self, now: float, lane: str, plan_id: int) -> tuple[DraftOrder, ...]:
-        drafter = self._drafters[lane]
-        if not drafter.up:
-            return ()
-        self._drafting.select(self.running.values(), now)
-        states = [
-            s
-            for s in self.running.values()
-            if s.drafter == lane
-            and s.is_decoding
-            and not s.in_flight
-            and s.held is None
-            and s.draft_order is None
-            and s.undrafted_round != s.round
-        ]
-        budget = self._admission.draft_budget(len(states))
-        lengths = self._drafting.allocate(states, budget, len(states), len(states))
-        orders = []
-        for state in states:
-            length = lengths.get(state.request.id, 0)
-            order = self._drafting.order(state, state.num_known_tokens, length) if length else None
-            if order is None:
-                state.undrafted_round = state.round
-                continue
-            state.draft_order = order
-            state.plans[plan_id] = (lane,)
-            orders.append(order)
-        return tuple(orders)
-
     # --- results --------------------------------------------------------------------------------
 
     def update(self, plan: StepPlan, result: StepResult) -> list[Output]:
@@ -329,6 +311,8 @@ class Scheduler:
         if plan.id not in self._in_flight:
             return []
         self._in_flight.discard(plan.id)
+        if plan.lane == TARGET:
+            self._draft_lanes.forget_grants()
         for order in plan.drafts:
             self._plan_ended(order.request_id, plan.id)
         for item in plan.items:
@@ -339,9 +323,9 @@ class Scheduler:
         if result.work is not None:
             self.estimators.step_model.observe(result.work, result.work_seconds)
         for ready in result.drafts:
-            self._draft_ready(ready)
+            self._draft_lanes.ready(ready, self._states.get(ready.request_id), result.finished_at)
         for order in plan.drafts:
-            self._end_unanswered(order)
+            self._draft_lanes.end_unanswered(order, self._states.get(order.request_id))
         outputs = self._judge(plan, result)
         if plan.decodes is not None:
             outputs += self._advance_cohorts(plan.decodes, result)
@@ -352,7 +336,7 @@ class Scheduler:
             return []
         verdicts = {v.request_id: v for v in result.verdicts}
         failures = {f.request_id: f.reason for f in result.failures}
-        outputs = []
+        outputs, outcomes = [], []
         for item in plan.items:
             state = self._states.get(item.request_id)
             if state is None or state.epoch != item.epoch:
@@ -366,6 +350,8 @@ class Scheduler:
                 output = self._advance(state, item, verdict, result.finished_at)
                 if output is not None:
                     outputs.append(output)
+                    outcomes.append(Outcome(state, verdict))
+        self._allocation.observe(outcomes, result.finished_at)
         return outputs
 
     def _advance(
@@ -443,13 +429,6 @@ class Scheduler:
         if state is not None:
             state.plans.pop(plan_id, None)
 
-    def _end_unanswered(self, order: DraftOrder) -> None:
-        """A lane that ended without a draft for an order leaves the request to go on alone."""
-        state = self._states.get(order.request_id)
-        if state is not None and state.draft_order == order:
-            state.draft_order = None
-            state.undrafted_round = state.round
-
     # --- ends -----------------------------------------------------------------------------------
 
     def _preempt(self, state: RequestState) -> None:
@@ -487,3 +466,9 @@ class Scheduler:
         if self._new_requests.pop(state.request.id, None) is None:
             self._forgotten.append(state.request.id)
         del self._states[state.request.id]
+
+
+def _earlier(a: float | None, b: float | None) -> float | None:
+    """The earlier of two times; None and infinity are never."""
+    earliest = min(math.inf if a is None else a, math.inf if b is None else b)
+    return None if earliest == math.inf else earliest

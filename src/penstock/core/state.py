@@ -47,17 +47,33 @@ class Tenant:
     name: str
     weight: float = 1.0
     num_tokens_served: int = 0
+    shares_prompts: bool = False
+    """Whether draft servers of others may see its prompts."""
 
 
 @dataclass(slots=True)
 class Drafter:
-    """A drafter as the scheduler sees it: a name, perhaps a KV pool, perhaps a lane of its own."""
+    """A drafter as the scheduler sees it: a name, perhaps a KV pool, perhaps a lane of its own.
+
+    remote: a draft server. Its lane takes orders at any time, and answers them one by one by
+    `DraftReady`; `tenant` is the only one whose prompts it may see (None: every tenant's).
+    silent: it has missed a deadline, and has not been heard of since.
+    """
 
     name: str
     pool: BlockPool | None = None
     own_lane: bool = False
     max_draft_tokens: int = 16
     up: bool = True
+    remote: bool = False
+    tenant: str | None = None
+    silent: bool = False
+    num_requests: int = 0
+    """Running requests that draft with it, counted before every selection."""
+
+    def may_see(self, tenant: Tenant) -> bool:
+        """Whether a tenant's prompts may go to where it runs."""
+        return self.tenant is None or self.tenant == tenant.name or tenant.shares_prompts
 
 
 class RequestState:
@@ -77,6 +93,7 @@ class RequestState:
         "num_known_tokens",
         "num_output_tokens",
         "order",
+        "ordered_at",
         "output_token_ids",
         "plans",
         "request",
@@ -106,6 +123,7 @@ class RequestState:
         self.in_flight = False
         self.drafter: str | None = None
         self.draft_order: DraftOrder | None = None
+        self.ordered_at = 0.0
         self.held: HeldDraft | None = None
         self.selected_round = -1
         self.undrafted_round = -1

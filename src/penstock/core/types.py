@@ -98,7 +98,12 @@ class DraftReady:
 
 @dataclass(frozen=True, slots=True)
 class DrafterUp:
+    """A drafter can be used. A name that is not known yet is a draft server's: `tenant` is the only
+    one whose prompts it may see (None: every tenant's)."""
+
     drafter: str
+    max_draft_tokens: int = 16
+    tenant: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,8 +133,9 @@ class DraftSource(StrEnum):
 
 class DraftOrder(NamedTuple):
     """Let `drafter` read known tokens `start..start + num_catch_up_tokens - 1` into its KV, then
-    draft up to `max_draft_tokens` more (0: only catch up). `new_blocks` extend the drafter's block
-    table of this request."""
+    draft up to `max_draft_tokens` more (0: only catch up), but none once the predicted probability
+    that the whole draft is accepted falls under `min_survival`. An answer after `deadline` comes
+    too late. `new_blocks` extend the drafter's block table of this request."""
 
     request_id: str
     epoch: int
@@ -139,6 +145,8 @@ class DraftOrder(NamedTuple):
     num_catch_up_tokens: int
     max_draft_tokens: int
     new_blocks: tuple[int, ...] = ()
+    min_survival: float = 0.0
+    deadline: float | None = None
 
 
 class VerifyItem(NamedTuple):

@@ -1,18 +1,20 @@
 """How many tokens each request may draft in a round. One file a policy.
 
-A policy has `name`, an `Options` dataclass, `allocate(candidates, work)`, which returns a draft
-length for each candidate, and `reserve(state)`, the draft positions that admission should keep
-free for a decoding request.
+A policy has `name`, an `Options` dataclass, `allocate(candidates, work)`, which returns a grant for
+each candidate, `reserve(state)`, the draft positions that admission should keep free for a decoding
+request, and `observe(outcomes, now)`, which tells it what every target step came to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar, NamedTuple, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, NamedTuple
 
 from penstock.core.estimators import Estimators
-from penstock.core.state import RequestState
+from penstock.core.state import RequestState, Tenant
+from penstock.core.types import Verdict
 
 
 class DraftCandidate(NamedTuple):
@@ -21,6 +23,22 @@ class DraftCandidate(NamedTuple):
     state: RequestState
     drafter: str
     limit: int
+
+
+class Grant(NamedTuple):
+    """What one request may draft: so many tokens, but none once the predicted probability that all
+    of them are accepted falls under `min_survival`."""
+
+    num_draft_tokens: int
+    min_survival: float = 0.0
+
+
+class Outcome(NamedTuple):
+    """What a target step came to for one request; `verdict.drafter` is None where it had no
+    draft."""
+
+    state: RequestState
+    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +50,24 @@ class StepWork:
     num_rows: int
     num_sampled: int
     estimators: Estimators
+    now: float = 0.0
+    tenants: Mapping[str, Tenant] = field(default_factory=dict)
 
 
-class AllocationPolicy(Protocol):
+class AllocationPolicy(ABC):
+    """Decides how many tokens each request may draft."""
+
     name: ClassVar[str]
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[int]: ...
+    @abstractmethod
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        """A grant for each candidate, together within `work.budget`. Where drafters have lanes of
+        their own the candidates are all requests that speculate, whether or not they may start a
+        draft now: the same prices hold for everybody."""
 
-    def reserve(self, state: RequestState) -> int: ...
+    @abstractmethod
+    def reserve(self, state: RequestState) -> int:
+        """Most tokens that a request would ever be granted."""
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:  # noqa: B027
+        """Take in all verdicts of one target step."""

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.allocation import DraftCandidate, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.state import RequestState
 
 
-class Fixed:
+class Fixed(AllocationPolicy):
     """The same draft length for everybody, whatever it brings."""
 
     name: ClassVar[str] = "fixed"
@@ -31,13 +31,12 @@ class Fixed:
         self.options = options
         self._turn = 0
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[int]:
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
         wanted = [self.options.k] * len(candidates)
         if self.options.total is not None and candidates:
             wanted = self._share(self.options.total, len(candidates))
-        return cut_to_budget(
-            [min(w, c.limit) for w, c in zip(wanted, candidates, strict=True)], work
-        )
+        lengths = [min(w, c.limit) for w, c in zip(wanted, candidates, strict=True)]
+        return [Grant(n) for n in cut_to_budget(lengths, work)]
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k

@@ -14,13 +14,13 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.core.allocation import DraftCandidate, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.state import RequestState
 
 Purchase = tuple[float, int, int]
 
 
-class Throughput:
+class Throughput(AllocationPolicy):
     """As much speculation as the step-time model says is worth its time."""
 
     name: ClassVar[str] = "throughput"
@@ -45,13 +45,13 @@ class Throughput:
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[int]:
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
         purchases = self._purchases(candidates, work)
         lengths = [0] * len(candidates)
         for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, work)]:
             lengths[index] = length
         self._fade_unused(candidates, lengths, work)
-        return lengths
+        return [Grant(n) for n in lengths]
 
     def _fade_unused(
         self, candidates: Sequence[DraftCandidate], lengths: Sequence[int], work: StepWork

@@ -1,0 +1,185 @@
+"""Drafters that work beside the target: orders that are out, drafts that are held, deadlines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from penstock.core.allocation import Grant
+from penstock.core.drafting import Drafting
+from penstock.core.estimators import Estimators
+from penstock.core.memory import KVMemory
+from penstock.core.state import Drafter, HeldDraft, RequestState
+from penstock.core.types import DrafterUp, DraftOrder, DraftReady
+
+
+class DraftLanes:
+    """The rounds of every request that drafts in a lane of its own: due, ordered, held or, where
+    no draft came, undrafted; then the target verifies, and the next round begins."""
+
+    def __init__(
+        self,
+        drafters: dict[str, Drafter],
+        memory: KVMemory,
+        drafting: Drafting,
+        estimators: Estimators,
+        running: Mapping[str, RequestState],
+        live_states: Callable[[], Iterable[RequestState]],
+    ) -> None:
+        self._drafters = drafters
+        self._memory = memory
+        self._drafting = drafting
+        self._estimators = estimators
+        self._running = running
+        self._live_states = live_states
+        self._grants: dict[str, Grant] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Lanes, in the order in which drafters came."""
+        return tuple(d.name for d in self._drafters.values() if d.own_lane)
+
+    def forget_grants(self) -> None:
+        """Something has happened: what was allocated before is out of date."""
+        self._grants = None
+
+    # --- drafters come and go -------------------------------------------------------------------
+
+    def up(self, event: DrafterUp) -> None:
+        """A known drafter is back, or a draft server has come."""
+        drafter = self._drafters.get(event.drafter)
+        if drafter is None:
+            drafter = self._drafters[event.drafter] = Drafter(
+                event.drafter, own_lane=True, remote=True
+            )
+        if drafter.remote:
+            drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
+        drafter.up, drafter.silent = True, False
+
+    def down(self, name: str) -> None:
+        """Its KV and its drafts are gone; its requests finish their round without them, so that a
+        late draft cannot answer a new order after it has come back."""
+        drafter = self._drafters.get(name)
+        if drafter is None:
+            return
+        drafter.up = False
+        for state in self._live_states():
+            if name in (d.drafter for d in (state.draft_order, state.held) if d is not None):
+                state.held = None
+                self._give_up(state)
+            self._memory.release(state, [name])
+        self._memory.drop_cache(name)
+        if drafter.remote:
+            del self._drafters[name]
+            self._estimators.links.forget(name)
+
+    # --- orders ---------------------------------------------------------------------------------
+
+    def order(self, lane: str, budget: int, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
+        """Orders for every request of a lane whose next draft is due. `budget`: draft positions
+        that all requests that speculate share in a round."""
+        drafter = self._drafters.get(lane)
+        if drafter is None or not drafter.up or drafter.silent:
+            return ()
+        due = [s for s in self._running.values() if s.drafter == lane and _is_due(s)]
+        if not due:
+            return ()
+        grants = self._allocate(budget, now)
+        orders = []
+        for state in due:
+            order = self._write(state, drafter, grants.get(state.request.id, Grant(0)), now)
+            if order is None:
+                state.undrafted_round = state.round
+                continue
+            state.draft_order, state.ordered_at = order, now
+            if not drafter.remote:
+                state.plans[plan_id] = (lane,)
+            orders.append(order)
+        return tuple(orders)
+
+    def speculating(self) -> list[RequestState]:
+        """Decoding requests whose drafter has a lane of its own."""
+        return [s for s in self._running.values() if s.is_decoding and self._beside(s)]
+
+    def _beside(self, state: RequestState) -> bool:
+        drafter = self._drafting.drafter_of(state)
+        return drafter is not None and drafter.own_lane
+
+    def _allocate(self, budget: int, now: float) -> dict[str, Grant]:
+        """Grants of all requests that speculate: lanes that are asked in one turn share them."""
+        if self._grants is None:
+            states = self.speculating()
+            num = len(states)
+            self._grants = self._drafting.allocate(states, budget, num, num, now)
+        return self._grants
+
+    def _write(
+        self, state: RequestState, drafter: Drafter, grant: Grant, now: float
+    ) -> DraftOrder | None:
+        if not grant.num_draft_tokens:
+            return None
+        order = self._drafting.order(state, state.num_known_tokens, grant)
+        if order is None or not drafter.remote:
+            return order
+        patience = self._estimators.links.patience(drafter.name, order.max_draft_tokens)
+        return order._replace(deadline=now + patience)
+
+    # --- answers --------------------------------------------------------------------------------
+
+    def ready(self, event: DraftReady, state: RequestState | None, now: float) -> None:
+        """Hold a draft, once: whatever is late, repeated or of an old epoch is ignored, but shows
+        that its drafter lives."""
+        drafter = self._drafters.get(event.drafter)
+        if drafter is not None:
+            drafter.silent = False
+        if state is None or (event.epoch, event.round) != (state.epoch, state.round):
+            return
+        order = state.draft_order
+        if order is None or order.drafter != event.drafter:
+            return
+        state.draft_order = None
+        num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
+        self._estimators.links.observe(event.drafter, num_draft_tokens, now - state.ordered_at)
+        self._drafting.drafted(state, order, num_draft_tokens)
+        if num_draft_tokens:
+            state.held = HeldDraft(event.drafter, num_draft_tokens)
+        else:
+            state.undrafted_round = state.round
+
+    def end_unanswered(self, order: DraftOrder, state: RequestState | None) -> None:
+        """A lane that ended without a draft for an order leaves the request to go on alone; a draft
+        server answers later."""
+        drafter = self._drafters.get(order.drafter)
+        if drafter is not None and drafter.remote:
+            return
+        if state is not None and state.draft_order == order:
+            self._give_up(state)
+
+    def expire(self, now: float) -> None:
+        """Give up what is overdue. A draft server that misses a deadline gets no more orders until
+        it is heard from, so that it delays the others once and not in every round."""
+        for state in self._running.values():
+            order = state.draft_order
+            if order is not None and order.deadline is not None and order.deadline <= now:
+                self._drafters[order.drafter].silent = True
+        for state in self._running.values():
+            order = state.draft_order
+            if order is not None and self._drafters[order.drafter].silent:
+                self._give_up(state)
+
+    def pending(self) -> list[RequestState]:
+        """Running requests whose drafts are on their way."""
+        return [s for s in self._running.values() if s.draft_order is not None]
+
+    def _give_up(self, state: RequestState) -> None:
+        state.draft_order = None
+        state.undrafted_round = state.round
+
+
+def _is_due(state: RequestState) -> bool:
+    return (
+        state.is_decoding
+        and not state.in_flight
+        and state.held is None
+        and state.draft_order is None
+        and state.undrafted_round != state.round
+    )

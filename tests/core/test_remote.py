@@ -1,0 +1,246 @@
+"""Draft servers: orders that are answered later, by events, or never."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.blocks import BlockPool
+from penstock.core.pipeline import make_pipeline
+from penstock.core.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import RequestState, Tenant
+from penstock.core.types import (
+    TARGET,
+    Arrive,
+    DrafterDown,
+    DrafterUp,
+    DraftReady,
+    DraftSource,
+    Output,
+    Request,
+    StepPlan,
+    StepResult,
+    Verdict,
+)
+
+VERIFY_S = 0.03
+
+
+class Watching(AllocationPolicy):
+    """The same for everybody; remembers what it saw."""
+
+    name = "watching"
+
+    def __init__(self) -> None:
+        self.offered: list[list[str]] = []
+        self.outcomes: list[list[tuple[str, int]]] = []
+
+    def allocate(self, candidates: list[DraftCandidate], work: StepWork) -> list[Grant]:  # type: ignore[override]
+        self.offered.append([c.state.request.id for c in candidates])
+        return [Grant(4, min_survival=0.25) for _ in candidates]
+
+    def reserve(self, state: RequestState) -> int:
+        return 4
+
+    def observe(self, outcomes: list[Outcome], now: float) -> None:  # type: ignore[override]
+        self.outcomes.append([(o.state.request.id, o.verdict.num_proposed) for o in outcomes])
+
+
+class Desk:
+    """A scheduler with the target and the draft servers played by hand."""
+
+    def __init__(self, pipeline: str, tenants: list[Tenant] | None = None) -> None:
+        self.allocation = Watching()
+        self.scheduler = Scheduler(
+            BlockPool(256, 4),
+            [],
+            admission=make_policy("admission", "vllm_v1"),
+            selection=make_policy("selection", "single"),
+            allocation=self.allocation,
+            pipeline=make_pipeline(pipeline),
+            max_model_len=256,
+            tenants=tenants or [],
+        )
+        self.now = 0.0
+
+    def arrive(self, *requests: Request) -> None:
+        for request in requests:
+            self.scheduler.apply(Arrive(request), self.now)
+
+    def ask(self, lane: str = TARGET) -> StepPlan:
+        return self.scheduler.schedule(self.now, lane)
+
+    def send(self, lane: str) -> StepPlan:
+        """Ask a remote lane; that its orders were sent is all the result there is."""
+        plan = self.ask(lane)
+        if not plan.is_empty:
+            self.scheduler.update(plan, StepResult(plan.id, lane, self.now, self.now))
+        return plan
+
+    def verify(self, accepted: int = 2) -> tuple[StepPlan, list[Output]]:
+        plan = self.ask()
+        assert plan.items, "the target waits"
+        self.now += VERIFY_S
+        verdicts = tuple(
+            Verdict(
+                i.request_id,
+                i.epoch,
+                i.round,
+                tuple(range(min(accepted, i.num_draft_tokens) + 1)),
+                i.drafter,
+                i.num_draft_tokens,
+                min(accepted, i.num_draft_tokens),
+            )
+            for i in plan.items
+        )
+        result = StepResult(plan.id, TARGET, self.now - VERIFY_S, self.now, verdicts)
+        return plan, self.scheduler.update(plan, result)
+
+    def answer(self, order_plan: StepPlan, num: int = 4, after: float = 0.02) -> None:
+        self.now += after
+        for o in order_plan.drafts:
+            ready = DraftReady(o.request_id, o.epoch, o.round, o.drafter, num)
+            self.scheduler.apply(ready, self.now)
+
+    def up(self, *names: str, tenant: str | None = None) -> None:
+        for name in names:
+            self.scheduler.apply(DrafterUp(name, 8, tenant), self.now)
+
+
+def request(name: str, drafter: str = "auto", tenant: str = "default") -> Request:
+    return Request(name, 6, 40, drafter=drafter, tenant=tenant)
+
+
+def prefilled(pipeline: str) -> Desk:
+    """Two servers, a request of each, both past their first token."""
+    desk = Desk(pipeline)
+    desk.up("s1", "s2")
+    desk.arrive(request("r1", "s1"), request("r2", "s2"))
+    desk.verify()
+    return desk
+
+
+def test_a_round_over_two_servers() -> None:
+    desk = prefilled("off")
+    first, second = desk.send("s1"), desk.send("s2")
+    (order,) = first.drafts
+    assert (order.start, order.num_catch_up_tokens, order.max_draft_tokens) == (7, 0, 4)
+    assert order.min_survival == 0.25
+    assert order.deadline is not None
+    assert order.deadline > desk.now
+    assert desk.allocation.offered == [["r1", "r2"]], "lanes of one turn share what was allocated"
+    assert desk.send("s1").is_empty, "one order at a time"
+
+    desk.answer(first)
+    assert desk.ask().is_empty, "the barrier waits for the second server"
+    desk.answer(second, num=3)
+    plan, outputs = desk.verify(accepted=2)
+    assert [(i.source, i.num_draft_tokens) for i in plan.items] == [
+        (DraftSource.HELD, 4),
+        (DraftSource.HELD, 3),
+    ]
+    assert [len(o.token_ids) for o in outputs] == [3, 3]
+    assert desk.allocation.outcomes[-1] == [("r1", 4), ("r2", 3)]
+
+
+def test_asynchronously_what_is_ready_goes() -> None:
+    desk = prefilled("async")
+    first, second = desk.send("s1"), desk.send("s2")
+    desk.answer(first)
+    plan, _ = desk.verify()
+    assert [i.request_id for i in plan.items] == ["r1"]
+    again = desk.send("s1")
+    assert [o.request_id for o in again.drafts] == ["r1"]
+    assert desk.allocation.offered[-1] == ["r1", "r2"], "the other one counts, though not due"
+    desk.answer(second)
+    plan, _ = desk.verify()
+    assert [i.request_id for i in plan.items] == ["r2"]
+
+
+@pytest.mark.parametrize("pipeline", ["off", "async"])
+def test_a_frozen_server_delays_the_others_by_one_deadline(pipeline: str) -> None:
+    desk = prefilled(pipeline)
+    first, second = desk.send("s1"), desk.send("s2")
+    desk.answer(first)
+    (order,) = second.drafts
+    assert order.deadline is not None
+    if pipeline == "off":
+        waiting = desk.ask()
+        assert waiting.is_empty
+        assert waiting.wake_at == order.deadline
+    desk.now = order.deadline
+    plan, _ = desk.verify()
+    assert {i.request_id: i.source for i in plan.items} == {
+        "r1": DraftSource.HELD,
+        "r2": DraftSource.NONE,
+    }
+    for _ in range(3):
+        assert desk.send("s2").is_empty, "no orders for a server that does not answer"
+        desk.answer(desk.send("s1"))
+        plan, _ = desk.verify()
+        assert len(plan.items) == 2, "nobody waits, and its requests go on alone"
+
+    desk.answer(second)
+    assert [o.request_id for o in desk.send("s2").drafts] == ["r2"], "a late answer shows it lives"
+    assert desk.scheduler._states["r2"].held is None, "but it is an old round's"
+
+
+def test_repeated_and_foreign_answers_change_nothing() -> None:
+    desk = prefilled("async")
+    plan = desk.send("s1")
+    (order,) = plan.drafts
+    for wrong in (
+        DraftReady("r1", order.epoch, order.round, "s2", 4),
+        DraftReady("r1", order.epoch + 1, order.round, "s1", 4),
+        DraftReady("r1", order.epoch, order.round + 1, "s1", 4),
+        DraftReady("r9", order.epoch, order.round, "s1", 4),
+    ):
+        desk.scheduler.apply(wrong, desk.now)
+        assert desk.scheduler._states["r1"].held is None
+    desk.answer(plan, num=99)
+    held = desk.scheduler._states["r1"].held
+    assert held is not None
+    assert held.num_draft_tokens == order.max_draft_tokens, "not more than was ordered"
+    desk.answer(plan, num=1)
+    assert desk.scheduler._states["r1"].held == held
+
+
+def test_a_server_that_leaves_takes_nothing_with_it() -> None:
+    desk = prefilled("off")
+    first = desk.send("s1")
+    desk.send("s2")
+    desk.answer(first)
+    desk.scheduler.apply(DrafterDown("s2"), desk.now)
+    assert "s2" not in desk.scheduler.lanes
+    plan, _ = desk.verify()
+    assert [i.request_id for i in plan.items] == ["r1", "r2"]
+    desk.up("s2")
+    assert [o.request_id for o in desk.send("s2").drafts] == ["r2"]
+
+
+def test_requests_go_to_the_least_loaded_server_that_may_see_them() -> None:
+    desk = Desk("async", [Tenant("open", shares_prompts=True), Tenant("closed")])
+    desk.up("s1", "s2", tenant="owner")
+    desk.arrive(*(request(f"o{i}", tenant="open") for i in range(4)))
+    desk.arrive(request("c", tenant="closed"), request("w", tenant="owner"))
+    desk.verify()
+    orders = {lane: [o.request_id for o in desk.send(lane).drafts] for lane in ("s1", "s2")}
+    assert sorted(orders["s1"] + orders["s2"]) == ["o0", "o1", "o2", "o3", "w"]
+    assert abs(len(orders["s1"]) - len(orders["s2"])) <= 1
+    before = {r: lane for lane, ids in orders.items() for r in ids}
+    plan, _ = desk.verify()
+    assert [i.request_id for i in plan.items] == ["c"], "it goes on alone, and waits for nobody"
+    assert {r: desk.scheduler._states[r].drafter for r in before} == before
+
+
+def test_round_trips_are_told_from_drafting() -> None:
+    links = Desk("off").scheduler.estimators.links
+    assert not links.knows("s")
+    first_patience = links.patience("s", 4)
+    for n in [1, 5, 3, 2, 8, 4] * 10:
+        links.observe("s", n, 0.03 + 0.012 * n)
+    assert links.round_trip("s") == pytest.approx(0.03, rel=0.1)
+    assert links.per_token("s") == pytest.approx(0.012, rel=0.05)
+    assert links.seconds("s", 10) < links.patience("s", 10) < first_patience
+    assert links.per_token("unknown") == links.per_token("s"), "what others take is the best guess"
