@@ -44,7 +44,7 @@ def test_options_reach_the_policy() -> None:
             "allocation",
             "fixd",
             {},
-            "unknown allocation policy 'fixd'; choose from fixed, ",
+            "unknown allocation policy 'fixd'; choose from deadline, fixed, ",
         ),
         (
             "allocation",

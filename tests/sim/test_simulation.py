@@ -354,6 +354,8 @@ def test_plans_are_those_of_a_loop_turned_by_hand(
         times = [end for end, _ in executor.running.values()]
         if timeline:
             times.append(timeline[0][0])
+        if turn.wake_at is not None:
+            times.append(turn.wake_at)
         if times:
             executor.now = min(times)
     assert len(simulated.plans) > 40

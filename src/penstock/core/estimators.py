@@ -251,6 +251,11 @@ class LinkTimes:
         """Expected seconds until a draft of so many tokens is here."""
         return self.round_trip(drafter) + self.per_token(drafter) * num_tokens
 
+    def spread(self, drafter: str) -> float:
+        """Mean error of `seconds`; 0 where nothing was measured."""
+        line = self._lines.get(drafter)
+        return 0.0 if line is None else line.error
+
     def patience(self, drafter: str, num_tokens: int) -> float:
         """Seconds after which a draft is given up: well beyond what is usual."""
         line = self._lines.get(drafter)

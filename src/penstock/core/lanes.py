@@ -31,6 +31,7 @@ class DraftLanes:
         self._estimators = estimators
         self._running = running
         self._live_states = live_states
+        self._due: dict[str, list[RequestState]] | None = None
         self._grants: dict[str, Grant] | None = None
 
     @property
@@ -38,9 +39,9 @@ class DraftLanes:
         """Lanes, in the order in which drafters came."""
         return tuple(d.name for d in self._drafters.values() if d.own_lane)
 
-    def forget_grants(self) -> None:
-        """Something has happened: what was allocated before is out of date."""
-        self._grants = None
+    def invalidate(self) -> None:
+        """Something has happened: what was found due, and allocated, is out of date."""
+        self._due = self._grants = None
 
     # --- drafters come and go -------------------------------------------------------------------
 
@@ -74,14 +75,14 @@ class DraftLanes:
 
     # --- orders ---------------------------------------------------------------------------------
 
-    def order(self, lane: str, budget: int, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
+    def order(
+        self, lane: str, budget: Callable[[int], int], plan_id: int, now: float
+    ) -> tuple[DraftOrder, ...]:
         """Orders for every request of a lane whose next draft is due. `budget`: draft positions
-        that all requests that speculate share in a round."""
+        that may join so many others in a step; all requests that speculate share them."""
+        due = self._find_due(now).pop(lane, ())
         drafter = self._drafters.get(lane)
-        if drafter is None or not drafter.up or drafter.silent:
-            return ()
-        due = [s for s in self._running.values() if s.drafter == lane and _is_due(s)]
-        if not due:
+        if not due or drafter is None:
             return ()
         grants = self._allocate(budget, now)
         orders = []
@@ -96,20 +97,26 @@ class DraftLanes:
             orders.append(order)
         return tuple(orders)
 
-    def speculating(self) -> list[RequestState]:
-        """Decoding requests whose drafter has a lane of its own."""
-        return [s for s in self._running.values() if s.is_decoding and self._beside(s)]
+    def _find_due(self, now: float) -> dict[str, list[RequestState]]:
+        """By lane; lanes that are asked in one turn share the search."""
+        if self._due is None:
+            self._drafting.select(self._running.values(), now)
+            self._due = {}
+            for state in self._running.values():
+                if _is_due(state) and self._beside(state) and state.drafter is not None:
+                    self._due.setdefault(state.drafter, []).append(state)
+        return self._due
 
     def _beside(self, state: RequestState) -> bool:
         drafter = self._drafting.drafter_of(state)
         return drafter is not None and drafter.own_lane
 
-    def _allocate(self, budget: int, now: float) -> dict[str, Grant]:
+    def _allocate(self, budget: Callable[[int], int], now: float) -> dict[str, Grant]:
         """Grants of all requests that speculate: lanes that are asked in one turn share them."""
         if self._grants is None:
-            states = self.speculating()
+            states = [s for s in self._running.values() if s.is_decoding and self._beside(s)]
             num = len(states)
-            self._grants = self._drafting.allocate(states, budget, num, num, now)
+            self._grants = self._drafting.allocate(states, budget(num), num, num, now)
         return self._grants
 
     def _write(

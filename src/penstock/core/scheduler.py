@@ -125,7 +125,7 @@ class Scheduler:
 
     def apply(self, event: Event, now: float) -> list[Output]:
         """Take in something from outside."""
-        self._draft_lanes.forget_grants()
+        self._draft_lanes.invalidate()
         match event:
             case Arrive(request):
                 return self._arrive(request, now)
@@ -217,10 +217,7 @@ class Scheduler:
             decodes = self._decodes(step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
-            self._drafting.select(self.running.values(), now)
-            num = len(self._draft_lanes.speculating())
-            budget = self._admission.draft_budget(num)
-            orders = self._draft_lanes.order(lane, budget, plan_id, now)
+            orders = self._draft_lanes.order(lane, self._admission.draft_budget, plan_id, now)
         if items or orders or decodes:
             self._in_flight.add(plan_id)
         self._num_plans += 1
@@ -243,6 +240,7 @@ class Scheduler:
     def _target_step(self, now: float) -> Step:
         """Wait for drafts, or let the admission policy choose who runs."""
         self._drafting.select(self._solo.values(), now)
+        self._draft_lanes.invalidate()
         step = self._new_step(now)
         self._draft_lanes.expire(now)
         pending = self._draft_lanes.pending()
@@ -311,8 +309,8 @@ class Scheduler:
         if plan.id not in self._in_flight:
             return []
         self._in_flight.discard(plan.id)
-        if plan.lane == TARGET:
-            self._draft_lanes.forget_grants()
+        if result.verdicts or result.failures or result.drafts or plan.decodes:
+            self._draft_lanes.invalidate()
         for order in plan.drafts:
             self._plan_ended(order.request_id, plan.id)
         for item in plan.items:

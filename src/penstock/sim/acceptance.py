@@ -54,6 +54,29 @@ class GeometricAcceptance:
 
 
 @dataclass(frozen=True, slots=True)
+class DriftingAcceptance:
+    """As `GeometricAcceptance`, but the probability is another one every `dwell` rounds of a
+    request, round and round."""
+
+    rates: Mapping[str, Sequence[float]]
+    dwell: int
+    seed: int = 0
+
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        if not item.num_draft_tokens or item.drafter is None:
+            return 0
+        rates = self.rates[item.drafter]
+        rate = rates[item.round // self.dwell % len(rates)]
+        return GeometricAcceptance({item.drafter: rate}, self.seed).num_accepted(item, position)
+
+    def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
+        """The mean over its probabilities."""
+        rates = self.rates[drafter]
+        steps = range(1, num_draft_tokens + 1)
+        return 1.0 + sum(rate**s for rate in rates for s in steps) / len(rates)
+
+
+@dataclass(frozen=True, slots=True)
 class CurveAcceptance:
     """Survival G(s) by drafter, the probability that at least s draft tokens are accepted, for
     s = 1, 2, …; beyond the last it is 0.

@@ -86,7 +86,7 @@ def simulate(
     timeline = _Timeline(requests, events)
     stalled = None
     while clock.now() <= until:
-        due = timeline.take(clock.now())
+        due = [*executor.remote.take(clock.now()), *timeline.take(clock.now())]
         for event in due:
             if isinstance(event, Arrive):
                 _expect(recorder.records, event.request)
@@ -95,7 +95,9 @@ def simulate(
         # With every lane busy another turn could not start anything.
         if turn.collected or (turn.submitted and executor.num_busy < len(scheduler.lanes)):
             continue
-        coming = min(timeline.next_time, _or_never(executor.next_completion))
+        coming = min(
+            timeline.next_time, _or_never(executor.next_completion), executor.remote.next_time
+        )
         if coming == math.inf and (scheduler.num_unfinished == 0 or turn.stalled):
             stalled = turn.stalled
             break

@@ -23,6 +23,7 @@ from penstock.core.types import (
 from penstock.core.work import step_work
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.sim.acceptance import AcceptanceModel, GeometricAcceptance
+from penstock.sim.links import RemoteDrafting
 
 
 class StepTimeModel(Protocol):
@@ -83,12 +84,14 @@ class SimulatedExecutor:
         clock: Clock,
         times: StepTimeModel,
         acceptance: AcceptanceModel | None = None,
+        remote: RemoteDrafting | None = None,
     ) -> None:
         self.next_arrival = math.inf
         self.next_event = math.inf
         self._clock = clock
         self._times = times
         self._acceptance = acceptance or GeometricAcceptance()
+        self.remote = remote or RemoteDrafting(())
         self._prompt_len: dict[str, int] = {}
         self._busy: set[str] = set()
         self._completions: list[tuple[float, int, StepResult]] = []
@@ -105,7 +108,8 @@ class SimulatedExecutor:
         return len(self._busy)
 
     def ready(self, lane: str) -> bool:
-        return lane not in self._busy
+        """A draft server takes orders at any time."""
+        return lane not in self._busy or self.remote.serves(lane)
 
     def submit(self, plan: StepPlan) -> None:
         for request_id in plan.forgotten:
@@ -114,7 +118,13 @@ class SimulatedExecutor:
             self._prompt_len[request.id] = request.prompt_len
         if plan.is_empty:
             return
-        result = self._result(plan)
+        if self.remote.serves(plan.lane):
+            # Sent is all that there is to say; the drafts come as events.
+            now = self._clock.now()
+            self.remote.order(plan.drafts, now)
+            result = StepResult(plan.id, plan.lane, now, now)
+        else:
+            result = self._result(plan)
         self._busy.add(plan.lane)
         heapq.heappush(self._completions, (result.finished_at, self._num_submitted, result))
         self._num_submitted += 1
@@ -193,6 +203,9 @@ class SimulatedExecutor:
         first = item.start + item.num_scheduled_tokens
         position = first - self._prompt_len[item.request_id]
         accepted = self._acceptance.num_accepted(item, position)
+        if self.remote.serves(item.drafter or "") and accepted == item.num_draft_tokens:
+            longer = item._replace(num_draft_tokens=item.num_draft_tokens + 1)
+            self.remote.verified(item, self._acceptance.num_accepted(longer, position))
         return Verdict(
             item.request_id,
             item.epoch,

@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from penstock.core.blocks import BlockPool
 from penstock.core.estimators import Estimators
+from penstock.core.pipeline import make_pipeline
 from penstock.core.ports import Instrument
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
@@ -24,7 +25,10 @@ from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.clock import VirtualClock
 from penstock.sim.driver import SimulationResult, simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
+from penstock.sim.links import DraftServer, RemoteDrafting
 from penstock.sim.workloads import Workload
+
+_CALIBRATED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -36,6 +40,8 @@ class Setup:
     kv_tokens: KV memory in tokens; None takes the profile's. block_size: tokens of a KV block; 1
     is the papers' model of memory. drafters: names that `acceptance` knows; none leaves
     speculation out. draft_share: seconds of a draft token over the target's smallest step.
+    draft_servers: machines that draft beside the target; `acceptance` must know them too. Requests
+    of a server's tenant are that server's own; the others go where selection sends them.
     """
 
     profile: StepProfile
@@ -50,6 +56,9 @@ class Setup:
     acceptance: AcceptanceModel | None = None
     drafters: tuple[str, ...] = ()
     draft_share: float = 0.05
+    draft_servers: tuple[DraftServer, ...] = ()
+    pipeline: str = "off"
+    seed: int = 0
     counted: bool = True
 
     @property
@@ -186,8 +195,11 @@ def run(
         raise ValueError(f"workload {workload.name!r} has no arrival times")
     clock = VirtualClock()
     times = ProfiledStepTimes(setup.profile, setup.draft_share)
-    executor = SimulatedExecutor(clock, times, setup.acceptance)
+    remote = RemoteDrafting(setup.draft_servers, setup.seed)
+    executor = SimulatedExecutor(clock, times, setup.acceptance, remote)
     scheduler = make_scheduler(setup)
+    for server in setup.draft_servers:
+        scheduler.apply(server.up(), clock.now())
     if watch is not None:
         instruments = (*instruments, watch(scheduler))
     started = time.perf_counter()
@@ -206,14 +218,20 @@ def run(
 
 def make_scheduler(setup: Setup) -> Scheduler:
     """The scheduler of a setup. Raises: PolicyError."""
+    estimators = Estimators(setup.profile)
+    if setup.drafters or setup.draft_servers:
+        # A live engine measures itself before it serves.
+        for rows in _CALIBRATED_ROWS:
+            estimators.step_times.target.observe(rows, setup.profile.linear(rows))
     return Scheduler(
         BlockPool(setup.num_blocks, setup.block_size),
         [Drafter(name) for name in setup.drafters],
         admission=make_policy("admission", setup.admission, setup.admission_options),
         selection=make_policy("selection", setup.selection, setup.selection_options),
         allocation=make_policy("allocation", setup.allocation, setup.allocation_options),
+        pipeline=make_pipeline(setup.pipeline),
         max_model_len=setup.num_blocks * setup.block_size,
-        estimators=Estimators(setup.profile),
+        estimators=estimators,
         counted=setup.counted,
     )
 
@@ -224,18 +242,20 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
     arrived_at = workload.arrival_time
     assert arrived_at is not None
     tenants = workload.tenants
-    drafter = AUTO_DRAFTER if setup.drafters else NO_DRAFTER
+    drafter = AUTO_DRAFTER if setup.drafters or setup.draft_servers else NO_DRAFTER
+    own_servers = {s.tenant: s.name for s in setup.draft_servers}
     rows = zip(
         workload.prompt_len.tolist(), workload.output_len.tolist(), arrived_at.tolist(), strict=True
     )
     for i, (prompt_len, output_len, time_) in enumerate(rows):
+        tenant = "default" if tenants is None else str(tenants[i])
         yield Request(
             str(i),
             prompt_len,
             output_len,
             time_,
-            "default" if tenants is None else str(tenants[i]),
-            drafter=drafter,
+            tenant,
+            drafter=own_servers.get(tenant, drafter),
             expected_output_tokens=output_len,
         )
 

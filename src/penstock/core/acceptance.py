@@ -1,0 +1,272 @@
+"""How likely the next draft token is accepted, learned from verdicts: one interface, several
+estimators.
+
+Only positions up to and including the first rejection say anything about a drafter (design 4.3):
+later drafts stand on a prefix that the target did not choose. An estimator belongs to one stream of
+drafts, such as a tenant's with one drafter, and is told of every round, also of those without a
+draft.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from penstock.core.types import Verdict
+
+_MOST = 0.99
+
+
+class Evidence(NamedTuple):
+    """What one verification showed: of `num_proposed` draft tokens the first `num_decided` were
+    decided, with `successes` among them (accepted ones, or Σ min(target, draft)). `confidence`:
+    the drafter's own probability of being right, of each decided token, where it is known."""
+
+    num_proposed: int
+    num_decided: int
+    successes: float
+    confidence: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, verdict: Verdict) -> Evidence:
+        return cls(verdict.num_proposed, verdict.num_decided, verdict.evidence)
+
+
+class AcceptanceModel(ABC):
+    """What all estimators can do."""
+
+    @abstractmethod
+    def observe(self, evidence: Evidence) -> None:
+        """Take in a round; one without a draft has `num_proposed` 0."""
+
+    @abstractmethod
+    def rate(self) -> float:
+        """Probability in [0, 1) that the next draft token is accepted if those before it were."""
+
+
+class Smoothed(AcceptanceModel):
+    """Exponential smoothing (GoodSpeed eq. 3): α̂ ← (1 − η) α̂ + η successes / decided.
+
+    Eq. 3 divides by S = 0 where nothing was drafted. `on_empty`: the acceptance that such a round
+    counts as; None leaves the estimate as it is. `step` is η, which its owner may change.
+    """
+
+    def __init__(self, rate: float, step: float, on_empty: float | None = None) -> None:
+        self.step = step
+        self._rate = rate
+        self._on_empty = on_empty
+
+    def observe(self, evidence: Evidence) -> None:
+        observed = self._on_empty
+        if evidence.num_decided:
+            observed = evidence.successes / evidence.num_decided
+        if observed is not None:
+            self._rate += self.step * (observed - self._rate)
+
+    def rate(self) -> float:
+        return min(self._rate, _MOST)
+
+
+class Population:
+    """Acceptance over all streams: what a new one is expected to be like. `prior_mean` counts as
+    one token."""
+
+    def __init__(self, prior_mean: float) -> None:
+        self._successes = prior_mean
+        self._decided = 1.0
+
+    def observe(self, evidence: Evidence) -> None:
+        self._successes = _POPULATION_KEEP * self._successes + evidence.successes
+        self._decided = _POPULATION_KEEP * self._decided + evidence.num_decided
+
+    def mean(self) -> float:
+        return self._successes / self._decided
+
+
+_POPULATION_KEEP = 0.999
+
+
+class DiscountedBeta(AcceptanceModel):
+    """Beta posterior that counts tokens, fades by `discount` a round, and so falls back on the
+    prior (the population's mean, worth `strength` tokens) where nothing is drafted any more.
+
+    optimism: posterior standard deviations added to the mean, so that what is little known is
+    tried.
+    """
+
+    def __init__(
+        self, prior: Population, discount: float, strength: float = 6.0, optimism: float = 0.0
+    ) -> None:
+        self._prior = prior
+        self._discount = discount
+        self._strength = strength
+        self._optimism = optimism
+        self._accepted = self._rejected = 0.0
+
+    def observe(self, evidence: Evidence) -> None:
+        self._accepted = self._discount * self._accepted + evidence.successes
+        rejected = evidence.num_decided - evidence.successes
+        self._rejected = self._discount * self._rejected + rejected
+
+    def mean(self) -> float:
+        """Of the posterior."""
+        accepted = self._accepted + self._strength * self._prior.mean()
+        return accepted / (self._accepted + self._rejected + self._strength)
+
+    def rate(self) -> float:
+        mean = self.mean()
+        count = self._accepted + self._rejected + self._strength
+        deviation = math.sqrt(mean * (1 - mean) / (count + 1))
+        return min(mean + self._optimism * deviation, _MOST)
+
+
+class Switching(AcceptanceModel):
+    """Acceptance that stays as it is and now and then jumps: the exact Bayesian filter for rates on
+    a grid and an unknown probability of a jump in a round (as Fearnhead and Liu's change points).
+
+    Where a jump leads is learned too: a stream often returns to levels that it had before, as its
+    user does to a task. At first every level is equally likely, which counts as `_UNKNOWN_ROUNDS`.
+    """
+
+    def __init__(self) -> None:
+        self._posterior = _JUMP_PRIOR[:, None] * np.full(len(_LEVELS), 1 / len(_LEVELS))
+        self._visited = np.full(len(_LEVELS), _UNKNOWN_ROUNDS / len(_LEVELS))
+
+    def observe(self, evidence: Evidence) -> None:
+        posterior = self._posterior
+        if evidence.num_decided:
+            rejected = evidence.num_decided - evidence.successes
+            posterior = posterior * np.exp(
+                evidence.successes * _LOG_LEVELS + rejected * _LOG_MISSES
+            )
+            posterior /= posterior.sum()
+        weights = posterior.sum(axis=1, keepdims=True)
+        goal = self._visited / self._visited.sum()
+        self._posterior = _STAY * posterior + _JUMPS * weights * goal
+        if evidence.num_decided:
+            self._visited *= _VISITED_KEEP
+            self._visited += posterior.sum(axis=0)
+
+    def rate(self) -> float:
+        return float(self._posterior.sum(axis=0) @ _LEVELS)
+
+
+_LEVELS = (np.arange(25) + 0.5) / 25
+_LOG_LEVELS = np.log(_LEVELS)
+_LOG_MISSES = np.log(1 - _LEVELS)
+_JUMPS = np.array([0.0, 0.003, 0.01, 0.03, 0.1])[:, None]
+_STAY = 1 - _JUMPS
+_JUMP_PRIOR = np.full(len(_JUMPS), 1 / len(_JUMPS))
+_UNKNOWN_ROUNDS = 20.0
+_VISITED_KEEP = 0.998
+
+
+class Bank(AcceptanceModel):
+    """Several estimators, weighted by how well each predicted the outcomes so far: no single
+    discount is right for both a steady stream and one that jumps.
+
+    share: of the weight that is spread evenly every round, so that another estimator can take
+    over (fixed share; Herbster and Warmuth, 1998). optimism: standard deviations, of the estimators
+    around their mean, added to it.
+    """
+
+    def __init__(
+        self, experts: Sequence[AcceptanceModel], share: float = 0.002, optimism: float = 0.5
+    ) -> None:
+        self._experts = tuple(experts)
+        self._weights = [1 / len(experts)] * len(experts)
+        self._share = share
+        self._optimism = optimism
+
+    def observe(self, evidence: Evidence) -> None:
+        if evidence.num_decided:
+            self._judge(evidence.successes, evidence.num_decided - evidence.successes)
+        for expert in self._experts:
+            expert.observe(evidence)
+
+    def _judge(self, accepted: float, rejected: float) -> None:
+        scores = [
+            accepted * math.log(max(r, 1e-9)) + rejected * math.log(1 - r)
+            for r in (e.rate() for e in self._experts)
+        ]
+        best = max(scores)
+        weights = [w * math.exp(s - best) for w, s in zip(self._weights, scores, strict=True)]
+        total = sum(weights)
+        even = self._share / len(weights)
+        self._weights = [(1 - self._share) * w / total + even for w in weights]
+
+    def rate(self) -> float:
+        rates = [e.rate() for e in self._experts]
+        mean = sum(w * r for w, r in zip(self._weights, rates, strict=True))
+        spread = sum(w * (r - mean) ** 2 for w, r in zip(self._weights, rates, strict=True))
+        return min(mean + self._optimism * math.sqrt(spread), _MOST)
+
+
+class Confident(AcceptanceModel):
+    """Logistic regression of acceptance on the drafter's own confidence in a token and on the last
+    round's share of accepted tokens, by recursive Newton steps that forget.
+
+    Where evidence brings no confidence it is taken to be what it was on average.
+    """
+
+    def __init__(self, prior_mean: float = 0.7, keep: float = 0.998) -> None:
+        self._keep = keep
+        # Without evidence a token is as likely accepted as its drafter believes.
+        self._weights = np.array([0.0, 1.0, 0.0])
+        self._information = np.diag([2.0, 2.0, 8.0])
+        self._prior_information = 0.02 * self._information
+        self._confidence = prior_mean
+        self._last = 0.0
+
+    def observe(self, evidence: Evidence) -> None:
+        if not evidence.num_decided:
+            self._last *= 0.5
+            return
+        given = evidence.confidence[: evidence.num_decided]
+        given = given or (self._confidence,) * evidence.num_decided
+        for index, confidence in enumerate(given):
+            self._learn(confidence, min(1.0, max(0.0, evidence.successes - index)))
+            self._confidence += 0.1 * (confidence - self._confidence)
+        self._last = 2 * evidence.successes / evidence.num_decided - 1
+
+    def _learn(self, confidence: float, accepted: float) -> None:
+        features = self._features(confidence)
+        expected = _logistic(float(features @ self._weights))
+        self._information = self._keep * self._information + self._prior_information * (
+            1 - self._keep
+        )
+        self._information += expected * (1 - expected) * np.outer(features, features)
+        self._weights += np.linalg.solve(self._information, (accepted - expected) * features)
+
+    def _features(self, confidence: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        bounded = min(_MOST, max(1 - _MOST, confidence))
+        return np.array([1.0, math.log(bounded / (1 - bounded)), self._last])
+
+    def probability(self, confidence: float) -> float:
+        """That a token is accepted of which the drafter is so confident, if those before it
+        were."""
+        return min(_MOST, _logistic(float(self._features(confidence) @ self._weights)))
+
+    def rate(self) -> float:
+        return self.probability(self._confidence)
+
+
+def _logistic(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
+
+
+_DISCOUNTS = (1.0, 0.99, 0.97, 0.9)
+
+ESTIMATORS: Mapping[str, Callable[[Population], AcceptanceModel]] = {
+    "beta": lambda prior: DiscountedBeta(prior, 0.98, optimism=1.0),
+    "discounts": lambda prior: Bank([DiscountedBeta(prior, d) for d in _DISCOUNTS]),
+    "switching": lambda prior: Bank([DiscountedBeta(prior, 1.0), Switching()]),
+    "confident": lambda prior: Confident(prior.mean()),
+}
+"""What a policy may choose from. beta: one discount, with optimism. discounts: a bank from no
+discount to a memory of ten rounds. switching: all rounds alike, or jumps between levels, whichever
+has predicted better. confident: from the drafter's confidence and the last round."""

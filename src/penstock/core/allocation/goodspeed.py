@@ -1,0 +1,165 @@
+"""GoodSpeed's gradient scheduling to the letter (eqs. 3 to 5, Algorithm 1); a client is a tenant.
+
+Kept for reproduction; `goodspeed_adaptive` is what serves. What the paper leaves open is defined
+here: a round in which a client drafts nothing leaves its α̂ (eq. 3 would divide by 0), and eq. 3's
+mean is over the positions that were decided.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from penstock.core.acceptance import Evidence, Smoothed
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation.gradient import (
+    check_caps,
+    check_fairness,
+    draft_budget,
+    tenant_weight,
+    tokens_by_tenant,
+)
+from penstock.core.state import RequestState
+from penstock.fluid.fair import geometric_lengths
+
+_VARIANCE_STEP = 0.05
+
+
+class GoodSpeed(AllocationPolicy):
+    """Maximise the gradient of the utility at smoothed goodput, for smoothed acceptance."""
+
+    name: ClassVar[str] = "goodspeed"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """beta, eta: smoothing of goodput (eq. 4) and of acceptance (eq. 3).
+        beta_decay, eta_decay: exponents by which they fall with a client's rounds, in (0.5, 1];
+        0: constant. Assumption 3 wants η/β → 0.
+        variance_limit: η is lowered in proportion while the variance of α̂ exceeds this; null: it
+        is not.
+        on_empty: what eq. 3 makes of a round without a draft: `hold` α̂, or count it as `zero`
+        acceptance.
+        initial_acceptance, initial_goodput: α̂(0) and X(0).
+        fairness: exponent a of the utility, U' = x^(−a): 0 total, 1 proportional.
+        total: draft tokens a round at most (C). None: what the step has room for.
+        k_max: most draft tokens for one request in a round."""
+
+        beta: float = 0.5
+        eta: float = 0.1
+        beta_decay: float = 0.0
+        eta_decay: float = 0.0
+        variance_limit: float | None = None
+        on_empty: Literal["hold", "zero"] = "hold"
+        initial_acceptance: float = 0.5
+        initial_goodput: float = 1.0
+        fairness: float = 1.0
+        total: int | None = None
+        k_max: int = 16
+
+        def __post_init__(self) -> None:
+            check_caps(self.total, self.k_max)
+            check_fairness(self.fairness)
+            for name, value in (("beta", self.beta), ("eta", self.eta)):
+                if not 0 < value <= 1:
+                    raise ValueError(f"{name} must be above 0 and at most 1, not {value:g}")
+            for name, value in (("beta_decay", self.beta_decay), ("eta_decay", self.eta_decay)):
+                if value and not 0.5 < value <= 1:
+                    raise ValueError(
+                        f"{name} must be 0 (constant) or above 0.5 and at most 1, not {value:g}"
+                    )
+            if self.beta_decay and self.eta_decay <= self.beta_decay:
+                raise ValueError(
+                    f"eta_decay must exceed beta_decay (Assumption 3: η/β → 0), not "
+                    f"{self.eta_decay:g} against {self.beta_decay:g}"
+                )
+            if not 0 < self.initial_acceptance < 1:
+                raise ValueError(
+                    f"initial_acceptance must be between 0 and 1, not {self.initial_acceptance:g}"
+                )
+            if self.initial_goodput <= 0:
+                raise ValueError(f"initial_goodput must be positive, not {self.initial_goodput:g}")
+            if self.variance_limit is not None and self.variance_limit <= 0:
+                raise ValueError(f"variance_limit must be positive, not {self.variance_limit:g}")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._clients: dict[str, _Client] = {}
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        options = self.options
+        clients = [self._client(c.state.request.tenant) for c in candidates]
+        weights = [
+            tenant_weight(work.tenants, c.state.request.tenant) / client.goodput**options.fairness
+            for c, client in zip(candidates, clients, strict=True)
+        ]
+        lengths, _ = geometric_lengths(
+            weights,
+            [client.acceptance.rate() for client in clients],
+            draft_budget(options.total, work),
+            [min(c.limit, options.k_max) for c in candidates],
+        )
+        return [Grant(n) for n in lengths.tolist()]
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k_max
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        tokens = tokens_by_tenant(outcomes)
+        proposed = dict.fromkeys(tokens, 0)
+        decided = dict.fromkeys(tokens, 0)
+        successes = dict.fromkeys(tokens, 0.0)
+        for state, verdict in outcomes:
+            proposed[state.request.tenant] += verdict.num_proposed
+            decided[state.request.tenant] += verdict.num_decided
+            successes[state.request.tenant] += verdict.evidence
+        for name, realised in tokens.items():
+            evidence = Evidence(proposed[name], decided[name], successes[name])
+            self._client(name).observe(evidence, realised)
+
+    def goodput(self, tenant: str) -> float:
+        """X of eq. 4: the estimate that figure 2 compares with what is realised."""
+        return self._client(tenant).goodput
+
+    def _client(self, tenant: str) -> _Client:
+        client = self._clients.get(tenant)
+        if client is None:
+            client = self._clients[tenant] = _Client(self.options)
+        return client
+
+
+class _Client:
+    """α̂ and X of a tenant, and how many rounds it has taken part in."""
+
+    def __init__(self, options: GoodSpeed.Options) -> None:
+        self._options = options
+        on_empty = 0.0 if options.on_empty == "zero" else None
+        self.acceptance = Smoothed(options.initial_acceptance, options.eta, on_empty)
+        self.goodput = options.initial_goodput
+        self._rounds = 0
+        self._mean = options.initial_acceptance
+        self._variance = 0.0
+
+    def observe(self, evidence: Evidence, realised: float) -> None:
+        options = self._options
+        self._rounds += 1
+        self.acceptance.step = options.eta * self._rounds**-options.eta_decay * self._calm()
+        self.acceptance.observe(evidence)
+        self._track(self.acceptance.rate())
+        beta = options.beta * self._rounds**-options.beta_decay
+        self.goodput += beta * (realised - self.goodput)
+
+    def _calm(self) -> float:
+        limit = self._options.variance_limit
+        if limit is None or self._variance <= limit:
+            return 1.0
+        return limit / self._variance
+
+    def _track(self, rate: float) -> None:
+        """Smoothed variance of α̂ around its smoothed mean."""
+        error = rate - self._mean
+        self._mean += _VARIANCE_STEP * error
+        self._variance += _VARIANCE_STEP * (error * error - self._variance)
+
+
+POLICY = GoodSpeed

@@ -1,0 +1,89 @@
+"""GoodSpeed's gradient scheduling with estimates that come to rest and still follow drift.
+
+Acceptance is learned for each tenant and drafter (`core/acceptance.py`), goodput is an average over
+all that is known (`GoodputAverages`), and the price of eq. 5 goes out with every grant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation.gradient import (
+    GoodputAverages,
+    Streams,
+    check_caps,
+    check_fairness,
+    check_learning,
+    draft_budget,
+    tenant_weight,
+    tokens_by_tenant,
+)
+from penstock.core.state import RequestState
+from penstock.fluid.fair import geometric_lengths
+
+
+class GoodSpeedAdaptive(AllocationPolicy):
+    """Fair shares of the verification budget, learned while serving."""
+
+    name: ClassVar[str] = "goodspeed_adaptive"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
+        total: draft tokens a round at most (C). None: what the step has room for.
+        k_max: most draft tokens for one request in a round.
+        horizon: steps over which goodput is averaged, once so many are known.
+        prior_mean: acceptance expected before anything is known, worth one token.
+        estimator: how acceptance is learned (`core/acceptance.py`)."""
+
+        fairness: float = 1.0
+        total: int | None = None
+        k_max: int = 16
+        horizon: int = 1000
+        prior_mean: float = 0.5
+        estimator: Literal["beta", "discounts", "switching", "confident"] = "switching"
+
+        def __post_init__(self) -> None:
+            check_caps(self.total, self.k_max)
+            check_fairness(self.fairness)
+            check_learning(self.horizon, self.prior_mean)
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._averages = GoodputAverages(options.horizon)
+        self._streams = Streams(options.prior_mean, options.estimator)
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        options = self.options
+        names = dict.fromkeys(c.state.request.tenant for c in candidates)
+        weights = {name: tenant_weight(work.tenants, name) for name in names}
+        self._averages.meet(weights)
+        slopes = {n: w / self._averages.of(n) ** options.fairness for n, w in weights.items()}
+        each = [slopes[c.state.request.tenant] for c in candidates]
+        lengths, price = geometric_lengths(
+            each,
+            self.rates(candidates),
+            draft_budget(options.total, work),
+            [min(c.limit, options.k_max) for c in candidates],
+        )
+        return [
+            Grant(n, min(1.0, price / slope))
+            for n, slope in zip(lengths.tolist(), each, strict=True)
+        ]
+
+    def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
+        """Probability for each candidate that its next draft token is accepted."""
+        return self._streams.rates(candidates)
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k_max
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._streams.observe(outcomes)
+        self._averages.observe(tokens_by_tenant(outcomes))
+
+
+POLICY = GoodSpeedAdaptive

@@ -1,0 +1,155 @@
+"""Draft servers on the virtual clock: how fast they draft, and how far away they are."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from penstock.core.types import DrafterUp, DraftOrder, DraftReady, VerifyItem
+
+_BYTES_AHEAD = 60
+"""Of a message beside its tokens: framing, ids, the prefix's digest."""
+_BYTES_PER_TOKEN = 4
+_RETRANSMISSION_S = 0.2
+"""Least time after which TCP sends a lost segment again (RFC 6298 allows a second; systems use
+this)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """One way between a draft server and the verification server; both ways are alike.
+
+    latency: seconds. jitter: mean of an exponential delay beside it, in seconds. loss: probability
+    that a message has to be sent again. bandwidth: bytes a second.
+
+    Raises: ValueError for what no link can be.
+    """
+
+    latency: float = 0.0
+    jitter: float = 0.0
+    loss: float = 0.0
+    bandwidth: float = math.inf
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.latency < math.inf and 0 <= self.jitter < math.inf):
+            raise ValueError("latency and jitter are seconds, not negative")
+        if not 0 <= self.loss < 1:
+            raise ValueError(f"loss is a probability under 1, not {self.loss}")
+        if not self.bandwidth > 0:
+            raise ValueError(f"bandwidth is bytes a second, not {self.bandwidth}")
+
+    def seconds(self, num_tokens: int, rng: np.random.Generator) -> float:
+        """Time that one message takes."""
+        seconds = self.latency + (_BYTES_AHEAD + _BYTES_PER_TOKEN * num_tokens) / self.bandwidth
+        if self.jitter:
+            seconds += float(rng.exponential(self.jitter))
+        if self.loss:
+            resent = int(rng.geometric(1 - self.loss)) - 1
+            seconds += sum(max(_RETRANSMISSION_S, 2 * self.latency) * 2**i for i in range(resent))
+        return seconds
+
+
+@dataclass(frozen=True, slots=True)
+class DraftServer:
+    """A machine with a small model. It drafts for one request at a time, in the order in which it
+    hears of them.
+
+    draft_ahead: tokens that it drafts on, as if all were accepted, while its draft is under way
+    and verified. tenant: whose requests it may see (None: everybody's).
+    """
+
+    name: str
+    seconds_per_token: float
+    link: Link = Link()
+    max_draft_tokens: int = 16
+    draft_ahead: int = 0
+    tenant: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.seconds_per_token < math.inf:
+            raise ValueError(
+                f"draft server {self.name!r}: seconds_per_token is a time over 0, "
+                f"not {self.seconds_per_token}"
+            )
+        if self.max_draft_tokens < 1 or self.draft_ahead < 0:
+            raise ValueError(
+                f"draft server {self.name!r}: max_draft_tokens is at least 1, "
+                "draft_ahead at least 0"
+            )
+
+    def up(self) -> DrafterUp:
+        """Its registration."""
+        return DrafterUp(self.name, self.max_draft_tokens, self.tenant)
+
+
+@dataclass(slots=True)
+class _Server:
+    spec: DraftServer
+    rng: np.random.Generator
+    free_at: float = 0.0
+    sent: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """By request: the length of its last draft, and when it was sent."""
+    confirmed: dict[str, int] = field(default_factory=dict)
+    """By request: a round whose draft was wholly right, the next token's guess included."""
+
+
+class RemoteDrafting:
+    """Answers the orders of draft servers, each after its time."""
+
+    def __init__(self, servers: Iterable[DraftServer], seed: int = 0) -> None:
+        self._servers = {
+            s.name: _Server(s, np.random.default_rng((seed, i))) for i, s in enumerate(servers)
+        }
+        self._coming: list[tuple[float, int, DraftReady]] = []
+        self._count = itertools.count()
+
+    @property
+    def next_time(self) -> float:
+        """When the next draft arrives; infinity if none is on its way."""
+        return self._coming[0][0] if self._coming else math.inf
+
+    def serves(self, lane: str) -> bool:
+        """Whether a lane is a draft server's."""
+        return lane in self._servers
+
+    def order(self, orders: Sequence[DraftOrder], now: float) -> None:
+        """Send orders to their servers."""
+        for order in orders:
+            server = self._servers[order.drafter]
+            spec = server.spec
+            heard_at = now + spec.link.seconds(0, server.rng)
+            num = order.max_draft_tokens
+            missing = num - min(num, self._kept(server, order, heard_at))
+            made_at = max(heard_at, server.free_at) + missing * spec.seconds_per_token
+            server.free_at = made_at
+            server.sent[order.request_id] = (num, made_at)
+            ready = DraftReady(order.request_id, order.epoch, order.round, order.drafter, num)
+            arrives_at = made_at + spec.link.seconds(num, server.rng)
+            heapq.heappush(self._coming, (arrives_at, next(self._count), ready))
+
+    def _kept(self, server: _Server, order: DraftOrder, heard_at: float) -> int:
+        """Tokens of the new draft that were drafted ahead. The first token ahead was a guess at
+        what the target adds itself."""
+        _, sent_at = server.sent.get(order.request_id, (0, math.inf))
+        if server.confirmed.pop(order.request_id, -1) != order.round - 1:
+            return 0
+        ahead = int(max(0.0, heard_at - sent_at) / server.spec.seconds_per_token)
+        return max(0, min(ahead, server.spec.draft_ahead) - 1)
+
+    def verified(self, item: VerifyItem, num_right: int) -> None:
+        """`num_right`: how many tokens of a draft one longer than the item's would be right."""
+        server = self._servers.get(item.drafter or "")
+        if server is not None and num_right == item.num_draft_tokens + 1:
+            server.confirmed[item.request_id] = item.round
+
+    def take(self, now: float) -> list[DraftReady]:
+        """Drafts that have arrived."""
+        arrived = []
+        while self._coming and self._coming[0][0] <= now:
+            arrived.append(heapq.heappop(self._coming)[2])
+        return arrived

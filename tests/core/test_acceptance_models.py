@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+
+from penstock.core.acceptance import (
+    ESTIMATORS,
+    AcceptanceModel,
+    Bank,
+    Confident,
+    DiscountedBeta,
+    Evidence,
+    Population,
+    Smoothed,
+    Switching,
+)
+from penstock.core.types import Verdict
+
+
+def drafted(num_proposed: int, num_accepted: int) -> Evidence:
+    return Evidence(num_proposed, min(num_proposed, num_accepted + 1), float(num_accepted))
+
+
+NOTHING = Evidence(0, 0, 0.0)
+
+
+def feed(model: AcceptanceModel, rate: float, rounds: int, length: int, rng: random.Random) -> None:
+    for _ in range(rounds):
+        accepted = 0
+        while accepted < length and rng.random() < rate:
+            accepted += 1
+        model.observe(drafted(length, accepted))
+
+
+def models() -> dict[str, AcceptanceModel]:
+    return {name: make(Population(0.5)) for name, make in ESTIMATORS.items()}
+
+
+def test_evidence_is_what_the_verdict_decided() -> None:
+    verdict = Verdict("r", 0, 0, (1, 2, 3), "d", 5, 2, 3, 2.4)
+    assert Evidence.of(verdict) == Evidence(5, 3, 2.4)
+
+
+def test_smoothing_is_equation_3() -> None:
+    model = Smoothed(0.5, 0.1)
+    model.observe(drafted(4, 2))
+    assert model.rate() == pytest.approx(0.9 * 0.5 + 0.1 * 2 / 3)
+    held = model.rate()
+    model.observe(NOTHING)
+    assert model.rate() == held
+    counted = Smoothed(0.5, 0.1, on_empty=0.0)
+    counted.observe(NOTHING)
+    assert counted.rate() == pytest.approx(0.45)
+
+
+def test_beta_counts_tokens_and_falls_back_on_the_population() -> None:
+    prior = Population(0.3)
+    model = DiscountedBeta(prior, 0.9, strength=2.0)
+    assert model.rate() == pytest.approx(0.3)
+    model.observe(drafted(10, 10))
+    model.observe(drafted(1, 0))
+    assert model.rate() == pytest.approx((9.0 + 0.6) / (9.0 + 1.0 + 2.0))
+    for _ in range(200):
+        model.observe(NOTHING)
+    assert model.rate() == pytest.approx(0.3, abs=1e-6)
+
+
+def test_optimism_is_a_posterior_standard_deviation() -> None:
+    prior = Population(0.5)
+    plain = DiscountedBeta(prior, 1.0, strength=3.0)
+    bold = DiscountedBeta(prior, 1.0, strength=3.0, optimism=1.0)
+    assert bold.rate() - plain.rate() == pytest.approx(math.sqrt(0.25 / 4))
+    for model in (plain, bold):
+        feed(model, 0.5, 2000, 4, random.Random(1))
+    assert bold.rate() - plain.rate() < 0.01
+
+
+def test_population_forgets_its_prior_quickly() -> None:
+    pools = [Population(0.1), Population(0.9)]
+    for pool in pools:
+        for _ in range(20):
+            pool.observe(drafted(4, 3))
+    assert abs(pools[0].mean() - pools[1].mean()) < 0.01
+
+
+@pytest.mark.parametrize("name", sorted(models()))
+@pytest.mark.parametrize("rate", [0.15, 0.5, 0.85])
+def test_estimates_are_right_although_drafts_are_cut_at_rejections(name: str, rate: float) -> None:
+    model = models()[name]
+    feed(model, rate, 1500, 3, random.Random(2))
+    assert model.rate() == pytest.approx(rate, abs=0.1)
+
+
+def test_a_bank_is_calm_when_steady_and_quick_after_a_jump() -> None:
+    errors = {}
+    late = {}
+    for name, discounts in (("slow", (1.0,)), ("quick", (0.9,)), ("bank", (1.0, 0.99, 0.97, 0.9))):
+        rng = random.Random(3)
+        prior = Population(0.5)
+        model = Bank([DiscountedBeta(prior, d) for d in discounts], optimism=0.0)
+        wrong = []
+        for _ in range(600):
+            feed(model, 0.8, 1, 4, rng)
+            wrong.append(abs(model.rate() - 0.8))
+        errors[name] = sum(wrong[100:]) / 500
+        feed(model, 0.3, 25, 4, rng)
+        late[name] = abs(model.rate() - 0.3)
+    assert errors["bank"] < 0.6 * errors["quick"]
+    assert late["bank"] < 0.5 * late["slow"]
+
+
+def test_switching_finds_the_way_back_to_a_level_it_had() -> None:
+    rng = random.Random(5)
+    back, fresh = Switching(), Switching()
+    for _ in range(6):
+        feed(back, 0.3, 60, 3, rng)
+        feed(back, 0.9, 60, 3, rng)
+    feed(fresh, 0.9, 720, 3, rng)
+    for model in (back, fresh):
+        for accepted in (0, 1, 0, 0, 1):
+            model.observe(drafted(3, accepted))
+    assert back.rate() == pytest.approx(0.3, abs=0.06)
+    assert abs(fresh.rate() - 0.3) > abs(back.rate() - 0.3)
+
+
+def test_switching_trusts_a_steady_stream() -> None:
+    model = Switching()
+    feed(model, 0.7, 1000, 3, random.Random(6))
+    steady = model.rate()
+    model.observe(drafted(3, 0))
+    model.observe(drafted(3, 0))
+    assert abs(model.rate() - steady) < 0.05
+
+
+def test_confidence_and_the_last_round_both_count() -> None:
+    model = Confident()
+    for _ in range(200):
+        for accepted in (1, 1, 1, 1, 0, 0, 0, 0):
+            model.observe(Evidence(1, 1, float(accepted), (0.5,)))
+    after_bad = model.rate()
+    model.observe(Evidence(1, 1, 1.0, (0.5,)))
+    assert model.rate() > 0.6 > 0.4 > after_bad
+
+
+def test_confidence_is_recalibrated() -> None:
+    rng = random.Random(4)
+    model = Confident()
+    for _ in range(1500):
+        confidence = rng.choice([0.3, 0.6, 0.9])
+        # The drafter is too sure of itself.
+        accepted = int(rng.random() < confidence - 0.2)
+        model.observe(Evidence(1, 1, float(accepted), (confidence,)))
+    assert model.probability(0.9) == pytest.approx(0.7, abs=0.1)
+    assert model.probability(0.6) == pytest.approx(0.4, abs=0.1)
+    assert model.probability(0.3) < 0.25
+
+
+@pytest.mark.parametrize("name", sorted(models()))
+def test_estimates_stay_within_bounds_in_both_extremes(name: str) -> None:
+    for accepted in (0, 4):
+        model = models()[name]
+        for _ in range(2000):
+            model.observe(drafted(4, accepted))
+            assert 0 <= model.rate() < 1
+        assert model.rate() > 0.9 if accepted else model.rate() < 0.1

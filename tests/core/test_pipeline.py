@@ -1,0 +1,83 @@
+"""When the target waits for drafts."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from penstock.core.estimators import Estimators
+from penstock.core.pipeline import Asynchronous, Barrier, Drafts, make_pipeline
+from penstock.core.state import HeldDraft, RequestState
+from penstock.core.types import DraftOrder, Request
+from penstock.fluid.step_profile import StepProfile
+
+
+def estimators(step_s: float, draft_s: float) -> Estimators:
+    """Steps take `step_s` whatever is in them; drafts of every server come after `draft_s`."""
+    found = Estimators(StepProfile("p", 1000, (0,), (step_s,)))
+    for name in "abcdefgh":
+        for _ in range(50):
+            found.links.observe(name, 4, draft_s)
+    return found
+
+
+def held(name: str) -> RequestState:
+    state = RequestState(Request(name, 4, 100), 0)
+    state.held = HeldDraft(name, 4)
+    return state
+
+
+def coming(name: str, ordered_at: float) -> RequestState:
+    state = RequestState(Request(name, 4, 100), 0)
+    state.draft_order, state.ordered_at = DraftOrder(name, 0, 0, name, 5, 0, 4), ordered_at
+    return state
+
+
+def hold(step_s: float, draft_s: float, ready: str, pending: dict[str, float]) -> float | None:
+    """At time 0; `pending`: when each order was sent."""
+    drafts = Drafts(
+        0.0,
+        [held(n) for n in ready],
+        [coming(n, at) for n, at in pending.items()],
+        estimators(step_s, draft_s),
+    )
+    return Asynchronous().hold_until(drafts)
+
+
+def test_a_barrier_waits_for_everything() -> None:
+    known = estimators(0.03, 0.1)
+    assert Barrier().hold_until(Drafts(0.0, [held("a")], [coming("b", 0.0)], known)) == math.inf
+    assert Barrier().hold_until(Drafts(0.0, [held("a")], [], known)) is None
+
+
+def test_a_cheap_step_goes_at_once_and_a_dear_one_waits() -> None:
+    pending = {"b": -0.06, "c": -0.06, "d": -0.06}
+    assert hold(0.02, 0.1, "a", pending) is None
+    until = hold(1.0, 0.1, "a", pending)
+    assert until == pytest.approx(0.04, abs=0.01), "until the last of them is expected"
+
+
+def test_only_those_are_waited_for_that_are_worth_it() -> None:
+    pending = {"b": -0.095, "c": -0.095, "d": 0.0}
+    until = hold(0.06, 0.1, "a", pending)
+    assert until == pytest.approx(0.005, abs=0.005), "two are nearly here, the third is not"
+    early = {"b": -0.08, "c": -0.08}
+    assert hold(0.06, 0.1, "a", early) is not None
+    assert hold(0.06, 0.1, "aefgh", early) is None, "too many would wait for two"
+
+
+def test_an_overdue_draft_is_not_waited_for_for_ever() -> None:
+    first = hold(0.5, 0.1, "a", {"b": -0.11})
+    assert first is not None
+    later = hold(0.5, 0.1, "a", {"b": -4.0})
+    assert later is None
+
+
+def test_nothing_ready_is_nothing_to_start() -> None:
+    assert hold(0.03, 0.1, "", {"b": 0.0}) is None
+
+
+def test_unknown_pipelines_are_named() -> None:
+    with pytest.raises(ValueError, match="choose from off, async"):
+        make_pipeline("sometimes")
