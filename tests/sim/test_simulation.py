@@ -32,6 +32,7 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.core.work import step_work
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.clock import VirtualClock
 from penstock.sim.driver import SimulationResult, simulate
@@ -284,6 +285,8 @@ class HandExecutor:
             phases=PhaseTimes(draft=drafting, verify=verifying),
             draft_times=times,
             num_rows=plan.num_rows,
+            work=step_work(plan) if plan.items else None,
+            work_seconds=verifying,
         )
         self.running[plan.lane] = (end, result)
 
