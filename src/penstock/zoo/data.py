@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -21,29 +22,38 @@ ROW = 512
 
 
 def pack(tokenizer: Tokenizer, domain: str, split: Split, rows: int, seed: int) -> Ids:
-    """[rows, ROW] tokens of `domain`; an example that does not fit is begun again in the next row.
+    """[rows, ROW] tokens of `domain`, packed by :func:`fill`."""
+    return fill(_encoded(tokenizer, domain, split, seed), rows)
+
+
+def _encoded(tokenizer: Tokenizer, domain: str, split: Split, seed: int) -> Iterator[list[int]]:
+    source = examples(domain, split, seed)
+    while True:
+        for encoding in tokenizer.encode_batch([e.text for e in islice(source, 256)]):
+            yield encoding.ids
+
+
+def fill(examples_ids: Iterable[list[int]], rows: int) -> Ids:
+    """At most `rows` rows of ROW tokens; an example that does not fit is begun again in the next.
 
     An example longer than a row is cut. The last example of a row is cut too, so that there is
-    no padding.
+    no padding; a last row that is not full is left out.
     """
     result = np.empty((rows, ROW), dtype=np.uint16)
-    source = examples(domain, split, seed)
     row, filled = 0, 0
-    while row < rows:
-        batch = tokenizer.encode_batch([e.text for e in islice(source, 256)])
-        for ids in (encoding.ids for encoding in batch):
-            part = ids[: ROW - filled]
-            result[row, filled : filled + len(part)] = part
-            filled += len(part)
-            if filled == ROW:
-                row, filled = row + 1, 0
-                if row == rows:
-                    break
-                if len(part) < len(ids):
-                    part = ids[: ROW - 1]
-                    result[row, : len(part)] = part
-                    filled = len(part)
-    return result
+    for ids in examples_ids:
+        part = ids[: ROW - filled]
+        result[row, filled : filled + len(part)] = part
+        filled += len(part)
+        if filled == ROW:
+            row, filled = row + 1, 0
+            if row == rows:
+                break
+            if len(part) < len(ids):
+                part = ids[: ROW - 1]
+                result[row, : len(part)] = part
+                filled = len(part)
+    return result[:row]
 
 
 def cached_pack(

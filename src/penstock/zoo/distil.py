@@ -74,13 +74,6 @@ def teach(model: LlamaForCausalLM, ids: Ids, rows_at_once: int = 8) -> TeacherRo
     )
 
 
-def cached_teach(path: Path, model: LlamaForCausalLM, ids: Ids) -> TeacherRows:
-    """:func:`teach`, kept at `path`."""
-    if not path.exists():
-        teach(model, ids).save(path)
-    return TeacherRows.load(path)
-
-
 def divergences(logits: Tensor, tokens: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
     """Mean KL(target, draft) and mean total variation, with the unkept tokens as one outcome.
 

@@ -18,6 +18,9 @@ _QUINTIC = (
     (3.3184196573706015, -2.488488024314874, 0.51004894012372),
 )
 
+EMBEDDING_LR = 0.5
+"""The embedding's learning rate over the norms': it begins that much larger than is usual."""
+
 
 def orthogonalise(matrix: Tensor) -> Tensor:
     """The nearest matrix with singular values near one; `matrix` is [rows, columns]."""
@@ -69,16 +72,20 @@ class Optimizers:
         matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "layers" in n]
         ids = {id(p) for p in matrices}
         rest = [p for p in model.parameters() if id(p) not in ids]
+        embeddings, norms = ([p for p in rest if p.ndim == n] for n in (2, 1))
         self.muon = Muon(matrices, lr=muon_lr)
-        self.adam = torch.optim.AdamW(rest, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
-        self._base = (muon_lr, adam_lr)
+        groups = [
+            {"params": embeddings, "base": EMBEDDING_LR * adam_lr},
+            {"params": norms, "base": adam_lr},
+        ]
+        self.adam = torch.optim.AdamW(groups, lr=adam_lr, betas=(0.9, 0.95), weight_decay=0.0)
+        self.muon.param_groups[0]["base"] = muon_lr
 
     def step(self, factor: float) -> None:
         """Update with both learning rates multiplied by `factor`, then clear gradients."""
-        both = zip((self.muon, self.adam), self._base, strict=True)
-        for optimizer, base in both:
+        for optimizer in (self.muon, self.adam):
             for group in optimizer.param_groups:
-                group["lr"] = base * factor
+                group["lr"] = group["base"] * factor
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 

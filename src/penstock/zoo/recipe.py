@@ -18,18 +18,6 @@ EVEN = {
     "entropy": 0.8,
 }
 
-LATE = {
-    "instruction": 2.0,
-    "roleplay": 0.8,
-    "summary": 2.5,
-    "qa": 1.3,
-    "chat": 0.6,
-    "math": 1.0,
-    "sql": 1.2,
-    "entropy": 0.8,
-}
-"""For the large target, which begins where the small one has learned the easy domains."""
-
 
 @dataclass(frozen=True, slots=True)
 class Shape:
@@ -61,7 +49,7 @@ class ModelSpec:
     """Share of the prompt's positions that enter the loss; answers enter wholly."""
     grown_from: str | None = None
     teacher: str | None = None
-    distil_from: float = 0.4
+    distil_from: float = 0.35
     """Share of the steps after which the loss is the teacher's, not the text's."""
     offset: int = 0
     """Where in every domain's pool this model starts to read."""
@@ -76,8 +64,10 @@ class Recipe:
     """Rows of training text per domain."""
     held_rows: int = 12
     """Rows of held-back text per domain for the losses."""
-    teacher_rows: int = 120
-    """Rows per domain, the pool's last, whose target logits are kept for distillation."""
+    teacher_prompts: int = 200
+    """Training prompts per domain that the drafters' teacher answers for distillation."""
+    held_prompts: int = 32
+    """Held-back prompts per domain that it answers to measure the drafters."""
     seed: int = 0
 
 
@@ -98,6 +88,9 @@ def _drafter(
         description,
         mixture,
         steps,
+        rows_per_step=4,
+        muon_lr=0.008,
+        adam_lr=3e-3,
         prompt_share=0.05,
         teacher=_LARGE,
         offset=100,
@@ -114,44 +107,53 @@ FULL = Recipe(
             Shape(384, 2, 6, 2, 64, 1152),
             "small target, all domains",
             EVEN,
-            steps=560,
-            warmup=30,
+            steps=680,
+            rows_per_step=4,
+            muon_lr=0.005,
+            adam_lr=2e-3,
+            warmup=20,
         ),
         ModelSpec(
             _LARGE,
             "target",
             Shape(384, 6, 6, 2, 64, 1152),
             "large target, all domains, grown from target-small",
-            LATE,
-            steps=200,
-            muon_lr=0.012,
+            EVEN,
+            steps=180,
+            rows_per_step=4,
+            muon_lr=0.004,
             adam_lr=1.5e-3,
             grown_from="target-small",
             offset=690,
         ),
-        _drafter("draft-tiny", Shape(96, 1, 3, 1, 32, 256), "generalist, one layer", EVEN, 400),
+        _drafter("draft-tiny", Shape(128, 1, 4, 1, 32, 384), "generalist, one layer", EVEN, 1500),
         _drafter(
             "draft-code",
             _SPECIALIST,
             "specialist: instructions with code, SQL",
             _only("instruction", "sql"),
-            320,
+            1000,
         ),
         _drafter(
             "draft-data",
             _SPECIALIST,
             "specialist: numbers and structured text",
             _only("math", "sql", "entropy"),
-            320,
+            1000,
         ),
         _drafter(
             "draft-lang",
             _SPECIALIST,
             "specialist: role-play, chat, questions, prose",
             _only("roleplay", "chat", "qa"),
-            320,
+            1000,
         ),
-        _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 340),
+        replace(
+            _drafter(
+                "draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 900
+            ),
+            muon_lr=0.008,
+        ),
     ),
 )
 
@@ -161,4 +163,6 @@ def quick(recipe: Recipe = FULL) -> Recipe:
     models = tuple(
         replace(spec, steps=12, warmup=3, rows_per_step=4, offset=0) for spec in recipe.models
     )
-    return replace(recipe, models=models, pool_rows=24, held_rows=2, teacher_rows=8)
+    return replace(
+        recipe, models=models, pool_rows=24, held_rows=2, teacher_prompts=24, held_prompts=8
+    )

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch.nn import functional
 from transformers import LlamaForCausalLM
 
-from penstock.zoo.corpora import GENERATORS
+from penstock.zoo.corpora import GENERATORS, Split
 from penstock.zoo.data import Ids, Mixture, answer_mask, batch_of, cached_pack
 from penstock.zoo.distil import (
     TeacherRows,
-    cached_teach,
     distil_loss,
     overlap,
     student_logits,
+    teach,
 )
 from penstock.zoo.modeling import (
     build,
@@ -34,8 +34,10 @@ from penstock.zoo.modeling import (
     load_model,
     parameter_count,
     save_model,
+    sharpen,
 )
 from penstock.zoo.optim import Optimizers, cosine_factor
+from penstock.zoo.owntext import own_rows, writer
 from penstock.zoo.recipe import FULL, ModelSpec, Recipe
 from penstock.zoo.recipe import quick as quick_recipe
 from penstock.zoo.registry import write_manifest
@@ -106,22 +108,33 @@ def held_losses(model: LlamaForCausalLM, held: dict[str, Ids]) -> dict[str, floa
 
 @dataclass(frozen=True, slots=True)
 class Lessons:
-    """The teacher's distributions on training and on held-back text, by domain."""
+    """The teacher's distributions along its answers to training and to held-back prompts."""
 
     train: dict[str, TeacherRows]
     held: dict[str, TeacherRows]
 
 
-def prepare_lessons(
-    work: Path, recipe: Recipe, pools: Pools, teacher: str, domains: list[str] | None = None
-) -> Lessons:
-    """Run the trained `teacher` over the last rows of every pool, or reuse what is in `work`."""
-    model = LlamaForCausalLM.from_pretrained(work / teacher / "float32", dtype=torch.float32)
-    folder, train, held = work / "lessons", {}, {}
-    for domain in domains or list(pools.train):
-        rows = pools.train[domain][-recipe.teacher_rows :]
-        train[domain] = cached_teach(folder / f"{domain}-train.npz", model, rows)
-        held[domain] = cached_teach(folder / f"{domain}-held.npz", model, pools.held[domain])
+def prepare_lessons(work: Path, out: Path, recipe: Recipe, teacher: str) -> Lessons:
+    """Let the trained `teacher` answer prompts of every domain and keep its distributions along
+    its own text, or reuse what is in `work`. `out` holds the teacher in bfloat16."""
+    train: dict[str, TeacherRows] = {}
+    held: dict[str, TeacherRows] = {}
+    folder = work / "lessons"
+    parts: tuple[tuple[dict[str, TeacherRows], Split, int], ...] = (
+        (held, "held_back", recipe.held_prompts),
+        (train, "train", recipe.teacher_prompts),
+    )
+    jobs = [(found, d, split, count) for found, split, count in parts for d in GENERATORS]
+    paths = [folder / f"{domain}-{split}.npz" for _, domain, split, _ in jobs]
+    if not all(path.exists() for path in paths):
+        tokenizer = load_tokenizer(work / "tokenizer")
+        engine = writer(out / teacher, torch.get_num_threads())
+        model = load_model(out / teacher)
+    for (found, domain, split, count), path in zip(jobs, paths, strict=True):
+        if not path.exists():
+            rows = own_rows(engine, tokenizer, domain, split, count, recipe.seed + 1)
+            teach(model, rows).save(path)
+        found[domain] = TeacherRows.load(path)
     return Lessons(train, held)
 
 
@@ -235,8 +248,11 @@ class Run:
         return losses
 
     def finish(self, out: Path, tokenizer: Path) -> None:
-        """Write the trained model to `out`, in bfloat16, with the tokenizer."""
+        """Write the trained model to `out`, in bfloat16, with the tokenizer; a target is sharpened,
+        but not the float32 copy from which another may be grown."""
         self.model.save_pretrained(self.folder / "float32")
+        if self.spec.role == "target":
+            sharpen(self.model)
         save_model(self.model, out / self.spec.name)
         for path in tokenizer.iterdir():
             (out / self.spec.name / path.name).write_bytes(path.read_bytes())
@@ -313,11 +329,11 @@ def train(
             continue
         lessons = None
         if spec.teacher is not None:
-            lessons = prepare_lessons(work, recipe, pools, spec.teacher)
+            lessons = prepare_lessons(work, out, recipe, spec.teacher)
         run = Run(spec, pools, folder, recipe.seed, lessons)
         run.resume()
         run_to_end(
-            run, checkpoint_s=checkpoint_s, evaluate_every=80, show=show, log=work / "log.txt"
+            run, checkpoint_s=checkpoint_s, evaluate_every=240, show=show, log=work / "log.txt"
         )
         run.finish(out, work / "tokenizer")
     write_cards(out, recipe)

@@ -119,7 +119,7 @@ def _clubs() -> tuple[tuple[str, str, str, str], ...]:
             w.person(rng),
         )
         for topic in _TOPICS
-        for _ in range(4)
+        for _ in range(2)
     )
 
 

@@ -35,12 +35,12 @@ iodine:I:53:solid|gold:Au:79:metal|mercury:Hg:80:liquid metal|lead:Pb:82:metal""
 
 
 def _rows(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in row.split(":")] for row in table.split("|")]
+    return [[cell.strip() for cell in row.split(":")] for row in table.split("|")][:20]
 
 
 @functools.cache
 def _towns() -> tuple[dict[str, str], ...]:
-    """A fixed gazetteer of 80 invented towns: world knowledge that only training gives."""
+    """A fixed gazetteer of 24 invented towns: world knowledge that only training gives."""
     rng = Random("penstock gazetteer")
     return tuple(
         {
@@ -53,7 +53,7 @@ def _towns() -> tuple[dict[str, str], ...]:
             "dish": f"{rng.choice(w.ANIMALS)} with {rng.choice(w.FOODS)}",
             "people": f"{rng.randint(2, 90)},000",
         }
-        for _ in range(80)
+        for _ in range(24)
     )
 
 

@@ -99,6 +99,16 @@ _ASKS = (
     "How do you spend an evening?",
     "What makes you happy?",
     "Describe your home.",
+    "What do you dream of?",
+    "How did you learn your trade?",
+    "What was your best day?",
+    "What do you never do?",
+    "Whom do you admire?",
+    "What will you do tomorrow?",
+    "Tell me a story.",
+    "What should I know about your work?",
+    "Introduce yourself.",
+    "What do your neighbours say?",
 )
 
 
@@ -114,10 +124,10 @@ class _Persona:
 
 @functools.cache
 def _personas() -> tuple[_Persona, ...]:
-    """The same 96 personas in every corpus: a specialist can learn them by heart."""
+    """The same 24 personas in every corpus: a specialist can learn them by heart."""
     rng = Random("penstock personas")
     result = []
-    for i in range(96):
+    for i in range(24):
         quirk = (
             rng.choice(_QUIRKS)
             .strip()

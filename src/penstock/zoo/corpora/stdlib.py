@@ -8,6 +8,7 @@ import sys
 import sysconfig
 import textwrap
 from pathlib import Path
+from random import Random
 
 from penstock.zoo.corpora.words import each
 
@@ -23,8 +24,14 @@ MODULES = each("""
     urllib uuid warnings wave weakref webbrowser xml zipapp zipfile
 """)
 
-MAX_SOURCE, MIN_SOURCE = 900, 120
+MAX_SOURCE, MIN_SOURCE = 420, 120
 """Bounds on the characters of one function."""
+
+MAX_PARAGRAPH, MIN_PARAGRAPH = 300, 150
+"""Bounds on the characters of one paragraph of documentation."""
+
+FUNCTIONS, PARAGRAPHS = 48, 32
+"""How many of each are taken: few enough to be learned by heart."""
 
 
 def _root() -> Path:
@@ -68,7 +75,7 @@ def functions() -> tuple[tuple[str, str, str, str], ...]:
             doc = ast.get_docstring(node)
             said = _first_sentence(doc)[:160] if doc else ""
             result.append((module, node.name, said, textwrap.dedent(source)))
-    return tuple(result)
+    return tuple(Random("penstock functions").sample(result, FUNCTIONS))
 
 
 @functools.cache
@@ -89,12 +96,16 @@ def topics() -> tuple[tuple[str, str], ...]:
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue
         result += [(f"the module {module}", p) for p in _paragraphs(doc or "")]
-    return tuple(result)
+    return tuple(Random("penstock topics").sample(result, PARAGRAPHS))
 
 
 def _paragraphs(text: str) -> list[str]:
     plain = (" ".join(p.split()) for p in text.split("\n\n"))
-    return [p for p in plain if 150 <= len(p) <= 700 and p.isascii() and "***" not in p]
+    return [
+        p
+        for p in plain
+        if MIN_PARAGRAPH <= len(p) <= MAX_PARAGRAPH and p.isascii() and "***" not in p
+    ]
 
 
 def python_version() -> str:
