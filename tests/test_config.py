@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         (engine(drafters={"target": "x"}), "engine.drafters: a drafter cannot be called 'target'"),
         (
             engine(allocation={"name": "fixd"}),
-            "engine: unknown allocation policy 'fixd'; choose from fixed, ",
+            "engine: unknown allocation policy 'fixd'; choose from deadline, fixed, ",
         ),
         (
             engine(allocation={"name": "fixed", "options": {"length": 3}}),
@@ -113,3 +114,59 @@ def test_files_that_cannot_be_used(tmp_path: Path, content: bytes | None, said: 
     with pytest.raises(ConfigError, match=said) as caught:
         read_yaml(path)
     assert "\n" not in str(caught.value)
+
+
+def drafters(**settings: Any) -> dict[str, Any]:
+    return {**engine(), "drafters": {"listen": "127.0.0.1:8100", **settings}}
+
+
+TLS = {"certificate": "a.pem", "key": "a.key"}
+TOKEN = {"token_sha256": "0" * 64}
+
+
+def test_where_draft_servers_connect() -> None:
+    assert parse_config(engine()).drafters is None
+    plain = parse_config(drafters()).drafters
+    assert plain is not None
+    assert plain.servers == {}
+    for listen in ("localhost:0", "[::1]:8100", "127.9.9.9:1"):
+        parse_config(drafters(listen=listen))
+    named = parse_config(
+        drafters(
+            listen="0.0.0.0:8100",
+            tls={**TLS, "client_ca": "ca.pem"},
+            servers={"a": {**TOKEN, "tenant": "t"}, "b": {"common_name": "b", "trusted": True}},
+        )
+    ).drafters
+    assert named is not None
+    assert [s.trusted for s in named.servers.values()] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"listen": "8100"}, "drafters.listen: '8100' is not HOST:PORT"),
+        ({"listen": "host:99999"}, "is not HOST:PORT"),
+        ({"listen": "0.0.0.0:1", "servers": {"a": TOKEN}}, "so `tls` is needed"),
+        ({"listen": "edge.example:1", "tls": TLS}, "so `servers` must name"),
+        ({"servers": {"a": {}}}, "needs token_sha256 or common_name"),
+        ({"servers": {"a": {**TOKEN, "common_name": "a"}}}, "only one of them"),
+        ({"servers": {"a": {"common_name": "a"}}, "tls": TLS}, "needs `tls` with `client_ca`"),
+        ({"servers": {"a": {"token_sha256": "secret"}}}, "drafters.servers.a.token_sha256"),
+        ({"servers": {"a/b": TOKEN}}, "cannot be called 'a/b'"),
+        ({"servers": {"target": TOKEN}}, "cannot be called 'target'"),
+        ({"servers": {"a": {**TOKEN, "trust": True}}}, "unknown setting 'trust'"),
+        ({"audit_share": 2}, "drafters.audit_share"),
+    ],
+)
+def test_unsafe_or_wrong_settings_of_draft_servers(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)) as error:
+        parse_config(drafters(**settings))
+    assert "\n" not in str(error.value)
+
+
+def test_a_draft_server_and_a_drafter_of_one_name() -> None:
+    both = drafters(servers={"small": TOKEN})
+    both["engine"]["drafters"] = {"small": "models/small"}
+    with pytest.raises(ConfigError, match="names both"):
+        parse_config(both)

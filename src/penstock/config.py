@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ipaddress
+import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -13,6 +15,9 @@ from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
 
 NGRAM = "ngram"
 """Path of the drafter that has none: n-gram lookup in the request's own text."""
+
+DEFAULT_TENANT = "default"
+"""Whoever is not told apart."""
 
 PolicyKind = Literal["admission", "selection", "allocation"]
 
@@ -47,10 +52,14 @@ class PolicyConfig(_Model):
 
 
 class TenantConfig(_Model):
-    """A tenant: the API keys that stand for it, and its weight in every fair share."""
+    """A tenant: the API keys that stand for it, and its weight in every fair share.
+
+    share_prompts: draft servers of other tenants may draft for its requests, and so see them.
+    """
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     api_keys: tuple[str, ...] = ()
+    share_prompts: bool = False
 
 
 class EngineConfig(_Model):
@@ -58,6 +67,7 @@ class EngineConfig(_Model):
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
     verification: None is `coupled` for requests with a seed and `ratio` for the others.
+    pipeline: whether the target waits for all drafts (off), or verifies those that are ready.
     """
 
     target: Path
@@ -75,6 +85,7 @@ class EngineConfig(_Model):
     admission: PolicyConfig = PolicyConfig(name="vllm_v1")
     selection: PolicyConfig = PolicyConfig(name="single")
     allocation: PolicyConfig = PolicyConfig(name="throughput")
+    pipeline: Literal["off", "async"] = "off"
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
     @field_validator("drafters")
@@ -88,6 +99,8 @@ class EngineConfig(_Model):
     @field_validator("tenants")
     @classmethod
     def _one_tenant_a_key(cls, tenants: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+        if "" in tenants:
+            raise ValueError("a tenant needs a name")
         keys = [key for tenant in tenants.values() for key in tenant.api_keys]
         if not all(keys) or len(set(keys)) < len(keys):
             raise ValueError("API keys must not be empty, and each must belong to one tenant only")
@@ -105,10 +118,105 @@ class EngineConfig(_Model):
         return self
 
 
+class DraftServerConfig(_Model):
+    """A draft server that may connect, and how it is known: by the SHA-256 (hexadecimal) of its
+    token, or by the common name in its client certificate.
+
+    tenant: whose it is. trusted: its `ratio` drafts are taken; others are compared with the
+    target's own sample, and can then change nothing.
+    """
+
+    tenant: str = Field(default=DEFAULT_TENANT, min_length=1)
+    token_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
+    common_name: str | None = Field(default=None, min_length=1)
+    trusted: bool = False
+
+    @model_validator(mode="after")
+    def _has_identity(self) -> Self:
+        if (self.token_sha256 is None) == (self.common_name is None):
+            raise ValueError("needs token_sha256 or common_name, and only one of them")
+        return self
+
+
+class TlsConfig(_Model):
+    """PEM files. client_ca: the authority that must have signed every client's certificate."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None
+
+
+class DraftersConfig(_Model):
+    """Where draft servers connect, and which may. Without TLS and without any named server only
+    this machine's own may, as servers of the default tenant.
+
+    listen: HOST:PORT; port 0 takes a free one
+    max_open_requests: of a draft server's own users, for each stream
+    max_messages_per_s: that one stream may send; twice as many at once
+    audit_share: of the drafts of a model that this machine has among its drafters, too, those that
+                 are recomputed here; a trusted server that fails is trusted no more
+    """
+
+    listen: str
+    servers: dict[str, DraftServerConfig] = Field(default_factory=dict)
+    tls: TlsConfig | None = None
+    max_open_requests: int = Field(default=64, ge=1)
+    max_messages_per_s: float = Field(default=1000.0, gt=0, allow_inf_nan=False)
+    audit_share: float = Field(default=0.02, ge=0, le=1)
+
+    @field_validator("listen")
+    @classmethod
+    def _is_address(cls, listen: str) -> str:
+        host, _, port = listen.rpartition(":")
+        if not host or not port.isdecimal() or int(port) > 65535:
+            raise ValueError(f"{listen!r} is not HOST:PORT, as in 127.0.0.1:8100 or [::]:8100")
+        return listen
+
+    @field_validator("servers")
+    @classmethod
+    def _server_names(cls, servers: dict[str, DraftServerConfig]) -> dict[str, DraftServerConfig]:
+        for name in servers:
+            if not re.fullmatch(r"[A-Za-z0-9._-]{1,64}", name):
+                raise ValueError(
+                    f"a draft server cannot be called {name!r}; use 1 to 64 letters, digits, dots, "
+                    "hyphens and underscores"
+                )
+            if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET):
+                raise ValueError(f"a draft server cannot be called {name!r}")
+        return servers
+
+    @model_validator(mode="after")
+    def _is_safe(self) -> Self:
+        if not is_loopback(self.listen.rpartition(":")[0]):
+            if self.tls is None:
+                raise ValueError(
+                    f"{self.listen} is not a loopback address, so `tls` is needed: drafts and "
+                    "tokens would cross the network in the clear"
+                )
+            if not self.servers:
+                raise ValueError(
+                    f"{self.listen} is not a loopback address, so `servers` must name the draft "
+                    "servers that may connect"
+                )
+        certified = any(s.common_name is not None for s in self.servers.values())
+        if certified and (self.tls is None or self.tls.client_ca is None):
+            raise ValueError("a server's common_name needs `tls` with `client_ca`")
+        return self
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host, as written in an address, can only be reached from this machine."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class ServeConfig(_Model):
     """The whole server: engine, address, limits.
 
     max_waiting_requests: requests without a first token at once; more get HTTP status 429.
+    drafters: where draft servers connect, if they may.
     """
 
     engine: EngineConfig
@@ -118,6 +226,15 @@ class ServeConfig(_Model):
     max_waiting_requests: int = Field(default=4096, ge=1)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     shutdown_grace_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    drafters: DraftersConfig | None = None
+
+    @model_validator(mode="after")
+    def _one_name_each(self) -> Self:
+        servers = () if self.drafters is None else self.drafters.servers
+        for name in servers:
+            if name in self.engine.drafters:
+                raise ValueError(f"{name!r} names both a draft server and a drafter of this one")
+        return self
 
 
 def parse_config(data: dict[str, Any]) -> ServeConfig:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from penstock.config import EngineConfig
@@ -49,6 +50,9 @@ class EchoExecutor:
         self._step_s = step_s
         self._requests: dict[str, Request] = {}
         self._queue: deque[StepPlan] = deque()
+        self.remote = SimpleNamespace(sink=None)
+        self.num_target_steps = 0
+        self.phases = PhaseTimes()
 
     def ready(self, lane: str) -> bool:
         return not self._queue
@@ -114,7 +118,9 @@ class EchoExecutor:
 class ToyEngine:
     loop: Loop
     scheduler: Scheduler
+    executor: EchoExecutor
     clock: Clock
+    auditor: Any = field(default_factory=lambda: SimpleNamespace(findings=list))
     tokenizer_path: Path = TOKENIZER
     max_model_len: int = 512
     vocab_size: int = VOCAB
@@ -136,7 +142,8 @@ def build(config: EngineConfig, step_s: float) -> ToyEngine:
         allocation=config.allocation.make("allocation"),
         max_model_len=512,
     )
-    return ToyEngine(Loop(scheduler, EchoExecutor(step_s), clock), scheduler, clock)
+    executor = EchoExecutor(step_s)
+    return ToyEngine(Loop(scheduler, executor, clock), scheduler, executor, clock)
 
 
 def toy_engine(config: EngineConfig) -> ToyEngine:

@@ -23,7 +23,7 @@ from penstock.api.limits import BodyLimit
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import Preparer
 from penstock.config import ServeConfig
-from penstock.serving.client import EngineClient
+from penstock.serving.ports import RequestClient
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
@@ -34,7 +34,7 @@ _Body = TypeVar("_Body", bound=GenerationBody)
 class Service:
     """What the endpoints share."""
 
-    def __init__(self, config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) -> None:
+    def __init__(self, config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> None:
         self.client = client
         self.tokenizer = tokenizer
         self.model_name = config.served_model_name or config.engine.target.name
@@ -52,13 +52,15 @@ class Service:
         return await collected(job, form, http)
 
 
-def create_app(config: ServeConfig, client: EngineClient, tokenizer: Tokenizer) -> FastAPI:
-    """The application in front of a started client; `tokenizer` is the target's."""
+def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> FastAPI:
+    """The application in front of a started client; `tokenizer` is the target's. Its state has
+    `metrics`, for what is served in other ways."""
     # OpenAI's API is documented elsewhere, and the documentation pages load scripts from elsewhere.
     app = FastAPI(openapi_url=None)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
     service = Service(config, client, tokenizer)
+    app.state.metrics = service.metrics
     _add_openai(app, service, Keyring(config.engine.tenants))
     _add_operations(app, service)
     return app

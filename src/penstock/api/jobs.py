@@ -19,7 +19,8 @@ from penstock.api.errors import ApiError
 from penstock.api.formats import Format, JsonDict
 from penstock.api.metrics import Metrics, RequestMeter
 from penstock.core.types import FinishReason
-from penstock.serving.client import EngineClient, EngineUnavailable, OutputStream, QueueFull
+from penstock.serving.client import EngineUnavailable, OutputStream, QueueFull
+from penstock.serving.ports import RequestClient
 
 
 class Job(AbstractContextManager["Job"]):
@@ -36,7 +37,9 @@ class Job(AbstractContextManager["Job"]):
         }
 
     @classmethod
-    async def start(cls, client: EngineClient, metrics: Metrics, choices: Sequence[Choice]) -> Self:
+    async def start(
+        cls, client: RequestClient, metrics: Metrics, choices: Sequence[Choice]
+    ) -> Self:
         """Hand the choices' requests to the engine. Raises: ApiError if it cannot take them."""
         requests = [choice.request for choice in choices]
         meters = [RequestMeter(metrics, request) for request in requests]

@@ -6,9 +6,7 @@ import hashlib
 from collections.abc import Mapping
 
 from penstock.api.errors import ApiError
-from penstock.config import TenantConfig
-
-DEFAULT_TENANT = "default"
+from penstock.config import DEFAULT_TENANT, TenantConfig
 
 
 class Keyring:

@@ -17,6 +17,7 @@ from prometheus_client.registry import Collector
 
 from penstock.core.types import TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
+from penstock.serving.verification import DraftHub
 
 _FIRST_TOKEN_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20,
@@ -122,6 +123,10 @@ class Metrics:
         self._engine.num_restarts = num_restarts
         return generate_latest(self.registry)
 
+    def follow(self, hub: DraftHub) -> None:
+        """Also tell of draft servers."""
+        self._engine.hub = hub
+
     def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
         return Counter(f"penstock:{name}", text, tuple(labels), registry=self.registry)
 
@@ -193,10 +198,13 @@ class _EngineCollector(Collector):
         self.stats: EngineStats | None = None
         self.is_up = False
         self.num_restarts = 0
+        self.hub: DraftHub | None = None
 
     def collect(self) -> Iterator[Metric]:
         yield self._gauge("engine_up", "Whether the engine takes requests.", self.is_up)
         yield self._counter("engine_restarts", "Restarts of the engine.", self.num_restarts)
+        if self.hub is not None:
+            yield from self._draft_servers(self.hub)
         stats = self.stats
         if stats is None:
             return
@@ -217,6 +225,45 @@ class _EngineCollector(Collector):
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
         yield self._counter("engine_busy_seconds", "Seconds the engine was at work.", stats.busy_s)
+        yield self._counter("target_steps", "Steps of the target.", stats.num_target_steps)
+        yield self._phases(stats)
+
+    def _phases(self, stats: EngineStats) -> Metric:
+        family = CounterMetricFamily(
+            "penstock:target_step_seconds",
+            "Seconds of the target's steps by phase; receive is the wait for draft servers.",
+            labels=("model_name", "phase"),
+        )
+        phases = stats.phases
+        seconds = {
+            "receive": phases.receive,
+            "draft": phases.draft,
+            "verify": phases.verify + phases.sample,
+        }
+        for phase, value in seconds.items():
+            family.add_metric((self._model_name, phase), value)
+        return family
+
+    def _draft_servers(self, hub: DraftHub) -> Iterator[Metric]:
+        yield self._gauge("draft_servers", "Draft servers connected.", len(hub.drafters))
+        times = hub.send_times
+        yield self._counter("verdicts_sent", "Verdicts sent to draft servers.", times.num_verdicts)
+        yield self._counter(
+            "verdict_send_seconds", "Seconds until verdicts were written, summed.", times.seconds
+        )
+        counts = {
+            "audited_drafts": ("Drafts recomputed.", "num_drafts"),
+            "failed_audits": ("Weighted drafts that proved false.", "num_failed"),
+            "audited_draft_tokens": ("Draft tokens recomputed.", "num_tokens"),
+            "false_draft_tokens": ("Draft tokens that the model does not draw.", "num_false_draws"),
+        }
+        for name, (text, field) in counts.items():
+            family = CounterMetricFamily(
+                f"penstock:{name}", text, labels=("model_name", "draft_server")
+            )
+            for server, audited in hub.audits.by_server.items():
+                family.add_metric((self._model_name, server), getattr(audited, field))
+            yield family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(f"penstock:{name}", text, labels=("model_name",))

@@ -7,31 +7,40 @@ import gc
 import importlib
 import socket
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from penstock.api.app import create_app
+from penstock.api.metrics import RequestMeter
 from penstock.config import ConfigError, ServeConfig
 from penstock.serving.client import LOAD_ENGINE, EngineClient
+from penstock.serving.ports import RequestClient
+from penstock.serving.verification import DraftHub, VerificationServer
 
 _CLOSING_S = 5
 """After the grace period: for cancelled requests to say so to their clients."""
 
 
 async def serve(
-    config: ServeConfig, announce: Callable[[str], None], factory: str = LOAD_ENGINE
+    config: ServeConfig,
+    announce: Callable[[str], None],
+    factory: str = LOAD_ENGINE,
+    announce_drafters: Callable[[str], None] = lambda address: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT; a second one ends it at once.
 
     announce: called with the address when requests are taken
     factory:  what the engine process builds its engine with, "package.module:function"
+    announce_drafters: called with the address for draft servers, if there is one, when it is open
 
     Raises: ConfigError where the address cannot be had, EngineFailed where the engine cannot be
     loaded.
     """
-    with _bind(config.host, config.port) as sock:
+    with bind(config.host, config.port) as sock:
+        listener = None if config.drafters is None else VerificationServer(config.drafters)
         client = EngineClient(
             config.engine, max_waiting=config.max_waiting_requests, factory=factory
         )
@@ -39,23 +48,35 @@ async def serve(
             # The tokenizer's library takes seconds to import; the engine loads meanwhile.
             library = asyncio.to_thread(importlib.import_module, "penstock.engine.tokenizer")
             engine, tokenizers = await asyncio.gather(client.start(), library)
-            app = create_app(config, client, tokenizers.load_tokenizer(engine.tokenizer_path))
-            server = _Server(app, client, config, lambda: announce(_address(config.host, sock)))
+            tokenizer = tokenizers.load_tokenizer(engine.tokenizer_path)
+            app = create_app(config, client, tokenizer)
+            if listener is not None:
+                meter = partial(RequestMeter, app.state.metrics)
+                share = listener.config.audit_share
+                hub = DraftHub(client, tokenizer.digest, config.engine.tenants, share, meter)
+                app.state.metrics.follow(hub)
+                await listener.start(hub)
+                announce_drafters(listener.address)
+            server = HttpServer(
+                app, client, config, lambda: announce(address_of(config.host, sock))
+            )
             # As in the engine process: what is loaded stays, and need not be walked again.
             gc.collect()
             gc.freeze()
             await server.serve(sockets=[sock])
         finally:
+            if listener is not None:
+                await listener.close()
             await client.close()
 
 
-class _Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """uvicorn, with the engine's requests drained while it waits for connections to close."""
 
     def __init__(
         self,
         app: FastAPI,
-        client: EngineClient,
+        client: RequestClient,
         config: ServeConfig,
         on_started: Callable[[], None],
     ) -> None:
@@ -97,7 +118,7 @@ class _Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def _bind(host: str, port: int) -> socket.socket:
+def bind(host: str, port: int) -> socket.socket:
     """A bound socket, before anything is loaded. Raises: ConfigError."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
@@ -115,6 +136,6 @@ def _bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-def _address(host: str, sock: socket.socket) -> str:
+def address_of(host: str, sock: socket.socket) -> str:
     port = sock.getsockname()[1]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

@@ -9,6 +9,7 @@ import typer
 
 from penstock.cli import bench, profile, zoo
 from penstock.cli.capacity import capacity
+from penstock.cli.draft import draft
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.reproduce import reproduce
@@ -22,6 +23,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
+app.command()(draft)
 app.command()(generate)
 app.command()(simulate)
 app.command()(capacity)

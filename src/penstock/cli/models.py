@@ -36,6 +36,18 @@ def with_models(
     return {**engine, "target": _target_path(chosen), "drafters": made}
 
 
+def drafter_folder(model: str | None) -> tuple[str, Path]:
+    """Name and folder of the drafter that is meant: a bundled one, a checkpoint folder or n-gram
+    look-up, whose tokenizer is that of the bundled family. Default: a bundled one.
+
+    Raises: ConfigError.
+    """
+    if model == NGRAM:
+        return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))
+    path = Path(_drafter_path(model or DEFAULT_DRAFTER, model or DEFAULT_DRAFTER))
+    return path.resolve().name, path
+
+
 def _cards(role: str) -> dict[str, ModelCard]:
     try:
         return {name: card for name, card in bundled_models().items() if card.role == role}

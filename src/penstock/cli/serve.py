@@ -29,7 +29,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="coupled|ratio",
-            help="For all requests. Default: coupled for requests with a seed, ratio for others.",
+            help="For all requests. Default: coupled for requests with a seed and with "
+            "--drafters-listen, ratio for others.",
         ),
     ] = None,
     no_speculation: Annotated[
@@ -38,6 +39,28 @@ def serve(
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 or float16.")] = None,
     kv_tokens: Annotated[
         int | None, typer.Option(help="KV memory in tokens. Default: a share of what is free.")
+    ] = None,
+    drafters_listen: Annotated[
+        str | None,
+        typer.Option(
+            "--drafters-listen",
+            metavar="HOST:PORT",
+            help="Let draft servers connect here; no local drafter is loaded unless one is named.",
+        ),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="PEM certificate shown to draft servers.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of that certificate.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM authority that must have signed draft servers' ones.")
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="off|async",
+            help="Verify in rounds, or whatever is ready. Default: async with --drafters-listen.",
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="YAML file with settings; options take precedence.")
@@ -58,20 +81,33 @@ def serve(
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
         engine = _given(
-            settings.pop("engine", {}), verification=verification, dtype=dtype, kv_tokens=kv_tokens
+            settings.pop("engine", {}),
+            verification=verification,
+            dtype=dtype,
+            kv_tokens=kv_tokens,
+            pipeline=pipeline,
         )
+        tls = _given({}, certificate=tls_certificate, key=tls_key, client_ca=tls_client_ca)
+        drafters = _given(settings.pop("drafters", {}), listen=drafters_listen, tls=tls or None)
         policies = {"admission": admission, "selection": selection, "allocation": allocation}
         for kind, name in policies.items():
             if name is not None and engine.get(kind, {}).get("name") != name:
                 engine[kind] = {"name": name}
+        if drafters:
+            settings["drafters"] = drafters
+            engine = {"drafters": {}, "pipeline": "async", "verification": "coupled", **engine}
         engine = with_models(engine, target, drafter or (), speculate=not no_speculation)
         parsed = parse_config({**_given(settings, host=host, port=port), "engine": engine})
-        asyncio.run(server.serve(parsed, _announce))
+        asyncio.run(server.serve(parsed, _announce, announce_drafters=_announce_drafters))
 
 
 def _given(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
     """Settings, with the options that were given in their place."""
     return {**settings, **{name: value for name, value in options.items() if value is not None}}
+
+
+def _announce_drafters(address: str) -> None:
+    print(f"penstock: draft servers connect to {address}", flush=True)
 
 
 def _announce(address: str) -> None:

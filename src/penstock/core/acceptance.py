@@ -135,24 +135,25 @@ class Switching(AcceptanceModel):
     def __init__(self) -> None:
         self._posterior = _JUMP_PRIOR[:, None] * np.full(len(_LEVELS), 1 / len(_LEVELS))
         self._visited = np.full(len(_LEVELS), _UNKNOWN_ROUNDS / len(_LEVELS))
+        self._rate = 0.5
 
     def observe(self, evidence: Evidence) -> None:
         posterior = self._posterior
         if evidence.num_decided:
             rejected = evidence.num_decided - evidence.successes
-            posterior = posterior * np.exp(
-                evidence.successes * _LOG_LEVELS + rejected * _LOG_MISSES
-            )
+            scores = evidence.successes * _LOG_LEVELS + rejected * _LOG_MISSES
+            posterior = posterior * np.exp(scores - scores.max())
             posterior /= posterior.sum()
         weights = posterior.sum(axis=1, keepdims=True)
         goal = self._visited / self._visited.sum()
         self._posterior = _STAY * posterior + _JUMPS * weights * goal
+        self._rate = float(self._posterior.sum(axis=0) @ _LEVELS)
         if evidence.num_decided:
             self._visited *= _VISITED_KEEP
             self._visited += posterior.sum(axis=0)
 
     def rate(self) -> float:
-        return float(self._posterior.sum(axis=0) @ _LEVELS)
+        return self._rate
 
 
 _LEVELS = (np.arange(25) + 0.5) / 25

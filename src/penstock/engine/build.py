@@ -13,8 +13,10 @@ import torch
 from penstock.config import NGRAM, ConfigError, EngineConfig
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
+from penstock.core.pipeline import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
+from penstock.engine.audit import Auditor
 from penstock.engine.calibrate import calibrate
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.lookup import LookupDrafter
@@ -49,6 +51,7 @@ class Engine:
     loop: Loop
     scheduler: Scheduler
     executor: LocalExecutor
+    auditor: Auditor
     clock: MonotonicClock
     tokenizer_path: Path
     max_model_len: int
@@ -122,14 +125,19 @@ def load_engine(config: EngineConfig) -> Engine:
         admission=config.admission.make("admission"),
         selection=config.selection.make("selection"),
         allocation=config.allocation.make("allocation"),
+        pipeline=make_pipeline(config.pipeline),
         max_model_len=max_model_len,
-        tenants=[Tenant(name, t.weight) for name, t in config.tenants.items()],
+        tenants=[
+            Tenant(name, t.weight, shares_prompts=t.share_prompts)
+            for name, t in config.tenants.items()
+        ],
     )
     calibrate(executor, scheduler.estimators, clock)
     return Engine(
         loop=Loop(scheduler, executor, clock),
         scheduler=scheduler,
         executor=executor,
+        auditor=Auditor({n: Path(p) for n, p in config.drafters.items() if p != NGRAM}),
         clock=clock,
         tokenizer_path=config.target,
         max_model_len=max_model_len,

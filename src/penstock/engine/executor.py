@@ -26,6 +26,7 @@ from penstock.core.types import (
 from penstock.core.work import step_work
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
+from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, VerifyBatch, sample_coupled, token_logprobs, verify
 from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
@@ -83,10 +84,15 @@ class LocalExecutor:
         self._sample = sample
         self._tables = BlockTables(-(-max_model_len // target.block_size) + 1)
         self._texts: dict[str, TokenBuffer] = {}
-        self._held: dict[tuple[str, int, int], tuple[Draft, torch.Tensor | None]] = {}
+        self._held = HeldDrafts()
+        self.remote = RemoteOrders()
         self._queue: deque[StepPlan] = deque()
+        self._sent: list[StepResult] = []
         self.busy_s = 0.0
         """Seconds spent inside models and samplers; the rest of a turn is the host's."""
+        self.phases = PhaseTimes()
+        """Seconds of all target steps so far, by phase."""
+        self.num_target_steps = 0
 
     def ready(self, lane: str) -> bool:
         return not self._queue
@@ -102,17 +108,41 @@ class LocalExecutor:
         # Last, because an id may come back in the very plan that forgets it.
         for request in plan.new_requests:
             self._texts[request.id] = TokenBuffer(request)
-        if not plan.is_empty:
+        if plan.lane != TARGET and plan.lane not in self.drafters:
+            self._send(plan)
+        elif not plan.is_empty:
             self._queue.append(plan)
 
+    def text_of(self, request_id: str) -> TokenBuffer | None:
+        """A request's verified text, if there is such a request."""
+        return self._texts.get(request_id)
+
+    def hold_remote(
+        self,
+        request_id: str,
+        epoch: int,
+        round_: int,
+        token_ids: Sequence[int],
+        weights: Sequence[Weights] | None,
+    ) -> None:
+        """Keep a draft server's draft until its verification; whatever is late is dropped in time.
+        The token ids must lie in the vocabulary. weights: one for each token; None for a draft that
+        is compared with the target's own sample."""
+        if request_id in self._texts:
+            draft = Draft(list(token_ids), [-1] * len(token_ids))
+            self._held.hold(request_id, epoch, round_, draft, weights=weights)
+
     def collect(self) -> list[StepResult]:
-        results = []
+        results, self._sent = self._sent, []
         while self._queue:
             plan = self._queue.popleft()
             with torch.inference_mode():
                 result = self._run(plan)
             phases = result.phases
             self.busy_s += phases.draft + phases.verify + phases.sample
+            if plan.items:
+                self.num_target_steps += 1
+                self.phases = PhaseTimes(*map(sum, zip(self.phases, phases, strict=True)))
             results.append(result)
         return results
 
@@ -121,8 +151,17 @@ class LocalExecutor:
         self._tables.drop(request_id)
         for drafter in self.drafters.values():
             drafter.forget(request_id)
-        for key in [k for k in self._held if k[0] == request_id]:
-            del self._held[key]
+        self._held.forget(request_id)
+        self.remote.forget(request_id)
+
+    def _send(self, plan: StepPlan) -> None:
+        """A draft server's lane: the orders go out, and their drafts come as events, or never."""
+        now = self._clock.now()
+        self.remote.send(plan.drafts, self._texts, now)
+        if plan.drafts:
+            self._sent.append(
+                StepResult(plan_id=plan.id, lane=plan.lane, started_at=now, finished_at=now)
+            )
 
     def _run(self, plan: StepPlan) -> StepResult:
         started_at = self._clock.now()
@@ -141,6 +180,7 @@ class LocalExecutor:
                 phases=phases,
                 draft_times=tuple(drafted.times),
             )
+        receive = started_at - self.remote.oldest(plan.items, started_at)
         self._recall(plan.items, drafted)
         drafts = [drafted.draft_of(item) for item in plan.items]
         batch = self._batch(plan.items, [tokens for tokens, _ in drafts])
@@ -158,6 +198,7 @@ class LocalExecutor:
             drafts=ready,
             phases=PhaseTimes(
                 draft=drafted_at - started_at,
+                receive=receive,
                 verify=verified_at - built_at,
                 sample=finished_at - verified_at,
                 other=built_at - drafted_at,
@@ -199,17 +240,16 @@ class LocalExecutor:
         if probs is not None:
             probs = probs[[r + offset for r in draft.prob_rows]]
             draft = Draft(draft.token_ids, list(range(len(draft.token_ids))))
-        self._held[order.request_id, order.epoch, order.round] = (draft, probs)
+        self._held.hold(order.request_id, order.epoch, order.round, draft, probs)
         return DraftReady(
             order.request_id, order.epoch, order.round, order.drafter, len(draft.token_ids)
         )
 
     def _recall(self, items: Sequence[VerifyItem], drafted: _Drafted) -> None:
         for item in items:
-            if item.source is DraftSource.HELD:
-                held = self._held.pop((item.request_id, item.epoch, item.round), None)
-                if held is not None:
-                    drafted.hold(item.request_id, *held)
+            held = self._held.take(item, self.target)
+            if held is not None and item.source is DraftSource.HELD:
+                drafted.hold(item.request_id, *held)
 
     # --- verification ---------------------------------------------------------------------------
 

@@ -7,11 +7,21 @@ import contextlib
 import logging
 from collections.abc import Iterable, Sequence
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from penstock.config import EngineConfig
 from penstock.core.types import Arrive, Cancel, Event, FinishReason, Output, Request
-from penstock.serving.messages import EngineStats, Events, Outputs, Ready, StatsRequest
+from penstock.serving.messages import (
+    AuditFinding,
+    DraftOrders,
+    EngineStats,
+    Events,
+    Outputs,
+    Ready,
+    RemoteDraft,
+    StatsRequest,
+)
+from penstock.serving.ports import RequestClient
 from penstock.serving.process import EngineProcess
 
 LOAD_ENGINE = "penstock.engine.build:load_engine"
@@ -41,10 +51,36 @@ class QueueFull(Exception):
     """Too many requests wait already; one line."""
 
 
+class OutputSink(Protocol):
+    """Where a request's outputs go."""
+
+    def put(self, output: Output) -> None: ...
+
+
+class EngineListener(Protocol):
+    """Follows the engine for the draft servers."""
+
+    def on_outputs(self, outputs: Sequence[Output]) -> None:
+        """Outputs of one turn, after each has gone to its request's sink."""
+        ...
+
+    def on_orders(self, orders: DraftOrders) -> None: ...
+
+    def on_finding(self, finding: AuditFinding) -> None: ...
+
+    def on_engine_lost(self) -> None:
+        """All that the engine knew is gone."""
+        ...
+
+    def on_drain(self) -> None:
+        """No more requests are taken."""
+        ...
+
+
 class OutputStream:
     """Outputs of some requests as they come, until all have finished. Leaving cancels the rest."""
 
-    def __init__(self, client: EngineClient, request_ids: Iterable[str]) -> None:
+    def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
         self._client = client
         self._open = set(request_ids)
         self._outputs: asyncio.Queue[Output] = asyncio.Queue()
@@ -104,10 +140,11 @@ class EngineClient:
         self._idle = asyncio.Event()
         self._idle.set()
         self._stopping = False
-        self._streams: dict[str, OutputStream] = {}
+        self._streams: dict[str, OutputSink] = {}
         self._unanswered: set[str] = set()
         self._num_held_back = 0
-        self._events: list[Event] = []
+        self._events: list[Event | RemoteDraft] = []
+        self._listener: EngineListener | None = None
         self._stats: EngineStats | None = None
         self._stats_asked: list[asyncio.Future[EngineStats | None]] = []
         self.num_restarts = 0
@@ -127,6 +164,8 @@ class EngineClient:
     async def drain(self, grace_s: float) -> None:
         """Take no more requests; cancel what still runs after `grace_s` seconds."""
         self._stopping = True
+        if self._listener is not None:
+            self._listener.on_drain()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         self._fail_streams(FinishReason.CANCELLED, _STOPPED)
@@ -185,30 +224,47 @@ class EngineClient:
 
         Raises: QueueFull, EngineUnavailable.
         """
-        if len(self._unanswered) + self._num_held_back + len(requests) > self._max_waiting:
-            raise QueueFull(
-                f"{len(self._unanswered)} requests are waiting already, of at most "
-                f"{self._max_waiting}; try again later"
-            )
+        self._check_room(len(requests))
         self._num_held_back += len(requests)
         try:
             await self._wait_until_ready()
         finally:
             self._num_held_back -= len(requests)
+        stream = OutputStream(self, [request.id for request in requests])
+        self._open(requests, stream)
+        return stream
+
+    def submit_now(self, request: Request, sink: OutputSink) -> None:
+        """Hand a request to an engine that is ready. Raises: QueueFull, EngineUnavailable."""
+        self._check_room(1)
+        if self.problem is not None:
+            raise EngineUnavailable(self.problem)
+        self._open([request], sink)
+
+    def _check_room(self, num_requests: int) -> None:
+        if len(self._unanswered) + self._num_held_back + num_requests > self._max_waiting:
+            raise QueueFull(
+                f"{len(self._unanswered)} requests are waiting already, of at most "
+                f"{self._max_waiting}; try again later"
+            )
+
+    def _open(self, requests: Sequence[Request], sink: OutputSink) -> None:
         ids = [request.id for request in requests]
-        stream = OutputStream(self, ids)
-        self._streams.update(dict.fromkeys(ids, stream))
+        self._streams.update(dict.fromkeys(ids, sink))
         self._unanswered.update(ids)
         self._idle.clear()
         for request in requests:
-            self._post(Arrive(request))
-        return stream
+            self.post(Arrive(request))
 
     def cancel(self, request_id: str) -> None:
         """Forget a request, and let the engine free its blocks."""
         if request_id in self._streams:
             self._forget(request_id)
-            self._post(Cancel(request_id))
+            self.post(Cancel(request_id))
+
+    def sink_of(self, request_id: str) -> OutputSink | None:
+        """Where an unfinished request's outputs go; None if there is no such request."""
+        return self._streams.get(request_id)
 
     async def stats(self) -> EngineStats | None:
         """A fresh snapshot, the last one if the engine is slow to answer, None while it is away."""
@@ -228,7 +284,7 @@ class EngineClient:
         if self.problem is not None:
             raise EngineUnavailable(self.problem)
 
-    def _post(self, event: Event) -> None:
+    def post(self, event: Event | RemoteDraft) -> None:
         """Queue an event; all of one pass of the event loop go up as one message."""
         if not self._events:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -241,10 +297,22 @@ class EngineClient:
 
     # --- what the engine says -------------------------------------------------------------------
 
+    def follow(self, listener: EngineListener) -> None:
+        """Tell `listener` what comes from now on."""
+        self._listener = listener
+
     def _on_message(self, message: object) -> None:
         if isinstance(message, Outputs):
             for output in message.outputs:
                 self._route(output)
+            if self._listener is not None:
+                self._listener.on_outputs(message.outputs)
+        elif isinstance(message, DraftOrders):
+            if self._listener is not None:
+                self._listener.on_orders(message)
+        elif isinstance(message, AuditFinding):
+            if self._listener is not None:
+                self._listener.on_finding(message)
         elif isinstance(message, EngineStats):
             self._stats = message
             self._answer_stats()
@@ -315,6 +383,8 @@ class EngineClient:
         self._ready.clear()
         self._events.clear()
         self._stats = None
+        if self._listener is not None:
+            self._listener.on_engine_lost()
         self._fail_streams(FinishReason.ERROR, _DIED)
         self._answer_stats()
 

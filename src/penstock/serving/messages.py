@@ -1,8 +1,8 @@
 """What the HTTP process and the engine process tell each other, and how it is framed.
 
 Up go `Events`, `StatsRequest` and `Stop`; down come `Ready` or `Failed`, then `Outputs` (one
-message a turn) and `EngineStats`. A frame is a 4-byte length and a pickle; the socket is private to
-the two processes, so that pickles are safe here.
+message a turn), `DraftOrders`, `AuditFinding` and `EngineStats`. A frame is a 4-byte length and a
+pickle; the socket is private to the two processes, so that pickles are safe here.
 """
 
 from __future__ import annotations
@@ -11,18 +11,39 @@ import pickle
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from penstock.core.types import Event, Output
+from penstock.core.types import DraftOrder, Event, Output, PhaseTimes, SamplingParams
 
 _HEADER = struct.Struct("!I")
 
 
 @dataclass(frozen=True, slots=True)
-class Events:
-    """Arrivals, cancellations and the like, in order."""
+class RemoteDraft:
+    """A draft server's answer to an order, checked already. An id that no request has only tells
+    that the server lives.
 
-    events: tuple[Event, ...]
+    weights: for each token the ids and integer weights of the distribution that it was sampled
+             from; None for a draft that is compared with the target's own sample
+    audit: the drafter of this machine by which it is to be recomputed, if it is, as it stands
+           behind `prefix_len` tokens
+    """
+
+    request_id: str
+    epoch: int
+    round: int
+    drafter: str
+    token_ids: tuple[int, ...] = ()
+    weights: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None
+    audit: str | None = None
+    prefix_len: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Events:
+    """Arrivals, cancellations, drafts and the like, in order."""
+
+    events: tuple[Event | RemoteDraft, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +90,40 @@ def _outputs(rows: list[tuple[Any, ...]]) -> Outputs:
     return Outputs(tuple(Output(*row) for row in rows))
 
 
+class OrderedRequest(NamedTuple):
+    """What a draft server must know of a request. `token_ids`: prompt and output so far."""
+
+    tenant: str
+    sampling: SamplingParams
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftOrders:
+    """Orders for draft servers; `news` are those of the requests that were never ordered before."""
+
+    orders: tuple[DraftOrder, ...]
+    news: dict[str, OrderedRequest]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditFinding:
+    """A draft server's draft recomputed; as `engine.audit.Finding`."""
+
+    drafter: str
+    weighted: bool
+    num_tokens: int
+    num_false_draws: int
+    distance: float
+
+
 @dataclass(frozen=True, slots=True)
 class EngineStats:
     """A snapshot. Counters run from the start of the process.
 
     kv_usage: share of each model's KV blocks in use, `target` among them
     busy_s, uptime_s: seconds inside the loop's turns, and since the engine was ready
+    num_target_steps, phases: target steps, and their seconds by phase
     """
 
     num_running: int
@@ -84,6 +133,8 @@ class EngineStats:
     num_steps: int
     busy_s: float
     uptime_s: float
+    num_target_steps: int
+    phases: PhaseTimes
 
 
 def frame(message: object) -> bytes:

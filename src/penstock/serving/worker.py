@@ -10,26 +10,35 @@ import logging
 import select
 import signal
 import socket
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.config import EngineConfig
 from penstock.core.loop import Loop, Turn
 from penstock.core.ports import Clock
 from penstock.core.scheduler import Scheduler
-from penstock.core.types import Arrive, Event
+from penstock.core.types import Arrive, DraftOrder, DraftReady, Event
 from penstock.serving.messages import (
+    AuditFinding,
     Deframer,
+    DraftOrders,
     EngineStats,
     Events,
     Failed,
+    OrderedRequest,
     Outputs,
     Ready,
+    RemoteDraft,
     StatsRequest,
     Stop,
     frame,
 )
+
+if TYPE_CHECKING:
+    from penstock.engine.audit import Auditor
+    from penstock.engine.executor import LocalExecutor
+    from penstock.engine.sequences import TokenBuffer
 
 _POLL_S = 5e-4
 """Between looks at plans in flight: lanes that finish by themselves cannot wake the loop."""
@@ -44,6 +53,10 @@ class Engine(Protocol):
     def loop(self) -> Loop: ...
     @property
     def scheduler(self) -> Scheduler: ...
+    @property
+    def executor(self) -> LocalExecutor: ...
+    @property
+    def auditor(self) -> Auditor: ...
     @property
     def clock(self) -> Clock: ...
     @property
@@ -122,6 +135,7 @@ class EngineServer:
         self._num_steps = 0
         self._busy_s = 0.0
         self._stalled: str | None = None
+        engine.executor.remote.sink = self._send_orders
 
     def serve(self) -> None:
         """Raises: PeerGone."""
@@ -133,6 +147,8 @@ class EngineServer:
             turn = self._turn(self._events(messages))
             if turn.outputs:
                 self._channel.send(Outputs(turn.outputs))
+            for finding in self._engine.auditor.findings():
+                self._channel.send(AuditFinding(*finding))
             for message in messages:
                 if isinstance(message, StatsRequest):
                     self._channel.send(self._stats())
@@ -157,10 +173,38 @@ class EngineServer:
             if not isinstance(message, Events):
                 continue
             for event in message.events:
-                if isinstance(event, Arrive):
-                    event = Arrive(dataclasses.replace(event.request, arrival_time=now))
-                events.append(event)
+                if isinstance(event, RemoteDraft):
+                    events.append(self._hold(event))
+                elif isinstance(event, Arrive):
+                    request = dataclasses.replace(event.request, arrival_time=now)
+                    events.append(Arrive(request))
+                else:
+                    events.append(event)
         return events
+
+    def _hold(self, draft: RemoteDraft) -> DraftReady:
+        key = (draft.request_id, draft.epoch, draft.round)
+        executor = self._engine.executor
+        executor.hold_remote(*key, draft.token_ids, draft.weights)
+        text = executor.text_of(draft.request_id)
+        # A draft that comes too late stands behind less than what is verified by now.
+        if draft.audit is not None and text is not None and text.length == draft.prefix_len:
+            self._engine.auditor.submit(
+                draft.drafter, draft.audit, text, draft.token_ids, draft.weights
+            )
+        return DraftReady(*key, draft.drafter, len(draft.token_ids))
+
+    def _send_orders(self, orders: Sequence[DraftOrder], news: Mapping[str, TokenBuffer]) -> None:
+        """At once: the draft servers work while the target does."""
+        described = {
+            request_id: OrderedRequest(
+                text.request.tenant,
+                text.request.sampling,
+                tuple(text.span(0, text.length).tolist()),
+            )
+            for request_id, text in news.items()
+        }
+        self._channel.send(DraftOrders(tuple(orders), described))
 
     def _stats(self) -> EngineStats:
         scheduler = self._engine.scheduler
@@ -173,6 +217,8 @@ class EngineServer:
             num_steps=self._num_steps,
             busy_s=self._busy_s,
             uptime_s=self._engine.clock.now() - self._started_at,
+            num_target_steps=self._engine.executor.num_target_steps,
+            phases=self._engine.executor.phases,
         )
 
 

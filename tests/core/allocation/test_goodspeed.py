@@ -211,6 +211,13 @@ def test_adaptive_gives_more_to_heavier_tenants() -> None:
     assert drafted[1] > 1.2 * drafted[0]
 
 
+def test_a_tenant_without_weight_gets_what_is_left() -> None:
+    for name in ("goodspeed", "goodspeed_adaptive", "deadline"):
+        policy = make(name)
+        found = rounds(policy, candidates("a", "b"), [3, 3], 5, weights={"a": 1.0, "b": 0.0})
+        assert found[0] >= found[1]
+
+
 def test_adaptive_fairness_zero_maximises_the_total() -> None:
     policy = make("goodspeed_adaptive", fairness=0.0)
     assert rounds(policy, candidates("a", "b"), [8, 0], 100) == [8, 0]

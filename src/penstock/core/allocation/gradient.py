@@ -11,6 +11,7 @@ from penstock.core.state import Tenant
 
 IDLE_STEPS = 10
 _START_STEPS = 4.0
+_LEAST_WEIGHT = 1e-6
 
 
 def check_caps(total: int | None, k_max: int) -> None:
@@ -43,8 +44,9 @@ def draft_budget(total: int | None, work: StepWork) -> int:
 
 
 def tenant_weight(tenants: Mapping[str, Tenant], name: str) -> float:
+    """A tenant's weight, 1 where it has none; positive, so that shares can be compared."""
     tenant = tenants.get(name)
-    return 1.0 if tenant is None else tenant.weight
+    return 1.0 if tenant is None else max(tenant.weight, _LEAST_WEIGHT)
 
 
 def tokens_by_tenant(outcomes: Iterable[Outcome]) -> dict[str, int]:

@@ -37,6 +37,7 @@ IntArray = NDArray[np.int64]
 _NUM_PERIODS = 16
 _PRICE_STEPS = 16
 _LEAST_SECONDS = 1e-4
+_PROBE_TOKENS = 3
 
 
 class Renewal(AllocationPolicy):
@@ -49,7 +50,8 @@ class Renewal(AllocationPolicy):
         """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
         total: draft tokens that are out, or in a step, at most (C). None: the step's own room.
         k_max: most draft tokens for one request in a round.
-        probe_every: rounds after which a request that does not draft tries it again.
+        probe_every: rounds after which a request that does not draft tries it again; fewer at
+            first, each time twice as many.
         prior_mean: acceptance expected before anything is known, worth one token."""
 
         fairness: float = 1.0
@@ -67,6 +69,8 @@ class Renewal(AllocationPolicy):
         self.options = options
         self._streams = Streams(options.prior_mean)
         self._plan: dict[str, int] = {}
+        self._tried: dict[str, tuple[int, int]] = {}
+        """By request: the round of its last draft, and how many it has made."""
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
@@ -74,6 +78,10 @@ class Renewal(AllocationPolicy):
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._streams.observe(outcomes)
         self._plan = {}
+        for state, verdict in outcomes:
+            if verdict.num_proposed:
+                _, times = self._tried.get(state.request.id, (0, 0))
+                self._tried[state.request.id] = verdict.round, times + 1
 
     def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
         """The plan is made once a target step; whoever comes new makes it be made anew."""
@@ -145,10 +153,13 @@ class Renewal(AllocationPolicy):
         """What drafts nothing shows nothing: now and then it must be tried."""
         probed = [int(n) for n in lengths]
         left = budget - sum(probed)
-        every = self.options.probe_every
+        ids = [c.state.request.id for c in candidates]
+        self._tried = {i: self._tried[i] for i in ids if i in self._tried}
         for index, (state, _, limit) in enumerate(candidates):
-            if not probed[index] and (state.round + state.order) % every == 0:
-                probed[index] = min(2, limit, max(0, left))
+            since, times = self._tried.get(state.request.id, (0, 0))
+            patience = min(self.options.probe_every, 2**times)
+            if not probed[index] and state.round - since >= patience:
+                probed[index] = min(_PROBE_TOKENS, limit, max(0, left))
                 left -= probed[index]
         return probed
 

@@ -1,0 +1,510 @@
+"""Fair draft allocation: the solver, steady and drifting acceptance, recorded acceptance.
+
+    python -m benchmarks.fairness [--quick] [--json] [--data DIR] [PART...]
+
+Parts: solver, stationary, drift, estimators, recorded, seconds, shares; without one, all. Eight
+clients unless said, the real policy objects; five seeds fixed beforehand, intervals of 95% by
+Student's t. `recorded` replays the accept_* records in DIR (default: PENSTOCK_DATA, else
+../shared/data).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from benchmarks.fairness_oracles import Clairvoyant, Filtering, Knowing
+
+from penstock.core.acceptance import ESTIMATORS
+from penstock.core.allocation import AllocationPolicy
+from penstock.core.registry import make_policy
+from penstock.fluid.fair import geometric_lengths
+from penstock.fluid.fair_path import expected_goodput, fair_optimum, fair_utility
+from penstock.repro.goodspeed_rounds import (
+    FloatArray,
+    GeometricClients,
+    RecordedClient,
+    RoundTimes,
+    jumping_rates,
+    play,
+)
+from penstock.sim.acceptance import read_records
+
+SEEDS = range(5)
+STUDENT_T = 2.776
+CLIENTS = 8
+Figures = dict[str, Any]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Mean, and half the width of its 95% interval, of one value for each of five seeds."""
+    return float(np.mean(values)), STUDENT_T * float(np.std(values, ddof=1)) / len(values) ** 0.5
+
+
+def line(passed: bool, what: str) -> str:
+    return f"[{'pass' if passed else 'MISS'}] {what}"
+
+
+# --- solver ---------------------------------------------------------------------------------------
+
+
+def solver(quick: bool, data: Path) -> Figures:
+    """Against every possible allocation, and the clock."""
+    mismatches = sum(_mismatch(case) for case in range(1000))
+    times = {n: _solver_ms(n, 5 if quick else 40) for n in (8, 1000, 100_000)}
+    bars = {8: 0.02, 1000: 0.1, 100_000: 10.0}
+    lines = [line(mismatches == 0, f"solver: {mismatches} mismatches in 1,000 random cases")]
+    for n, milliseconds in times.items():
+        lines.append(
+            line(
+                milliseconds <= bars[n],
+                f"solver: {milliseconds:.4f} ms at N = {n:,} (bar {bars[n]:g})",
+            )
+        )
+    return {"mismatches": mismatches, "milliseconds": times, "lines": lines}
+
+
+def _mismatch(case: int) -> bool:
+    """Whether one random case is solved worse than by trying everything."""
+    rng = np.random.default_rng((1, case))
+    clients, budget = int(rng.integers(1, 5)), int(rng.integers(0, 10))
+    rates = rng.choice([0.0, 1.0, 0.5, *rng.uniform(0, 1, 3)], clients)
+    weights = rng.choice([1.0, 2.0, *rng.uniform(0.1, 3, 3)], clients)
+    limits = rng.integers(0, 6, clients)
+
+    def value(lengths: Sequence[int]) -> float:
+        return float((weights * (expected_goodput(rates, np.array(lengths)) - 1)).sum())
+
+    every = itertools.product(*(range(n + 1) for n in limits))
+    best = max(value(s) for s in every if sum(s) <= budget)
+    lengths, _ = geometric_lengths(weights, rates, budget, limits)
+    return (
+        lengths.sum() > budget or (lengths > limits).any() or value(lengths.tolist()) < best - 1e-9
+    )
+
+
+def _solver_ms(clients: int, repeats: int) -> float:
+    """Best of several batches, so that other programs on the machine do not count."""
+    rng = np.random.default_rng(clients)
+    rates: Any = rng.uniform(0.3, 0.95, clients)
+    weights: Any = 1 / rng.uniform(1, 6, clients)
+    if clients == CLIENTS:
+        rates, weights = rates.tolist(), weights.tolist()
+    inner = max(1, 2000 // clients)
+    best = float("inf")
+    for _ in range(repeats):
+        started = time.perf_counter()
+        for _ in range(inner):
+            geometric_lengths(weights, rates, int(2.5 * clients))
+        best = min(best, (time.perf_counter() - started) / inner)
+    return 1000 * best
+
+
+# --- steady acceptance ----------------------------------------------------------------------------
+
+PRIORS = (0.1, 0.3, 0.5, 0.7, 0.9)
+
+
+def stationary(quick: bool, data: Path) -> Figures:
+    """U* − U of the expected goodput, per client, from several priors."""
+    replications = 1 if quick else 3
+    figures: Figures = {"cells": []}
+    worst: dict[str, dict[str, float]] = {}
+    for name, budget, prior in itertools.product(
+        ("goodspeed_adaptive", "goodspeed"), (16, 20), PRIORS
+    ):
+        option = "prior_mean" if name == "goodspeed_adaptive" else "initial_acceptance"
+        make = functools.partial(make_policy, "allocation", name, {option: prior})
+        cells = [_steady_gaps(make, budget, seed, replications) for seed in SEEDS]
+        cell: Figures = {"policy": name, "C": budget, "prior": prior}
+        cell["starved"] = sum(c["starved"] for c in cells)
+        for key in ("30", "300", "mean 1-30", "mean 1-300"):
+            cell[key], cell[f"{key} ±"] = interval([c[key] for c in cells])
+        figures["cells"].append(cell)
+        seen = worst.setdefault(name, {})
+        for key in ("30", "300", "mean 1-30", "mean 1-300", "starved"):
+            seen[key] = max(seen.get(key, 0.0), cell[key])
+    figures["worst"] = worst
+    figures["undrafted"] = {name: _undrafted(name, options) for name, options in EMPTY.items()}
+    figures["lines"] = _steady_lines(worst) + [
+        f"[info] stationary, {name}: {low:.0%} to {high:.0%} of the rounds without a draft, of the "
+        f"client that has most of them"
+        for name, (low, high) in figures["undrafted"].items()
+    ]
+    return figures
+
+
+EMPTY: dict[str, dict[str, Any]] = {
+    "goodspeed_adaptive": {},
+    "goodspeed": {"on_empty": "hold"},
+    "goodspeed zero": {"on_empty": "zero"},
+}
+
+
+def _undrafted(name: str, options: dict[str, Any]) -> tuple[float, float]:
+    """Over the seeds, least and most of: the share of rounds without a draft of the client that has
+    most of them, among those that x* gives drafts to in every round. C = 16."""
+    found = []
+    for seed in SEEDS:
+        rates = _steady_rates(seed)
+        world = GeometricClients(np.tile(rates, (300, 1)), seed)
+        policy = make_policy("allocation", name.partition(" ")[0], options)
+        without = (play(policy, world.clients(), 16, 300).lengths == 0).mean(axis=0)
+        found.append(float(without[fair_optimum(rates, 16).lengths >= 1].max()))
+    return min(found), max(found)
+
+
+def _steady_rates(seed: int) -> FloatArray:
+    return np.random.default_rng((2, seed)).uniform(0.3, 0.9, CLIENTS)
+
+
+def _steady_gaps(
+    make: Callable[[], AllocationPolicy], budget: int, seed: int, replications: int
+) -> dict[str, float]:
+    """Gaps in one world: of the goodput expected of the last third of the first 30 and 300 rounds,
+    over repeated runs, and of what is expected of all those rounds, learning included."""
+    rates = _steady_rates(seed)
+    best = fair_optimum(rates, budget)
+    runs = []
+    for replication in range(replications):
+        clients = GeometricClients(np.tile(rates, (300, 1)), seed * 1000 + replication)
+        runs.append(play(make(), clients.clients(), budget, 300).lengths)
+    lengths = np.stack(runs)
+    expected = expected_goodput(rates, lengths)
+
+    def gap(first: int, last: int) -> float:
+        mean = expected[:, first:last].mean(axis=(0, 1))
+        return (fair_utility(best.goodput) - fair_utility(mean)) / CLIENTS
+
+    drafted = lengths[:, 30:].mean(axis=1)
+    wanted = best.lengths >= 0.5
+    starved = (drafted[:, wanted] < 0.25 * best.lengths[wanted]).sum()
+    return {
+        "30": gap(20, 30),
+        "300": gap(200, 300),
+        "mean 1-30": gap(0, 30),
+        "mean 1-300": gap(0, 300),
+        "starved": float(starved),
+    }
+
+
+def _steady_lines(worst: dict[str, dict[str, float]]) -> list[str]:
+    ours, theirs = worst["goodspeed_adaptive"], worst["goodspeed"]
+    lines = []
+    for key, bar in (("30", 0.01), ("300", 0.001), ("mean 1-30", 0.01), ("mean 1-300", 0.001)):
+        what = f"rounds up to {key}, last third" if key.isdigit() else f"{key} rounds, learning too"
+        lines.append(
+            line(
+                ours[key] <= bar,
+                f"stationary, {what}, worst prior and C: {ours[key]:.4f} nats a client "
+                f"(bar {bar:g}; goodspeed β = 0.5: {theirs[key]:.4f})",
+            )
+        )
+    lines.append(
+        line(
+            ours["starved"] == 0,
+            f"stationary: {ours['starved']:g} starved clients (goodspeed {theirs['starved']:g})",
+        )
+    )
+    return lines
+
+
+# --- drift ----------------------------------------------------------------------------------------
+
+
+def drift(quick: bool, data: Path) -> Figures:
+    """Loss of utility against a scheduler that knows acceptance, C = 20."""
+    rounds = 400 if quick else 1600
+    bars = {30: 3.5, 100: 2.0, 400: 1.2}
+    figures: Figures = {"cells": []}
+    lines = []
+    for dwell, bar in bars.items():
+        losses: dict[str, list[float]] = {}
+        goodputs: dict[str, list[float]] = {}
+        for seed in SEEDS:
+            rates = jumping_rates(rounds, CLIENTS, dwell, seed)
+            world = GeometricClients(rates, seed)
+            known = _mean_goodput(Knowing(rates), world)
+            policies = {
+                "goodspeed_adaptive": make_policy("allocation", "goodspeed_adaptive"),
+                "goodspeed": make_policy("allocation", "goodspeed"),
+                "filter": Filtering(rates, dwell),
+            }
+            for name, policy in policies.items():
+                gap = fair_utility(known) - fair_utility(_mean_goodput(policy, world))
+                losses.setdefault(name, []).append(100 * gap / fair_utility(known))
+                goodputs.setdefault(name, []).append(100 * (1 - np.exp(-gap / CLIENTS)))
+        cell: Figures = {"dwell": dwell}
+        for name in losses:
+            cell[name], cell[f"{name} ±"] = interval(losses[name])
+            cell[f"{name}, goodput"] = interval(goodputs[name])[0]
+        figures["cells"].append(cell)
+        lines.append(
+            line(
+                cell["goodspeed_adaptive"] <= bar,
+                f"drift, dwell {dwell}: utility {cell['goodspeed_adaptive']:.2f} ± "
+                f"{cell['goodspeed_adaptive ±']:.2f}% below one that knows (bar {bar:g}; goodspeed "
+                f"{cell['goodspeed']:.2f}, best filter {cell['filter']:.2f}); geometric mean of "
+                f"goodput {cell['goodspeed_adaptive, goodput']:.2f}% below (goodspeed "
+                f"{cell['goodspeed, goodput']:.2f}, best filter {cell['filter, goodput']:.2f})",
+            )
+        )
+    figures["lines"] = lines
+    return figures
+
+
+def _mean_goodput(
+    policy: AllocationPolicy, world: GeometricClients, budget: int = 20
+) -> FloatArray:
+    played = play(policy, world.clients(), budget, len(world.rates))
+    return expected_goodput(world.rates, played.lengths).mean(axis=0)
+
+
+# --- estimators -----------------------------------------------------------------------------------
+
+
+def estimators(quick: bool, data: Path) -> Figures:
+    """`goodspeed_adaptive` with each way to learn acceptance: steady (C = 16, gap in rounds 201 to
+    300) and jumping (C = 20, loss of utility)."""
+    cells = []
+    for name in ESTIMATORS:
+        make = functools.partial(
+            make_policy, "allocation", "goodspeed_adaptive", {"estimator": name}
+        )
+        cell: Figures = {"estimator": name}
+        cell["steady"] = interval([_steady_gaps(make, 16, s, 1)["300"] for s in SEEDS])[0]
+        for dwell, seed in itertools.product((30, 100, 400), SEEDS):
+            rates = jumping_rates(200 if quick else 800, CLIENTS, dwell, seed)
+            world = GeometricClients(rates, seed)
+            known = fair_utility(_mean_goodput(Knowing(rates), world))
+            loss = 100 * (1 - fair_utility(_mean_goodput(make(), world)) / known)
+            cell[f"dwell {dwell}"] = cell.get(f"dwell {dwell}", 0.0) + loss / len(SEEDS)
+        cells.append(cell)
+    lines = [
+        f"[info] estimator {c['estimator']}: steady gap {c['steady']:.4f} nats a client, dwell "
+        f"30/100/400: {c['dwell 30']:.2f}/{c['dwell 100']:.2f}/{c['dwell 400']:.2f}% below"
+        for c in cells
+    ]
+    return {"cells": cells, "lines": lines}
+
+
+# --- recorded acceptance --------------------------------------------------------------------------
+
+
+def recorded(quick: bool, data: Path) -> Figures:
+    """Σ log of realised tokens a round; clients are each drafter on each data set, twice."""
+    files = {name: data / f"accept_{name}.jsonl.gz" for name in ("gsm8k", "sharegpt")}
+    missing = [str(path) for path in files.values() if not path.is_file()]
+    if missing:
+        return {"lines": [f"[skip] recorded: {', '.join(missing)} missing (see PENSTOCK_DATA)"]}
+    rows = [
+        read_records(path, [drafter])[drafter]
+        for drafter in ("ngram", "eagle")
+        for path in files.values()
+    ]
+    rounds = 1000 if quick else 2000
+    budget = 20
+    policies: dict[str, Callable[[list[RecordedClient]], AllocationPolicy]] = {
+        "fixed, rotating": lambda _: make_policy("allocation", "fixed", {"total": budget}),
+        "goodspeed": lambda _: make_policy("allocation", "goodspeed"),
+        "goodspeed_adaptive": lambda _: make_policy("allocation", "goodspeed_adaptive"),
+        "clairvoyant": Clairvoyant,
+    }
+    utility: dict[str, list[float]] = {name: [] for name in policies}
+    rates: dict[str, list[FloatArray]] = {name: [] for name in policies}
+    for (name, make), seed in itertools.product(policies.items(), SEEDS):
+        clients = [RecordedClient(rows[i // 2], (seed, i)) for i in range(CLIENTS)]
+        tokens = play(make(clients), clients, budget, rounds).tokens
+        rates[name].append(tokens.mean(axis=0))
+        utility[name].append(fair_utility(rates[name][-1]))
+    return _recorded_figures(utility, rates)
+
+
+def _recorded_figures(
+    utility: dict[str, list[float]], rates: dict[str, list[FloatArray]]
+) -> Figures:
+    gains = {
+        name: interval([a - b for a, b in zip(values, utility["goodspeed"], strict=True)])
+        for name, values in utility.items()
+    }
+    cells = [
+        {
+            "policy": name,
+            "sum_log": interval(values)[0],
+            "against_goodspeed": gains[name],
+            "smallest": float(np.mean([r.min() for r in rates[name]])),
+            "total": float(np.mean([r.sum() for r in rates[name]])),
+            "jain": float(np.mean([jain(r) for r in rates[name]])),
+            "clients": np.mean(rates[name], axis=0).round(3).tolist(),
+        }
+        for name, values in utility.items()
+    ]
+    mean, half = gains["goodspeed_adaptive"]
+    text = ", ".join(
+        f"{name} {gains[name][0]:+.3f} ± {gains[name][1]:.3f}"
+        for name in ("fixed, rotating", "clairvoyant")
+    )
+    return {
+        "cells": cells,
+        "lines": [
+            line(
+                mean > half,
+                f"recorded: Σ log {mean:+.3f} ± {half:.3f} against goodspeed (beside it: {text})",
+            )
+        ],
+    }
+
+
+def jain(rates: FloatArray) -> float:
+    """Jain's index: 1 where all are equal, 1/N where one has everything."""
+    return float(rates.sum() ** 2 / (len(rates) * (rates**2).sum()))
+
+
+# --- tokens per second ----------------------------------------------------------------------------
+
+
+def seconds(quick: bool, data: Path) -> Figures:
+    """Rounds that wait for the slowest draft: 12 ms a draft token, 30 ms round trips, verification
+    in 30 + 0.2 n ms; devices and links log-normal (sd 0.5), acceptance U(0.3, 0.9), C = 2.5 N.
+    And slower ones: verification in 100 and 300 ms, drafting in 50 ms a token."""
+    rounds = 200 if quick else 1000
+    cells = []
+    for clients, verify, each in TIMES:
+        budget = round(2.5 * clients)
+        rates: dict[str, list[tuple[FloatArray, FloatArray]]] = {}
+        for seed, name in itertools.product(SEEDS, TIMED):
+            rng = np.random.default_rng((3, seed))
+            world = GeometricClients(np.tile(rng.uniform(0.3, 0.9, clients), (rounds, 1)), seed)
+            spread = np.exp(0.5 * rng.standard_normal((2, clients)))
+            times = RoundTimes(0.03 * spread[0], each * spread[1], verify, 0.0002)
+            policy = make_policy("allocation", name, {"total": budget})
+            played = play(policy, world.clients(), budget, rounds, times=times)
+            rates.setdefault(name, []).append((played.per_second(), played.tokens.mean(axis=0)))
+        cells += [_timed_cell(name, (clients, verify, each), rates) for name in TIMED]
+    lines = [
+        f"[info] N = {c['N']}, verification {1000 * c['verify']:.0f} ms, drafting "
+        f"{1000 * c['draft']:.0f} ms a token: {c['policy']}: {c['total']:.0f} tokens/s, Σ log "
+        f"{c['sum_log']:+.2f} ± {c['sum_log ±']:.2f} against fixed ({c['per_round']:+.2f} a round; "
+        f"behind in {c['behind']} of 5 seeds), smallest {c['smallest']:.1f}, Jain {c['jain']:.3f}"
+        for c in cells
+    ]
+    return {"cells": cells, "lines": lines}
+
+
+TIMED = ("fixed", "random", "goodspeed", "goodspeed_adaptive", "deadline")
+TIMES = (
+    (8, 0.03, 0.012),
+    (8, 0.1, 0.012),
+    (8, 0.3, 0.012),
+    (8, 0.03, 0.05),
+    (32, 0.03, 0.012),
+    (32, 0.03, 0.05),
+)
+
+
+def _timed_cell(
+    name: str,
+    setting: tuple[int, float, float],
+    rates: dict[str, list[tuple[FloatArray, FloatArray]]],
+) -> Figures:
+    per_second, per_round = (
+        [
+            fair_utility(a[k]) - fair_utility(b[k])
+            for a, b in zip(rates[name], rates["fixed"], strict=True)
+        ]
+        for k in (0, 1)
+    )
+    mean, half = interval(per_second)
+    clients, verify, each = setting
+    found = [second for second, _ in rates[name]]
+    return {
+        "N": clients,
+        "verify": verify,
+        "draft": each,
+        "policy": name,
+        "total": float(np.mean([r.sum() for r in found])),
+        "sum_log": mean,
+        "sum_log ±": half,
+        "per_round": interval(per_round)[0],
+        "behind": sum(g < 0 for g in per_second),
+        "smallest": float(np.mean([r.min() for r in found])),
+        "jain": float(np.mean([jain(r) for r in found])),
+    }
+
+
+# --- proportional fairness ------------------------------------------------------------------------
+
+
+def shares(quick: bool, data: Path) -> Figures:
+    """What x* does to the smallest client, the total and Jain's index, by exponent of the utility,
+    beside equal lengths: acceptance U(0.3, 0.9), N = 8, C = 20."""
+    optima: dict[str, list[FloatArray]] = {}
+    for seed in range(50):
+        rates = np.random.default_rng((4, seed)).uniform(0.3, 0.9, CLIENTS)
+        two, three = (expected_goodput(rates, [n] * CLIENTS) for n in (2, 3))
+        optima.setdefault("equal lengths", []).append((two + three) / 2)
+        for fairness in (0.0, 0.5, 1.0, 2.0, 4.0):
+            best = fair_optimum(rates, 20, fairness=fairness)
+            optima.setdefault(f"a = {fairness:g}", []).append(best.goodput)
+    cells = [
+        {
+            "utility": name,
+            "smallest": float(np.mean([x.min() for x in found])),
+            "total": float(np.mean([x.sum() for x in found])),
+            "jain": float(np.mean([jain(x) for x in found])),
+            "sum_log": float(np.mean([fair_utility(x) for x in found])),
+        }
+        for name, found in optima.items()
+    ]
+    lines = [
+        f"[info] {c['utility']}: smallest client {c['smallest']:.2f} tokens a round, total "
+        f"{c['total']:.2f}, Jain {c['jain']:.3f}, Σ log {c['sum_log']:.2f}"
+        for c in cells
+    ]
+    return {"cells": cells, "lines": lines}
+
+
+# --- command --------------------------------------------------------------------------------------
+
+PARTS: dict[str, Callable[[bool, Path], Figures]] = {
+    "solver": solver,
+    "stationary": stationary,
+    "drift": drift,
+    "estimators": estimators,
+    "recorded": recorded,
+    "seconds": seconds,
+    "shares": shares,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("parts", nargs="*", metavar="PART", help=f"{', '.join(PARTS)}; default all")
+    parser.add_argument("--quick", action="store_true", help="fewer rounds and repetitions")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    parser.add_argument(
+        "--data", type=Path, default=Path(os.environ.get("PENSTOCK_DATA", "../shared/data"))
+    )
+    given = parser.parse_args()
+    unknown = [part for part in given.parts if part not in PARTS]
+    if unknown:
+        parser.error(f"unknown part {', '.join(unknown)}; choose from {', '.join(PARTS)}")
+    found = {}
+    for part in given.parts or PARTS:
+        found[part] = PARTS[part](given.quick, given.data)
+        if not given.json:
+            print("\n".join(found[part]["lines"]), flush=True)
+    if given.json:
+        print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

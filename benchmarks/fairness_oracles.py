@@ -1,0 +1,71 @@
+"""Schedulers that know more than they could: what `benchmarks.fairness` measures against."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation.goodspeed_adaptive import GoodSpeedAdaptive
+from penstock.core.allocation.gradient import GoodputAverages, tokens_by_tenant
+from penstock.core.state import RequestState
+from penstock.fluid.fair import draft_lengths
+from penstock.repro.goodspeed_rounds import FloatArray, RecordedClient
+
+
+class Knowing(GoodSpeedAdaptive):
+    """The same policy, told the acceptance of every round."""
+
+    def __init__(self, rates: FloatArray) -> None:
+        super().__init__(GoodSpeedAdaptive.Options())
+        self._truth = iter(rates.tolist())
+
+    def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
+        known: list[float] = next(self._truth)
+        return known
+
+
+class Filtering(GoodSpeedAdaptive):
+    """The same policy with the best filter there can be for `jumping_rates`: told both levels of
+    every client, the first, and the dwell, it has only the outcomes to tell where a client is."""
+
+    def __init__(self, rates: FloatArray, dwell: int) -> None:
+        super().__init__(GoodSpeedAdaptive.Options())
+        self._low, self._high = rates.min(axis=0), rates.max(axis=0)
+        self._is_high = (rates[0] == self._high).astype(float)
+        self._jump = 1 / dwell
+
+    def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
+        mixed: list[float] = (self._low + self._is_high * (self._high - self._low)).tolist()
+        return mixed
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        super().observe(outcomes, now)
+        accepted = np.array([o.verdict.num_accepted for o in outcomes])
+        rejected = np.array([o.verdict.num_decided for o in outcomes]) - accepted
+        high = self._is_high * self._high**accepted * (1 - self._high) ** rejected
+        low = (1 - self._is_high) * self._low**accepted * (1 - self._low) ** rejected
+        now_high = high / (high + low)
+        self._is_high = now_high + self._jump * (1 - 2 * now_high)
+
+
+class Clairvoyant(AllocationPolicy):
+    """Knows how many draft tokens of each client would be accepted; lengths by eq. 5."""
+
+    def __init__(self, clients: Sequence[RecordedClient]) -> None:
+        self._clients = clients
+        self._averages = GoodputAverages(1000)
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        names = [c.state.request.tenant for c in candidates]
+        self._averages.meet(dict.fromkeys(names, 1.0))
+        certain = [[1.0] * min(c.most_accepted(), work.budget) for c in self._clients]
+        weights = [1 / self._averages.of(name) for name in names]
+        return [Grant(n) for n in draft_lengths(weights, certain, work.budget).lengths]
+
+    def reserve(self, state: RequestState) -> int:
+        return 0
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._averages.observe(tokens_by_tenant(outcomes))

@@ -1,0 +1,147 @@
+"""`penstock draft`: a draft server at the edge."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.failures import one_line
+
+if TYPE_CHECKING:
+    from penstock.serving.link import Endpoint
+
+
+def draft(
+    connect: Annotated[
+        str, typer.Option(metavar="HOST:PORT", help="Where the verification server listens.")
+    ],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME|PATH",
+            help="A bundled drafter, a checkpoint folder, or `ngram`. Default: a bundled drafter.",
+        ),
+    ] = None,
+    listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[HOST:]PORT",
+            help="Serve own users here by the OpenAI API. Without it no port is opened.",
+        ),
+    ] = None,
+    token: Annotated[
+        str | None,
+        typer.Option(help="Shows the verification server who this is.", envvar="PENSTOCK_TOKEN"),
+    ] = None,
+    cert: Annotated[Path | None, typer.Option(help="TLS: this server's certificate, PEM.")] = None,
+    key: Annotated[Path | None, typer.Option(help="TLS: the certificate's key, PEM.")] = None,
+    ca: Annotated[
+        Path | None, typer.Option(help="TLS: the authority that the other's certificate is from.")
+    ] = None,
+    max_draft_tokens: Annotated[
+        int, typer.Option(min=1, max=1024, help="Longest draft that is ever made.")
+    ] = 16,
+    no_assignments: Annotated[
+        bool, typer.Option("--no-assignments", help="Draft for own users only.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+) -> None:
+    """Draft for a verification server, and serve own users over it."""
+    import asyncio
+    import logging
+
+    from penstock.api.edge import DraftSettings, serve_drafts
+    from penstock.cli.models import drafter_folder
+    from penstock.config import NGRAM, ConfigError
+    from penstock.engine.models.config import CheckpointError
+    from penstock.serving.drafters import DrafterOptions
+    from penstock.serving.link import LinkRefused
+
+    logging.basicConfig(format="penstock: %(levelname)s: %(message)s")
+    with one_line(ConfigError, CheckpointError, LinkRefused):
+        if dtype not in (dtypes := ("auto", "float32", "bfloat16", "float16")):
+            raise ConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(dtypes)}")
+        if no_assignments and listen is None:
+            raise ConfigError("--no-assignments without --listen leaves nothing to draft for")
+        endpoint = _endpoint(connect, token, cert, key, ca)
+        name, folder = drafter_folder(model)
+        options = DrafterOptions(
+            name=name,
+            model=folder,
+            uses_model=name != NGRAM,
+            dtype=dtype,
+            max_draft_tokens=max_draft_tokens,
+            takes_assignments=not no_assignments,
+        )
+        address = None if listen is None else _listen_address(listen)
+        asyncio.run(serve_drafts(DraftSettings(endpoint, options, address), _announce))
+
+
+def _endpoint(
+    connect: str, token: str | None, cert: Path | None, key: Path | None, ca: Path | None
+) -> Endpoint:
+    """Raises: ConfigError."""
+    from penstock.config import ConfigError
+    from penstock.serving.link import Endpoint
+    from penstock.transport.service import channel_credentials
+
+    host, port = _host_and_port("--connect", connect)
+    if not host or not port:
+        raise ConfigError(f"--connect takes HOST:PORT, not {connect!r}")
+    if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
+        raise ConfigError("--token must be printable ASCII characters")
+    if (cert is None) != (key is None):
+        raise ConfigError("--cert and --key belong together; one of them is missing")
+    if cert is None and ca is None:
+        return Endpoint(connect, token=token)
+    _check_certificates(cert, key, ca)
+    return Endpoint(connect, channel_credentials(ca, cert, key), token)
+
+
+def _check_certificates(cert: Path | None, key: Path | None, ca: Path | None) -> None:
+    """Say now what gRPC would only show by never connecting. Raises: ConfigError."""
+    import ssl
+
+    from penstock.config import ConfigError
+
+    context = ssl.create_default_context()
+    for path in (ca, cert, key):
+        try:
+            if path is not None:
+                path.read_bytes()
+        except OSError as error:
+            raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    try:
+        if ca is not None:
+            context.load_verify_locations(ca)
+    except ssl.SSLError as error:
+        raise ConfigError(f"--ca: {ca} holds no certificates in PEM format") from error
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password="")
+    except ssl.SSLError as error:
+        raise ConfigError(
+            f"--cert, --key: {cert} and {key} are no certificate and its unencrypted key in PEM "
+            "format"
+        ) from error
+
+
+def _listen_address(text: str) -> tuple[str, int]:
+    host, port = _host_and_port("--listen", text)
+    return host or "127.0.0.1", port
+
+
+def _host_and_port(option: str, text: str) -> tuple[str, int]:
+    """Raises: ConfigError."""
+    from penstock.config import ConfigError
+
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 65536):
+        raise ConfigError(f"{option}: {port!r} in {text!r} is no port; ports go up to 65535")
+    return host.strip("[]"), int(port)
+
+
+def _announce(line: str) -> None:
+    print(f"penstock: {line}", flush=True)

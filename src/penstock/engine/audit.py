@@ -1,0 +1,169 @@
+"""Drafts of other machines recomputed here, by the same small model.
+
+`ratio` verification is exact only if a draft token was sampled from the distribution that is
+reported. A sample of drafts is therefore computed again: the distribution from the model, and the
+draw from the distribution, since all noise is a function of (seed, position). For a draft that is
+compared with the target's own sample, the guess is computed again; a false one costs its server
+acceptance and nobody anything.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.core.types import SamplingParams
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.eager import EagerRunner
+from penstock.engine.remote import Weights
+from penstock.engine.sampling import SamplingRows, sample_coupled
+from penstock.engine.sampling.coupled import gumbel_argmax
+from penstock.engine.sampling.filters import filtered_probs
+from penstock.engine.sampling.noise import Salt
+from penstock.engine.sequences import TokenBuffer
+
+MAX_TOKENS = 4096
+"""Longer texts are not audited: it would take seconds."""
+
+_BLOCK_SIZE = 16
+_MAX_WAITING = 8
+
+
+class Audit(NamedTuple):
+    """A draft to be recomputed by the drafter `model`; `text` is what it stands behind."""
+
+    drafter: str
+    model: str
+    text: tuple[int, ...]
+    sampling: SamplingParams
+    token_ids: tuple[int, ...]
+    weights: Sequence[Weights] | None
+
+
+class Finding(NamedTuple):
+    """What an audit came to. num_false_draws: tokens that the reported distribution does not give
+    at their positions, or, without one, that the model does not foresee. distance: the mean total
+    variation of the distributions; 0 without any."""
+
+    drafter: str
+    weighted: bool
+    num_tokens: int
+    num_false_draws: int
+    distance: float
+
+
+class Auditor:
+    """Recomputes drafts in a thread of its own; when it is behind it lets some go."""
+
+    def __init__(self, models: Mapping[str, Path]) -> None:
+        self._models = dict(models)
+        self._runners: dict[str, EagerRunner] = {}
+        self._waiting: queue.Queue[Audit] = queue.Queue(_MAX_WAITING)
+        self._found: queue.Queue[Finding] = queue.Queue()
+        self._thread: threading.Thread | None = None
+
+    def submit(
+        self,
+        drafter: str,
+        model: str,
+        text: TokenBuffer,
+        token_ids: tuple[int, ...],
+        weights: Sequence[Weights] | None,
+    ) -> None:
+        """Recompute a draft behind `text` before long, if it can be."""
+        is_long = text.length + len(token_ids) > MAX_TOKENS
+        if model not in self._models or not token_ids or is_long:
+            return
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="audits", daemon=True)
+            self._thread.start()
+        if not self._waiting.full():
+            known = tuple(text.span(0, text.length).tolist())
+            sampling = text.request.sampling
+            self._waiting.put_nowait(Audit(drafter, model, known, sampling, token_ids, weights))
+
+    def findings(self) -> list[Finding]:
+        """Those that are new since the last call."""
+        found = []
+        while not self._found.empty():
+            found.append(self._found.get_nowait())
+        return found
+
+    def _run(self) -> None:
+        while True:
+            audit = self._waiting.get()
+            self._found.put(self.check(audit))
+
+    @torch.inference_mode()
+    def check(self, audit: Audit) -> Finding:
+        """Recompute one draft now."""
+        num_tokens = len(audit.token_ids)
+        logits = self._logits(audit)
+        beyond = [ids for ids, _ in audit.weights or () if max(ids) >= logits.shape[1]]
+        if beyond:
+            return Finding(audit.drafter, True, num_tokens, num_tokens, 1.0)
+        rows = _rows(audit.sampling, num_tokens)
+        positions = np.arange(len(audit.text), len(audit.text) + num_tokens)
+        tokens = torch.tensor(audit.token_ids)
+        distance = 0.0
+        if audit.weights is None:
+            expected = sample_coupled(logits, rows, positions)
+        else:
+            reported = torch.zeros_like(logits)
+            for row, (ids, values) in zip(reported, audit.weights, strict=True):
+                row[list(ids)] = torch.tensor(values, dtype=torch.float32)
+            expected = gumbel_argmax(reported.log(), rows, positions, Salt.DRAFT)
+            reported /= reported.sum(dim=-1, keepdim=True)
+            own = _cut(filtered_probs(logits, rows), [len(ids) for ids, _ in audit.weights])
+            distance = float((own - reported).abs().sum(dim=-1).mean()) / 2
+        num_false = int((expected != tokens).sum())
+        return Finding(audit.drafter, audit.weights is not None, num_tokens, num_false, distance)
+
+    def _logits(self, audit: Audit) -> torch.Tensor:
+        """[draft tokens, V]: what the model says where each of them stands."""
+        runner = self._runner(audit.model)
+        known = np.array((*audit.text, *audit.token_ids[:-1]), dtype=np.int32)
+        length = len(known)
+        batch = RaggedBatch(
+            token_ids=known,
+            positions=np.arange(length, dtype=np.int32),
+            query_start=np.array([0, length], dtype=np.int32),
+            seq_lens=np.array([length], dtype=np.int32),
+            block_tables=np.arange(-(-length // _BLOCK_SIZE), dtype=np.int32)[None],
+            logits_rows=np.arange(length - len(audit.token_ids), length, dtype=np.int32),
+        )
+        return runner.forward(batch)
+
+    def _runner(self, model: str) -> EagerRunner:
+        runner = self._runners.get(model)
+        if runner is None:
+            blocks = MAX_TOKENS // _BLOCK_SIZE
+            device = torch.device("cpu")
+            path = self._models[model]
+            runner = EagerRunner.load(path, torch.float32, device, blocks, _BLOCK_SIZE)
+            self._runners[model] = runner
+        return runner
+
+
+def _rows(sampling: SamplingParams, num_rows: int) -> SamplingRows:
+    return SamplingRows(
+        temperature=np.full(num_rows, sampling.temperature),
+        top_p=np.full(num_rows, sampling.top_p),
+        top_k=np.full(num_rows, sampling.top_k, dtype=np.int64),
+        seed=np.full(num_rows, sampling.seed, dtype=np.uint64),
+    )
+
+
+def _cut(probs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
+    """Rows [n, V] reduced to their likeliest tokens, and normalised again."""
+    kept = torch.zeros_like(probs)
+    for row, out, size in zip(probs, kept, sizes, strict=True):
+        top = row.topk(size)
+        out[top.indices] = top.values / top.values.sum()
+    return kept

@@ -1,0 +1,240 @@
+"""What sessions draft with: a model with its own paged KV, or look-up in the text itself."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from penstock.core.blocks import BlockPool
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.drafters.ngram import NgramIndex
+from penstock.engine.drafters.sessions import Guess, Session, TopWeights
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled
+from penstock.engine.sampling.coupled import gumbel_argmax
+from penstock.engine.sampling.filters import filtered_probs
+from penstock.engine.sampling.noise import Salt
+from penstock.engine.sampling.params import IntArray
+
+_CHUNK = 256
+_CHUNK_AHEAD = 64
+"""Tokens of one text that are read in a step, so that a long one does not hold up the others."""
+
+Quantise = Callable[[torch.Tensor], list[TopWeights]]
+"""Truncated integer distributions of draft_probs [rows, V] float32."""
+
+
+@dataclass(slots=True)
+class _Cached:
+    """What of a session is in the KV cache: its first `num_computed` tokens, in these blocks."""
+
+    num_computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+
+
+class ModelProposer:
+    """A small model. Its KV cache belongs to the sessions that were used last; others lose theirs
+    when it is full, and are read again when their turn comes.
+
+    quantise: makes the distributions that `ratio` drafts are sampled from
+    """
+
+    def __init__(
+        self, runner: ModelRunner, quantise: Quantise, sample: Sampler = sample_coupled
+    ) -> None:
+        self._runner = runner
+        self._quantise = quantise
+        self._sample = sample
+        self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=False)
+        self._cached: OrderedDict[str, _Cached] = OrderedDict()
+        self._num_guessed = runner.config.vocab_size
+
+    @property
+    def max_length(self) -> int:
+        return min(self._runner.config.max_position_embeddings, self._pool.capacity_tokens)
+
+    @property
+    def vocab_size(self) -> int:
+        return self._runner.config.vocab_size
+
+    @property
+    def kv_usage(self) -> float:
+        return self._pool.num_used_blocks / self._pool.num_blocks
+
+    def limit_vocab(self, size: int) -> None:
+        self._num_guessed = min(size, self.vocab_size)
+
+    def cut(self, session: Session, length: int) -> None:
+        cached = self._cached.get(session.key)
+        if cached is not None:
+            cached.num_computed = min(cached.num_computed, length)
+
+    def forget(self, session: Session) -> None:
+        cached = self._cached.pop(session.key, None)
+        if cached is not None:
+            self._pool.free(cached.blocks)
+
+    def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
+        taken = self._take_blocks(sessions, ahead)
+        if not taken:
+            return
+        logits = self._runner.forward(self._batch(taken))
+        if self._num_guessed < self.vocab_size:
+            logits = logits[:, : self._num_guessed].contiguous()
+        sampling = []
+        for session, end in taken:
+            self._cached[session.key].num_computed = end
+            if end == session.length:
+                sampling.append(session)
+        if sampling:
+            for session, guess in zip(sampling, self._guess(sampling, logits), strict=True):
+                session.guesses.append(guess)
+
+    # --- memory ---------------------------------------------------------------------------------
+
+    def _take_blocks(self, sessions: Sequence[Session], ahead: bool) -> list[tuple[Session, int]]:
+        """The sessions for which there is memory now, and how far each is to be computed."""
+        taken: list[tuple[Session, int]] = []
+        spared: set[str] = set()
+        for session in sessions:
+            cached = self._cached.setdefault(session.key, _Cached())
+            self._cached.move_to_end(session.key)
+            start = min(cached.num_computed, session.length - 1)
+            end = min(start + (_CHUNK_AHEAD if ahead else _CHUNK), session.length)
+            missing = self._pool.blocks_for(end) - len(cached.blocks)
+            spared.add(session.key)
+            if ahead and not self._pool.can_allocate(max(missing, 0)):
+                session.is_stuck = True
+                continue
+            if missing > 0 and not self._make_room(missing, spared):
+                # Whoever is in this step goes first; alone, there will never be room.
+                session.is_stuck = not taken
+                continue
+            if missing > 0:
+                cached.blocks += self._pool.allocate(missing)
+            cached.num_computed = start
+            taken.append((session, end))
+        return taken
+
+    def _make_room(self, num_blocks: int, spared: set[str]) -> bool:
+        """Evict sessions, the least recently used first, until `num_blocks` are free."""
+        for key in [k for k in self._cached if k not in spared]:
+            if self._pool.can_allocate(num_blocks):
+                break
+            self._pool.free(self._cached.pop(key).blocks)
+        return self._pool.can_allocate(num_blocks)
+
+    def _batch(self, taken: Sequence[tuple[Session, int]]) -> RaggedBatch:
+        cached = [self._cached[session.key] for session, _ in taken]
+        spans = [(c.num_computed, end) for c, (_, end) in zip(cached, taken, strict=True)]
+        query_start = np.zeros(len(taken) + 1, dtype=np.int32)
+        np.cumsum([end - start for start, end in spans], out=query_start[1:])
+        tables = np.zeros((len(taken), max(len(c.blocks) for c in cached)), dtype=np.int32)
+        for row, entry in zip(tables, cached, strict=True):
+            row[: len(entry.blocks)] = entry.blocks
+        reaches_end = np.array([end == session.length for session, end in taken])
+        tokens = [t for (s, _), span in zip(taken, spans, strict=True) for t in s.span(*span)]
+        return RaggedBatch(
+            token_ids=np.array(tokens, dtype=np.int32),
+            positions=np.concatenate([np.arange(*span, dtype=np.int32) for span in spans]),
+            query_start=query_start,
+            seq_lens=np.array([end for _, end in taken], dtype=np.int32),
+            block_tables=tables,
+            logits_rows=(query_start[1:] - 1)[reaches_end],
+        )
+
+    # --- sampling -------------------------------------------------------------------------------
+
+    def _guess(self, sessions: Sequence[Session], logits: torch.Tensor) -> list[Guess]:
+        params = [s.sampling for s in sessions]
+        rows = SamplingRows(
+            temperature=np.array([p.temperature for p in params], dtype=np.float64),
+            top_p=np.array([p.top_p for p in params], dtype=np.float64),
+            top_k=np.array([p.top_k for p in params], dtype=np.int64),
+            seed=np.array([p.seed for p in params], dtype=np.uint64),
+        )
+        positions = np.array([s.length for s in sessions], dtype=np.int64)
+        drawn = np.array([s.samples_next for s in sessions])
+        guesses: list[Guess | None] = [None] * len(sessions)
+        for draw, chosen in ((True, np.flatnonzero(drawn)), (False, np.flatnonzero(~drawn))):
+            if chosen.size:
+                guess = self._draw if draw else self._foresee
+                part = logits[torch.from_numpy(chosen).to(logits.device)]
+                for i, made in zip(
+                    chosen, guess(part, rows.take(chosen), positions[chosen]), strict=True
+                ):
+                    guesses[i] = made
+        return [g for g in guesses if g is not None]
+
+    def _foresee(
+        self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
+    ) -> list[Guess]:
+        """Guesses at the target's own samples, under the same noise."""
+        tokens = self._sample(logits, rows, positions)
+        divisor = torch.from_numpy(np.where(rows.greedy, 1.0, rows.temperature)).float()
+        scores = logits / divisor.to(logits.device).unsqueeze(-1)
+        chosen = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        confidence = (chosen - scores.logsumexp(dim=-1)).exp()
+        return [Guess(t, c) for t, c in zip(tokens.tolist(), confidence.tolist(), strict=True)]
+
+    def _draw(self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> list[Guess]:
+        """Samples from truncated distributions. Confidence is that in the likeliest token: it must
+        not depend on which one is drawn."""
+        sources = self._quantise(filtered_probs(logits, rows))
+        scores = torch.full(logits.shape, -torch.inf)
+        for row, source in zip(scores, sources, strict=True):
+            row[list(source.token_ids)] = torch.tensor(source.weights, dtype=torch.float32).log()
+        tokens = gumbel_argmax(scores, rows, positions, Salt.DRAFT).tolist()
+        return [
+            Guess(token, max(source.weights) / sum(source.weights), source)
+            for token, source in zip(tokens, sources, strict=True)
+        ]
+
+
+class LookupProposer:
+    """What followed the last time that a request's text ended as it does now.
+
+    weight_sum: of a distribution's integer weights; here all of it is on one token
+    """
+
+    def __init__(self, vocab_size: int, weight_sum: int) -> None:
+        self._vocab_size = vocab_size
+        self._weight_sum = weight_sum
+        self._indices: dict[str, NgramIndex] = {}
+
+    @property
+    def max_length(self) -> int:
+        return 1 << 31
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocab_size
+
+    @property
+    def kv_usage(self) -> float:
+        return 0.0
+
+    def limit_vocab(self, size: int) -> None:
+        """Only what is in the text is guessed."""
+
+    def cut(self, session: Session, length: int) -> None:
+        """Only verified text is ever looked at."""
+
+    def forget(self, session: Session) -> None:
+        self._indices.pop(session.key, None)
+
+    def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
+        for session in sessions:
+            index = self._indices.setdefault(session.key, NgramIndex())
+            index.append(session.text[len(index) :])
+            proposed = index.propose(len(session.guesses) + 1)
+            if not proposed:
+                session.is_stuck = True
+                continue
+            token = proposed[-1]
+            point = TopWeights((token,), (self._weight_sum,))
+            session.guesses.append(Guess(token, 0.5, point if session.samples_next else None))

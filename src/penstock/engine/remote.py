@@ -1,0 +1,111 @@
+"""Drafters elsewhere: orders on their way out, and drafts until they are verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from penstock.core.types import DraftOrder, VerifyItem
+from penstock.engine.drafters.base import Draft
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sequences import TokenBuffer
+
+Weights = tuple[Sequence[int], Sequence[int]]
+"""Token ids and positive integer weights: the distribution that one draft token was sampled from.
+All others have probability 0."""
+
+Sink = Callable[[Sequence[DraftOrder], Mapping[str, TokenBuffer]], None]
+
+
+class RemoteOrders:
+    """Hands orders to whoever carries them to the draft servers.
+
+    sink: called with the orders of one lane, and with the texts of those requests among them that
+    are ordered for the first time
+    """
+
+    def __init__(self) -> None:
+        self.sink: Sink | None = None
+        self._known: set[str] = set()
+        self._sent_at: dict[str, float] = {}
+
+    def send(
+        self, orders: Sequence[DraftOrder], texts: Mapping[str, TokenBuffer], now: float
+    ) -> None:
+        if self.sink is None:
+            return
+        ids = [o.request_id for o in orders]
+        news = {i: texts[i] for i in ids if i not in self._known}
+        self._known.update(news)
+        self._sent_at.update(dict.fromkeys(ids, now))
+        if orders:
+            self.sink(orders, news)
+
+    def oldest(self, items: Sequence[VerifyItem], now: float) -> float:
+        """When the first of the orders went out that the decoding items of a step waited for;
+        `now` without any."""
+        sent = [(self._sent_at.pop(i.request_id, now), i.num_scheduled_tokens) for i in items]
+        # One that prefills has been preempted meanwhile: it waited for memory.
+        return min((at for at, num_tokens in sent if num_tokens == 1), default=now)
+
+    def forget(self, request_id: str) -> None:
+        self._known.discard(request_id)
+        self._sent_at.pop(request_id, None)
+
+
+class _Held(NamedTuple):
+    epoch: int
+    round: int
+    draft: Draft
+    probs: torch.Tensor | None
+    weights: Sequence[Weights] | None
+
+
+class HeldDrafts:
+    """At most one draft a request, by epoch and round; gone with the next step of its request."""
+
+    def __init__(self) -> None:
+        self._held: dict[str, _Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(
+        self,
+        request_id: str,
+        epoch: int,
+        round_: int,
+        draft: Draft,
+        probs: torch.Tensor | None = None,
+        weights: Sequence[Weights] | None = None,
+    ) -> None:
+        """Keep a draft, with dense distributions or with weights; an older one never replaces a
+        newer one."""
+        old = self._held.get(request_id)
+        if old is None or (old.epoch, old.round) <= (epoch, round_):
+            self._held[request_id] = _Held(epoch, round_, draft, probs, weights)
+
+    def take(
+        self, item: VerifyItem, target: ModelRunner
+    ) -> tuple[Draft, torch.Tensor | None] | None:
+        """The draft of an item's epoch and round, with its distributions [tokens, V]."""
+        held = self._held.pop(item.request_id, None)
+        if held is None or (held.epoch, held.round) != (item.epoch, item.round):
+            return None
+        if held.weights is None:
+            return held.draft, held.probs
+        num_tokens = len(held.draft.token_ids)
+        return Draft(held.draft.token_ids, list(range(num_tokens))), _dense(held.weights, target)
+
+    def forget(self, request_id: str) -> None:
+        self._held.pop(request_id, None)
+
+
+def _dense(weights: Sequence[Weights], target: ModelRunner) -> torch.Tensor:
+    """[rows, V] float32. Exact where the weights sum to a power of two of at most 2^24."""
+    rows = torch.zeros(len(weights), target.config.vocab_size)
+    for row, (ids, values) in zip(rows, weights, strict=True):
+        row[list(ids)] = torch.tensor(values, dtype=torch.float32) / sum(values)
+    return rows.to(target.device)

@@ -1,0 +1,224 @@
+"""Rounds without time: allocation policies against clients that draft, round after round.
+
+The policies are the scheduler's own objects; only requests and verdicts are made up here. A round
+is GoodSpeed's Algorithm 1: every client drafts what it was granted, all drafts are verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Outcome, StepWork
+from penstock.core.estimators import Estimators
+from penstock.core.state import RequestState, Tenant
+from penstock.core.types import Request, Verdict
+
+FloatArray = NDArray[np.float64]
+IntArray = NDArray[np.int64]
+
+
+class Client(Protocol):
+    """A draft server with its user."""
+
+    def num_accepted(self, num_draft_tokens: int) -> int:
+        """How many of its draft tokens the target keeps in this round; the next round is another
+        one."""
+        ...
+
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> tuple[int, float]:
+        """How many positions of the round that has ended were decided, and the successes among
+        them."""
+        ...
+
+
+class GeometricClients:
+    """Clients whose draft tokens are accepted one by one with probability `rates[round, client]`.
+
+    Every (round, client, position) has a random number of its own, so that all policies meet the
+    same luck. overlaps: evidence is Σ min(1, target/draft) over all positions, as in eq. 3, of a
+    Beta distribution with mean `rates` and four tokens' worth of concentration; otherwise it is
+    what was accepted, up to the first rejection.
+    """
+
+    def __init__(
+        self, rates: FloatArray, seed: int, most: int = 32, overlaps: bool = False
+    ) -> None:
+        self.rates = rates
+        rng = np.random.default_rng(seed)
+        self._draws = rng.random((*rates.shape, most), dtype=np.float32)
+        self._overlaps: FloatArray | None = None
+        if overlaps:
+            shape = np.broadcast_to(rates[..., None], self._draws.shape)
+            self._overlaps = rng.beta(4 * shape, 4 * (1 - shape))
+
+    def clients(self) -> list[Client]:
+        return [_Geometric(self, i) for i in range(self.rates.shape[1])]
+
+    def accepts(self, round_index: int, client: int) -> list[bool]:
+        limit = self.rates[round_index, client]
+        if self._overlaps is not None:
+            limit = self._overlaps[round_index, client]
+        kept: list[bool] = (self._draws[round_index, client] < limit).tolist()
+        return kept
+
+    def overlap(self, round_index: int, client: int, num_tokens: int) -> float | None:
+        """Σ min(1, target/draft) of a draft, where that is the evidence."""
+        if self._overlaps is None:
+            return None
+        return float(self._overlaps[round_index, client, :num_tokens].sum())
+
+
+class _Geometric:
+    def __init__(self, world: GeometricClients, client: int) -> None:
+        self._world = world
+        self._client = client
+        self._round = 0
+
+    def num_accepted(self, num_draft_tokens: int) -> int:
+        kept = self._world.accepts(self._round, self._client)[:num_draft_tokens]
+        self._round += 1
+        return kept.index(False) if False in kept else len(kept)
+
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> tuple[int, float]:
+        overlap = self._world.overlap(self._round - 1, self._client, num_draft_tokens)
+        if overlap is not None:
+            return num_draft_tokens, overlap
+        return min(num_draft_tokens, num_accepted + 1), float(num_accepted)
+
+
+@dataclass(frozen=True)
+class RoundTimes:
+    """What a round takes that waits for every draft: T = max(S_i t_i + rtt_i) + verify(rows), in
+    seconds; round_trip and per_token have shape [clients]."""
+
+    round_trip: FloatArray
+    per_token: FloatArray
+    verify_start: float
+    verify_per_row: float
+
+    def drafts(self, lengths: IntArray) -> FloatArray:
+        """Seconds until each draft is here; 0 for who has none."""
+        return np.where(lengths > 0, self.round_trip + self.per_token * lengths, 0.0)
+
+    def verify(self, num_rows: int) -> float:
+        return self.verify_start + self.verify_per_row * num_rows
+
+
+@dataclass(frozen=True)
+class Played:
+    """What rounds came to: draft lengths and realised goodput (accepted + 1), both of shape
+    [rounds, clients], and seconds, shape [rounds]."""
+
+    lengths: IntArray
+    tokens: IntArray
+    seconds: FloatArray
+
+    def per_second(self) -> FloatArray:
+        """Tokens a second of each client."""
+        return np.asarray(self.tokens.sum(axis=0) / self.seconds.sum())
+
+
+def play(
+    policy: AllocationPolicy,
+    clients: Sequence[Client],
+    budget: int,
+    rounds: int,
+    weights: Mapping[str, float] | None = None,
+    watch: Callable[[], None] = lambda: None,
+    times: RoundTimes | None = None,
+) -> Played:
+    """Let a policy allocate `budget` draft tokens a round among clients, each a tenant (c0, c1, …)
+    with one request that never ends. `watch` is called after every round; without `times` each
+    takes a second, and nothing is measured."""
+    names = [f"c{i}" for i in range(len(clients))]
+    tenants = {name: Tenant(name, (weights or {}).get(name, 1.0)) for name in names}
+    states = [
+        RequestState(Request(name, 8, 1 << 30, tenant=name), i) for i, name in enumerate(names)
+    ]
+    candidates = [DraftCandidate(s, n, budget) for s, n in zip(states, names, strict=True)]
+    estimators = Estimators()
+    lengths = np.zeros((rounds, len(clients)), dtype=np.int64)
+    tokens = np.zeros_like(lengths)
+    seconds = np.ones(rounds)
+    now = 0.0
+    for t in range(rounds):
+        work = StepWork(budget, len(clients), len(clients), estimators, now, tenants)
+        grants = policy.allocate(candidates, work)
+        outcomes = []
+        for i, (state, grant) in enumerate(zip(states, grants, strict=True)):
+            length = grant.num_draft_tokens
+            accepted = clients[i].num_accepted(length)
+            lengths[t, i], tokens[t, i] = length, accepted + 1
+            evidence = clients[i].evidence(length, accepted)
+            outcomes.append(Outcome(state, _verdict(state, t, length, accepted, evidence)))
+        if times is not None:
+            seconds[t] = _measure(times, lengths[t], estimators, names)
+        now += seconds[t]
+        policy.observe(outcomes, now)
+        watch()
+    return Played(lengths, tokens, seconds)
+
+
+def _measure(
+    times: RoundTimes, lengths: IntArray, estimators: Estimators, names: Sequence[str]
+) -> float:
+    """Seconds of a round, of which the estimators are told what a verifier can measure."""
+    drafts = times.drafts(lengths)
+    for name, length, seconds in zip(names, lengths.tolist(), drafts.tolist(), strict=True):
+        if length:
+            estimators.links.observe(name, length, seconds)
+    rows = len(names) + int(lengths.sum())
+    estimators.step_times.target.observe(rows, times.verify(rows))
+    return float(drafts.max()) + times.verify(rows)
+
+
+def _verdict(
+    state: RequestState, t: int, length: int, accepted: int, evidence: tuple[int, float]
+) -> Verdict:
+    drafter = state.request.tenant if length else None
+    tokens = (0,) * (accepted + 1)
+    return Verdict(state.request.id, 0, t, tokens, drafter, length, accepted, *evidence)
+
+
+class RecordedClient:
+    """Plays measured acceptance back: one recorded request after another, in a random order."""
+
+    def __init__(self, rows: Sequence[Sequence[int]], seed: Sequence[int]) -> None:
+        self._rows = rows
+        self._order = np.random.default_rng(seed).permutation(len(rows))
+        self._next_row = 0
+        self._position = 0
+
+    def most_accepted(self) -> int:
+        """How many draft tokens the target would keep in this round, however many there were."""
+        return self._row()[self._position] - 1
+
+    def num_accepted(self, num_draft_tokens: int) -> int:
+        accepted = min(self.most_accepted(), num_draft_tokens)
+        self._position += accepted + 1
+        if self._position >= len(self._row()):
+            self._next_row += 1
+            self._position = 0
+        return accepted
+
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> tuple[int, float]:
+        return min(num_draft_tokens, num_accepted + 1), float(num_accepted)
+
+    def _row(self) -> Sequence[int]:
+        return self._rows[self._order[self._next_row % len(self._order)]]
+
+
+def jumping_rates(rounds: int, clients: int, dwell: int, seed: int) -> FloatArray:
+    """Acceptance that jumps by 0.3 within [0.3, 0.9] every `dwell` rounds, each client at times of
+    its own; shape [rounds, clients]."""
+    rng = np.random.default_rng((seed, dwell))
+    start = rng.uniform(0.3, 0.9, clients)
+    up = np.where(start < 0.6, 0.3, -0.3)
+    phase = rng.integers(0, dwell, clients)
+    jumps = (np.arange(rounds)[:, None] + phase) // dwell
+    return np.asarray(start + up * (jumps % 2))

@@ -1,0 +1,265 @@
+"""A draft server: drafts for the requests that a verification server assigns to it.
+
+Messages may come twice, late and in any order. Verdicts are joined by position, assignments wait
+until the text has come as far as they say, and of two the one with the higher (epoch, round)
+counts. Every assignment is answered once, if only by an empty draft when it is too late: the
+verification server holds whoever does not answer for dead.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from penstock.core.types import SamplingParams
+from penstock.engine.drafters.sessions import DraftingSessions, Order, SessionDraft
+from penstock.serving.drafting import DraftingThread
+from penstock.serving.link import Endpoint, Link
+from penstock.serving.tracked import Tracked
+from penstock.serving.verified_text import Piece, VerifiedText
+from penstock.transport.v1 import drafting_pb2 as pb
+
+_MAX_STRAYS = 1024
+"""Verdicts kept for requests that are not known yet; releases that are remembered."""
+
+_DOUBT_S = 0.1
+
+_log = logging.getLogger(__name__)
+
+
+class DraftServer:
+    """Everything that is drafted for over one link.
+
+    on_connected, on_lost: called when a stream has begun and when it has ended
+    """
+
+    def __init__(self, endpoint: Endpoint, hello: pb.Hello, sessions: DraftingSessions) -> None:
+        self.link = Link(endpoint, hello, self)
+        self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
+        """Of the first stream."""
+        self.on_connected: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[], None] = lambda: None
+        self.limits = pb.Welcome()
+        """Of the last stream."""
+        self._takes_assignments = hello.takes_assignments
+        self._drafting = DraftingThread(sessions, self._send_drafts)
+        self._by_wire_id: dict[str, Tracked] = {}
+        self._by_key: dict[str, Tracked] = {}
+        self._strays: OrderedDict[tuple[str, int], Piece] = OrderedDict()
+        self._released: OrderedDict[str, tuple[int, int]] = OrderedDict()
+        self._num_opened = 0
+
+    async def run(self) -> None:
+        """Draft until cancelled. Raises: LinkRefused; whatever ends the drafting thread."""
+        self._drafting.start()
+        link = asyncio.create_task(self.link.run())
+        try:
+            await asyncio.wait((link, self._drafting.failed), return_when=asyncio.FIRST_COMPLETED)
+            (link if link.done() else self._drafting.failed).result()
+        finally:
+            link.cancel()
+            await asyncio.gather(link, return_exceptions=True)
+            await self._drafting.stop()
+
+    # --- edge ingress ---------------------------------------------------------------------------
+
+    def open(self, tracked: Tracked, message: pb.Open) -> None:
+        """Have a text of ours continued on the present stream. `message`: as `Tracked.opening`
+        writes it; its id is given here."""
+        self._num_opened += 1
+        tracked.begin_stream(f"{self._num_opened:x}")
+        self._by_wire_id[tracked.wire_id] = tracked
+        params = self._in_effect(tracked.sampling)
+        if tracked.drafted_as != params:
+            self._begin(tracked, params)
+        message.request_id = tracked.wire_id
+        self.link.send(pb.Up(open=message))
+
+    def close(self, tracked: Tracked) -> None:
+        """The text is not wanted any more."""
+        if self._by_wire_id.get(tracked.wire_id) is tracked:
+            self._answer(tracked)
+            self.link.send(pb.Up(close=pb.Close(request_id=tracked.wire_id)))
+        self._forget(tracked)
+
+    def _in_effect(self, params: SamplingParams) -> SamplingParams:
+        """`ratio` verification is for servers that are trusted."""
+        return params if self.limits.trusted else replace(params, verification="coupled")
+
+    # --- the link -------------------------------------------------------------------------------
+
+    def connected(self, welcome: pb.Welcome) -> None:
+        self.limits = welcome
+        self._drafting.post(lambda sessions: sessions.proposer.limit_vocab(welcome.vocab_size))
+        if not self.welcome.done():
+            self.welcome.set_result(welcome)
+        self.on_connected()
+
+    def lost(self) -> None:
+        for tracked in list(self._by_wire_id.values()):
+            if tracked.listener is None:
+                self._forget(tracked)
+        self._by_wire_id.clear()
+        self._strays.clear()
+        self._released.clear()
+        self.on_lost()
+
+    def received(self, message: pb.Down) -> None:
+        match message.WhichOneof("message"):
+            case "opened":
+                self._opened(message.opened)
+            case "assign":
+                self._assign(message.assign)
+            case "verdict":
+                self._verdict(message.verdict)
+            case "replay":
+                self._replay(message.replay)
+            case "release":
+                self._release(message.release.request_id)
+            case "refused":
+                self._refuse(message.refused)
+            case _:
+                pass
+
+    def _opened(self, opened: pb.Opened) -> None:
+        tracked = self._by_wire_id.get(opened.request_id)
+        if tracked is not None:
+            tracked.is_taken = True
+
+    def _assign(self, assign: pb.Assign) -> None:
+        tracked = self._by_wire_id.get(assign.request_id) or self._adopt(assign)
+        if tracked is None or not tracked.is_news(assign):
+            return
+        tracked.is_taken = True
+        self._answer(tracked)
+        tracked.asked, tracked.newest = assign, (assign.epoch, assign.round)
+        self._order(tracked)
+
+    def _adopt(self, assign: pb.Assign) -> Tracked | None:
+        """Begin with a request of somebody else's, if this is the first of its assignments."""
+        request_id = assign.request_id
+        released = self._released.get(request_id, (-1, -1))
+        is_first = bool(assign.prefix_token_ids) and (assign.epoch, assign.round) > released
+        if not is_first or not self._takes_assignments:
+            return None
+        sampling = assign.sampling
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            top_k=sampling.top_k,
+            seed=sampling.seed,
+            verification="ratio" if sampling.ratio else "coupled",
+        )
+        text = VerifiedText(assign.prefix_token_ids)
+        tracked = Tracked(request_id, text, params, wire_id=request_id)
+        self._by_wire_id[request_id] = tracked
+        self._begin(tracked, params)
+        for key in [k for k in self._strays if k[0] == request_id]:
+            self._advance(tracked, self._strays.pop(key))
+        return tracked
+
+    def _verdict(self, verdict: pb.Verdict) -> None:
+        tracked = self._by_wire_id.get(verdict.request_id)
+        if tracked is not None:
+            tracked.is_taken = True
+            self._advance(tracked, Piece.of(verdict))
+        else:
+            self._strays[verdict.request_id, verdict.start] = Piece.of(verdict)
+            if len(self._strays) > _MAX_STRAYS:
+                self._strays.popitem(last=False)
+
+    def _replay(self, replay: pb.Replay) -> None:
+        tracked = self._by_wire_id.get(replay.request_id)
+        if tracked is not None:
+            self._advance(tracked, Piece(replay.start, tuple(replay.token_ids)))
+
+    def _release(self, request_id: str) -> None:
+        tracked = self._by_wire_id.get(request_id)
+        if tracked is not None and tracked.listener is None:
+            self._drop(tracked)
+
+    def _refuse(self, refused: pb.Refused) -> None:
+        """A request was not opened; or it was, and something else about it was refused, such as a
+        repetition. Which it was shows soon."""
+        _log.debug("request %s: refused: %s", refused.request_id, refused.reason)
+        tracked = self._by_wire_id.get(refused.request_id)
+        if tracked is not None and not tracked.is_taken:
+            loop = asyncio.get_running_loop()
+            loop.call_later(_DOUBT_S, self._believe, tracked, refused)
+
+    def _believe(self, tracked: Tracked, refused: pb.Refused) -> None:
+        if self._by_wire_id.get(refused.request_id) is tracked and not tracked.is_taken:
+            self._advance(tracked, Piece(len(tracked.text), (), 0, "refused", refused.reason))
+
+    # --- texts and drafts -----------------------------------------------------------------------
+
+    def _advance(self, tracked: Tracked, piece: Piece) -> None:
+        for news in tracked.text.take(piece):
+            if news.token_ids:
+                self._drafting.post(partial(_extend, tracked.key, news))
+            self._order(tracked)
+            if news.finish_reason:
+                self._finish(tracked)
+            if tracked.listener is not None:
+                tracked.listener(news, tracked.num_proposed(news))
+
+    def _finish(self, tracked: Tracked) -> None:
+        """No more comes of a request on this stream. One of edge ingress may be opened again."""
+        if tracked.listener is None:
+            self._drop(tracked)
+        else:
+            self._answer(tracked)
+            self._by_wire_id.pop(tracked.wire_id, None)
+
+    def _drop(self, tracked: Tracked) -> None:
+        self._answer(tracked)
+        self._released[tracked.wire_id] = tracked.newest
+        if len(self._released) > _MAX_STRAYS:
+            self._released.popitem(last=False)
+        self._forget(tracked)
+
+    def _order(self, tracked: Tracked) -> None:
+        """Hand an assignment to the drafting thread when its turn has come."""
+        assign = tracked.asked
+        if assign is None or assign.prefix_len > len(tracked.text):
+            return
+        if assign.prefix_len < len(tracked.text):
+            self._answer(tracked)
+        elif not tracked.is_ordered:
+            tracked.is_ordered = True
+            limit = assign.num_draft_tokens
+            if tracked.max_draft_tokens is not None:
+                limit = min(limit, tracked.max_draft_tokens)
+            order = Order(tracked.tag, assign.prefix_len, limit, assign.min_survival)
+            self._drafting.post(lambda sessions: sessions.order(tracked.key, order))
+
+    def _send_drafts(self, drafts: list[SessionDraft]) -> None:
+        for draft in drafts:
+            tracked = self._by_key.get(draft.key)
+            if tracked is not None and tracked.asked is not None and draft.tag == tracked.tag:
+                self._answer(tracked, draft)
+
+    def _answer(self, tracked: Tracked, draft: SessionDraft | None = None) -> None:
+        """Answer the assignment that is open, if one is; without a draft, by an empty one."""
+        message = tracked.answer(draft)
+        if message is not None:
+            self.link.send(pb.Up(draft=message))
+
+    def _begin(self, tracked: Tracked, params: SamplingParams) -> None:
+        self._by_key[tracked.key] = tracked
+        tracked.drafted_as = params
+        token_ids = tuple(tracked.text.token_ids)
+        self._drafting.post(lambda sessions: sessions.begin(tracked.key, token_ids, params))
+
+    def _forget(self, tracked: Tracked) -> None:
+        self._by_wire_id.pop(tracked.wire_id, None)
+        self._by_key.pop(tracked.key, None)
+        self._drafting.post(lambda sessions: sessions.forget(tracked.key))
+
+
+def _extend(key: str, piece: Piece, sessions: DraftingSessions) -> None:
+    sessions.extend(key, piece.token_ids, piece.num_accepted)

@@ -1,0 +1,374 @@
+"""One connected draft server: what it may do, what it has open, what waits to be sent to it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple, Protocol
+
+import grpc
+
+from penstock.core.types import DraftOrder, FinishReason, Output, Request, SamplingParams
+from penstock.serving.audits import Audits
+from penstock.serving.client import EngineClient, EngineUnavailable, QueueFull
+from penstock.serving.messages import RemoteDraft
+from penstock.transport.checks import (
+    ASSIGNED_PREFIX,
+    Limits,
+    Order,
+    Quota,
+    Refusal,
+    answers,
+    check_draft,
+    check_hello,
+    check_open,
+    parse,
+)
+from penstock.transport.v1 import drafting_pb2 as pb
+from penstock.transport.wire import PrefixDigest, decode_weights
+
+_MAX_QUEUED_MESSAGES = 4096
+_MAX_QUEUED_BYTES = 16 << 20
+
+
+class Identity(NamedTuple):
+    """A draft server as the operator knows it. `trusted`: its `ratio` drafts are taken."""
+
+    name: str
+    tenant: str
+    trusted: bool = False
+
+
+class End(NamedTuple):
+    """Why a stream is ended."""
+
+    code: grpc.StatusCode
+    reason: str
+
+
+class Meter(Protocol):
+    """Counts what becomes of one request."""
+
+    def observe(self, output: Output) -> None: ...
+    def finish(self, reason: FinishReason) -> None: ...
+
+
+class Outbox:
+    """Messages that wait to be written, bounded: a reader that is too slow must not cost memory."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[tuple[bytes, Callable[[], None] | None]] = deque()
+        self._num_bytes = 0
+        self._changed = asyncio.Event()
+        self._is_closed = False
+
+    def put(self, message: pb.Down, on_written: Callable[[], None] | None = None) -> bool:
+        """False where there is no room."""
+        data = message.SerializeToString()
+        if (
+            len(self._waiting) >= _MAX_QUEUED_MESSAGES
+            or self._num_bytes + len(data) > _MAX_QUEUED_BYTES
+        ):
+            return False
+        self._num_bytes += len(data)
+        self._waiting.append((data, on_written))
+        self._changed.set()
+        return True
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        self._is_closed = True
+        self._changed.set()
+
+    async def get(self) -> tuple[bytes, Callable[[], None] | None] | None:
+        """The oldest message; None when all are out and the box is closed."""
+        while not self._waiting:
+            if self._is_closed:
+                return None
+            self._changed.clear()
+            await self._changed.wait()
+        data, on_written = self._waiting.popleft()
+        self._num_bytes -= len(data)
+        return data, on_written
+
+
+@dataclass(slots=True, eq=False)
+class DraftedRequest:
+    """A request as its draft server sees it. `prefix`: the verified text."""
+
+    wire_id: str
+    engine_id: str
+    prefix: PrefixDigest
+    weighted: bool
+    order: Order | None = None
+
+
+@dataclass(slots=True, eq=False)
+class EdgeRequest(DraftedRequest):
+    """A request of the draft server's own user; the engine's outputs for it come here."""
+
+    stream: DraftStream = field(kw_only=True)
+    meter: Meter = field(kw_only=True)
+
+    def put(self, output: Output) -> None:
+        self.stream.on_output(self, output)
+
+
+class Hub(Protocol):
+    """What a stream asks of the place where all streams meet."""
+
+    @property
+    def client(self) -> EngineClient: ...
+    @property
+    def tokenizer_digest(self) -> str: ...
+    @property
+    def audits(self) -> Audits: ...
+    def join(self, stream: DraftStream, max_draft_tokens: int) -> str: ...
+    def new_engine_id(self, drafter: str) -> str: ...
+    def new_meter(self, request: Request) -> Meter: ...
+    def verdict_written(self) -> Callable[[], None]: ...
+
+
+class DraftStream:
+    """The state of one stream. No I/O: messages come in by `receive`, and leave by `outbox`."""
+
+    def __init__(self, hub: Hub, identity: Identity, limits: Limits) -> None:
+        self.identity = identity
+        self.limits = limits
+        self.outbox = Outbox()
+        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.drafter: str | None = None
+        """The name that the scheduler knows it by; None before its `Hello`."""
+        self.takes_assignments = False
+        self.model_name = ""
+        self._hub = hub
+        self._edge: dict[str, EdgeRequest] = {}
+        self._assigned: dict[str, DraftedRequest] = {}
+        self._num_assigned = 0
+        self._num_unheard = 0
+        now = time.perf_counter()
+        self._messages = Quota(limits.max_messages_per_s, now)
+        self._bytes = Quota(limits.max_bytes_per_s, now)
+
+    # --- up -------------------------------------------------------------------------------------
+
+    def receive(self, data: bytes) -> None:
+        """Act on a message. Raises: Refusal; without a request id the stream must end."""
+        now = time.perf_counter()
+        if not self._messages.take(1, now) or not self._bytes.take(len(data), now):
+            raise Refusal(
+                f"too many messages: at most {self.limits.max_messages_per_s:g} and "
+                f"{self.limits.max_bytes_per_s:g} bytes a second"
+            )
+        message = parse(data, self.limits)
+        kind = message.WhichOneof("message")
+        if (kind == "hello") is not (self.drafter is None):
+            raise Refusal("hello must be the first message, and come once")
+        if kind == "hello":
+            self._hello(message.hello)
+        elif kind == "open":
+            self._open(message.open)
+        elif kind == "draft":
+            self._draft(message.draft)
+        else:
+            self._close(message.close.request_id)
+
+    def _hello(self, hello: pb.Hello) -> None:
+        check_hello(hello, self._hub.tokenizer_digest)
+        self.takes_assignments = hello.takes_assignments
+        self.model_name = hello.model_name
+        longest = min(hello.max_draft_tokens, self.limits.max_draft_tokens)
+        self.drafter = self._hub.join(self, longest)
+        welcome = self.limits.welcome(self.drafter, trusted=self.identity.trusted)
+        self.send(pb.Down(welcome=welcome))
+
+    def _open(self, message: pb.Open) -> None:
+        check_open(message, self.limits, self._edge)
+        assert self.drafter is not None
+        sampling = message.sampling
+        ratio = sampling.ratio and self.identity.trusted
+        request = Request(
+            id=self._hub.new_engine_id(self.drafter),
+            prompt_len=len(message.prompt_token_ids),
+            max_tokens=message.max_tokens,
+            tenant=self.identity.tenant,
+            prompt_token_ids=tuple(message.prompt_token_ids),
+            stop_token_ids=frozenset(message.stop_token_ids),
+            sampling=SamplingParams(
+                temperature=sampling.temperature,
+                top_p=sampling.top_p,
+                top_k=sampling.top_k,
+                seed=sampling.seed,
+                verification="ratio" if ratio else "coupled",
+            ),
+            drafter=self.drafter,
+        )
+        opened = EdgeRequest(
+            message.request_id,
+            request.id,
+            PrefixDigest(message.prompt_token_ids),
+            weighted=ratio and sampling.temperature > 0,
+            stream=self,
+            meter=self._hub.new_meter(request),
+        )
+        try:
+            self._hub.client.submit_now(request, opened)
+        except (QueueFull, EngineUnavailable) as error:
+            raise Refusal(str(error), message.request_id) from error
+        self._edge[message.request_id] = opened
+        self.send(pb.Down(opened=pb.Opened(request_id=message.request_id)))
+
+    def _draft(self, draft: pb.Draft) -> None:
+        request = self._edge.get(draft.request_id) or self._assigned.get(draft.request_id)
+        if request is None:
+            self._heard()
+            raise Refusal("this stream has no such request open", draft.request_id[:64])
+        order = request.order
+        if order is None or not answers(draft, order):
+            self._heard()
+            return
+        try:
+            check_draft(draft, self.limits, order, request.prefix)
+        except Refusal:
+            self._answer(request, order)
+            raise
+        weights = decode_weights(draft.weights) if order.weighted else None
+        self._answer(request, order, tuple(draft.token_ids), weights)
+
+    def _answer(
+        self,
+        request: DraftedRequest,
+        order: Order,
+        token_ids: tuple[int, ...] = (),
+        weights: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None,
+    ) -> None:
+        request.order = None
+        assert self.drafter is not None
+        self._hub.client.post(
+            RemoteDraft(
+                request.engine_id,
+                order.epoch,
+                order.round,
+                self.drafter,
+                token_ids,
+                weights,
+                audit=self._hub.audits.choose(self.model_name) if token_ids else None,
+                prefix_len=request.prefix.length,
+            )
+        )
+
+    def _heard(self) -> None:
+        """A late answer to an order that is no more: the engine may hold the server for dead."""
+        if self._num_unheard and self.drafter is not None:
+            self._num_unheard -= 1
+            self._hub.client.post(RemoteDraft("", 0, 0, self.drafter))
+
+    def _close(self, wire_id: str) -> None:
+        request = self._edge.get(wire_id)
+        if request is None:
+            raise Refusal("this stream has no such request open", wire_id[:64])
+        self._cancel(request)
+
+    def _cancel(self, request: EdgeRequest) -> None:
+        self._forget(request)
+        self._hub.client.cancel(request.engine_id)
+        request.meter.finish(FinishReason.CANCELLED)
+
+    def _forget(self, request: DraftedRequest) -> None:
+        self._edge.pop(request.wire_id, None)
+        self._assigned.pop(request.wire_id, None)
+        self._void(request)
+
+    def _void(self, request: DraftedRequest) -> None:
+        """A draft would come too late from now on."""
+        self._num_unheard += request.order is not None
+        request.order = None
+
+    # --- down -----------------------------------------------------------------------------------
+
+    def send(self, message: pb.Down, on_written: Callable[[], None] | None = None) -> None:
+        if not self.ended.done() and not self.outbox.put(message, on_written):
+            self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the draft server reads too slowly")
+
+    def end(self, code: grpc.StatusCode, reason: str) -> None:
+        """Nothing more is sent but the reason."""
+        if not self.ended.done():
+            self.ended.set_result(End(code, reason))
+
+    def on_output(self, request: EdgeRequest, output: Output) -> None:
+        """What the engine says of a request of edge ingress."""
+        if self.ended.done():
+            # It is opened again over the next stream; even an error is not its end.
+            return
+        request.meter.observe(output)
+        self.send_verdict(request, output)
+        if output.finish_reason is not None:
+            request.meter.finish(output.finish_reason)
+            self._forget(request)
+
+    def send_verdict(self, request: DraftedRequest, output: Output) -> None:
+        verdict = pb.Verdict(
+            request_id=request.wire_id,
+            start=request.prefix.length,
+            token_ids=output.token_ids,
+            num_accepted=output.num_accepted,
+            finish_reason=output.finish_reason or "",
+            reason=output.error or "",
+        )
+        request.prefix.extend(output.token_ids)
+        self._void(request)
+        self.send(pb.Down(verdict=verdict), self._hub.verdict_written())
+
+    def take_over(self, engine_id: str, prefix: PrefixDigest, *, weighted: bool) -> DraftedRequest:
+        """A request of central ingress that this server drafts for from now on."""
+        self._num_assigned += 1
+        wire_id = f"{ASSIGNED_PREFIX}{self._num_assigned}"
+        request = DraftedRequest(wire_id, engine_id, prefix, weighted)
+        self._assigned[wire_id] = request
+        return request
+
+    def release(self, request: DraftedRequest) -> None:
+        """It no longer drafts for a request of central ingress."""
+        self._forget(request)
+        self.send(pb.Down(release=pb.Release(request_id=request.wire_id)))
+
+    def order(
+        self,
+        request: DraftedRequest,
+        order: DraftOrder,
+        text: tuple[list[int], SamplingParams] | None = None,
+    ) -> None:
+        """Let it draft. `text`: prefix and sampling, where it has not seen them."""
+        self._void(request)
+        request.order = Order(order.epoch, order.round, order.max_draft_tokens, request.weighted)
+        assign = pb.Assign(
+            request_id=request.wire_id,
+            epoch=order.epoch,
+            round=order.round,
+            prefix_len=request.prefix.length,
+            num_draft_tokens=order.max_draft_tokens,
+            min_survival=order.min_survival,
+        )
+        if text is not None:
+            token_ids, sampling = text
+            assign.prefix_token_ids.extend(token_ids)
+            assign.sampling.CopyFrom(
+                pb.Sampling(
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    seed=sampling.seed,
+                    ratio=sampling.verification == "ratio",
+                )
+            )
+        self.send(pb.Down(assign=assign))
+
+    def close(self) -> None:
+        """The stream is gone: its own users' requests are opened again over another one."""
+        for request in list(self._edge.values()):
+            self._cancel(request)
+        self._assigned.clear()
+        self.outbox.close()

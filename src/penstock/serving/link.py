@@ -1,0 +1,173 @@
+"""A draft server's stream to its verification server: made, kept, and made again."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import grpc.aio
+
+from penstock.transport.service import DraftingStub, channel_options, token_metadata
+from penstock.transport.v1 import drafting_pb2 as pb
+
+_WELCOME_S = 10.0
+_FIRST_DELAY_S = 0.1
+_LONGEST_DELAY_S = 2.0
+
+_PING_TIMEOUT_MS = 5_000
+
+_FINAL = (
+    grpc.StatusCode.UNAUTHENTICATED,
+    grpc.StatusCode.PERMISSION_DENIED,
+    grpc.StatusCode.UNIMPLEMENTED,
+)
+"""Answers that will be the same however often one asks."""
+
+_NOT_YET = "not connected to the verification server yet"
+
+_Outbox = asyncio.Queue[pb.Up | None]
+"""Messages to send; None when there will be no more."""
+
+_log = logging.getLogger(__name__)
+
+
+class LinkRefused(Exception):
+    """The verification server does not take this draft server; one line."""
+
+
+class _LinkLost(Exception):
+    """The stream broke, or could not be made; one line."""
+
+
+class LinkPeer(Protocol):
+    """Who is told what happens on the stream."""
+
+    def connected(self, welcome: pb.Welcome) -> None:
+        """A new stream is open, and everything sent before is void."""
+        ...
+
+    def received(self, message: pb.Down) -> None: ...
+
+    def lost(self) -> None:
+        """The stream is over."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where the verification server is, and how to show who one is. No credentials: no TLS."""
+
+    address: str
+    credentials: grpc.ChannelCredentials | None = None
+    token: str | None = None
+
+    def channel(self) -> grpc.aio.Channel:
+        # Without it a peer that is frozen, but whose machine is not, is waited for a minute.
+        options = [*channel_options(), ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS)]
+        if self.credentials is None:
+            return grpc.aio.insecure_channel(self.address, options=options)
+        return grpc.aio.secure_channel(self.address, self.credentials, options=options)
+
+
+class Link:
+    """Keeps one stream open, with exponential back-off between attempts."""
+
+    def __init__(self, endpoint: Endpoint, hello: pb.Hello, peer: LinkPeer) -> None:
+        self._endpoint = endpoint
+        self._hello = hello
+        self._peer = peer
+        self._outbox: _Outbox | None = None
+        self.problem: str | None = _NOT_YET
+        """Why there is no stream now; None while there is one."""
+        self.num_losses = 0
+
+    def send(self, message: pb.Up) -> None:
+        """Send if there is a stream. Without one the message is void, as all before it are."""
+        if self._outbox is not None:
+            self._outbox.put_nowait(message)
+
+    async def run(self) -> None:
+        """Keep the stream open until cancelled. Raises: LinkRefused if the first one is refused;
+        a later refusal may pass, as when the server does not know yet that the last one broke."""
+        async with self._endpoint.channel() as channel:
+            await self._keep_open(DraftingStub(channel))
+
+    async def _keep_open(self, stub: DraftingStub) -> None:
+        delay = _FIRST_DELAY_S
+        was_welcome = False
+        while True:
+            try:
+                await self._stream(stub)
+            except LinkRefused as error:
+                if not was_welcome:
+                    raise
+                problem = str(error)
+            except _LinkLost as error:
+                problem = str(error)
+            if self.problem is None:
+                was_welcome = True
+                delay = _FIRST_DELAY_S
+                self.num_losses += 1
+            if self.problem in (None, _NOT_YET):
+                _log.warning("%s; trying again", problem)
+            self.problem = problem
+            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
+            delay = min(2 * delay, _LONGEST_DELAY_S)
+
+    async def _stream(self, stub: DraftingStub) -> None:
+        """One stream from start to end. Raises: LinkRefused, _LinkLost."""
+        outbox: _Outbox = asyncio.Queue()
+        outbox.put_nowait(pb.Up(hello=self._hello))
+        call = stub.connect(_drain(outbox), metadata=token_metadata(self._endpoint.token))
+        try:
+            messages = aiter(call)
+            welcome = await self._welcome(messages)
+            if self.num_losses:
+                _log.warning("connected to %s again", self._endpoint.address)
+            self._outbox, self.problem = outbox, None
+            self._peer.connected(welcome)
+            async for message in messages:
+                if message.WhichOneof("message") == "refused" and not message.refused.request_id:
+                    raise LinkRefused(self._refused(message.refused.reason))
+                self._peer.received(message)
+        except grpc.aio.AioRpcError as error:
+            details = " ".join((error.details() or error.code().name).split())
+            if error.code() in _FINAL:
+                raise LinkRefused(self._refused(details)) from error
+            raise _LinkLost(self._lost(details)) from error
+        finally:
+            call.cancel()
+            outbox.put_nowait(None)
+            if self._outbox is not None:
+                self._outbox = None
+                self._peer.lost()
+        raise _LinkLost(self._lost("it ended the stream"))
+
+    async def _welcome(self, messages: AsyncIterator[pb.Down]) -> pb.Welcome:
+        try:
+            first = await asyncio.wait_for(anext(messages), _WELCOME_S)
+        except TimeoutError:
+            raise _LinkLost(self._lost("it does not answer")) from None
+        except StopAsyncIteration:
+            raise _LinkLost(self._lost("it ended the stream")) from None
+        if first.WhichOneof("message") == "refused":
+            raise LinkRefused(self._refused(first.refused.reason))
+        if first.WhichOneof("message") != "welcome":
+            raise LinkRefused(self._refused("it does not begin with a welcome"))
+        return first.welcome
+
+    def _refused(self, why: str) -> str:
+        return f"the verification server at {self._endpoint.address} refuses: {why}"
+
+    def _lost(self, why: str) -> str:
+        return f"no connection to the verification server at {self._endpoint.address}: {why}"
+
+
+async def _drain(outbox: _Outbox) -> AsyncIterator[pb.Up]:
+    while (message := await outbox.get()) is not None:
+        yield message

@@ -1,0 +1,389 @@
+"""The verification server: where the streams of all draft servers meet the engine."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from penstock.config import DEFAULT_TENANT, ConfigError, DraftersConfig, TenantConfig
+from penstock.core.types import DrafterDown, DrafterUp, DraftOrder, Output, Request
+from penstock.serving.audits import Audits
+from penstock.serving.client import EngineClient
+from penstock.serving.draft_streams import (
+    DraftedRequest,
+    DraftStream,
+    EdgeRequest,
+    End,
+    Identity,
+    Meter,
+)
+from penstock.serving.messages import AuditFinding, DraftOrders, OrderedRequest, RemoteDraft
+from penstock.transport import service
+from penstock.transport.checks import Limits, Refusal
+from penstock.transport.v1 import drafting_pb2 as pb
+from penstock.transport.wire import PrefixDigest
+
+ANONYMOUS = "loopback"
+"""Name of draft servers on this machine where the configuration names none."""
+
+_NOBODY = ""
+_MAX_STREAMS_EACH = 16
+_HELLO_S = 10.0
+_LAST_WORDS_S = 1.0
+_GRACE_S = 1.0
+
+_log = logging.getLogger(__name__)
+
+
+class Identities:
+    """Which draft servers may connect."""
+
+    def __init__(self, config: DraftersConfig) -> None:
+        self._by_token: dict[str, Identity] = {}
+        self._by_common_name: dict[str, Identity] = {}
+        self._is_open = not config.servers
+        for name, server in config.servers.items():
+            identity = Identity(name, server.tenant, server.trusted)
+            if server.token_sha256 is not None:
+                self._by_token[server.token_sha256] = identity
+            if server.common_name is not None:
+                self._by_common_name[server.common_name] = identity
+
+    def of(self, peer: service.Peer) -> Identity:
+        """Raises: Refusal."""
+        if self._is_open:
+            return Identity(ANONYMOUS, DEFAULT_TENANT)
+        identity = self._by_common_name.get(peer.common_name or "")
+        if identity is None and peer.token is not None:
+            # Looked up by digest, so that the time of a look-up says nothing about a token.
+            digest = hashlib.sha256(peer.token.encode("utf-8", "surrogateescape")).hexdigest()
+            identity = self._by_token.get(digest)
+        if identity is None:
+            raise Refusal(
+                "this draft server is not known here; it needs a client certificate or the "
+                "metadata authorization: Bearer TOKEN"
+            )
+        return identity
+
+
+class SendTimes:
+    """How long verdicts take from the engine's word until they are written.
+
+    seconds, num_verdicts: sums
+    """
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.num_verdicts = 0
+
+    def started(self) -> Callable[[], None]:
+        """A verdict is on its way; call the result when it is out."""
+        started_at = time.perf_counter()
+
+        def written() -> None:
+            self.seconds += time.perf_counter() - started_at
+            self.num_verdicts += 1
+
+        return written
+
+
+@dataclass(slots=True, eq=False)
+class _CentralRequest:
+    """A request of this server's own endpoint that draft servers have been asked for."""
+
+    known: OrderedRequest
+    token_ids: list[int]
+    prefix: PrefixDigest
+    stream: DraftStream | None = None
+    drafted: DraftedRequest | None = None
+
+
+class DraftHub:
+    """Routes orders and verdicts to the streams, and what they send to the engine.
+
+    tokenizer_digest: of the target. audit_share: of the drafts that can be recomputed here.
+    new_meter: called for every request of edge ingress.
+    """
+
+    def __init__(
+        self,
+        client: EngineClient,
+        tokenizer_digest: str,
+        tenants: Mapping[str, TenantConfig],
+        audit_share: float,
+        new_meter: Callable[[Request], Meter],
+    ) -> None:
+        self.client = client
+        self.tokenizer_digest = tokenizer_digest
+        self.new_meter = new_meter
+        self.send_times = SendTimes()
+        self.audits = Audits(audit_share, client.info.drafters)
+        self._tenants = tenants
+        self._streams: dict[str, DraftStream] = {}
+        self._central: dict[str, _CentralRequest] = {}
+        self._serial = itertools.count()
+        client.follow(self)
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Connected draft servers, as the scheduler calls them."""
+        return tuple(self._streams)
+
+    # --- streams --------------------------------------------------------------------------------
+
+    def join(self, stream: DraftStream, max_draft_tokens: int) -> str:
+        """Make a stream known to the scheduler; returns its name there. Raises: Refusal."""
+        base, tenant, _ = stream.identity
+        names = (base, *(f"{base}#{n}" for n in range(2, _MAX_STREAMS_EACH + 1)))
+        taken = {*self._streams, *self.client.info.drafters}
+        name = next((n for n in names if n not in taken), None)
+        if name is None:
+            raise Refusal(f"{base} has {_MAX_STREAMS_EACH} streams open; no more are allowed")
+        self._streams[name] = stream
+        # The scheduler asks a server of nobody's for its own requests only.
+        sees = tenant if stream.takes_assignments else _NOBODY
+        self.client.post(DrafterUp(name, max_draft_tokens, sees))
+        return name
+
+    def leave(self, stream: DraftStream) -> None:
+        """A stream is gone. Its edge requests end; those of central ingress go on without it."""
+        stream.close()
+        if stream.drafter is None:
+            return
+        del self._streams[stream.drafter]
+        for request in self._central.values():
+            if request.stream is stream:
+                request.stream = request.drafted = None
+        self.client.post(DrafterDown(stream.drafter))
+
+    def new_engine_id(self, drafter: str) -> str:
+        """No two requests share one, so that a late output reaches nobody else."""
+        return f"{drafter}/{next(self._serial)}"
+
+    def verdict_written(self) -> Callable[[], None]:
+        return self.send_times.started()
+
+    def end_all(self, reason: str) -> None:
+        """End every stream; draft servers connect again and go on where they were."""
+        for stream in self._streams.values():
+            stream.end(grpc.StatusCode.UNAVAILABLE, reason)
+
+    # --- what the engine says -------------------------------------------------------------------
+
+    def on_outputs(self, outputs: Sequence[Output]) -> None:
+        if not self._central:
+            return
+        for output in outputs:
+            request = self._central.get(output.request_id)
+            if request is None:
+                continue
+            request.token_ids += output.token_ids
+            if request.stream is None or request.drafted is None:
+                request.prefix.extend(output.token_ids)
+            elif output.finish_reason is None:
+                request.stream.send_verdict(request.drafted, output)
+            else:
+                request.stream.release(request.drafted)
+            if output.finish_reason is not None:
+                del self._central[output.request_id]
+
+    def on_orders(self, orders: DraftOrders) -> None:
+        for request_id, known in orders.news.items():
+            sink = self.client.sink_of(request_id)
+            if sink is not None and not isinstance(sink, EdgeRequest):
+                self._central[request_id] = _CentralRequest(
+                    known, list(known.token_ids), PrefixDigest(known.token_ids)
+                )
+        for order in orders.orders:
+            stream = self._streams.get(order.drafter)
+            if stream is not None:
+                self._order(stream, order)
+
+    def on_finding(self, finding: AuditFinding) -> None:
+        stream = self._streams.get(finding.drafter)
+        if stream is None or not self.audits.count(stream.identity.name, finding):
+            return
+        name = stream.identity.name
+        _log.warning("draft server %s fails its audits; it is trusted no more", name)
+        for other in self._streams.values():
+            if other.identity.name == name:
+                other.end(grpc.StatusCode.UNAVAILABLE, "audits failed; connect again, untrusted")
+
+    def on_engine_lost(self) -> None:
+        self._central.clear()
+        self.end_all("the engine is being restarted; connect again")
+
+    def on_drain(self) -> None:
+        """Their users' requests go on with the next server; those of central ingress without."""
+        self.end_all("the verification server is shutting down")
+
+    def _order(self, stream: DraftStream, order: DraftOrder) -> None:
+        sink = self.client.sink_of(order.request_id)
+        request = self._central.get(order.request_id)
+        if isinstance(sink, EdgeRequest):
+            stream.order(sink, order)
+        elif request is None or not self._may_draft(stream, request.known):
+            nothing = RemoteDraft(order.request_id, order.epoch, order.round, order.drafter)
+            self.client.post(nothing)
+        elif request.stream is stream and request.drafted is not None:
+            stream.order(request.drafted, order)
+        else:
+            self._move(request, stream, order)
+
+    def _move(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
+        """Let another server draft for a request from now on."""
+        if request.stream is not None and request.drafted is not None:
+            request.stream.release(request.drafted)
+        sampling = request.known.sampling
+        weighted = sampling.verification == "ratio" and sampling.temperature > 0
+        drafted = stream.take_over(order.request_id, request.prefix, weighted=weighted)
+        request.stream, request.drafted = stream, drafted
+        stream.order(drafted, order, (request.token_ids, sampling))
+
+    def _may_draft(self, stream: DraftStream, known: OrderedRequest) -> bool:
+        """Whether a server may see a request of central ingress, and whether it can be verified so
+        that the server changes nothing."""
+        owner = self._tenants.get(known.tenant)
+        shared = owner is not None and owner.share_prompts
+        return (
+            stream.takes_assignments
+            and (shared or known.tenant == stream.identity.tenant)
+            and (stream.identity.trusted or known.sampling.verification == "coupled")
+        )
+
+
+class VerificationServer:
+    """Listens for draft servers. Bound at once; `start` begins to serve.
+
+    Raises: ConfigError where the address or a file of TLS cannot be had.
+    """
+
+    def __init__(self, config: DraftersConfig) -> None:
+        self.config = config
+        self._identities = Identities(config)
+        self._hub: DraftHub | None = None
+        self._server = grpc.aio.server(
+            options=service.server_options(), compression=grpc.Compression.NoCompression
+        )
+        service.add_service(self._server, self._connect)
+        self.address = f"{config.listen.rpartition(':')[0]}:{self._bind()}"
+
+    def _bind(self) -> int:
+        listen, tls = self.config.listen, self.config.tls
+        try:
+            if tls is None:
+                port = self._server.add_insecure_port(listen)
+            else:
+                credentials = service.server_credentials(tls.certificate, tls.key, tls.client_ca)
+                port = self._server.add_secure_port(listen, credentials)
+        except OSError as error:
+            raise ConfigError(f"cannot read {error.filename}: {error.strerror}") from error
+        except RuntimeError as error:
+            raise ConfigError(f"cannot listen on {listen} for draft servers") from error
+        return int(port)
+
+    async def start(self, hub: DraftHub) -> None:
+        """Take streams. `hub`: of a client whose engine is loaded."""
+        self._hub = hub
+        await self._server.start()
+
+    async def close(self) -> None:
+        """End all streams, and listen no more."""
+        if self._hub is not None:
+            self._hub.on_drain()
+        await self._server.stop(_GRACE_S)
+
+    async def _connect(
+        self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> None:
+        hub = self._hub
+        assert hub is not None
+        try:
+            identity = self._identities.of(service.peer_of(context))
+        except Refusal as refusal:
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal.reason)
+        if hub.client.problem is not None:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, hub.client.problem)
+        info = hub.client.info
+        limits = Limits(
+            info.vocab_size,
+            info.max_request_tokens,
+            max_open_requests=self.config.max_open_requests,
+            max_messages_per_s=self.config.max_messages_per_s,
+        )
+        if identity.name in hub.audits.demoted:
+            identity = identity._replace(trusted=False)
+        stream = DraftStream(hub, identity, limits)
+        end = await _run(stream, hub, messages, context)
+        if end is not None:
+            await context.abort(end.code, end.reason)
+
+
+async def _run(
+    stream: DraftStream,
+    hub: DraftHub,
+    messages: AsyncIterator[bytes],
+    context: grpc.aio.ServicerContext[bytes, bytes],
+) -> End | None:
+    """Serve a stream to its end; returns why this side ended it, if it did."""
+    reader = asyncio.create_task(_read(stream, messages))
+    writer = asyncio.create_task(_write(stream, context))
+    hello = asyncio.get_running_loop().call_later(_HELLO_S, _expect_hello, stream)
+    tasks: list[asyncio.Future[Any]] = [reader, writer, stream.ended]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        hello.cancel()
+        reader.cancel()
+        if stream.ended.done():
+            name = stream.drafter or stream.identity.name
+            _log.info("draft server %s: %s", name, stream.ended.result().reason)
+        hub.leave(stream)
+        try:
+            if stream.ended.done() and not writer.done():
+                await asyncio.wait({writer}, timeout=_LAST_WORDS_S)
+        finally:
+            writer.cancel()
+            failed, _ = await asyncio.gather(reader, writer, return_exceptions=True)
+            _report(stream, failed)
+    return stream.ended.result() if stream.ended.done() else None
+
+
+async def _read(stream: DraftStream, messages: AsyncIterator[bytes]) -> None:
+    async for data in messages:
+        try:
+            stream.receive(data)
+        except Refusal as refusal:
+            refused = pb.Refused(request_id=refusal.request_id, reason=refusal.reason)
+            stream.send(pb.Down(refused=refused))
+            if not refusal.request_id:
+                stream.end(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)
+                return
+
+
+def _report(stream: DraftStream, failed: BaseException | None) -> None:
+    """A peer that is gone is no news; anything else should not have happened."""
+    if isinstance(failed, Exception) and not isinstance(failed, grpc.RpcError):
+        _log.error("draft server %s: %r", stream.drafter, failed, exc_info=failed)
+
+
+async def _write(stream: DraftStream, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+    while (waiting := await stream.outbox.get()) is not None:
+        data, on_written = waiting
+        await context.write(data)
+        if on_written is not None:
+            on_written()
+
+
+def _expect_hello(stream: DraftStream) -> None:
+    if stream.drafter is None:
+        stream.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_S:g} s")

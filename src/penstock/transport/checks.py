@@ -1,0 +1,247 @@
+"""Whatever a draft server sends is checked here, before anybody acts on it. No I/O.
+
+Each refusal is one line. Where it concerns one request it names that, and the stream goes on;
+without a request the stream ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from penstock.transport.v1 import drafting_pb2 as pb
+from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
+
+PROTOCOL_VERSION = 1
+
+ASSIGNED_PREFIX = "@"
+"""First character of the ids that the verification server gives to requests of central ingress."""
+
+_MAX_ID_CHARS = 64
+_MAX_NAME_CHARS = 256
+_MAX_STOP_TOKENS = 64
+_MIN_TEMPERATURE = 1e-5
+_MAX_TEMPERATURE = 100.0
+_MAX_TOKEN_BYTES = 5
+_MAX_FIXED_BYTES = 4096
+
+
+class Refusal(Exception):
+    """What was wrong, and what is allowed, in one line. `request_id` is empty where the stream
+    must end."""
+
+    def __init__(self, reason: str, request_id: str = "") -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.request_id = request_id
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What one stream may do.
+
+    max_messages_per_s, max_bytes_per_s: over any second; twice as much at once
+    """
+
+    vocab_size: int
+    max_request_tokens: int
+    max_draft_tokens: int = 16
+    max_open_requests: int = 64
+    max_messages_per_s: float = 1000.0
+    max_bytes_per_s: float = 4 * 2.0**20
+
+    @property
+    def max_message_bytes(self) -> int:
+        """Enough for any prompt, and for any draft with its distributions."""
+        weights = self.max_draft_tokens * MAX_WEIGHTS * 2 * _MAX_TOKEN_BYTES
+        return _MAX_FIXED_BYTES + max(self.max_request_tokens * _MAX_TOKEN_BYTES, weights)
+
+    def welcome(self, drafter: str, *, trusted: bool) -> pb.Welcome:
+        """These limits as the first message down."""
+        return pb.Welcome(
+            protocol_version=PROTOCOL_VERSION,
+            drafter=drafter,
+            vocab_size=self.vocab_size,
+            max_draft_tokens=self.max_draft_tokens,
+            max_open_requests=self.max_open_requests,
+            max_request_tokens=self.max_request_tokens,
+            max_message_bytes=self.max_message_bytes,
+            weight_sum=WEIGHT_SUM,
+            max_weights=MAX_WEIGHTS,
+            trusted=trusted,
+        )
+
+
+class Quota:
+    """A bucket that fills with `per_s` units a second and holds two seconds' worth."""
+
+    def __init__(self, per_s: float, now: float) -> None:
+        self._per_s = per_s
+        self._level = 2 * per_s
+        self._at = now
+
+    def take(self, amount: float, now: float) -> bool:
+        """Take units out; False where there are not enough."""
+        self._level = min(2 * self._per_s, self._level + (now - self._at) * self._per_s)
+        self._at = now
+        if amount > self._level:
+            return False
+        self._level -= amount
+        return True
+
+
+class Order(NamedTuple):
+    """The draft that a request waits for: at most `max_draft_tokens` tokens behind the prefix;
+    `weighted`: with the distributions that they were sampled from."""
+
+    epoch: int
+    round: int
+    max_draft_tokens: int
+    weighted: bool
+
+
+def parse(data: bytes, limits: Limits) -> pb.Up:
+    """Raises: Refusal, which ends the stream."""
+    if len(data) > limits.max_message_bytes:
+        raise Refusal(f"a message of {len(data)} bytes; at most {limits.max_message_bytes}")
+    try:
+        message = pb.Up.FromString(data)
+    except DecodeError as error:
+        raise Refusal("a message that is not penstock.v1.Up") from error
+    if message.WhichOneof("message") is None:
+        raise Refusal("a message of an unknown kind; known are hello, open, draft, close")
+    return message
+
+
+def check_hello(hello: pb.Hello, tokenizer_digest: str) -> None:
+    """Raises: Refusal, which ends the stream."""
+    if hello.protocol_version != PROTOCOL_VERSION:
+        raise Refusal(
+            f"protocol version {hello.protocol_version}; this server speaks {PROTOCOL_VERSION}"
+        )
+    if hello.tokenizer_digest != tokenizer_digest:
+        raise Refusal(
+            "the draft model has another tokenizer than the target; token ids would mean "
+            "something else"
+        )
+    if not 1 <= hello.max_draft_tokens <= 1024:
+        raise Refusal(f"max_draft_tokens {hello.max_draft_tokens}; it must be from 1 to 1024")
+    if len(hello.model_name) > _MAX_NAME_CHARS:
+        raise Refusal(f"model_name is longer than {_MAX_NAME_CHARS} characters")
+
+
+def check_open(message: pb.Open, limits: Limits, own: Collection[str]) -> None:
+    """`own`: ids of the stream's requests of edge ingress. Raises: Refusal of this request."""
+    request_id = message.request_id
+    if not request_id or len(request_id) > _MAX_ID_CHARS:
+        raise Refusal(f"a request id must have from 1 to {_MAX_ID_CHARS} characters")
+    problem = _problem_of_id(request_id, limits, own) or _problem_of_text(message, limits)
+    problem = problem or _problem_of_sampling(message)
+    if problem is not None:
+        raise Refusal(problem, request_id)
+
+
+def _problem_of_id(request_id: str, limits: Limits, own: Collection[str]) -> str | None:
+    if request_id.startswith(ASSIGNED_PREFIX):
+        return f"request ids that start with {ASSIGNED_PREFIX!r} are this server's own"
+    if request_id in own:
+        return "a request with this id is open already"
+    if len(own) >= limits.max_open_requests:
+        return f"{len(own)} requests are open; at most {limits.max_open_requests}"
+    return None
+
+
+def _problem_of_text(message: pb.Open, limits: Limits) -> str | None:
+    num_prompt, num_stops = len(message.prompt_token_ids), len(message.stop_token_ids)
+    if num_prompt < 1 or message.max_tokens < 1:
+        return "a request needs at least 1 prompt token and at least 1 token to make"
+    if num_prompt + message.max_tokens > limits.max_request_tokens:
+        return (
+            f"{num_prompt} prompt tokens and {message.max_tokens} to make; together at most "
+            f"{limits.max_request_tokens}"
+        )
+    if num_stops > _MAX_STOP_TOKENS:
+        return f"{num_stops} stop tokens; at most {_MAX_STOP_TOKENS}"
+    for name, ids in (("prompt", message.prompt_token_ids), ("stop", message.stop_token_ids)):
+        if ids and max(ids) >= limits.vocab_size:
+            return f"{name} token {max(ids)}; token ids go from 0 to {limits.vocab_size - 1}"
+    return None
+
+
+def _problem_of_sampling(message: pb.Open) -> str | None:
+    if not message.HasField("sampling"):
+        return "sampling is missing"
+    temperature, top_p = message.sampling.temperature, message.sampling.top_p
+    if temperature != 0.0 and not _MIN_TEMPERATURE <= temperature <= _MAX_TEMPERATURE:
+        return (
+            f"temperature {temperature:g}; it must be 0 (greedy) or from {_MIN_TEMPERATURE:g} to "
+            f"{_MAX_TEMPERATURE:g}"
+        )
+    if not 0.0 < top_p <= 1.0 or not math.isfinite(top_p):
+        return f"top_p {top_p:g}; it must be above 0 and at most 1"
+    return None
+
+
+def answers(draft: pb.Draft, order: Order | None) -> bool:
+    """Whether this is the draft that is waited for; a late or repeated one is not, and harmless."""
+    return order is not None and (draft.epoch, draft.round) == (order.epoch, order.round)
+
+
+def check_draft(draft: pb.Draft, limits: Limits, order: Order, prefix: PrefixDigest) -> None:
+    """Check a draft that answers `order` against the verified text. Raises: Refusal of it."""
+    num_tokens = len(draft.token_ids)
+    if draft.prefix_len != prefix.length:
+        problem: str | None = (
+            f"a draft behind {draft.prefix_len} tokens; {prefix.length} are verified"
+        )
+    elif len(draft.prefix_digest) != DIGEST_BYTES or draft.prefix_digest != prefix.digest():
+        problem = "a draft behind another text than the verified one"
+    elif num_tokens > order.max_draft_tokens:
+        problem = f"{num_tokens} draft tokens; {order.max_draft_tokens} were asked for"
+    elif num_tokens and max(draft.token_ids) >= limits.vocab_size:
+        problem = (
+            f"draft token {max(draft.token_ids)}; token ids go from 0 to {limits.vocab_size - 1}"
+        )
+    elif order.weighted:
+        problem = _problem_of_weights(draft.token_ids, draft.weights, limits)
+    else:
+        problem = "weights, though drafts are compared with the sample" if draft.weights else None
+    if problem is not None:
+        raise Refusal(problem, draft.request_id)
+
+
+def _problem_of_weights(
+    token_ids: Sequence[int], weights: Sequence[pb.TopWeights], limits: Limits
+) -> str | None:
+    if len(weights) != len(token_ids):
+        return f"{len(weights)} distributions for {len(token_ids)} draft tokens"
+    for token, row in zip(token_ids, weights, strict=True):
+        problem = _problem_of_distribution(token, row.token_ids, row.weights, limits)
+        if problem is not None:
+            return problem
+    return None
+
+
+def _problem_of_distribution(
+    token: int, ids: Sequence[int], weights: Sequence[int], limits: Limits
+) -> str | None:
+    if not 1 <= len(ids) <= MAX_WEIGHTS or len(weights) != len(ids):
+        return (
+            f"a distribution of {len(ids)} tokens and {len(weights)} weights; it needs as many of "
+            f"both, from 1 to {MAX_WEIGHTS}"
+        )
+    if max(ids) >= limits.vocab_size:
+        return f"token {max(ids)} in a distribution; ids go from 0 to {limits.vocab_size - 1}"
+    if len(set(ids)) < len(ids):
+        return "a token occurs twice in a distribution"
+    if min(weights) < 1:
+        return "a weight of 0 in a distribution; leave such tokens out"
+    if sum(weights) != WEIGHT_SUM:
+        return f"the weights of a distribution sum to {sum(weights)}, not to {WEIGHT_SUM}"
+    if token not in ids:
+        return f"draft token {token} is not in the distribution that it was sampled from"
+    return None

@@ -1,0 +1,93 @@
+"""What drafts look like on the wire: prefixes as digests, distributions as integer weights.
+
+`ratio` verification is exact only if a draft token was sampled from the very distribution that is
+reported. A distribution is therefore cut to its k likeliest tokens and rounded to integers of a
+fixed sum first, and the token is drawn from those integers; the verification server divides them by
+the sum again, which is a power of two, so that nothing is rounded a second time (design 4.10).
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.transport.v1 import drafting_pb2 as pb
+
+WEIGHT_SUM = 1 << 16
+"""Sum of the integer weights of one distribution."""
+
+MAX_WEIGHTS = 64
+"""Most tokens of one distribution."""
+
+DIGEST_BYTES = 8
+
+FloatArray = npt.NDArray[np.floating]
+IntArray = npt.NDArray[np.int64]
+
+Weights = tuple[tuple[int, ...], tuple[int, ...]]
+"""Token ids and their integer weights: one truncated distribution."""
+
+
+class PrefixDigest:
+    """Digest of a growing list of token ids: the first 8 bytes of the SHA-256 of their
+    little-endian uint32."""
+
+    def __init__(self, token_ids: Sequence[int] = ()) -> None:
+        self.length = 0
+        self._hash = hashlib.sha256()
+        self.extend(token_ids)
+
+    def extend(self, token_ids: Sequence[int]) -> None:
+        self._hash.update(np.asarray(token_ids, dtype="<u4").tobytes())
+        self.length += len(token_ids)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()[:DIGEST_BYTES]
+
+
+def truncate(probs: FloatArray, k: int) -> tuple[IntArray, IntArray]:
+    """Cut distributions to their k likeliest tokens, as integers that sum to `WEIGHT_SUM`.
+
+    probs: [rows, V], each row of a positive sum. Returns token ids and weights, both
+    [rows, min(k, V)]; each row renormalised and rounded by largest remainders. A weight may be 0:
+    such a token is no part of the distribution.
+    """
+    k = min(k, probs.shape[1])
+    token_ids = np.argpartition(probs, -k, axis=1)[:, -k:].astype(np.int64)
+    kept = np.take_along_axis(probs, token_ids, axis=1).astype(np.float64)
+    exact = kept * (WEIGHT_SUM / kept.sum(axis=1, keepdims=True))
+    weights = np.floor(exact).astype(np.int64)
+    missing = WEIGHT_SUM - weights.sum(axis=1, keepdims=True)
+    order = np.argsort(weights - exact, axis=1, kind="stable")
+    rank = np.empty_like(order)
+    np.put_along_axis(rank, order, np.arange(k)[None], axis=1)
+    return token_ids, weights + (rank < missing)
+
+
+def sample_weights(token_ids: IntArray, weights: IntArray, uniforms: FloatArray) -> IntArray:
+    """Draw one token a row from integer weights.
+
+    token_ids, weights: [rows, k] as `truncate` returns them; uniforms: [rows] in (0, 1). Returns
+    [rows] token ids.
+    """
+    threshold = (uniforms.astype(np.float64) * WEIGHT_SUM).astype(np.int64)
+    index = (np.cumsum(weights, axis=1) <= threshold[:, None]).sum(axis=1)
+    drawn: IntArray = np.take_along_axis(token_ids, index[:, None], axis=1)[:, 0]
+    return drawn
+
+
+def encode_weights(token_ids: IntArray, weights: IntArray) -> list[pb.TopWeights]:
+    """One message a row, without the tokens of weight 0."""
+    messages = []
+    for ids, row in zip(token_ids, weights, strict=True):
+        kept = row > 0
+        messages.append(pb.TopWeights(token_ids=ids[kept].tolist(), weights=row[kept].tolist()))
+    return messages
+
+
+def decode_weights(messages: Sequence[pb.TopWeights]) -> tuple[Weights, ...]:
+    """What `encode_weights` encoded; not checked here (see `checks`)."""
+    return tuple((tuple(m.token_ids), tuple(m.weights)) for m in messages)

@@ -1,0 +1,97 @@
+"""What GoodSpeed's entries make of known curves, and rounds that can be counted by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.core.registry import make_policy
+from penstock.repro import goodspeed_fig2, goodspeed_fig4, goodspeed_theorems
+from penstock.repro.goodspeed_rounds import (
+    GeometricClients,
+    RecordedClient,
+    RoundTimes,
+    jumping_rates,
+    play,
+)
+
+
+def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:
+    rates = jumping_rates(300, 8, 30, seed=1)
+    steps = np.abs(np.diff(rates, axis=0))
+    assert rates.min() >= 0.3
+    assert rates.max() <= 0.9
+    assert set(np.round(steps[steps > 1e-9], 6)) == {0.3}
+    assert all(9 <= (steps[:, i] > 1e-9).sum() <= 10 for i in range(8))
+
+
+def test_recorded_rounds_walk_along_their_row() -> None:
+    client = RecordedClient([[3, 2, 1, 4, 1]], seed=(0,))
+    assert client.most_accepted() == 2
+    assert client.num_accepted(1) == 1
+    assert client.most_accepted() == 0
+    assert client.num_accepted(5) == 0
+    assert client.num_accepted(9) == 3
+    # The row has ended: the next one begins.
+    assert client.num_accepted(5) == 2
+
+
+def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:
+    times = RoundTimes(np.array([0.1, 0.2]), np.array([0.01, 0.02]), 0.3, 0.001)
+    world = GeometricClients(np.full((3, 2), 0.5), seed=0)
+    fixed = make_policy("allocation", "fixed", {"k": 2})
+    played = play(fixed, world.clients(), 4, 3, times=times)
+    assert played.seconds == pytest.approx([0.24 + 0.3 + 0.006] * 3)
+    assert played.per_second() == pytest.approx(played.tokens.sum(axis=0) / played.seconds.sum())
+    none = play(make_policy("allocation", "fixed", {"k": 0}), world.clients(), 4, 3, times=times)
+    assert none.seconds == pytest.approx([0.302] * 3)
+    assert (none.tokens == 1).all()
+
+
+def test_all_policies_meet_the_same_luck() -> None:
+    world = GeometricClients(np.full((50, 3), 0.6), seed=2)
+    two = [
+        play(make_policy("allocation", "fixed", {"k": k}), world.clients(), 30, 50).tokens
+        for k in (3, 6)
+    ]
+    assert (np.minimum(two[1], 4) == two[0]).all()
+    assert two[1].mean() == pytest.approx((1 - 0.6**7) / 0.4, abs=0.4)
+
+
+def test_overlaps_are_evidence_over_all_positions() -> None:
+    rates = np.full((4000, 1), 0.6)
+    client = GeometricClients(rates, seed=3, overlaps=True).clients()[0]
+    found = []
+    for _ in range(4000):
+        found.append(client.evidence(3, client.num_accepted(3)))
+    assert all(decided == 3 for decided, _ in found)
+    assert np.mean([successes / 3 for _, successes in found]) == pytest.approx(0.6, abs=0.01)
+
+
+def test_figure_2_sees_a_biased_estimate() -> None:
+    real = 15 + 2 * np.sin(np.arange(400) / 20)
+    assert goodspeed_fig2.verdict(16, goodspeed_fig2.Curve(real, real)).outcome == "holds"
+    biased = goodspeed_fig2.verdict(16, goodspeed_fig2.Curve(real, 1.5 * real))
+    assert biased.outcome == "holds in part"
+    lost = goodspeed_fig2.verdict(16, goodspeed_fig2.Curve(real, 40 - real))
+    assert lost.outcome == "does not hold"
+
+
+def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
+    flat = np.full((1, 600), 5.0)
+    curves = {"fixed": flat - 1, "random": flat - 2, "goodspeed": flat}
+    assert goodspeed_fig4.verdicts({(8, 16): curves})[0].outcome == "holds"
+    curves["fixed"] = flat + 1
+    assert goodspeed_fig4.verdicts({(8, 16): curves})[0].outcome == "holds in part"
+    rising = {"fixed": flat + 9, "random": flat + 9, "goodspeed": flat + np.arange(600) / 300}
+    assert goodspeed_fig4.verdicts({(8, 16): rising})[0].outcome == "does not hold"
+
+
+def test_theorems_see_what_does_not_converge() -> None:
+    sample = goodspeed_theorems.Sample
+    good = [sample(0.5, 1.0, 0.1), sample(0.1, 0.2, 0.03), sample(0.01, 0.0, 0.005)]
+    stuck = [sample(0.5, 0.5, 0.01), sample(0.1, 0.8, 0.05)]
+    assert goodspeed_theorems.concentration(good).outcome == "holds"
+    assert goodspeed_theorems.averages(good).outcome == "holds"
+    assert goodspeed_theorems.concentration(stuck).outcome == "does not hold"
+    assert goodspeed_theorems.averages(stuck).outcome == "does not hold"

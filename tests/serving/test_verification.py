@@ -1,0 +1,194 @@
+"""Draft servers over real streams: their requests, and those of others that they draft for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from tests.serving.scripted import greedy, scripted_server, seeded
+from tests.serving.verified import (
+    NUM_TOKENS,
+    PROMPT,
+    World,
+    complete_by_http,
+    guess_from,
+    metrics_of,
+    phases_of,
+    until,
+)
+
+from penstock.transport.v1 import drafting_pb2 as pb
+
+
+@pytest.mark.parametrize("sampling", [greedy(), seeded(7)], ids=["greedy", "seeded"])
+@pytest.mark.parametrize("wrong_every", [0, 3, 1])
+async def test_edge_output_is_the_targets_own(
+    world: World, sampling: pb.Sampling, wrong_every: int
+) -> None:
+    expected = world.alone(sampling)
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        await draft_server.open("r", PROMPT, NUM_TOKENS, sampling)
+        guess = guess_from(expected, len(PROMPT), wrong_every)
+        await draft_server.run(guess, draft_server.all_finished)
+        text = draft_server.texts["r"]
+    assert text.output == expected
+    assert text.finish_reason == "length"
+    assert text.num_drafts > 0
+    assert (text.num_accepted > NUM_TOKENS / 4) == (wrong_every != 1)
+
+
+async def test_another_seed_gives_another_output(world: World) -> None:
+    """Control: the equality above could fail."""
+    assert world.alone(seeded(7)) != world.alone(seeded(8))
+    assert world.alone(seeded(7)) != world.alone(greedy())
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 0}, {"temperature": 0.8, "seed": 7}])
+async def test_central_output_is_the_targets_own(world: World, fields: dict[str, Any]) -> None:
+    sampling = seeded(7) if "seed" in fields else greedy()
+    expected = world.alone(sampling)
+    alone = await complete_by_http(world, speculation={"drafter": "none"}, **fields)
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        guess = guess_from(expected, len(PROMPT), 5)
+        drafting = asyncio.create_task(
+            draft_server.run(guess, lambda: len(draft_server.released) > 0)
+        )
+        made = await complete_by_http(world, **fields)
+        await drafting
+    assert made["choices"][0]["text"] == alone["choices"][0]["text"]
+    assert made["usage"]["speculation"]["drafter"] == "loopback"
+    assert made["usage"]["speculation"]["num_accepted_tokens"] > NUM_TOKENS / 2
+    (text,) = draft_server.texts.values()
+    assert text.token_ids == (PROMPT + expected)[: len(text.token_ids)]
+    assert len(text.token_ids) > len(PROMPT) + NUM_TOKENS / 2
+
+
+async def test_prompts_stay_where_no_assignments_are_taken(world: World) -> None:
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest, takes_assignments=False)
+        made = await complete_by_http(world)
+        assert made["usage"]["completion_tokens"] == NUM_TOKENS
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(draft_server.call.read(), 0.2)
+
+
+async def test_a_request_of_central_ingress_survives_its_draft_server(world: World) -> None:
+    alone = await complete_by_http(world, speculation={"drafter": "none"})
+    expected = world.alone(greedy())
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        working = asyncio.create_task(complete_by_http(world))
+        guess = guess_from(expected, len(PROMPT), 4)
+        text = None
+
+        def half() -> bool:
+            nonlocal text
+            text = next(iter(draft_server.texts.values()), None)
+            return text is not None and len(text.output) > NUM_TOKENS / 2
+
+        await draft_server.run(guess, half)
+        draft_server.call.cancel()
+        made = await working
+    assert made["choices"][0]["text"] == alone["choices"][0]["text"]
+
+
+async def test_another_draft_server_takes_over(world: World) -> None:
+    alone = await complete_by_http(world, speculation={"drafter": "none"})
+    guess = guess_from(world.alone(greedy()), len(PROMPT), 4)
+    async with scripted_server(world.address) as first, scripted_server(world.address) as second:
+        await first.hello(world.digest)
+        working = asyncio.create_task(complete_by_http(world))
+        await first.run(guess, lambda: any(len(t.token_ids) > 45 for t in first.texts.values()))
+        await second.hello(world.digest)
+        first.call.cancel()
+        await second.run(guess, lambda: len(second.released) > 0)
+        made = await working
+    assert made["choices"][0]["text"] == alone["choices"][0]["text"]
+    (text,) = second.texts.values()
+    assert text.prompt_len > 45
+    assert text.num_accepted > 5
+
+
+async def test_a_broken_stream_cancels_what_came_over_it(world: World) -> None:
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        for n in range(3):
+            await draft_server.open(f"r{n}", PROMPT, 200, greedy())
+        for _ in range(3):
+            await draft_server.next_assign()
+        await until(world, "num_requests_running", 3)
+        await until(world, "draft_servers", 1)
+    await until(world, "num_requests_running", 0)
+    await until(world, "draft_servers", 0)
+
+
+async def test_what_was_verified_can_be_opened_again(world: World) -> None:
+    """Edge ingress goes on from the verified prefix after the stream broke, in mid-round."""
+    sampling = seeded(11)
+    expected = world.alone(sampling)
+    guess = guess_from(expected, len(PROMPT), 4)
+    async with scripted_server(world.address) as first:
+        await first.hello(world.digest)
+        await first.open("r", PROMPT, NUM_TOKENS, sampling)
+        await first.run(guess, lambda: len(first.texts["r"].output) > 10)
+        known = first.texts["r"].token_ids
+    async with scripted_server(world.address) as second:
+        await second.hello(world.digest)
+        left = NUM_TOKENS - (len(known) - len(PROMPT))
+        await second.open("r", known, left, sampling)
+        await second.run(guess, second.all_finished)
+        assert second.texts["r"].token_ids == PROMPT + expected
+    assert 0 < left < NUM_TOKENS
+
+
+async def test_drafts_that_come_twice_late_and_out_of_order(world: World) -> None:
+    """Two requests at once; every draft comes twice, old ones come again, answers swap places."""
+    samplings = {"a": seeded(1), "b": greedy()}
+    expected = {name: world.alone(sampling) for name, sampling in samplings.items()}
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        for name, sampling in samplings.items():
+            await draft_server.open(name, PROMPT, NUM_TOKENS, sampling)
+        sent: list[pb.Draft] = []
+        while not draft_server.all_finished():
+            assign = draft_server.take(await draft_server.receive())
+            if assign is None:
+                continue
+            guess = guess_from(expected[assign.request_id], len(PROMPT), 3)
+            text = draft_server.texts[assign.request_id].token_ids
+            sent.append(draft_server.draft(assign, guess(text, assign.num_draft_tokens)))
+            late = sent[-3:-1]
+            for draft in (*late, sent[-1], *late, sent[-1]):
+                await draft_server.send(draft=draft)
+        for name in samplings:
+            assert draft_server.texts[name].output == expected[name]
+            assert draft_server.texts[name].num_accepted > NUM_TOKENS / 4
+
+
+async def test_where_the_time_goes(world: World) -> None:
+    before = await metrics_of(world)
+    expected = world.alone(greedy())
+    guess = guess_from(expected, len(PROMPT), 0)
+
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        await draft_server.open("r", PROMPT, NUM_TOKENS, greedy())
+        waited = 0.0
+        while not draft_server.all_finished():
+            assign = draft_server.take(await draft_server.receive())
+            if assign is not None:
+                await asyncio.sleep(0.02)
+                waited += 0.02
+                token_ids = guess(draft_server.texts["r"].token_ids, assign.num_draft_tokens)
+                await draft_server.send(draft=draft_server.draft(assign, token_ids))
+    after = await metrics_of(world)
+    spent = {name: after[name] - before[name] for name in before}
+    assert spent["penstock:verdicts_sent_total"] >= 5
+    assert spent["penstock:verdict_send_seconds_total"] > 0
+    assert spent["penstock:target_steps_total"] >= 5
+    phases = await phases_of(world)
+    assert phases["verify"] > 0
+    assert phases["receive"] >= waited

@@ -1,0 +1,286 @@
+"""`penstock draft` as a program, against a scripted verification server."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from tests.engine.small_family import write_family
+from tests.serving.scripted_verifier import Oracle, ScriptedVerifier, target_oracle
+
+from penstock.cli.models import drafter_folder
+from penstock.config import NGRAM
+from penstock.core.types import SamplingParams
+from penstock.transport.service import server_credentials
+from penstock.zoo.registry import DEFAULT_DRAFTER, bundled_models
+
+PROGRAM = (sys.executable, "-c", "from penstock.cli import main; main()", "draft")
+GREEDY = SamplingParams(temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture(scope="module")
+def oracle(family: dict[str, Path]) -> Oracle:
+    return target_oracle(family["target"])
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority `ca`, and certificates of `server` and `edge` from it; PEM."""
+    if shutil.which("openssl") is None:
+        pytest.skip("there is no openssl here to make certificates with")
+    folder = tmp_path_factory.mktemp("certificates")
+    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
+    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
+    commands = [f"req -x509 {key} -keyout ca.key -out ca.pem -subj /CN=ca"]
+    for name in ("server", "edge"):
+        commands += [
+            f"req {key} -keyout {name}.key -out {name}.csr -subj /CN={name}",
+            f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -extfile names "
+            f"-out {name}.pem",
+        ]
+    for command in commands:
+        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+class Running:
+    """The program while it runs."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    async def line(self) -> str:
+        assert self.process.stdout is not None
+        async with asyncio.timeout(60):
+            return (await self.process.stdout.readline()).decode().rstrip("\n")
+
+    async def ended(self) -> tuple[int | None, str, str]:
+        """Exit code, the rest of standard output, and standard error."""
+        async with asyncio.timeout(60):
+            out, err = await self.process.communicate()
+        return self.process.returncode, out.decode(), err.decode()
+
+
+@asynccontextmanager
+async def program(*arguments: object) -> AsyncIterator[Running]:
+    process = await asyncio.create_subprocess_exec(
+        *PROGRAM,
+        *map(str, arguments),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        yield Running(process)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "Missing option '--connect'"),
+        (["--connect", "nowhere"], "--connect: 'nowhere' in 'nowhere' is no port"),
+        (["--connect", "host:99999"], "--connect: '99999' in 'host:99999' is no port"),
+        (["--connect", ":8100"], "--connect takes HOST:PORT, not ':8100'"),
+        (["--connect", "a:1", "--model", "huge"], "'huge' is neither a checkpoint folder nor a"),
+        (["--connect", "a:1", "--listen", "web"], "--listen: 'web' in 'web' is no port"),
+        (["--connect", "a:1", "--dtype", "int4"], "--dtype is 'int4'; allowed: auto, float32"),
+        (["--connect", "a:1", "--max-draft-tokens", "0"], "'--max-draft-tokens'"),
+        (["--connect", "a:1", "--cert", "x.pem"], "--cert and --key belong together"),
+        (["--connect", "a:1", "--ca", "/nowhere.pem"], "cannot read /nowhere.pem: No such file"),
+        (["--connect", "a:1", "--ca", __file__], "holds no certificates in PEM format"),
+        (
+            ["--connect", "a:1", "--cert", __file__, "--key", __file__],
+            "are no certificate and its unencrypted key",
+        ),
+        (["--connect", "a:1", "--token", "a\nb"], "--token must be printable ASCII"),
+        (["--connect", "a:1", "--no-assignments"], "leaves nothing to draft for"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    arguments: list[str],
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from penstock.cli import main
+
+    monkeypatch.setattr(sys, "argv", ["penstock", "draft", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    captured = capsys.readouterr()
+    assert ended.value.code == 2
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.startswith("penstock: ")
+    assert captured.err.count("\n") == 1
+
+
+def test_which_model_is_meant(family: dict[str, Path]) -> None:
+    cards = bundled_models()
+    assert drafter_folder(None) == (DEFAULT_DRAFTER, cards[DEFAULT_DRAFTER].path)
+    assert drafter_folder("draft-code") == ("draft-code", cards["draft-code"].path)
+    assert drafter_folder(NGRAM) == (NGRAM, cards[DEFAULT_DRAFTER].path)
+    assert drafter_folder(str(family["near"])) == ("near", family["near"])
+
+
+async def test_help_loads_no_library() -> None:
+    code = (
+        "import sys; sys.argv = ['penstock', 'draft', '--help']\n"
+        "from penstock.cli import main\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print(sorted({'torch', 'transformers', 'fastapi', 'grpc'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)  # noqa: ASYNC221
+    assert "--connect" in done.stdout
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None:
+    verifier = ScriptedVerifier(oracle)
+    prompt = "Once upon a time"
+    async with (
+        verifier.serving() as port,
+        program(
+            *("--connect", f"127.0.0.1:{port}", "--model", family["near"], "--listen", 0),
+            *("--dtype", "float32", "--token", "t0", "--max-draft-tokens", 5),
+        ) as running,
+    ):
+        assert await running.line() == f"penstock: drafting for 127.0.0.1:{port} as edge"
+        line = await running.line()
+        assert line.startswith("penstock: serving on http://127.0.0.1:")
+        assert verifier.hellos[0].model_name == "near"
+        assert verifier.hellos[0].max_draft_tokens == 5
+        assert verifier.tokens == ["t0"]
+        async with httpx.AsyncClient(base_url=line.split()[-1], timeout=30) as http:
+            body = {"prompt": prompt, "max_tokens": 30, "temperature": 0, "ignore_eos": True}
+            made = (await http.post("/v1/completions", json=body)).json()
+            assert made["usage"]["completion_tokens"] == 30
+            assert made["usage"]["speculation"]["drafter"] == "edge"
+            assert list(verifier.opens[0].prompt_token_ids) == await tokens_of(http, family, prompt)
+            assert (await http.get("/health")).status_code == 200
+            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "near"
+            refused = await http.post("/v1/completions", json={**body, "logprobs": 1})
+            assert refused.status_code == 400
+            assert "does not learn them" in refused.json()["error"]["message"]
+            verifier.delay_s = 0.05
+            async with http.stream(
+                "POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 150}
+            ) as stream:
+                pieces = []
+                async for data in stream.aiter_lines():
+                    pieces.append(json.loads(data.removeprefix("data: "))) if data else None
+                    if len(pieces) == 2:
+                        break
+            async with asyncio.timeout(20):
+                while not verifier.closes:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == (0, "", "")
+
+
+async def tokens_of(http: httpx.AsyncClient, family: dict[str, Path], text: str) -> list[int]:
+    from penstock.engine.tokenizer import load_tokenizer
+
+    return load_tokenizer(family["near"]).encode(text)
+
+
+async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: Oracle) -> None:
+    verifier = ScriptedVerifier(oracle)
+    async with (
+        verifier.serving() as port,
+        program(
+            *("--connect", f"127.0.0.1:{port}", "--model", family["same"], "--dtype", "float32")
+        ) as running,
+    ):
+        await running.line()
+        verifier.assign("@1", [1, 2, 3], 20, GREEDY)
+        async with asyncio.timeout(20):
+            while not verifier.finished:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        assert verifier.finished["@1"].num_rounds == 4
+        process = psutil.Process(running.process.pid)
+        listening = [c for c in process.net_connections() if c.status == psutil.CONN_LISTEN]
+        assert listening == []
+        before = process.cpu_times()
+        await asyncio.sleep(1)
+        after = process.cpu_times()
+        assert after.user + after.system - before.user - before.system < 0.2, "it spins when idle"
+        running.process.send_signal(signal.SIGINT)
+        assert await running.ended() == (0, "", "")
+
+
+async def test_look_up_needs_no_model(oracle: Oracle) -> None:
+    verifier = ScriptedVerifier(oracle)
+    async with (
+        verifier.serving() as port,
+        program("--connect", f"127.0.0.1:{port}", "--model", "ngram") as running,
+    ):
+        await running.line()
+        assert verifier.hellos[0].model_name == "ngram"
+        running.process.send_signal(signal.SIGTERM)
+        assert (await running.ended())[0] == 0
+
+
+async def test_a_refusal_is_one_line_and_exit_code_2(
+    family: dict[str, Path], oracle: Oracle
+) -> None:
+    verifier = ScriptedVerifier(oracle)
+    verifier.refuse = "the draft model has another tokenizer than the target"
+    async with (
+        verifier.serving() as port,
+        program("--connect", f"127.0.0.1:{port}", "--model", family["near"]) as running,
+    ):
+        code, out, err = await running.ended()
+    assert (code, out) == (2, "")
+    assert err == (
+        f"penstock: the verification server at 127.0.0.1:{port} refuses: {verifier.refuse}\n"
+    )
+
+
+async def test_it_can_be_stopped_before_it_is_connected(family: dict[str, Path]) -> None:
+    async with program("--connect", "127.0.0.1:9", "--model", family["near"]) as running:
+        assert running.process.stderr is not None
+        async with asyncio.timeout(60):
+            line = (await running.process.stderr.readline()).decode()
+        assert line.startswith("penstock: WARNING: no connection to the verification server at")
+        assert line.endswith("; trying again\n")
+        running.process.send_signal(signal.SIGTERM)
+        assert await running.ended() == (0, "", "")
+
+
+async def test_certificates(family: dict[str, Path], oracle: Oracle, certificates: Path) -> None:
+    verifier = ScriptedVerifier(oracle)
+    secured = server_credentials(
+        certificates / "server.pem", certificates / "server.key", certificates / "ca.pem"
+    )
+    async with (
+        verifier.serving(credentials=secured) as port,
+        program(
+            *("--connect", f"127.0.0.1:{port}", "--model", family["near"]),
+            *("--ca", certificates / "ca.pem"),
+            *("--cert", certificates / "edge.pem", "--key", certificates / "edge.key"),
+        ) as running,
+    ):
+        assert await running.line() == f"penstock: drafting for 127.0.0.1:{port} as edge"
+        assert verifier.names == ["edge"]
+        running.process.send_signal(signal.SIGTERM)
+        assert (await running.ended())[0] == 0
