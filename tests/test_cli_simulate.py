@@ -368,3 +368,26 @@ def test_values_take_the_type_of_their_option(text: str, wanted: Any, value: Any
 def test_values_of_another_type_are_refused(text: str, wanted: Any) -> None:
     with pytest.raises(ValueError, match=r".*"):
         parse_value(text, wanted)
+
+
+def test_draft_servers_across_links(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "servers.yaml"
+    path.write_text(
+        "servers:\n"
+        "  - {name: a, acceptance: 0.8, ms_per_token: 2, rtt_ms: 5, tenant: alice}\n"
+        "  - {name: b, acceptance: 0.5, ms_per_token: 9, rtt_ms: 40, tenant: bob}\n"
+    )
+    run = (
+        *("simulate", "--workload", "low", "--profile", "a100-llama2-7b", "--rate", "2"),
+        *("--admission", "vllm_v1", "--requests", "40", "--draft-servers", str(path)),
+    )
+    figures = {}
+    for pipeline in ("off", "async"):
+        figures[pipeline] = report_of(cli, *run, "--allocation", "renewal", "--pipeline", pipeline)
+        assert figures[pipeline]["requests_completed"] == 40
+        assert set(figures[pipeline]["tenants"]) == {"alice", "bob"}
+        assert figures[pipeline]["draft_tokens_accepted"] > 0
+    assert figures["off"]["latency_s"] != figures["async"]["latency_s"]
+    code, _, said = cli(*run, "--pipeline", "both")
+    assert code == 2
+    assert "choose from off, async" in said

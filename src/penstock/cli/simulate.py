@@ -71,6 +71,16 @@ DrafterOption = Annotated[
         "(JSON lines with arrays under the drafters' names). May be repeated.",
     ),
 ]
+DraftServersOption = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE.yaml",
+        help="Speculate across a network: draft servers, their links and their acceptance.",
+    ),
+]
+PipelineOption = Annotated[
+    str, typer.Option(metavar="off|async", help="Wait for all drafts, or verify what is ready.")
+]
 TtftOption = Annotated[
     float | None, typer.Option(help="Target for p99 of the time to first token, in seconds.")
 ]
@@ -95,6 +105,8 @@ def simulate(
     block_size: BlockSizeOption = 1,
     settings: SetOption = None,
     drafter: DrafterOption = None,
+    draft_servers: DraftServersOption = None,
+    pipeline: PipelineOption = "off",
     ttft_p99: TtftOption = None,
     tpot_p99: TpotOption = None,
     requests: Annotated[
@@ -108,6 +120,7 @@ def simulate(
     """One run of a workload through the scheduler, on the virtual clock."""
     from penstock.sim.plots import Sampler, check_target, plot_run
     from penstock.sim.run import run
+    from penstock.sim.servers import deal_to_tenants
 
     load = Load(workload, requests, arrivals, time_scale, seed)
     with bad_input():
@@ -120,8 +133,10 @@ def simulate(
             block_size=block_size,
             targets=Targets(ttft_p99, tpot_p99),
             seed=seed,
+            draft_servers=draft_servers,
+            pipeline=pipeline,
         )
-        made = load.make(rate)
+        made = deal_to_tenants(load.make(rate), server.base.draft_servers)
         setup = server.setup(made)
         if plot is not None:
             check_target(plot)
@@ -136,7 +151,7 @@ def simulate(
     with progress(len(made), "simulating") as advance:
         report = run(setup, made, instruments=[Finished(advance)], watch=watch if plot else None)
     figures = report.figures(ttft_p99, tpot_p99)
-    if setup.drafters:
+    if setup.drafters or setup.draft_servers:
         records = report.result.records.values()
         figures["draft_tokens_proposed"] = sum(r.num_proposed for r in records)
         figures["draft_tokens_accepted"] = sum(r.num_accepted for r in records)
@@ -251,16 +266,20 @@ def make_server(
     block_size: int,
     targets: Targets,
     seed: int,
+    draft_servers: Path | None = None,
+    pipeline: str = "off",
 ) -> Server:
     """From the command line; names: of the policies, by kind.
 
     Raises: ProfileError, PolicyError, WorkloadError, PlanError.
     """
+    from penstock.core.pipeline import PIPELINES
     from penstock.core.registry import policies
-    from penstock.sim.acceptance import parse_drafters
+    from penstock.sim.acceptance import AcceptanceByDrafter, parse_drafters
     from penstock.sim.planner import PlanError
     from penstock.sim.profiles import load_profile
     from penstock.sim.run import Setup
+    from penstock.sim.servers import read_servers
 
     for name, value in targets.given.items():
         if not 0 < value < math.inf:
@@ -269,10 +288,13 @@ def make_server(
     memory = kv_tokens or loaded.kv_tokens
     if memory < block_size:
         raise PlanError(f"{memory} KV tokens hold no block of {block_size}")
+    if pipeline not in PIPELINES:
+        raise PlanError(f"unknown pipeline {pipeline!r}; choose from {', '.join(PIPELINES)}")
     options = typed_settings(names, settings)
     known = policies("admission")[names["admission"]].Options.__dataclass_fields__
     wanted = {name: value for name, value in targets.given.items() if name in known}
-    acceptance = parse_drafters(drafters, seed) if drafters else None
+    acceptance = parse_drafters(drafters, seed)
+    servers, remote = read_servers(draft_servers, seed) if draft_servers else ((), None)
     setup = Setup(
         loaded,
         admission=names["admission"],
@@ -283,8 +305,11 @@ def make_server(
         selection_options=options["selection"],
         kv_tokens=memory,
         block_size=block_size,
-        acceptance=acceptance,
-        drafters=tuple(acceptance.models) if acceptance else (),
+        acceptance=AcceptanceByDrafter({**acceptance.models, **(remote.models if remote else {})}),
+        drafters=tuple(acceptance.models),
+        draft_servers=servers,
+        pipeline=pipeline,
+        seed=seed,
     )
     return Server(setup, targets)
 

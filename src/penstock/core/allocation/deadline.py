@@ -44,7 +44,7 @@ class Deadline(AllocationPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
-        total: draft tokens a round at most (C). None: what the step has room for.
+        total: draft tokens a round at most (C). None: by the profile of step times.
         k_max: most draft tokens for one request in a round.
         horizon: steps over which goodput is averaged, once so many are known.
         prior_mean: acceptance expected before anything is known, worth one token."""

@@ -42,7 +42,7 @@ class GoodSpeed(AllocationPolicy):
         acceptance.
         initial_acceptance, initial_goodput: α̂(0) and X(0).
         fairness: exponent a of the utility, U' = x^(−a): 0 total, 1 proportional.
-        total: draft tokens a round at most (C). None: what the step has room for.
+        total: draft tokens a round at most (C). None: by the profile of step times.
         k_max: most draft tokens for one request in a round."""
 
         beta: float = 0.5

@@ -8,8 +8,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from penstock.core.acceptance import ESTIMATORS, AcceptanceModel, Evidence, Population
 from penstock.core.allocation import DraftCandidate, Outcome, StepWork
 from penstock.core.state import Tenant
+from penstock.fluid.step_profile import StepWork as TargetWork
 
 IDLE_STEPS = 10
+_STRETCH = 1.5
 _START_STEPS = 4.0
 _LEAST_WEIGHT = 1e-6
 
@@ -39,8 +41,20 @@ def check_learning(horizon: int, prior_mean: float) -> None:
 
 
 def draft_budget(total: int | None, work: StepWork) -> int:
-    """Draft tokens of the round: the step's budget, and C where it is given."""
-    return work.budget if total is None else min(total, work.budget)
+    """Draft tokens of the round (C): as given, or by the profile of step times as many as make the
+    step half as long again; and never more than the step has room for."""
+    if total is not None:
+        return min(total, work.budget)
+    model, num = work.estimators.step_model, work.num_sampled
+    longest = _STRETCH * model.seconds(TargetWork(num_decodes=num))
+    low, high = 0, work.budget
+    while low < high:
+        middle = (low + high + 1) // 2
+        if model.seconds(TargetWork(num_decodes=num, num_draft_tokens=middle)) <= longest:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def tenant_weight(tenants: Mapping[str, Tenant], name: str) -> float:

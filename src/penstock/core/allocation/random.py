@@ -20,7 +20,7 @@ class RandomLengths(AllocationPolicy):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """total: draft tokens a round at most (C). None: what the step has room for.
+        """total: draft tokens a round at most (C). None: by the profile of step times.
         k_max: most draft tokens for one request in a round.
         seed: of the random numbers."""
 

@@ -34,7 +34,8 @@ from penstock.fluid.step_profile import StepWork as TargetWork
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
-_NUM_PERIODS = 16
+_NUM_PERIODS = 24
+_USUAL_TOKENS = 8
 _PRICE_STEPS = 16
 _LEAST_SECONDS = 1e-4
 _PROBE_TOKENS = 3
@@ -48,7 +49,7 @@ class Renewal(AllocationPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
-        total: draft tokens that are out, or in a step, at most (C). None: the step's own room.
+        total: draft tokens that are out, or in a step, at most (C). None: by the profile.
         k_max: most draft tokens for one request in a round.
         probe_every: rounds after which a request that does not draft tries it again; fewer at
             first, each time twice as many.
@@ -85,6 +86,8 @@ class Renewal(AllocationPolicy):
 
     def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
         """The plan is made once a target step; whoever comes new makes it be made anew."""
+        if not self.options.k_max:
+            return [Grant(0) for _ in candidates]
         if any(c.state.request.id not in self._plan for c in candidates):
             lengths = self._best_plan(candidates, work)
             ids = (c.state.request.id for c in candidates)
@@ -106,7 +109,9 @@ class Renewal(AllocationPolicy):
         tokens, delays = self._tokens(candidates), self._delays(candidates, work)
         weights = self._weights(candidates, work)
         best, best_value = np.zeros(num, dtype=np.int64), -np.inf
-        for period in np.linspace(step, step + float(delays.max()), _NUM_PERIODS):
+        # A period is worth trying where it lets one more draft in.
+        waits = np.quantile(delays[:, 1 : _USUAL_TOKENS + 1], np.linspace(0, 1, _NUM_PERIODS))
+        for period in step + np.append(waits, 0.0):
             cycles = np.ceil((step + delays) / period - 1e-9).clip(min=1)
             utility = self._utility(tokens / (cycles * period), weights)
             lengths = _within_budget(utility, budget)
