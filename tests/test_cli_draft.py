@@ -96,7 +96,7 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
     ("arguments", "message"),
     [
         ([], "Missing option '--connect'"),
-        (["--connect", "nowhere"], "--connect: 'nowhere' in 'nowhere' is no port"),
+        (["--connect", "nowhere"], "--connect takes HOST:PORT, not 'nowhere'"),
         (["--connect", "host:99999"], "--connect: '99999' in 'host:99999' is no port"),
         (["--connect", ":8100"], "--connect takes HOST:PORT, not ':8100'"),
         (["--connect", "a:1", "--model", "huge"], "'huge' is neither a checkpoint folder nor a"),
@@ -190,7 +190,7 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
                     pieces.append(json.loads(data.removeprefix("data: "))) if data else None
                     if len(pieces) == 2:
                         break
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(60):
                 while not verifier.closes:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         running.process.send_signal(signal.SIGTERM)
@@ -213,7 +213,7 @@ async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: 
     ):
         await running.line()
         verifier.assign("@1", [1, 2, 3], 20, GREEDY)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not verifier.finished:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         assert verifier.finished["@1"].num_rounds == 4

@@ -18,7 +18,7 @@ READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})
 def preparer(
     tokenizer: Tokenizer, verification: Literal["coupled", "ratio"] | None = None
 ) -> Preparer:
-    return Preparer("toy", tokenizer, READY, verification)
+    return Preparer("toy", tokenizer, READY, verification, lambda: READY.drafters)
 
 
 async def completion(preparer: Preparer, **fields: Any) -> list[Request]:
@@ -90,7 +90,9 @@ async def test_length_by_default_is_what_fits(tokenizer: Tokenizer) -> None:
 async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
     ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
     text = "some words " * 2000
-    (request,) = await completion(Preparer("toy", tokenizer, ready, None), prompt=text)
+    (request,) = await completion(
+        Preparer("toy", tokenizer, ready, None, lambda: ready.drafters), prompt=text
+    )
     assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)
 
 

@@ -244,3 +244,18 @@ def test_round_trips_are_told_from_drafting() -> None:
     assert links.per_token("s") == pytest.approx(0.012, rel=0.05)
     assert links.seconds("s", 10) < links.patience("s", 10) < first_patience
     assert links.per_token("unknown") == links.per_token("s"), "what others take is the best guess"
+
+
+def test_a_prompt_goes_where_its_tenant_allows_even_by_name() -> None:
+    desk = Desk("async", [Tenant("open", shares_prompts=True), Tenant("closed")])
+    desk.up("s", tenant="owner")
+    desk.scheduler.apply(DrafterUp("own", 8, "owner", takes_assignments=False), desk.now)
+    desk.arrive(
+        request("o", "s", "open"),
+        request("c", "s", "closed"),
+        request("w", "own", "owner"),
+        request("a", tenant="owner"),
+    )
+    desk.verify()
+    assert [o.request_id for o in desk.send("s").drafts] == ["o", "a"]
+    assert [o.request_id for o in desk.send("own").drafts] == ["w"], "its own, and nothing assigned"

@@ -40,7 +40,13 @@ class Service:
         self.model_name = config.served_model_name or config.engine.target.name
         self.started_at = int(time.time())
         self.metrics = Metrics(self.model_name)
-        self.prepare = Preparer(self.model_name, tokenizer, client.info, config.engine.verification)
+        self.prepare = Preparer(
+            self.model_name,
+            tokenizer,
+            client.info,
+            config.engine.verification,
+            lambda: client.drafters,
+        )
 
     async def answer(
         self, http: Request, body: GenerationBody, choices: list[Choice], form: Format
@@ -96,7 +102,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
             "created": service.started_at,
             "owned_by": "penstock",
             "max_model_len": service.client.info.max_request_tokens,
-            "drafters": list(service.client.info.drafters),
+            "drafters": list(service.client.drafters),
         }
         return {"object": "list", "data": [model]}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -30,12 +30,14 @@ class Preparer:
     """Knows the model that requests are for.
 
     verification: of every request, or None: `coupled` with a seed, `ratio` without.
+    drafters: names that a request may ask for now; draft servers come and go.
     """
 
     model_name: str
     tokenizer: Tokenizer
     engine: Ready
     verification: Literal["coupled", "ratio"] | None
+    drafters: Callable[[], tuple[str, ...]]
 
     async def completion(self, body: CompletionBody, tenant: str, job_id: str) -> list[Choice]:
         """Choices of a completion, those of the first prompt first. Raises: ApiError."""
@@ -69,7 +71,7 @@ class Preparer:
                 param="model",
                 code="model_not_found",
             )
-        drafters = (AUTO_DRAFTER, NO_DRAFTER, *self.engine.drafters)
+        drafters = (AUTO_DRAFTER, NO_DRAFTER, *self.drafters())
         if body.speculation.drafter not in drafters:
             raise ApiError(
                 400,

@@ -87,9 +87,10 @@ def _endpoint(
     from penstock.serving.link import Endpoint
     from penstock.transport.service import channel_credentials
 
-    host, port = _host_and_port("--connect", connect)
-    if not host or not port:
+    if not connect.rpartition(":")[0]:
         raise ConfigError(f"--connect takes HOST:PORT, not {connect!r}")
+    if not _host_and_port("--connect", connect)[1]:
+        raise ConfigError(f"--connect takes a port from 1 to 65535, not {connect!r}")
     if token is not None and not (token.isascii() and token.isprintable() and token.strip()):
         raise ConfigError("--token must be printable ASCII characters")
     if (cert is None) != (key is None):

@@ -24,7 +24,13 @@ def serve(
     ] = None,
     admission: Annotated[str | None, typer.Option(help="Admission policy.")] = None,
     selection: Annotated[str | None, typer.Option(help="Drafter selection policy.")] = None,
-    allocation: Annotated[str | None, typer.Option(help="Draft-length policy.")] = None,
+    allocation: Annotated[
+        str | None,
+        typer.Option(
+            help="Draft-length policy. Default: renewal with --drafters-listen, otherwise "
+            "throughput."
+        ),
+    ] = None,
     verification: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +101,13 @@ def serve(
                 engine[kind] = {"name": name}
         if drafters:
             settings["drafters"] = drafters
-            engine = {"drafters": {}, "pipeline": "async", "verification": "coupled", **engine}
+            engine = {
+                "drafters": {},
+                "pipeline": "async",
+                "verification": "coupled",
+                "allocation": {"name": "renewal"},
+                **engine,
+            }
         engine = with_models(engine, target, drafter or (), speculate=not no_speculation)
         parsed = parse_config({**_given(settings, host=host, port=port), "engine": engine})
         asyncio.run(server.serve(parsed, _announce, announce_drafters=_announce_drafters))

@@ -53,7 +53,7 @@ class Drafting:
             if wanted == NO_DRAFTER or not self.drafters or state.request.max_draft_tokens == 0:
                 state.drafter = None
             elif wanted != AUTO_DRAFTER:
-                state.drafter = wanted
+                state.drafter = wanted if self._may_see(wanted, state) else None
             else:
                 free.append(state)
         if free:
@@ -72,7 +72,15 @@ class Drafting:
             by_tenant.setdefault(state.request.tenant, []).append(state)
         for name, own in by_tenant.items():
             tenant = self._tenants[name]
-            self._ask(own, {n: d for n, d in self.drafters.items() if d.may_see(tenant)}, now)
+            open_to = {
+                n: d for n, d in self.drafters.items() if d.takes_assignments and d.may_see(tenant)
+            }
+            self._ask(own, open_to, now)
+
+    def _may_see(self, drafter: str, state: RequestState) -> bool:
+        """A request cannot take its prompt where its tenant's may not go, even by name."""
+        known = self.drafters.get(drafter)
+        return known is not None and known.may_see(self._tenants[state.request.tenant])
 
     def _ask(self, states: list[RequestState], drafters: Mapping[str, Drafter], now: float) -> None:
         chosen = self._selection.select(states, drafters, now)

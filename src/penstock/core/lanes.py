@@ -54,6 +54,7 @@ class DraftLanes:
             )
         if drafter.remote:
             drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
+            drafter.takes_assignments = event.takes_assignments
         drafter.up, drafter.silent = True, False
 
     def down(self, name: str) -> None:

@@ -67,6 +67,7 @@ class Drafter:
     up: bool = True
     remote: bool = False
     tenant: str | None = None
+    takes_assignments: bool = True
     silent: bool = False
     num_requests: int = 0
     """Running requests that draft with it, counted before every selection."""

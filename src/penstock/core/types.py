@@ -99,11 +99,13 @@ class DraftReady:
 @dataclass(frozen=True, slots=True)
 class DrafterUp:
     """A drafter can be used. A name that is not known yet is a draft server's: `tenant` is the only
-    one whose prompts it may see (None: every tenant's)."""
+    one whose prompts it may see (None: every tenant's), and unless it `takes_assignments` it drafts
+    for requests that name it alone."""
 
     drafter: str
     max_draft_tokens: int = 16
     tenant: str | None = None
+    takes_assignments: bool = True
 
 
 @dataclass(frozen=True, slots=True)

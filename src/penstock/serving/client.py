@@ -60,6 +60,11 @@ class OutputSink(Protocol):
 class EngineListener(Protocol):
     """Follows the engine for the draft servers."""
 
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """Those that are connected."""
+        ...
+
     def on_outputs(self, outputs: Sequence[Output]) -> None:
         """Outputs of one turn, after each has gone to its request's sink."""
         ...
@@ -199,6 +204,12 @@ class EngineClient:
         if self._info is None:
             raise EngineUnavailable(self._failure)
         return self._info
+
+    @property
+    def drafters(self) -> tuple[str, ...]:
+        """The engine's own, and the draft servers that are connected."""
+        remote = () if self._listener is None else self._listener.drafters
+        return (*self.info.drafters, *remote)
 
     @property
     def problem(self) -> str | None:

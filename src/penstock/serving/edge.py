@@ -76,6 +76,10 @@ class EdgeClient:
             self._connected.set()
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        return self.info.drafters
+
+    @property
     def problem(self) -> str | None:
         return "the server is shutting down" if self._stopping else self._server.link.problem
 

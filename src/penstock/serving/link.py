@@ -19,8 +19,6 @@ _WELCOME_S = 10.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 2.0
 
-_PING_TIMEOUT_MS = 5_000
-
 _FINAL = (
     grpc.StatusCode.UNAUTHENTICATED,
     grpc.StatusCode.PERMISSION_DENIED,
@@ -67,8 +65,7 @@ class Endpoint:
     token: str | None = None
 
     def channel(self) -> grpc.aio.Channel:
-        # Without it a peer that is frozen, but whose machine is not, is waited for a minute.
-        options = [*channel_options(), ("grpc.http2.ping_timeout_ms", _PING_TIMEOUT_MS)]
+        options = channel_options()
         if self.credentials is None:
             return grpc.aio.insecure_channel(self.address, options=options)
         return grpc.aio.secure_channel(self.address, self.credentials, options=options)

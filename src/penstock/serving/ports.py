@@ -23,6 +23,11 @@ class RequestClient(Protocol):
         ...
 
     @property
+    def drafters(self) -> tuple[str, ...]:
+        """Names that a request may ask for."""
+        ...
+
+    @property
     def problem(self) -> str | None:
         """Why no requests can be served now, or None."""
         ...

@@ -35,7 +35,6 @@ from penstock.transport.wire import PrefixDigest
 ANONYMOUS = "loopback"
 """Name of draft servers on this machine where the configuration names none."""
 
-_NOBODY = ""
 _MAX_STREAMS_EACH = 16
 _HELLO_S = 10.0
 _LAST_WORDS_S = 1.0
@@ -149,9 +148,7 @@ class DraftHub:
         if name is None:
             raise Refusal(f"{base} has {_MAX_STREAMS_EACH} streams open; no more are allowed")
         self._streams[name] = stream
-        # The scheduler asks a server of nobody's for its own requests only.
-        sees = tenant if stream.takes_assignments else _NOBODY
-        self.client.post(DrafterUp(name, max_draft_tokens, sees))
+        self.client.post(DrafterUp(name, max_draft_tokens, tenant, stream.takes_assignments))
         return name
 
     def leave(self, stream: DraftStream) -> None:
