@@ -28,16 +28,21 @@ class Throughput(AllocationPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """k_max: most draft tokens for one request in a round.
-        overhead: seconds a round costs beside drafting and verifying."""
+        overhead: seconds a round costs beside drafting and verifying.
+        margin: speculate only where it promises this share more: estimates err, and what looks
+            best of many is most likely to have been flattered."""
 
         k_max: int = 8
         overhead: float = 3e-4
+        margin: float = 0.05
 
         def __post_init__(self) -> None:
             if self.k_max < 0:
                 raise ValueError(f"k_max must not be negative, not {self.k_max}")
             if not 0 < self.overhead < math.inf:
                 raise ValueError(f"overhead must be positive and finite, not {self.overhead}")
+            if not 0 <= self.margin < math.inf:
+                raise ValueError(f"margin must be 0 or more and finite, not {self.margin}")
 
     def __init__(self, options: Options) -> None:
         self.options = options
@@ -88,8 +93,8 @@ class Throughput(AllocationPolicy):
         verify = work.estimators.step_times.target.at(rows).tolist()
         draft = _DraftSeconds(candidates, work)
         tokens = float(work.num_sampled)
-        best, best_rate = 0, tokens / (self.options.overhead + verify[0])
         overhead = self.options.overhead
+        best, best_rate = 0, (1 + self.options.margin) * tokens / (overhead + verify[0])
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
             tokens -= negative_survival
             drafting = draft.lengthen(candidates[index].drafter, length)
