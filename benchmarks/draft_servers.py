@@ -149,8 +149,8 @@ def verdicts(runs: Sequence[Figures], scenes: Sequence[Scene]) -> list[tuple[boo
             )
             lines.append(
                 (
-                    found >= bar and gain >= 0,
-                    f"{where}: renewal, async over goodspeed with a barrier: {found:.2f}x "
+                    bool(found >= bar and gain >= 0),
+                    f"{where}: renewal, async over goodspeed with a barrier: {found:.3f}x "
                     f"({low:.2f} to {high:.2f}; bar {bar}x), sum of logs {gain:+.2f}",
                 )
             )
