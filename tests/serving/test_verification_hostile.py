@@ -8,6 +8,7 @@ import hashlib
 import logging
 import math
 import random
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -197,19 +198,41 @@ async def test_nothing_compressed_is_taken(guarded: World) -> None:
     assert draft_server.num_received == 0
 
 
+async def test_a_flood_of_nothing_is_read_slowly(guarded: World) -> None:
+    async with undisturbed(guarded), connected(guarded, "bad") as draft_server:
+        begun = time.monotonic()
+
+        async def write() -> None:
+            while True:
+                await draft_server.send(close=pb.Close(request_id="unknown"))
+
+        writing = asyncio.create_task(write())
+        while len(draft_server.refused) < 260:
+            draft_server.take(await draft_server.receive())
+        # Two seconds' worth at once; after that each is followed by a pause.
+        assert 200 + 120 * (time.monotonic() - begun) > 250
+        writing.cancel()
+
+
 async def test_a_flood(guarded: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.serving.verification")
     async with undisturbed(guarded), connected(guarded, "bad") as draft_server:
-        late = pb.Up(draft=pb.Draft(request_id="x")).SerializeToString()
-        reading = asyncio.create_task(ended(draft_server))
-        for _ in range(2500):
+        leave = pb.Up(close=pb.Close(request_id="r")).SerializeToString()
+
+        async def read() -> None:
+            with contextlib.suppress(grpc.RpcError, EOFError):
+                while True:
+                    await draft_server.receive()
+
+        reading = asyncio.create_task(read())
+        for _ in range(1250):
             try:
-                await draft_server.send_bytes(late)
+                await draft_server.send_bytes(OPEN)
+                await draft_server.send_bytes(leave)
             except (grpc.RpcError, asyncio.InvalidStateError):
                 break
         await reading
         await until(guarded, "draft_servers", 1)
-    assert len(draft_server.refused) < 2000
     assert "bad: too many messages: at most 300" in caplog.text
 
 

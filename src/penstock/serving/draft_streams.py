@@ -32,6 +32,7 @@ from penstock.transport.wire import PrefixDigest, decode_weights
 
 _MAX_QUEUED_MESSAGES = 4096
 _MAX_QUEUED_BYTES = 16 << 20
+_WASTE_PER_S = 100.0
 
 
 class Identity(NamedTuple):
@@ -152,11 +153,13 @@ class DraftStream:
         now = time.perf_counter()
         self._messages = Quota(limits.max_messages_per_s, now)
         self._bytes = Quota(limits.max_bytes_per_s, now)
+        self._waste = Quota(_WASTE_PER_S, now)
 
     # --- up -------------------------------------------------------------------------------------
 
-    def receive(self, data: bytes) -> None:
-        """Act on a message. Raises: Refusal; without a request id the stream must end."""
+    def receive(self, data: bytes) -> bool:
+        """Act on a message; False where it was of no use. Raises: Refusal; without a request id the
+        stream must end."""
         now = time.perf_counter()
         if not self._messages.take(1, now) or not self._bytes.take(len(data), now):
             raise Refusal(
@@ -172,9 +175,14 @@ class DraftStream:
         elif kind == "open":
             self._open(message.open)
         elif kind == "draft":
-            self._draft(message.draft)
+            return self._draft(message.draft)
         else:
             self._close(message.close.request_id)
+        return True
+
+    def may_waste(self) -> bool:
+        """Whether one more message without use is within reason: some repeat, and some are late."""
+        return self._waste.take(1, time.perf_counter())
 
     def _hello(self, hello: pb.Hello) -> None:
         check_hello(hello, self._hub.tokenizer_digest)
@@ -221,7 +229,7 @@ class DraftStream:
         self._edge[message.request_id] = opened
         self.send(pb.Down(opened=pb.Opened(request_id=message.request_id)))
 
-    def _draft(self, draft: pb.Draft) -> None:
+    def _draft(self, draft: pb.Draft) -> bool:
         request = self._edge.get(draft.request_id) or self._assigned.get(draft.request_id)
         if request is None:
             self._heard()
@@ -229,7 +237,7 @@ class DraftStream:
         order = request.order
         if order is None or not answers(draft, order):
             self._heard()
-            return
+            return False
         try:
             check_draft(draft, self.limits, order, request.prefix)
         except Refusal:
@@ -237,6 +245,7 @@ class DraftStream:
             raise
         weights = decode_weights(draft.weights) if order.weighted else None
         self._answer(request, order, tuple(draft.token_ids), weights)
+        return True
 
     def _answer(
         self,

@@ -39,6 +39,7 @@ _MAX_STREAMS_EACH = 16
 _HELLO_S = 10.0
 _LAST_WORDS_S = 1.0
 _GRACE_S = 1.0
+_WASTE_PAUSE_S = 0.05
 
 _log = logging.getLogger(__name__)
 
@@ -358,13 +359,17 @@ async def _run(
 async def _read(stream: DraftStream, messages: AsyncIterator[bytes]) -> None:
     async for data in messages:
         try:
-            stream.receive(data)
+            is_of_use = stream.receive(data)
         except Refusal as refusal:
+            is_of_use = False
             refused = pb.Refused(request_id=refusal.request_id, reason=refusal.reason)
             stream.send(pb.Down(refused=refused))
             if not refusal.request_id:
                 stream.end(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)
                 return
+        if not is_of_use and not stream.may_waste():
+            # Its next messages wait on its own machine, and cost this one nothing.
+            await asyncio.sleep(_WASTE_PAUSE_S)
 
 
 def _report(stream: DraftStream, failed: BaseException | None) -> None:

@@ -51,6 +51,8 @@ def server_options() -> Options:
         *_common_options(),
         ("grpc.http2.min_ping_interval_without_data_ms", _KEEPALIVE_MS // 2),
         ("grpc.max_concurrent_streams", 64),
+        # Or the window of a stream that is read slowly would grow, and with it what a flood costs.
+        ("grpc.http2.bdp_probe", 0),
         ("grpc.max_metadata_size", 16 << 10),
         # Otherwise a second server on the port would take half of the streams.
         ("grpc.so_reuseport", 0),
