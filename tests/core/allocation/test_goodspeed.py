@@ -225,8 +225,10 @@ def test_adaptive_fairness_zero_maximises_the_total() -> None:
     assert rounds(even, candidates("a", "b"), [8, 1], 200, budget=4)[1] >= 2
 
 
-def test_adaptive_sends_the_price_with_every_grant() -> None:
-    policy = make("goodspeed_adaptive", prior_mean=0.5)
+def test_adaptive_sends_the_price_with_every_grant_if_told_to() -> None:
+    silent = make("goodspeed_adaptive", prior_mean=0.5)
+    assert {g.min_survival for g in silent.allocate(candidates("a", "b"), work(3))} == {0.0}
+    policy = make("goodspeed_adaptive", prior_mean=0.5, prices=True)
     grants = policy.allocate(candidates("a", "b"), work(3))
     # Equal slopes and rates .5: the refused token has survival .25.
     assert sorted(lengths(grants)) == [1, 2]

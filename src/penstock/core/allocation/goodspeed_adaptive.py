@@ -1,7 +1,7 @@
 """GoodSpeed's gradient scheduling with estimates that come to rest and still follow drift.
 
 Acceptance is learned for each tenant and drafter (`core/acceptance.py`), goodput is an average over
-all that is known (`GoodputAverages`), and the price of eq. 5 goes out with every grant.
+all that is known (`GoodputAverages`), and the price of eq. 5 can go out with every grant.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ class GoodSpeedAdaptive(AllocationPolicy):
         k_max: most draft tokens for one request in a round.
         horizon: steps over which goodput is averaged, once so many are known.
         prior_mean: acceptance expected before anything is known, worth one token.
-        estimator: how acceptance is learned (`core/acceptance.py`)."""
+        estimator: how acceptance is learned (`core/acceptance.py`).
+        prices: send the price of a position with every grant, so that a drafter stops where its own
+            confidence puts a token below it. What it leaves goes to nobody in that round: worth it
+            only where verifying a position costs time."""
 
         fairness: float = 1.0
         total: int | None = None
@@ -45,6 +48,7 @@ class GoodSpeedAdaptive(AllocationPolicy):
         horizon: int = 1000
         prior_mean: float = 0.5
         estimator: Literal["beta", "discounts", "switching", "confident"] = "switching"
+        prices: bool = False
 
         def __post_init__(self) -> None:
             check_caps(self.total, self.k_max)
@@ -69,6 +73,8 @@ class GoodSpeedAdaptive(AllocationPolicy):
             draft_budget(options.total, work),
             [min(c.limit, options.k_max) for c in candidates],
         )
+        if not options.prices:
+            price = 0.0
         return [
             Grant(n, min(1.0, price / slope))
             for n, slope in zip(lengths.tolist(), each, strict=True)

@@ -1,0 +1,343 @@
+"""Real processes for `benchmarks.live_draft_servers`: servers, far-away links, users, a record.
+
+    python -m benchmarks.live_rig CONFIG.yaml RECORD.jsonl
+
+runs a verification server whose engine writes a line for every draft that comes and for every step
+of the target.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hashlib
+import itertools
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TextIO
+
+import httpx
+import psutil
+import yaml
+
+from penstock.config import EngineConfig, parse_config, read_yaml
+from penstock.core.loop import Loop, Turn
+from penstock.core.ports import Clock, Executor
+from penstock.core.scheduler import Scheduler
+from penstock.core.types import TARGET, DraftReady, Event, Output, StepPlan, StepResult
+from penstock.zoo.registry import load_prompts, model_path
+
+_RECORD = "PENSTOCK_BENCHMARK_RECORD"
+_FACTORY = "benchmarks.live_rig:load_recorded_engine"
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+_KV_TOKENS = 32_768
+_START_S = 300
+
+CLIENTS = {
+    "instruction": "draft-tiny",
+    "roleplay": "draft-lang",
+    "summary": "draft-base",
+    "qa": "draft-lang",
+    "chat": "draft-tiny",
+    "math": "draft-data",
+    "sql": "draft-code",
+    "entropy": "draft-base",
+}
+"""The drafter of each domain's draft server: generalists and specialists."""
+
+
+# --- the verification server's process ------------------------------------------------------------
+
+
+class _RecordedLoop(Loop):
+    """A loop that keeps what came from draft servers, and what the target made of it."""
+
+    def __init__(
+        self, scheduler: Scheduler, executor: Executor, clock: Clock, record: TextIO
+    ) -> None:
+        super().__init__(scheduler, executor, clock, (self,))
+        self._now = clock.now
+        self._record = record
+        self._ordered: dict[tuple[str, int], tuple[float, int]] = {}
+
+    def turn(self, events: Iterable[Event]) -> Turn:
+        events = list(events)
+        for event in events:
+            if isinstance(event, DraftReady):
+                ordered = self._ordered.pop((event.request_id, event.round), None)
+                if ordered is not None:
+                    asked_at, asked = ordered
+                    self._write(
+                        draft=client_of(event.request_id),
+                        asked=asked,
+                        tokens=event.num_draft_tokens,
+                        seconds=self._now() - asked_at,
+                    )
+        return super().turn(events)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        if plan.lane != TARGET:
+            for order in plan.drafts:
+                ordered = plan.created_at, order.max_draft_tokens
+                self._ordered[order.request_id, order.round] = ordered
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        if plan.lane != TARGET:
+            return
+        now = self._now()
+        sampled = [v for v in result.verdicts if v.token_ids]
+        self._write(
+            at=now,
+            seconds=now - plan.created_at,
+            work=result.work,
+            verdicts=[
+                (client_of(v.request_id), v.num_proposed, v.num_decided, len(v.token_ids))
+                for v in sampled
+            ],
+        )
+
+    def on_output(self, output: Output) -> None:
+        """Outputs show in verdicts."""
+
+    def _write(self, **line: Any) -> None:
+        print(json.dumps(line), file=self._record, flush=True)
+
+
+def client_of(request_id: str) -> str:
+    """The draft server in whose name a request of edge ingress was opened."""
+    return request_id.rpartition("/")[0]
+
+
+def load_recorded_engine(config: EngineConfig) -> Any:
+    """The engine, with a record of what it does."""
+    from penstock.engine.build import load_engine
+
+    engine = load_engine(config)
+    # Open until the process ends.
+    record = Path(os.environ[_RECORD]).open("w", encoding="utf-8")  # noqa: SIM115
+    loop = _RecordedLoop(engine.scheduler, engine.executor, engine.clock, record)
+    return dataclasses.replace(engine, loop=loop)
+
+
+def _serve(config: Path, record: Path) -> None:
+    from penstock.api.server import serve
+
+    os.environ[_RECORD] = str(record)
+    settings = parse_config(read_yaml(config))
+    asyncio.run(serve(settings, lambda line: print(line, flush=True), _FACTORY))
+
+
+# --- processes ------------------------------------------------------------------------------------
+
+
+class Process:
+    """A command that says a line for each thing that is ready."""
+
+    def __init__(self, *arguments: str, env: dict[str, str] | None = None) -> None:
+        self._arguments = arguments
+        self._env = {**os.environ, **_ONE_THREAD, **(env or {})}
+        self._process: asyncio.subprocess.Process | None = None
+        self._cpu_before = 0.0
+
+    async def start(self, starts_with: str) -> str:
+        """Start, and wait for a line that begins so; returns the rest of it."""
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", *self._arguments),
+            stdout=asyncio.subprocess.PIPE,
+            # A draft server says so whenever a verification server is gone.
+            stderr=asyncio.subprocess.DEVNULL,
+            env=self._env,
+        )
+        async with asyncio.timeout(_START_S):
+            assert self._process.stdout is not None
+            async for line in self._process.stdout:
+                if line.decode().startswith(starts_with):
+                    return line.decode().removeprefix(starts_with).strip()
+        raise RuntimeError(f"{' '.join(self._arguments)} has ended")
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the process and its children."""
+        assert self._process is not None
+        whole = psutil.Process(self._process.pid)
+        family = [whole, *whole.children(recursive=True)]
+        return sum(sum(p.cpu_times()[:2]) for p in family)
+
+    async def end(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        with suppress(psutil.NoSuchProcess):
+            children = psutil.Process(process.pid).children(recursive=True)
+            process.send_signal(signal.SIGTERM)
+            try:
+                await asyncio.wait_for(process.wait(), 10)
+            except TimeoutError:
+                process.kill()
+                await process.wait()
+            for child in children:
+                with suppress(psutil.NoSuchProcess):
+                    child.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+class Delay:
+    """A TCP link in front of a port, on which every byte takes `seconds` more; its rate is as it
+    was."""
+
+    def __init__(self, port: int) -> None:
+        self.port = free_port()
+        self.seconds = 0.0
+        self._behind = port
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[Delay]:
+        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        try:
+            yield self
+        finally:
+            server.close()
+
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._behind)
+        except OSError:
+            writer.close()
+            return
+        pumps = [
+            asyncio.create_task(self._pump(reader, far_writer)),
+            asyncio.create_task(self._pump(far_reader, writer)),
+        ]
+        try:
+            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            writer.close()
+            far_writer.close()
+
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One direction. Bytes keep their order, whatever the timers do."""
+        loop = asyncio.get_running_loop()
+        waiting: deque[bytes] = deque()
+
+        def send() -> None:
+            if not writer.is_closing():
+                writer.write(waiting.popleft())
+
+        while data := await reader.read(1 << 16):
+            if self.seconds:
+                waiting.append(data)
+                loop.call_later(self.seconds, send)
+            else:
+                writer.write(data)
+
+
+class Rig:
+    """Eight draft servers behind links, and one verification server after the other."""
+
+    def __init__(self, folder: Path, http: httpx.AsyncClient) -> None:
+        self._config, self.record = folder / "serve.yaml", folder / "record.jsonl"
+        self._http = http
+        self._port, self._drafters_port = free_port(), free_port()
+        self.links = {name: Delay(self._drafters_port) for name in CLIENTS}
+        self._tokens = {name: secrets.token_hex(16) for name in CLIENTS}
+        self._drafters: dict[str, Process] = {}
+        self.urls: dict[str, str] = {}
+
+    @asynccontextmanager
+    async def verification_server(
+        self, allocation: dict[str, Any], pipeline: str
+    ) -> AsyncIterator[Process]:
+        """A verification server under a policy, all draft servers connected."""
+        self._config.write_text(yaml.safe_dump(self._settings(allocation, pipeline)))
+        server = Process("benchmarks.live_rig", str(self._config), str(self.record))
+        try:
+            await server.start("http")
+            yield server
+        finally:
+            await server.end()
+
+    def _settings(self, allocation: dict[str, Any], pipeline: str) -> dict[str, Any]:
+        digests = {n: hashlib.sha256(t.encode()).hexdigest() for n, t in self._tokens.items()}
+        servers = {n: {"tenant": n, "token_sha256": d} for n, d in digests.items()}
+        return {
+            "engine": {
+                "target": str(model_path("target-large")),
+                "verification": "coupled",
+                "pipeline": pipeline,
+                "allocation": allocation,
+                "kv_tokens": _KV_TOKENS,
+                "num_threads": 1,
+            },
+            "drafters": {"listen": f"127.0.0.1:{self._drafters_port}", "servers": servers},
+            "port": self._port,
+            "shutdown_grace_s": 1,
+        }
+
+    async def start_drafters(self) -> None:
+        """Start the draft servers; a verification server must be there."""
+        await asyncio.gather(*(self._start(name) for name in CLIENTS))
+
+    async def _start(self, name: str) -> None:
+        drafter = self._drafters[name] = Process(
+            "penstock.cli",
+            *("draft", "--connect", f"127.0.0.1:{self.links[name].port}"),
+            *("--model", CLIENTS[name], "--listen", "0", "--no-assignments"),
+            env={"PENSTOCK_TOKEN": self._tokens[name]},
+        )
+        self.urls[name] = await drafter.start("penstock: serving on ")
+
+    async def end_drafters(self) -> None:
+        await asyncio.gather(*(drafter.end() for drafter in self._drafters.values()))
+
+    async def until_connected(self) -> None:
+        async with asyncio.timeout(_START_S):
+            while sum_of(await self.metrics(), "draft_servers") < len(CLIENTS):  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+
+    async def metrics(self) -> str:
+        """The verification server's metrics."""
+        return (await self._http.get(f"http://127.0.0.1:{self._port}/metrics")).text
+
+    def cpu_seconds(self, server: Process) -> dict[str, float]:
+        """CPU time so far: the verification server, all draft servers, this process."""
+        return {
+            "verification": server.cpu_seconds(),
+            "drafting": sum(p.cpu_seconds() for p in self._drafters.values()),
+            "links": time.process_time(),
+        }
+
+    async def use(self, name: str, temperature: float) -> None:
+        """A user of one draft server: one request after the other, for ever."""
+        url = f"{self.urls[name]}/v1/completions"
+        for n, prompt in enumerate(itertools.cycle(load_prompts(name))):
+            body = {"prompt": prompt.prompt, "max_tokens": 192, "temperature": temperature}
+            answer = await self._http.post(url, json={**body, "seed": n})
+            answer.raise_for_status()
+
+
+def sum_of(text: str, name: str, *labels: str) -> float:
+    """The sum of a metric over its labels, or over those lines that have all of `labels`."""
+    lines = [line for line in text.splitlines() if line.startswith(f"penstock:{name}")]
+    chosen = [line for line in lines if all(label in line for label in labels)]
+    return sum(float(line.rpartition(" ")[2]) for line in chosen)
+
+
+if __name__ == "__main__":
+    _serve(Path(sys.argv[1]), Path(sys.argv[2]))
