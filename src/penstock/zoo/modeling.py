@@ -72,7 +72,7 @@ def grow(small: LlamaForCausalLM, shape: Shape) -> LlamaForCausalLM:
 
 SHARPNESS = 1.5
 """What the logits of a trained target are multiplied by. A short training leaves 2 to 3% of the
-mass on thousands of tokens that never come; this takes it to 0.4% and leaves the loss as it was."""
+mass on thousands of tokens that never come; a factor of 1.4 took it to 0.4%."""
 
 
 @torch.no_grad()

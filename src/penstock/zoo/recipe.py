@@ -148,12 +148,7 @@ FULL = Recipe(
             _only("roleplay", "chat", "qa"),
             1000,
         ),
-        replace(
-            _drafter(
-                "draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 900
-            ),
-            muon_lr=0.008,
-        ),
+        _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 900),
     ),
 )
 

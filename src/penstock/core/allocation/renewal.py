@@ -103,9 +103,8 @@ class Renewal(AllocationPolicy):
     def _best_plan(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[int]:
         budget = draft_budget(self.options.total, work)
         num = len(candidates)
-        drafted = min(sum(self._plan.values()), budget)
-        target = TargetWork(num_decodes=num, num_draft_tokens=drafted)
-        step = max(work.estimators.step_model.seconds(target), _LEAST_SECONDS)
+        bare = work.estimators.step_model.seconds(TargetWork(num_decodes=num))
+        step = max(bare, _LEAST_SECONDS)
         tokens, delays = self._tokens(candidates), self._delays(candidates, work)
         weights = self._weights(candidates, work)
         best, best_value = np.zeros(num, dtype=np.int64), -np.inf
