@@ -12,9 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.acceptance import Evidence, Smoothed
-from penstock.core.allocation import Outcome
 from penstock.core.allocation.goodspeed import GoodSpeed
-from penstock.core.state import RequestState
+from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.sim.acceptance import CurveAcceptance

@@ -390,4 +390,4 @@ def test_draft_servers_across_links(cli: Cli, tmp_path: Path) -> None:
     assert figures["off"]["latency_s"] != figures["async"]["latency_s"]
     code, _, said = cli(*run, "--pipeline", "both")
     assert code == 2
-    assert "choose from off, async" in said
+    assert "choose from off, auto, async" in said

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from penstock.config import ConfigError, ServeConfig, parse_config, read_yaml
+from penstock.config import ConfigError, ServeConfig, parse_config, read_profile, read_yaml
 
 
 def engine(**settings: Any) -> dict[str, Any]:
@@ -170,3 +170,28 @@ def test_a_draft_server_and_a_drafter_of_one_name() -> None:
     both["engine"]["drafters"] = {"small": "models/small"}
     with pytest.raises(ConfigError, match="names both"):
         parse_config(both)
+
+
+def test_a_profile_must_be_one(tmp_path: Path) -> None:
+    path = tmp_path / "toy.json"
+    with pytest.raises(ConfigError, match=r"engine\.profile: cannot read"):
+        parse_config(engine(profile=str(path)))
+    path.write_text('{"name": "toy", "kv_tokens": 9, "token_counts": [1]}')
+    with pytest.raises(ConfigError, match="token_seconds"):
+        parse_config(engine(profile=str(path)))
+    path.write_text(
+        '{"name": "toy", "kv_tokens": 9, "token_counts": [1], "token_seconds": [0.1],'
+        ' "drafters": [{"name": "a", "batch_counts": [1], "batch_seconds": [0.2]}]}'
+    )
+    assert parse_config(engine(profile=str(path))).engine.profile == path
+    assert read_profile(path).drafters[0].slowdown == 1.0
+
+
+def test_capacities_are_of_known_drafters() -> None:
+    drafters = {"a": "ngram"}
+    parsed = parse_config(engine(drafters=drafters, drafter_max_num_seqs={"a": 8})).engine
+    assert parsed.drafter_max_num_seqs == {"a": 8}
+    with pytest.raises(ConfigError, match="unknown drafter 'b'; drafters: a"):
+        parse_config(engine(drafters=drafters, drafter_max_num_seqs={"b": 8}))
+    with pytest.raises(ConfigError, match="drafter_max_num_seqs"):
+        parse_config(engine(drafters=drafters, drafter_max_num_seqs={"a": 0}))

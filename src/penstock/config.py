@@ -5,13 +5,15 @@ from __future__ import annotations
 import ipaddress
 import re
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from penstock.core.pipeline import make_pipeline
 from penstock.core.registry import make_policy
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
+from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 NGRAM = "ngram"
 """Path of the drafter that has none: n-gram lookup in the request's own text."""
@@ -67,11 +69,17 @@ class EngineConfig(_Model):
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
     verification: None is `coupled` for requests with a seed and `ratio` for the others.
-    pipeline: whether the target waits for all drafts (off), or verifies those that are ready.
+    pipeline: off (rounds: draft, then verify), a number of micro-batches, auto (whichever of these
+        step times promise most of), or async (verify whatever is ready). But for off the drafters
+        work beside the target.
+    drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
+    profile: step times from `penstock profile measure`, which are then not measured at the start.
     """
 
     target: Path
     drafters: dict[str, str] = Field(default_factory=dict)
+    drafter_max_num_seqs: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     backend: Literal["auto", "native", "eager"] = "auto"
@@ -85,7 +93,7 @@ class EngineConfig(_Model):
     admission: PolicyConfig = PolicyConfig(name="vllm_v1")
     selection: PolicyConfig = PolicyConfig(name="single")
     allocation: PolicyConfig = PolicyConfig(name="throughput")
-    pipeline: Literal["off", "async"] = "off"
+    pipeline: str = "off"
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
     @field_validator("drafters")
@@ -95,6 +103,16 @@ class EngineConfig(_Model):
             if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
         return drafters
+
+    @field_validator("profile")
+    @classmethod
+    def _is_profile(cls, profile: Path | None) -> Path | None:
+        if profile is not None:
+            try:
+                read_profile(profile)
+            except OSError as error:
+                raise ValueError(f"cannot read {profile}: {error.strerror}") from error
+        return profile
 
     @field_validator("tenants")
     @classmethod
@@ -106,6 +124,14 @@ class EngineConfig(_Model):
             raise ValueError("API keys must not be empty, and each must belong to one tenant only")
         return tenants
 
+    @field_validator("pipeline", mode="before")
+    @classmethod
+    def _is_pipeline(cls, pipeline: Any) -> str:
+        """YAML reads a bare `off` as false."""
+        name = "off" if pipeline is False else str(pipeline)
+        make_pipeline(name)
+        return name
+
     @model_validator(mode="after")
     def _policies(self) -> Self:
         kinds: tuple[PolicyKind, ...] = ("admission", "selection", "allocation")
@@ -115,6 +141,12 @@ class EngineConfig(_Model):
         if drafter is not None and drafter not in self.drafters:
             known = ", ".join(self.drafters) or "none is configured"
             raise ValueError(f"selection names an unknown drafter {drafter!r}; drafters: {known}")
+        for name in self.drafter_max_num_seqs:
+            if name not in self.drafters:
+                known = ", ".join(self.drafters) or "none is configured"
+                raise ValueError(
+                    f"drafter_max_num_seqs names an unknown drafter {name!r}; drafters: {known}"
+                )
         return self
 
 
@@ -246,6 +278,54 @@ def parse_config(data: dict[str, Any]) -> ServeConfig:
         where = ".".join(str(part) for part in first["loc"])
         message = first["msg"].removeprefix("Value error, ")
         raise ConfigError(f"{where}: {message}" if where else message) from error
+
+
+class _DrafterTimes(BaseModel):
+    """The JSON form of a `DrafterProfile`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = Field(min_length=1)
+    batch_counts: tuple[int, ...]
+    batch_seconds: tuple[float, ...]
+    per_catch_up_token: float = 0.0
+    slowdown: float = 1.0
+    target_slowdown: float = 1.0
+
+
+class _ProfileFile(BaseModel):
+    """The JSON form of a `StepProfile`, in seconds."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    name: str = Field(min_length=1)
+    origin: str = ""
+    kv_tokens: int
+    granularity: int = 1
+    token_counts: tuple[int, ...]
+    token_seconds: tuple[float, ...]
+    decode_fixed: float = 0.0
+    per_decode: float = 0.0
+    per_kv_token: float = 0.0
+    per_prefill_token: float = 0.0
+    per_prefill_context: float = 0.0
+    drafters: tuple[_DrafterTimes, ...] = ()
+
+
+def read_profile(path: Path) -> StepProfile:
+    """A step-time profile's file. Raises: OSError; ConfigError for one that is none."""
+    try:
+        fields = _ProfileFile.model_validate_json(path.read_bytes()).model_dump()
+        drafters = tuple(DrafterProfile(**times) for times in fields.pop("drafters"))
+        return StepProfile(**fields, drafters=drafters)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"profile {path}: {where}{': ' if where else ''}{first['msg']}"
+        ) from error
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.small_family import write_family
 from tests.serving.harness import RunningServer, running_server
 
@@ -48,10 +49,54 @@ def test_drafters_change_nothing_but_the_speed(
     for drafter in ("auto", "near", "far", "ngram"):
         made = complete(real_server, drafter, **fields)
         assert made["choices"][0]["text"] == alone["choices"][0]["text"]
+        used = made["usage"]["speculation"]["drafter"]
+        # Random text may give look-up nothing to find.
+        assert used == ("near" if drafter == "auto" else drafter) or drafter == "ngram"
     assert made["usage"]["completion_tokens"] == 48
     near = complete(real_server, "near", **fields)["usage"]["speculation"]
     assert near["drafter"] == "near"
     assert near["mean_acceptance_length"] > 1
+
+
+def test_an_unknown_drafter_is_refused_in_openais_form(real_server: RunningServer) -> None:
+    body = {"prompt": PROMPT, "speculation": {"drafter": "nowhere"}}
+    answer = httpx.post(f"{real_server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == "speculation.drafter"
+    assert "'nowhere'; choose from auto, none, near, far, ngram" in error["message"]
+
+
+def test_metrics_tell_drafters_apart(real_server: RunningServer) -> None:
+    def by_drafter(name: str) -> dict[str, float]:
+        text = httpx.get(f"{real_server.url}/metrics", timeout=60).text
+        found: dict[str, float] = {}
+        for family in text_string_to_metric_families(text):
+            for sample in family.samples:
+                if sample.name == f"penstock:{name}":
+                    drafter = sample.labels["drafter"]
+                    found[drafter] = found.get(drafter, 0.0) + sample.value
+        return found
+
+    names = ("near", "far", "ngram")
+    for drafter in names:
+        complete(real_server, drafter, temperature=0)
+    rounds, seconds = (
+        by_drafter("spec_decode_num_drafts_total"),
+        by_drafter("drafter_seconds_total"),
+    )
+    assert set(seconds) == set(names)
+    assert all(rounds[n] and seconds[n] > 0 for n in names)
+    before = by_drafter("drafter_requests_total")["near"]
+    spent = by_drafter("drafter_seconds_total")
+    complete(real_server, "near", temperature=0)
+    assert by_drafter("drafter_requests_total")["near"] == before + 1
+    assert by_drafter("drafter_seconds_total")["near"] > spent["near"]
+    assert by_drafter("drafter_seconds_total")["far"] == spent["far"]
+    assert sum(by_drafter("drafter_switches_total").values()) == 0
+    accepted = by_drafter("spec_decode_num_accepted_tokens_total")
+    assert by_drafter("spec_decode_num_accepted_tokens_per_pos_total") == accepted
 
 
 def test_choices_of_one_seed_differ_and_come_again(real_server: RunningServer) -> None:

@@ -22,6 +22,7 @@ from penstock.core.types import (
     DraftTime,
     Failure,
     PhaseTimes,
+    Replayed,
     Request,
     StepPlan,
     StepResult,
@@ -287,7 +288,11 @@ class ToyExecutor:
         failures = []
         verdicts = []
         ready = []
+        replays = []
         for order in plan.drafts:
+            if not order.max_draft_tokens:
+                replays += self._replay(job, order, failing)
+                continue
             if order.request_id in failing or self._is_lost(job, order.drafter):
                 failures.append(Failure(order.request_id, order.epoch, "the drafter failed"))
                 continue
@@ -306,6 +311,7 @@ class ToyExecutor:
             finished_at=plan.created_at,
             verdicts=tuple(verdicts),
             drafts=tuple(ready),
+            replays=tuple(replays),
             failures=tuple(failures),
             phases=PhaseTimes(verify=0.002 + 1e-5 * plan.num_rows),
             draft_times=tuple(self._draft_times(job)),
@@ -319,6 +325,19 @@ class ToyExecutor:
                 steps = max(o.max_draft_tokens for o in orders)
                 catch_up = sum(o.num_catch_up_tokens for o in orders)
                 yield DraftTime(name, len(orders), steps, catch_up, 1e-4 * steps)
+
+    def _replay(self, job: Job, order: DraftOrder, failing: frozenset[str]) -> list[Replayed]:
+        """Read, and count the guesses that are right from the order's first output token on; one
+        that fails goes without an answer."""
+        if order.request_id in failing or self._is_lost(job, order.drafter):
+            return []
+        self._draft(job, order)
+        text, drafter = job.texts[order.request_id], self.drafters[order.drafter]
+        known = order.start + order.num_catch_up_tokens
+        first = max(order.start + 1, text.request.prompt_len)
+        positions = range(first, known) if order.evaluate else ()
+        right = sum(drafter.token(text.hashes[p]) == text.tokens[p] for p in positions)
+        return [Replayed(order.request_id, order.epoch, order.drafter, len(positions), int(right))]
 
     def _draft(self, job: Job, order: DraftOrder) -> list[int]:
         text = job.texts[order.request_id]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.blocks import BlockPool
 from penstock.core.pipeline import make_pipeline
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import RequestState, Tenant
+from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import (
     TARGET,
     Arrive,

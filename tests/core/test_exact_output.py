@@ -4,7 +4,7 @@ ever reads KV that is not its request's."""
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -17,7 +17,8 @@ from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, HeldDraft, RequestState
+from penstock.core.selection import SelectionPolicy, SelectionWork
+from penstock.core.state import HeldDraft, RequestState
 from penstock.core.types import (
     DraftReady,
     FinishReason,
@@ -25,7 +26,6 @@ from penstock.core.types import (
     Request,
     StepPlan,
     StepResult,
-    Verdict,
 )
 
 DRAFTERS = (
@@ -41,7 +41,7 @@ OWN_LANES = {
 }
 
 
-class Restless:
+class Restless(SelectionPolicy):
     """Another drafter, or none, at every round."""
 
     name = "restless"
@@ -49,13 +49,9 @@ class Restless:
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def select(
-        self, states: Sequence[RequestState], drafters: Mapping[str, Drafter], now: float
-    ) -> dict[str, str | None]:
-        names = [*drafters, None]
+    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+        names = [*work.drafters, None]
         return {s.request.id: names[(self._seed + s.order + s.round) % len(names)] for s in states}
-
-    def observe(self, state: RequestState, verdict: Verdict) -> None: ...
 
 
 def make_requests(rng: random.Random, num: int) -> list[Request]:

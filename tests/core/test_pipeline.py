@@ -79,5 +79,5 @@ def test_nothing_ready_is_nothing_to_start() -> None:
 
 
 def test_unknown_pipelines_are_named() -> None:
-    with pytest.raises(ValueError, match="choose from off, async"):
+    with pytest.raises(ValueError, match="choose from off, auto, async, or a number"):
         make_pipeline("sometimes")

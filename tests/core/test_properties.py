@@ -9,16 +9,26 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.core.fakes import ToyDrafter, ToyExecutor
-from tests.core.world import Chaos, World, make_request, make_scheduler
+from tests.core.world import Chaos, Rotating, World, make_request, make_scheduler
 
+from penstock.core.estimators import Estimators
 from penstock.core.registry import make_policy
 from penstock.core.types import FinishReason, Request
+from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 DRAFTERS = (
     ToyDrafter("a", accuracy=0.8),
     ToyDrafter("b", accuracy=0.5, eagerness=0.8),
     ToyDrafter("n", accuracy=0.6, has_kv=False),
 )
+PROFILE = StepProfile(
+    "a device each",
+    1000,
+    (0, 100),
+    (0.0, 0.1),
+    drafters=tuple(DrafterProfile(d.name, (0, 100), (0.0, 0.1)) for d in DRAFTERS),
+)
+"""Times with which micro-batches pay as soon as two requests draft."""
 probabilities = st.sampled_from([0.0, 0.05, 0.3])
 quietly = settings(
     max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
@@ -74,7 +84,9 @@ def worlds(draw: st.DrawFn, chaos: st.SearchStrategy[Chaos]) -> World:
         block_size=block_size,
         drafters=DRAFTERS,
         own_lanes=draw(st.sets(st.sampled_from("abn"))),
-        pipeline=draw(st.sampled_from(["off", "async"])),
+        pipeline=draw(st.sampled_from(["off", "2", "3", "auto", "async"])),
+        selection=draw(st.sampled_from([None, Rotating()])),
+        estimators=Estimators(PROFILE),
         drafter_blocks=draw(st.sampled_from([1, 2, 5, 40])),
         admission=admission,
         allocation=make_policy("allocation", *allocation),

@@ -64,8 +64,8 @@ def test_options_reach_the_policy() -> None:
         (
             "allocation",
             "throughput",
-            {"overhead": "1"},
-            "allocation policy 'throughput': overhead must be float, not '1'",
+            {"margin": "1"},
+            "allocation policy 'throughput': margin must be float, not '1'",
         ),
         (
             "selection",

@@ -3,7 +3,9 @@ from __future__ import annotations
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
+from penstock.core.estimators import Estimators
 from penstock.core.registry import make_policy
+from penstock.core.selection import SelectionPolicy, SelectionWork
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import DrafterDown, DraftSource, Request
 
@@ -13,31 +15,28 @@ STATES = [RequestState(Request(name, 4, 4), i) for i, name in enumerate("rs")]
 def test_single_takes_the_first_drafter() -> None:
     policy = make_policy("selection", "single")
     drafters = {"a": Drafter("a"), "b": Drafter("b")}
-    assert policy.select(STATES, drafters, 0.0) == {"r": "a", "s": "a"}
-    assert policy.select(STATES, {}, 0.0) == {"r": None, "s": None}
+    assert policy.select(STATES, SelectionWork(drafters, Estimators())) == {"r": "a", "s": "a"}
+    assert policy.select(STATES, SelectionWork({}, Estimators())) == {"r": None, "s": None}
 
 
 def test_single_takes_the_one_that_is_named_while_it_is_up() -> None:
     policy = make_policy("selection", "single", {"drafter": "b"})
     drafters = {"a": Drafter("a"), "b": Drafter("b")}
-    assert policy.select(STATES, drafters, 0.0) == {"r": "b", "s": "b"}
+    assert policy.select(STATES, SelectionWork(drafters, Estimators())) == {"r": "b", "s": "b"}
     drafters["b"].up = False
-    assert policy.select(STATES, drafters, 0.0) == {"r": None, "s": None}
+    assert policy.select(STATES, SelectionWork(drafters, Estimators())) == {"r": None, "s": None}
 
 
 def test_a_request_keeps_its_drafter_through_a_round() -> None:
     """Whatever the policy says meanwhile: the order in flight is answered first."""
 
-    class Fickle:
+    class Fickle(SelectionPolicy):
         name = "fickle"
         calls = 0
 
-        def select(self, states, drafters, now):  # type: ignore[no-untyped-def]
+        def select(self, states, work):  # type: ignore[no-untyped-def]
             self.calls += 1
             return {s.request.id: ["a", "b"][self.calls % 2] for s in states}
-
-        def observe(self, state, verdict) -> None:  # type: ignore[no-untyped-def]
-            return None
 
     drafters = [ToyDrafter("a"), ToyDrafter("b")]
     scheduler = make_scheduler(drafters=drafters, own_lanes=["a"], selection=Fickle())

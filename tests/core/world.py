@@ -10,11 +10,13 @@ from typing import Any
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 
 from penstock.core.blocks import BlockPool
+from penstock.core.estimators import Estimators
 from penstock.core.loop import Loop
 from penstock.core.pipeline import make_pipeline
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, Tenant
+from penstock.core.selection import ReplayWish, SelectionPolicy, SelectionWork
+from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -47,6 +49,7 @@ def make_scheduler(
     pipeline: str = "async",
     max_model_len: int = 256,
     tenants: Sequence[Tenant] = (),
+    estimators: Estimators | None = None,
 ) -> Scheduler:
     def pool() -> BlockPool:
         return BlockPool(drafter_blocks or num_blocks, block_size)
@@ -60,6 +63,7 @@ def make_scheduler(
         pipeline=make_pipeline(pipeline),
         max_model_len=max_model_len,
         tenants=tenants,
+        estimators=estimators,
     )
 
 
@@ -70,6 +74,22 @@ def make_request(
     rng = random.Random(seed)
     prompt = tuple(rng.randrange(40) for _ in range(prompt_len))
     return Request(request_id, prompt_len, max_tokens, prompt_token_ids=prompt, **fields)
+
+
+class Rotating(SelectionPolicy):
+    """Another drafter, or none, for every request in every round."""
+
+    name = "rotating"
+
+    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+        names = [*work.drafters, None]
+        return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
+
+    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+        """The drafter of the next round, so that its KV is ready."""
+        names = [*work.drafters, None]
+        after = [(s, names[(s.order + s.round + 1) % len(names)]) for s in states]
+        return [ReplayWish(s, name) for s, name in after if name is not None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,13 @@ import torch
 import torch.nn.functional as F
 from tests.engine.small_models import Paging
 
-from penstock.engine.attention import backend_names, make_backend
+from penstock.core.packing import cut, decompose
+from penstock.engine.attention import backend_names, decomposed, make_backend
+from penstock.engine.attention.decomposed import Backend as Decomposed
+from penstock.engine.attention.decomposed import Planner
 from penstock.engine.attention.packed import _MAX_FOLDED_QUERIES, _MAX_GATHERED_BYTES
 from penstock.engine.attention.packed import Backend as Packed
+from penstock.engine.attention.padded import Backend as Padded
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
@@ -179,13 +183,97 @@ def test_sequences_without_rows_are_skipped(name: str) -> None:
     torch.testing.assert_close(scene.attend(name), scene.expected, rtol=0, atol=1e-5)
 
 
+PLANS: dict[str, Planner] = {
+    "one row": lambda lengths, window: decompose(lengths, 1),
+    "three rows": lambda lengths, window: decompose(lengths, 3),
+    "as many rows as sequences": lambda lengths, window: decompose(lengths, len(lengths)),
+    "thirty rows": lambda lengths, window: decompose(lengths, 30),
+    "single tokens": lambda lengths, window: cut(lengths, 1),
+    "seven tokens": lambda lengths, window: cut(lengths, 7),
+}
+
+
+def attend(scene: Scene, plan: Planner) -> torch.Tensor:
+    backend = Decomposed(scene.cache, HEADS, plan)
+    return backend.attend(scene.q, 1, backend.prepare(scene.batch))
+
+
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_decomposed_is_exact_with_any_rows(lengths: list[tuple[int, int]], plan: Planner) -> None:
+    scene = make_scene(lengths)
+    torch.testing.assert_close(attend(scene, plan), scene.expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", range(1, 9))
+def test_every_backend_verifies_any_number_of_positions(window: int) -> None:
+    scene = make_scene([(n, window) for n in (8, 90, 31, 200, 17)])
+    for name in backend_names():
+        torch.testing.assert_close(scene.attend(name), scene.expected, rtol=0, atol=1e-5)
+    for plan in PLANS.values():
+        torch.testing.assert_close(attend(scene, plan), scene.expected, rtol=0, atol=1e-5)
+
+
+def test_scores_too_large_for_an_exponential_are_merged() -> None:
+    """Eq. 13 as printed sums exp(score) over all pieces, which overflows here."""
+    scene = make_scene([(200, 4), (30, 4)])
+    scene.cache.layers[1][0] *= 300
+    expected = scene.attend("reference")
+    for plan in PLANS.values():
+        out = attend(scene, plan)
+        torch.testing.assert_close(out, expected, rtol=0, atol=1e-4)
+
+
+def test_negative_control_merging_without_rescaling_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    scene = make_scene(BATCHES["verify"])
+    monkeypatch.setattr(
+        decomposed, "relative_totals", lambda totals, targets, rows: torch.ones_like(totals)
+    )
+    whole = attend(scene, lambda lengths, window: cut(lengths, max(lengths)))
+    torch.testing.assert_close(whole, scene.expected, rtol=0, atol=1e-5)
+    for plan in (PLANS["as many rows as sequences"], PLANS["seven tokens"]):
+        assert (attend(scene, plan) - scene.expected).abs().max() > 0.1
+
+
+def test_negative_control_seeing_a_neighbour_in_the_row_is_caught() -> None:
+    scene = make_scene(BATCHES["verify"])
+    backend = Decomposed(scene.cache, HEADS, PLANS["three rows"])
+    (call,) = backend.prepare(scene.batch)
+    call.mask.zero_()
+    assert (backend.attend(scene.q, 1, [call]) - scene.expected).abs().max() > 0.1
+
+
+def test_a_broken_sequence_spoils_no_neighbour_in_its_row() -> None:
+    scene = make_scene(BATCHES["verify"])
+    broken = slice(*scene.batch.query_start[4:6])
+    by_slot = scene.cache.layers[1].view(2 * KV_HEADS, -1, HEAD_DIM)
+    by_slot[:, _slots(scene.batch, 4, 3)] = float("nan")
+    out = attend(scene, PLANS["three rows"])
+    assert out[broken].isnan().all()
+    out[broken] = scene.expected[broken]
+    torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
+
+
+def test_padded_is_as_wide_as_the_longest_and_decomposed_is_not() -> None:
+    scene = make_scene(BATCHES["verify"])
+    padded = Padded(scene.cache, HEADS)
+    rows = Decomposed(scene.cache, HEADS, PLANS["as many rows as sequences"])
+    (wide,), (narrow,) = padded.prepare(scene.batch), rows.prepare(scene.batch)
+    assert len(wide.kv.slots) == 5 * 100
+    assert len(narrow.kv.slots) == 190
+    assert padded.gather.scratch_bytes == 500 * padded.gather.bytes_per_token
+    assert rows.gather.scratch_bytes == 190 * rows.gather.bytes_per_token
+
+
 def test_packed_pads_less_than_a_block() -> None:
     scene = make_scene(BATCHES["mixed"] + BATCHES["verify"])
     metadata = Packed(scene.cache, HEADS).prepare(scene.batch)
-    gathered = sum(group.slots.shape[0] for group in metadata.groups)
+    gathered = sum(len(group.kv.slots) for group in metadata.folded + metadata.chunks)
     needed = int(scene.batch.seq_lens.sum())
     assert needed <= gathered < needed + BLOCK_SIZE * scene.batch.num_seqs
-    assert len(metadata.groups) < scene.batch.num_seqs
+    assert len(metadata.folded) < scene.batch.num_seqs
 
 
 def test_packed_bounds_what_it_gathers() -> None:
@@ -193,10 +281,10 @@ def test_packed_bounds_what_it_gathers() -> None:
     cache = PagedKVCache(config, 4096, BLOCK_SIZE, torch.float32, CPU)
     paging = Paging(4096, BLOCK_SIZE)
     spans = [(str(i), ids(1600), 1599, 1600) for i in range(20)]
-    groups = Packed(cache, HEADS).prepare(paging.batch(*spans)).groups
+    groups = Packed(cache, HEADS).prepare(paging.batch(*spans)).folded
     per_token = kv_bytes_per_token(config, torch.float32) // config.num_layers
     assert sum(group.num_seqs for group in groups) == 20
-    assert max(group.slots.shape[0] for group in groups) * per_token <= _MAX_GATHERED_BYTES
+    assert max(len(group.kv.slots) for group in groups) * per_token <= _MAX_GATHERED_BYTES
     assert max(group.num_seqs for group in groups) > 1
 
 
@@ -206,13 +294,14 @@ def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:
     batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(
         ("a", ids(20), 19, 20), ("b", ids(count), 0, count), ("c", ids(9), 7, 9)
     )
-    masks = [group.mask is None for group in Packed(cache, HEADS).prepare(batch).groups]
-    assert masks == [True, False, True]
+    metadata = Packed(cache, HEADS).prepare(batch)
+    assert [group.mask is None for group in metadata.folded] == [True, False]
+    assert [group.mask is None for group in metadata.chunks] == [True]
 
 
 def test_unknown_backend() -> None:
     cache = PagedKVCache(small_config(), 1, 1, torch.float32, CPU)
-    with pytest.raises(ValueError, match=r"attention is 'flash'; allowed: packed, reference") as e:
+    with pytest.raises(ValueError, match=r"attention is 'flash'; allowed: decomposed, packed") as e:
         make_backend("flash", cache, HEADS)
     assert "\n" not in str(e.value)
 

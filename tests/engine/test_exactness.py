@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.core.world import Rotating
 from tests.engine.small_family import VOCAB, write_family
 
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.blocks import BlockPool
+from penstock.core.estimators import Estimators
 from penstock.core.loop import Loop
 from penstock.core.pipeline import make_pipeline
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, RequestState
-from penstock.core.types import Arrive, Cancel, Request, SamplingParams, Verdict
+from penstock.core.state import Drafter
+from penstock.core.types import Arrive, Cancel, Request, SamplingParams
 from penstock.engine import executor as executor_module
 from penstock.engine.build import Engine, load_engine, why_not_native
+from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 DRAFTERS = ("same", "near", "far", "ngram")
 SAMPLINGS = {
@@ -59,20 +63,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     )
 
 
-class Rotating:
-    """Another drafter, or none, for every request in every round."""
-
-    name = "rotating"
-
-    def select(
-        self, states: Sequence[RequestState], drafters: Mapping[str, Drafter], now: float
-    ) -> dict[str, str | None]:
-        names = [*drafters, None]
-        return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
-
-    def observe(self, state: RequestState, verdict: Verdict) -> None: ...
-
-
 def make_loop(
     engine: Engine,
     *,
@@ -82,6 +72,7 @@ def make_loop(
     pipeline: str = "off",
     kv_tokens: int = 32 * 256,
     max_num_batched_tokens: int = 2048,
+    estimators: Estimators | None = None,
 ) -> Loop:
     """A fresh scheduler over the engine's executor."""
     blocks = kv_tokens // 16
@@ -97,6 +88,7 @@ def make_loop(
         allocation=make_policy("allocation", "fixed", {"k": k}),
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
+        estimators=estimators,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 
@@ -135,8 +127,10 @@ def run(loop: Loop, requests: Sequence[Request]) -> tuple[list[tuple[int, ...]],
             accepted += output.num_accepted
             assert output.error is None
         events = []
-        if not loop.scheduler.num_unfinished:
+        if not loop.scheduler.num_unfinished and not loop.num_plans_in_flight:
             break
+        if loop.num_plans_in_flight:
+            loop.wait(0.01)
     for pool in loop.scheduler.memory.pools.values():
         pool.check()
         assert pool.num_used_blocks == 0
@@ -211,15 +205,85 @@ def test_chunked_prefill_changes_nothing(
     assert outputs == alone["greedy"][:16]
 
 
+PIPELINES = ("off", "2", "3", "auto", "async")
+A_DEVICE_EACH = StepProfile(
+    "a device each",
+    32 * 256,
+    (0, 100),
+    (0.0, 0.1),
+    drafters=tuple(DrafterProfile(n, (0, 100), (0.0, 0.1)) for n in DRAFTERS),
+)
+"""Times with which `auto` takes micro-batches as soon as two requests draft, and drops them when
+only one is left."""
+
+
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
-@pytest.mark.parametrize("pipeline", ["off", "async"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
 def test_drafts_held_from_lanes_of_their_own(
     engine: Engine, alone: dict[str, list[tuple[int, ...]]], sampling: str, pipeline: str
 ) -> None:
-    loop = make_loop(engine, own_lane=True, pipeline=pipeline, rotating=True)
+    """With another drafter in every round."""
+    loop = make_loop(
+        engine,
+        own_lane=True,
+        pipeline=pipeline,
+        rotating=True,
+        estimators=Estimators(A_DEVICE_EACH),
+    )
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, "auto"))
     assert accepted > 0
     assert outputs == alone[sampling][:8]
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_preempted_and_cancelled_in_a_pipeline(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]], sampling: str, pipeline: str
+) -> None:
+    """In memory that holds half of them, with some that go away in the middle, and an id of theirs
+    that comes again."""
+    loop = make_loop(
+        engine,
+        own_lane=True,
+        pipeline=pipeline,
+        rotating=True,
+        kv_tokens=20 * 16,
+        estimators=Estimators(A_DEVICE_EACH),
+    )
+    requests = make_requests(SAMPLINGS[sampling], 16, "auto")
+    gone = {r.id for r in requests[5:12:3]}
+    again = dataclasses.replace(requests[15], id=requests[5].id)
+    events: list[Arrive | Cancel] = [Arrive(r) for r in requests]
+    texts: dict[str, list[int]] = {r.id: [] for r in requests}
+    while events or loop.scheduler.num_unfinished or loop.num_plans_in_flight:
+        for output in loop.turn(events).outputs:
+            texts[output.request_id] += output.token_ids
+        events = []
+        half_made = [i for i in gone if len(texts[i]) > 15]
+        for request_id in half_made:
+            gone.discard(request_id)
+            texts[request_id].clear()
+            events.append(Cancel(request_id))
+            if request_id == again.id:
+                events.append(Arrive(again))
+        if loop.num_plans_in_flight:
+            loop.wait(0.01)
+    assert loop.scheduler.num_preemptions > 0
+    assert not gone
+    for i, request in enumerate(requests):
+        if i in (8, 11):
+            continue
+        assert tuple(texts[request.id]) == alone[sampling][15 if i == 5 else i], i
+
+
+def test_negative_control_accepting_a_lanes_drafts_is_caught(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The equalities above must be able to fail: a lane's draft that is taken on trust."""
+    monkeypatch.setattr(executor_module, "verify", lenient(executor_module.verify))
+    loop = make_loop(engine, own_lane=True, pipeline="2")
+    outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], 8, "near"))
+    assert outputs != alone["coupled"][:8]
 
 
 def test_a_cached_prefix_changes_nothing(
@@ -231,13 +295,10 @@ def test_a_cached_prefix_changes_nothing(
         assert outputs == alone["coupled"][:8]
 
 
-def test_negative_control_accepting_everything_is_caught(
-    engine: Engine, alone: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The equality above must be able to fail: a verifier that keeps one rejected token."""
-    honest = executor_module.verify
+def lenient(honest: Callable[..., Any]) -> Callable[..., Any]:
+    """A verifier that keeps one rejected token."""
 
-    def lenient(batch: executor_module.VerifyBatch, sample: executor_module.Sampler) -> object:
+    def verify(batch: executor_module.VerifyBatch, sample: executor_module.Sampler) -> Any:
         result = honest(batch, sample)
         for n in np.flatnonzero(result.num_accepted < batch.num_draft):
             result.token_ids[result.token_start[n + 1] - 1] = batch.draft_tokens[
@@ -245,7 +306,14 @@ def test_negative_control_accepting_everything_is_caught(
             ]
         return result
 
-    monkeypatch.setattr(executor_module, "verify", lenient)
+    return verify
+
+
+def test_negative_control_accepting_everything_is_caught(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The equality above must be able to fail."""
+    monkeypatch.setattr(executor_module, "verify", lenient(executor_module.verify))
     outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]
 

@@ -23,6 +23,7 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.engine.lane_threads import Wakeup
 
 TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-small"
 EOS = 2
@@ -53,6 +54,14 @@ class EchoExecutor:
         self.remote = SimpleNamespace(sink=None)
         self.num_target_steps = 0
         self.phases = PhaseTimes()
+        self.drafter_seconds: dict[str, float] = {}
+        self._wakeup = Wakeup()
+
+    def fileno(self) -> int:
+        return self._wakeup.fileno()
+
+    def take_broken(self) -> list[str]:
+        return []
 
     def ready(self, lane: str) -> bool:
         return not self._queue

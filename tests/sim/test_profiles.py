@@ -4,13 +4,14 @@ import csv
 import itertools
 import json
 import os
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
+from penstock.fluid.step_profile import PAPER_LINEAR, DrafterProfile, StepProfile, StepWork
+from penstock.sim import profiles
 from penstock.sim.profiles import (
     LINEAR_OPERATORS,
     Fit,
@@ -351,3 +352,36 @@ def test_bad_steps_are_refused(tmp_path: Path, row: tuple[object, ...], complain
         fit_steps(path)
     with pytest.raises(ProfileError, match="give neither"):
         fit_steps(path, num_layers=2)
+
+
+def test_drafters_are_kept_in_the_file(tmp_path: Path) -> None:
+    small = DrafterProfile("small", (1, 8), (1e-3, 2e-3), 1e-5, 1.5, 1.2)
+    profile = replace(load_profile("zoo-large"), drafters=(small,))
+    path = tmp_path / "with.json"
+    save_profile(profile, path)
+    assert load_profile(path) == profile
+    data = json.loads(path.read_text())
+    for wrong, message in (
+        ({"batch_seconds": [2e-3, 1e-3]}, "a larger step cannot be faster"),
+        ({"slowdown": 0.0}, "cannot be negative"),
+        ({"speed": 1}, "drafters.0.speed"),
+    ):
+        broken = {**data, "drafters": [{**data["drafters"][0], **wrong}]}
+        path.write_text(json.dumps(broken))
+        with pytest.raises(ProfileError, match=message):
+            load_profile(path)
+
+
+def test_steps_are_fitted_as_a_file_of_them_is() -> None:
+    truth = load_profile("a100-llama2-7b")
+    works = [
+        StepWork(num_decodes=b, num_kv_tokens=b * c, num_draft_tokens=b * d)
+        for b in (1, 4, 16, 64)
+        for c in (64, 512)
+        for d in (0, 1, 4)
+    ]
+    works += [StepWork(n, n * (c + n / 2)) for n in (1, 8, 64, 256) for c in (0, 512)]
+    steps = [(work, truth.seconds(work)) for work in works]
+    fitted = profiles.fit_steps(steps, name="again", kv_tokens=100, origin="here")
+    assert fitted.quality[0].max_relative_error < 0.1
+    assert (fitted.profile.name, fitted.profile.origin) == ("again", "here")

@@ -26,6 +26,7 @@ from penstock.core.types import (
     FinishReason,
     Output,
     PhaseTimes,
+    Replayed,
     Request,
     StepPlan,
     StepResult,
@@ -123,8 +124,8 @@ def test_drafts_take_time_and_bring_tokens() -> None:
     clock = VirtualClock()
     executor = SimulatedExecutor(clock, times, GeometricAcceptance({"a": 1.0}))
     record = simulate(scheduler, executor, clock, [Request("r", 6, 11)]).records["r"]
-    # Prompt beside the drafter's reading of it (1.125 s), then twice four drafts and five tokens.
-    assert record.finish_time == pytest.approx(1.125 + 2 * (4 * 0.125 + 1.0))
+    # The prompt, then twice four drafts and five tokens.
+    assert record.finish_time == pytest.approx(1.0 + 2 * (4 * 0.125 + 1.0))
     assert (record.num_proposed, record.num_accepted) == (8, 8)
 
 
@@ -265,9 +266,12 @@ class HandExecutor:
         if plan.is_empty:
             return
         orders = [*plan.drafts, *(i.draft for i in plan.items if i.draft)]
+        drafting_orders = [o for o in orders if o.max_draft_tokens]
+        reading_orders = [o for o in orders if not o.max_draft_tokens]
         times = tuple(
-            self._draft_time(name, [o for o in orders if o.drafter == name])
-            for name in dict.fromkeys(o.drafter for o in orders)
+            self._draft_time(name, [o for o in batch if o.drafter == name])
+            for batch in (drafting_orders, reading_orders)
+            for name in dict.fromkeys(o.drafter for o in batch)
         )
         drafting = sum(t.seconds for t in times)
         verifying = 0.01 + 1e-4 * plan.num_rows if plan.items else 0.0
@@ -281,7 +285,9 @@ class HandExecutor:
             drafts=tuple(
                 DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
                 for o in plan.drafts
+                if o.max_draft_tokens
             ),
+            replays=tuple(Replayed(o.request_id, o.epoch, o.drafter) for o in reading_orders),
             phases=PhaseTimes(draft=drafting, verify=verifying),
             draft_times=times,
             num_rows=plan.num_rows,

@@ -7,8 +7,9 @@ counters come from its snapshot and start anew when its process is restarted.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -31,6 +32,9 @@ _REQUEST_S = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
     240, 480, 960,
 )  # fmt: skip
+
+MAX_POSITIONS = 16
+"""Positions of a draft that are told apart; longer drafts count in these alone."""
 
 _REASONS = {
     FinishReason.STOP: "stop",
@@ -66,6 +70,10 @@ class _Drafter:
         self.drafts = metrics.drafts.labels(**labels)
         self.draft_tokens = metrics.draft_tokens.labels(**labels)
         self.accepted_tokens = metrics.accepted_tokens.labels(**labels)
+        self.requests = metrics.drafter_requests.labels(**labels)
+        self.switches = metrics.drafter_switches.labels(**labels)
+        self.by_length = [0] * (MAX_POSITIONS + 1)
+        """Rounds by accepted tokens."""
 
 
 class Metrics:
@@ -113,8 +121,22 @@ class Metrics:
         self.accepted_tokens = self._counter(
             "spec_decode_num_accepted_tokens", "Draft tokens accepted.", drafter
         )
+        self.drafter_requests = self._counter(
+            "drafter_requests", "Requests whose first draft it made.", drafter
+        )
+        self.drafter_switches = self._counter(
+            "drafter_switches", "Requests that came to it from another drafter.", drafter
+        )
+        self.drafters: dict[str, _Drafter] = {}
+        self.registry.register(_PositionCollector(model_name, self.drafters))
         self.tenant = cache(lambda name: _Tenant(self, name))
-        self.drafter = cache(lambda name: _Drafter(self, name))
+
+    def drafter(self, name: str) -> _Drafter:
+        """A drafter's metrics."""
+        known = self.drafters.get(name)
+        if known is None:
+            known = self.drafters[name] = _Drafter(self, name)
+        return known
 
     def render(self, stats: EngineStats | None, *, is_up: bool, num_restarts: int) -> bytes:
         """The exposition text. `stats` is None while the engine cannot say."""
@@ -151,6 +173,7 @@ class RequestMeter:
         self._first_at = 0.0
         self._last_at = 0.0
         self._num_tokens = 0
+        self._drafter: str | None = None
         self._is_finished = False
 
     def observe(self, output: Output) -> None:
@@ -162,6 +185,10 @@ class RequestMeter:
             drafter.drafts.inc()
             drafter.draft_tokens.inc(output.num_proposed)
             drafter.accepted_tokens.inc(output.num_accepted)
+            drafter.by_length[min(output.num_accepted, MAX_POSITIONS)] += 1
+            if output.drafter != self._drafter:
+                (drafter.requests if self._drafter is None else drafter.switches).inc()
+                self._drafter = output.drafter
 
     def finish(self, reason: FinishReason) -> None:
         """Record the end, once."""
@@ -188,6 +215,26 @@ class RequestMeter:
         self._last_at = now
         self._num_tokens += len(output.token_ids)
         self._tenant.generation_tokens.inc(len(output.token_ids))
+
+
+class _PositionCollector(Collector):
+    """Counts accepted draft tokens by their position in the draft, from 0 on, when it is asked."""
+
+    def __init__(self, model_name: str, drafters: Mapping[str, _Drafter]) -> None:
+        self._model_name = model_name
+        self._drafters = drafters
+
+    def collect(self) -> Iterator[Metric]:
+        family = CounterMetricFamily(
+            "penstock:spec_decode_num_accepted_tokens_per_pos",
+            "Accepted draft tokens by position in the draft.",
+            labels=("model_name", "drafter", "position"),
+        )
+        for name, drafter in list(self._drafters.items()):
+            longer = accumulate(reversed(drafter.by_length[1:]))
+            for position, count in enumerate(reversed(list(longer))):
+                family.add_metric((self._model_name, name, str(position)), count)
+        yield family
 
 
 class _EngineCollector(Collector):
@@ -227,6 +274,14 @@ class _EngineCollector(Collector):
         yield self._counter("engine_busy_seconds", "Seconds the engine was at work.", stats.busy_s)
         yield self._counter("target_steps", "Steps of the target.", stats.num_target_steps)
         yield self._phases(stats)
+        seconds = CounterMetricFamily(
+            "penstock:drafter_seconds",
+            "Seconds that a drafter of this machine has drafted and read.",
+            labels=("model_name", "drafter"),
+        )
+        for name, value in stats.drafter_seconds.items():
+            seconds.add_metric((self._model_name, name), value)
+        yield seconds
 
     def _phases(self, stats: EngineStats) -> Metric:
         family = CounterMetricFamily(

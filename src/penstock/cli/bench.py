@@ -48,13 +48,14 @@ def engine(
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
     from penstock.cli.models import with_models
+    from penstock.cli.numbers import whole_numbers
     from penstock.config import ConfigError, parse_config
     from penstock.engine.build import load_engine
     from penstock.engine.models.config import CheckpointError
     from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
 
     with one_line(ConfigError, CheckpointError):
-        batches = _batches(batch)
+        batches = whole_numbers("--batch", batch)
         settings = with_models({"dtype": dtype}, target, drafter or (), speculate=True)
         prompts = _prompts(settings["target"], domain)
         if prompt_tokens is not None:
@@ -74,18 +75,6 @@ def engine(
     with _progress(len(batches) * len(cells) * (repeats + 1)) as advance:
         runs = bench_engine(built, prompts, cells, options, lambda *_: advance())
     _report(built, runs, as_json)
-
-
-def _batches(text: str) -> tuple[int, ...]:
-    from penstock.config import ConfigError
-
-    try:
-        batches = tuple(int(part) for part in text.split(","))
-    except ValueError:
-        batches = ()
-    if not batches or min(batches) < 1:
-        raise ConfigError(f"--batch takes positive numbers separated by commas, not {text!r}")
-    return batches
 
 
 def _prompts(target: Path, domain: str | None) -> list[Prompt]:

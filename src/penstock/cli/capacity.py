@@ -11,12 +11,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.drafter_options import (
+    AcceptanceOption,
+    DrafterCapacityOption,
+    DrafterOption,
+    DrafterSecondsOption,
+    DrafterTexts,
+)
 from penstock.cli.simulate import (
     AdmissionOption,
     AllocationOption,
     ArrivalsOption,
     BlockSizeOption,
-    DrafterOption,
     JsonOption,
     KvTokensOption,
     Load,
@@ -64,6 +70,9 @@ def capacity(
     block_size: BlockSizeOption = 1,
     settings: SetOption = None,
     drafter: DrafterOption = None,
+    acceptance: AcceptanceOption = None,
+    drafter_seconds: DrafterSecondsOption = None,
+    drafter_capacity: DrafterCapacityOption = None,
     ttft_p99: TtftOption = None,
     tpot_p99: TpotOption = None,
     requests: Annotated[
@@ -91,7 +100,7 @@ def capacity(
             profile,
             {"admission": admission, "allocation": allocation, "selection": selection},
             settings or (),
-            drafter or (),
+            DrafterTexts(drafter, acceptance, drafter_seconds, drafter_capacity),
             kv_tokens=kv_tokens,
             block_size=block_size,
             targets=targets,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.drafter_options import DrafterTexts
 from penstock.cli.simulate import (
     ArrivalsOption,
     JsonOption,
@@ -67,7 +68,7 @@ def plan(
             profile,
             _POLICIES,
             (),
-            (),
+            DrafterTexts(),
             kv_tokens=kv_tokens,
             block_size=1,
             targets=Targets(ttft_p99, tpot_p99),

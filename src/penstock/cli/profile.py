@@ -1,9 +1,9 @@
-"""`penstock profile`: step-time profiles, fitted to measurements and looked at."""
+"""`penstock profile`: step-time profiles, measured, fitted to measurements, and looked at."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,13 +12,17 @@ import typer
 from penstock.cli.failures import one_line
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
+    from penstock.engine.build import Engine
     from penstock.fluid.step_profile import StepProfile
     from penstock.sim.profiles import FitQuality
 
-app = typer.Typer(no_args_is_help=True, help="Step-time profiles for the simulator.")
+app = typer.Typer(no_args_is_help=True, help="Step-time profiles: measured, fitted, shown.")
 
 _SHOWN_COUNTS = (1, 8, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
 _DECODE_CONTEXT = 500
+_KV_TOKENS = 65_536
 
 
 @app.command()
@@ -74,6 +78,98 @@ def fit(
         return
     _print_quality(fitted.quality)
     print(f"{out}: {len(fitted.profile.token_counts)} points")
+
+
+@app.command()
+def measure(
+    out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
+    target: Annotated[
+        str | None, typer.Argument(help="Checkpoint folder or bundled target.", show_default=False)
+    ] = None,
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(help="NAME=PATH, a bundled drafter's name, or ngram; repeatable."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32",
+    contexts: Annotated[
+        str, typer.Option(help="Tokens before each request's step, separated by commas.")
+    ] = "64,512",
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="KV tokens of the machine that is described. [65536]"),
+    ] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="CPU threads. Default: PyTorch's.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Of every step; the best counts.")] = 8,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> None:
+    """Measure a target and its drafters on this machine, alone and together."""
+    from penstock.cli.models import with_models
+    from penstock.cli.numbers import whole_numbers
+    from penstock.cli.simulate import progress
+    from penstock.config import ConfigError, parse_config
+    from penstock.engine.build import load_engine
+    from penstock.engine.measure import Grid, num_measurements
+    from penstock.engine.measure import measure as measure_engine
+    from penstock.engine.models.config import CheckpointError
+    from penstock.sim.profiles import ProfileError, fit_steps, save_profile
+
+    with one_line(ConfigError, CheckpointError):
+        grid = Grid(
+            batches=whole_numbers("--batch", batch),
+            contexts=whole_numbers("--contexts", contexts),
+            repeats=repeats,
+        )
+        settings = with_models(
+            {"dtype": dtype, "device": device, "num_threads": threads},
+            target,
+            drafter or (),
+            speculate=True,
+        )
+        settings["kv_tokens"] = grid.kv_tokens
+        engine = load_engine(parse_config({"engine": settings}).engine)
+    with progress(num_measurements(engine, grid), "measuring") as advance:
+        measured = measure_engine(engine, grid, lambda: advance(1))
+    with one_line(ProfileError, OSError):
+        fitted = fit_steps(
+            measured.steps,
+            name=out.stem,
+            kv_tokens=kv_tokens or _KV_TOKENS,
+            origin=f"penstock profile measure: {_describe(engine, repeats)}",
+        )
+        profile = replace(fitted.profile, drafters=measured.drafters)
+        save_profile(profile, out)
+    if as_json:
+        quality = [asdict(q) for q in fitted.quality]
+        print(json.dumps({**asdict(profile), "out": str(out), "fit": quality}))
+        return
+    _print_profile(profile)
+    _print_quality(fitted.quality)
+
+
+def _describe(engine: Engine, repeats: int) -> str:
+    """Machine and settings of a measurement."""
+    import platform
+
+    import torch
+
+    device = engine.executor.target.device
+    where = platform.machine()
+    if device.type == "cuda":
+        where = torch.cuda.get_device_name(device)
+    elif Path("/proc/cpuinfo").exists():
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        where = next(
+            (s.split(":", 1)[1].strip() for s in lines if s.startswith("model name")), where
+        )
+    return (
+        f"{engine.target}, {engine.dtype}, {engine.backend} kernels, {engine.num_threads} "
+        f"thread{'s' if engine.num_threads > 1 else ''}, on {where}; models and samplers only, "
+        f"best of {repeats}"
+    )
 
 
 @app.command()
@@ -140,6 +236,32 @@ def _print_profile(profile: StepProfile) -> None:
         f"{profile.per_prefill_context * 1e3:.4g} a token pair"
     )
     console.print(profile.origin)
+    if profile.drafters:
+        console.print(_drafters_table(profile))
+
+
+def _drafters_table(profile: StepProfile) -> Table:
+    from rich.table import Table
+
+    table = Table(title="drafters: a step by batch, a token only read, and both at work at once")
+    table.add_column("drafter", no_wrap=True)
+    batches = (1, 8, 32)
+    for column in (
+        *(f"{n}, ms" for n in batches),
+        "read, µs",
+        "slowed",
+        "slows target",
+    ):
+        table.add_column(column, justify="right")
+    for known in profile.drafters:
+        table.add_row(
+            known.name,
+            *(f"{known.seconds(n, 1) * 1e3:.3g}" for n in batches),
+            f"{known.per_catch_up_token * 1e6:.3g}",
+            f"{known.slowdown:.2f} ×",
+            f"{known.target_slowdown:.2f} ×",
+        )
+    return table
 
 
 def _curves(profile: StepProfile, counts: tuple[int, ...]) -> tuple[list[float], list[float]]:

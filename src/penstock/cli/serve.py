@@ -46,6 +46,13 @@ def serve(
     kv_tokens: Annotated[
         int | None, typer.Option(help="KV memory in tokens. Default: a share of what is free.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Step times from `penstock profile measure`. Default: measured at the start.",
+        ),
+    ] = None,
     drafters_listen: Annotated[
         str | None,
         typer.Option(
@@ -64,8 +71,9 @@ def serve(
     pipeline: Annotated[
         str | None,
         typer.Option(
-            metavar="off|async",
-            help="Verify in rounds, or whatever is ready. Default: async with --drafters-listen.",
+            metavar="off|N|auto|async",
+            help="Verify in rounds, in N micro-batches beside which drafters work, whichever of "
+            "these is best, or whatever is ready. Default: off; async with --drafters-listen.",
         ),
     ] = None,
     config: Annotated[
@@ -91,6 +99,7 @@ def serve(
             verification=verification,
             dtype=dtype,
             kv_tokens=kv_tokens,
+            profile=profile,
             pipeline=pipeline,
         )
         tls = _given({}, certificate=tls_certificate, key=tls_key, client_ca=tls_client_ca)

@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.drafter_options import (
+    AcceptanceOption,
+    DrafterCapacityOption,
+    DrafterOption,
+    DrafterSecondsOption,
+    DrafterTexts,
+)
 from penstock.cli.failures import one_line
 
 if TYPE_CHECKING:
     from penstock.core.types import Output, StepPlan, StepResult
-    from penstock.fluid.step_profile import StepProfile
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
@@ -63,14 +69,6 @@ SetOption = Annotated[
         "Lists are written 1,2,3. May be repeated.",
     ),
 ]
-DrafterOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=RATE|NAME=FILE",
-        help="Speculate: an acceptance rate, a survival curve G1,G2,..., or recorded acceptance "
-        "(JSON lines with arrays under the drafters' names). May be repeated.",
-    ),
-]
 DraftServersOption = Annotated[
     Path | None,
     typer.Option(
@@ -79,7 +77,11 @@ DraftServersOption = Annotated[
     ),
 ]
 PipelineOption = Annotated[
-    str, typer.Option(metavar="off|async", help="Wait for all drafts, or verify what is ready.")
+    str,
+    typer.Option(
+        metavar="off|N|auto|async",
+        help="Wait for all drafts, verify in N micro-batches, choose, or verify what is ready.",
+    ),
 ]
 TtftOption = Annotated[
     float | None, typer.Option(help="Target for p99 of the time to first token, in seconds.")
@@ -105,6 +107,9 @@ def simulate(
     block_size: BlockSizeOption = 1,
     settings: SetOption = None,
     drafter: DrafterOption = None,
+    acceptance: AcceptanceOption = None,
+    drafter_seconds: DrafterSecondsOption = None,
+    drafter_capacity: DrafterCapacityOption = None,
     draft_servers: DraftServersOption = None,
     pipeline: PipelineOption = "off",
     ttft_p99: TtftOption = None,
@@ -118,6 +123,7 @@ def simulate(
     as_json: JsonOption = False,
 ) -> None:
     """One run of a workload through the scheduler, on the virtual clock."""
+    from penstock.sim.drafters import DrafterCounts
     from penstock.sim.plots import Sampler, check_target, plot_run
     from penstock.sim.run import run
     from penstock.sim.servers import deal_to_tenants
@@ -128,7 +134,7 @@ def simulate(
             profile,
             {"admission": admission, "allocation": allocation, "selection": selection},
             settings or (),
-            drafter or (),
+            DrafterTexts(drafter, acceptance, drafter_seconds, drafter_capacity),
             kv_tokens=kv_tokens,
             block_size=block_size,
             targets=Targets(ttft_p99, tpot_p99),
@@ -141,6 +147,7 @@ def simulate(
         if plot is not None:
             check_target(plot)
     samples: list[Sampler] = []
+    drafting = DrafterCounts()
 
     def watch(scheduler: Any) -> Sampler:
         assert made.arrival_time is not None
@@ -149,12 +156,14 @@ def simulate(
         return samples[0]
 
     with progress(len(made), "simulating") as advance:
-        report = run(setup, made, instruments=[Finished(advance)], watch=watch if plot else None)
+        instruments = (Finished(advance), drafting)
+        report = run(setup, made, instruments=instruments, watch=watch if plot else None)
     figures = report.figures(ttft_p99, tpot_p99)
     if setup.drafters or setup.draft_servers:
         records = report.result.records.values()
         figures["draft_tokens_proposed"] = sum(r.num_proposed for r in records)
         figures["draft_tokens_accepted"] = sum(r.num_accepted for r in records)
+        figures |= drafting.figures(len(records))
     if plot is not None:
         with bad_input():
             plot_run(samples[0], plot, f"{made.name}, {admission}, {setup.profile.name}")
@@ -260,7 +269,7 @@ def make_server(
     profile: str,
     names: dict[str, str],
     settings: Sequence[str],
-    drafters: Sequence[str],
+    drafters: DrafterTexts,
     *,
     kv_tokens: int | None,
     block_size: int,
@@ -273,9 +282,10 @@ def make_server(
 
     Raises: ProfileError, PolicyError, WorkloadError, PlanError.
     """
-    from penstock.core.pipeline import PIPELINES
+    from penstock.core.pipeline import make_pipeline
     from penstock.core.registry import policies
-    from penstock.sim.acceptance import AcceptanceByDrafter, parse_drafters
+    from penstock.sim.acceptance import AcceptanceByDrafter
+    from penstock.sim.drafters import parse_capacities
     from penstock.sim.planner import PlanError
     from penstock.sim.profiles import load_profile
     from penstock.sim.run import Setup
@@ -284,16 +294,18 @@ def make_server(
     for name, value in targets.given.items():
         if not 0 < value < math.inf:
             raise PlanError(f"--{name.replace('_', '-')} is a number of seconds over 0")
-    loaded: StepProfile = load_profile(profile)
+    loaded = drafters.with_times(load_profile(profile))
     memory = kv_tokens or loaded.kv_tokens
     if memory < block_size:
         raise PlanError(f"{memory} KV tokens hold no block of {block_size}")
-    if pipeline not in PIPELINES:
-        raise PlanError(f"unknown pipeline {pipeline!r}; choose from {', '.join(PIPELINES)}")
+    try:
+        make_pipeline(pipeline)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
     options = typed_settings(names, settings)
     known = policies("admission")[names["admission"]].Options.__dataclass_fields__
     wanted = {name: value for name, value in targets.given.items() if name in known}
-    acceptance = parse_drafters(drafters, seed)
+    acceptance = drafters.models(seed)
     servers, remote = read_servers(draft_servers, seed) if draft_servers else ((), None)
     setup = Setup(
         loaded,
@@ -307,6 +319,7 @@ def make_server(
         block_size=block_size,
         acceptance=AcceptanceByDrafter({**acceptance.models, **(remote.models if remote else {})}),
         drafters=tuple(acceptance.models),
+        capacities=parse_capacities(drafters.capacities or (), tuple(acceptance.models)),
         draft_servers=servers,
         pipeline=pipeline,
         seed=seed,
@@ -475,6 +488,12 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         yield (
             f"{figures['draft_tokens_proposed']:,} draft tokens, "
             f"{figures['draft_tokens_accepted']:,} accepted"
+        )
+    if figures.get("drafters"):
+        shares = (f"{n} {own['rounds']:,}" for n, own in figures["drafters"].items())
+        yield (
+            f"rounds by drafter: {', '.join(shares)}; "
+            f"{figures['switches_per_request']:.3g} switches a request"
         )
     for name, own in figures.get("tenants", {}).items():
         mean = own["latency_s"]["mean"]

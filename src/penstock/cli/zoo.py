@@ -43,11 +43,43 @@ def info(
 ) -> None:
     """Acceptance, speed and the worth of choosing, for every domain and drafter."""
     from penstock.config import ConfigError
-    from penstock.zoo.registry import bundled_models
     from penstock.zoo.report import report
 
     with one_line(ConfigError, FileNotFoundError):
-        targets = [name for name, card in bundled_models().items() if card.role == "target"]
-        if target not in targets:
-            raise ConfigError(f"unknown target {target!r}; choose from {', '.join(targets)}")
+        _check_target(target)
     report(target=target, per_domain=per_domain, limit=new_tokens, as_json=as_json)
+
+
+@app.command()
+def fit(
+    out: Annotated[Path, typer.Argument(help="The JSON file to write.")],
+    target: Annotated[str, typer.Option(help="The target that verifies.")] = "target-large",
+    per_domain: Annotated[int, typer.Option(min=2, help="Prompts of each domain.")] = 64,
+    new_tokens: Annotated[int, typer.Option(min=16, help="Most tokens a request makes.")] = 256,
+) -> None:
+    """Fit how requests of each domain differ in acceptance, for the simulator; takes minutes."""
+    from penstock.cli.simulate import progress
+    from penstock.config import ConfigError
+    from penstock.zoo.fit import measure_acceptance, write_acceptance
+    from penstock.zoo.registry import DOMAINS
+
+    with one_line(ConfigError, FileNotFoundError):
+        _check_target(target)
+    with progress(2 * len(DOMAINS), "measuring") as advance, one_line(ValueError):
+        fits = measure_acceptance(target, per_domain, new_tokens, on_domain=lambda: advance(1))
+    origin = (
+        f"penstock zoo fit --target {target} --per-domain {per_domain} --new-tokens {new_tokens}: "
+        "bundled drafters along the target's own text, sampled at temperature 1 and greedily"
+    )
+    with one_line(OSError):
+        write_acceptance(out, origin, fits)
+    print(f"{out}: {len(DOMAINS)} domains, {', '.join(fits['sampled'].drafters)}")
+
+
+def _check_target(target: str) -> None:
+    from penstock.config import ConfigError
+    from penstock.zoo.registry import bundled_models
+
+    targets = [name for name, card in bundled_models().items() if card.role == "target"]
+    if target not in targets:
+        raise ConfigError(f"unknown target {target!r}; choose from {', '.join(targets)}")

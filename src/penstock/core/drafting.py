@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
-from penstock.core.selection import SelectionPolicy
-from penstock.core.state import Drafter, RequestState, Tenant
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, DraftOrder
+from penstock.core.selection import Loads, ReplayWish, SelectionPolicy, SelectionWork, usable
+from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV, Tenant
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, DraftOrder, Replayed
+
+_Read = tuple[int, int, tuple[int, ...]]
+"""Of a catch-up: its first position, its tokens, and the blocks that are new to the executor."""
 
 
 class Drafting:
@@ -24,6 +26,7 @@ class Drafting:
         allocation: AllocationPolicy,
         estimators: Estimators,
         tenants: Mapping[str, Tenant],
+        running: Mapping[str, RequestState],
         live_states: Callable[[], Iterable[RequestState]],
     ) -> None:
         self.drafters = drafters
@@ -32,7 +35,10 @@ class Drafting:
         self._allocation = allocation
         self._estimators = estimators
         self._tenants = tenants
+        self._running = running
         self._live_states = live_states
+        self._replaying: dict[tuple[str, str], tuple[DraftOrder, SequenceKV | None]] = {}
+        """Replays in flight by request and drafter, with the KV that each one extends."""
 
     def drafter_of(self, state: RequestState) -> Drafter | None:
         """The request's drafter while it is up and answers."""
@@ -62,11 +68,8 @@ class Drafting:
     def _choose(self, states: list[RequestState], now: float) -> None:
         """Ask the policy, once for all requests to which the same drafters are open."""
         if not any(d.remote for d in self.drafters.values()):
-            self._ask(states, self.drafters, now)
+            self._ask(states, self._work(self.drafters, now))
             return
-        loads = Counter(s.drafter for s in self._live_states())
-        for drafter in self.drafters.values():
-            drafter.num_requests = loads[drafter.name]
         by_tenant: dict[str, list[RequestState]] = {}
         for state in states:
             by_tenant.setdefault(state.request.tenant, []).append(state)
@@ -75,17 +78,26 @@ class Drafting:
             open_to = {
                 n: d for n, d in self.drafters.items() if d.takes_assignments and d.may_see(tenant)
             }
-            self._ask(own, open_to, now)
+            self._ask(own, self._work(open_to, now))
+
+    def _work(self, drafters: Mapping[str, Drafter], now: float) -> SelectionWork:
+        return SelectionWork(drafters, self._estimators, now, Loads(self._running))
 
     def _may_see(self, drafter: str, state: RequestState) -> bool:
         """A request cannot take its prompt where its tenant's may not go, even by name."""
         known = self.drafters.get(drafter)
         return known is not None and known.may_see(self._tenants[state.request.tenant])
 
-    def _ask(self, states: list[RequestState], drafters: Mapping[str, Drafter], now: float) -> None:
-        chosen = self._selection.select(states, drafters, now)
+    def _ask(self, states: list[RequestState], work: SelectionWork) -> None:
+        chosen = self._selection.select(states, work)
         for state in states:
             state.drafter = chosen[state.request.id]
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        """Tell the policies what a target step came to."""
+        self._allocation.observe(outcomes, now)
+        if self.drafters:
+            self._selection.observe(outcomes, self._work(self.drafters, now))
 
     def reserve(self, state: RequestState) -> int:
         """Draft positions that admission keeps free for a running request."""
@@ -125,25 +137,12 @@ class Drafting:
             return None
         length = grant.num_draft_tokens
         if drafter.pool is None:
-            start, num_catch_up = num_known, 0
-            new_blocks: list[int] = []
-            if length == 0:
-                return None
+            read: _Read | None = (num_known, 0, ()) if length else None
         else:
-            is_new = drafter.name not in state.kv
-            kv = self._memory.start_from_cache(state, drafter.name)
-            start = kv.num_computed_tokens
-            num_catch_up = num_known - start
-            missing = drafter.pool.blocks_for(num_known + max(length - 1, 0)) - len(kv.blocks)
-            has_room = missing <= 0 or self._make_room(drafter, missing, state)
-            if num_catch_up <= 0 or not has_room:
-                if is_new:
-                    # The executor has not heard of this table.
-                    self._memory.release(state, [drafter.name])
-                return None
-            new_blocks = drafter.pool.allocate(missing) if missing > 0 else []
-            kv.blocks += new_blocks
-            new_blocks = kv.blocks[:] if is_new else new_blocks
+            read = self._read(state, drafter, num_known, length)
+        if read is None:
+            return None
+        start, num_catch_up, new_blocks = read
         return DraftOrder(
             state.request.id,
             state.epoch,
@@ -152,8 +151,34 @@ class Drafting:
             start,
             num_catch_up,
             length,
-            tuple(new_blocks),
+            new_blocks,
             grant.min_survival,
+        )
+
+    def _read(
+        self, state: RequestState, drafter: Drafter, num_known: int, length: int, evict: bool = True
+    ) -> _Read | None:
+        """Start, tokens and new blocks of a catch-up to `num_known` tokens, with room for `length`
+        draft tokens behind it; None where there is nothing to read or no memory for it."""
+        pool = drafter.pool
+        assert pool is not None
+        is_new = drafter.name not in state.kv
+        kv = self._memory.start_from_cache(state, drafter.name)
+        num_catch_up = num_known - kv.num_computed_tokens
+        missing = pool.blocks_for(num_known + max(length - 1, 0)) - len(kv.blocks)
+        has_room = missing <= 0 or pool.can_allocate(missing)
+        if not has_room and evict:
+            has_room = self._make_room(drafter, missing, state)
+        if num_catch_up <= 0 or not has_room:
+            if is_new:
+                # The executor has not heard of this table.
+                self._memory.release(state, [drafter.name])
+            return None
+        new_blocks = kv.grow(pool, missing) if missing > 0 else []
+        return (
+            kv.num_computed_tokens,
+            num_catch_up,
+            tuple(kv.blocks if is_new else new_blocks),
         )
 
     def drafted(self, state: RequestState, order: DraftOrder, num_proposed: int) -> None:
@@ -162,6 +187,85 @@ class Drafting:
         if kv is not None:
             computed = order.start + order.num_catch_up_tokens + max(num_proposed - 1, 0)
             kv.num_computed_tokens = computed
+
+    # --- replays --------------------------------------------------------------------------------
+
+    def replays(
+        self, lane: str, states: Iterable[RequestState], plan_id: int, now: float
+    ) -> tuple[DraftOrder, ...]:
+        """Orders for what the policy would like to have read by the drafters of a lane, those that
+        draft inside the step in the target's, and the most important first. They take only memory
+        that is free, and are registered with the plan."""
+        if not self._selection.has_wishes:
+            return ()
+        drafters = {
+            n: d
+            for n, d in usable(self.drafters).items()
+            if not d.remote and lane == (n if d.own_lane else TARGET)
+        }
+        if not drafters:
+            return ()
+        free = [s for s in states if s.is_decoding and s.request.drafter == AUTO_DRAFTER]
+        local = {n: d for n, d in self.drafters.items() if not d.remote}
+        wishes = self._selection.replays(free, self._work(local, now)) if free else []
+        orders = []
+        for wish in wishes:
+            drafter = drafters.get(wish.drafter)
+            order = None if drafter is None else self._replay(wish, drafter)
+            if order is not None:
+                state = wish.state
+                state.plans[plan_id] = (*state.plans.get(plan_id, ()), wish.drafter)
+                orders.append(order)
+        return tuple(orders)
+
+    def _replay(self, wish: ReplayWish, drafter: Drafter) -> DraftOrder | None:
+        """None where it has nothing to read, or is at work on the request already."""
+        state, name = wish.state, drafter.name
+        if any(name in pools for pools in state.plans.values()):
+            return None
+        num_known = state.num_known_tokens
+        if drafter.pool is None:
+            read: _Read | None = (num_known, 0, ()) if wish.evaluate else None
+        else:
+            read = self._read(state, drafter, num_known, 0, evict=False)
+        if read is None:
+            return None
+        start, num_catch_up, new_blocks = read
+        order = DraftOrder(
+            state.request.id,
+            state.epoch,
+            state.round,
+            name,
+            start,
+            num_catch_up,
+            0,
+            new_blocks,
+            evaluate=wish.evaluate,
+        )
+        self._replaying[state.request.id, name] = (order, state.kv.get(name))
+        return order
+
+    def end_replays(
+        self,
+        orders: Iterable[DraftOrder],
+        replays: Iterable[Replayed],
+        states: Mapping[str, RequestState],
+    ) -> None:
+        """Take in what the replays of a plan came to; those without an answer have failed."""
+        answers = {(r.request_id, r.drafter): r for r in replays}
+        for order in orders:
+            key = (order.request_id, order.drafter)
+            if order.max_draft_tokens or self._replaying.get(key, (None,))[0] is not order:
+                continue
+            _, kv = self._replaying.pop(key)
+            state, answer = states.get(order.request_id), answers.get(key)
+            if state is None or state.epoch != order.epoch or answer is None:
+                continue
+            if state.kv.get(order.drafter) is kv:
+                self.drafted(state, order, 0)
+            self._selection.replayed(state, answer)
+
+    # --- memory ---------------------------------------------------------------------------------
 
     def _limit(self, state: RequestState, drafter: Drafter) -> int:
         """Most draft tokens that could still be of use: the target adds one token itself."""
@@ -174,8 +278,6 @@ class Drafting:
         not at all. Their tables are dropped; they catch up if they come back."""
         pool = drafter.pool
         assert pool is not None
-        if pool.can_allocate(num_blocks):
-            return True
         for state in self._live_states():
             if state is not keep and state.drafter != drafter.name:
                 self._memory.release(state, [drafter.name])

@@ -41,16 +41,71 @@ class Beta:
         return (self.accepted + prior_mean * prior_strength) / total
 
 
-_NOTHING = Beta()
 _DRAFTER_DISCOUNT = 0.995
 _PRIOR_MEAN = 0.7
 _PRIOR_STRENGTH = 2.0
 
 
+class SurvivalShape:
+    """How one drafter's acceptance changes along a draft: at each position, the odds of acceptance
+    over what its rate on the whole would give. What has been right so far mostly goes on being
+    right, look-up above all; a first token follows a mistake, and is the hardest."""
+
+    def __init__(self) -> None:
+        self._decided = [0.0] * MOST_POSITIONS
+        self._accepted = [0.0] * MOST_POSITIONS
+        self._expected = [0.0] * MOST_POSITIONS
+        self._factors = [1.0] * MOST_POSITIONS
+        self._num_since = 0
+
+    def observe(self, num_accepted: int, num_decided: int, rate: float) -> None:
+        """A draft of which the first positions were decided; `rate` was expected of each."""
+        for position in range(min(num_decided, MOST_POSITIONS)):
+            self._decided[position] += 1
+            self._expected[position] += rate
+            self._accepted[position] += position < num_accepted
+        self._num_since += 1
+        if self._num_since == _SHAPE_EVERY:
+            self._draw()
+
+    def _draw(self) -> None:
+        self._num_since = 0
+        for position in range(MOST_POSITIONS):
+            total = self._decided[position] + 2 * _SHAPE_PRIOR
+            accepted = self._accepted[position] + _SHAPE_PRIOR
+            expected = self._expected[position] + _SHAPE_PRIOR
+            odds = accepted / (total - accepted) * (total - expected) / expected
+            self._factors[position] = odds
+            self._decided[position] *= _SHAPE_KEEP
+            self._accepted[position] *= _SHAPE_KEEP
+            self._expected[position] *= _SHAPE_KEEP
+
+    def survival(self, rate: float, num_positions: int) -> list[float]:
+        """G(1), …, G(num_positions): the probability that so many draft tokens are accepted, for a
+        request whose tokens are accepted at this rate on the whole."""
+        odds = rate / (1 - rate)
+        survival, product = [], 1.0
+        for factor in self._factors[:num_positions]:
+            shifted = odds * factor
+            product *= shifted / (1 + shifted)
+            survival.append(product)
+        return survival
+
+
+MOST_POSITIONS = 16
+"""Longest draft that survival is estimated for."""
+_SHAPE_EVERY = 32
+_SHAPE_KEEP = 0.99
+_SHAPE_PRIOR = 10.0
+_FLAT = SurvivalShape()
+_UNSEEN = Beta()
+
+
 class AcceptanceEstimator:
     """Acceptance probability of a draft token by request and drafter.
 
-    A request starts from what the drafter has shown on all requests, worth `prior_strength` tokens.
+    A request starts from what the drafter has shown on all requests, worth `prior_strength` tokens,
+    unless more is known of it (`expect`).
     """
 
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
@@ -58,11 +113,15 @@ class AcceptanceEstimator:
         self._prior_strength = prior_strength
         self._by_request: defaultdict[tuple[str, str], Beta] = defaultdict(Beta)
         self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
+        self._expected: dict[tuple[str, str], tuple[float, float]] = {}
+        self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
 
     def observe(self, verdict: Verdict) -> None:
         """Take in the evidence of one verification."""
         if verdict.drafter is None or not verdict.num_decided:
             return
+        rate = self.mean(verdict.request_id, verdict.drafter)
+        self._shapes[verdict.drafter].observe(verdict.num_accepted, verdict.num_decided, rate)
         accepted = verdict.evidence
         rejected = verdict.num_decided - accepted
         everybody = self._by_drafter[verdict.drafter]
@@ -85,36 +144,89 @@ class AcceptanceEstimator:
         if everybody is not None:
             everybody.fade(_DRAFTER_DISCOUNT)
 
+    def expect(self, request_id: str, drafter: str, mean: float, strength: float) -> None:
+        """What is known of a request and a drafter from elsewhere: a mean worth `strength` tokens,
+        in the place of what the drafter has shown on all requests."""
+        self._expected[request_id, drafter] = mean, strength
+
     def mean(self, request_id: str, drafter: str) -> float:
-        """Estimated acceptance probability in (0, 1)."""
-        everybody = self._by_drafter.get(drafter, _NOTHING).mean(_PRIOR_MEAN, _PRIOR_STRENGTH)
-        own = self._by_request.get((request_id, drafter), _NOTHING)
+        """Estimated acceptance probability, over all positions of a draft alike, in (0, 1)."""
+        own = self._by_request.get((request_id, drafter), _UNSEEN)
+        expected = self._expected.get((request_id, drafter))
+        if expected is not None:
+            return own.mean(*expected)
+        everybody = self._by_drafter.get(drafter, _UNSEEN).mean(_PRIOR_MEAN, _PRIOR_STRENGTH)
         return own.mean(everybody, self._prior_strength)
 
+    def survival(self, request_id: str, drafter: str, num_positions: int) -> list[float]:
+        """Estimated G(1), …, G(num_positions): that so many draft tokens are accepted; at most
+        `MOST_POSITIONS`."""
+        return self.shape_of(drafter).survival(self.mean(request_id, drafter), num_positions)
+
+    def shape_of(self, drafter: str) -> SurvivalShape:
+        """How its acceptance goes along a draft."""
+        return self._shapes.get(drafter, _FLAT)
+
     def forget(self, request_id: str) -> None:
-        for key in [k for k in self._by_request if k[0] == request_id]:
-            del self._by_request[key]
+        for known in (self._by_request, self._expected):
+            for key in [k for k in known if k[0] == request_id]:
+                del known[key]
+
+
+_CATCH_UP_WEIGHT = 0.1
+_MUCH = 16
+"""Tokens a request from which on a catch-up is a measurement of reading."""
+_MOST_OVERHEAD_S = 2e-3
+_OVERHEAD_WEIGHT = 0.02
 
 
 class StepTimes:
-    """Measured times: the target's step against its rows, a drafting step against its batch."""
+    """Measured times: the target's step against its rows, a drafting step against its batch, and
+    what a drafter takes to read a token that others have written."""
 
     def __init__(self) -> None:
         self.target = StepTimeCurve()
         self.by_drafter: dict[str, StepTimeCurve] = {}
+        self._catch_up: dict[str, float] = {}
+        self._last_end: float | None = None
+        self.overhead = 0.0
+        """Seconds between two steps of the target that follow each other at once."""
 
     def observe(self, result: StepResult) -> None:
+        if result.lane == TARGET:
+            self._between(result)
         if result.lane == TARGET and result.num_rows:
             seconds = (result.phases.verify + result.phases.sample) / result.repeats
             self.target.observe(result.num_rows, seconds)
         for timed in result.draft_times:
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
-            if timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
+            if timed.num_catch_up_tokens > _MUCH * timed.batch:
+                drafting = timed.steps * self.curve_of(timed.drafter)(timed.batch)
+                reading = max(0.0, timed.seconds - drafting)
+                self.note_catch_up(timed.drafter, reading / timed.num_catch_up_tokens)
+            elif timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
                 self.curve_of(timed.drafter).observe(timed.batch, timed.seconds / timed.steps)
+
+    def _between(self, result: StepResult) -> None:
+        if self._last_end is not None:
+            pause = result.started_at - self._last_end + result.phases.other
+            # A longer pause is a lack of work.
+            if 0 <= pause < _MOST_OVERHEAD_S:
+                self.overhead += _OVERHEAD_WEIGHT * (pause - self.overhead)
+        self._last_end = result.finished_at
 
     def curve_of(self, drafter: str) -> StepTimeCurve:
         """Seconds of one drafting step against its batch; empty while not measured."""
         return self.by_drafter.setdefault(drafter, StepTimeCurve())
+
+    def catch_up_of(self, drafter: str) -> float:
+        """Seconds for each token of verified text that it reads; 0 while not measured."""
+        return self._catch_up.get(drafter, 0.0)
+
+    def note_catch_up(self, drafter: str, seconds_per_token: float) -> None:
+        """Take in a measurement."""
+        known = self._catch_up.setdefault(drafter, seconds_per_token)
+        self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
 
 
 class StepModel:

@@ -76,9 +76,10 @@ class ItemWriter:
         )
 
     def _inline_order(self, scheduled: ScheduledTokens, grant: Grant) -> DraftOrder | None:
-        """A draft, or beside a chunk of prefill the same chunk for the drafter."""
+        """A draft. What the drafter has not read of the prompt it reads then: many requests never
+        draft, or with another one."""
         state = scheduled.state
-        if state.is_decoding and not grant.num_draft_tokens:
+        if not grant.num_draft_tokens:
             return None
         length = self._grow_for_draft(scheduled, grant.num_draft_tokens)
         known = scheduled.start + scheduled.num_tokens

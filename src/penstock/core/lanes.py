@@ -8,8 +8,9 @@ from penstock.core.allocation import Grant
 from penstock.core.drafting import Drafting
 from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
+from penstock.core.pipeline import Drafts, Pipeline
 from penstock.core.state import Drafter, HeldDraft, RequestState
-from penstock.core.types import DrafterUp, DraftOrder, DraftReady
+from penstock.core.types import DrafterUp, DraftOrder, DraftReady, StepResult
 
 
 class DraftLanes:
@@ -22,6 +23,7 @@ class DraftLanes:
         memory: KVMemory,
         drafting: Drafting,
         estimators: Estimators,
+        pipeline: Pipeline,
         running: Mapping[str, RequestState],
         live_states: Callable[[], Iterable[RequestState]],
     ) -> None:
@@ -29,8 +31,11 @@ class DraftLanes:
         self._memory = memory
         self._drafting = drafting
         self._estimators = estimators
+        self._pipeline = pipeline
         self._running = running
         self._live_states = live_states
+        self._local = [d for d in drafters.values() if d.own_lane and not d.remote]
+        self._place_local()
         self._due: dict[str, list[RequestState]] | None = None
         self._grants: dict[str, Grant] | None = None
 
@@ -39,9 +44,23 @@ class DraftLanes:
         """Lanes, in the order in which drafters came."""
         return tuple(d.name for d in self._drafters.values() if d.own_lane)
 
+    @property
+    def are_used(self) -> bool:
+        """Whether anybody may draft beside the target, or may still do so."""
+        return bool(self._local) or any(d.own_lane for d in self._drafters.values())
+
     def invalidate(self) -> None:
         """Something has happened: what was found due, and allocated, is out of date."""
         self._due = self._grants = None
+
+    def stepped(self, result: StepResult) -> None:
+        """A target step has ended: the pipeline may have the next ones done in another way."""
+        self._pipeline.stepped(self._running.values(), self._drafters, self._estimators, result)
+        self._place_local()
+
+    def _place_local(self) -> None:
+        for drafter in self._local:
+            drafter.own_lane = self._pipeline.drafts_beside
 
     # --- drafters come and go -------------------------------------------------------------------
 
@@ -81,10 +100,13 @@ class DraftLanes:
     ) -> tuple[DraftOrder, ...]:
         """Orders for every request of a lane whose next draft is due. `budget`: draft positions
         that may join so many others in a step; all requests that speculate share them."""
-        due = self._find_due(now).pop(lane, ())
+        waiting = self._find_due(now).get(lane, [])
         drafter = self._drafters.get(lane)
-        if not due or drafter is None:
+        if not waiting or drafter is None:
             return ()
+        due = self._pipeline.next_drafts(lane, waiting)
+        taken = {s.request.id for s in due}
+        self._find_due(now)[lane] = [s for s in waiting if s.request.id not in taken]
         grants = self._allocate(budget, now)
         orders = []
         for state in due:
@@ -103,10 +125,17 @@ class DraftLanes:
         if self._due is None:
             self._drafting.select(self._running.values(), now)
             self._due = {}
-            for state in self._running.values():
-                if _is_due(state) and self._beside(state) and state.drafter is not None:
+            beside = self._divide()
+            for state in beside:
+                if _is_due(state) and state.drafter is not None:
                     self._due.setdefault(state.drafter, []).append(state)
         return self._due
+
+    def _divide(self) -> list[RequestState]:
+        """Who drafts in a lane."""
+        beside = [s for s in self._running.values() if s.is_decoding and self._beside(s)]
+        self._pipeline.divide(beside)
+        return beside
 
     def _beside(self, state: RequestState) -> bool:
         drafter = self._drafting.drafter_of(state)
@@ -153,12 +182,16 @@ class DraftLanes:
         else:
             state.undrafted_round = state.round
 
-    def end_unanswered(self, order: DraftOrder, state: RequestState | None) -> None:
+    def end_unanswered(
+        self, order: DraftOrder, state: RequestState | None, *, has_failed: bool
+    ) -> None:
         """A lane that ended without a draft for an order leaves the request to go on alone; a draft
-        server answers later."""
+        server answers later. Where it failed, nothing is known of its KV."""
         drafter = self._drafters.get(order.drafter)
         if drafter is not None and drafter.remote:
             return
+        if has_failed and state is not None and state.epoch == order.epoch:
+            self._memory.release(state, [order.drafter])
         if state is not None and state.draft_order == order:
             self._give_up(state)
 
@@ -174,9 +207,18 @@ class DraftLanes:
             if order is not None and self._drafters[order.drafter].silent:
                 self._give_up(state)
 
-    def pending(self) -> list[RequestState]:
-        """Running requests whose drafts are on their way."""
-        return [s for s in self._running.values() if s.draft_order is not None]
+    def hold_until(
+        self, now: float, states: Iterable[RequestState], may_run: Callable[[RequestState], bool]
+    ) -> tuple[float | None, float | None]:
+        """Until when the target waits for drafts (None: not at all), and when the first deadline
+        of a draft is. Who is not held back joins by `joins`."""
+        self.expire(now)
+        self._divide()
+        pending = [s for s in self._running.values() if s.draft_order is not None]
+        ready = [s for s in states if s.is_decoding and may_run(s)]
+        held = self._pipeline.hold_until(Drafts(now, ready, pending, self._estimators))
+        deadlines = [s.draft_order.deadline for s in pending if s.draft_order is not None]
+        return held, min((d for d in deadlines if d is not None), default=None)
 
     def _give_up(self, state: RequestState) -> None:
         state.draft_order = None

@@ -60,6 +60,10 @@ class Loop:
                 instrument.on_output(output)
         return Turn(tuple(outputs), submitted, len(results), wake_at, stalled)
 
+    def wait(self, timeout: float | None = None) -> None:
+        """Until a plan in flight may have ended; at most `timeout` seconds."""
+        self._executor.wait(timeout)
+
     def _submit(self, now: float) -> tuple[int, float | None, str | None]:
         submitted = 0
         wake_at: float | None = None

@@ -27,6 +27,11 @@ class Executor(Protocol):
         gets no result."""
         ...
 
+    def wait(self, timeout: float | None) -> None:
+        """Return when a plan that is inside may have ended, or after `timeout` seconds (None: as
+        late as it likes)."""
+        ...
+
     def collect(self) -> list[StepResult]:
         """Results that have become available since the last call, one for each plan."""
         ...

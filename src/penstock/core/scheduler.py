@@ -6,7 +6,7 @@ import math
 from collections.abc import Hashable, Iterable
 
 from penstock.core.admission import AdmissionPolicy
-from penstock.core.allocation import AllocationPolicy, Outcome
+from penstock.core.allocation import AllocationPolicy
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.cohort import Cohort, CountedState, decode_run, num_later_blocks
 from penstock.core.drafting import Drafting
@@ -14,9 +14,9 @@ from penstock.core.estimators import Estimators
 from penstock.core.items import ItemWriter
 from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
-from penstock.core.pipeline import Barrier, Drafts, Pipeline
+from penstock.core.pipeline import Barrier, Pipeline
 from penstock.core.selection import SelectionPolicy
-from penstock.core.state import Drafter, RequestState, Tenant
+from penstock.core.state import Drafter, Outcome, RequestState, Tenant
 from penstock.core.step import Step
 from penstock.core.types import (
     AUTO_DRAFTER,
@@ -85,7 +85,6 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._admission = admission
         self._selection = selection
-        self._allocation = allocation
         self._pipeline = pipeline or Barrier()
         self._drafting = Drafting(
             self._drafters,
@@ -94,6 +93,7 @@ class Scheduler:
             allocation,
             self.estimators,
             self.tenants,
+            self.running,
             self._states.values,
         )
         self._draft_lanes = DraftLanes(
@@ -101,6 +101,7 @@ class Scheduler:
             self.memory,
             self._drafting,
             self.estimators,
+            self._pipeline,
             self.running,
             self._states.values,
         )
@@ -214,10 +215,14 @@ class Scheduler:
         if lane == TARGET:
             step = self._target_step(now)
             items = self._items(step, plan_id)
+            if items and self._drafters:
+                orders = self._drafting.replays(lane, _states(step), plan_id, now)
             decodes = self._decodes(step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = self._draft_lanes.order(lane, self._admission.draft_budget, plan_id, now)
+            if not orders:
+                orders = self._drafting.replays(lane, self.running.values(), plan_id, now)
         if items or orders or decodes:
             self._in_flight.add(plan_id)
         self._num_plans += 1
@@ -242,13 +247,10 @@ class Scheduler:
         self._drafting.select(self._solo.values(), now)
         self._draft_lanes.invalidate()
         step = self._new_step(now)
-        self._draft_lanes.expire(now)
-        pending = self._draft_lanes.pending()
-        if pending:
-            ready = [s for s in self._solo.values() if s.is_decoding and self._may_run(s)]
-            held = self._pipeline.hold_until(Drafts(now, ready, pending, self.estimators))
-            deadlines = [s.draft_order.deadline for s in pending if s.draft_order is not None]
-            step.wake_at = min((d for d in deadlines if d is not None), default=None)
+        if self._draft_lanes.are_used:
+            held, step.wake_at = self._draft_lanes.hold_until(
+                now, self._solo.values(), self._has_draft
+            )
             if held is not None and held > now:
                 step.wake_at = _earlier(held, step.wake_at)
                 return step
@@ -294,7 +296,11 @@ class Scheduler:
         return decode_run(step.decoding, self.pool, plan_id, repeatable, step.wake_at)
 
     def _may_run(self, state: RequestState) -> bool:
-        if state.in_flight:
+        return self._has_draft(state) and self._pipeline.joins(state)
+
+    def _has_draft(self, state: RequestState) -> bool:
+        """Whether a request waits for nothing but its verification, or its prefill."""
+        if state.in_flight or state.draft_order is not None:
             return False
         drafter = self._drafting.drafter_of(state)
         if drafter is None or not drafter.own_lane:
@@ -320,11 +326,16 @@ class Scheduler:
             self.estimators.step_times.observe(result)
         if result.work is not None:
             self.estimators.step_model.observe(result.work, result.work_seconds)
+        self._drafting.end_replays(plan.drafts, result.replays, self._states)
         for ready in result.drafts:
             self._draft_lanes.ready(ready, self._states.get(ready.request_id), result.finished_at)
+        failed = {f.request_id for f in result.failures}
         for order in plan.drafts:
-            self._draft_lanes.end_unanswered(order, self._states.get(order.request_id))
+            state = self._states.get(order.request_id)
+            self._draft_lanes.end_unanswered(order, state, has_failed=order.request_id in failed)
         outputs = self._judge(plan, result)
+        if plan.items and self._drafters:
+            self._draft_lanes.stepped(result)
         if plan.decodes is not None:
             outputs += self._advance_cohorts(plan.decodes, result)
         return outputs
@@ -349,7 +360,7 @@ class Scheduler:
                 if output is not None:
                     outputs.append(output)
                     outcomes.append(Outcome(state, verdict))
-        self._allocation.observe(outcomes, result.finished_at)
+        self._drafting.observe(outcomes, result.finished_at)
         return outputs
 
     def _advance(
@@ -368,7 +379,6 @@ class Scheduler:
             return None
         state.round += 1
         self.estimators.acceptance.observe(verdict)
-        self._selection.observe(state, verdict)
         new_tokens, reason = self._cut(state, verdict.token_ids)
         first = not state.num_output_tokens
         if first:
@@ -435,6 +445,8 @@ class Scheduler:
         state.epoch = self._next_epoch()
         state.held = None
         state.draft_order = None
+        # Its drafter may be full when it comes back.
+        state.selected_round = -1
 
     def _finish(
         self, state: RequestState, reason: FinishReason, error: str | None = None
@@ -461,9 +473,14 @@ class Scheduler:
         state.status = Status.FINISHED
         self.memory.release(state)
         self.estimators.acceptance.forget(state.request.id)
+        self._selection.forget(state.request.id)
         if self._new_requests.pop(state.request.id, None) is None:
             self._forgotten.append(state.request.id)
         del self._states[state.request.id]
+
+
+def _states(step: Step) -> list[RequestState]:
+    return [s.state for s in step.scheduled.values()]
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from penstock.core.blocks import BlockPool
-from penstock.core.types import TARGET, DraftOrder, Request, Status
+from penstock.core.types import TARGET, DraftOrder, Request, Status, Verdict
 
 
 @dataclass(slots=True)
@@ -58,6 +59,8 @@ class Drafter:
     remote: a draft server. Its lane takes orders at any time, and answers them one by one by
     `DraftReady`; `tenant` is the only one whose prompts it may see (None: every tenant's).
     silent: it has missed a deadline, and has not been heard of since.
+    model: what it runs, if not the model of its own name: instances of one model accept alike.
+    max_num_seqs: most requests that it drafts for at once (Spin's B_j); None is no limit.
     """
 
     name: str
@@ -69,12 +72,20 @@ class Drafter:
     tenant: str | None = None
     takes_assignments: bool = True
     silent: bool = False
-    num_requests: int = 0
-    """Running requests that draft with it, counted before every selection."""
+    model: str | None = None
+    max_num_seqs: int | None = None
 
     def may_see(self, tenant: Tenant) -> bool:
         """Whether a tenant's prompts may go to where it runs."""
         return self.tenant is None or self.tenant == tenant.name or tenant.shares_prompts
+
+
+class Outcome(NamedTuple):
+    """What a target step came to for one request; `verdict.drafter` is None where it had no
+    draft."""
+
+    state: RequestState
+    verdict: Verdict
 
 
 class RequestState:

@@ -137,7 +137,8 @@ class DraftOrder(NamedTuple):
     """Let `drafter` read known tokens `start..start + num_catch_up_tokens - 1` into its KV, then
     draft up to `max_draft_tokens` more (0: only catch up), but none once the predicted probability
     that the whole draft is accepted falls under `min_survival`. An answer after `deadline` comes
-    too late. `new_blocks` extend the drafter's block table of this request."""
+    too late. `new_blocks` extend the drafter's block table of this request. `evaluate`: while
+    catching up, count the tokens that the drafter would itself have guessed (`Replayed`)."""
 
     request_id: str
     epoch: int
@@ -149,6 +150,7 @@ class DraftOrder(NamedTuple):
     new_blocks: tuple[int, ...] = ()
     min_survival: float = 0.0
     deadline: float | None = None
+    evaluate: bool = False
 
 
 class VerifyItem(NamedTuple):
@@ -276,6 +278,17 @@ class DraftTime:
     seconds: float
 
 
+class Replayed(NamedTuple):
+    """A drafter has read verified text instead of drafting: of `num_tokens` output tokens it would
+    have guessed `num_matched`, each behind the true text (0 of 0 where nobody asked)."""
+
+    request_id: str
+    epoch: int
+    drafter: str
+    num_tokens: int = 0
+    num_matched: int = 0
+
+
 class StepResult(NamedTuple):
     """What a plan came to. `repeats`: how often its decode run was done. `work`: what the target
     computed in the first step, which took it `work_seconds`."""
@@ -286,6 +299,7 @@ class StepResult(NamedTuple):
     finished_at: float
     verdicts: tuple[Verdict, ...] = ()
     drafts: tuple[DraftReady, ...] = ()
+    replays: tuple[Replayed, ...] = ()
     failures: tuple[Failure, ...] = ()
     phases: PhaseTimes = PhaseTimes()
     draft_times: tuple[DraftTime, ...] = ()

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from penstock.config import NGRAM, ConfigError, EngineConfig
+from penstock.config import NGRAM, ConfigError, EngineConfig, read_profile
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.pipeline import make_pipeline
@@ -110,15 +110,18 @@ def load_engine(config: EngineConfig) -> Engine:
     clock = MonotonicClock()
     drafters: list[LocalDrafter] = []
     states: list[Drafter] = []
+    beside = config.pipeline != "off"
     for name, path in config.drafters.items():
+        most = config.drafter_max_num_seqs.get(name)
         if path == NGRAM:
             drafters.append(LookupDrafter(name))
-            states.append(Drafter(name))
+            states.append(Drafter(name, own_lane=beside, max_num_seqs=most))
         else:
             drafters.append(ModelDrafter(name, runner(Path(path)), max_model_len))
-            states.append(Drafter(name, _pool(config, num_blocks)))
+            pool = _pool(config, num_blocks)
+            states.append(Drafter(name, pool, own_lane=beside, max_num_seqs=most))
     sample: Sampler = sample_natively if backend == "native" else sample_coupled
-    executor = LocalExecutor(runner(config.target), drafters, clock, max_model_len, sample)
+    executor = LocalExecutor(runner(config.target), drafters, clock, max_model_len, sample, threads)
     scheduler = Scheduler(
         _pool(config, num_blocks),
         states,
@@ -132,7 +135,8 @@ def load_engine(config: EngineConfig) -> Engine:
             for name, t in config.tenants.items()
         ],
     )
-    calibrate(executor, scheduler.estimators, clock)
+    profile = None if config.profile is None else read_profile(config.profile)
+    calibrate(executor, scheduler.estimators, clock, profile, together=config.pipeline == "auto")
     return Engine(
         loop=Loop(scheduler, executor, clock),
         scheduler=scheduler,

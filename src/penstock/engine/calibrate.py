@@ -1,53 +1,113 @@
-"""Measure step times before the first request, so that draft lengths start from facts."""
+"""Step times before the first request, measured or from a profile: draft lengths, and the choice of
+a drafter, start from facts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-import numpy as np
+from dataclasses import replace
+from functools import partial
 
 from penstock.core.estimators import Estimators
 from penstock.core.ports import Clock
-from penstock.core.types import DraftOrder, Request, SamplingParams
-from penstock.engine.batch import RaggedBatch
+from penstock.core.profiled import drafter_profiles, know_profile
+from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import SamplingRows, sample_coupled
-from penstock.engine.sequences import TokenBuffer
-from penstock.fluid.step_profile import StepProfile
+from penstock.engine.scratch import (
+    best_seconds,
+    draft_scratch,
+    num_that_fit,
+    read_seconds,
+    verify_scratch,
+)
+from penstock.engine.together import slowdowns
+from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 _ROWS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _DRAFT_STEPS = 4
 _CONTEXT = 64
+_TOKENS_EACH = _CONTEXT + 16
 _REPEATS = 3
+_TOGETHER_S = 0.02
 
 
 def calibrate(
-    executor: LocalExecutor, estimators: Estimators, clock: Clock, budget_s: float = 3.0
+    executor: LocalExecutor,
+    estimators: Estimators,
+    clock: Clock,
+    profile: StepProfile | None = None,
+    *,
+    together: bool = False,
+    budget_s: float = 3.0,
 ) -> None:
-    """Fill the step times from a few steps of each model on scratch blocks; stops growing when a
-    model's share of `budget_s` seconds is spent. No request may be running."""
-    times = estimators.step_times
+    """Fill the step times from a profile, and those of models that it does not know from a few
+    steps of each on scratch blocks; stops growing when a model's share of `budget_s` seconds is
+    spent. together: measure such drafters beside the target, too. No request may be running."""
     share = budget_s / (1 + len(executor.drafters))
-    _grow(clock, share, _ROWS, lambda n: _verify(executor.target, n), times.target.observe)
+    known: set[str] = set()
+    if profile is not None:
+        drafters = [Drafter(name) for name in executor.drafters]
+        know_profile(estimators, profile, drafters)
+        known = set(drafter_profiles(profile, drafters))
+    else:
+        _measure_target(executor.target, estimators, clock, share)
+    for name, drafter in executor.drafters.items():
+        if name not in known:
+            _measure_drafter(drafter, estimators, clock, share, executor.max_model_len)
+            if together:
+                _measure_together(executor, drafter, estimators, clock)
+
+
+def _measure_target(
+    target: ModelRunner, estimators: Estimators, clock: Clock, budget_s: float
+) -> None:
+    times = estimators.step_times
+    _grow(clock, budget_s, _ROWS, partial(_verify, target), times.target.observe)
     rows, seconds = zip(*times.target.points(), strict=True)
-    kv_tokens = executor.target.num_blocks * executor.target.block_size
+    kv_tokens = target.num_blocks * target.block_size
     counts = tuple(round(row) for row in rows)
     estimators.step_model.profile = StepProfile("measured", kv_tokens, counts, seconds)
-    for drafter in executor.drafters.values():
-        curve = times.curve_of(drafter.name)
-        runner = getattr(drafter, "runner", None)
-        fits = runner.num_blocks // _blocks_each(runner) if runner is not None else max(_BATCHES)
-        batches = [n for n in _BATCHES if n <= fits]
-        _grow(
-            clock,
-            share,
-            batches,
-            lambda n, d=drafter: _draft(d, n),  # type: ignore[misc]
-            lambda n, seconds, c=curve: c.observe(n, seconds / _DRAFT_STEPS),  # type: ignore[misc]
-        )
+
+
+def _measure_drafter(
+    drafter: LocalDrafter,
+    estimators: Estimators,
+    clock: Clock,
+    budget_s: float,
+    max_model_len: int,
+) -> None:
+    curve = estimators.step_times.curve_of(drafter.name)
+    runner = getattr(drafter, "runner", None)
+    fits = max(_BATCHES) if runner is None else num_that_fit(runner, _TOKENS_EACH)
+    _grow(
+        clock,
+        budget_s,
+        [n for n in _BATCHES if n <= fits],
+        lambda n: draft_scratch(drafter, n, _DRAFT_STEPS),
+        lambda n, seconds: curve.observe(n, seconds / _DRAFT_STEPS),
+    )
+    num_read = min(_CONTEXT, max_model_len - 2)
+    if fits and num_read > 0:
+        reading = read_seconds(clock, drafter, num_read, _REPEATS)
+        estimators.step_times.note_catch_up(drafter.name, reading)
+
+
+def _measure_together(
+    executor: LocalExecutor, drafter: LocalDrafter, estimators: Estimators, clock: Clock
+) -> None:
+    """Add the drafter to the profile, with what working together costs."""
+    runner = getattr(drafter, "runner", None)
+    context = 0 if runner is None else _CONTEXT
+    if any(r is not None and num_that_fit(r, _TOKENS_EACH) < 4 for r in (runner, executor.target)):
+        return
+    sizes, seconds = zip(*estimators.step_times.curve_of(drafter.name).points(), strict=True)
+    both = slowdowns(executor.target, drafter, clock, executor.num_threads, context, _TOGETHER_S)
+    reading = estimators.step_times.catch_up_of(drafter.name)
+    measured = DrafterProfile(drafter.name, tuple(map(round, sizes)), seconds, reading, *both)
+    model = estimators.step_model
+    model.profile = replace(model.profile, drafters=(*model.profile.drafters, measured))
 
 
 def _grow(
@@ -57,15 +117,12 @@ def _grow(
     run: Callable[[int], None],
     observe: Callable[[float, float], None],
 ) -> None:
+    if not sizes:
+        return
     start = clock.now()
     run(sizes[0])
     for size in sizes:
-        best = float("inf")
-        for _ in range(_REPEATS):
-            began = clock.now()
-            run(size)
-            best = min(best, clock.now() - began)
-        observe(size, best)
+        observe(size, best_seconds(clock, partial(run, size), _REPEATS))
         if clock.now() - start > budget_s:
             return
 
@@ -73,48 +130,5 @@ def _grow(
 def _verify(target: ModelRunner, rows: int) -> None:
     """One step over `rows` positions, in sequences of up to 5, and its sampling."""
     counts = [5] * (rows // 5) + ([rows % 5] if rows % 5 else [])
-    fits = max(1, target.num_blocks // _blocks_each(target))
-    counts = counts[:fits]
-    batch = _scratch_batch(target, counts)
-    logits = target.forward(batch)
-    num = logits.shape[0]
-    params = SamplingRows(
-        np.zeros(num), np.ones(num), np.zeros(num, np.int64), np.zeros(num, np.uint64)
-    )
-    sample_coupled(logits, params, np.zeros(num, dtype=np.int64))
-
-
-def _scratch_batch(runner: ModelRunner, counts: list[int]) -> RaggedBatch:
-    query_start = np.cumsum([0, *counts]).astype(np.int32)
-    each = _blocks_each(runner)
-    context = min(_CONTEXT, runner.num_blocks * runner.block_size - max(counts))
-    lens = np.array([context + c for c in counts], dtype=np.int32)
-    rows = int(query_start[-1])
-    tables = np.arange(len(counts) * each, dtype=np.int32).reshape(len(counts), each)
-    return RaggedBatch(
-        token_ids=np.ones(rows, dtype=np.int32),
-        positions=np.concatenate([np.arange(context, n, dtype=np.int32) for n in lens]),
-        query_start=query_start,
-        seq_lens=lens,
-        block_tables=np.minimum(tables, runner.num_blocks - 1),
-        logits_rows=np.arange(rows, dtype=np.int32),
-    )
-
-
-def _blocks_each(runner: ModelRunner) -> int:
-    return -(-(_CONTEXT + 16) // runner.block_size)
-
-
-def _draft(drafter: LocalDrafter, batch: int) -> None:
-    """Draft a few tokens for `batch` made-up requests of one prompt token each."""
-    each = _blocks_each(drafter.runner) if hasattr(drafter, "runner") else 0
-    orders, texts = [], []
-    for i in range(batch):
-        name = f"calibration-{i}"
-        blocks = tuple(range(i * each, (i + 1) * each))
-        orders.append(DraftOrder(name, 0, 0, drafter.name, 0, 1, _DRAFT_STEPS, blocks))
-        sampling = SamplingParams(temperature=0.0)
-        texts.append(TokenBuffer(Request(name, 1, 16, prompt_token_ids=(1,), sampling=sampling)))
-    drafter.draft(orders, texts)
-    for order in orders:
-        drafter.forget(order.request_id)
+    context = min(_CONTEXT, target.num_blocks * target.block_size - max(counts))
+    verify_scratch(target, counts[: max(1, num_that_fit(target, _TOKENS_EACH))], context)

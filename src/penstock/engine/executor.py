@@ -1,10 +1,17 @@
-"""Carries out plans with real models in this process: draft, verify in one ragged batch, sample."""
+"""Carries out plans with real models in this process: draft, verify in one ragged batch, sample.
+
+A drafter's own lane has a thread of its own, and while one works the target's steps have one too.
+Compiled kernels and PyTorch's operators let go of the interpreter, so that they really overlap.
+"""
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Sequence
+import contextlib
+import logging
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -16,7 +23,9 @@ from penstock.core.types import (
     DraftReady,
     DraftSource,
     DraftTime,
+    Failure,
     PhaseTimes,
+    Replayed,
     StepPlan,
     StepResult,
     TokenLogprob,
@@ -26,12 +35,18 @@ from penstock.core.types import (
 from penstock.core.work import step_work
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
+from penstock.engine.lane_threads import LaneThreads, Turn, Turns
+from penstock.engine.native.runner import NativeRunner
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, VerifyBatch, sample_coupled, token_logprobs, verify
 from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
 
 _NO_DRAFT = Draft([], [])
+_MOST_FAILURES = 3
+"""Steps of a drafter's lane that may fail one after the other."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -67,8 +82,41 @@ class _Drafted:
         return torch.cat(self.probs) if self.probs else None
 
 
+@dataclass(slots=True)
+class _Job:
+    """A plan with everything that its thread may look at. num_threads: for the kernels."""
+
+    plan: StepPlan
+    texts: Mapping[str, TokenBuffer]
+    turns: Sequence[Turn]
+    recalled: Sequence[tuple[str, Draft, torch.Tensor | None]]
+    receiving_since: float | None
+    num_threads: int
+
+    @contextlib.contextmanager
+    def all_turns(self) -> Iterator[None]:
+        """While every model that the plan uses is its own."""
+        try:
+            for turn in self.turns:
+                turn.begin()
+            yield
+        finally:
+            for turn in self.turns:
+                turn.ended.set()
+
+
+@dataclass(slots=True)
+class _Done:
+    """A plan that was carried out. Drafts of a lane are held from when this is collected."""
+
+    plan: StepPlan
+    result: StepResult
+    drafted: _Drafted
+
+
 class LocalExecutor:
-    """Target and drafters on one device, one plan after the other."""
+    """Target and drafters of one process. num_threads: of the kernels, to be shared out among those
+    that work at the same time."""
 
     def __init__(
         self,
@@ -77,41 +125,66 @@ class LocalExecutor:
         clock: Clock,
         max_model_len: int,
         sample: Sampler = sample_coupled,
+        num_threads: int = 1,
     ) -> None:
         self.target = target
+        self.max_model_len = max_model_len
         self.drafters = {d.name: d for d in drafters}
         self._clock = clock
         self._sample = sample
+        self.num_threads = num_threads
         self._tables = BlockTables(-(-max_model_len // target.block_size) + 1)
         self._texts: dict[str, TokenBuffer] = {}
         self._held = HeldDrafts()
         self.remote = RemoteOrders()
-        self._queue: deque[StepPlan] = deque()
+        self._turns = {name: Turns() for name in (TARGET, *self.drafters)}
+        self._threads: LaneThreads[_Done] = LaneThreads()
+        self._queue: deque[_Job] = deque()
         self._sent: list[StepResult] = []
+        self._failures: Counter[str] = Counter()
+        self._broken: list[str] = []
         self.busy_s = 0.0
-        """Seconds spent inside models and samplers; the rest of a turn is the host's."""
+        """Seconds of target steps inside models and samplers; the rest of a turn is the host's."""
         self.phases = PhaseTimes()
         """Seconds of all target steps so far, by phase."""
+        self.drafter_seconds = dict.fromkeys(self.drafters, 0.0)
+        """Seconds that each drafter has drafted and read."""
         self.num_target_steps = 0
 
     def ready(self, lane: str) -> bool:
-        return not self._queue
+        return not self._queue and not self._threads.is_busy(lane)
 
     def submit(self, plan: StepPlan) -> None:
         for request_id, pool in plan.released:
-            if pool == TARGET:
-                self._tables.drop(request_id)
-            else:
-                self.drafters[pool].drop_table(request_id)
+            drop = self._tables.drop if pool == TARGET else self.drafters[pool].drop_table
+            self._turns[pool].change(partial(drop, request_id))
         for request_id in plan.forgotten:
             self._forget(request_id)
         # Last, because an id may come back in the very plan that forgets it.
         for request in plan.new_requests:
             self._texts[request.id] = TokenBuffer(request)
-        if plan.lane != TARGET and plan.lane not in self.drafters:
+        if plan.is_empty:
+            return
+        if plan.lane == TARGET:
+            self._queue.append(self._job(plan))
+        elif plan.lane in self.drafters:
+            job = self._job(plan)
+            job.num_threads = max(1, self.num_threads // (2 + self._threads.num_busy))
+            self._threads.start(plan.lane, partial(self._draft_beside, job))
+        else:
             self._send(plan)
-        elif not plan.is_empty:
-            self._queue.append(plan)
+
+    def wait(self, timeout: float | None) -> None:
+        self._threads.wakeup.wait(timeout)
+
+    def fileno(self) -> int:
+        """Readable when a lane has ended: for whoever waits for other things, too."""
+        return self._threads.wakeup.fileno()
+
+    def take_broken(self) -> list[str]:
+        """Drafters that have failed again and again, once each."""
+        broken, self._broken = self._broken, []
+        return broken
 
     def text_of(self, request_id: str) -> TokenBuffer | None:
         """A request's verified text, if there is such a request."""
@@ -134,71 +207,150 @@ class LocalExecutor:
 
     def collect(self) -> list[StepResult]:
         results, self._sent = self._sent, []
+        results += [self._finish(done) for done in self._threads.take()]
         while self._queue:
-            plan = self._queue.popleft()
-            with torch.inference_mode():
-                result = self._run(plan)
-            phases = result.phases
-            self.busy_s += phases.draft + phases.verify + phases.sample
-            if plan.items:
-                self.num_target_steps += 1
-                self.phases = PhaseTimes(*map(sum, zip(self.phases, phases, strict=True)))
-            results.append(result)
+            job = self._queue.popleft()
+            if results or self._threads.num_busy:
+                others = self._threads.num_busy
+                job.num_threads = max(1, self.num_threads - others)
+                self._threads.start(TARGET, partial(self._verify_beside, job))
+            else:
+                # Nobody works beside it: another thread would only cost time.
+                results.append(self._finish(self._verify(job)))
         return results
+
+    def _finish(self, done: _Done) -> StepResult:
+        """Take in what a thread has done."""
+        plan, result = done.plan, done.result
+        phases = result.phases
+        for timed in result.draft_times:
+            self.drafter_seconds[timed.drafter] += timed.seconds
+        if plan.items:
+            self.num_target_steps += 1
+            self.phases = PhaseTimes(*map(sum, zip(self.phases, phases, strict=True)))
+            self.busy_s += phases.draft + phases.verify + phases.sample
+            return result
+        self._failures[plan.lane] = self._failures[plan.lane] + 1 if result.failures else 0
+        if self._failures[plan.lane] == _MOST_FAILURES:
+            self._broken.append(plan.lane)
+        if result.failures:
+            return result
+        orders = [o for o in plan.drafts if o.max_draft_tokens]
+        return result._replace(drafts=tuple(self._hold(o, done.drafted) for o in orders))
 
     def _forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)
-        self._tables.drop(request_id)
-        for drafter in self.drafters.values():
-            drafter.forget(request_id)
+        self._turns[TARGET].change(partial(self._tables.drop, request_id))
+        for name, drafter in self.drafters.items():
+            self._turns[name].change(partial(drafter.forget, request_id))
         self._held.forget(request_id)
         self.remote.forget(request_id)
+
+    def _job(self, plan: StepPlan) -> _Job:
+        orders = _orders(plan)
+        models = {o.drafter for o in orders} | ({TARGET} if plan.items else set())
+        ids = {i.request_id for i in plan.items} | {o.request_id for o in orders}
+        recalled = []
+        for item in plan.items:
+            held = self._held.take(item, self.target)
+            if held is not None and item.source is DraftSource.HELD:
+                recalled.append((item.request_id, *held))
+        now = self._clock.now()
+        return _Job(
+            plan,
+            {i: self._texts[i] for i in ids},
+            [self._turns[m].take() for m in sorted(models)],
+            recalled,
+            self.remote.oldest(plan.items, now) if plan.items else None,
+            self.num_threads,
+        )
 
     def _send(self, plan: StepPlan) -> None:
         """A draft server's lane: the orders go out, and their drafts come as events, or never."""
         now = self._clock.now()
         self.remote.send(plan.drafts, self._texts, now)
-        if plan.drafts:
-            self._sent.append(
-                StepResult(plan_id=plan.id, lane=plan.lane, started_at=now, finished_at=now)
-            )
+        self._sent.append(
+            StepResult(plan_id=plan.id, lane=plan.lane, started_at=now, finished_at=now)
+        )
 
-    def _run(self, plan: StepPlan) -> StepResult:
+    def _draft_beside(self, job: _Job) -> _Done:
+        """A drafter's own lane. If it fails its requests go on without it."""
+        plan, started_at = job.plan, self._clock.now()
+        drafted = _Drafted()
+        replays: tuple[Replayed, ...] = ()
+        failures: tuple[Failure, ...] = ()
+        try:
+            with job.all_turns(), self._own_stream(), torch.inference_mode():
+                drafted, replays = self._carry_out(job)
+        except Exception as error:
+            _log.warning("drafter %s failed: %s: %s", plan.lane, type(error).__name__, error)
+            reason = f"drafter {plan.lane} failed"
+            failures = tuple(Failure(o.request_id, o.epoch, reason) for o in plan.drafts)
+        finished_at = self._clock.now()
+        result = StepResult(
+            plan_id=plan.id,
+            lane=plan.lane,
+            started_at=started_at,
+            finished_at=finished_at,
+            replays=replays,
+            failures=failures,
+            phases=PhaseTimes(draft=finished_at - started_at),
+            draft_times=tuple(drafted.times),
+        )
+        return _Done(plan, result, drafted)
+
+    def _verify_beside(self, job: _Job) -> _Done:
+        with self._own_stream():
+            return self._verify(job)
+
+    @contextlib.contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """On a GPU: threads that work at the same time have a stream each, and end with it."""
+        if self.target.device.type != "cuda":
+            yield
+            return
+        stream = torch.cuda.Stream(self.target.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(stream):
+            yield
+            stream.synchronize()
+
+    def _carry_out(self, job: _Job) -> tuple[_Drafted, tuple[Replayed, ...]]:
+        """The draft orders of a plan, then those that only read."""
+        orders = _orders(job.plan)
+        drafted = self._draft([o for o in orders if o.max_draft_tokens], job)
+        replays = self._replay([o for o in orders if not o.max_draft_tokens], job, drafted.times)
+        return drafted, replays
+
+    def _verify(self, job: _Job) -> _Done:
+        with job.all_turns(), torch.inference_mode():
+            return self._verify_batch(job)
+
+    def _verify_batch(self, job: _Job) -> _Done:
+        plan = job.plan
         started_at = self._clock.now()
-        orders = [*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)]
-        drafted = self._draft(orders)
-        ready = tuple(self._hold(order, drafted) for order in plan.drafts)
+        drafted, replays = self._carry_out(job)
         drafted_at = self._clock.now()
-        if not plan.items:
-            phases = PhaseTimes(draft=drafted_at - started_at)
-            return StepResult(
-                plan_id=plan.id,
-                lane=plan.lane,
-                started_at=started_at,
-                finished_at=drafted_at,
-                drafts=ready,
-                phases=phases,
-                draft_times=tuple(drafted.times),
-            )
-        receive = started_at - self.remote.oldest(plan.items, started_at)
-        self._recall(plan.items, drafted)
+        for held in job.recalled:
+            drafted.hold(*held)
         drafts = [drafted.draft_of(item) for item in plan.items]
-        batch = self._batch(plan.items, [tokens for tokens, _ in drafts])
+        batch = self._batch(job, [tokens for tokens, _ in drafts])
         built_at = self._clock.now()
+        _share_threads(self.target, job.num_threads)
         logits = self.target.forward(batch)
         verified_at = self._clock.now()
-        verdicts = self._verdicts(plan.items, drafts, logits, drafted.joined_probs())
+        verdicts = self._verdicts(job, drafts, logits, drafted.joined_probs())
         finished_at = self._clock.now()
-        return StepResult(
+        since = started_at if job.receiving_since is None else job.receiving_since
+        result = StepResult(
             plan_id=plan.id,
             lane=plan.lane,
             started_at=started_at,
             finished_at=finished_at,
             verdicts=verdicts,
-            drafts=ready,
+            replays=replays,
             phases=PhaseTimes(
                 draft=drafted_at - started_at,
-                receive=receive,
+                receive=started_at - since,
                 verify=verified_at - built_at,
                 sample=finished_at - verified_at,
                 other=built_at - drafted_at,
@@ -208,10 +360,11 @@ class LocalExecutor:
             work=step_work(plan),
             work_seconds=finished_at - drafted_at,
         )
+        return _Done(plan, result, drafted)
 
     # --- drafting -------------------------------------------------------------------------------
 
-    def _draft(self, orders: Sequence[DraftOrder]) -> _Drafted:
+    def _draft(self, orders: Sequence[DraftOrder], job: _Job) -> _Drafted:
         """All orders of a step, one batch for each drafter."""
         drafted = _Drafted()
         for name, drafter in self.drafters.items():
@@ -219,7 +372,8 @@ class LocalExecutor:
             if not mine:
                 continue
             started_at = self._clock.now()
-            drafts = drafter.draft(mine, [self._texts[o.request_id] for o in mine])
+            _share_threads(getattr(drafter, "runner", None), job.num_threads)
+            drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
             seconds = self._clock.now() - started_at
             drafted.add(mine, drafts)
             drafted.times.append(
@@ -233,6 +387,23 @@ class LocalExecutor:
             )
         return drafted
 
+    def _replay(
+        self, orders: Sequence[DraftOrder], job: _Job, times: list[DraftTime]
+    ) -> tuple[Replayed, ...]:
+        """Orders that only read, after those that draft."""
+        replays: list[Replayed] = []
+        for name, drafter in self.drafters.items():
+            mine = [o for o in orders if o.drafter == name]
+            if not mine:
+                continue
+            started_at = self._clock.now()
+            _share_threads(getattr(drafter, "runner", None), job.num_threads)
+            replays += drafter.replay(mine, [job.texts[o.request_id] for o in mine])
+            seconds = self._clock.now() - started_at
+            num_tokens = sum(o.num_catch_up_tokens for o in mine)
+            times.append(DraftTime(name, len(mine), 0, num_tokens, seconds))
+        return tuple(replays)
+
     def _hold(self, order: DraftOrder, drafted: _Drafted) -> DraftReady:
         """Keep a draft of a drafter's own lane until its verification."""
         draft, offset = drafted.by_request.pop(order.request_id)
@@ -245,15 +416,10 @@ class LocalExecutor:
             order.request_id, order.epoch, order.round, order.drafter, len(draft.token_ids)
         )
 
-    def _recall(self, items: Sequence[VerifyItem], drafted: _Drafted) -> None:
-        for item in items:
-            held = self._held.take(item, self.target)
-            if held is not None and item.source is DraftSource.HELD:
-                drafted.hold(item.request_id, *held)
-
     # --- verification ---------------------------------------------------------------------------
 
-    def _batch(self, items: Sequence[VerifyItem], drafts: Sequence[list[int]]) -> RaggedBatch:
+    def _batch(self, job: _Job, drafts: Sequence[list[int]]) -> RaggedBatch:
+        items = job.plan.items
         token_ids: list[IntArray] = []
         positions: list[IntArray] = []
         logits_rows: list[IntArray] = []
@@ -263,7 +429,7 @@ class LocalExecutor:
         for i, (item, draft) in enumerate(zip(items, drafts, strict=True)):
             self._tables.extend(item.request_id, item.epoch, item.new_blocks)
             known = item.start + item.num_scheduled_tokens
-            token_ids.append(self._texts[item.request_id].span(item.start, known))
+            token_ids.append(job.texts[item.request_id].span(item.start, known))
             if draft:
                 token_ids.append(np.asarray(draft, dtype=np.int32))
             ends[i] = known + len(draft)
@@ -289,16 +455,17 @@ class LocalExecutor:
 
     def _verdicts(
         self,
-        items: Sequence[VerifyItem],
+        job: _Job,
         drafts: Sequence[tuple[list[int], list[int]]],
         logits: torch.Tensor,
         probs: torch.Tensor | None,
     ) -> tuple[Verdict, ...]:
+        items = job.plan.items
         sampled = [(i, d) for i, d in zip(items, drafts, strict=True) if i.samples]
         chunks = [Verdict(i.request_id, i.epoch, i.round) for i in items if not i.samples]
         if not sampled:
             return tuple(chunks)
-        texts = [self._texts[i.request_id] for i, _ in sampled]
+        texts = [job.texts[i.request_id] for i, _ in sampled]
         row_start = np.cumsum([0] + [len(tokens) + 1 for _, (tokens, _) in sampled])
         result = verify(
             VerifyBatch(
@@ -334,6 +501,15 @@ class LocalExecutor:
                 )
             )
         return (*chunks, *verdicts)
+
+
+def _orders(plan: StepPlan) -> list[DraftOrder]:
+    return [*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)]
+
+
+def _share_threads(runner: ModelRunner | None, num_threads: int) -> None:
+    if isinstance(runner, NativeRunner):
+        runner.limit_threads(num_threads)
 
 
 def _logprobs(rows: torch.Tensor, tokens: list[int], num: int) -> tuple[TokenLogprob, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -27,6 +28,35 @@ class StepWork(NamedTuple):
 
 
 @dataclass(frozen=True)
+class DrafterProfile:
+    """Time of one drafter, in seconds.
+
+    batch_counts, batch_seconds: one drafting step (a token for each of so many requests), both
+        non-decreasing; interpolated, and beyond the last point continued with its upper slope.
+    per_catch_up_token: for each token of verified text that it has to read first.
+    slowdown: its step beside a working target over its step alone; `target_slowdown`: the target's
+        step beside this drafter over its step alone. 1 where each has a device of its own.
+    """
+
+    name: str
+    batch_counts: tuple[int, ...]
+    batch_seconds: tuple[float, ...]
+    per_catch_up_token: float = 0.0
+    slowdown: float = 1.0
+    target_slowdown: float = 1.0
+
+    def __post_init__(self) -> None:
+        _check_table(f"drafter {self.name!r}", self.batch_counts, self.batch_seconds)
+        if self.per_catch_up_token < 0 or min(self.slowdown, self.target_slowdown) <= 0:
+            raise ValueError(f"drafter {self.name!r}: times and slowdowns cannot be negative")
+
+    def seconds(self, batch: int, num_steps: int, num_catch_up_tokens: int = 0) -> float:
+        """Of `num_steps` drafting steps for `batch` requests, after catching up."""
+        step = _interpolate(self.batch_counts, self.batch_seconds, batch)
+        return num_steps * step + self.per_catch_up_token * num_catch_up_tokens
+
+
+@dataclass(frozen=True)
 class StepProfile:
     """Time of a step: a table over its positions for everything that is linear in them, and
     attention on top. All times in seconds.
@@ -36,6 +66,7 @@ class StepProfile:
     granularity: positions are rounded up to a multiple of it first.
     decode_fixed: added once if any request decodes.
     kv_tokens: KV memory of the machine that was measured.
+    drafters: small models that were measured with it.
     """
 
     name: str
@@ -49,15 +80,10 @@ class StepProfile:
     per_prefill_token: float = 0.0
     per_prefill_context: float = 0.0
     origin: str = ""
+    drafters: tuple[DrafterProfile, ...] = ()
 
     def __post_init__(self) -> None:
-        counts, seconds = self.token_counts, self.token_seconds
-        if not counts or len(counts) != len(seconds):
-            raise ValueError(f"profile {self.name!r}: a table needs as many times as token counts")
-        if any(b <= a for a, b in itertools.pairwise(counts)) or counts[0] < 0:
-            raise ValueError(f"profile {self.name!r}: token counts must rise from 0 or more")
-        if any(b < a for a, b in itertools.pairwise(seconds)) or seconds[0] < 0:
-            raise ValueError(f"profile {self.name!r}: a larger step cannot be faster")
+        _check_table(f"profile {self.name!r}", self.token_counts, self.token_seconds)
         coefficients = (
             self.decode_fixed,
             self.per_decode,
@@ -98,20 +124,31 @@ class StepProfile:
     def _linear_of(self, tokens: int) -> float:
         known = self._cache.get(tokens)
         if known is None:
-            known = self._cache[tokens] = self._interpolate(tokens)
+            known = self._cache[tokens] = _interpolate(
+                self.token_counts, self.token_seconds, tokens
+            )
         return known
 
-    def _interpolate(self, tokens: int) -> float:
-        counts, seconds = self.token_counts, self.token_seconds
-        i = bisect.bisect_left(counts, tokens)
-        if i == 0 or len(counts) == 1:
-            return seconds[0]
-        if i < len(counts):
-            share = (tokens - counts[i - 1]) / (counts[i] - counts[i - 1])
-            return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
-        middle = len(counts) // 2 if len(counts) > 2 else 0
-        slope = (seconds[-1] - seconds[middle]) / (counts[-1] - counts[middle])
-        return seconds[-1] + slope * (tokens - counts[-1])
+
+def _check_table(what: str, counts: Sequence[int], seconds: Sequence[float]) -> None:
+    if not counts or len(counts) != len(seconds):
+        raise ValueError(f"{what}: a table needs as many times as token counts")
+    if any(b <= a for a, b in itertools.pairwise(counts)) or counts[0] < 0:
+        raise ValueError(f"{what}: token counts must rise from 0 or more")
+    if any(b < a for a, b in itertools.pairwise(seconds)) or seconds[0] < 0:
+        raise ValueError(f"{what}: a larger step cannot be faster")
+
+
+def _interpolate(counts: Sequence[int], seconds: Sequence[float], size: int) -> float:
+    i = bisect.bisect_left(counts, size)
+    if i == 0 or len(counts) == 1:
+        return seconds[0]
+    if i < len(counts):
+        share = (size - counts[i - 1]) / (counts[i] - counts[i - 1])
+        return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+    middle = len(counts) // 2 if len(counts) > 2 else 0
+    slope = (seconds[-1] - seconds[middle]) / (counts[-1] - counts[middle])
+    return seconds[-1] + slope * (size - counts[-1])
 
 
 PAPER_LINEAR = StepProfile(

@@ -11,6 +11,7 @@ FloatArray = npt.NDArray[np.float64]
 
 _STALL = 4.0
 """A measurement counts for at most so many times what its size took before."""
+_MOST_KNOWN = 4096
 _REDRAW = 0.02
 """The curve is drawn anew when a cell has moved by this share."""
 
@@ -40,6 +41,7 @@ class StepTimeCurve:
         self._seconds: FloatArray = np.empty(0)
         self._tail_slope = 0.0
         self._stale = False
+        self._known: dict[float, float] = {}
 
     @property
     def is_empty(self) -> bool:
@@ -65,7 +67,15 @@ class StepTimeCurve:
 
     def __call__(self, size: float) -> float:
         """Predicted seconds; 0 while nothing has been measured."""
-        return float(self.at(np.array([size], dtype=np.float64))[0])
+        if self._stale:
+            self._draw()
+        known = self._known.get(size)
+        if known is None:
+            # A scheduler asks for the same few sizes thousands of times.
+            known = self._known[size] = float(self.at(np.array([size], dtype=np.float64))[0])
+            if len(self._known) > _MOST_KNOWN:
+                self._known = {}
+        return known
 
     def at(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         """Predicted seconds of several sizes at once; 0 while nothing has been measured."""
@@ -95,6 +105,7 @@ class StepTimeCurve:
 
     def _draw(self) -> None:
         """Pool adjacent violators: the nearest non-decreasing curve, in the mean."""
+        self._known = {}
         pools: list[tuple[list[float], float]] = []
         for cell in sorted(self._cells.values(), key=lambda cell: cell.size):
             cell.drawn = level = cell.seconds

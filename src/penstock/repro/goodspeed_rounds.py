@@ -13,9 +13,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Outcome, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, StepWork
 from penstock.core.estimators import Estimators
-from penstock.core.state import RequestState, Tenant
+from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
 
 FloatArray = NDArray[np.float64]

@@ -124,6 +124,7 @@ class EngineStats:
     kv_usage: share of each model's KV blocks in use, `target` among them
     busy_s, uptime_s: seconds inside the loop's turns, and since the engine was ready
     num_target_steps, phases: target steps, and their seconds by phase
+    drafter_seconds: of drafting and reading, by drafter of this machine
     """
 
     num_running: int
@@ -135,6 +136,7 @@ class EngineStats:
     uptime_s: float
     num_target_steps: int
     phases: PhaseTimes
+    drafter_seconds: dict[str, float]
 
 
 def frame(message: object) -> bytes:

@@ -57,7 +57,11 @@ def complete(
             unfinished -= output.finish_reason is not None
             if on_output is not None:
                 on_output(output)
-        if not (events or turn.outputs or turn.submitted or turn.wake_at is not None):
+        if events or turn.submitted or turn.collected:
+            continue
+        if loop.num_plans_in_flight:
+            loop.wait()
+        elif turn.wake_at is None:
             raise RuntimeError("the scheduler stands still with requests unfinished")
     return list(completions.values())
 

@@ -18,7 +18,7 @@ from penstock.config import EngineConfig
 from penstock.core.loop import Loop, Turn
 from penstock.core.ports import Clock
 from penstock.core.scheduler import Scheduler
-from penstock.core.types import Arrive, DraftOrder, DraftReady, Event
+from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.messages import (
     AuditFinding,
     Deframer,
@@ -40,10 +40,13 @@ if TYPE_CHECKING:
     from penstock.engine.executor import LocalExecutor
     from penstock.engine.sequences import TokenBuffer
 
-_POLL_S = 5e-4
-"""Between looks at plans in flight: lanes that finish by themselves cannot wake the loop."""
-
 _log = logging.getLogger(__name__)
+
+
+class SupportsFileno(Protocol):
+    """What can be waited for."""
+
+    def fileno(self) -> int: ...
 
 
 class Engine(Protocol):
@@ -78,11 +81,10 @@ def import_factory(name: str) -> Callable[[EngineConfig], Engine]:
 
 
 def idle_seconds(engine: Engine, turn: Turn) -> float | None:
-    """How long the loop may sleep after `turn` unless an event comes; None: until one comes."""
+    """How long the loop may sleep after `turn` unless an event comes, or a lane has ended; None:
+    until then."""
     if turn.submitted or turn.collected:
         return 0.0
-    if engine.loop.num_plans_in_flight:
-        return _POLL_S
     if turn.wake_at is None:
         return None
     return max(turn.wake_at - engine.clock.now(), 0.0)
@@ -107,13 +109,14 @@ class Channel:
         except OSError as error:
             raise PeerGone from error
 
-    def receive(self, timeout: float | None) -> list[Any]:
-        """What has come, after waiting for something at most `timeout` seconds (None: for ever).
+    def receive(self, timeout: float | None, *others: SupportsFileno) -> list[Any]:
+        """What has come, after waiting at most `timeout` seconds (None: for ever) for something, or
+        until one of `others` can be read.
 
         Raises: PeerGone.
         """
         messages: list[Any] = []
-        while select.select([self._sock], [], [], timeout)[0]:
+        while self._sock in select.select([self._sock, *others], [], [], timeout)[0]:
             try:
                 data = self._sock.recv(1 << 20)
             except OSError as error:
@@ -141,10 +144,10 @@ class EngineServer:
         """Raises: PeerGone."""
         timeout: float | None = None
         while True:
-            messages = self._channel.receive(timeout)
+            messages = self._channel.receive(timeout, self._engine.executor)
             if any(isinstance(m, Stop) for m in messages):
                 return
-            turn = self._turn(self._events(messages))
+            turn = self._turn([*self._events(messages), *self._broken()])
             if turn.outputs:
                 self._channel.send(Outputs(turn.outputs))
             for finding in self._engine.auditor.findings():
@@ -164,6 +167,13 @@ class EngineServer:
             _log.warning("no request can go on: %s", turn.stalled)
         self._stalled = turn.stalled
         return turn
+
+    def _broken(self) -> list[Event]:
+        """Drafters of this process that do nothing but fail are used no more."""
+        names = self._engine.executor.take_broken()
+        for name in names:
+            _log.error("drafter %s has failed several times in a row and is taken down", name)
+        return [DrafterDown(name) for name in names]
 
     def _events(self, messages: Iterable[object]) -> list[Event]:
         """Events in order; arrivals get their time here, because clocks of two processes differ."""
@@ -219,6 +229,7 @@ class EngineServer:
             uptime_s=self._engine.clock.now() - self._started_at,
             num_target_steps=self._engine.executor.num_target_steps,
             phases=self._engine.executor.phases,
+            drafter_seconds=self._engine.executor.drafter_seconds,
         )
 
 

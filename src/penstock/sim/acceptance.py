@@ -12,19 +12,35 @@ import json
 import math
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from penstock.core.types import VerifyItem
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.types import DraftOrder, VerifyItem
+from penstock.sim.domains import AcceptanceFit
 from penstock.sim.traces import WorkloadError
+
+_Array = NDArray[np.floating[Any]]
+
+_NODES = 40
+_JITTER = 1e-4
+"""Covariances are rounded in files, and those of drafters that do not vary are zero."""
 
 
 class AcceptanceModel(Protocol):
     def num_accepted(self, item: VerifyItem, position: int) -> int:
         """How many of an item's draft tokens the target keeps. `position`: output tokens that the
         request has before."""
+        ...
+
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        """How many of a request's output tokens at those positions the order's drafter, behind the
+        true text, would have guessed."""
         ...
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
@@ -49,6 +65,9 @@ class GeometricAcceptance:
         run = math.log(_draw(self.seed, item)) / math.log(rate)
         return min(item.num_draft_tokens, int(run))
 
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        return _num_matched(self.seed, order, positions, self.rates[order.drafter])
+
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         return 1.0 + sum(self.rates[drafter] ** s for s in range(1, num_draft_tokens + 1))
 
@@ -65,15 +84,20 @@ class DriftingAcceptance:
     def num_accepted(self, item: VerifyItem, position: int) -> int:
         if not item.num_draft_tokens or item.drafter is None:
             return 0
-        rates = self.rates[item.drafter]
-        rate = rates[item.round // self.dwell % len(rates)]
-        return GeometricAcceptance({item.drafter: rate}, self.seed).num_accepted(item, position)
+        return self._now(item.drafter, item.round).num_accepted(item, position)
+
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        return self._now(order.drafter, order.round).num_matched(order, positions)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         """The mean over its probabilities."""
         rates = self.rates[drafter]
         steps = range(1, num_draft_tokens + 1)
         return 1.0 + sum(rate**s for rate in rates for s in steps) / len(rates)
+
+    def _now(self, drafter: str, round_: int) -> GeometricAcceptance:
+        rates = self.rates[drafter]
+        return GeometricAcceptance({drafter: rates[round_ // self.dwell % len(rates)]}, self.seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +127,9 @@ class CurveAcceptance:
         draw = _draw(self.seed, item)
         return sum(draw <= g for g in curve)
 
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        return _num_matched(self.seed, order, positions, self.survival[order.drafter][0])
+
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         return 1.0 + sum(self.survival[drafter][:num_draft_tokens])
 
@@ -124,9 +151,12 @@ class RecordedAcceptance:
     def num_accepted(self, item: VerifyItem, position: int) -> int:
         if not item.num_draft_tokens or item.drafter is None:
             return 0
-        rows = self.records[item.drafter]
-        row = rows[_digest(f"{self.seed}/{item.request_id}") % len(rows)]
+        row = self._row(item.drafter, item.request_id)
         return min(row[position % len(row)] - 1, item.num_draft_tokens)
+
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        row = self._row(order.drafter, order.request_id)
+        return sum(row[position % len(row)] > 1 for position in positions)
 
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         """The mean over every row, walked from its start."""
@@ -138,6 +168,95 @@ class RecordedAcceptance:
                 rounds += 1
             tokens += position
         return tokens / rounds
+
+    def _row(self, drafter: str, request_id: str) -> Sequence[int]:
+        rows = self.records[drafter]
+        return rows[_digest(f"{self.seed}/{request_id}") % len(rows)]
+
+
+@dataclass(frozen=True)
+class DomainAcceptance:
+    """Requests differ: each has a domain, and draws its acceptance probabilities, of all drafters
+    together, from that domain's distribution. Drafts are then geometric, as in
+    `GeometricAcceptance`.
+
+    fit: of the domains; `load_acceptance()` is the bundled family's.
+    tenants: of the requests "0", "1", …: one that is called like a domain has that domain's
+        requests; every other request draws one of the domains, all of them equally often.
+    """
+
+    fit: AcceptanceFit
+    seed: int = 0
+    tenants: Sequence[str] = ()
+
+    def num_accepted(self, item: VerifyItem, position: int) -> int:
+        if not item.num_draft_tokens or item.drafter is None:
+            return 0
+        rates = self.rates(item.request_id)
+        return GeometricAcceptance(rates, self.seed).num_accepted(item, position)
+
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        rates = self.rates(order.request_id)
+        return GeometricAcceptance(rates, self.seed).num_matched(order, positions)
+
+    def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
+        """The mean over the requests of all domains."""
+        column = self.fit.drafters.index(drafter)
+        nodes, weights = np.polynomial.hermite_e.hermegauss(_NODES)
+        steps = np.arange(num_draft_tokens + 1)
+        means = []
+        for fit in self.fit.domains.values():
+            deviation = math.sqrt(fit.covariance[column][column])
+            rates = _probability(fit.mean[column] + deviation * nodes)
+            means.append(weights @ (rates[:, None] ** steps).sum(1) / weights.sum())
+        return float(np.mean(means))
+
+    def domain_of(self, request_id: str) -> str:
+        """Which domain a request is of."""
+        if self.tenants and request_id.isdecimal() and int(request_id) < len(self.tenants):
+            tenant = str(self.tenants[int(request_id)])
+            if tenant in self.fit.domains:
+                return tenant
+        names = list(self.fit.domains)
+        return names[_digest(f"{self.seed}/{request_id}/domain") % len(names)]
+
+    def rates(self, request_id: str, domain: str | None = None) -> dict[str, float]:
+        """A request's probability of acceptance by drafter; as if it were of `domain`, if given."""
+        domain = domain or self.domain_of(request_id)
+        known = self._rates.get((request_id, domain))
+        if known is None:
+            mean, factor = self._factors[domain]
+            stream = np.random.default_rng(_digest(f"{self.seed}/{request_id}/rates"))
+            drawn = _probability(mean + factor @ stream.standard_normal(len(mean)))
+            known = dict(zip(self.fit.drafters, drawn.tolist(), strict=True))
+            self._rates[request_id, domain] = known
+        return known
+
+    @cached_property
+    def _rates(self) -> dict[tuple[str, str], dict[str, float]]:
+        return {}
+
+    @cached_property
+    def _factors(self) -> dict[str, tuple[_Array, _Array]]:
+        """By domain: the mean, and a matrix that makes its covariance of independent normals."""
+        factors: dict[str, tuple[_Array, _Array]] = {}
+        for name, fit in self.fit.domains.items():
+            jitter = _JITTER * np.eye(len(fit.mean))
+            try:
+                factor = np.linalg.cholesky(np.array(fit.covariance) + jitter)
+            except np.linalg.LinAlgError as error:
+                raise WorkloadError(f"domain {name!r} has no proper covariance") from error
+            factors[name] = np.array(fit.mean), factor
+        return factors
+
+
+def of_tenants(model: AcceptanceModel, tenants: Sequence[str]) -> AcceptanceModel:
+    """The same model, told whose the requests are."""
+    if isinstance(model, DomainAcceptance):
+        return replace(model, tenants=tenants)
+    if isinstance(model, AcceptanceByDrafter):
+        return AcceptanceByDrafter({n: of_tenants(m, tenants) for n, m in model.models.items()})
+    return model
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,13 +270,19 @@ class AcceptanceByDrafter:
             return 0
         return self.models[item.drafter].num_accepted(item, position)
 
+    def num_matched(self, order: DraftOrder, positions: range) -> int:
+        return self.models[order.drafter].num_matched(order, positions)
+
     def tokens_per_step(self, drafter: str, num_draft_tokens: int) -> float:
         return self.models[drafter].tokens_per_step(drafter, num_draft_tokens)
 
 
-def parse_drafters(texts: Sequence[str], seed: int = 0) -> AcceptanceByDrafter:
+def parse_drafters(
+    texts: Sequence[str], seed: int = 0, fit: AcceptanceFit | None = None
+) -> AcceptanceByDrafter:
     """Drafters from text, in the order given: `NAME=RATE`, `NAME=G1,G2,…` (a survival curve), or
-    `NAME=FILE` with records (`read_records`), where NAME is one of the file's own drafters.
+    `NAME=FILE` with records (`read_records`), where NAME is one of the file's own drafters; a bare
+    NAME is one of `fit`, and no text at all means all of these.
 
     Drafters of one file share its rows: only those are used whose arrays are equally long, and a
     request replays the same row whichever of them drafts.
@@ -166,14 +291,19 @@ def parse_drafters(texts: Sequence[str], seed: int = 0) -> AcceptanceByDrafter:
     """
     models: dict[str, AcceptanceModel] = {}
     files: dict[str, list[str]] = {}
-    for text in texts:
+    by_domain = None if fit is None else DomainAcceptance(fit, seed)
+    for text in texts or (() if fit is None else fit.drafters):
         name, given, value = text.partition("=")
+        if name in models:
+            raise WorkloadError(f"drafter {name!r} is given twice")
+        if by_domain is not None and not given:
+            models[name] = by_domain
+            _check_fitted(name, by_domain.fit)
+            continue
         if not given or not name or not value:
             raise WorkloadError(
                 f"a drafter is NAME=RATE, NAME=G1,G2,... or NAME=FILE, not {text!r}"
             )
-        if name in models:
-            raise WorkloadError(f"drafter {name!r} is given twice")
         numbers = _numbers(value)
         if numbers is None:
             files.setdefault(value, []).append(name)
@@ -188,6 +318,12 @@ def parse_drafters(texts: Sequence[str], seed: int = 0) -> AcceptanceByDrafter:
         recorded = RecordedAcceptance(read_records(Path(path), names), seed)
         models |= dict.fromkeys(names, recorded)
     return AcceptanceByDrafter(models)
+
+
+def _check_fitted(name: str, fit: AcceptanceFit) -> None:
+    if name not in fit.drafters:
+        known = ", ".join(fit.drafters)
+        raise WorkloadError(f"no acceptance was fitted for drafter {name!r}; there are {known}")
 
 
 def read_records(path: Path, drafters: Sequence[str]) -> dict[str, list[list[int]]]:
@@ -246,9 +382,18 @@ def _numbers(text: str) -> list[float] | None:
         return None
 
 
+def _probability(logits: _Array) -> _Array:
+    return np.asarray(1 / (1 + np.exp(-logits)))
+
+
 def _draw(seed: int, item: VerifyItem) -> float:
     """Uniform in (0, 1], one for each (seed, request, round, drafter)."""
     return (_digest(f"{seed}/{item.request_id}/{item.round}/{item.drafter}") + 1) / 2**64
+
+
+def _num_matched(seed: int, order: DraftOrder, positions: range, rate: float) -> int:
+    key = f"{seed}/{order.request_id}/{order.drafter}/match"
+    return sum((_digest(f"{key}/{p}") + 1) / 2**64 <= rate for p in positions)
 
 
 def _digest(key: str) -> int:

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.ports import Clock
+from penstock.core.state import Drafter
 from penstock.core.types import (
+    TARGET,
     DecodeRun,
     DraftOrder,
     DraftReady,
     DraftTime,
     PhaseTimes,
+    Replayed,
     StepPlan,
     StepResult,
     Verdict,
     VerifyItem,
 )
 from penstock.core.work import step_work
-from penstock.fluid.step_profile import StepProfile, StepWork
+from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 from penstock.sim.acceptance import AcceptanceModel, GeometricAcceptance
 from penstock.sim.links import RemoteDrafting
+
+_MOST_EVALUATED = 256
+"""Tokens of one replay that are evaluated, the latest ones, as in the live engine."""
 
 
 class StepTimeModel(Protocol):
@@ -59,15 +65,33 @@ class LinearStepTimes:
 
 
 class ProfiledStepTimes:
-    """Step times of a profile; a drafter takes `draft_share` of the target's smallest step for each
-    token of its longest draft."""
+    """Step times of a profile, of its drafters as well.
 
-    def __init__(self, profile: StepProfile, draft_share: float = 0.0) -> None:
+    A drafter makes one step for each token of its longest draft, over the requests that want that
+    many, and the first one reads a token of each; what it has to read beside that is charged by
+    token. A drafter that the profile does not know takes `draft_share` of the target's smallest
+    step for each step. `profiles`: by the drafters' names, if they are not those of the profile.
+    """
+
+    def __init__(
+        self,
+        profile: StepProfile,
+        draft_share: float = 0.0,
+        profiles: Mapping[str, DrafterProfile] | None = None,
+    ) -> None:
         self.verify = profile.seconds
         self._draft_seconds = draft_share * profile.linear(1)
+        self._profiles = {d.name: d for d in profile.drafters} if profiles is None else profiles
 
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
-        return self._draft_seconds * max(1, *(o.max_draft_tokens for o in orders))
+        lengths = [max(1, o.max_draft_tokens) for o in orders]
+        profile = self._profiles.get(drafter)
+        if profile is None:
+            return self._draft_seconds * max(lengths)
+        steps = range(1, max(lengths) + 1)
+        drafting = sum(profile.seconds(sum(n >= k for n in lengths), 1) for k in steps)
+        reading = sum(max(0, o.num_catch_up_tokens - 1) for o in orders)
+        return drafting + profile.per_catch_up_token * reading
 
 
 class SimulatedExecutor:
@@ -77,6 +101,12 @@ class SimulatedExecutor:
     A decode run is repeated until something happens: `next_arrival` and `next_event` say when the
     scheduler will next hear of a request, and of anything else. An arrival waits for the step in
     which it falls; before any other event all that has ended must have been reported.
+
+    drafters: those that it has, by name; `profiles` of those that slow the target, or are slowed by
+    it, when both work. A plan that begins while the other side is at work takes so many times as
+    long, to its end, and what has begun before goes on at its speed: of two that share a machine
+    the one pays for both. A target beside several drafters is slowed as by the worst of them, and
+    drafters do not slow each other.
     """
 
     def __init__(
@@ -85,6 +115,8 @@ class SimulatedExecutor:
         times: StepTimeModel,
         acceptance: AcceptanceModel | None = None,
         remote: RemoteDrafting | None = None,
+        drafters: Sequence[Drafter] = (),
+        profiles: Mapping[str, DrafterProfile] | None = None,
     ) -> None:
         self.next_arrival = math.inf
         self.next_event = math.inf
@@ -92,7 +124,10 @@ class SimulatedExecutor:
         self._times = times
         self._acceptance = acceptance or GeometricAcceptance()
         self.remote = remote or RemoteDrafting(())
+        self._models = {d.name: d.model for d in drafters if d.model is not None}
+        self._profiles = profiles or {}
         self._prompt_len: dict[str, int] = {}
+        self._num_read: dict[str, dict[str, int]] = {}
         self._busy: set[str] = set()
         self._completions: list[tuple[float, int, StepResult]] = []
         self._num_submitted = 0
@@ -114,6 +149,7 @@ class SimulatedExecutor:
     def submit(self, plan: StepPlan) -> None:
         for request_id in plan.forgotten:
             del self._prompt_len[request_id]
+            self._num_read.pop(request_id, None)
         for request in plan.new_requests:
             self._prompt_len[request.id] = request.prompt_len
         if plan.is_empty:
@@ -129,6 +165,9 @@ class SimulatedExecutor:
         heapq.heappush(self._completions, (result.finished_at, self._num_submitted, result))
         self._num_submitted += 1
 
+    def wait(self, timeout: float | None) -> None:
+        """Nothing ends while the virtual clock stands."""
+
     def collect(self) -> list[StepResult]:
         results = []
         while self._completions and self._completions[0][0] <= self._clock.now():
@@ -139,10 +178,12 @@ class SimulatedExecutor:
 
     def _result(self, plan: StepPlan) -> StepResult:
         started_at = self._clock.now()
-        draft_times = self._draft_times(plan)
+        slowdown = self._slowdown(plan.lane)
+        orders = _orders(plan)
+        draft_times = self._draft_times(orders, slowdown) if orders else ()
         draft = sum(t.seconds for t in draft_times) if draft_times else 0.0
         work = step_work(plan)
-        verify = self._times.verify(work) if plan.items or plan.decodes else 0.0
+        verify = self._times.verify(work) * slowdown if plan.items or plan.decodes else 0.0
         finished_at = started_at + draft + verify
         repeats, verify_all = 1, verify
         if plan.decodes is not None and plan.decodes.max_repeats > 1:
@@ -157,7 +198,9 @@ class SimulatedExecutor:
             tuple(
                 DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
                 for o in plan.drafts
+                if o.max_draft_tokens
             ),
+            self._read(orders) if orders else (),
             phases=PhaseTimes(draft, 0.0, verify_all),
             draft_times=draft_times,
             num_rows=plan.num_rows,
@@ -165,6 +208,14 @@ class SimulatedExecutor:
             work=work if plan.items or plan.decodes else None,
             work_seconds=verify,
         )
+
+    def _slowdown(self, lane: str) -> float:
+        """How many times as long a plan takes that begins now."""
+        if lane == TARGET:
+            beside = [self._profiles[n] for n in self._busy if n in self._profiles]
+            return max((p.target_slowdown for p in beside), default=1.0)
+        profile = self._profiles.get(lane)
+        return 1.0 if profile is None or TARGET not in self._busy else profile.slowdown
 
     def _repeat(self, run: DecodeRun, work: StepWork, time: float) -> tuple[int, float]:
         """Go on from the first step's end while nothing happens; returns the steps and the end."""
@@ -180,29 +231,59 @@ class SimulatedExecutor:
             repeats += 1
         return repeats, time
 
-    def _draft_times(self, plan: StepPlan) -> tuple[DraftTime, ...]:
-        """Drafters inside one step run one after the other."""
-        orders: dict[str, list[DraftOrder]] = {}
-        inline = [i.draft for i in plan.items if i.draft is not None]
-        for order in (*plan.drafts, *inline):
-            orders.setdefault(order.drafter, []).append(order)
+    def _draft_times(self, orders: Sequence[DraftOrder], slowdown: float) -> tuple[DraftTime, ...]:
+        """Drafters inside one step run one after the other, those that only read last."""
+        batches: dict[tuple[bool, str], list[DraftOrder]] = {}
+        for order in orders:
+            batches.setdefault((not order.max_draft_tokens, order.drafter), []).append(order)
         return tuple(
             DraftTime(
                 drafter=name,
                 batch=len(mine),
                 steps=max(o.max_draft_tokens for o in mine),
                 num_catch_up_tokens=sum(o.num_catch_up_tokens for o in mine),
-                seconds=self._times.draft(name, mine),
+                seconds=self._times.draft(name, mine) * slowdown,
             )
-            for name, mine in orders.items()
+            for (_, name), mine in sorted(batches.items(), key=lambda entry: entry[0][0])
         )
+
+    def _read(self, orders: Sequence[DraftOrder]) -> tuple[Replayed, ...]:
+        """Note what drafters have read, and answer those orders that ask for no draft."""
+        replays = []
+        for order in orders:
+            read = self._num_read.setdefault(order.request_id, {})
+            known = order.start + order.num_catch_up_tokens
+            if not order.max_draft_tokens:
+                first = max(
+                    self._prompt_len[order.request_id],
+                    read.get(order.drafter, 0),
+                    known - _MOST_EVALUATED,
+                )
+                replays.append(self._replayed(order, range(first, known)))
+            read[order.drafter] = known
+        return tuple(replays)
+
+    def _replayed(self, order: DraftOrder, tokens: range) -> Replayed:
+        """`tokens`: positions in the request's text that the drafter has not read before."""
+        answer = Replayed(order.request_id, order.epoch, order.drafter)
+        if not order.evaluate:
+            return answer
+        before = self._prompt_len[order.request_id]
+        positions = range(tokens.start - before, tokens.stop - before)
+        if order.drafter in self._models:
+            order = order._replace(drafter=self._models[order.drafter])
+        num_matched = self._acceptance.num_matched(order, positions)
+        return answer._replace(num_tokens=len(positions), num_matched=num_matched)
 
     def _verdict(self, item: VerifyItem) -> Verdict:
         if not item.samples:
             return Verdict(item.request_id, item.epoch, item.round)
         first = item.start + item.num_scheduled_tokens
         position = first - self._prompt_len[item.request_id]
-        accepted = self._acceptance.num_accepted(item, position)
+        modelled = item
+        if item.drafter in self._models:
+            modelled = item._replace(drafter=self._models[item.drafter])
+        accepted = self._acceptance.num_accepted(modelled, position)
         if self.remote.serves(item.drafter or "") and accepted == item.num_draft_tokens:
             longer = item._replace(num_draft_tokens=item.num_draft_tokens + 1)
             self.remote.verified(item, self._acceptance.num_accepted(longer, position))
@@ -217,3 +298,8 @@ class SimulatedExecutor:
             num_decided=min(accepted + 1, item.num_draft_tokens),
             evidence=float(accepted),
         )
+
+
+def _orders(plan: StepPlan) -> tuple[DraftOrder, ...]:
+    """Those of the plan, and those inside its items."""
+    return (*plan.drafts, *(i.draft for i in plan.items if i.draft is not None))

@@ -6,13 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from scipy.optimize import nnls
 
+from penstock.config import read_profile
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
 from penstock.sim.traces import Table, WorkloadError, numbers, read_table
 
@@ -26,24 +26,6 @@ class ProfileError(ValueError):
 
 
 # Files
-
-
-class _ProfileFile(BaseModel):
-    """The JSON form: the fields of `StepProfile`, in seconds."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
-
-    name: Annotated[str, Field(min_length=1)]
-    origin: str = ""
-    kv_tokens: int
-    granularity: int = 1
-    token_counts: tuple[int, ...]
-    token_seconds: tuple[float, ...]
-    decode_fixed: float = 0.0
-    per_decode: float = 0.0
-    per_kv_token: float = 0.0
-    per_prefill_token: float = 0.0
-    per_prefill_context: float = 0.0
 
 
 def profile_names() -> tuple[str, ...]:
@@ -61,8 +43,7 @@ def load_profile(name_or_path: str | Path) -> StepProfile:
         return PAPER_LINEAR
     path = FOLDER / f"{name}.json" if name in profile_names() else Path(name)
     try:
-        read = _ProfileFile.model_validate_json(path.read_bytes())
-        profile = StepProfile(**read.model_dump())
+        profile = read_profile(path)
         _check_steps_take_time(profile)
     except FileNotFoundError as error:
         choices = ", ".join(profile_names())
@@ -71,12 +52,6 @@ def load_profile(name_or_path: str | Path) -> StepProfile:
         ) from error
     except OSError as error:
         raise ProfileError(f"profile {name} cannot be read: {error.strerror}") from error
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
-        raise ProfileError(
-            f"profile {name}: {where}{': ' if where else ''}{first['msg']}"
-        ) from error
     except ValueError as error:
         raise ProfileError(str(error)) from error
     return profile
@@ -210,7 +185,7 @@ def fit_profile(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    coefficients: dict[str, float]
+    coefficients: dict[str, Any]
     quality: tuple[FitQuality, ...]
     origin: str
 
@@ -227,26 +202,56 @@ def _fit_steps(table: Table, name: str, kv_tokens: int, granularity: int) -> Fit
         if (column == 0).any():
             complaint = "belongs to a step without tokens or time"
             raise table.error(int(np.argmax(column == 0)), what, complaint)
+    origin = f"fitted to {len(seconds)} steps of {table.path.name}"
+    works = np.stack([prefill, context, decodes, kv, drafts], axis=1)
+    return _fit_works(works, seconds, name, kv_tokens, granularity, origin)
+
+
+def fit_steps(
+    steps: Sequence[tuple[StepWork, float]], *, name: str, kv_tokens: int, origin: str
+) -> Fit:
+    """Fit a profile to measured steps and their seconds, as `fit_profile` does to a file of them;
+    but no step takes less than half of the fastest, however few they are.
+
+    Raises: ProfileError.
+    """
+    works = np.array([work for work, _ in steps], dtype=np.float64)
+    seconds = np.array([s for _, s in steps])
+    return _fit_works(works, seconds, name, kv_tokens, 1, origin, least=seconds.min() / 2)
+
+
+def _fit_works(
+    works: Array,
+    seconds: Array,
+    name: str,
+    kv_tokens: int,
+    granularity: int,
+    origin: str,
+    least: float = 0.0,
+) -> Fit:
+    """works: [steps, fields of StepWork]. least: seconds of every step in any case."""
+    prefill, context, decodes, kv, drafts = works.T
+    tokens = prefill + decodes + drafts
     knots, basis = _rising_basis(tokens, granularity)
     terms = np.stack([decodes > 0, decodes, kv, prefill, context], axis=1).astype(float)
     shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
     matrix = np.hstack([basis, terms])
-    solution = _relative_nnls(matrix, seconds, seconds, shared)
+    solution = _relative_nnls(matrix, seconds - least, seconds, shared)
     # Errors relative to each measurement would favour the fast ones among equal steps; a simulated
     # step must take what such steps take in the mean.
-    solution = _relative_nnls(matrix, seconds, matrix @ solution, shared)
-    counts, times = _compact(knots, np.cumsum(solution[: len(knots)]))
+    solution = _relative_nnls(matrix, seconds - least, matrix @ solution + least, shared)
+    counts, times = _compact(knots, least + np.cumsum(solution[: len(knots)]))
+    coefficients: dict[str, Any] = dict(zip(_TERMS, _rounded(solution[len(knots) :]), strict=True))
     profile = StepProfile(
         name,
         kv_tokens,
         counts,
         times,
         granularity,
-        **dict(zip(_TERMS, _rounded(solution[len(knots) :]), strict=True)),
-        origin=f"fitted to {len(seconds)} steps of {table.path.name}",
+        **coefficients,
+        origin=origin,
     )
     _check_steps_take_time(profile)
-    works = np.stack([prefill, context, decodes, kv, drafts], axis=1)
     predicted = np.array([profile.seconds(_work(row)) for row in works.tolist()])
     return Fit(profile, (_quality("steps", predicted, seconds),))
 

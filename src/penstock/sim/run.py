@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,19 +16,19 @@ from penstock.core.blocks import BlockPool
 from penstock.core.estimators import Estimators
 from penstock.core.pipeline import make_pipeline
 from penstock.core.ports import Instrument
+from penstock.core.profiled import drafter_profiles, know_profile
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, FinishReason, Request
 from penstock.fluid.step_profile import StepProfile
-from penstock.sim.acceptance import AcceptanceModel
+from penstock.sim.acceptance import AcceptanceModel, of_tenants
 from penstock.sim.clock import VirtualClock
+from penstock.sim.drafters import Capacity
 from penstock.sim.driver import SimulationResult, simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
 from penstock.sim.links import DraftServer, RemoteDrafting
 from penstock.sim.workloads import Workload
-
-_CALIBRATED_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -39,7 +39,9 @@ class Setup:
 
     kv_tokens: KV memory in tokens; None takes the profile's. block_size: tokens of a KV block; 1
     is the papers' model of memory. drafters: names that `acceptance` knows; none leaves
-    speculation out. draft_share: seconds of a draft token over the target's smallest step.
+    speculation out. Their times are those of the profile's `drafters`; one that has none there
+    takes `draft_share` of the target's smallest step for each draft token, and reads for nothing.
+    capacities: of drafters, by name. With a pipeline drafters work beside the target.
     draft_servers: machines that draft beside the target; `acceptance` must know them too. Requests
     of a server's tenant are that server's own; the others go where selection sends them.
     """
@@ -55,6 +57,7 @@ class Setup:
     block_size: int = 1
     acceptance: AcceptanceModel | None = None
     drafters: tuple[str, ...] = ()
+    capacities: Mapping[str, Capacity] = field(default_factory=dict)
     draft_share: float = 0.05
     draft_servers: tuple[DraftServer, ...] = ()
     pipeline: str = "off"
@@ -64,6 +67,25 @@ class Setup:
     @property
     def num_blocks(self) -> int:
         return (self.kv_tokens or self.profile.kv_tokens) // self.block_size
+
+    def make_drafters(self) -> list[Drafter]:
+        """As the scheduler sees them, every instance by itself. One whose reading takes time has KV
+        of its own, as many blocks as the target has."""
+        reading = {d.name for d in self.profile.drafters if d.per_catch_up_token}
+        drafters = []
+        for model in self.drafters:
+            capacity = self.capacities.get(model, Capacity())
+            drafters += [
+                Drafter(
+                    name,
+                    BlockPool(self.num_blocks, self.block_size) if model in reading else None,
+                    own_lane=self.pipeline != "off",
+                    model=None if name == model else model,
+                    max_num_seqs=capacity.max_num_seqs,
+                )
+                for name in capacity.names(model)
+            ]
+        return drafters
 
 
 @dataclass(frozen=True)
@@ -194,10 +216,8 @@ def run(
     if workload.arrival_time is None:
         raise ValueError(f"workload {workload.name!r} has no arrival times")
     clock = VirtualClock()
-    times = ProfiledStepTimes(setup.profile, setup.draft_share)
-    remote = RemoteDrafting(setup.draft_servers, setup.seed)
-    executor = SimulatedExecutor(clock, times, setup.acceptance, remote)
     scheduler = make_scheduler(setup)
+    executor = _executor(setup, workload, clock)
     for server in setup.draft_servers:
         scheduler.apply(server.up(), clock.now())
     if watch is not None:
@@ -216,16 +236,32 @@ def run(
     return _report(workload, result, time.perf_counter() - started)
 
 
+def _executor(setup: Setup, workload: Workload, clock: VirtualClock) -> SimulatedExecutor:
+    drafters = setup.make_drafters()
+    profiles = drafter_profiles(setup.profile, drafters)
+    acceptance = setup.acceptance
+    if acceptance is not None and workload.tenants is not None:
+        acceptance = of_tenants(acceptance, workload.tenants.tolist())
+    return SimulatedExecutor(
+        clock,
+        ProfiledStepTimes(setup.profile, setup.draft_share, profiles),
+        acceptance,
+        RemoteDrafting(setup.draft_servers, setup.seed),
+        drafters,
+        profiles,
+    )
+
+
 def make_scheduler(setup: Setup) -> Scheduler:
     """The scheduler of a setup. Raises: PolicyError."""
     estimators = Estimators(setup.profile)
-    if setup.drafters or setup.draft_servers:
+    drafters = setup.make_drafters()
+    if drafters or setup.draft_servers:
         # A live engine measures itself before it serves.
-        for rows in _CALIBRATED_ROWS:
-            estimators.step_times.target.observe(rows, setup.profile.linear(rows))
+        know_profile(estimators, setup.profile, drafters)
     return Scheduler(
         BlockPool(setup.num_blocks, setup.block_size),
-        [Drafter(name) for name in setup.drafters],
+        drafters,
         admission=make_policy("admission", setup.admission, setup.admission_options),
         selection=make_policy("selection", setup.selection, setup.selection_options),
         allocation=make_policy("allocation", setup.allocation, setup.allocation_options),

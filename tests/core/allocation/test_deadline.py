@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.estimators import Estimators
 from penstock.core.registry import make_policy
-from penstock.core.state import RequestState
+from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 
 

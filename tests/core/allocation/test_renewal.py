@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.core.allocation import DraftCandidate, Outcome, StepWork
+from penstock.core.allocation import DraftCandidate, StepWork
 from penstock.core.allocation.gradient import draft_budget
 from penstock.core.estimators import Estimators
 from penstock.core.registry import PolicyError, make_policy
-from penstock.core.state import RequestState, Tenant
+from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
 from penstock.fluid.step_profile import StepProfile
 

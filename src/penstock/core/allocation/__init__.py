@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 from penstock.core.estimators import Estimators
-from penstock.core.state import RequestState, Tenant
-from penstock.core.types import Verdict
+from penstock.core.state import Outcome, RequestState, Tenant
 
 
 class DraftCandidate(NamedTuple):
@@ -31,14 +30,6 @@ class Grant(NamedTuple):
 
     num_draft_tokens: int
     min_survival: float = 0.0
-
-
-class Outcome(NamedTuple):
-    """What a target step came to for one request; `verdict.drafter` is None where it had no
-    draft."""
-
-    state: RequestState
-    verdict: Verdict
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
     GoodputAverages,
     Streams,
@@ -28,7 +28,7 @@ from penstock.core.allocation.gradient import (
     tokens_by_tenant,
 )
 from penstock.core.estimators import Estimators
-from penstock.core.state import RequestState
+from penstock.core.state import Outcome, RequestState
 
 FloatArray = NDArray[np.float64]
 

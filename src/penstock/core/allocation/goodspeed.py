@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from penstock.core.acceptance import Evidence, Smoothed
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
     check_caps,
     check_fairness,
@@ -20,7 +20,7 @@ from penstock.core.allocation.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.state import RequestState
+from penstock.core.state import Outcome, RequestState
 from penstock.fluid.fair import geometric_lengths
 
 _VARIANCE_STEP = 0.05

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
     GoodputAverages,
     Streams,
@@ -21,7 +21,7 @@ from penstock.core.allocation.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.state import RequestState
+from penstock.core.state import Outcome, RequestState
 from penstock.fluid.fair import geometric_lengths
 
 

@@ -6,8 +6,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 
 from penstock.core.acceptance import ESTIMATORS, AcceptanceModel, Evidence, Population
-from penstock.core.allocation import DraftCandidate, Outcome, StepWork
-from penstock.core.state import Tenant
+from penstock.core.allocation import DraftCandidate, StepWork
+from penstock.core.state import Outcome, Tenant
 from penstock.fluid.step_profile import StepWork as TargetWork
 
 IDLE_STEPS = 10

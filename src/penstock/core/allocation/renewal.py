@@ -19,7 +19,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, Outcome, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
     Streams,
     check_caps,
@@ -28,7 +28,7 @@ from penstock.core.allocation.gradient import (
     draft_budget,
     tenant_weight,
 )
-from penstock.core.state import RequestState
+from penstock.core.state import Outcome, RequestState
 from penstock.fluid.step_profile import StepWork as TargetWork
 
 FloatArray = NDArray[np.float64]

@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-import numpy as np
-
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.state import RequestState
+
+_LEAST_OVERHEAD_S = 1e-6
+"""Keeps the rate finite where nothing was measured yet."""
 
 Purchase = tuple[float, int, int]
 
@@ -28,19 +29,15 @@ class Throughput(AllocationPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """k_max: most draft tokens for one request in a round.
-        overhead: seconds a round costs beside drafting and verifying.
         margin: speculate only where it promises this share more: estimates err, and what looks
             best of many is most likely to have been flattered."""
 
         k_max: int = 8
-        overhead: float = 3e-4
         margin: float = 0.05
 
         def __post_init__(self) -> None:
             if self.k_max < 0:
                 raise ValueError(f"k_max must not be negative, not {self.k_max}")
-            if not 0 < self.overhead < math.inf:
-                raise ValueError(f"overhead must be positive and finite, not {self.overhead}")
             if not 0 <= self.margin < math.inf:
                 raise ValueError(f"margin must be 0 or more and finite, not {self.margin}")
 
@@ -77,11 +74,12 @@ class Throughput(AllocationPolicy):
         draft, so token s + 1 is never bought before token s."""
         purchases = []
         for index, candidate in enumerate(candidates):
-            rate = work.estimators.acceptance.mean(candidate.state.request.id, candidate.drafter)
-            survival = 1.0
-            for length in range(1, min(candidate.limit, self.options.k_max) + 1):
-                survival *= rate
-                purchases.append((-survival, index, length))
+            survival = work.estimators.acceptance.survival(
+                candidate.state.request.id,
+                candidate.drafter,
+                min(candidate.limit, self.options.k_max),
+            )
+            purchases += [(-g, index, length) for length, g in enumerate(survival, 1)]
         purchases.sort()
         return purchases[: work.budget]
 
@@ -89,11 +87,11 @@ class Throughput(AllocationPolicy):
         self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], work: StepWork
     ) -> int:
         """How many purchases make the most expected tokens per second of the whole step."""
-        rows = work.num_rows + np.arange(len(purchases) + 1, dtype=np.int64)
-        verify = work.estimators.step_times.target.at(rows).tolist()
+        seconds_of = work.estimators.step_times.target
+        verify = [seconds_of(work.num_rows + n) for n in range(len(purchases) + 1)]
         draft = _DraftSeconds(candidates, work)
         tokens = float(work.num_sampled)
-        overhead = self.options.overhead
+        overhead = max(work.estimators.step_times.overhead, _LEAST_OVERHEAD_S)
         best, best_rate = 0, (1 + self.options.margin) * tokens / (overhead + verify[0])
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
             tokens -= negative_survival
@@ -109,24 +107,24 @@ class _DraftSeconds:
     draft, priced by how many requests it drafts for."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], work: StepWork) -> None:
-        batches = np.arange(len(candidates) + 1, dtype=np.int64)
         curve_of = work.estimators.step_times.curve_of
         drafters = dict.fromkeys(c.drafter for c in candidates)
-        self._seconds = 0.0
-        self._step_seconds = {d: curve_of(d).at(batches).tolist() for d in drafters}
+        self._total = 0.0
+        self._curves = {d: curve_of(d) for d in drafters}
+        self._seconds = dict.fromkeys(drafters, 0.0)
         self._batch = dict.fromkeys(drafters, 0)
         self._steps = dict.fromkeys(drafters, 0)
 
     def lengthen(self, drafter: str, length: int) -> float:
         """Seconds of all drafting, once a draft of this drafter is `length` tokens long."""
         if 1 < length <= self._steps[drafter]:
-            return self._seconds
+            return self._total
         self._batch[drafter] += length == 1
-        self._steps[drafter] = max(self._steps[drafter], length)
-        self._seconds = sum(
-            steps * self._step_seconds[d][self._batch[d]] for d, steps in self._steps.items()
-        )
-        return self._seconds
+        steps = self._steps[drafter] = max(self._steps[drafter], length)
+        seconds = steps * self._curves[drafter](self._batch[drafter])
+        self._total += seconds - self._seconds[drafter]
+        self._seconds[drafter] = seconds
+        return self._total
 
 
 POLICY = Throughput

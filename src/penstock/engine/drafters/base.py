@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from penstock.core.types import DraftOrder
+from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import TokenBuffer
 
@@ -71,6 +71,15 @@ class LocalDrafter(Protocol):
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         """Carry out the orders as one batch; `texts` are their requests' known tokens."""
+        ...
+
+    def replay(
+        self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
+    ) -> tuple[Replayed, ...]:
+        """Read verified text without drafting, and where an order says so count the output tokens
+        that the drafter's own first guess, behind the true text, would have been. An output token
+        is counted once; those of a `ratio` request are not: what makes its evidence unbiased, the
+        target's probabilities, is gone by then."""
         ...
 
     def drop_table(self, request_id: str) -> None:

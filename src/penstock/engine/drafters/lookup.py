@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from penstock.core.types import DraftOrder
+from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.drafters.base import Draft, Drafts
 from penstock.engine.drafters.ngram import NgramIndex
-from penstock.engine.sequences import TokenBuffer
+from penstock.engine.sequences import TokenBuffer, uses_ratio
 
 
 class LookupDrafter:
@@ -25,6 +25,27 @@ class LookupDrafter:
             tokens = index.propose(order.max_draft_tokens)
             drafts.append(Draft(tokens, [-1] * len(tokens)))
         return Drafts(drafts)
+
+    def replay(
+        self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
+    ) -> tuple[Replayed, ...]:
+        counted = ~uses_ratio(texts)
+        return tuple(
+            self._replay(order, text, bool(counts))
+            for order, text, counts in zip(orders, texts, counted, strict=True)
+        )
+
+    def _replay(self, order: DraftOrder, text: TokenBuffer, counts: bool) -> Replayed:
+        index = self._indices.setdefault(order.request_id, NgramIndex())
+        known = order.start + order.num_catch_up_tokens
+        num_tokens = num_matched = 0
+        index.append(text.span(len(index), min(text.request.prompt_len, known)).tolist())
+        for token in text.span(len(index), known).tolist():
+            if order.evaluate and counts:
+                num_tokens += 1
+                num_matched += index.propose(1) == [token]
+            index.append((token,))
+        return Replayed(order.request_id, order.epoch, self.name, num_tokens, num_matched)
 
     def drop_table(self, request_id: str) -> None:
         """A look-up has no KV."""

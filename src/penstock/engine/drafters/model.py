@@ -7,16 +7,20 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from penstock.core.types import DraftOrder
+from penstock.core.types import DraftOrder, Replayed
 from penstock.engine import batch
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts
 from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import SamplingRows, sample_coupled, sample_draft
+from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled, sample_draft
 from penstock.engine.sampling.noise import Salt
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
+
+_MOST_EVALUATED = 256
+"""Tokens of one replay that are evaluated, the latest ones: each needs a row of logits."""
 
 
 class ModelDrafter:
@@ -30,6 +34,11 @@ class ModelDrafter:
         self.name = name
         self.runner = runner
         self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
+        self._sampler: Sampler = sample_coupled
+        if isinstance(runner, NativeRunner):
+            self._sampler = sample_natively
+        self._foreseen: dict[str, tuple[int, int]] = {}
+        """By request: the position up to which its text was evaluated, and the guess at it."""
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         for order in orders:
@@ -39,16 +48,66 @@ class ModelDrafter:
         ratio = uses_ratio(texts)
         ends = np.array([o.start + o.num_catch_up_tokens for o in orders])
         reach = int((ends + limits.clip(min=1)).max()) - 1
-        first = self._catch_up(orders, texts, ends, limits > 0, reach)
+        rows = [np.arange(end - (limit > 0), end) for end, limit in zip(ends, limits, strict=True)]
+        first = self._catch_up(orders, texts, rows, reach)
         if isinstance(self.runner, NativeRunner) and not params.filtered.any():
             return _draft_natively(self.runner, first, limits, params, ratio)
         return self._draft_stepwise(orders, first, limits, params, ratio)
+
+    def replay(
+        self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
+    ) -> tuple[Replayed, ...]:
+        for order in orders:
+            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+        ends = np.array([o.start + o.num_catch_up_tokens for o in orders])
+        counted = np.array([o.evaluate for o in orders]) & ~uses_ratio(texts)
+        firsts = [
+            max(o.start, t.request.prompt_len - 1, end - _MOST_EVALUATED) if counts else end
+            for o, t, end, counts in zip(orders, texts, ends.tolist(), counted, strict=True)
+        ]
+        rows = [np.arange(first, end) for first, end in zip(firsts, ends.tolist(), strict=True)]
+        guesses = self._guess(self._catch_up(orders, texts, rows, int(ends.max())), rows, texts)
+        return tuple(
+            self._compare(order, text, first, guess)
+            for order, text, first, guess in zip(orders, texts, firsts, guesses, strict=True)
+        )
 
     def drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)
 
     def forget(self, request_id: str) -> None:
         self._tables.drop(request_id)
+        self._foreseen.pop(request_id, None)
+
+    def _guess(
+        self, batch: RaggedBatch, rows: Sequence[IntArray], texts: Sequence[TokenBuffer]
+    ) -> list[IntArray]:
+        """What the drafter takes each order's tokens behind `rows` to be."""
+        logits = self.runner.forward(batch)
+        positions = np.concatenate(rows) + 1
+        if not len(positions):
+            return list(rows)
+        counts = [len(r) for r in rows]
+        params = sampling_rows(texts).take(np.repeat(np.arange(len(texts)), counts))
+        tokens = self._sampler(logits, params, positions).cpu().numpy()
+        return np.split(tokens, np.cumsum(counts)[:-1])
+
+    def _compare(
+        self, order: DraftOrder, text: TokenBuffer, first: int, guesses: IntArray
+    ) -> Replayed:
+        """Count the guesses that are right; the last is at a token that is not known yet."""
+        if not len(guesses):
+            return Replayed(order.request_id, order.epoch, self.name)
+        end = first + len(guesses)
+        evaluated, foreseen = self._foreseen.get(order.request_id, (-1, -1))
+        begin = max(first + 1, evaluated)
+        right = guesses[begin - first - 1 : -1] == text.span(begin, end)
+        num_tokens, num_matched = len(right), int(right.sum())
+        if evaluated == order.start:
+            num_tokens += 1
+            num_matched += int(foreseen == text.span(evaluated, evaluated + 1)[0])
+        self._foreseen[order.request_id] = (end, int(guesses[-1]))
+        return Replayed(order.request_id, order.epoch, self.name, num_tokens, num_matched)
 
     def _draft_stepwise(
         self,
@@ -96,21 +155,25 @@ class ModelDrafter:
         self,
         orders: Sequence[DraftOrder],
         texts: Sequence[TokenBuffer],
-        ends: IntArray,
-        wants_logits: BoolArray,
+        rows: Sequence[IntArray],
         reach: int,
     ) -> RaggedBatch:
+        """`rows`: of each order, the positions whose logits are wanted."""
         counts = np.array([o.num_catch_up_tokens for o in orders], dtype=np.int32)
         query_start = np.zeros(len(orders) + 1, dtype=np.int32)
         np.cumsum(counts, out=query_start[1:])
         spans = [(o.start, o.start + o.num_catch_up_tokens) for o in orders]
+        logits_rows = [
+            wanted + (row - start)
+            for wanted, row, (start, _) in zip(rows, query_start[:-1], spans, strict=True)
+        ]
         return RaggedBatch(
             token_ids=np.concatenate([t.span(*s) for t, s in zip(texts, spans, strict=True)]),
             positions=np.concatenate([np.arange(*s, dtype=np.int32) for s in spans]),
             query_start=query_start,
-            seq_lens=ends.astype(np.int32),
+            seq_lens=np.array([end for _, end in spans], dtype=np.int32),
             block_tables=self._gather([o.request_id for o in orders], reach),
-            logits_rows=(query_start[1:] - 1)[wants_logits],
+            logits_rows=np.concatenate(logits_rows).astype(np.int32),
         )
 
     def _one_more(

@@ -92,6 +92,7 @@ def native_library() -> ctypes.CDLL:
         "penstock_lanes": (c_int32, []),
         "penstock_create": (pointer, [pointer]),
         "penstock_destroy": (None, [pointer]),
+        "penstock_limit_threads": (None, [pointer, c_int32]),
         "penstock_forward": (c_int32, [pointer, pointer, pointer, pointer]),
         "penstock_draft": (c_int32, [pointer, pointer, pointer, pointer]),
         "penstock_sample": (c_int32, [pointer, pointer]),

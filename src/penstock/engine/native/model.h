@@ -142,13 +142,15 @@ struct Model {
   std::vector<LayerWeights> layers;
   AttentionShape shape;
   std::vector<ThreadScratch> scratch;
+  int thread_limit;
   Buffer residual, query, attended, hidden, logits;
 
   explicit Model(const ModelWeights& given)
       : weights(given),
         layers(given.layers, given.layers + given.num_layers),
         shape{given.head_dim, given.num_kv_heads, given.block_size},
-        scratch(given.num_threads) {
+        scratch(given.num_threads),
+        thread_limit(given.num_threads) {
     weights.layers = layers.data();
     for (ThreadScratch& s : scratch) prepare(s);
   }

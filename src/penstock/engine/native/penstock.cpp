@@ -162,7 +162,7 @@ int threads_for(const Model& model, const Plan& plan) {
                         3.0 * w.intermediate_size);
   const double work = plan.num_rows() * layer * w.num_layers +
                       (double)plan.logits_rows.size() * w.vocab_size * w.hidden_size;
-  return work < kWorkForThreads ? 1 : w.num_threads;
+  return work < kWorkForThreads ? 1 : model.thread_limit;
 }
 
 // Call `run` with the element types of the model's weights and of its cache.
@@ -307,6 +307,11 @@ PENSTOCK_API Model* penstock_create(const ModelWeights* weights) {
 PENSTOCK_API void penstock_destroy(Model* model) {
   JobStore::instance().await_leavers(model);
   delete model;
+}
+
+// By the thread that uses the model next.
+PENSTOCK_API void penstock_limit_threads(Model* model, int32_t limit) {
+  model->thread_limit = std::clamp(limit, 1, model->weights.num_threads);
 }
 
 // 0, or 1 with the reason in error[kErrorBytes].

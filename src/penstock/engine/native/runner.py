@@ -114,6 +114,10 @@ class NativeRunner:
     def device(self) -> torch.device:
         return torch.device("cpu")
 
+    def limit_threads(self, num_threads: int) -> None:
+        """Use at most so many of its threads from now on: others are at work."""
+        self._library.penstock_limit_threads(self._model, num_threads)
+
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """See ModelRunner. Raises ValueError for a batch that does not fit model or cache."""
         _values, described = _flatten(batch)

@@ -1,0 +1,159 @@
+"""The whole of Spin's system against one drafter for everybody, live on the bundled family.
+
+    python -m benchmarks.spin_system [--batch 8] [--repeats 3] [--json]
+
+Every Vanilla is one drafter with drafts of four tokens, padded attention and nothing beside the
+target, as in the paper's section VI. Then the three ablations: the choice of drafter (`adaptive`),
+with packed verification instead of padded, and with the pipeline chosen by `auto`; and draft
+lengths by `throughput`, which Spin has not. All on the PyTorch path, the only one with several
+attention backends; the native kernels as they are served come last. Domains are mixed, requests sampled
+(seeded) at temperature 1. The configurations are measured in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from benchmarks.choice_traces import request_of
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from penstock.config import NGRAM, EngineConfig, PolicyConfig
+from penstock.core.types import AUTO_DRAFTER
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.tokenizer import load_tokenizer
+from penstock.serving.offline import complete
+from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts, model_path
+
+FIXED = PolicyConfig(name="fixed", options={"k": 4})
+ADAPTIVE = PolicyConfig(name="adaptive", options={"k_max": 4})
+
+
+@dataclass
+class System:
+    """A way to serve. `drafter`: what every request asks for."""
+
+    name: str
+    engine: Engine
+    drafter: str = AUTO_DRAFTER
+    rates: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
+
+    def play(self, prompts: Sequence[tuple[int, ...]], batch: int, new_tokens: int) -> None:
+        requests = [
+            request_of(prompt, seed, new_tokens, 1.0, drafter=self.drafter)
+            for seed, prompt in enumerate(prompts)
+        ]
+        cpu, wall = time.process_time(), time.perf_counter()
+        completions = complete(self.engine.loop, requests, batch)
+        wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+        self.rates.append(sum(len(c.token_ids) for c in completions) / wall)
+        self.cpu.append(cpu / wall)
+
+    @property
+    def rate(self) -> float:
+        return statistics.median(self.rates)
+
+
+def load(target: str, batch: int, new_tokens: int, **settings: Any) -> Engine:
+    drafters = {n: str(c.path) for n, c in bundled_models().items() if c.role == "drafter"}
+    return load_engine(
+        EngineConfig(
+            target=model_path(target),
+            drafters={**drafters, NGRAM: NGRAM},
+            dtype="float32",
+            kv_tokens=batch * (640 + new_tokens),
+            prefix_caching=False,
+            **settings,
+        )
+    )
+
+
+def systems(args: argparse.Namespace) -> list[System]:
+    sizes = (args.target, args.batch, args.new_tokens)
+    eager: dict[str, Any] = {"backend": "eager"}
+    padded = eager | {"attention": "padded", "allocation": FIXED}
+    packed = eager | {"attention": "packed", "allocation": FIXED}
+    chosen = {"selection": ADAPTIVE}
+    vanilla = load(*sizes, **padded)
+    found = [System(f"Vanilla {n}", vanilla, n) for n in vanilla.executor.drafters]
+    found += [
+        System("choice", load(*sizes, **padded, **chosen)),
+        System("choice, packed", load(*sizes, **packed, **chosen)),
+        System("choice, packed, pipeline", load(*sizes, **packed, **chosen, pipeline="auto")),
+        System(
+            "the same, lengths by throughput",
+            load(*sizes, **eager, selection=PolicyConfig(name="adaptive"), pipeline="auto"),
+        ),
+        System("no drafter, packed", load(*sizes, **packed), "none"),
+        System("native, as served", load(*sizes, selection=PolicyConfig(name="adaptive"))),
+        System("native, no drafter", load(*sizes), "none"),
+    ]
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--target", default="target-large")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--requests", type=int, default=4, help="of a domain")
+    parser.add_argument("--new-tokens", type=int, default=100)
+    parser.add_argument("--repeats", type=int, default=3)
+    args = parser.parse_args(arguments)
+    found = systems(args)
+    tokenizer = load_tokenizer(found[0].engine.tokenizer_path)
+    prompts = [
+        tuple(tokenizer.encode(load_prompts(domain)[i].prompt))
+        for i in range(args.requests)
+        for domain in DOMAINS
+    ]
+    with Progress(console=Console(file=sys.stderr)) as progress:
+        task = progress.add_task("measuring", total=(args.repeats + 1) * len(found))
+        for repeat in range(args.repeats + 1):
+            for system in found:
+                system.play(prompts, args.batch, args.new_tokens)
+                if not repeat:  # learns, and warms up
+                    system.rates.clear()
+                    system.cpu.clear()
+                progress.advance(task)
+    report(found, args)
+    return 0
+
+
+def report(found: Sequence[System], args: argparse.Namespace) -> None:
+    vanillas = sorted(
+        (s for s in found if s.name.startswith("Vanilla")), key=lambda s: s.rate, reverse=True
+    )
+    rows = [
+        {
+            "name": s.name,
+            "tokens_per_s": s.rate,
+            "cpu_share": statistics.mean(s.cpu),
+            "over": {v.name: s.rate / v.rate for v in vanillas},
+        }
+        for s in found
+    ]
+    if args.json:
+        print(json.dumps({"runs": rows, "batch": args.batch, "target": args.target}))
+        return
+    table = Table(title=f"{args.target}, batch {args.batch}, mixed: ratio to each Vanilla")
+    table.add_column("system")
+    for column in ("tokens/s", "CPU", *(v.name.removeprefix("Vanilla ") for v in vanillas)):
+        table.add_column(column, justify="right")
+    for s, row in zip(found, rows, strict=True):
+        ratios = [f"{s.rate / v.rate:.2f}" for v in vanillas]
+        table.add_row(s.name, f"{s.rate:.0f}", f"{row['cpu_share']:.2f}", *ratios)
+    Console(width=160).print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,256 @@
+"""How many micro-batches: what a setting is worth by profiled step times, and two ways to choose.
+
+Everything here is a pure function. A setting is a number of micro-batches. 1 are rounds: all
+drafters draft at the same time, and then the target verifies. 0 is no pipeline: the drafters of
+this machine draft inside the target's step, one after the other.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from penstock.core.estimators import Estimators
+from penstock.core.state import Drafter, RequestState
+from penstock.fluid.step_profile import StepWork
+
+MOST_MICRO_BATCHES = 8
+_UNEVEN = (0.125, 0.25, 0.375)
+_ROUNDING = 1e-9
+_WARM_CYCLES, _CYCLES = 4, 4
+"""Until a pipeline that began empty runs steadily, and of those that are counted."""
+
+
+@dataclass(frozen=True)
+class Lane:
+    """What one drafter contributes to a round.
+
+    batch: requests that it drafts for.
+    seconds: of the whole draft for so many of them, alone on the machine.
+    slowdown: its time beside a working target over its time alone; `target_slowdown`: the target's
+        beside it over the target's alone. 1 where each has a device of its own.
+    beside: it works beside the target whatever the setting, as a draft server does.
+    """
+
+    batch: int
+    seconds: Callable[[int], float]
+    slowdown: float = 1.0
+    target_slowdown: float = 1.0
+    beside: bool = False
+
+
+@dataclass(frozen=True)
+class Round:
+    """One round of all requests.
+
+    verify: seconds of a target step with so many requests of each lane, alone on the machine.
+    host: seconds that the engine itself spends on every plan, of the target or of a lane.
+    """
+
+    lanes: tuple[Lane, ...]
+    verify: Callable[[tuple[int, ...]], float]
+    host: float = 0.0
+
+    @property
+    def batch(self) -> int:
+        """Requests of all lanes."""
+        return sum(lane.batch for lane in self.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """num micro-batches, or 0 or 1 (see above). share: of the batch on every drafter that the first
+    of two has, if not half of it: where a phase costs much whatever the batch, a small one beside a
+    large one fills the pipeline at less expense."""
+
+    num: int = 0
+    share: float | None = None
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """Of the batch, by micro-batch."""
+        if self.share is not None:
+            return (self.share, 1 - self.share)
+        return (1 / self.num,) * self.num
+
+
+def split(batches: Sequence[int], shares: Sequence[float]) -> list[tuple[int, ...]]:
+    """Requests of each lane in each micro-batch: the batch on every lane is split (Spin, section
+    V-B), and what is left over goes where there are fewest for their share."""
+    groups = [[0] * len(batches) for _ in shares]
+    total = sum(batches)
+    for lane, batch in enumerate(batches):
+        quotas = [batch * share for share in shares]
+        for group, quota in zip(groups, quotas, strict=True):
+            group[lane] = int(quota + _ROUNDING)
+        for _ in range(batch - sum(group[lane] for group in groups)):
+            least = min(
+                range(len(groups)),
+                key=lambda g: (
+                    groups[g][lane] - math.ceil(quotas[g] - _ROUNDING) >= 0,
+                    sum(groups[g]) - total * shares[g],
+                ),
+            )
+            groups[least][lane] += 1
+    return [tuple(group) for group in groups]
+
+
+def cycle_seconds(work: Round, setting: Setting) -> float:
+    """Seconds in which every request is drafted for and verified once.
+
+    Without micro-batches: the drafts, then the verification. With them the cycle is as long as the
+    busiest of four: the target, over all groups; the drafters, over all groups; the groups' ways,
+    each verified after its draft and in its turn; and the engine, which writes a plan for every
+    group and lane. Smaller batches never take less time together than one that holds them all,
+    whatever a
+    noisy measurement says: they could be carried out one after the other.
+
+    Who works beside another is slowed down for as long as both work: with D and V the seconds of
+    both alone, σ and τ their slowdowns, the target is the busier one where V τ ≥ D σ, and then
+    takes V + D σ (1 - 1/τ); otherwise the drafters take D + V τ (1 - 1/σ). σ = τ = 2 is a core that
+    both share, and nothing is gained: D + V. Drafters that slow the target share its machine and
+    slow each other, by as much: D is the longest of them, and of the others the share σ - 1 (at
+    most all).
+    """
+    if setting.num == 0:
+        beside = (lane.seconds(lane.batch) for lane in work.lanes if lane.beside)
+        inside = sum(lane.seconds(lane.batch) for lane in work.lanes if not lane.beside)
+        return max(beside, default=0.0) + inside + work.verify(_batches(work)) + work.host
+    groups = [group for group in split(_batches(work), setting.shares) if any(group)]
+    draft = functools.cache(lambda lane, n: work.lanes[lane].seconds(n) if n else 0.0)
+    verify = functools.cache(lambda group: work.verify(group) + work.host)
+    drafts = [[draft(lane, n) for lane, n in enumerate(group)] for group in groups]
+    verifications = [verify(group) for group in groups]
+    by_lane = [
+        max(sum(each), draft(lane, work.lanes[lane].batch))
+        for lane, each in enumerate(zip(*drafts, strict=True))
+    ]
+    saturated = _saturated(work.lanes, by_lane, max(sum(verifications), verify(_batches(work))))
+    way = max(_drafting(work.lanes, d) + v for d, v in zip(drafts, verifications, strict=True))
+    if setting.num == 1:
+        return way + work.host * len(work.lanes)
+    turns = _in_turn(drafts, verifications)
+    return max(saturated, way, turns, work.host * len(groups) * (1 + len(work.lanes)))
+
+
+def _batches(work: Round) -> tuple[int, ...]:
+    return tuple(lane.batch for lane in work.lanes)
+
+
+def _in_turn(drafts: Sequence[Sequence[float]], verifications: Sequence[float]) -> float:
+    """Seconds of a cycle in which every lane and the target take the groups in turn, all at full
+    speed. drafts: by group and lane."""
+    lane_free = [0.0] * len(drafts[0])
+    verified = [0.0] * len(drafts)
+    ends = []
+    for _ in range(_WARM_CYCLES + _CYCLES):
+        for group, (mine, seconds) in enumerate(zip(drafts, verifications, strict=True)):
+            for lane, draft in enumerate(mine):
+                lane_free[lane] = max(lane_free[lane], verified[group]) + draft
+            verified[group] = max(*lane_free, verified[group - 1]) + seconds
+        ends.append(verified[-1])
+    return (ends[-1] - ends[_WARM_CYCLES - 1]) / _CYCLES
+
+
+def _drafting(lanes: Sequence[Lane], drafts: Sequence[float]) -> float:
+    """Seconds of all lanes at the same time. drafts: of each, alone."""
+    longest = max(range(len(lanes)), key=drafts.__getitem__)
+    return drafts[longest] + sum(
+        d * min(1.0, max(0.0, lane.slowdown - 1))
+        for i, (lane, d) in enumerate(zip(lanes, drafts, strict=True))
+        if i != longest
+    )
+
+
+def _saturated(lanes: Sequence[Lane], drafts: Sequence[float], verify: float) -> float:
+    """Seconds of a cycle in which nobody waits without need."""
+    drafting = _drafting(lanes, drafts)
+    slowdown = max(1.0, lanes[max(range(len(lanes)), key=drafts.__getitem__)].slowdown)
+    of_target = max(1.0, *(lane.target_slowdown for lane in lanes))
+    if verify * of_target >= drafting * slowdown:
+        return verify + drafting * slowdown * (1 - 1 / of_target)
+    return drafting + verify * of_target * (1 - 1 / slowdown)
+
+
+def settings(most: int) -> list[Setting]:
+    """All that are thought of, for at most so many micro-batches: the simplest first."""
+    uneven = [Setting(2, share) for share in _UNEVEN] if most > 1 else []
+    return [*(Setting(num) for num in range(most + 1)), *uneven]
+
+
+def best_setting(seconds: Callable[[Setting], float], most: int, gain: float = 0.0) -> Setting:
+    """The setting with the shortest cycle; a later one only where it is shorter by the share `gain`
+    than every one before it."""
+    best, shortest = Setting(), seconds(Setting())
+    for setting in settings(most):
+        found = seconds(setting)
+        if found < (1 - gain) * shortest:
+            best, shortest = setting, found
+    return best
+
+
+def spin_setting(
+    seconds: Callable[[Setting], float], most: int, first: int = 2, drop: float = 0.05
+) -> Setting:
+    """The paper's heuristic (Spin, section V-B): from `first` micro-batches on one more, until
+    the throughput falls by more than `drop` against the setting before.
+
+    "Obvious" is not defined there; small drops one after the other are accepted however far they
+    lead, and what was seen on the way is forgotten.
+    """
+    num = min(first, most)
+    while num < most and seconds(Setting(num + 1)) * (1 - drop) <= seconds(Setting(num)):
+        num += 1
+    return Setting(num)
+
+
+def round_of(
+    states: Sequence[RequestState],
+    drafters: Mapping[str, Drafter],
+    estimators: Estimators,
+    lengths: Mapping[str, float],
+    host: float,
+) -> Round:
+    """What one round of decoding requests costs, by the profile as far as there is one. lengths:
+    draft tokens a request, by drafter; host: as `Round` has it."""
+    by_drafter: dict[str, list[RequestState]] = {}
+    for state in states:
+        if state.drafter is not None and state.drafter in drafters:
+            by_drafter.setdefault(state.drafter, []).append(state)
+    names = list(by_drafter)
+    num_kv_tokens = sum(s.num_known_tokens for mine in by_drafter.values() for s in mine)
+    num = sum(len(mine) for mine in by_drafter.values())
+
+    def verify(group: tuple[int, ...]) -> float:
+        in_group = sum(group)
+        drafted = sum(n * lengths[name] for n, name in zip(group, names, strict=True))
+        return estimators.step_model.profile.seconds(
+            StepWork(
+                num_decodes=in_group,
+                num_kv_tokens=num_kv_tokens * in_group // num,
+                num_draft_tokens=round(drafted),
+            )
+        )
+
+    lanes = [
+        _lane(drafters[name], len(mine), lengths[name], estimators)
+        for name, mine in by_drafter.items()
+    ]
+    return Round(tuple(lanes), verify, host)
+
+
+def _lane(drafter: Drafter, batch: int, length: float, estimators: Estimators) -> Lane:
+    """By its profile, which is of the drafter alone; one that has none is taken to share the
+    target's core, where working beside it gains nothing."""
+    if drafter.remote:
+        seconds = estimators.links.seconds(drafter.name, round(length))
+        return Lane(batch, lambda n: seconds, beside=True)
+    profiles = estimators.step_model.profile.drafters
+    profile = next((p for p in profiles if p.name in (drafter.name, drafter.model)), None)
+    if profile is None:
+        curve = estimators.step_times.curve_of(drafter.name)
+        return Lane(batch, lambda n: length * curve(n), slowdown=2.0, target_slowdown=2.0)
+    step = profile.seconds
+    return Lane(batch, lambda n: length * step(n, 1), profile.slowdown, profile.target_slowdown)

@@ -1,0 +1,459 @@
+"""The drafter that promises a request the most, from everything that is known of it.
+
+For every drafter a request has a posterior of its acceptance, whether or not it has ever used it
+(`core.prior`): from its prompt's words, from its tenant, from what its own drafts have shown, and
+from what is known to go together. A drafter's worth is counted in tokens. A round with it yields
+the accepted drafts that it adds, less what its drafting and the longer verification cost, at the
+price of a second: the tokens that the whole batch makes in one. Times the rounds that are left,
+less the price of reading the text so far, that is what is compared; no drafter at all is worth 0.
+
+Decisions are few: at the start, and after rounds that double. A drafter that little is known of,
+for requests like this one, is evaluated by replay: it reads a request's text and says what it would
+have drafted. That is no risk to the request, stops by itself when nothing new is learned, and takes
+no more than a share of the time. Where a replay can tell nothing (draft servers, `ratio`), what is
+not known is explored by drawing from it (Thompson).
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.estimators import Estimators
+from penstock.core.prior import AcceptancePrior
+from penstock.core.selection import ReplayWish, SelectionPolicy, SelectionWork, usable
+from penstock.core.selection.matching import assign
+from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.types import Replayed, Request
+
+FloatArray = npt.NDArray[np.float64]
+
+_NUM_WORDS = 128
+"""Dimensions that the words of a prompt are hashed to."""
+_KEEP = 0.98
+_PACE_KEEP = 0.99
+_DEMAND_WEIGHT = 0.05
+_EVALUATED = 24
+"""Output tokens from which on a replay says enough."""
+_EARLY = 64.0
+"""Requests after which the time for replays is not a fixed share any more."""
+_LEAST_DOUBT = 0.6
+"""Standard deviation of a prior's mean that is worth a replay."""
+_MOST_OVERHEAD = 2.0
+
+
+@dataclass(slots=True)
+class _Known:
+    """One running request.
+
+    features: [F]. mean: [J] prior log-odds; doubt: [J] their standard deviation as far as it could
+    be learned. counts: [2, J] accepted and rejected tokens, faded by rounds. next_round: when to
+    decide again, `gap` rounds after the last time. evaluated: drafters that
+    inside a step have been asked for a replay.
+    """
+
+    features: FloatArray
+    mean: FloatArray
+    doubt: FloatArray
+    counts: FloatArray
+    gap: int
+    next_round: int
+    evaluated: set[str] = field(default_factory=set)
+
+    def note(self, column: int, accepted: float, rejected: float) -> None:
+        """Draft tokens, really made or imagined, that were decided on."""
+        self.counts *= _KEEP
+        self.counts[:, column] += accepted, rejected
+
+    def grow(self, num_models: int) -> None:
+        missing = num_models - self.counts.shape[1]
+        self.counts = np.pad(self.counts, ((0, 0), (0, missing)))
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What decoding comes to: tokens, seconds, rows and requests of target steps, faded.
+
+    Prompts take the same time whoever drafts, so a step with first tokens does not count, and no
+    step for more than twice what its rows and drafts take by themselves.
+    """
+
+    tokens: float = 0.0
+    seconds: float = 0.0
+    rows: float = 0.0
+    requests: float = 0.0
+    steps: float = 0.0
+    total_s: float = 0.0
+    last: float | None = None
+
+    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
+        passed = math.inf if self.last is None else work.now - self.last
+        self.last = work.now
+        tokens = rows = 0
+        drafts: dict[str, list[int]] = {}
+        for state, verdict in outcomes:
+            if state.num_output_tokens == len(verdict.token_ids):
+                return
+            tokens += len(verdict.token_ids)
+            rows += 1 + verdict.num_proposed
+            if verdict.drafter is not None:
+                drafts.setdefault(verdict.drafter, []).append(verdict.num_proposed)
+        if not outcomes or passed <= 0:
+            return
+        times = work.estimators.step_times
+        seconds = times.target(rows)
+        for drafter, lengths in drafts.items():
+            seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
+        if seconds <= 0:
+            seconds = math.inf
+        passed = min(passed, _MOST_OVERHEAD * seconds)
+        self.total_s += passed
+        self.tokens = _PACE_KEEP * self.tokens + tokens
+        self.seconds = _PACE_KEEP * self.seconds + passed
+        self.rows = _PACE_KEEP * self.rows + rows
+        self.requests = _PACE_KEEP * self.requests + len(outcomes)
+        self.steps = _PACE_KEEP * self.steps + 1
+
+
+class Adaptive(SelectionPolicy):
+    """Bayesian choice over requests and drafters together."""
+
+    name: ClassVar[str] = "adaptive"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """k_max: most draft tokens that a drafter's worth counts on.
+        first_gap: rounds after which a request's first choice is looked at again; the gap doubles.
+        margin: a change must promise this share of a token a round more than staying.
+        explore: share of the time that replays may take at first; it falls with the number of
+            requests. 0 never explores.
+        seed: of what is drawn."""
+
+        k_max: int = 8
+        first_gap: int = 2
+        margin: float = 0.08
+        explore: float = 0.1
+        seed: int = 0
+
+        def __post_init__(self) -> None:
+            if self.k_max < 1 or self.first_gap < 1:
+                raise ValueError("k_max and first_gap must be at least 1")
+            if not 0 <= self.margin < math.inf:
+                raise ValueError(f"margin must be 0 or more and finite, not {self.margin}")
+            if not 0 <= self.explore < 1:
+                raise ValueError(f"explore must be from 0 to less than 1, not {self.explore}")
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._rng = np.random.default_rng(options.seed)
+        self._prior = AcceptancePrior(_NUM_WORDS + 1)
+        self._columns: dict[str, int] = {}
+        self._models: dict[str, int] = {}
+        self._known: dict[str, _Known] = {}
+        self._words = _Words()
+        self._pace = _Pace()
+        self._demand: dict[str, float] = {}
+        self._wishes: dict[tuple[str, str], ReplayWish] = {}
+        self._replayed_s = 0.0
+        self._num_ended = 0
+
+    # --- choosing -------------------------------------------------------------------------------
+
+    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+        open_to = usable(work.drafters)
+        chosen: dict[str, str | None] = {}
+        due = []
+        for state in states:
+            known = self._known.get(state.request.id)
+            stays = state.drafter is None or state.drafter in open_to
+            if known is not None and state.round < known.next_round and stays:
+                chosen[state.request.id] = state.drafter
+            else:
+                due.append(state)
+        if due:
+            self._decide(due, open_to, work, chosen)
+        return chosen
+
+    def _decide(
+        self,
+        states: Sequence[RequestState],
+        drafters: Mapping[str, Drafter],
+        work: SelectionWork,
+        chosen: dict[str, str | None],
+    ) -> None:
+        names = list(drafters)
+        columns = [self._column(d) for d in drafters.values()]
+        self._prior.grow(len(self._models))
+        values = np.zeros((len(states), len(names)))
+        for i, state in enumerate(states):
+            known = self._know(state, drafters)
+            self._wish(state, known, drafters, work.estimators)
+            if names:
+                rates = self._rates(state, known)[columns]
+                values[i] = self._worth(state, list(drafters.values()), rates, work)
+        room = [
+            None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, work.loads)
+            for d in drafters.values()
+        ]
+        for state, index in zip(states, assign(values, room), strict=True):
+            name = None if index is None else names[index]
+            chosen[state.request.id] = name
+            if name is not None:
+                known = self._known[state.request.id]
+                self._tell(known, state.request.id, name, work.estimators)
+
+    def _rates(self, state: RequestState, known: _Known) -> FloatArray:
+        """[J] expected acceptance of a request."""
+        return self._prior.posterior(known.mean, *known.counts).rates()
+
+    def _worth(
+        self,
+        state: RequestState,
+        drafters: Sequence[Drafter],
+        rates: FloatArray,
+        work: SelectionWork,
+    ) -> FloatArray:
+        """[drafters] tokens that each is worth to the end of the request, against none."""
+        limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
+        lengths = np.arange(1, limit + 1)
+        shapes = [work.estimators.acceptance.shape_of(d.name) for d in drafters]
+        survival = [h.survival(r, limit) for h, r in zip(shapes, rates.tolist(), strict=True)]
+        gained = np.cumsum(survival, axis=1)
+        gained -= self._verification(limit, work.estimators)
+        price = self._price(work.estimators)
+        step_times = work.estimators.step_times
+        costs, reading = np.empty(len(drafters)), np.empty(len(drafters))
+        shared, sharing = np.empty(len(drafters)), self._num_sharing
+        for j, drafter in enumerate(drafters):
+            curve = step_times.curve_of(drafter.name)
+            users = work.loads.get(drafter.name, 0) + (state.drafter != drafter.name)
+            users = max(1, users, round(sharing * self._demand.get(drafter.name, 0.0)))
+            # Inside a step all wait for a drafter; beside it only those that use it.
+            alone = 1 / sharing if drafter.own_lane else 1.0
+            costs[j] = price * curve(users) * (alone if drafter.own_lane else 1 / users)
+            shared[j] = price * curve(sharing) / sharing
+            unread = state.num_known_tokens - self._num_read(state, drafter)
+            reading[j] = price * alone * step_times.catch_up_of(drafter.name) * unread
+        self._want(drafters, (gained - np.outer(shared, lengths)).max(axis=1))
+        best = np.maximum((gained - np.outer(costs, lengths)).max(axis=1), -1.0)
+        rounds = self._remaining(state, work.estimators) / (1 + np.maximum(best, 0.0))
+        margin = self.options.margin * np.array([d.name != state.drafter for d in drafters])
+        worth: FloatArray = (best - margin) * rounds - reading
+        return worth
+
+    def _want(self, drafters: Sequence[Drafter], gained: FloatArray) -> None:
+        """Note which drafter a request would have if everybody shared its time. Of one that none
+        uses yet each would have to bear the whole step, and none would ever begin."""
+        favourite = drafters[int(gained.argmax())].name if gained.max() > 0 else None
+        for drafter in drafters:
+            known = self._demand.get(drafter.name, 0.0)
+            wanted = float(drafter.name == favourite)
+            self._demand[drafter.name] = known + _DEMAND_WEIGHT * (wanted - known)
+
+    def _verification(self, limit: int, estimators: Estimators) -> FloatArray:
+        """[limit] price of so many more rows of the target, in tokens."""
+        pace = self._pace
+        rows = 1.0
+        if pace.requests:
+            drafted = pace.rows / pace.requests - 1
+            rows = max(1.0, pace.rows / pace.steps - drafted)
+        seconds = estimators.step_times.target.at(rows + np.arange(limit + 1.0))
+        price: FloatArray = self._price(estimators) * (seconds[1:] - seconds[0])
+        return price
+
+    @property
+    def _num_sharing(self) -> int:
+        """Requests of a target step."""
+        pace = self._pace
+        return max(1, round(pace.requests / pace.steps)) if pace.steps else 1
+
+    def _price(self, estimators: Estimators) -> float:
+        """Tokens that a second is worth: as many as are made in one, and no fewer than would be
+        without any draft."""
+        times, pace = estimators.step_times, self._pace
+        undrafted = times.target(self._num_sharing) + times.overhead
+        least = self._num_sharing / undrafted if undrafted > 0 else 0.0
+        return max(least, pace.tokens / pace.seconds if pace.seconds else 0.0)
+
+    def _num_read(self, state: RequestState, drafter: Drafter) -> int:
+        if drafter.pool is None and not drafter.remote:
+            return state.num_known_tokens
+        kv = state.kv.get(drafter.name)
+        return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
+
+    def _remaining(self, state: RequestState, estimators: Estimators) -> float:
+        """Expected tokens that the request has yet to make."""
+        survival = estimators.lengths.survival(np.empty(0, dtype=np.int64))
+        made = min(state.num_output_tokens, len(survival) - 1)
+        most = made + max(1, state.num_remaining_tokens)
+        left = float(survival[made:most].sum() / max(survival[made], 1e-9))
+        return max(1.0, left)
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
+        self._pace.observe(outcomes, work)
+        for state, verdict in outcomes:
+            column = self._columns.get(verdict.drafter or "")
+            known = self._known.get(state.request.id)
+            if column is not None and known is not None and verdict.num_decided:
+                known.note(column, verdict.evidence, verdict.num_decided - verdict.evidence)
+
+    def replayed(self, state: RequestState, replayed: Replayed) -> None:
+        self._wishes.pop((state.request.id, replayed.drafter), None)
+        column = self._columns.get(replayed.drafter)
+        known = self._known.get(state.request.id)
+        if column is not None and known is not None and replayed.num_tokens:
+            missed = replayed.num_tokens - replayed.num_matched
+            known.note(column, replayed.num_matched, missed)
+
+    def forget(self, request_id: str) -> None:
+        known = self._known.pop(request_id, None)
+        for key in [k for k in self._wishes if k[0] == request_id]:
+            del self._wishes[key]
+        self._num_ended += known is not None
+        if known is not None and known.counts.any():
+            known.grow(len(self._models))
+            self._prior.learn(known.features, *known.counts)
+
+    def _know(self, state: RequestState, drafters: Mapping[str, Drafter]) -> _Known:
+        """What is known of a request that is about to be decided on."""
+        known = self._known.get(state.request.id)
+        gap = self.options.first_gap
+        if known is None:
+            features = self._words.features(state.request)
+            nothing = np.empty(0)
+            counts = np.zeros((2, 0))
+            known = _Known(features, nothing, nothing, counts, gap, state.round + 1 + gap)
+            self._known[state.request.id] = known
+        elif state.round >= known.next_round:
+            known.gap *= 2
+            known.next_round = state.round + known.gap
+        if len(known.mean) < len(self._models):
+            known.grow(len(self._models))
+            known.mean = self._prior.mean(known.features)
+            known.doubt = self._prior.doubt(known.features)
+            untold = [self._columns[n] for n, d in drafters.items() if not _can_replay(d, state)]
+            if untold and self.options.explore:
+                draws = self._rng.standard_normal(len(untold))
+                known.mean[untold] += known.doubt[untold] * draws
+        return known
+
+    def _column(self, drafter: Drafter) -> int:
+        """Instances of one model share what is known of it."""
+        column = self._columns.get(drafter.name)
+        if column is None:
+            model = drafter.model or drafter.name
+            column = self._models.setdefault(model, len(self._models))
+            self._columns[drafter.name] = column
+        return column
+
+    def _tell(self, known: _Known, request_id: str, drafter: str, estimators: Estimators) -> None:
+        """Allocation counts a request's own drafts itself; it is told what the rest says."""
+        column = self._columns[drafter]
+        counts = known.counts.copy()
+        counts[:, column] = 0.0
+        rest = self._prior.posterior(known.mean, *counts)
+        rate, variance = float(rest.rates()[column]), float(rest.variance[column])
+        strength = 1 / (rate * (1 - rate) * max(variance, 1e-3)) - 1
+        strength = min(max(strength, _LEAST_STRENGTH), _MOST_STRENGTH)
+        estimators.acceptance.expect(request_id, drafter, rate, strength)
+
+    # --- replays --------------------------------------------------------------------------------
+
+    @property
+    def has_wishes(self) -> bool:
+        return bool(self._wishes)
+
+    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+        return list(self._wishes.values())
+
+    def _wish(
+        self,
+        state: RequestState,
+        known: _Known,
+        drafters: Mapping[str, Drafter],
+        estimators: Estimators,
+    ) -> None:
+        """Have drafters read the request: those beside the target whenever they are idle, look-up
+        always, for it costs nothing, and the others if it would teach something about them."""
+        if not state.num_output_tokens or not self.options.explore:
+            return
+        for name, drafter in drafters.items():
+            if name == state.drafter or not _can_replay(drafter, state):
+                continue
+            if not drafter.own_lane and drafter.pool is not None:
+                if state.num_output_tokens < _EVALUATED or name in known.evaluated:
+                    continue
+                if known.doubt[self._columns[name]] < _LEAST_DOUBT:
+                    continue
+                unread = state.num_known_tokens - self._num_read(state, drafter)
+                seconds = estimators.step_times.catch_up_of(name) * unread
+                if self._replayed_s + seconds > self._exploration_s():
+                    continue
+                self._replayed_s += seconds
+                known.evaluated.add(name)
+            self._wishes[state.request.id, name] = ReplayWish(state, name, evaluate=True)
+
+    def _exploration_s(self) -> float:
+        """Seconds that replays may have taken by now: at first a share of all decoding, then, as
+        there is less to learn, a share that falls with the number of requests."""
+        ended = self._num_ended / _EARLY
+        share = math.log1p(ended) / ended if ended else 1.0
+        return self.options.explore * share * self._pace.total_s
+
+
+def _can_replay(drafter: Drafter, state: RequestState) -> bool:
+    sampling = state.request.sampling
+    is_ratio = sampling.verification == "ratio" and sampling.temperature > 0
+    return not drafter.remote and not is_ratio
+
+
+def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str, int]) -> int:
+    """Requests that keep the drafter whatever is decided for `states`."""
+    return loads.get(drafter.name, 0) - sum(s.drafter == drafter.name for s in states)
+
+
+class _Words:
+    """What a prompt is about, as a short vector: its words, projected by signed hashing, which
+    keeps angles. Words that all prompts have tell nothing, those that no other has teach nothing:
+    a word weighs as much as its presence has varied so far (a variance)."""
+
+    def __init__(self) -> None:
+        self._num_prompts = 0
+        self._num_with = np.zeros(_NUM_BUCKETS)
+
+    def features(self, request: Request) -> FloatArray:
+        """[F] a constant, and the words of prompt and tenant in a vector of length 1 (0 if there
+        are none)."""
+        features = np.zeros(_NUM_WORDS + 1)
+        features[0] = 1.0
+        ids = np.asarray(request.prompt_token_ids or (), dtype=np.uint64)
+        tenant = np.uint64(zlib.crc32(request.tenant.encode()) + (1 << 40))
+        words = np.unique(np.append(ids, tenant)) * _HASH
+        buckets = (words >> np.uint64(40)) % np.uint64(_NUM_BUCKETS)
+        share = (self._num_with[buckets] + 0.5) / (self._num_prompts + 1)
+        weights = share * (1 - share)
+        self._num_with[np.unique(buckets)] += 1
+        self._num_prompts += 1
+        places = (words >> np.uint64(20)) % np.uint64(_NUM_WORDS)
+        signs = 1.0 - 2.0 * ((words >> np.uint64(33)) & np.uint64(1))
+        vector = np.bincount(places.astype(np.int64), weights * signs, minlength=_NUM_WORDS)
+        length = math.sqrt(float(vector @ vector))
+        if length > 0:
+            features[1:] = vector / length
+        return features
+
+
+_NUM_BUCKETS = 8192
+_HASH = np.uint64(0x9E3779B97F4A7C15)
+_LEAST_STRENGTH = 2.0
+_MOST_STRENGTH = 100.0
+
+POLICY = Adaptive

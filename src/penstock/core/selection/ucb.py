@@ -1,0 +1,99 @@
+"""Upper confidence bounds on goodput, per request: optimism in place of phases.
+
+UCB2 (Auer, Cesa-Bianchi and Fischer, 2002) plays an arm for exponentially longer stages each time
+it is chosen, so that switches grow with the logarithm of the rounds. What other requests have seen
+of a drafter stands in for what this one has not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.selection import SelectionWork
+from penstock.core.selection.goodput import Mean, ObservedGoodput, RoundTimes, model_of
+from penstock.core.selection.staged import StagedPolicy, kept, rounds_ahead
+from penstock.core.state import Drafter, Outcome, RequestState
+
+
+class Ucb(StagedPolicy):
+    """The drafter that could be best, as far as a switch to it pays."""
+
+    name: ClassVar[str] = "ucb"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """optimism: standard errors, times √ln of the rounds, that are added to a mean. growth: of
+        the stages of a drafter, each time it is chosen. prior_rounds: of its own rounds, what the
+        mean of all requests counts as."""
+
+        optimism: float = 0.5
+        growth: float = 1.0
+        prior_rounds: float = 4.0
+
+        def __post_init__(self) -> None:
+            if not 0 <= self.optimism < math.inf:
+                raise ValueError(f"optimism must be 0 or more and finite, not {self.optimism}")
+            if not 0 < self.growth <= 10:
+                raise ValueError(f"growth must be above 0 and at most 10, not {self.growth}")
+            if not 0 < self.prior_rounds < math.inf:
+                raise ValueError("prior_rounds must be positive and finite")
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.options = options
+        self._observed = ObservedGoodput()
+        self._stages: dict[str, Counter[str | None]] = {}
+
+    def worth(
+        self, state: RequestState, drafters: Sequence[Drafter], times: RoundTimes
+    ) -> list[float]:
+        ahead = rounds_ahead(state)
+        return [self._bound(state, d, times) * kept(state, d, times, ahead) for d in drafters]
+
+    def _bound(self, state: RequestState, drafter: Drafter, times: RoundTimes) -> float:
+        seen, model = self._observed.by_model, model_of(drafter)
+        own = self._observed.of(state.request.id).get(model, _NOTHING)
+        if model in seen:
+            prior = seen[model].value
+        else:
+            # Somebody has to be the first.
+            prior = max([2 * times.alone, *(m.value for m in seen.values())])
+        strength = self.options.prior_rounds
+        mean = (own.total + strength * prior) / (own.count + strength)
+        deviation = math.sqrt(_variance(seen.values()))
+        width = math.sqrt(math.log(2 + state.round) / (own.count + strength))
+        return mean + self.options.optimism * deviation * width
+
+    def rounds(self, state: RequestState, drafter: Drafter | None) -> int:
+        stages = self._stages.setdefault(state.request.id, Counter())
+        arm = None if drafter is None else model_of(drafter)
+        stages[arm] += 1
+        return self._length(stages[arm] - 1)
+
+    def _length(self, stage: int) -> int:
+        """τ(r + 1) − τ(r), with τ(r) = ⌈(1 + growth)^r⌉; at most what nobody lives to see."""
+        base, stage = 1 + self.options.growth, min(stage, 60)
+        return min(max(1, math.ceil(base ** (stage + 1)) - math.ceil(base**stage)), 1 << 20)
+
+    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
+        self._observed.observe(outcomes, work)
+
+    def forget(self, request_id: str) -> None:
+        super().forget(request_id)
+        self._observed.forget(request_id)
+        self._stages.pop(request_id, None)
+
+
+def _variance(means: Collection[Mean]) -> float:
+    """Of goodput around its mean, over all drafters."""
+    count = sum(m.count for m in means)
+    return sum(m.count * m.variance for m in means) / count if count else 0.0
+
+
+_NOTHING = Mean()
+
+POLICY = Ucb

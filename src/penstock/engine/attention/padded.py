@@ -1,0 +1,87 @@
+"""Padded attention, as engines without ragged batches compute it: every sequence as wide as the
+longest, in one call with a mask. Here to be compared with.
+
+Chunks of prompts go through a call of their own, so that their many query rows are not imposed on
+sequences that decode.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind
+from penstock.engine.kv_cache import PagedKVCache
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCall:
+    """Sequences that attend together.
+
+    kv:    a row for each; a shorter sequence ends in repetitions of its first slot, so that it
+           cannot meet another one's numbers
+    rows:  [num_seqs * num_queries] int64, rows of the batch; a sequence with fewer repeats its last
+    kept:  [rows of these sequences] int64, where each of them lies in `rows`
+    mask:  [1, num_seqs, num_queries * heads of a group, context], added to the scores
+    """
+
+    num_queries: int
+    kv: Gathered
+    rows: torch.Tensor
+    kept: torch.Tensor
+    mask: torch.Tensor
+
+
+class Backend:
+    """See AttentionBackend."""
+
+    def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
+        self.gather = KVGather(cache)
+        self._num_kv_heads = cache.num_kv_heads
+        self._group_size = num_heads // cache.num_kv_heads
+
+    def prepare(self, batch: RaggedBatch) -> list[PaddedCall]:
+        return [self._call(batch, seqs) for seqs in by_kind(batch)]
+
+    def attend(self, q: torch.Tensor, layer: int, metadata: list[PaddedCall]) -> torch.Tensor:
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+        for call in metadata:
+            attended = self._attend(q.index_select(0, call.rows), layer, call)
+            out.index_copy_(
+                0, call.rows.index_select(0, call.kept), attended.index_select(0, call.kept)
+            )
+        return out
+
+    def _attend(self, q: torch.Tensor, layer: int, call: PaddedCall) -> torch.Tensor:
+        """q: [num_seqs * num_queries, num_heads, head_dim]; returns the same shape."""
+        self.gather.fill(layer, call.kv)
+        heads = (self._num_kv_heads, self._group_size, q.shape[-1])
+        grouped = q.view(-1, call.num_queries, *heads)
+        out = F.scaled_dot_product_attention(
+            grouped.permute(2, 0, 1, 3, 4).flatten(2, 3),
+            call.kv.keys,
+            call.kv.values,
+            attn_mask=call.mask,
+        )
+        out = out.view(heads[0], -1, call.num_queries, *heads[1:])
+        return out.permute(1, 2, 0, 3, 4).reshape(q.shape)
+
+    def _call(self, batch: RaggedBatch, seqs: IntArray) -> PaddedCall:
+        counts = np.diff(batch.query_start)[seqs].astype(np.int64)
+        sizes = batch.seq_lens[seqs].astype(np.int64)
+        columns = np.arange(sizes.max())
+        positions = np.where(columns < sizes[:, None], columns, 0)
+        window = np.arange(counts.max())
+        query = np.minimum(window, counts[:, None] - 1)
+        visible = columns <= ((sizes - counts)[:, None] + query)[:, :, None]
+        return PaddedCall(
+            num_queries=len(window),
+            kv=self.gather.place(self.gather.slots(batch, seqs[:, None], positions), len(seqs)),
+            rows=self.gather.tensor((batch.query_start[seqs, None] + query).reshape(-1)),
+            kept=self.gather.tensor(np.flatnonzero(window < counts[:, None])),
+            mask=self.gather.added(visible.repeat(self._group_size, axis=1)[None]),
+        )

@@ -1,0 +1,92 @@
+"""Tokens of the paged cache side by side, for backends that attend with matrix products."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.kv_cache import PagedKVCache
+
+IntArray = npt.NDArray[np.int64]
+
+_MOST_VERIFIED = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Gathered:
+    """A place for the keys and values of some cache slots, in rows of equal length.
+
+    slots:  [num_rows * row_length] int64
+    keys, values: [num_kv_heads, num_rows, row_length, head_dim], views of `flat`
+    """
+
+    slots: torch.Tensor
+    flat: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+
+
+class KVGather:
+    """Copies keys and values into one scratch buffer: allocating it for every call costs more than
+    filling it. All places are views of its beginning, so one is filled and read before the next.
+    """
+
+    def __init__(self, cache: PagedKVCache) -> None:
+        self._by_slot = [layer.flatten(2, 3).flatten(0, 1) for layer in cache.layers]
+        self._kv_heads = cache.num_kv_heads
+        self._head_dim = cache.head_dim
+        self._block_size = cache.block_size
+        self._scratch = torch.empty(0, dtype=cache.dtype, device=cache.device)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Of one layer."""
+        return 2 * self._kv_heads * self._head_dim * self._scratch.itemsize
+
+    @property
+    def scratch_bytes(self) -> int:
+        return self._scratch.numel() * self._scratch.itemsize
+
+    def reserve(self, tokens: int) -> None:
+        """Make room for places of up to `tokens` slots."""
+        elements = 2 * self._kv_heads * self._head_dim * tokens
+        if self._scratch.shape[0] < elements:
+            self._scratch = self._scratch.new_empty(elements)
+
+    def slots(self, batch: RaggedBatch, seqs: IntArray, positions: IntArray) -> IntArray:
+        """Cache slots of `positions` of the sequences `seqs`; both of one shape, or broadcast."""
+        blocks = batch.block_tables[seqs, positions // self._block_size].astype(np.int64)
+        return blocks * self._block_size + positions % self._block_size
+
+    def tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
+        """On the cache's device."""
+        return torch.from_numpy(array).to(self._scratch.device)
+
+    def added(self, visible: npt.NDArray[np.bool_]) -> torch.Tensor:
+        """A mask to add to scores: 0 where `visible`, else minus infinity."""
+        mask = np.where(visible, np.float32(0), np.float32("-inf"))
+        return self.tensor(mask).to(self._scratch.dtype)
+
+    def place(self, slots: IntArray, num_rows: int) -> Gathered:
+        """Where those slots will lie; slots: num_rows * row_length of them, row after row."""
+        tokens = slots.size
+        self.reserve(tokens)
+        flat = self._scratch[: 2 * self._kv_heads * tokens * self._head_dim]
+        flat = flat.view(2 * self._kv_heads, tokens, self._head_dim)
+        rows = flat.view(2, self._kv_heads, num_rows, tokens // num_rows, self._head_dim)
+        return Gathered(self.tensor(slots.reshape(-1)), flat, rows[0], rows[1])
+
+    def fill(self, layer: int, place: Gathered) -> None:
+        torch.index_select(self._by_slot[layer], 1, place.slots, out=place.flat)
+
+
+def by_kind(batch: RaggedBatch) -> list[IntArray]:
+    """Sequences that decode or verify, and those that bring chunks of prompts; none is empty."""
+    counts = np.diff(batch.query_start)
+    few = (counts > 0) & (counts <= _MOST_VERIFIED)
+    kinds = [np.flatnonzero(few), np.flatnonzero(counts > _MOST_VERIFIED)]
+    return [seqs for seqs in kinds if len(seqs)]

@@ -1,0 +1,191 @@
+"""Step times of an engine's models, alone and together, for a profile."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+
+from penstock.core.ports import Clock
+from penstock.engine.build import Engine
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.runner import ModelRunner
+from penstock.engine.scratch import (
+    best_seconds,
+    draft_scratch,
+    num_that_fit,
+    prefill_scratch,
+    verify_scratch,
+)
+from penstock.engine.together import slowdowns
+from penstock.fluid.step_profile import DrafterProfile, StepWork
+
+_DRAFT_STEPS = 4
+_DRAFT_CONTEXT = 64
+_NUM_READ = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """What is measured: every batch with every draft length behind every context, and every chunk
+    of prefill behind none and the longest; drafters at every batch. repeats: passes.
+    together_s: seconds of each measurement of two models at once."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    draft_lengths: tuple[int, ...] = (0, 1, 2, 3, 4, 6, 8)
+    contexts: tuple[int, ...] = (64, 512)
+    chunks: tuple[int, ...] = (1, 4, 16, 64, 128, 256, 512)
+    repeats: int = 8
+    together_s: float = 0.1
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request that a step needs room for."""
+        most = max(max(self.draft_lengths) + 1, *self.chunks)
+        return max(max(self.contexts) + most, _DRAFT_CONTEXT + _NUM_READ + _DRAFT_STEPS)
+
+    @property
+    def kv_tokens(self) -> int:
+        """KV memory that holds all of it, with blocks of 16 or less."""
+        each = max(self.contexts) + max(self.draft_lengths) + 1
+        return max(max(self.batches) * (each + 16), self.longest + 16)
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """steps: of the target, and their seconds."""
+
+    steps: tuple[tuple[StepWork, float], ...]
+    drafters: tuple[DrafterProfile, ...]
+
+
+def num_measurements(engine: Engine, grid: Grid) -> int:
+    """Calls of `on_progress` that `measure` will make."""
+    return grid.repeats + 1 + len(engine.executor.drafters)
+
+
+def measure(engine: Engine, grid: Grid, on_progress: Callable[[], None] = lambda: None) -> Measured:
+    """Time the models of an engine that serves nobody, and has memory for four requests at least.
+
+    A step is the model's and the sampler's: what the scheduler takes is not in it. Of every step
+    the best of all passes counts, because whatever else the machine does only adds to it; a slow
+    spell meets all steps of a pass. Two models at once share the kernels' threads as they do when
+    drafters work beside the target.
+    """
+    clock = engine.clock
+    works = list(_target_steps(engine, grid))
+    drafters = list(engine.executor.drafters.values())
+    drafts = [list(_draft_steps(engine, drafter, grid)) for drafter in drafters]
+    best_work, best_drafts = [math.inf] * len(works), [[math.inf] * len(d) for d in drafts]
+    for number in range(grid.repeats + 1):
+        if number == 1:  # the first pass warms up
+            best_work, best_drafts = [math.inf] * len(works), [[math.inf] * len(d) for d in drafts]
+        best_work = _best(clock, [run for _, run in works], best_work)
+        for i, steps in enumerate(drafts):
+            best_drafts[i] = _best(clock, [run for _, run in steps], best_drafts[i])
+        on_progress()
+    profiles = []
+    for drafter, steps, seconds in zip(drafters, drafts, best_drafts, strict=True):
+        together = slowdowns(
+            engine.executor.target,
+            drafter,
+            clock,
+            engine.num_threads,
+            _context_of(engine, drafter),
+            grid.together_s,
+        )
+        batches = [batch for batch, _ in steps[:-2]]
+        num_read = _num_read(engine, drafter)
+        profiles.append(_drafter_profile(drafter.name, batches, num_read, seconds, together))
+        on_progress()
+    return Measured(tuple(zip((w for w, _ in works), best_work, strict=True)), tuple(profiles))
+
+
+def _best(clock: Clock, runs: Sequence[Callable[[], None]], before: Sequence[float]) -> list[float]:
+    """Seconds of each, if they are fewer than before."""
+    with torch.inference_mode():
+        return [
+            min(known, best_seconds(clock, run, 1)) for run, known in zip(runs, before, strict=True)
+        ]
+
+
+def _target_steps(engine: Engine, grid: Grid) -> Iterator[tuple[StepWork, Callable[[], None]]]:
+    """Steps that the memory holds and the context allows."""
+    target = engine.executor.target
+    for context in grid.contexts:
+        for batch in grid.batches:
+            for length in grid.draft_lengths:
+                tokens = context + length + 1
+                if tokens <= engine.max_model_len and batch <= num_that_fit(target, tokens):
+                    work = StepWork(0, 0.0, batch, batch * context, batch * length)
+                    counts = [length + 1] * batch
+                    yield work, partial(verify_scratch, target, counts, context)
+    for context in (0, max(grid.contexts)):
+        for chunk in grid.chunks:
+            tokens = context + chunk
+            if tokens <= engine.max_model_len and num_that_fit(target, tokens):
+                work = StepWork(chunk, chunk * (context + chunk / 2))
+                yield work, partial(prefill_scratch, target, chunk, context)
+
+
+def _draft_steps(
+    engine: Engine, drafter: LocalDrafter, grid: Grid
+) -> Iterator[tuple[int, Callable[[], None]]]:
+    """Drafts of every batch; then, of one request, behind little and behind much that it reads."""
+    context, runner = _context_of(engine, drafter), getattr(drafter, "runner", None)
+    for batch in grid.batches:
+        if runner is None or batch <= num_that_fit(runner, context + 1 + _DRAFT_STEPS):
+            yield batch, partial(draft_scratch, drafter, batch, _DRAFT_STEPS, 1, context)
+    for num_read in (1, 1 + _num_read(engine, drafter)):
+        yield 1, partial(draft_scratch, drafter, 1, 1, num_read)
+
+
+def _context_of(engine: Engine, drafter: LocalDrafter) -> int:
+    """Tokens before a draft. What has no model reads its context when it is first asked."""
+    if not hasattr(drafter, "runner"):
+        return 0
+    return max(0, min(_DRAFT_CONTEXT, _longest(engine, drafter) - 1 - _DRAFT_STEPS))
+
+
+def _num_read(engine: Engine, drafter: LocalDrafter) -> int:
+    """Tokens by which two measured readings differ."""
+    return max(1, min(_NUM_READ, _longest(engine, drafter) - 2))
+
+
+def _longest(engine: Engine, drafter: LocalDrafter) -> int:
+    """Tokens of the longest request that it has room for."""
+    runner: ModelRunner | None = getattr(drafter, "runner", None)
+    room = engine.max_model_len
+    return room if runner is None else min(room, runner.num_blocks * runner.block_size)
+
+
+def _drafter_profile(
+    name: str,
+    batches: Sequence[int],
+    num_read: int,
+    seconds: Sequence[float],
+    together: tuple[float, float],
+) -> DrafterProfile:
+    """seconds: of `_draft_steps`."""
+    *drafts, little, much = seconds
+    # A larger batch cannot be faster; where it seems so, the smaller one was disturbed.
+    rising = np.minimum.accumulate(drafts[::-1])[::-1] / _DRAFT_STEPS
+    reading = max(0.0, much - little) / num_read
+    slowdown, target_slowdown = (_rounded(s) for s in together)
+    return DrafterProfile(
+        name,
+        tuple(batches),
+        tuple(_rounded(s) for s in rising),
+        _rounded(reading),
+        slowdown,
+        target_slowdown,
+    )
+
+
+def _rounded(value: float) -> float:
+    """More digits than the measurement is sure of only lengthen the file."""
+    return float(f"{value:.4g}")

@@ -1,0 +1,146 @@
+"""Made-up requests over a filled cache, to measure attention and whole verification steps."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from penstock.core.packing import Layout
+from penstock.engine.attention import AttentionBackend, make_backend
+from penstock.engine.attention.decomposed import Backend as Decomposed
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.weights import weight_specs
+
+CPU = torch.device("cpu")
+BLOCK_SIZE = 16
+_VOCAB = 512
+
+
+def decoder_shape(
+    *, hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> DecoderConfig:
+    """A Llama of that shape with a small vocabulary, in float32."""
+    return DecoderConfig(
+        architecture="LlamaForCausalLM",
+        vocab_size=_VOCAB,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        rms_norm_eps=1e-5,
+        rope_theta=1e4,
+        rope_scaling=None,
+        max_position_embeddings=16384,
+        qkv_bias=False,
+        o_bias=False,
+        qk_norm=False,
+        tie_word_embeddings=True,
+        hidden_act="silu",
+        bos_token_id=None,
+        eos_token_ids=(),
+        dtype=torch.float32,
+    )
+
+
+def blocks_needed(lengths: Sequence[int]) -> int:
+    return sum(-(-length // BLOCK_SIZE) for length in lengths)
+
+
+def random_cache(config: DecoderConfig, num_blocks: int) -> PagedKVCache:
+    """Blocks of BLOCK_SIZE tokens, every one filled: a step's time must not come from zeros."""
+    cache = PagedKVCache(config, num_blocks, BLOCK_SIZE, torch.float32, CPU)
+    generator = torch.Generator().manual_seed(0)
+    for layer in cache.layers:
+        layer.uniform_(-1, 1, generator=generator)
+    return cache
+
+
+def verification_batch(
+    lengths: Sequence[int], window: int, num_blocks: int, seed: int
+) -> RaggedBatch:
+    """The last `window` positions of each request; blocks lie scattered as after hours of service.
+
+    lengths: tokens of each request, at least `window`, `window` included.
+    """
+    rng = np.random.default_rng(seed)
+    sizes = np.array(lengths, dtype=np.int32)
+    counts = -(-sizes // BLOCK_SIZE)
+    free = rng.permutation(num_blocks)[: counts.sum()].astype(np.int32)
+    tables = np.zeros((len(sizes), counts.max()), dtype=np.int32)
+    tables[np.arange(counts.max()) < counts[:, None]] = free
+    rows = len(sizes) * window
+    positions = (sizes[:, None] - window + np.arange(window)).reshape(-1)
+    return RaggedBatch(
+        token_ids=rng.integers(0, _VOCAB, rows, dtype=np.int32),
+        positions=positions.astype(np.int32),
+        query_start=np.arange(0, rows + 1, window, dtype=np.int32),
+        seq_lens=sizes,
+        block_tables=tables,
+        logits_rows=np.arange(rows, dtype=np.int32),
+    )
+
+
+def random_queries(config: DecoderConfig, num_tokens: int) -> torch.Tensor:
+    """[num_tokens, num_heads, head_dim]."""
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(num_tokens, config.num_heads, config.head_dim, generator=generator)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Processor seconds of a verification step, and of its attention in all layers alone."""
+
+    step: float
+    attention: float
+
+
+class Rehearsal:
+    """One random decoder over one cache, verifying with each layout of keys and values."""
+
+    def __init__(self, config: DecoderConfig, num_blocks: int) -> None:
+        generator = torch.Generator().manual_seed(2)
+        weights = {
+            spec.name: torch.randn(spec.shape, generator=generator) * 0.02
+            for spec in weight_specs(config)
+        }
+        self._config = config
+        self._cache = random_cache(config, num_blocks)
+        self._decoder = Decoder(config, weights, config.max_position_embeddings, CPU)
+        self.decomposed = Decomposed(self._cache, config.num_heads)
+        self._backends: dict[Layout, AttentionBackend[Any]] = {
+            "packed": make_backend("packed", self._cache, config.num_heads),
+            "padded": make_backend("padded", self._cache, config.num_heads),
+            "decomposed": self.decomposed,
+        }
+
+    @torch.inference_mode()
+    def times(self, lengths: Sequence[int], window: int, turns: int) -> dict[Layout, StepTimes]:
+        """Best of `turns` of each, layouts in turn, on as many threads as torch is set to."""
+        batch = verification_batch(lengths, window, self._cache.num_blocks, seed=0)
+        q = random_queries(self._config, batch.num_tokens)
+        best = dict.fromkeys(self._backends, StepTimes(math.inf, math.inf))
+        for _ in range(turns):
+            for layout, backend in self._backends.items():
+                started = time.process_time()
+                self._decoder.forward(batch, self._cache, backend)
+                forward = time.process_time()
+                metadata = backend.prepare(batch)
+                for layer in range(self._config.num_layers):
+                    backend.attend(q, layer, metadata)
+                attention = time.process_time() - forward
+                so_far = best[layout]
+                best[layout] = StepTimes(
+                    min(so_far.step, forward - started), min(so_far.attention, attention)
+                )
+        return best

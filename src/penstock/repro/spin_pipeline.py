@@ -1,0 +1,104 @@
+"""A steady batch on several drafters, simulated with one setting of the pipeline: what figure 13 of
+Spin and the benchmark of pipelines share.
+
+Requests never end and no others come, so that a run shows the cycle alone. Every drafter has a
+device of its own and is told its requests by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from penstock.core.blocks import BlockPool
+from penstock.core.estimators import Estimators
+from penstock.core.pipeline import Auto, make_pipeline
+from penstock.core.pipeline_planner import Round, Setting, cycle_seconds, round_of
+from penstock.core.profiled import drafter_profiles, know_profile
+from penstock.core.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import Request
+from penstock.fluid.step_profile import StepProfile
+from penstock.sim.acceptance import GeometricAcceptance
+from penstock.sim.clock import VirtualClock
+from penstock.sim.driver import simulate
+from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
+
+PROMPT_TOKENS = 100
+_ENDLESS = 100_000
+_BLOCK = 4096
+
+
+@dataclass(frozen=True)
+class Batch:
+    """requests: of each drafter that `profile` knows. length: draft tokens a round. acceptance:
+    probability of each, by drafter."""
+
+    profile: StepProfile
+    requests: Mapping[str, int]
+    length: int
+    acceptance: Mapping[str, float]
+
+    @property
+    def size(self) -> int:
+        return sum(self.requests.values())
+
+    def round(self) -> Round:
+        """What the planner is told."""
+        states = []
+        for name, count in self.requests.items():
+            for _ in range(count):
+                state = RequestState(Request("r", PROMPT_TOKENS, 1), 0)
+                state.drafter = name
+                states.append(state)
+        lengths = dict.fromkeys(self.requests, float(self.length))
+        drafters = {name: Drafter(name) for name in self.requests}
+        return round_of(states, drafters, Estimators(self.profile), lengths, host=0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """chosen: the setting in the end, where the pipeline chooses it."""
+
+    tokens_per_s: float
+    chosen: Setting | None
+
+
+def play(batch: Batch, pipeline: str, *, beside: bool | None = None, rounds: int = 50) -> Played:
+    """Simulate for as long as so many rounds take without a pipeline. beside: whether drafters work
+    beside the target; default: where there is a pipeline."""
+    names = list(batch.requests)
+    own_lanes = pipeline != "off" if beside is None else beside
+    drafters = [Drafter(name, own_lane=own_lanes) for name in names]
+    estimators = Estimators(batch.profile)
+    know_profile(estimators, batch.profile, drafters)
+    made = make_pipeline(pipeline)
+    blocks = -(-_ENDLESS // _BLOCK) * batch.size * 2
+    scheduler = Scheduler(
+        BlockPool(blocks, _BLOCK),
+        drafters,
+        admission=make_policy("admission", "vllm_v1", {"max_num_seqs": max(batch.size, 1)}),
+        selection=make_policy("selection", "single"),
+        allocation=make_policy("allocation", "fixed", {"k": batch.length}),
+        pipeline=made,
+        max_model_len=2 * _ENDLESS,
+        estimators=estimators,
+    )
+    clock = VirtualClock()
+    profiles = drafter_profiles(batch.profile, drafters)
+    executor = SimulatedExecutor(
+        clock,
+        ProfiledStepTimes(batch.profile, profiles=profiles),
+        GeometricAcceptance(batch.acceptance),
+        drafters=drafters,
+        profiles=profiles,
+    )
+    of_request = [name for name in names for _ in range(batch.requests[name])]
+    requests = [
+        Request(str(i), PROMPT_TOKENS, _ENDLESS, drafter=name) for i, name in enumerate(of_request)
+    ]
+    until = rounds * cycle_seconds(batch.round(), Setting())
+    result = simulate(scheduler, executor, clock, requests, until=until)
+    tokens = sum(r.num_tokens for r in result.records.values())
+    return Played(tokens / until, made.setting if isinstance(made, Auto) else None)

@@ -1,0 +1,76 @@
+"""How requests of a domain differ in acceptance: a normal distribution, fitted, and its file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+
+from penstock.sim.traces import WorkloadError
+
+_ZOO = Path(__file__).with_name("acceptance_data") / "zoo.json"
+"""How the bundled family's drafters fare with its large target, by domain (`penstock zoo fit`)."""
+
+_BUNDLED = {"zoo": (_ZOO, "sampled"), "zoo-greedy": (_ZOO, "greedy")}
+
+
+class DomainFit(BaseModel):
+    """Requests of one domain: their logit acceptances by all drafters are jointly normal, with this
+    mean [drafters] and covariance [drafters, drafters]."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    mean: tuple[float, ...]
+    covariance: tuple[tuple[float, ...], ...]
+
+
+class AcceptanceFit(BaseModel):
+    """What was fitted to measured acceptance: the drafters' names, and the domains by theirs."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    drafters: tuple[str, ...]
+    domains: dict[str, DomainFit]
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> AcceptanceFit:
+        num = len(self.drafters)
+        if not num or not self.domains:
+            raise ValueError("names no drafters or no domains")
+        for name, fit in self.domains.items():
+            if {len(fit.mean), len(fit.covariance), *map(len, fit.covariance)} != {num}:
+                raise ValueError(f"domain {name!r} is not of {num} drafters")
+        return self
+
+
+class AcceptanceFile(BaseModel):
+    """The JSON form: a fit for each way of sampling, and how they were measured."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    origin: str
+    fits: dict[str, AcceptanceFit]
+
+
+def load_acceptance(name_or_path: str | Path = "zoo") -> AcceptanceFit:
+    """Fitted acceptance of requests by domain: `zoo` is the bundled family's on sampled text,
+    `zoo-greedy` on greedy text; of any other file the fit to sampled text.
+
+    Raises: WorkloadError.
+    """
+    path, sampling = _BUNDLED.get(str(name_or_path), (Path(name_or_path), "sampled"))
+    try:
+        fits = AcceptanceFile.model_validate_json(path.read_bytes()).fits
+    except OSError as error:
+        choices = ", ".join(_BUNDLED)
+        raise WorkloadError(
+            f"acceptance {str(path)!r} cannot be read: {error.strerror}; choose from {choices}, or "
+            "name a file"
+        ) from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise WorkloadError(f"{path}: {where}{': ' if where else ''}{first['msg']}") from error
+    if sampling not in fits:
+        raise WorkloadError(f"{path} has no fit to {sampling} text; it has {', '.join(fits)}")
+    return fits[sampling]

@@ -1,0 +1,117 @@
+"""Drafters of a simulated machine: their capacities, instances and times."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from penstock.core.types import Output, StepPlan, StepResult
+from penstock.fluid.step_profile import DrafterProfile
+from penstock.sim.traces import WorkloadError
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """max_num_seqs: most requests that one instance drafts for at once (Spin's B_j), None is no
+    limit. instances: how many there are, each with KV and, beside the target, a lane of its own."""
+
+    max_num_seqs: int | None = None
+    instances: int = 1
+
+    def names(self, drafter: str) -> tuple[str, ...]:
+        """What the instances of a drafter are called."""
+        if self.instances == 1:
+            return (drafter,)
+        return tuple(f"{drafter}/{i}" for i in range(1, self.instances + 1))
+
+
+@dataclass(slots=True)
+class DrafterCounts:
+    """An instrument that counts what each drafter did, and how often requests changed theirs."""
+
+    rounds: Counter[str] = field(default_factory=Counter)
+    accepted: Counter[str] = field(default_factory=Counter)
+    seconds: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
+    taken_up: Counter[str] = field(default_factory=Counter)
+    num_switches: int = 0
+    _last: dict[str, str] = field(default_factory=dict)
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Results say what became of it."""
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        for timed in result.draft_times:
+            self.seconds[timed.drafter] += timed.seconds
+
+    def on_output(self, output: Output) -> None:
+        name = output.drafter
+        if name is not None:
+            self.rounds[name] += 1
+            self.accepted[name] += output.num_accepted
+            before = self._last.get(output.request_id)
+            if name != before:
+                self.taken_up[name] += 1
+                self.num_switches += before is not None
+                self._last[output.request_id] = name
+        if output.finish_reason is not None:
+            self._last.pop(output.request_id, None)
+
+    def figures(self, num_requests: int) -> dict[str, Any]:
+        """For `penstock simulate --json`: by drafter its rounds, the times it was taken up by a
+        request, accepted draft tokens, and seconds of drafting and reading."""
+        return {
+            "drafters": {
+                name: {
+                    "rounds": self.rounds[name],
+                    "taken_up": self.taken_up[name],
+                    "accepted": self.accepted[name],
+                    "seconds": self.seconds[name],
+                }
+                for name in self.rounds
+            },
+            "switches_per_request": self.num_switches / num_requests,
+        }
+
+
+def parse_capacities(texts: Iterable[str], drafters: Sequence[str]) -> dict[str, Capacity]:
+    """Capacities by drafter, from `NAME=B` or `NAME=BxK`: B requests for each of K instances.
+
+    Raises: WorkloadError.
+    """
+    capacities = {}
+    for text in texts:
+        name, _, value = text.partition("=")
+        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", value)
+        if not found:
+            raise WorkloadError(f"a drafter's capacity is NAME=B or NAME=BxK, not {text!r}")
+        if name not in drafters:
+            known = ", ".join(drafters) or "there is none"
+            raise WorkloadError(f"a capacity names an unknown drafter {name!r}; drafters: {known}")
+        capacities[name] = Capacity(int(found[1]), int(found[2] or 1))
+    return capacities
+
+
+def parse_drafter_seconds(texts: Iterable[str]) -> tuple[DrafterProfile, ...]:
+    """Times of drafters, from `NAME=SECONDS` of a draft token whatever the batch, or
+    `NAME=SECONDS:PER_CATCH_UP` with those of a token that it only reads.
+
+    Raises: WorkloadError.
+    """
+    profiles = []
+    for text in texts:
+        name, _, value = text.partition("=")
+        step, _, reading = value.partition(":")
+        try:
+            seconds = (float(step), float(reading or 0))
+        except ValueError:
+            seconds = (-1.0, -1.0)
+        if not name or not all(0 <= s < math.inf for s in seconds):
+            raise WorkloadError(
+                f"a drafter's times are NAME=SECONDS or NAME=SECONDS:PER_CATCH_UP, not {text!r}"
+            )
+        profiles.append(DrafterProfile(name, (1,), (seconds[0],), seconds[1]))
+    return tuple(profiles)

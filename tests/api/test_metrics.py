@@ -1,0 +1,58 @@
+"""Metrics of drafters, fed by hand."""
+
+from __future__ import annotations
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter
+from penstock.core.types import Output, PhaseTimes, Request
+from penstock.serving.messages import EngineStats
+
+STATS = EngineStats(
+    0, 0, 0, {"target": 0.0}, 0, 0.0, 0.0, 0, PhaseTimes(), {"small": 0.25, "large": 0.0}
+)
+
+
+def values(metrics: Metrics, name: str, label: str = "drafter") -> dict[str, float]:
+    text = metrics.render(STATS, is_up=True, num_restarts=0).decode()
+    return {
+        sample.labels[label]: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+        if sample.name == f"penstock:{name}"
+    }
+
+
+def feed(metrics: Metrics, *rounds: tuple[str | None, int, int]) -> None:
+    meter = RequestMeter(metrics, Request("r", 3, 100))
+    for drafter, proposed, accepted in rounds:
+        meter.observe(
+            Output("r", (1,), 1, drafter=drafter, num_proposed=proposed, num_accepted=accepted)
+        )
+
+
+def test_rounds_requests_and_switches_are_the_drafters() -> None:
+    metrics = Metrics("toy")
+    feed(metrics, (None, 0, 0), ("small", 4, 4), ("large", 4, 0), (None, 0, 0), ("large", 4, 1))
+    feed(metrics, ("small", 2, 1), ("large", 2, 1), ("small", 2, 1))
+    assert values(metrics, "spec_decode_num_drafts_total") == {"small": 3, "large": 3}
+    assert values(metrics, "drafter_requests_total") == {"small": 2, "large": 0}
+    assert values(metrics, "drafter_switches_total") == {"small": 1, "large": 2}
+    assert values(metrics, "drafter_seconds_total") == {"small": 0.25, "large": 0.0}
+
+
+def test_accepted_tokens_are_counted_by_position() -> None:
+    metrics = Metrics("toy")
+    feed(metrics, ("small", 4, 0), ("small", 4, 1), ("small", 4, 3), ("small", 4, 3))
+    found = values(metrics, "spec_decode_num_accepted_tokens_per_pos_total", "position")
+    assert [found[str(p)] for p in range(4)] == [3, 2, 2, 0]
+    assert len(found) == MAX_POSITIONS
+    assert sum(found.values()) == values(metrics, "spec_decode_num_accepted_tokens_total")["small"]
+
+
+def test_a_very_long_draft_counts_in_the_positions_there_are() -> None:
+    metrics = Metrics("toy")
+    feed(metrics, ("far", 40, 40))
+    found = values(metrics, "spec_decode_num_accepted_tokens_per_pos_total", "position")
+    assert set(found.values()) == {1}
+    assert len(found) == MAX_POSITIONS

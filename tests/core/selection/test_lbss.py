@@ -1,0 +1,226 @@
+"""Spin's Algorithms 1 and 2, with their evident intent."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from typing import Any
+
+import pytest
+from tests.core.selection.rounds import Machine, Rounds, mixed_rates
+
+from penstock.core.registry import make_policy
+from penstock.core.selection import SelectionWork
+from penstock.core.selection.lbss import Lbss
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import Request
+
+NAMES = tuple(f"d{i}" for i in range(8))
+
+
+def make_world(options: dict[str, Any] | None = None, **changes: Any) -> Rounds:
+    machine = changes.pop("machine", None) or Machine(dict.fromkeys(NAMES, 1e-3), beside=True)
+    settings: dict[str, Any] = {"live": 1, "max_tokens": 3000} | changes
+    rates = settings.pop("rates", mixed_rates(tuple(machine.drafters)))
+    return Rounds(make_policy("selection", "lbss", options), machine, rates, **settings)
+
+
+def stages(world: Rounds, rounds: int) -> list[tuple[int, bool, int]]:
+    """(epoch, exploring, rounds) of the first request, stage by stage (chunks are stages)."""
+    found: list[tuple[int, bool, int]] = []
+    for _ in range(rounds):
+        world.round()
+        course = world.policy._courses["0"]  # type: ignore[attr-defined]
+        stage = (course.epoch, course.exploring, course.until)
+        if not found or found[-1] != stage:
+            found.append(stage)
+    starts = [1] + [until for _, _, until in found]
+    return [(e, x, until - start) for (e, x, until), start in zip(found, starts, strict=False)]
+
+
+def test_epochs_explore_for_alpha_rounds_and_exploit_for_two_to_the_k() -> None:
+    found = stages(make_world({"alpha": 6, "beta": 2}), 80)
+    expected = [
+        stage
+        for epoch in (1, 2, 3, 4)
+        for stage in [(epoch, True, 2)] * 3 + [(epoch, False, 2**epoch)]
+    ]
+    assert found[: len(expected)] == expected
+
+
+def test_a_chunk_keeps_its_drafter_and_every_chunk_draws_again() -> None:
+    draws: Counter[bool] = Counter()
+    used: set[str | None] = set()
+    for seed in range(30):
+        world = make_world({"alpha": 12, "beta": 3, "seed": seed}).run(13)
+        own = [chosen["0"] for chosen in world.played[1:13]]
+        chunks = [set(own[i : i + 3]) for i in range(0, 12, 3)]
+        assert all(len(chunk) == 1 for chunk in chunks)
+        draws.update(a == b for a, b in itertools.pairwise(chunks))
+        used |= set(own)
+    assert used == set(NAMES)
+    # One in eight by chance.
+    assert 0 < draws[True] < 0.3 * draws.total()
+
+
+def test_overflow_is_placed_on_the_next_drafter_with_room() -> None:
+    """Nobody is dropped while there is a place anywhere, as Algorithm 2 does as printed."""
+    machine = Machine(dict.fromkeys(NAMES, 1e-3), beside=True, capacity=1)
+    world = make_world(machine=machine, live=8).run(4)
+    for chosen in world.played:
+        assert sorted(map(str, chosen.values())) == sorted(NAMES)
+
+
+def test_exploitation_is_the_matching_of_the_estimates() -> None:
+    """Two requests want the same drafter, which has one place: the greatest sum decides."""
+    policy = Lbss(Lbss.Options(alpha=1, beta=1))
+    machine = Machine({"a": 1e-3, "b": 1e-3}, capacity=1)
+    states = []
+    for i, (a, b) in enumerate([(10.0, 9.0), (9.9, 1.0)]):
+        state = RequestState(Request(str(i), 10, 100), i)
+        state.round = 5
+        policy._courses[str(i)] = course = _exploited()
+        course.until = 5
+        for name, goodput in (("a", a), ("b", b)):
+            policy._observed._note(state, name, 1e4 * goodput)
+        states.append(state)
+    work = SelectionWork(machine.make_drafters(), machine.estimators())
+    assert policy.select(states, work) == {"0": "b", "1": "a"}
+
+
+def _exploited() -> Any:
+    from penstock.core.selection.lbss import _Course
+
+    return _Course(epoch=1, exploring=True)
+
+
+@pytest.mark.parametrize(("weight", "expected"), [(0.0, "b"), (1.0, "a")])
+def test_a_switch_is_charged_with_the_text_that_it_has_to_read(
+    weight: float, expected: str
+) -> None:
+    policy = Lbss(Lbss.Options(alpha=1, beta=1, switching_weight=weight))
+    machine = Machine({"a": 1e-3, "b": 1e-3})
+    state = RequestState(Request("r", 2000, 100), 0)
+    state.round, state.drafter = 5, "a"
+    policy._courses["r"] = course = _exploited()
+    course.until = 5
+    policy._observed._note(state, "a", 500.0)
+    policy._observed._note(state, "b", 600.0)
+    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    assert policy.select([state], work) == {"r": expected}
+    # What is read already costs nothing.
+    course.exploring, course.until = True, 5
+    state.kv_of("b").num_computed_tokens = 2000
+    assert policy.select([state], work) == {"r": "b"}
+
+
+def test_no_drafter_is_among_the_choices_of_the_exploitation() -> None:
+    policy = Lbss(Lbss.Options(alpha=1, beta=1))
+    machine = Machine({"a": 1e-3})
+    state = RequestState(Request("r", 10, 100), 0)
+    state.round, state.drafter = 5, "a"
+    policy._courses["r"] = course = _exploited()
+    course.until = 5
+    policy._observed._note(state, "a", 50.0)
+    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    assert policy.select([state], work) == {"r": None}
+
+
+def test_a_drafter_lost_in_mid_chunk_is_replaced_for_the_rest_of_it() -> None:
+    world = make_world({"alpha": 8, "beta": 4}).run(2)
+    course = world.policy._courses["0"]  # type: ignore[attr-defined]
+    until, lost = course.until, world.played[-1]["0"]
+    assert lost is not None
+    world.drafters[lost].up = False
+    world.run(1)
+    assert world.played[-1]["0"] not in (lost, None)
+    assert course.until == until
+
+
+def test_instances_of_one_model_are_not_changed_for_each_other() -> None:
+    names = ("a", "b", "c", "d")
+    machine = Machine(
+        dict.fromkeys(names, 1e-3), beside=True, models=dict.fromkeys(names, "m"), capacity=8
+    )
+    world = make_world(machine=machine, rates=lambda _: {"m": 0.7}, live=8).run(100)
+    assert world.num_switches == 0
+    assert set(world.policy._observed.by_model) == {"m"}  # type: ignore[attr-defined]
+
+
+def wishes(world: Rounds) -> dict[str, str]:
+    """What the first request would have read now, and by the round in which it is used."""
+    decoding = [s for s in world.states if s.round]
+    return {w.state.request.id: w.drafter for w in world.policy.replays(decoding, world.work())}
+
+
+def test_the_next_chunks_drafter_reads_before_the_switch() -> None:
+    world = make_world({"alpha": 60, "beta": 3})
+    foreseen = 0
+    for _ in range(55):
+        world.round()
+        course = world.policy._courses["0"]  # type: ignore[attr-defined]
+        wished = wishes(world).get("0")
+        if course.until == world.states[0].round and wished is not None:
+            world.round()
+            assert world.played[-1]["0"] == wished
+            foreseen += 1
+    assert foreseen > 8
+
+
+def test_before_a_matching_the_highest_estimate_reads() -> None:
+    policy = Lbss(Lbss.Options(alpha=2, beta=2))
+    machine = Machine({"a": 1e-3, "b": 1e-3, "c": 1e-3}, beside=True)
+    state = RequestState(Request("r", 10, 100), 0)
+    state.round, state.drafter = 4, "a"
+    policy._courses["r"] = course = _exploited()
+    course.until = 6
+    for name, goodput in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
+        policy._observed._note(state, name, goodput)
+    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    wish = policy.replays([state], work)
+    assert [(w.drafter, w.evaluate) for w in wish] == [("b", False)]
+    course.until = 20
+    assert not policy.replays([state], work)
+
+
+def test_inside_a_step_and_without_fast_switch_nothing_is_read_early() -> None:
+    inline = make_world(machine=Machine(dict.fromkeys(NAMES, 1e-3)), live=4).run(100)
+    assert inline.num_replayed == 0
+    assert make_world({"fast_switch": False}, live=4).run(100).num_replayed == 0
+    assert make_world(live=4).run(100).num_replayed > 0
+
+
+def test_fast_switching_saves_reading() -> None:
+    machine = Machine(dict.fromkeys(NAMES, 1e-3), beside=True, per_catch_up_token=0.1e-3)
+    found = [
+        make_world({"fast_switch": fast}, machine=machine, live=4, prompt_len=400).run(200)
+        for fast in (False, True)
+    ]
+    assert found[1].goodput > 1.05 * found[0].goodput
+
+
+def test_theorem_1_does_not_hold_where_a_switch_reads_the_context() -> None:
+    """Switches grow with log T, but what they read grows like T: an exploration after 2^k rounds
+    reads a context of order 2^k. The paper's O(log T) takes a switch to cost the same always."""
+    world = make_world({"fast_switch": False}, prompt_len=1, max_tokens=200_000)
+    horizon, switches, read = [300, 1200, 4800], [], []
+    for rounds in horizon:
+        while len(world.played) < rounds:
+            world.round()
+        switches.append(world.num_switches)
+        read.append(sum(world.switched_len))
+    # Four times the rounds are two epochs more: about as many switches each time ...
+    assert switches[2] - switches[1] == pytest.approx(switches[1] - switches[0], rel=0.5)
+    assert switches[2] < 3 * switches[0]
+    # ... and about four times the reading.
+    assert 2.5 < read[1] / read[0] < 6
+    assert 2.5 < read[2] / read[1] < 6
+
+
+def test_drafters_of_the_wrong_kind_are_no_destination() -> None:
+    policy = Lbss(Lbss.Options())
+    drafters = {"a": Drafter("a"), "b": Drafter("b", own_lane=True, up=False)}
+    state = RequestState(Request("r", 10, 100), 0)
+    policy._courses["r"] = _exploited()
+    estimators = Machine({"a": 1e-3, "b": 1e-3}).estimators()
+    assert not policy.replays([state], SelectionWork(drafters, estimators))

@@ -1,0 +1,73 @@
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+from tests.core.selection.rounds import Machine, Rounds
+
+from penstock.core.registry import make_policy
+from penstock.core.selection import SelectionWork
+from penstock.core.selection.ucb import Ucb
+from penstock.core.state import RequestState
+from penstock.core.types import Request
+
+NAMES = ("d0", "d1", "d2", "d3")
+
+
+def make_world(rates: dict[str, float], options: dict[str, Any] | None = None) -> Rounds:
+    machine = Machine(dict.fromkeys(NAMES, 1e-3), beside=True)
+    policy = make_policy("selection", "ucb", options)
+    return Rounds(policy, machine, lambda _: rates, live=1, max_tokens=4000)
+
+
+def test_every_drafter_is_tried_and_the_best_is_found() -> None:
+    world = make_world({"d0": 0.3, "d1": 0.4, "d2": 0.9, "d3": 0.5}).run(400)
+    used = [chosen["0"] for chosen in world.played]
+    assert set(used) >= set(NAMES)
+    assert used[200:].count("d2") > 180
+
+
+def test_stages_of_a_drafter_double_and_switches_grow_with_the_logarithm() -> None:
+    policy = Ucb(Ucb.Options(growth=1.0))
+    assert [policy._length(r) for r in range(5)] == [1, 2, 4, 8, 16]
+    world = make_world({"d0": 0.8, "d1": 0.8, "d2": 0.8, "d3": 0.8})
+    counts = []
+    for rounds in (100, 400, 1200):
+        world.run(rounds - len(world.played))
+        own = [chosen["0"] for chosen in world.played if "0" in chosen]
+        counts.append(sum(a != b for a, b in itertools.pairwise(own)))
+    assert counts[0] > 2
+    assert counts[2] - counts[1] <= counts[1] - counts[0] + 4
+
+
+def test_more_optimism_explores_more() -> None:
+    rates = {"d0": 0.7, "d1": 0.6, "d2": 0.6, "d3": 0.6}
+    shy, bold = (make_world(rates, {"optimism": o}).run(300) for o in (0.0, 2.0))
+    assert bold.num_switches > shy.num_switches
+
+
+def test_a_long_text_keeps_its_drafter_where_a_short_one_changes() -> None:
+    machine = Machine({"a": 1e-3, "b": 1e-3})
+    chosen = []
+    for prompt_len in (10, 5000):
+        policy = Ucb(Ucb.Options(optimism=0.0))
+        state = RequestState(Request("r", prompt_len, 100), 0)
+        state.round, state.drafter = 8, "a"
+        for _ in range(20):
+            policy._observed._note(state, "a", 200.0)
+            policy._observed._note(state, "b", 230.0)
+        work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+        chosen.append(policy.select([state], work)["r"])
+    assert chosen == ["b", "a"]
+
+
+def test_what_others_have_seen_is_where_a_request_begins() -> None:
+    machine = Machine({"a": 1e-3, "b": 1e-3})
+    policy = Ucb(Ucb.Options())
+    for i in range(20):
+        other = RequestState(Request(f"o{i}", 10, 100), i)
+        policy._observed._note(other, "a", 200.0)
+        policy._observed._note(other, "b", 400.0)
+    state = RequestState(Request("r", 10, 100), 0)
+    work = SelectionWork(machine.make_drafters(), machine.estimators())
+    assert policy.select([state], work) == {"r": "b"}

@@ -1,0 +1,280 @@
+"""Groups of requests: drafted for and verified in turn, of equal size, and never twice."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.core.fakes import ToyDrafter, ToyExecutor
+from tests.core.world import Rotating, World, make_request, make_scheduler
+
+from penstock.core.division import Division
+from penstock.core.estimators import Estimators
+from penstock.core.pipeline import Auto, MicroBatches, make_pipeline
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import (
+    TARGET,
+    DraftOrder,
+    DraftSource,
+    Request,
+    StepPlan,
+    StepResult,
+    Verdict,
+)
+from penstock.fluid.step_profile import DrafterProfile, StepProfile
+
+A_DEVICE_EACH = StepProfile(
+    "a device each",
+    1000,
+    (0, 100),
+    (0.0, 0.1),
+    drafters=tuple(DrafterProfile(n, (0, 100), (0.0, 0.1)) for n in ("a", "b", "d")),
+)
+
+
+def make_world(pipeline: str, *names: str, selection: object = None) -> World:
+    """Drafters with lanes of their own, right in half of their guesses."""
+    drafters = [ToyDrafter(name, 0.5) for name in names or ("d",)]
+    scheduler = make_scheduler(
+        drafters=drafters,
+        own_lanes=[d.name for d in drafters],
+        pipeline=pipeline,
+        num_blocks=256,
+        selection=selection,
+        estimators=Estimators(A_DEVICE_EACH),
+    )
+    return World(scheduler, ToyExecutor(4, {d.name: d for d in drafters}))
+
+
+def prefill(world: World, requests: Sequence[Request]) -> None:
+    world.arrive(*requests)
+    while any(not s.num_output_tokens for s in world.scheduler.running.values()):
+        world.executor.run(TARGET)
+        world.turn()
+    world.turn()
+
+
+def in_flight(world: World, lane: str) -> set[str]:
+    """Requests of a lane's plan."""
+    plans = [job.plan for job in world.executor.lanes.get(lane, ())]
+    return {i.request_id for p in plans for i in (*p.items, *p.drafts)}
+
+
+def items_of(plan: StepPlan) -> list[str]:
+    return [i.request_id for i in plan.items]
+
+
+def test_the_target_verifies_one_group_while_the_other_is_drafted_for() -> None:
+    world = make_world("2")
+    prefill(world, [make_request(n, seed=i, max_tokens=60) for i, n in enumerate("rstu")])
+    first = in_flight(world, "d")
+    assert len(first) == 2
+    assert not in_flight(world, TARGET), "nothing to verify yet"
+    for _ in range(6):
+        world.executor.run("d")
+        world.turn()
+        world.turn()
+        verified, drafted = in_flight(world, TARGET), in_flight(world, "d")
+        assert verified == first
+        assert drafted == set("rstu") - first, "at the same time"
+        assert all(
+            i.source is DraftSource.HELD for i in world.plans[-1].items or world.plans[-2].items
+        )
+        world.executor.run(TARGET)
+        world.turn()
+        world.turn()
+        assert not in_flight(world, TARGET), "its group is being drafted for still"
+        first = drafted
+
+
+def test_a_group_waits_for_its_slowest_lane_and_another_goes_first() -> None:
+    world = make_world("2", "a", "b")
+    names = {"r": "a", "s": "a", "t": "b", "u": "b"}
+    prefill(
+        world,
+        [
+            make_request(n, seed=i, drafter=d, max_tokens=60)
+            for i, (n, d) in enumerate(names.items())
+        ],
+    )
+    slow = in_flight(world, "a") | in_flight(world, "b")
+    assert len(slow) == 2, "one request of each drafter"
+    world.executor.run("b")
+    world.turn()
+    world.turn()
+    assert not in_flight(world, TARGET), "half of the group is there"
+    assert len(in_flight(world, "b") - slow) == 1, "its lane goes on with the next group"
+    world.executor.run("b")
+    world.turn()
+    world.turn()
+    assert not in_flight(world, TARGET)
+    world.executor.run("a")
+    world.turn()
+    world.turn()
+    assert in_flight(world, TARGET) == slow
+    world.executor.run("a")
+    world.executor.run(TARGET)
+    world.turn()
+    world.turn()
+    assert in_flight(world, TARGET) == set(names) - slow
+
+
+@pytest.mark.parametrize("pipeline", ["2", "3", "5", "auto", "async"])
+@pytest.mark.parametrize("rotating", [False, True])
+def test_everybody_finishes_whatever_is_late(pipeline: str, rotating: bool) -> None:
+    world = make_world(pipeline, "a", "b", selection=Rotating() if rotating else None)
+    requests = [make_request(f"r{i}", seed=i, max_tokens=30 + i) for i in range(11)]
+    world.chaos = world.chaos.__class__(patience=0.5)
+    world.run(requests)
+    world.check_outputs()
+    world.check_empty()
+    assert world.executor.num_accepted > 0
+
+
+def test_those_that_do_not_draft_join_any_group() -> None:
+    world = make_world("2")
+    drafting = [make_request(n, seed=i, max_tokens=60) for i, n in enumerate("rs")]
+    prefill(world, [*drafting, make_request("alone", seed=9, drafter="none", max_tokens=60)])
+    steps = []
+    for _ in range(6):
+        world.executor.run("d")
+        world.turn()
+        world.turn()
+        steps.append(in_flight(world, TARGET))
+        world.executor.run(TARGET)
+        world.turn()
+        world.turn()
+    assert all("alone" in step for step in steps)
+    assert Counter(n for step in steps for n in step - {"alone"}) == {"r": 3, "s": 3}
+
+
+def test_a_failed_lane_holds_nobody_up() -> None:
+    world = make_world("2")
+    prefill(world, [make_request(n, seed=i) for i, n in enumerate("rstu")])
+    lost = in_flight(world, "d")
+    world.executor.report(world.executor.end("d", frozenset(lost)))
+    world.turn()
+    world.turn()
+    assert in_flight(world, TARGET) == lost, "without drafts"
+    assert all(i.source is DraftSource.NONE for i in world.plans[-1].items)
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+
+
+def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
+    world = make_world("auto")
+    pipeline = world.scheduler._pipeline
+    assert isinstance(pipeline, Auto)
+    (drafter,) = world.scheduler._drafters.values()
+    assert not drafter.own_lane, "nothing is known yet"
+    world.run([make_request("r", max_tokens=12)])
+    assert pipeline.setting.num == 0, "one request cannot be in two places"
+    assert any(i.source is DraftSource.INLINE for p in world.plans for i in p.items)
+
+    world.arrive(*(make_request(n, seed=i, max_tokens=40) for i, n in enumerate("stuv")))
+    for _ in range(12):
+        world._move()
+        world.turn()
+    assert pipeline.setting.num > 1
+    assert drafter.own_lane
+    world.run()
+    world.check_outputs()
+    world.check_empty()
+    world.run([make_request("w", max_tokens=12)])
+    assert pipeline.setting.num == 0
+    assert not drafter.own_lane
+
+
+def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
+    world = make_world("auto")
+    flat = StepProfile("flat", 1000, (0,), (0.1,), drafters=(DrafterProfile("d", (1,), (0.01,)),))
+    world.scheduler.estimators.step_model.profile = flat
+    world.run([make_request(f"r{i}", seed=i, max_tokens=20) for i in range(6)])
+    assert world.scheduler._pipeline.setting.num == 0  # type: ignore[attr-defined]
+    assert all(p.lane == TARGET for p in world.plans)
+
+
+def test_auto_gives_up_a_pipeline_that_is_slower_than_promised() -> None:
+    """The profile promises twice the rate; steps beside drafters take four times as long."""
+    pipeline = Auto()
+    estimators = Estimators(A_DEVICE_EACH)
+    drafters = {"d": Drafter("d")}
+    running = [state(i, "d", is_free=True) for i in range(8)]
+    for made in running:
+        made.append([1])
+        made.kv_of(TARGET).num_computed_tokens = made.num_known_tokens - 1
+    now, settings = 0.0, []
+    for number in range(600):
+        slow = 4.0 if pipeline.setting.num else 1.0
+        num = max(1, pipeline.setting.num)
+        took = slow * 0.001 * 8 * 5 / num
+        verdicts = tuple(
+            Verdict(s.request.id, 0, 0, (1,), "d", num_proposed=4) for s in running[: 8 // num]
+        )
+        result = StepResult(number, TARGET, now, now + took, verdicts=verdicts)
+        now += took
+        pipeline.stepped(running, drafters, estimators, result)
+        settings.append(pipeline.setting.num)
+    assert max(settings) > 1, "it was tried"
+    assert settings[-100:] == [0] * 100
+
+
+def state(number: int, drafter: str, *, is_free: bool) -> RequestState:
+    made = RequestState(Request(f"r{number}", 4, 9), number)
+    made.drafter = drafter
+    made.draft_order = None if is_free else DraftOrder(f"r{number}", 0, 0, drafter, 0, 1, 2)
+    return made
+
+
+@given(
+    num=st.integers(2, 6),
+    members=st.lists(
+        st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.booleans()), max_size=40
+    ),
+)
+def test_divisions_are_balanced_as_far_as_requests_may_move(
+    num: int, members: list[tuple[str, int, bool]]
+) -> None:
+    division = Division([1 / num] * num)
+    states = [state(i, d, is_free=free) for i, (d, _, free) in enumerate(members)]
+    before = {}
+    for made, (_, group, _) in zip(states, members, strict=True):
+        division.put(made, group % num)
+        before[made.request.id] = group % num
+    division.balance()
+    after = division.groups()
+    assert after.keys() == before.keys()
+    for made in states:
+        if made.draft_order is not None:
+            assert after[made.request.id] == before[made.request.id]
+    for drafter in "abc":
+        own = [s for s in states if s.drafter == drafter]
+        sizes = Counter(after[s.request.id] for s in own)
+        for made in own:
+            if made.draft_order is None:
+                group = after[made.request.id]
+                assert sizes[group] - min(sizes[g] for g in range(num)) <= 1
+    if all(s.draft_order is None for s in states):
+        totals = Counter(after.values())
+        assert max(totals[g] for g in range(num)) - min(totals[g] for g in range(num)) <= 1
+
+
+def test_a_newcomer_goes_where_there_are_fewest() -> None:
+    pipeline = MicroBatches(3)
+    states = [state(i, "a", is_free=True) for i in range(5)]
+    for count in range(1, 6):
+        pipeline.divide(states[:count])
+        sizes = Counter(pipeline.group_of(s) for s in states[:count])
+        assert max(sizes.values()) - min(sizes[g] for g in range(3)) <= 1
+    assert pipeline.group_of(state(9, "a", is_free=True)) is None
+
+
+def test_one_micro_batch_is_no_pipeline() -> None:
+    with pytest.raises(ValueError, match="at least 2"):
+        MicroBatches(1)
+    with pytest.raises(ValueError, match="unknown pipeline '1'"):
+        make_pipeline("1")

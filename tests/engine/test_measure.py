@@ -1,0 +1,100 @@
+"""Step times of an engine: measured, written, and read again instead of measuring."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.engine.small_family import write_family
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.config import parse_config, read_profile
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.measure import Grid, measure, num_measurements
+
+GRID = Grid((1, 2, 4), (0, 3), (16, 64), (1, 8, 64), repeats=2, together_s=0.01)
+
+
+@pytest.fixture(scope="module")
+def settings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    family = write_family(tmp_path_factory.mktemp("family"))
+    return {
+        "target": family["target"],
+        "drafters": {"near": str(family["near"]), "far": str(family["far"]), "look": "ngram"},
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_tokens": 2048,
+    }
+
+
+def load(settings: dict[str, Any], **more: Any) -> Engine:
+    return load_engine(parse_config({"engine": {**settings, **more}}).engine)
+
+
+def test_every_model_is_measured(settings: dict[str, Any]) -> None:
+    engine = load(settings)
+    calls = []
+    measured = measure(engine, GRID, lambda: calls.append(1))
+    assert len(calls) == num_measurements(engine, GRID)
+    assert len(measured.steps) == 2 * 3 * 2 + 2 * 3
+    assert all(seconds > 0 for _, seconds in measured.steps)
+    assert [d.name for d in measured.drafters] == ["near", "far", "look"]
+    for known in measured.drafters:
+        assert known.batch_counts == (1, 2, 4)
+        assert known.batch_seconds[0] > 0
+        assert min(known.slowdown, known.target_slowdown) >= 1
+    assert measured.drafters[0].per_catch_up_token > 0
+    # Nothing is left behind that a request could stumble over.
+    assert engine.scheduler.pool.num_used_blocks == 0
+
+
+def test_a_grid_stays_within_memory_and_context(settings: dict[str, Any]) -> None:
+    engine = load(settings, kv_tokens=512, max_model_len=96)
+    measured = measure(engine, replace(GRID, batches=(1, 4, 8)))
+    works = [work for work, _ in measured.steps]
+    assert {w.num_decodes for w in works if w.num_kv_tokens == 64 * w.num_decodes} == {0, 1, 4}
+    assert {w.num_decodes for w in works if w.num_kv_tokens == 16 * w.num_decodes} == {0, 1, 4, 8}
+    assert measured.drafters[0].batch_counts == (1, 4)
+    assert not any(w.num_prefill_tokens == 64 and w.prefill_context > 64 * 32 for w in works)
+
+
+def test_measured_by_command_and_read_by_the_engine(
+    settings: dict[str, Any], tmp_path: Path
+) -> None:
+    out = tmp_path / "toy.json"
+    drafters = [f"--drafter={name}={path}" for name, path in settings["drafters"].items()]
+    result = CliRunner().invoke(
+        app,
+        [
+            *("profile", "measure", str(settings["target"]), *drafters, "--out", str(out)),
+            *("--threads=1", "--batch=1,4", "--contexts=16", "--repeats=1", "--dtype=float32"),
+            "--json",
+        ],
+    )
+    assert result.exit_code == 0, result.output
+    told = json.loads(result.stdout)
+    profile = read_profile(out)
+    assert told["name"] == profile.name == "toy"
+    assert [d.name for d in profile.drafters] == ["near", "far", "look"]
+    assert "best of 1" in profile.origin
+    assert "1 thread" in profile.origin
+
+    data = json.loads(out.read_text())
+    data["drafters"] = data["drafters"][:2]
+    data["drafters"][1].update(batch_counts=[1], batch_seconds=[7.0], per_catch_up_token=3.0)
+    out.write_text(json.dumps(data))
+    times = load(settings, profile=out).scheduler.estimators.step_times
+    assert times.curve_of("far")(1) == 7.0, "believed, not measured"
+    assert times.catch_up_of("far") == 3.0
+    assert times.target(8) == pytest.approx(profile.linear(8))
+    assert 0 < times.curve_of("look")(1) < 1.0, "not in the profile: measured"
+
+
+def test_without_a_profile_reading_is_measured_too(settings: dict[str, Any]) -> None:
+    times = load(settings).scheduler.estimators.step_times
+    assert 0 < times.catch_up_of("near") < times.curve_of("near")(1)
+    assert times.catch_up_of("look") >= 0

@@ -1,0 +1,57 @@
+"""Made-up batches: every token has a block of its own, and every layout computes the same."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from penstock.core.packing import LAYOUTS
+from penstock.engine.attention import make_backend
+from penstock.engine.rehearsal import (
+    BLOCK_SIZE,
+    Rehearsal,
+    blocks_needed,
+    decoder_shape,
+    random_cache,
+    random_queries,
+    verification_batch,
+)
+
+LENGTHS = [5, 70, 33, 16, 200]
+CONFIG = decoder_shape(hidden=24, intermediate=32, layers=2, heads=3, kv_heads=1, head_dim=8)
+
+
+def test_requests_share_no_block_and_end_with_their_window() -> None:
+    num_blocks = blocks_needed(LENGTHS)
+    batch = verification_batch(LENGTHS, 4, num_blocks, seed=3)
+    used = [
+        block
+        for table, length in zip(batch.block_tables, LENGTHS, strict=True)
+        for block in table[: -(-length // BLOCK_SIZE)].tolist()
+    ]
+    assert sorted(used) == list(range(num_blocks))
+    assert used != sorted(used)
+    for i, length in enumerate(LENGTHS):
+        rows = slice(*batch.query_start[i : i + 2])
+        assert batch.positions[rows].tolist() == list(range(length - 4, length))
+
+
+def test_every_layout_attends_alike_over_a_cache_without_zeros() -> None:
+    num_blocks = blocks_needed(LENGTHS)
+    cache = random_cache(CONFIG, num_blocks)
+    assert all(bool((layer != 0).all()) for layer in cache.layers)
+    batch = verification_batch(LENGTHS, 4, num_blocks, seed=3)
+    q = random_queries(CONFIG, batch.num_tokens)
+    found = []
+    for layout in LAYOUTS:
+        backend = make_backend(layout, cache, CONFIG.num_heads)
+        found.append(backend.attend(q, 1, backend.prepare(batch)))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
+    torch.testing.assert_close(found[0], found[2], rtol=0, atol=1e-5)
+
+
+def test_every_layout_is_timed() -> None:
+    times = Rehearsal(CONFIG, blocks_needed(LENGTHS)).times(LENGTHS, 4, turns=5)
+    assert set(times) == set(LAYOUTS)
+    for found in times.values():
+        assert 0 < found.attention < np.inf

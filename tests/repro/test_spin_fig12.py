@@ -1,0 +1,77 @@
+"""What Spin's figure 12 makes of known cells, and of whom its batches are made."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from penstock.core.packing import Layout
+from penstock.repro import spin_fig12
+from penstock.repro.spin_fig12 import Cell, contexts, exhaustion, latency, order
+
+ALL = [(name, batch) for name in (*spin_fig12.WORKLOADS, "Mix") for batch in (4, 8, 16, 32)]
+
+
+def by_layout(packed: float, padded: float, decomposed: float) -> dict[Layout, float]:
+    return {"packed": packed, "padded": padded, "decomposed": decomposed}
+
+
+def cells(decomposed: float = 0.6, held: float = 40.0) -> dict[tuple[str, int], Cell]:
+    """Padded steps take a second; at batch 32 they hold 100 tokens, else 50."""
+    return {
+        (name, batch): Cell(
+            step=by_layout(0.5, 1.0, decomposed),
+            attention=by_layout(0.5, 1.0, {"Alpaca": 0.4, "CP": 0.9}.get(name, 0.6)),
+            held=by_layout(40, 100 if batch == 32 else 50, held),
+            real=40,
+        )
+        for name, batch in ALL
+    }
+
+
+def test_a_reduction_like_the_papers_holds() -> None:
+    found = latency(cells(0.65))
+    assert found.outcome == "holds"
+    assert "the whole step by 35.0%, its attention by 60.0%; packed by 50.0%" in found.measured
+    assert latency(cells(0.99)).outcome == "holds in part"
+
+
+def test_the_order_of_the_data_sets_is_judged() -> None:
+    assert order(cells()).outcome == "holds"
+    wrong = cells()
+    for name in ("Alpaca", "CP"):
+        wrong[name, 32].attention["decomposed"] = 0.7
+    assert order(wrong).outcome == "does not hold"
+
+
+def test_memory_must_tell_padding_from_decomposition() -> None:
+    assert exhaustion(cells()).outcome == "holds"
+    assert exhaustion(cells(held=120.0)).outcome == "does not hold"
+
+
+def test_where_requests_fare_alike_their_lengths_do_too() -> None:
+    def padded_to_real(name: str) -> float:
+        batches = [contexts(name, 16, seed) for seed in range(40)]
+        return float(np.mean([16 * max(batch) / sum(batch) for batch in batches]))
+
+    assert padded_to_real("CP") < padded_to_real("Alpaca")
+    assert padded_to_real("CP") < padded_to_real("CIP")
+    assert len(contexts("Mix", 7, 0)) == 7
+    assert contexts("Mix", 7, 0)[0] in contexts("Alpaca", 7, 0)
+
+
+def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(spin_fig12.ReproError, match=r"pip install 'penstock\[serve\]'"):
+        spin_fig12.measure([[30, 40]], 1)
+
+
+def test_to_list_the_entries_needs_no_torch() -> None:
+    code = (
+        "import sys; from penstock.repro import entries; entries(); print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "False\n"

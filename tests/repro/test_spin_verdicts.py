@@ -1,0 +1,74 @@
+"""What figure 11 of Spin makes of figures that are known."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.repro import spin_fig11
+from penstock.repro.spin_fig11 import Goodput, Ratio, goodput, profile, verdicts, workload
+
+
+def test_times_are_the_rooflines() -> None:
+    machine = profile("7B")
+    weights = 2 * 6.7e9 / (0.7 * 900e9)
+    assert machine.linear(1) == pytest.approx(weights + 0.5e-3, rel=0.02)
+    assert machine.linear(101) - machine.linear(1) == pytest.approx(100 * 13.4e9 / 50e12)
+    seconds = [d.seconds(1, 1) for d in machine.drafters]
+    assert seconds == sorted(seconds)
+    assert 1e-3 > seconds[0] > 0.5e-3
+    assert profile("30B").linear(1) < 1.3 * machine.linear(1)
+
+
+def test_everybody_is_there_from_the_beginning() -> None:
+    load = workload(50, seed=1)
+    assert not load.arrival_time.any()
+    assert (workload(50, seed=1).output_len == load.output_len).all()
+    assert (workload(50, seed=2).output_len != load.output_len).any()
+
+
+def test_a_ratio_is_within_its_interval() -> None:
+    ratio = Ratio.of(np.array([2.0, 2.2, 1.8, 2.0]), np.ones(4))
+    assert ratio.low < ratio.mean < ratio.high
+    assert ratio.mean == pytest.approx(1.99, abs=0.01)
+    same = Ratio.of(np.full(3, 1.5), np.ones(3))
+    assert same.low == pytest.approx(same.high) == pytest.approx(1.5)
+
+
+def figures(**rates: float) -> Goodput:
+    """The same in every cell, with a little noise."""
+    noise = np.array([1.0, 1.01, 0.99])
+    return {
+        (t, d, p): rates.get(p, 100.0) * noise
+        for t in spin_fig11._TARGETS
+        for d in spin_fig11._DATASETS
+        for p in spin_fig11._POLICIES
+    }
+
+
+def test_verdicts_say_who_is_ahead() -> None:
+    found = [v.outcome for v in verdicts(figures(LBSS=130.0))]
+    assert found[:4] == ["holds", "holds", "holds", "does not hold"]
+    assert found[4:] == ["holds", "does not hold", "does not hold"]
+    worse = [v.outcome for v in verdicts(figures(LBSS=90.0))]
+    assert set(worse) == {"does not hold"}
+
+
+def test_a_claim_that_holds_somewhere_holds_in_part() -> None:
+    found = figures(LBSS=90.0)
+    found["7B", "hard", "LBSS"] = found["7B", "hard", "LBSS"] * 2
+    assert verdicts(found)[0].outcome == "holds in part"
+
+
+def test_a_larger_gain_with_a_larger_target_is_seen() -> None:
+    found = figures(LBSS=110.0)
+    found["30B", "easy", "LBSS"] = found["30B", "easy", "LBSS"] * 1.2
+    assert verdicts(found)[3].outcome == "holds"
+
+
+def test_a_run_keeps_eight_requests_live_and_is_reproducible() -> None:
+    rate = goodput("7B", "mix", "LBSS", 1.0, 0)
+    assert rate == goodput("7B", "mix", "LBSS", 1.0, 0)
+    assert rate != goodput("7B", "mix", "LBSS", 1.0, 1)
+    # Eight requests, at least a token in each step of 23 ms, and at most five.
+    assert 150 < rate < 8 * 5 / 0.02

@@ -1,0 +1,211 @@
+"""Drafters of a simulated machine: times of their own, capacities, instances, lanes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from penstock.core.types import (
+    TARGET,
+    DraftOrder,
+    DraftSource,
+    Output,
+    Request,
+    StepPlan,
+    VerifyItem,
+)
+from penstock.fluid.step_profile import DrafterProfile, StepProfile
+from penstock.sim.acceptance import AcceptanceByDrafter, GeometricAcceptance, RecordedAcceptance
+from penstock.sim.clock import VirtualClock
+from penstock.sim.drafters import (
+    Capacity,
+    DrafterCounts,
+    parse_capacities,
+    parse_drafter_seconds,
+)
+from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
+from penstock.sim.run import Setup, make_scheduler, run
+from penstock.sim.workloads import Workload, WorkloadError, make_workload
+
+SMALL = DrafterProfile("small", (1, 4), (1e-3, 2e-3), 1e-4, slowdown=1.5, target_slowdown=2.0)
+PROFILE = StepProfile("toy", 4096, (1, 256), (1e-2, 2e-2), drafters=(SMALL,))
+
+
+def order(request: str, read: int = 1, length: int = 4, drafter: str = "small") -> DraftOrder:
+    return DraftOrder(request, 0, 0, drafter, 0, read, length)
+
+
+def test_a_step_is_taken_by_those_who_want_that_many() -> None:
+    times = ProfiledStepTimes(PROFILE)
+    assert times.draft("small", [order("a")]) == pytest.approx(4e-3)
+    four = [order(name) for name in "abcd"]
+    assert times.draft("small", four) == pytest.approx(8e-3)
+    # Two steps of four requests, then two of one.
+    ragged = [order("a", length=4), *(order(name, length=2) for name in "bcd")]
+    assert times.draft("small", ragged) == pytest.approx(2 * 2e-3 + 2 * 1e-3)
+
+
+def test_reading_is_charged_by_token() -> None:
+    times = ProfiledStepTimes(PROFILE)
+    assert times.draft("small", [order("a", read=101)]) == pytest.approx(4e-3 + 100 * 1e-4)
+    assert times.draft("small", [order("a", 101, 0)]) == pytest.approx(1e-3 + 100 * 1e-4)
+
+
+def test_a_drafter_without_times_takes_its_share() -> None:
+    times = ProfiledStepTimes(PROFILE, draft_share=0.1)
+    assert times.draft("other", [order("a", 50, 3, "other")]) == pytest.approx(3 * 1e-3)
+
+
+def executor(clock: VirtualClock, setup: Setup) -> SimulatedExecutor:
+    drafters = setup.make_drafters()
+    profiles = {d.name: SMALL for d in drafters}
+    times = ProfiledStepTimes(PROFILE, 0.0, profiles)
+    return SimulatedExecutor(
+        clock, times, GeometricAcceptance({"small": 1.0}), None, drafters, profiles
+    )
+
+
+def item(request: str) -> VerifyItem:
+    return VerifyItem(request, 0, 0, 4, 1, True, DraftSource.NONE)
+
+
+def test_what_begins_beside_the_other_side_is_slowed() -> None:
+    clock = VirtualClock()
+    world = executor(clock, Setup(PROFILE, drafters=("small",), pipeline="async"))
+    requests = (Request("a", 4, 9), Request("b", 4, 9))
+    alone = PROFILE.linear(1)
+    world.submit(StepPlan(1, TARGET, 0.0, items=(item("a"),), new_requests=requests))
+    assert world.next_completion == pytest.approx(alone)
+    world.submit(StepPlan(2, "small", 0.0, drafts=(order("b"),)))
+    assert world.next_completion == pytest.approx(4e-3 * 1.5), "beside the target"
+    clock.advance_to(4e-3 * 1.5)
+    (drafted,) = world.collect()
+    assert drafted.draft_times[0].seconds == pytest.approx(4e-3 * 1.5)
+    clock.advance_to(alone)
+    (verified,) = world.collect()
+    assert verified.work_seconds == pytest.approx(alone), "what had begun goes on at its speed"
+    world.submit(StepPlan(3, "small", clock.now(), drafts=(order("b"),)))
+    assert world.next_completion == pytest.approx(alone + 4e-3), "nobody works beside it"
+    world.submit(StepPlan(4, TARGET, clock.now(), items=(item("a"),)))
+    clock.advance_to(alone + 2 * alone)
+    assert [r.plan_id for r in world.collect()] == [3, 4]
+    assert world.next_completion is None
+
+
+def test_what_is_only_read_is_answered_and_evaluated_once() -> None:
+    clock = VirtualClock()
+    world = executor(clock, Setup(PROFILE, drafters=("small",), pipeline="async"))
+    read = DraftOrder("a", 0, 3, "small", 0, 10, 0, evaluate=True)
+    again = read._replace(start=8, num_catch_up_tokens=6)
+    unasked = read._replace(start=14, num_catch_up_tokens=2, evaluate=False)
+    requests = (Request("a", 4, 30),)
+    found = []
+    for number, wanted in enumerate((read, again, unasked)):
+        world.submit(
+            StepPlan(number, "small", clock.now(), drafts=(wanted,), new_requests=requests)
+        )
+        requests = ()
+        assert world.next_completion is not None
+        clock.advance_to(world.next_completion)
+        (result,) = world.collect()
+        assert result.drafts == ()
+        assert result.draft_times[0].steps == 0
+        found += result.replays
+    # Output tokens 4..9 of the text, then 10..13; all are guessed, since all drafts are accepted.
+    assert [(r.num_tokens, r.num_matched) for r in found] == [(6, 6), (4, 4), (0, 0)]
+
+
+def test_instances_share_a_model_and_have_a_capacity_each() -> None:
+    setup = Setup(PROFILE, drafters=("small", "other"), capacities={"small": Capacity(3, 2)})
+    first, second, other = setup.make_drafters()
+    assert (first.name, first.model, first.max_num_seqs) == ("small/1", "small", 3)
+    assert (second.name, second.model) == ("small/2", "small")
+    assert first.pool is not second.pool
+    assert (other.name, other.model, other.max_num_seqs, other.pool) == ("other", None, None, None)
+    estimators = make_scheduler(setup).estimators
+    assert estimators.step_times.curve_of("small/2")(4) == pytest.approx(2e-3)
+    assert estimators.step_times.catch_up_of("small/1") == pytest.approx(1e-4)
+
+
+def test_a_full_drafter_leaves_requests_to_the_other_instance() -> None:
+    workload = Workload("six", *(make_workload("low", num_requests=6, rate=1e6).prompt_len,) * 2)
+    workload = make_workload(workload, rate=1e6)
+    setup = Setup(
+        PROFILE,
+        drafters=("small",),
+        acceptance=GeometricAcceptance({"small": 0.8}),
+        capacities={"small": Capacity(2, 2)},
+        allocation="fixed",
+        selection_options={"drafter": "small"},
+    )
+    counts = DrafterCounts()
+    run(setup, workload, instruments=[counts])
+    assert set(counts.rounds) == {"small/1", "small/2"}
+    assert counts.num_switches == 0
+    full = DrafterCounts()
+    run(replace(setup, capacities={"small": Capacity(2)}), workload, instruments=[full])
+    assert set(full.rounds) == {"small"}
+    assert full.taken_up["small"] <= 6
+
+
+def test_counts_of_drafters() -> None:
+    counts = DrafterCounts()
+    for name in ("a", "a", None, "b", "a"):
+        counts.on_output(Output("r", (1,), 1, drafter=name, num_proposed=2, num_accepted=1))
+    figures = counts.figures(2)
+    assert figures["switches_per_request"] == 1.0
+    assert figures["drafters"]["a"] == {"rounds": 3, "taken_up": 2, "accepted": 3, "seconds": 0.0}
+
+
+@pytest.mark.parametrize(
+    "text", ["small", "small=", "small=0", "small=2x0", "small=x2", "small=-1"]
+)
+def test_a_capacity_that_is_none(text: str) -> None:
+    with pytest.raises(WorkloadError, match="NAME=B or NAME=BxK"):
+        parse_capacities([text], ["small"])
+
+
+def test_capacities_and_seconds_from_text() -> None:
+    assert parse_capacities(["a=8", "b=4x2"], ["a", "b"]) == {"a": Capacity(8), "b": Capacity(4, 2)}
+    with pytest.raises(WorkloadError, match="unknown drafter 'c'; drafters: a, b"):
+        parse_capacities(["c=8"], ["a", "b"])
+    assert parse_drafter_seconds(["a=0.002:1e-5", "b=0.1"]) == (
+        DrafterProfile("a", (1,), (0.002,), 1e-5),
+        DrafterProfile("b", (1,), (0.1,)),
+    )
+    for text in ("a", "a=x", "a=-1", "=1", "a=1:x", "a=inf"):
+        with pytest.raises(WorkloadError, match="NAME=SECONDS"):
+            parse_drafter_seconds([text])
+
+
+def test_two_recorded_drafters_draft_for_the_same_requests() -> None:
+    """Each request replays one row with either; the better one by row is not the same."""
+    rows = {"look": [[9] * 40, [1] * 40], "eagle": [[3] * 40, [3] * 40]}
+    recorded = RecordedAcceptance(rows, seed=2)
+    slow = DrafterProfile("eagle", (1,), (2e-3,), 0.0)
+    fast = DrafterProfile("look", (1,), (1e-5,), 0.0)
+    setup = Setup(
+        replace(PROFILE, drafters=(slow, fast)),
+        acceptance=AcceptanceByDrafter(dict.fromkeys(rows, recorded)),
+        drafters=("look", "eagle"),
+        selection="epsilon_greedy",
+    )
+    workload = make_workload("high", num_requests=40, rate=2.0, seed=4)
+    counts = DrafterCounts()
+    report = run(setup, workload, instruments=[counts])
+    assert report.completed.all()
+    assert all(counts.rounds[name] > 100 for name in rows)
+    assert counts.num_switches > 40
+    # Seconds are those of each drafter's own profile.
+    assert counts.seconds["eagle"] / counts.rounds["eagle"] > 1e-3
+    assert counts.seconds["look"] / counts.rounds["look"] < 1e-3
+    # What a row says of one drafter holds whatever the other did before.
+    records = report.result.records
+    alone = replace(setup, selection="single", selection_options={"drafter": "look"})
+    easy = {i for i, r in run(alone, workload).result.records.items() if r.num_accepted}
+    assert 0 < len(easy) < 40
+    for name, record in records.items():
+        assert record.num_accepted > 0, "eagle has something for everybody"
+        if name not in easy:
+            assert record.num_accepted < record.num_tokens
