@@ -6,8 +6,8 @@ Every Vanilla is one drafter with drafts of four tokens, padded attention and no
 target, as in the paper's section VI. Then the three ablations: the choice of drafter (`adaptive`),
 with packed verification instead of padded, and with the pipeline chosen by `auto`; and draft
 lengths by `throughput`, which Spin has not. All on the PyTorch path, the only one with several
-attention backends; the native kernels as they are served come last. Domains are mixed, requests sampled
-(seeded) at temperature 1. The configurations are measured in turn.
+attention backends; the native kernels as they are served come last. Domains are mixed, requests are
+sampled (seeded) at temperature 1, and the configurations are measured in turn.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ FloatArray = npt.NDArray[np.float64]
 _STALL = 4.0
 """A measurement counts for at most so many times what its size took before."""
 _MOST_KNOWN = 4096
-_REDRAW = 0.02
+_REDRAW = 0.04
 """The curve is drawn anew when a cell has moved by this share."""
 
 

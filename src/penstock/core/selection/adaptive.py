@@ -136,7 +136,7 @@ class Adaptive(SelectionPolicy):
         seed: of what is drawn."""
 
         k_max: int = 8
-        first_gap: int = 2
+        first_gap: int = 4
         margin: float = 0.08
         explore: float = 0.1
         seed: int = 0
