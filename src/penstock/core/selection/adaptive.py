@@ -46,6 +46,9 @@ _EARLY = 64.0
 _LEAST_DOUBT = 0.6
 """Standard deviation of a prior's mean that is worth a replay."""
 _MOST_OVERHEAD = 2.0
+_BEST_RATE = 0.9
+_IDLE_GAP = 16
+"""Rounds until it is looked again whether any drafter pays."""
 
 
 @dataclass(slots=True)
@@ -187,14 +190,17 @@ class Adaptive(SelectionPolicy):
         work: SelectionWork,
         chosen: dict[str, str | None],
     ) -> None:
-        names = list(drafters)
-        columns = [self._column(d) for d in drafters.values()]
+        for drafter in drafters.values():
+            self._column(drafter)
         self._prior.grow(len(self._models))
+        drafters = self._worthwhile(drafters, work)
+        names = list(drafters)
+        columns = [self._columns[n] for n in names]
         values = np.zeros((len(states), len(names)))
         for i, state in enumerate(states):
             known = self._know(state, drafters)
-            self._wish(state, known, drafters, work.estimators)
             if names:
+                self._wish(state, known, drafters, work.estimators)
                 rates = self._rates(state, known)[columns]
                 values[i] = self._worth(state, list(drafters.values()), rates, work)
         room = [
@@ -207,6 +213,22 @@ class Adaptive(SelectionPolicy):
             if name is not None:
                 known = self._known[state.request.id]
                 self._tell(known, state.request.id, name, work.estimators)
+
+    def _worthwhile(
+        self, drafters: Mapping[str, Drafter], work: SelectionWork
+    ) -> dict[str, Drafter]:
+        """Those that would pay if nearly all that they draft were accepted: under load mostly none,
+        and then nothing more need be found out."""
+        lengths = np.arange(1, self.options.k_max + 1)
+        gained = np.cumsum(_BEST_RATE**lengths)
+        gained -= self._verification(self.options.k_max, work.estimators)
+        price, sharing = self._price(work.estimators), self._num_sharing
+        times, least = work.estimators.step_times, self.options.margin
+        return {
+            n: d
+            for n, d in drafters.items()
+            if (gained - price * times.curve_of(n)(sharing) / sharing * lengths).max() > least
+        }
 
     def _rates(self, state: RequestState, known: _Known) -> FloatArray:
         """[J] expected acceptance of a request."""
@@ -335,6 +357,8 @@ class Adaptive(SelectionPolicy):
         elif state.round >= known.next_round:
             known.gap *= 2
             known.next_round = state.round + known.gap
+        if not drafters:
+            known.next_round = max(known.next_round, state.round + _IDLE_GAP)
         if len(known.mean) < len(self._models):
             known.grow(len(self._models))
             known.mean = self._prior.mean(known.features)
