@@ -7,7 +7,8 @@ no drafter, by the best single drafter at its best draft length, by a clairvoyan
 request its best drafter in hindsight (each drafter at its own best length), and by selection
 policies, in turn, on one engine in this process. What a request would have had accepted from every
 drafter is known beforehand (`choice_traces`); that is what hindsight stands on. Learning policies
-have served other prompts before (`--warm`). Every text is compared with the target's own.
+have served other prompts before (`--warm`). Rates are those of a full batch: what is made after the
+last request was let in does not count. Every text is compared with the target's own.
 """
 
 from __future__ import annotations
@@ -180,20 +181,29 @@ class Player:
         last: dict[str, str] = {}
         switches = 0
 
+        tokens = ended = 0
+        full_until = wall = time.perf_counter()
+
         def watch(output: Output) -> None:
-            nonlocal switches
+            nonlocal switches, tokens, ended, full_until
+            if ended <= len(traces) - batch:
+                # While the batch is full: who ends early makes room for somebody.
+                tokens += output.num_tokens
+                full_until = time.perf_counter()
+            ended += output.finish_reason is not None
             if output.drafter is not None:
                 self.used[output.drafter] += 1
                 switches += last.get(output.request_id, output.drafter) != output.drafter
                 last[output.request_id] = output.drafter
 
-        cpu, wall = time.process_time(), time.perf_counter()
+        cpu = time.process_time()
         completions = complete(self.loop, requests, batch, watch)
+        seconds = full_until - wall
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
         for trace, completion in zip(traces, completions, strict=True):
             if tuple(completion.token_ids) != trace.text:
                 raise RuntimeError(f"{self.name}: a text differs from the target's own")
-        self.rates.append(sum(len(t.text) for t in traces) / wall)
+        self.rates.append(tokens / seconds)
         self.cpu.append(cpu / wall)
         self.switches = switches / len(traces)
 

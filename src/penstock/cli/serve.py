@@ -23,7 +23,13 @@ def serve(
         ),
     ] = None,
     admission: Annotated[str | None, typer.Option(help="Admission policy.")] = None,
-    selection: Annotated[str | None, typer.Option(help="Drafter selection policy.")] = None,
+    selection: Annotated[
+        str | None,
+        typer.Option(
+            help="Drafter selection policy. Default: single with --drafters-listen, otherwise "
+            "adaptive."
+        ),
+    ] = None,
     allocation: Annotated[
         str | None,
         typer.Option(
@@ -114,6 +120,7 @@ def serve(
                 "drafters": {},
                 "pipeline": "async",
                 "verification": "coupled",
+                "selection": {"name": "single"},
                 "allocation": {"name": "renewal"},
                 **engine,
             }

@@ -34,8 +34,9 @@ from penstock.core.types import Replayed, Request
 
 FloatArray = npt.NDArray[np.float64]
 
-_NUM_WORDS = 128
-"""Dimensions that the words of a prompt are hashed to."""
+_NUM_WORDS = 63
+"""Dimensions that the words of a prompt are hashed to. With more, products with a drafter's 64 x 64
+matrix would be shared out to threads, which then spin on cores that the models need."""
 _KEEP = 0.98
 _PACE_KEEP = 0.99
 _DEMAND_WEIGHT = 0.05
