@@ -2,10 +2,10 @@
 
 For every drafter a request has a posterior of its acceptance, whether or not it has ever used it
 (`core.prior`): from its prompt's words, from its tenant, from what its own drafts have shown, and
-from what is known to go together. A drafter's worth is counted in tokens. A round with it yields
-the accepted drafts that it adds, less what its drafting and the longer verification cost, at the
-price of a second: the tokens that the whole batch makes in one. Times the rounds that are left,
-less the price of reading the text so far, that is what is compared; no drafter at all is worth 0.
+from what is known to go together. Drafters are compared by the seconds that they save the request
+to its end: those of a step with their drafts, over the tokens that it yields, against those of a
+step without, for all the tokens that are to come, less the reading of the text so far. A step's
+seconds are those for which everybody in it waits; no drafter at all saves 0.
 
 Decisions are few: at the start, and after rounds that double. A drafter that little is known of,
 for requests like this one, is evaluated by replay: it reads a request's text and says what it would
@@ -82,14 +82,9 @@ class _Known:
 
 @dataclass(slots=True)
 class _Pace:
-    """What decoding comes to: tokens, seconds, rows and requests of target steps, faded.
+    """What the target's decoding steps are like: rows and requests, faded; and their seconds in
+    all, each step counting for no more than twice what its rows and drafts take by themselves."""
 
-    Prompts take the same time whoever drafts, so a step with first tokens does not count, and no
-    step for more than twice what its rows and drafts take by themselves.
-    """
-
-    tokens: float = 0.0
-    seconds: float = 0.0
     rows: float = 0.0
     requests: float = 0.0
     steps: float = 0.0
@@ -99,27 +94,21 @@ class _Pace:
     def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
         passed = math.inf if self.last is None else work.now - self.last
         self.last = work.now
-        tokens = rows = 0
+        rows = 0
         drafts: dict[str, list[int]] = {}
         for state, verdict in outcomes:
             if state.num_output_tokens == len(verdict.token_ids):
                 return
-            tokens += len(verdict.token_ids)
             rows += 1 + verdict.num_proposed
             if verdict.drafter is not None:
                 drafts.setdefault(verdict.drafter, []).append(verdict.num_proposed)
-        if not outcomes or passed <= 0:
+        if not outcomes:
             return
         times = work.estimators.step_times
         seconds = times.target(rows)
         for drafter, lengths in drafts.items():
             seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
-        if seconds <= 0:
-            seconds = math.inf
-        passed = min(passed, _MOST_OVERHEAD * seconds)
-        self.total_s += passed
-        self.tokens = _PACE_KEEP * self.tokens + tokens
-        self.seconds = _PACE_KEEP * self.seconds + passed
+        self.total_s += min(passed, _MOST_OVERHEAD * seconds)
         self.rows = _PACE_KEEP * self.rows + rows
         self.requests = _PACE_KEEP * self.requests + len(outcomes)
         self.steps = _PACE_KEEP * self.steps + 1
@@ -134,14 +123,14 @@ class Adaptive(SelectionPolicy):
     class Options:
         """k_max: most draft tokens that a drafter's worth counts on.
         first_gap: rounds after which a request's first choice is looked at again; the gap doubles.
-        margin: a change must promise this share of a token a round more than staying.
+        margin: a change must promise this share of the time beyond staying.
         explore: share of the time that replays may take at first; it falls with the number of
             requests. 0 never explores.
         seed: of what is drawn."""
 
         k_max: int = 8
         first_gap: int = 4
-        margin: float = 0.08
+        margin: float = 0.04
         explore: float = 0.1
         seed: int = 0
 
@@ -221,14 +210,15 @@ class Adaptive(SelectionPolicy):
         """Those that would pay if nearly all that they draft were accepted: under load mostly none,
         and then nothing more need be found out."""
         lengths = np.arange(1, self.options.k_max + 1)
-        gained = np.cumsum(_BEST_RATE**lengths)
-        gained -= self._verification(self.options.k_max, work.estimators)
-        price, sharing = self._price(work.estimators), self._num_sharing
-        times, least = work.estimators.step_times, self.options.margin
+        tokens = 1 + np.cumsum(_BEST_RATE**lengths)
+        base = self._base(work.estimators)
+        step = base + self._verification(self.options.k_max, work.estimators)
+        times, sharing = work.estimators.step_times, self._num_sharing
+        most = base / (1 + self.options.margin)
         return {
             n: d
             for n, d in drafters.items()
-            if (gained - price * times.curve_of(n)(sharing) / sharing * lengths).max() > least
+            if ((step + times.curve_of(n)(sharing) * lengths) / tokens).min() < most
         }
 
     def _rates(self, state: RequestState, known: _Known) -> FloatArray:
@@ -242,14 +232,14 @@ class Adaptive(SelectionPolicy):
         rates: FloatArray,
         work: SelectionWork,
     ) -> FloatArray:
-        """[drafters] tokens that each is worth to the end of the request, against none."""
+        """[drafters] seconds that each saves the request to its end, against none."""
         limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
         lengths = np.arange(1, limit + 1)
         shapes = [work.estimators.acceptance.shape_of(d.name) for d in drafters]
         survival = [h.survival(r, limit) for h, r in zip(shapes, rates.tolist(), strict=True)]
-        gained = np.cumsum(survival, axis=1)
-        gained -= self._verification(limit, work.estimators)
-        price = self._price(work.estimators)
+        tokens = 1 + np.cumsum(survival, axis=1)
+        base = self._base(work.estimators)
+        step = base + self._verification(limit, work.estimators)
         step_times = work.estimators.step_times
         costs, reading = np.empty(len(drafters)), np.empty(len(drafters))
         shared, sharing = np.empty(len(drafters)), self._num_sharing
@@ -258,17 +248,16 @@ class Adaptive(SelectionPolicy):
             users = work.loads.get(drafter.name, 0) + (state.drafter != drafter.name)
             users = max(1, users, round(sharing * self._demand.get(drafter.name, 0.0)))
             # Inside a step all wait for a drafter; beside it only those that use it.
-            alone = 1 / sharing if drafter.own_lane else 1.0
-            costs[j] = price * curve(users) * (alone if drafter.own_lane else 1 / users)
-            shared[j] = price * curve(sharing) / sharing
+            waiting = 1 if drafter.own_lane else sharing
+            costs[j] = curve(users) * (1.0 if drafter.own_lane else sharing / users)
+            shared[j] = curve(sharing)
             unread = state.num_known_tokens - self._num_read(state, drafter)
-            reading[j] = price * alone * step_times.catch_up_of(drafter.name) * unread
-        self._want(drafters, (gained - np.outer(shared, lengths)).max(axis=1))
-        best = np.maximum((gained - np.outer(costs, lengths)).max(axis=1), -1.0)
-        rounds = self._remaining(state, work.estimators) / (1 + np.maximum(best, 0.0))
-        margin = self.options.margin * np.array([d.name != state.drafter for d in drafters])
-        worth: FloatArray = (best - margin) * rounds - reading
-        return worth
+            reading[j] = waiting * step_times.catch_up_of(drafter.name) * unread
+        self._want(drafters, base - ((step + np.outer(shared, lengths)) / tokens).min(axis=1))
+        per_token = ((step + np.outer(costs, lengths)) / tokens).min(axis=1)
+        per_token *= [1.0 if d.name == state.drafter else 1 + self.options.margin for d in drafters]
+        saved: FloatArray = self._remaining(state, work.estimators) * (base - per_token) - reading
+        return saved
 
     def _want(self, drafters: Sequence[Drafter], gained: FloatArray) -> None:
         """Note which drafter a request would have if everybody shared its time. Of one that none
@@ -279,30 +268,27 @@ class Adaptive(SelectionPolicy):
             wanted = float(drafter.name == favourite)
             self._demand[drafter.name] = known + _DEMAND_WEIGHT * (wanted - known)
 
+    def _base(self, estimators: Estimators) -> float:
+        """Seconds of a step without any draft."""
+        times = estimators.step_times
+        return times.overhead + times.target(self._num_sharing)
+
     def _verification(self, limit: int, estimators: Estimators) -> FloatArray:
-        """[limit] price of so many more rows of the target, in tokens."""
+        """[limit] seconds by which so many more rows of the target hold up all requests."""
         pace = self._pace
         rows = 1.0
         if pace.requests:
             drafted = pace.rows / pace.requests - 1
             rows = max(1.0, pace.rows / pace.steps - drafted)
         seconds = estimators.step_times.target.at(rows + np.arange(limit + 1.0))
-        price: FloatArray = self._price(estimators) * (seconds[1:] - seconds[0])
-        return price
+        delay: FloatArray = self._num_sharing * (seconds[1:] - seconds[0])
+        return delay
 
     @property
     def _num_sharing(self) -> int:
         """Requests of a target step."""
         pace = self._pace
         return max(1, round(pace.requests / pace.steps)) if pace.steps else 1
-
-    def _price(self, estimators: Estimators) -> float:
-        """Tokens that a second is worth: as many as are made in one, and no fewer than would be
-        without any draft."""
-        times, pace = estimators.step_times, self._pace
-        undrafted = times.target(self._num_sharing) + times.overhead
-        least = self._num_sharing / undrafted if undrafted > 0 else 0.0
-        return max(least, pace.tokens / pace.seconds if pace.seconds else 0.0)
 
     def _num_read(self, state: RequestState, drafter: Drafter) -> int:
         if drafter.pool is None and not drafter.remote:
