@@ -129,7 +129,7 @@ class Adaptive(SelectionPolicy):
         seed: of what is drawn."""
 
         k_max: int = 8
-        first_gap: int = 4
+        first_gap: int = 2
         margin: float = 0.04
         explore: float = 0.1
         seed: int = 0
@@ -339,7 +339,11 @@ class Adaptive(SelectionPolicy):
             features = self._words.features(state.request)
             nothing = np.empty(0)
             counts = np.zeros((2, 0))
-            known = _Known(features, nothing, nothing, counts, gap, state.round + 1 + gap)
+            soon = any(d.own_lane for d in drafters.values())
+            # Idle drafters can read as soon as there is anything to read.
+            first = 1 if soon else 1 + gap
+            known = _Known(features, nothing, nothing, counts, max(1, gap // 2), 0)
+            known.next_round = state.round + first
             self._known[state.request.id] = known
         elif state.round >= known.next_round:
             known.gap *= 2
