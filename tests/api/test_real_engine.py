@@ -50,8 +50,8 @@ def test_drafters_change_nothing_but_the_speed(
         made = complete(real_server, drafter, **fields)
         assert made["choices"][0]["text"] == alone["choices"][0]["text"]
         used = made["usage"]["speculation"]["drafter"]
-        # Random text may give look-up nothing to find.
-        assert used == ("near" if drafter == "auto" else drafter) or drafter == "ngram"
+        # The policy takes whom it likes, and random text may give look-up nothing to find.
+        assert used == drafter or drafter in ("auto", "ngram")
     assert made["usage"]["completion_tokens"] == 48
     near = complete(real_server, "near", **fields)["usage"]["speculation"]
     assert near["drafter"] == "near"

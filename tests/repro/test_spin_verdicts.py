@@ -49,7 +49,7 @@ def figures(**rates: float) -> Goodput:
 def test_verdicts_say_who_is_ahead() -> None:
     found = [v.outcome for v in verdicts(figures(LBSS=130.0))]
     assert found[:4] == ["holds", "holds", "holds", "does not hold"]
-    assert found[4:] == ["holds", "does not hold", "does not hold"]
+    assert found[4:] == ["holds", "does not hold", "does not hold", "does not hold"]
     worse = [v.outcome for v in verdicts(figures(LBSS=90.0))]
     assert set(worse) == {"does not hold"}
 
