@@ -91,7 +91,7 @@ class EngineConfig(_Model):
     prefix_caching: bool = True
     verification: Literal["coupled", "ratio"] | None = None
     admission: PolicyConfig = PolicyConfig(name="vllm_v1")
-    selection: PolicyConfig = PolicyConfig(name="adaptive")
+    selection: PolicyConfig = PolicyConfig(name="single")
     allocation: PolicyConfig = PolicyConfig(name="throughput")
     pipeline: str = "off"
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)

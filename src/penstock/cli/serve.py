@@ -23,13 +23,7 @@ def serve(
         ),
     ] = None,
     admission: Annotated[str | None, typer.Option(help="Admission policy.")] = None,
-    selection: Annotated[
-        str | None,
-        typer.Option(
-            help="Drafter selection policy. Default: single with --drafters-listen, otherwise "
-            "adaptive."
-        ),
-    ] = None,
+    selection: Annotated[str | None, typer.Option(help="Drafter selection policy.")] = None,
     allocation: Annotated[
         str | None,
         typer.Option(
@@ -120,7 +114,6 @@ def serve(
                 "drafters": {},
                 "pipeline": "async",
                 "verification": "coupled",
-                "selection": {"name": "single"},
                 "allocation": {"name": "renewal"},
                 **engine,
             }
