@@ -4,8 +4,10 @@ position, under the engine's own noise: the ground that choices between drafters
 from __future__ import annotations
 
 import itertools
+import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,8 +41,9 @@ class Trace:
     runs: dict[str, list[int]]
 
 
-def load(target: str, batch: int, new_tokens: int) -> Engine:
-    """The engine with every bundled drafter and look-up, float32, room for so many requests."""
+def load(target: str, batch: int, new_tokens: int, **settings: Any) -> Engine:
+    """The engine with every bundled drafter and look-up, float32, room for so many requests;
+    `settings` as of `EngineConfig`."""
     drafters = {n: str(c.path) for n, c in bundled_models().items() if c.role == "drafter"}
     return load_engine(
         EngineConfig(
@@ -49,6 +52,9 @@ def load(target: str, batch: int, new_tokens: int) -> Engine:
             dtype="float32",
             kv_tokens=batch * (640 + new_tokens),
             prefix_caching=False,
+            # A native engine leaves PyTorch with one thread, and the next to be loaded would ask it.
+            num_threads=os.cpu_count(),
+            **settings,
         )
     )
 

@@ -21,17 +21,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.choice_traces import request_of
+import torch
+from benchmarks.choice_traces import load, request_of
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from penstock.config import NGRAM, EngineConfig, PolicyConfig
+from penstock.config import PolicyConfig
 from penstock.core.types import AUTO_DRAFTER
-from penstock.engine.build import Engine, load_engine
+from penstock.engine.build import Engine
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.offline import complete
-from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts, model_path
+from penstock.zoo.registry import DOMAINS, load_prompts
 
 FIXED = PolicyConfig(name="fixed", options={"k": 4})
 ADAPTIVE = PolicyConfig(name="adaptive", options={"k_max": 4})
@@ -52,6 +53,7 @@ class System:
             request_of(prompt, seed, new_tokens, 1.0, drafter=self.drafter)
             for seed, prompt in enumerate(prompts)
         ]
+        torch.set_num_threads(self.engine.num_threads if self.engine.backend == "eager" else 1)
         cpu, wall = time.process_time(), time.perf_counter()
         completions = complete(self.engine.loop, requests, batch)
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -61,20 +63,6 @@ class System:
     @property
     def rate(self) -> float:
         return statistics.median(self.rates)
-
-
-def load(target: str, batch: int, new_tokens: int, **settings: Any) -> Engine:
-    drafters = {n: str(c.path) for n, c in bundled_models().items() if c.role == "drafter"}
-    return load_engine(
-        EngineConfig(
-            target=model_path(target),
-            drafters={**drafters, NGRAM: NGRAM},
-            dtype="float32",
-            kv_tokens=batch * (640 + new_tokens),
-            prefix_caching=False,
-            **settings,
-        )
-    )
 
 
 def systems(args: argparse.Namespace) -> list[System]:
