@@ -52,7 +52,7 @@ def load(target: str, batch: int, new_tokens: int, **settings: Any) -> Engine:
             dtype="float32",
             kv_tokens=batch * (640 + new_tokens),
             prefix_caching=False,
-            # A native engine leaves PyTorch with one thread, and the next to be loaded would ask it.
+            # A native engine leaves PyTorch with one thread, which the next would take for all.
             num_threads=os.cpu_count(),
             **settings,
         )
