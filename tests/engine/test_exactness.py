@@ -23,8 +23,8 @@ from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import Arrive, Cancel, Request, SamplingParams
-from penstock.engine import executor as executor_module
 from penstock.engine.build import Engine, load_engine, why_not_native
+from penstock.engine.verifier import Decided, Verifier
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 DRAFTERS = ("same", "near", "far", "ngram")
@@ -45,7 +45,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["eager", "native"])
+@pytest.fixture(scope="module", params=["eager", "native", "graphs"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     if request.param == "native" and why_not_native() is not None:
         pytest.skip(f"no native kernels: {why_not_native()}")
@@ -280,7 +280,7 @@ def test_negative_control_accepting_a_lanes_drafts_is_caught(
     engine: Engine, alone: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The equalities above must be able to fail: a lane's draft that is taken on trust."""
-    monkeypatch.setattr(executor_module, "verify", lenient(executor_module.verify))
+    monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     loop = make_loop(engine, own_lane=True, pipeline="2")
     outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]
@@ -295,25 +295,24 @@ def test_a_cached_prefix_changes_nothing(
         assert outputs == alone["coupled"][:8]
 
 
-def lenient(honest: Callable[..., Any]) -> Callable[..., Any]:
+def lenient(honest: Callable[..., list[Decided]]) -> Callable[..., list[Decided]]:
     """A verifier that keeps one rejected token."""
 
-    def verify(batch: executor_module.VerifyBatch, sample: executor_module.Sampler) -> Any:
-        result = honest(batch, sample)
-        for n in np.flatnonzero(result.num_accepted < batch.num_draft):
-            result.token_ids[result.token_start[n + 1] - 1] = batch.draft_tokens[
-                batch.draft_start[n] + result.num_accepted[n]
-            ]
-        return result
+    def decide(verifier: Verifier, scores: Any, drafted: Any, probs: Any) -> list[Decided]:
+        decisions = honest(verifier, scores, drafted, probs)
+        for decided, d in zip(decisions, drafted, strict=True):
+            if decided.num_accepted < len(d.token_ids):
+                decided.token_ids[-1] = d.token_ids[decided.num_accepted]
+        return decisions
 
-    return verify
+    return decide
 
 
 def test_negative_control_accepting_everything_is_caught(
     engine: Engine, alone: dict[str, list[tuple[int, ...]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The equality above must be able to fail."""
-    monkeypatch.setattr(executor_module, "verify", lenient(executor_module.verify))
+    monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
     outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs != alone["coupled"][:8]
 

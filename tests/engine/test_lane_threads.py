@@ -15,6 +15,7 @@ from penstock.config import NGRAM, EngineConfig
 from penstock.core.types import DraftOrder, Request, StepPlan
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.lane_threads import LaneThreads, Turns
+from penstock.engine.verifier import Verifier
 
 PATIENCE_S = 30
 
@@ -122,7 +123,7 @@ def test_drafter_and_target_are_at_work_together(
     meet = threading.Barrier(2)
     together: list[str] = []
     drafter = engine.executor.drafters["near"]
-    draft, forward = drafter.draft, engine.executor.target.forward
+    draft, forward = drafter.draft, Verifier.forward
 
     def met(name: str, call: Any, *args: Any) -> Any:
         if not together:
@@ -134,7 +135,7 @@ def test_drafter_and_target_are_at_work_together(
         return call(*args)
 
     monkeypatch.setattr(drafter, "draft", lambda *a: met("near", draft, *a))
-    monkeypatch.setattr(engine.executor.target, "forward", lambda *a: met("target", forward, *a))
+    monkeypatch.setattr(Verifier, "forward", lambda *a: met("target", forward, *a))
     run(
         make_loop(engine, own_lane=True, pipeline="2"),
         make_requests(SAMPLINGS["greedy"], 4, "near"),

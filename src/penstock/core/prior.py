@@ -98,8 +98,10 @@ class AcceptancePrior:
             rate = _logistic(theta[seen])
             information = np.maximum(total[seen] * rate * (1 - rate), 1e-3)
             working = theta[seen] + (accepted[seen] - total[seen] * rate) / information
-            inner = cross[seen] + np.diag(1 / information)
-            gain = np.linalg.solve(inner, cross.T).T
+            inner = cross[seen]
+            inner.flat[:: len(seen) + 1] += 1 / information
+            # The covariance is positive definite, and small: an inverse is as good as a solution.
+            gain = cross @ (np.linalg.inv(inner) if len(seen) > 1 else 1 / inner)
             theta = np.clip(mean + gain @ (working - mean[seen]), -_MOST_LOGIT, _MOST_LOGIT)
         return Posterior(theta, self._covariance - gain @ cross.T)
 

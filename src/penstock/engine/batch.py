@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,3 +48,41 @@ class RaggedBatch:
         seq_of_row = np.repeat(np.arange(self.num_seqs), counts)
         blocks = self.block_tables[seq_of_row, self.positions // block_size].astype(np.int64)
         return blocks * block_size + self.positions % block_size
+
+
+class BatchWriter:
+    """A ragged batch in the making, sequence by sequence. Lists grow faster than small arrays can
+    be joined, and most sequences bring a few rows."""
+
+    def __init__(self) -> None:
+        self._token_ids: list[int] = []
+        self._positions: list[int] = []
+        self._query_start = [0]
+        self._seq_lens: list[int] = []
+        self._logits_rows: list[int] = []
+
+    def add(self, start: int, token_ids: Sequence[int], num_logits: int) -> None:
+        """Rows of one sequence from position `start`; logits are wanted of the last ones."""
+        end = start + len(token_ids)
+        self._token_ids += token_ids
+        self._positions += range(start, end)
+        rows = len(self._token_ids)
+        self._logits_rows += range(rows - num_logits, rows)
+        self._query_start.append(rows)
+        self._seq_lens.append(end)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(self._seq_lens)
+
+    def batch(self, block_tables: IntArray) -> RaggedBatch:
+        """block_tables: [sequences, max_blocks] int32."""
+        return RaggedBatch(
+            token_ids=np.array(self._token_ids, dtype=np.int32),
+            positions=np.array(self._positions, dtype=np.int32),
+            query_start=np.array(self._query_start, dtype=np.int32),
+            seq_lens=np.array(self._seq_lens, dtype=np.int32),
+            block_tables=block_tables,
+            logits_rows=np.array(self._logits_rows, dtype=np.int32),
+        )

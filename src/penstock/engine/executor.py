@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import numpy as np
 import torch
 
 from penstock.core.ports import Clock
@@ -28,19 +27,19 @@ from penstock.core.types import (
     Replayed,
     StepPlan,
     StepResult,
-    TokenLogprob,
     Verdict,
     VerifyItem,
 )
 from penstock.core.work import step_work
-from penstock.engine.batch import IntArray, RaggedBatch
+from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.lane_threads import LaneThreads, Turn, Turns
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Sampler, VerifyBatch, sample_coupled, token_logprobs, verify
-from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
+from penstock.engine.sampling import Sampler, sample_coupled
+from penstock.engine.sequences import BlockTables, TokenBuffer
+from penstock.engine.verifier import Decided, Drafted, Verifier
 
 _NO_DRAFT = Draft([], [])
 _MOST_FAILURES = 3
@@ -131,7 +130,7 @@ class LocalExecutor:
         self.max_model_len = max_model_len
         self.drafters = {d.name: d for d in drafters}
         self._clock = clock
-        self._sample = sample
+        self._verifier = Verifier(target, sample)
         self.num_threads = num_threads
         self._tables = BlockTables(-(-max_model_len // target.block_size) + 1)
         self._texts: dict[str, TokenBuffer] = {}
@@ -334,11 +333,17 @@ class LocalExecutor:
             drafted.hold(*held)
         drafts = [drafted.draft_of(item) for item in plan.items]
         batch = self._batch(job, [tokens for tokens, _ in drafts])
+        sampled = [
+            Drafted(job.texts[item.request_id], item.start + item.num_scheduled_tokens, *draft)
+            for item, draft in zip(plan.items, drafts, strict=True)
+            if item.samples
+        ]
         built_at = self._clock.now()
         _share_threads(self.target, job.num_threads)
-        logits = self.target.forward(batch)
+        scores = self._verifier.forward(batch, sampled)
         verified_at = self._clock.now()
-        verdicts = self._verdicts(job, drafts, logits, drafted.joined_probs())
+        decided = self._verifier.decide(scores, sampled, drafted.joined_probs())
+        verdicts = _verdicts(plan.items, sampled, decided)
         finished_at = self._clock.now()
         since = started_at if job.receiving_since is None else job.receiving_since
         result = StepResult(
@@ -419,88 +424,45 @@ class LocalExecutor:
     # --- verification ---------------------------------------------------------------------------
 
     def _batch(self, job: _Job, drafts: Sequence[list[int]]) -> RaggedBatch:
+        writer = BatchWriter()
         items = job.plan.items
-        token_ids: list[IntArray] = []
-        positions: list[IntArray] = []
-        logits_rows: list[IntArray] = []
-        counts = np.empty(len(items), dtype=np.int32)
-        ends = np.empty(len(items), dtype=np.int32)
-        row = 0
-        for i, (item, draft) in enumerate(zip(items, drafts, strict=True)):
+        for item, draft in zip(items, drafts, strict=True):
             self._tables.extend(item.request_id, item.epoch, item.new_blocks)
             known = item.start + item.num_scheduled_tokens
-            token_ids.append(job.texts[item.request_id].span(item.start, known))
-            if draft:
-                token_ids.append(np.asarray(draft, dtype=np.int32))
-            ends[i] = known + len(draft)
-            counts[i] = ends[i] - item.start
-            positions.append(np.arange(item.start, ends[i], dtype=np.int32))
-            if item.samples:
-                first = row + item.num_scheduled_tokens - 1
-                logits_rows.append(np.arange(first, first + len(draft) + 1, dtype=np.int32))
-            row += int(counts[i])
-        query_start = np.zeros(len(items) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        num_blocks = -(-int(ends.max()) // self.target.block_size)
-        return RaggedBatch(
-            token_ids=np.concatenate(token_ids),
-            positions=np.concatenate(positions),
-            query_start=query_start,
-            seq_lens=ends,
-            block_tables=self._tables.gather([i.request_id for i in items], num_blocks),
-            logits_rows=(
-                np.concatenate(logits_rows) if logits_rows else np.empty(0, dtype=np.int32)
-            ),
-        )
+            tokens = job.texts[item.request_id].span(item.start, known).tolist()
+            writer.add(item.start, tokens + draft, len(draft) + 1 if item.samples else 0)
+        num_blocks = -(-writer.longest // self.target.block_size)
+        return writer.batch(self._tables.gather([i.request_id for i in items], num_blocks))
 
-    def _verdicts(
-        self,
-        job: _Job,
-        drafts: Sequence[tuple[list[int], list[int]]],
-        logits: torch.Tensor,
-        probs: torch.Tensor | None,
-    ) -> tuple[Verdict, ...]:
-        items = job.plan.items
-        sampled = [(i, d) for i, d in zip(items, drafts, strict=True) if i.samples]
-        chunks = [Verdict(i.request_id, i.epoch, i.round) for i in items if not i.samples]
-        if not sampled:
-            return tuple(chunks)
-        texts = [job.texts[i.request_id] for i, _ in sampled]
-        row_start = np.cumsum([0] + [len(tokens) + 1 for _, (tokens, _) in sampled])
-        result = verify(
-            VerifyBatch(
-                logits=logits,
-                row_start=row_start,
-                positions=np.array([i.start + i.num_scheduled_tokens for i, _ in sampled]),
-                params=sampling_rows(texts),
-                ratio=uses_ratio(texts),
-                draft_tokens=np.array([t for _, (ts, _) in sampled for t in ts], dtype=np.int64),
-                draft_probs=probs,
-                draft_prob_row=np.array([r for _, (_, rs) in sampled for r in rs], dtype=np.int64),
-            ),
-            self._sample,
-        )
-        verdicts = []
-        for n, (item, (tokens, _)) in enumerate(sampled):
-            emitted = result.tokens(n)
-            texts[n].append(emitted)
-            wanted = texts[n].request.sampling.num_logprobs
-            rows = logits[row_start[n] : row_start[n] + len(emitted)]
-            verdicts.append(
-                Verdict(
-                    request_id=item.request_id,
-                    epoch=item.epoch,
-                    round=item.round,
-                    token_ids=tuple(emitted),
-                    drafter=item.drafter if tokens else None,
-                    num_proposed=len(tokens),
-                    num_accepted=int(result.num_accepted[n]),
-                    num_decided=int(result.num_decided[n]),
-                    evidence=float(result.evidence[n]),
-                    logprobs=() if wanted is None else _logprobs(rows, emitted, wanted),
-                )
+
+def _verdicts(
+    items: Sequence[VerifyItem], sampled: Sequence[Drafted], decided: Sequence[Decided]
+) -> tuple[Verdict, ...]:
+    """Chunks of prefill have nothing to tell; what was decided is appended to the texts."""
+    verdicts = []
+    answers = zip(sampled, decided, strict=True)
+    for item in items:
+        if not item.samples:
+            verdicts.append(Verdict(item.request_id, item.epoch, item.round))
+            continue
+        drafted, answer = next(answers)
+        drafted.text.append(answer.token_ids)
+        num_proposed = len(drafted.token_ids)
+        verdicts.append(
+            Verdict(
+                request_id=item.request_id,
+                epoch=item.epoch,
+                round=item.round,
+                token_ids=tuple(answer.token_ids),
+                drafter=item.drafter if num_proposed else None,
+                num_proposed=num_proposed,
+                num_accepted=answer.num_accepted,
+                num_decided=answer.num_decided,
+                evidence=answer.evidence,
+                logprobs=answer.logprobs,
             )
-        return (*chunks, *verdicts)
+        )
+    return tuple(verdicts)
 
 
 def _orders(plan: StepPlan) -> list[DraftOrder]:
@@ -510,12 +472,3 @@ def _orders(plan: StepPlan) -> list[DraftOrder]:
 def _share_threads(runner: ModelRunner | None, num_threads: int) -> None:
     if isinstance(runner, NativeRunner):
         runner.limit_threads(num_threads)
-
-
-def _logprobs(rows: torch.Tensor, tokens: list[int], num: int) -> tuple[TokenLogprob, ...]:
-    found = token_logprobs(rows, np.array(tokens, dtype=np.int64), num)
-    tops = zip(found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True)
-    return tuple(
-        TokenLogprob(chosen, tuple(zip(*top, strict=True)))
-        for chosen, top in zip(found.chosen.tolist(), tops, strict=True)
-    )

@@ -64,22 +64,37 @@ class TokenBuffer:
         self._tokens[self.length : end] = token_ids
         self.length = end
 
+    @property
+    def is_ratio(self) -> bool:
+        """Whether its drafts are verified by rejection sampling."""
+        sampling = self.request.sampling
+        return sampling.verification == "ratio" and sampling.temperature > 0
+
     def span(self, start: int, end: int) -> IntArray:
         return self._tokens[start:end]
 
 
-def sampling_rows(texts: Sequence[TokenBuffer]) -> SamplingRows:
-    """The sampling parameters of several requests as arrays."""
+class SamplingTable:
+    """The sampling parameters of a batch as arrays; a batch is mostly the last one again."""
+
+    def __init__(self) -> None:
+        self._texts: list[TokenBuffer] = []
+        self._entry = _sampling([])
+
+    def of(self, texts: list[TokenBuffer]) -> tuple[SamplingRows, BoolArray]:
+        """And which requests are verified by rejection sampling, [n] bool."""
+        if texts != self._texts:
+            self._entry = _sampling(texts)
+            self._texts = texts
+        return self._entry
+
+
+def _sampling(texts: Sequence[TokenBuffer]) -> tuple[SamplingRows, BoolArray]:
     params = [t.request.sampling for t in texts]
-    return SamplingRows(
+    rows = SamplingRows(
         temperature=np.array([p.temperature for p in params], dtype=np.float64),
         top_p=np.array([p.top_p for p in params], dtype=np.float64),
         top_k=np.array([p.top_k for p in params], dtype=np.int64),
         seed=np.array([p.seed for p in params], dtype=np.uint64),
     )
-
-
-def uses_ratio(texts: Sequence[TokenBuffer]) -> BoolArray:
-    """[n] bool: requests verified by rejection sampling; greedy ones are decided by equality."""
-    params = [t.request.sampling for t in texts]
-    return np.array([p.verification == "ratio" and p.temperature > 0 for p in params], dtype=bool)
+    return rows, np.array([t.is_ratio for t in texts], dtype=np.bool_)

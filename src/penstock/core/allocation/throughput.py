@@ -87,16 +87,21 @@ class Throughput(AllocationPolicy):
         self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], work: StepWork
     ) -> int:
         """How many purchases make the most expected tokens per second of the whole step."""
-        seconds_of = work.estimators.step_times.target
-        verify = [seconds_of(work.num_rows + n) for n in range(len(purchases) + 1)]
+        verify = work.estimators.step_times.target
         draft = _DraftSeconds(candidates, work)
         tokens = float(work.num_sampled)
+        # What all purchases together could add; costs only rise, so that tells when to stop.
+        most = tokens - sum(p[0] for p in purchases)
         overhead = max(work.estimators.step_times.overhead, _LEAST_OVERHEAD_S)
-        best, best_rate = 0, (1 + self.options.margin) * tokens / (overhead + verify[0])
+        seconds = overhead + verify(work.num_rows)
+        best, best_rate = 0, (1 + self.options.margin) * tokens / seconds
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
+            if most < best_rate * seconds:
+                break
             tokens -= negative_survival
             drafting = draft.lengthen(candidates[index].drafter, length)
-            rate = tokens / (overhead + verify[num_bought] + drafting)
+            seconds = overhead + verify(work.num_rows + num_bought) + drafting
+            rate = tokens / seconds
             if rate > best_rate:
                 best, best_rate = num_bought, rate
         return best

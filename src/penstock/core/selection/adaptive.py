@@ -20,13 +20,14 @@ import math
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.estimators import Estimators
-from penstock.core.prior import AcceptancePrior
+from penstock.core.prior import AcceptancePrior, Posterior
 from penstock.core.selection import ReplayWish, SelectionPolicy, SelectionWork, usable
 from penstock.core.selection.matching import assign
 from penstock.core.state import Drafter, Outcome, RequestState
@@ -59,7 +60,7 @@ class _Known:
     features: [F]. mean: [J] prior log-odds; doubt: [J] their standard deviation as far as it could
     be learned. counts: [2, J] accepted and rejected tokens, faded by rounds. next_round: when to
     decide again, `gap` rounds after the last time. evaluated: drafters that
-    inside a step have been asked for a replay.
+    inside a step have been asked for a replay. posterior: of the last decision.
     """
 
     features: FloatArray
@@ -69,6 +70,7 @@ class _Known:
     gap: int
     next_round: int
     evaluated: set[str] = field(default_factory=set)
+    posterior: Posterior | None = None
 
     def note(self, column: int, accepted: float, rejected: float) -> None:
         """Draft tokens, really made or imagined, that were decided on."""
@@ -191,7 +193,7 @@ class Adaptive(SelectionPolicy):
             known = self._know(state, drafters)
             if names:
                 self._wish(state, known, drafters, work.estimators)
-                rates = self._rates(state, known)[columns]
+                rates = self._rates(state, known)[columns].tolist()
                 values[i] = self._worth(state, list(drafters.values()), rates, work)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, work.loads)
@@ -209,60 +211,64 @@ class Adaptive(SelectionPolicy):
     ) -> dict[str, Drafter]:
         """Those that would pay if nearly all that they draft were accepted: under load mostly none,
         and then nothing more need be found out."""
-        lengths = np.arange(1, self.options.k_max + 1)
-        tokens = 1 + np.cumsum(_BEST_RATE**lengths)
         base = self._base(work.estimators)
-        step = base + self._verification(self.options.k_max, work.estimators)
+        tokens, survival = [], 1.0
+        for length in range(1, self.options.k_max + 1):
+            survival += _BEST_RATE**length
+            tokens.append(survival)
+        steps = [base + v for v in self._verification(self.options.k_max, work.estimators)]
         times, sharing = work.estimators.step_times, self._num_sharing
         most = base / (1 + self.options.margin)
         return {
             n: d
             for n, d in drafters.items()
-            if ((step + times.curve_of(n)(sharing) * lengths) / tokens).min() < most
+            if _least_per_token(steps, times.curve_of(n)(sharing), tokens) < most
         }
 
     def _rates(self, state: RequestState, known: _Known) -> FloatArray:
         """[J] expected acceptance of a request."""
-        return self._prior.posterior(known.mean, *known.counts).rates()
+        known.posterior = self._prior.posterior(known.mean, *known.counts)
+        return known.posterior.rates()
 
     def _worth(
         self,
         state: RequestState,
         drafters: Sequence[Drafter],
-        rates: FloatArray,
+        rates: Sequence[float],
         work: SelectionWork,
-    ) -> FloatArray:
+    ) -> list[float]:
         """[drafters] seconds that each saves the request to its end, against none."""
         limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
-        lengths = np.arange(1, limit + 1)
-        shapes = [work.estimators.acceptance.shape_of(d.name) for d in drafters]
-        survival = [h.survival(r, limit) for h, r in zip(shapes, rates.tolist(), strict=True)]
-        tokens = 1 + np.cumsum(survival, axis=1)
         base = self._base(work.estimators)
-        step = base + self._verification(limit, work.estimators)
-        step_times = work.estimators.step_times
-        costs, reading = np.empty(len(drafters)), np.empty(len(drafters))
-        shared, sharing = np.empty(len(drafters)), self._num_sharing
-        for j, drafter in enumerate(drafters):
-            curve = step_times.curve_of(drafter.name)
-            users = work.loads.get(drafter.name, 0) + (state.drafter != drafter.name)
-            users = max(1, users, round(sharing * self._demand.get(drafter.name, 0.0)))
+        steps = [base + v for v in self._verification(limit, work.estimators)]
+        remaining = self._remaining(state, work.estimators)
+        step_times, sharing = work.estimators.step_times, self._num_sharing
+        gained, saved = [], []
+        for drafter, rate in zip(drafters, rates, strict=True):
+            name = drafter.name
+            survival = work.estimators.acceptance.shape_of(name).survival(rate, limit)
+            tokens = list(accumulate(survival, initial=1.0))[1:]
+            curve = step_times.curve_of(name)
+            users = work.loads.get(name, 0) + (state.drafter != name)
+            users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
             # Inside a step all wait for a drafter; beside it only those that use it.
             waiting = 1 if drafter.own_lane else sharing
-            costs[j] = curve(users) * (1.0 if drafter.own_lane else sharing / users)
-            shared[j] = curve(sharing)
+            share = 1.0 if drafter.own_lane else sharing / users
+            per_token = _least_per_token(steps, curve(users) * share, tokens)
+            if name != state.drafter:
+                per_token *= 1 + self.options.margin
             unread = state.num_known_tokens - self._num_read(state, drafter)
-            reading[j] = waiting * step_times.catch_up_of(drafter.name) * unread
-        self._want(drafters, base - ((step + np.outer(shared, lengths)) / tokens).min(axis=1))
-        per_token = ((step + np.outer(costs, lengths)) / tokens).min(axis=1)
-        per_token *= [1.0 if d.name == state.drafter else 1 + self.options.margin for d in drafters]
-        saved: FloatArray = self._remaining(state, work.estimators) * (base - per_token) - reading
+            reading = waiting * step_times.catch_up_of(name) * unread
+            gained.append(base - _least_per_token(steps, curve(sharing), tokens))
+            saved.append(remaining * (base - per_token) - reading)
+        self._want(drafters, gained)
         return saved
 
-    def _want(self, drafters: Sequence[Drafter], gained: FloatArray) -> None:
+    def _want(self, drafters: Sequence[Drafter], gained: Sequence[float]) -> None:
         """Note which drafter a request would have if everybody shared its time. Of one that none
         uses yet each would have to bear the whole step, and none would ever begin."""
-        favourite = drafters[int(gained.argmax())].name if gained.max() > 0 else None
+        most = max(gained)
+        favourite = drafters[gained.index(most)].name if most > 0 else None
         for drafter in drafters:
             known = self._demand.get(drafter.name, 0.0)
             wanted = float(drafter.name == favourite)
@@ -273,16 +279,16 @@ class Adaptive(SelectionPolicy):
         times = estimators.step_times
         return times.overhead + times.target(self._num_sharing)
 
-    def _verification(self, limit: int, estimators: Estimators) -> FloatArray:
+    def _verification(self, limit: int, estimators: Estimators) -> list[float]:
         """[limit] seconds by which so many more rows of the target hold up all requests."""
         pace = self._pace
-        rows = 1.0
+        rows = 1
         if pace.requests:
             drafted = pace.rows / pace.requests - 1
-            rows = max(1.0, pace.rows / pace.steps - drafted)
-        seconds = estimators.step_times.target.at(rows + np.arange(limit + 1.0))
-        delay: FloatArray = self._num_sharing * (seconds[1:] - seconds[0])
-        return delay
+            rows = max(1, round(pace.rows / pace.steps - drafted))
+        target, sharing = estimators.step_times.target, self._num_sharing
+        alone = target(rows)
+        return [sharing * (target(rows + n) - alone) for n in range(1, limit + 1)]
 
     @property
     def _num_sharing(self) -> int:
@@ -372,9 +378,11 @@ class Adaptive(SelectionPolicy):
     def _tell(self, known: _Known, request_id: str, drafter: str, estimators: Estimators) -> None:
         """Allocation counts a request's own drafts itself; it is told what the rest says."""
         column = self._columns[drafter]
-        counts = known.counts.copy()
-        counts[:, column] = 0.0
-        rest = self._prior.posterior(known.mean, *counts)
+        rest = known.posterior
+        if rest is None or known.counts[:, column].any():
+            counts = known.counts.copy()
+            counts[:, column] = 0.0
+            rest = self._prior.posterior(known.mean, *counts)
         rate, variance = float(rest.rates()[column]), float(rest.variance[column])
         strength = 1 / (rate * (1 - rate) * max(variance, 1e-3)) - 1
         strength = min(max(strength, _LEAST_STRENGTH), _MOST_STRENGTH)
@@ -422,6 +430,14 @@ class Adaptive(SelectionPolicy):
         ended = self._num_ended / _EARLY
         share = math.log1p(ended) / ended if ended else 1.0
         return self.options.explore * share * self._pace.total_s
+
+
+def _least_per_token(steps: Sequence[float], drafting: float, tokens: Sequence[float]) -> float:
+    """Seconds a token with the best draft length. steps: of a step by the draft's length, without
+    drafting; drafting: of one draft token; tokens: that a round then yields."""
+    return min(
+        (s + drafting * n) / t for n, (s, t) in enumerate(zip(steps, tokens, strict=True), 1)
+    )
 
 
 def _can_replay(drafter: Drafter, state: RequestState) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.drafters.base import Draft, Drafts
 from penstock.engine.drafters.ngram import NgramIndex
-from penstock.engine.sequences import TokenBuffer, uses_ratio
+from penstock.engine.sequences import TokenBuffer
 
 
 class LookupDrafter:
@@ -29,19 +29,15 @@ class LookupDrafter:
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
     ) -> tuple[Replayed, ...]:
-        counted = ~uses_ratio(texts)
-        return tuple(
-            self._replay(order, text, bool(counts))
-            for order, text, counts in zip(orders, texts, counted, strict=True)
-        )
+        return tuple(self._replay(order, text) for order, text in zip(orders, texts, strict=True))
 
-    def _replay(self, order: DraftOrder, text: TokenBuffer, counts: bool) -> Replayed:
+    def _replay(self, order: DraftOrder, text: TokenBuffer) -> Replayed:
         index = self._indices.setdefault(order.request_id, NgramIndex())
         known = order.start + order.num_catch_up_tokens
         num_tokens = num_matched = 0
         index.append(text.span(len(index), min(text.request.prompt_len, known)).tolist())
         for token in text.span(len(index), known).tolist():
-            if order.evaluate and counts:
+            if order.evaluate and not text.is_ratio:
                 num_tokens += 1
                 num_matched += index.propose(1) == [token]
             index.append((token,))

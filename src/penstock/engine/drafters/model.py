@@ -9,7 +9,7 @@ import torch
 
 from penstock.core.types import DraftOrder, Replayed
 from penstock.engine import batch
-from penstock.engine.batch import RaggedBatch
+from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_natively
@@ -17,7 +17,7 @@ from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled, sample_draft
 from penstock.engine.sampling.noise import Salt
 from penstock.engine.sampling.params import BoolArray, IntArray
-from penstock.engine.sequences import BlockTables, TokenBuffer, sampling_rows, uses_ratio
+from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
 _MOST_EVALUATED = 256
 """Tokens of one replay that are evaluated, the latest ones: each needs a row of logits."""
@@ -34,6 +34,7 @@ class ModelDrafter:
         self.name = name
         self.runner = runner
         self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
+        self._sampling = SamplingTable()
         self._sampler: Sampler = sample_coupled
         if isinstance(runner, NativeRunner):
             self._sampler = sample_natively
@@ -44,13 +45,10 @@ class ModelDrafter:
         for order in orders:
             self._tables.extend(order.request_id, order.epoch, order.new_blocks)
         limits = np.array([o.max_draft_tokens for o in orders], dtype=np.int32)
-        params = sampling_rows(texts)
-        ratio = uses_ratio(texts)
-        ends = np.array([o.start + o.num_catch_up_tokens for o in orders])
-        reach = int((ends + limits.clip(min=1)).max()) - 1
-        rows = [np.arange(end - (limit > 0), end) for end, limit in zip(ends, limits, strict=True)]
-        first = self._catch_up(orders, texts, rows, reach)
-        if isinstance(self.runner, NativeRunner) and not params.filtered.any():
+        params, ratio = self._sampling.of(list(texts))
+        reach = max(o.start + o.num_catch_up_tokens + max(o.max_draft_tokens, 1) for o in orders)
+        first = self._catch_up(orders, texts, [int(o.max_draft_tokens > 0) for o in orders], reach)
+        if isinstance(self.runner, NativeRunner) and not params.has_filters:
             return _draft_natively(self.runner, first, limits, params, ratio)
         return self._draft_stepwise(orders, first, limits, params, ratio)
 
@@ -59,14 +57,16 @@ class ModelDrafter:
     ) -> tuple[Replayed, ...]:
         for order in orders:
             self._tables.extend(order.request_id, order.epoch, order.new_blocks)
-        ends = np.array([o.start + o.num_catch_up_tokens for o in orders])
-        counted = np.array([o.evaluate for o in orders]) & ~uses_ratio(texts)
+        ends = [o.start + o.num_catch_up_tokens for o in orders]
         firsts = [
-            max(o.start, t.request.prompt_len - 1, end - _MOST_EVALUATED) if counts else end
-            for o, t, end, counts in zip(orders, texts, ends.tolist(), counted, strict=True)
+            min(end, max(o.start, t.request.prompt_len - 1, end - _MOST_EVALUATED))
+            if o.evaluate and not t.is_ratio
+            else end
+            for o, t, end in zip(orders, texts, ends, strict=True)
         ]
-        rows = [np.arange(first, end) for first, end in zip(firsts, ends.tolist(), strict=True)]
-        guesses = self._guess(self._catch_up(orders, texts, rows, int(ends.max())), rows, texts)
+        counts = [end - first for end, first in zip(ends, firsts, strict=True)]
+        batch = self._catch_up(orders, texts, counts, max(ends) + 1)
+        guesses = self._guess(batch, counts, texts)
         return tuple(
             self._compare(order, text, first, guess)
             for order, text, first, guess in zip(orders, texts, firsts, guesses, strict=True)
@@ -80,15 +80,12 @@ class ModelDrafter:
         self._foreseen.pop(request_id, None)
 
     def _guess(
-        self, batch: RaggedBatch, rows: Sequence[IntArray], texts: Sequence[TokenBuffer]
+        self, batch: RaggedBatch, counts: Sequence[int], texts: Sequence[TokenBuffer]
     ) -> list[IntArray]:
-        """What the drafter takes each order's tokens behind `rows` to be."""
+        """What the drafter takes the token behind each row of logits to be, by order."""
         logits = self.runner.forward(batch)
-        positions = np.concatenate(rows) + 1
-        if not len(positions):
-            return list(rows)
-        counts = [len(r) for r in rows]
-        params = sampling_rows(texts).take(np.repeat(np.arange(len(texts)), counts))
+        positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
+        params = self._sampling.of(list(texts))[0].take(np.arange(len(texts)).repeat(counts))
         tokens = self._sampler(logits, params, positions).cpu().numpy()
         return np.split(tokens, np.cumsum(counts)[:-1])
 
@@ -155,26 +152,16 @@ class ModelDrafter:
         self,
         orders: Sequence[DraftOrder],
         texts: Sequence[TokenBuffer],
-        rows: Sequence[IntArray],
+        num_logits: Sequence[int],
         reach: int,
     ) -> RaggedBatch:
-        """`rows`: of each order, the positions whose logits are wanted."""
-        counts = np.array([o.num_catch_up_tokens for o in orders], dtype=np.int32)
-        query_start = np.zeros(len(orders) + 1, dtype=np.int32)
-        np.cumsum(counts, out=query_start[1:])
-        spans = [(o.start, o.start + o.num_catch_up_tokens) for o in orders]
-        logits_rows = [
-            wanted + (row - start)
-            for wanted, row, (start, _) in zip(rows, query_start[:-1], spans, strict=True)
-        ]
-        return RaggedBatch(
-            token_ids=np.concatenate([t.span(*s) for t, s in zip(texts, spans, strict=True)]),
-            positions=np.concatenate([np.arange(*s, dtype=np.int32) for s in spans]),
-            query_start=query_start,
-            seq_lens=np.array([end for _, end in spans], dtype=np.int32),
-            block_tables=self._gather([o.request_id for o in orders], reach),
-            logits_rows=np.concatenate(logits_rows).astype(np.int32),
-        )
+        """`num_logits`: of each order's last rows; `reach`: behind the last position that the
+        block tables must hold."""
+        writer = BatchWriter()
+        for order, text, wanted in zip(orders, texts, num_logits, strict=True):
+            span = text.span(order.start, order.start + order.num_catch_up_tokens)
+            writer.add(order.start, span.tolist(), wanted)
+        return writer.batch(self._gather([o.request_id for o in orders], reach - 1))
 
     def _one_more(
         self, orders: Sequence[DraftOrder], jobs: IntArray, tokens: list[int], at: IntArray

@@ -73,6 +73,13 @@ class DraftOrder(Structure):
     ]
 
 
+class TargetOrder(Structure):
+    _fields_ = [
+        *((name, c_int32) for name in ("num_requests", "salt")),
+        *((name, c_void_p) for name in ("row_start", "temperatures", "seeds", "token_ids")),
+    ]
+
+
 class SampleOrder(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("num_rows", "vocab_size")),
@@ -94,6 +101,7 @@ def native_library() -> ctypes.CDLL:
         "penstock_destroy": (None, [pointer]),
         "penstock_limit_threads": (None, [pointer, c_int32]),
         "penstock_forward": (c_int32, [pointer, pointer, pointer, pointer]),
+        "penstock_forward_sampled": (c_int32, [pointer, pointer, pointer, pointer]),
         "penstock_draft": (c_int32, [pointer, pointer, pointer, pointer]),
         "penstock_sample": (c_int32, [pointer, pointer]),
     }

@@ -1,5 +1,6 @@
-// The plain C interface, called through ctypes: one call for a forward pass, for a whole draft of
-// several tokens, and for coupled sampling. Nothing of the batch is trusted before `check` has
+// The plain C interface, called through ctypes: one call for a forward pass (with the target's
+// samples, if they are wanted), for a whole draft of several tokens, and for coupled sampling of
+// logits. Nothing of the batch is trusted before `check` has
 // seen it.
 #include <cstdarg>
 #include <cstdio>
@@ -17,6 +18,16 @@ struct DraftOrder {
   const uint64_t* seeds;
   int32_t* token_ids;  // [num_seqs, max_steps]
   float* logits;       // [num_seqs, max_steps, vocab_size] or null
+};
+
+// Coupled samples of a forward pass's rows of logits: those of request i are [row_start[i],
+// row_start[i + 1]) of them.
+struct TargetOrder {
+  int32_t num_requests, salt;
+  const int32_t* row_start;
+  const double* temperatures;
+  const uint64_t* seeds;
+  int32_t* token_ids;  // [num_logits]
 };
 
 struct SampleOrder {
@@ -115,6 +126,16 @@ bool check(const Model& model, const Batch& batch, const DraftOrder* order, char
   return check_tokens(model, batch, error);
 }
 
+bool check_target(const Batch& batch, const TargetOrder& order, char* error) {
+  const int count = order.num_requests;
+  if (order.row_start[0] != 0 || order.row_start[count] != batch.num_logits)
+    return refuse(error, "row_start must run from 0 to %d", batch.num_logits);
+  for (int i = 0; i < count; ++i)
+    if (order.row_start[i + 1] < order.row_start[i])
+      return refuse(error, "row_start[%d] is %d; must not decrease", i + 1, order.row_start[i + 1]);
+  return check_temperatures(order.temperatures, count, error);
+}
+
 void plan_rows(Model& model, const Batch& batch, Plan& plan) {
   plan.clear();
   for (int seq = 0; seq < batch.num_seqs; ++seq) {
@@ -138,6 +159,21 @@ void plan_sample(const Model& model, const DraftOrder& order, int seq, int step,
   plan.sampling.push_back(RowSampling::make(order.temperatures[seq], order.seeds[seq],
                                             (uint64_t)plan.positions[row] + 1, order.salts[seq]));
   plan.sampled.push_back(0);
+}
+
+// Have the target's own samples drawn from the batch's rows of logits.
+void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Plan& plan) {
+  const size_t vocab_size = model.weights.vocab_size;
+  model.logits.reserve((size_t)batch.num_logits * vocab_size);
+  for (int i = 0; i < order.num_requests; ++i)
+    for (int j = order.row_start[i]; j < order.row_start[i + 1]; ++j) {
+      const int row = batch.logits_rows[j];
+      plan.logits_rows.push_back(row);
+      plan.logits.push_back(model.logits.get() + (size_t)j * vocab_size);
+      plan.sampling.push_back(RowSampling::make(order.temperatures[i], order.seeds[i],
+                                                (uint64_t)plan.positions[row] + 1, order.salt));
+      plan.sampled.push_back(0);
+    }
 }
 
 // Take the tokens sampled in `done` and plan the step that follows; empty after the last one.
@@ -244,8 +280,10 @@ class JobStore {
   std::vector<std::unique_ptr<PassJob>> jobs_;
 };
 
-// Plan and carry out a forward pass or a draft; the batch has been checked.
-void execute(Model& model, const Batch& batch, const DraftOrder* order, float* logits) {
+// Plan and carry out a forward pass, with the target's samples or with logits, or a draft; what is
+// asked for has been checked.
+void execute(Model& model, const Batch& batch, const DraftOrder* order, const TargetOrder* target,
+             float* logits) {
   PassJob& job = JobStore::instance().take(model);
   struct Lease {
     PassJob& job;
@@ -262,6 +300,8 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, float* l
     for (int seq = 0; seq < batch.num_seqs; ++seq)
       if (order->num_steps[seq] > 0)
         plan_sample(model, *order, seq, 0, batch.query_start[seq + 1] - 1, plan);
+  } else if (target) {
+    plan_target(model, batch, *target, plan);
   } else {
     for (int i = 0; i < batch.num_logits; ++i) {
       plan.logits_rows.push_back(batch.logits_rows[i]);
@@ -270,16 +310,18 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, float* l
   }
   const int phases = (Pass<float, float>::num_phases(model) + 1) * (job.max_steps + 1);
   Pool::instance().run(job, threads_for(model, plan), phases);
+  if (target) std::copy(plan.sampled.begin(), plan.sampled.end(), target->token_ids);
 }
 
-int32_t guarded(Model& model, const BatchValues& values, const DraftOrder* order, float* logits,
-                char* error) {
+int32_t guarded(Model& model, const BatchValues& values, const DraftOrder* order,
+                const TargetOrder* target, float* logits, char* error) {
   const Batch batch(values);
   if (!check(model, batch, order, error)) return 1;
+  if (target && !check_target(batch, *target, error)) return 1;
   if (model.in_use.test_and_set()) return !refuse(error, "another thread is using this runner");
   bool done = true;
   try {
-    execute(model, batch, order, logits);
+    execute(model, batch, order, target, logits);
   } catch (const std::exception& failure) {
     done = refuse(error, "%s, for a batch of %d rows", failure.what(), batch.num_tokens);
   }
@@ -317,12 +359,17 @@ PENSTOCK_API void penstock_limit_threads(Model* model, int32_t limit) {
 // 0, or 1 with the reason in error[kErrorBytes].
 PENSTOCK_API int32_t penstock_forward(Model* model, const BatchValues* batch, float* logits,
                                       char* error) {
-  return guarded(*model, *batch, nullptr, logits, error);
+  return guarded(*model, *batch, nullptr, nullptr, logits, error);
+}
+
+PENSTOCK_API int32_t penstock_forward_sampled(Model* model, const BatchValues* batch,
+                                              const TargetOrder* order, char* error) {
+  return guarded(*model, *batch, nullptr, order, nullptr, error);
 }
 
 PENSTOCK_API int32_t penstock_draft(Model* model, const BatchValues* batch, const DraftOrder* order,
                                     char* error) {
-  return guarded(*model, *batch, order, nullptr, error);
+  return guarded(*model, *batch, order, nullptr, nullptr, error);
 }
 
 PENSTOCK_API int32_t penstock_sample(const SampleOrder* order, char* error) {

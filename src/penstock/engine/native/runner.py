@@ -19,6 +19,7 @@ from penstock.engine.models.weights import load_weights
 from penstock.engine.native import library as c
 from penstock.engine.native.library import native_library
 from penstock.engine.native.packing import Arena, Layout, pack_weights
+from penstock.engine.sampling.noise import Salt
 
 DTYPES = (torch.float32, torch.bfloat16)
 
@@ -128,6 +129,40 @@ class NativeRunner:
         if refused:
             raise ValueError(self._error.value.decode())
         return logits
+
+    def forward_sampled(
+        self,
+        batch: RaggedBatch,
+        row_start: IntArray,
+        temperatures: npt.NDArray[np.float64],
+        seeds: npt.NDArray[np.uint64],
+    ) -> IntArray:
+        """The target's coupled samples behind `batch.logits_rows`, without the logits: [num_logits]
+        int32, as `sample_coupled` would draw them.
+
+        row_start: [num_requests + 1] int32, the rows of logits of each request; the others have
+        one entry a request
+        """
+        count = len(row_start) - 1
+        _require("row_start", row_start, _INT32, (count + 1,))
+        _require("temperatures", temperatures, _FLOAT64, (count,))
+        _require("seeds", seeds, _UINT64, (count,))
+        token_ids = np.empty(len(batch.logits_rows), dtype=np.int32)
+        order = c.TargetOrder(
+            count,
+            Salt.TARGET,
+            _address(row_start),
+            _address(temperatures),
+            _address(seeds),
+            _address(token_ids),
+        )
+        _values, described = _flatten(batch)
+        refused = self._library.penstock_forward_sampled(
+            self._model, ctypes.byref(described), ctypes.byref(order), self._error
+        )
+        if refused:
+            raise ValueError(self._error.value.decode())
+        return token_ids
 
     def draft(
         self,
@@ -267,7 +302,10 @@ def _allocate_cache(
 
 
 def _address(array: npt.NDArray[np.generic]) -> int:
-    return int(array.__array_interface__["data"][0])
+    if not array.size or not array.flags.writeable:
+        return int(array.__array_interface__["data"][0])
+    # A quarter of the time that the array interface takes; a step asks about twenty times.
+    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def _require(

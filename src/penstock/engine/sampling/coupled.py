@@ -10,6 +10,7 @@ After "drafter-invariant speculative decoding", arXiv 2408.07978.
 
 from __future__ import annotations
 
+import itertools
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,6 @@ import torch
 from penstock.engine.sampling.filters import filter_logits, lowest_argmax
 from penstock.engine.sampling.noise import Salt, gumbel_noise, row_keys
 from penstock.engine.sampling.params import (
-    BoolArray,
     Decisions,
     IntArray,
     SamplingRows,
@@ -68,24 +68,27 @@ def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray
     return samples
 
 
-def count_accepted(batch: VerifyBatch, accepted: BoolArray) -> IntArray:
-    """Draft tokens before each request's first rejection, [n]; ``accepted`` is [num_drafts]."""
-    begin, end = batch.draft_start[:-1], batch.draft_start[1:]
-    # A sentinel past the end stands for "never rejected".
-    rejected = np.append(np.flatnonzero(~accepted), accepted.shape[0])
-    first: IntArray = rejected[np.searchsorted(rejected, begin)]
-    return first.clip(max=end) - begin
-
-
 def verify_coupled(batch: VerifyBatch, sample: Sampler = sample_coupled) -> Decisions:
     """Accept while the draft equals the target's sample; the sample itself follows."""
-    of_row = batch.request_of_row
-    rows = batch.params.take(of_row)
-    samples = sample(batch.logits, rows, batch.row_positions).cpu().numpy()
-    row_of_draft = np.arange(batch.draft_tokens.shape[0]) + batch.request_of_draft
-    num_accepted = count_accepted(batch, samples[row_of_draft] == batch.draft_tokens)
+    if not batch.draft_tokens.size:
+        return Decisions(
+            num_accepted=np.zeros(batch.num_requests, dtype=np.int64),
+            last_token=sample(batch.logits, batch.params, batch.positions).cpu().numpy(),
+            evidence=np.zeros(batch.num_requests),
+        )
+    rows = batch.params.take(batch.request_of_row)
+    samples = sample(batch.logits, rows, batch.row_positions).tolist()
+    starts, drafts = batch.row_start.tolist(), batch.draft_tokens.tolist()
+    num_accepted, last_token = [], []
+    for i, (begin, end) in enumerate(itertools.pairwise(starts)):
+        row = begin
+        # Request i owns i draft tokens fewer than rows before its own.
+        while row < end - 1 and samples[row] == drafts[row - i]:
+            row += 1
+        num_accepted.append(row - begin)
+        last_token.append(samples[row])
     return Decisions(
-        num_accepted=num_accepted,
-        last_token=samples[batch.row_start[:-1] + num_accepted],
-        evidence=num_accepted.astype(np.float64),
+        num_accepted=np.array(num_accepted, dtype=np.int64),
+        last_token=np.array(last_token, dtype=np.int64),
+        evidence=np.array(num_accepted, dtype=np.float64),
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +21,7 @@ def as_index(values: IntArray, like: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(values).to(like.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class SamplingRows:
     """Sampling parameters, one entry a row (or a request).
 
@@ -47,6 +49,12 @@ class SamplingRows:
         """[rows] bool: the rows that top-p or top-k may cut."""
         cut: BoolArray = ((self.top_p < 1.0) | (self.top_k > 0)) & ~self.greedy
         return cut
+
+    @cached_property
+    def has_filters(self) -> bool:
+        """Whether top-p or top-k may cut any row."""
+        cuts = min(self.top_p.tolist(), default=1.0) < 1.0 or any(self.top_k.tolist())
+        return cuts and bool(self.filtered.any())
 
     def take(self, index: IntArray | BoolArray) -> SamplingRows:
         """The rows that ``index`` selects, in its order."""
@@ -88,23 +96,23 @@ class VerifyBatch:
     def __post_init__(self) -> None:
         num_rows, vocab_size = self.logits.shape
         num_requests = len(self.params)
-        if self.row_start.shape != (num_requests + 1,) or (self.num_rows < 1).any():
+        starts = self.row_start.tolist()
+        if len(starts) != num_requests + 1 or any(b <= a for a, b in itertools.pairwise(starts)):
             raise ValueError(
-                f"row_start must hold {num_requests + 1} strictly increasing offsets, "
-                f"not {self.row_start.tolist()}"
+                f"row_start must hold {num_requests + 1} strictly increasing offsets, not {starts}"
             )
-        if self.row_start[0] != 0 or self.row_start[-1] != num_rows:
+        if starts[0] != 0 or starts[-1] != num_rows:
             raise ValueError(f"row_start must run from 0 to the number of logits rows, {num_rows}")
         num_drafts = num_rows - num_requests
         for name in ("draft_tokens", "draft_prob_row"):
             if getattr(self, name).shape != (num_drafts,):
                 raise ValueError(f"{name} must have one entry a draft token, {num_drafts} in all")
-        if num_drafts and not 0 <= self.draft_tokens.min() <= self.draft_tokens.max() < vocab_size:
+        if not num_drafts:
+            return
+        if not 0 <= self.draft_tokens.min() <= self.draft_tokens.max() < vocab_size:
             raise ValueError(f"draft tokens must lie in the vocabulary, 0 to {vocab_size - 1}")
         num_prob_rows = 0 if self.draft_probs is None else self.draft_probs.shape[0]
-        if num_drafts and not -1 <= self.draft_prob_row.min() <= self.draft_prob_row.max() < (
-            num_prob_rows
-        ):
+        if not -1 <= self.draft_prob_row.min() <= self.draft_prob_row.max() < num_prob_rows:
             raise ValueError(
                 f"draft_prob_row must be -1 or one of the {num_prob_rows} rows of draft_probs"
             )

@@ -20,10 +20,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.engine.sampling.coupled import count_accepted, gumbel_argmax
+from penstock.engine.sampling.coupled import gumbel_argmax
 from penstock.engine.sampling.filters import filter_logits, filtered_probs
 from penstock.engine.sampling.noise import Salt, row_keys, uniform
 from penstock.engine.sampling.params import (
+    BoolArray,
     Decisions,
     IntArray,
     SamplingRows,
@@ -88,6 +89,15 @@ def _sample_last(
         weights[where] = torch.where(vanished, weights[where], residual)
     salt = np.where(rejected, int(Salt.RESIDUAL), int(Salt.TARGET))
     return gumbel_argmax(weights.log_(), batch.params, batch.positions + num_accepted, salt)
+
+
+def count_accepted(batch: VerifyBatch, accepted: BoolArray) -> IntArray:
+    """Draft tokens before each request's first rejection, [n]; ``accepted`` is [num_drafts]."""
+    begin, end = batch.draft_start[:-1], batch.draft_start[1:]
+    # A sentinel past the end stands for "never rejected".
+    rejected = np.append(np.flatnonzero(~accepted), accepted.shape[0])
+    first: IntArray = rejected[np.searchsorted(rejected, begin)]
+    return first.clip(max=end) - begin
 
 
 def verify_ratio(batch: VerifyBatch) -> Decisions:

@@ -36,20 +36,20 @@ def verify(batch: VerifyBatch, sample: Sampler = sample_coupled) -> VerifyResult
     not on what else the batch holds.
     """
     decisions = _decide(batch, sample)
-    num_emitted = decisions.num_accepted + 1
-    token_start = np.concatenate(([0], np.cumsum(num_emitted)))
-    token_ids = np.empty(token_start[-1], dtype=np.int64)
-    last = token_start[1:] - 1
-    kept = np.ones(token_ids.shape[0], dtype=np.bool_)
-    kept[last] = False
-    of_draft = batch.request_of_draft
-    offset = np.arange(of_draft.shape[0]) - batch.draft_start[of_draft]
-    token_ids[kept] = batch.draft_tokens[offset < decisions.num_accepted[of_draft]]
-    token_ids[last] = decisions.last_token
+    # Most batches are of a few requests, for which lists are faster than arrays.
+    drafts, begins = batch.draft_tokens.tolist(), batch.draft_start.tolist()
+    token_ids: list[int] = []
+    token_start = [0]
+    for begin, num_accepted, last in zip(
+        begins, decisions.num_accepted.tolist(), decisions.last_token.tolist(), strict=False
+    ):
+        token_ids += drafts[begin : begin + num_accepted]
+        token_ids.append(last)
+        token_start.append(len(token_ids))
     return VerifyResult(
         num_accepted=decisions.num_accepted,
-        num_decided=np.minimum(num_emitted, batch.num_draft),
+        num_decided=np.minimum(decisions.num_accepted + 1, batch.num_draft),
         evidence=decisions.evidence,
-        token_ids=token_ids,
-        token_start=token_start,
+        token_ids=np.array(token_ids, dtype=np.int64),
+        token_start=np.array(token_start, dtype=np.int64),
     )

@@ -1,0 +1,148 @@
+"""One step of the target: a forward pass of a ragged batch, and the verification of its drafts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from penstock.core.types import TokenLogprob
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_natively
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import Sampler, VerifyBatch, token_logprobs, verify
+from penstock.engine.sequences import SamplingTable, TokenBuffer
+
+
+class Drafted(NamedTuple):
+    """A request whose next token is sampled in this step, and its draft. position: of the first
+    token that is decided; prob_rows: for every draft token its row of the joined distributions, or
+    -1."""
+
+    text: TokenBuffer
+    position: int
+    token_ids: list[int]
+    prob_rows: list[int]
+
+
+class Decided(NamedTuple):
+    """What verification came to for one request; see `core.types.Verdict`."""
+
+    token_ids: list[int]
+    num_accepted: int
+    num_decided: int
+    evidence: float
+    logprobs: tuple[TokenLogprob, ...] = ()
+
+
+class Verifier:
+    """Forward passes of the target, and what they say about drafts.
+
+    Where every request of a batch takes the target's own coupled samples, and nobody asks for
+    probabilities, compiled kernels draw them in the pass itself: an accepted draft is then the
+    samples' own beginning, and no logits come back.
+    """
+
+    def __init__(self, runner: ModelRunner, sample: Sampler) -> None:
+        self.runner = runner
+        self._sample = sample
+        self._sampling = SamplingTable()
+
+    def forward(self, batch: RaggedBatch, drafted: Sequence[Drafted]) -> torch.Tensor | list[int]:
+        """Logits of the batch's rows, [num_logits, V], or the samples that they would give."""
+        runner = self.runner
+        if isinstance(runner, NativeRunner) and self._sample is sample_natively and drafted:
+            params, ratio = self._sampling.of([d.text for d in drafted])
+            wanted = any(_num_logprobs(d) is not None for d in drafted)
+            if not (wanted or params.has_filters or ratio.any()):
+                row_start = np.array(_row_start(drafted), dtype=np.int32)
+                samples = runner.forward_sampled(batch, row_start, params.temperature, params.seed)
+                return samples.tolist()  # type: ignore[no-any-return]
+        return runner.forward(batch)
+
+    def decide(
+        self,
+        scores: torch.Tensor | list[int],
+        drafted: Sequence[Drafted],
+        draft_probs: torch.Tensor | None,
+    ) -> list[Decided]:
+        """From what `forward` returned. draft_probs: [rows, V], see `VerifyBatch`."""
+        if not drafted:
+            return []
+        if isinstance(scores, torch.Tensor):
+            return self._decide(scores, drafted, draft_probs)
+        return [
+            _compare(scores, first, d.token_ids)
+            for first, d in zip(_row_start(drafted), drafted, strict=False)
+        ]
+
+    def _decide(
+        self, logits: torch.Tensor, drafted: Sequence[Drafted], draft_probs: torch.Tensor | None
+    ) -> list[Decided]:
+        params, ratio = self._sampling.of([d.text for d in drafted])
+        row_start = _row_start(drafted)
+        result = verify(
+            VerifyBatch(
+                logits=logits,
+                row_start=np.array(row_start),
+                positions=np.array([d.position for d in drafted]),
+                params=params,
+                ratio=ratio,
+                draft_tokens=np.array([t for d in drafted for t in d.token_ids], dtype=np.int64),
+                draft_probs=draft_probs,
+                draft_prob_row=np.array([r for d in drafted for r in d.prob_rows], dtype=np.int64),
+            ),
+            self._sample,
+        )
+        decided = []
+        for n, d in enumerate(drafted):
+            tokens = result.tokens(n)
+            rows = logits[row_start[n] : row_start[n] + len(tokens)]
+            decided.append(
+                Decided(
+                    tokens,
+                    int(result.num_accepted[n]),
+                    int(result.num_decided[n]),
+                    float(result.evidence[n]),
+                    _logprobs(rows, tokens, _num_logprobs(d)),
+                )
+            )
+        return decided
+
+
+def _row_start(drafted: Sequence[Drafted]) -> list[int]:
+    return [0, *accumulate(len(d.token_ids) + 1 for d in drafted)]
+
+
+def _num_logprobs(drafted: Drafted) -> int | None:
+    return drafted.text.request.sampling.num_logprobs
+
+
+def _compare(samples: list[int], first: int, draft: list[int]) -> Decided:
+    """Accept while the draft equals the target's samples; the sample itself follows."""
+    num_accepted = 0
+    for token in draft:
+        if samples[first + num_accepted] != token:
+            break
+        num_accepted += 1
+    return Decided(
+        samples[first : first + num_accepted + 1],
+        num_accepted,
+        min(num_accepted + 1, len(draft)),
+        float(num_accepted),
+    )
+
+
+def _logprobs(logits: torch.Tensor, tokens: list[int], num: int | None) -> tuple[TokenLogprob, ...]:
+    if num is None:
+        return ()
+    found = token_logprobs(logits, np.array(tokens, dtype=np.int64), num)
+    tops = zip(found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(chosen, tuple(zip(*top, strict=True)))
+        for chosen, top in zip(found.chosen.tolist(), tops, strict=True)
+    )

@@ -1,0 +1,147 @@
+"""Verification inside the compiled pass: what the logits would have said."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tests.engine.small_models import SHAPE, Checkpoint, Paging
+
+from penstock.core.types import Request, SamplingParams
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.native.build import NativeUnavailableError
+from penstock.engine.native.library import native_library
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_natively
+from penstock.engine.sequences import TokenBuffer
+from penstock.engine.verifier import Drafted, Verifier
+
+try:
+    native_library()
+except NativeUnavailableError as error:
+    pytest.skip(str(error), allow_module_level=True)
+
+Checkpoints = Callable[[str], Checkpoint]
+COUPLED = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.0, 1.0, 0.6, 1.4))]
+
+
+def load(path: Path, threads: int = 1) -> NativeRunner:
+    return NativeRunner.load(path, torch.float32, 64, 8, threads)
+
+
+def text_of(params: SamplingParams, length: int = 20) -> TokenBuffer:
+    tokens = np.random.default_rng(params.seed).integers(SHAPE["vocab_size"], size=length)
+    ids = tuple(tokens.tolist())
+    return TokenBuffer(
+        Request(id="r", prompt_len=length, prompt_token_ids=ids, max_tokens=4, sampling=params)
+    )
+
+
+def by_the_logits(logits, rows, positions):
+    """The same samples, of logits that have come back."""
+    return sample_natively(logits, rows, positions)
+
+
+def decided(verifier: Verifier, drafts: list[list[int]], params: list[SamplingParams]):
+    """Whole texts of 20 tokens with a draft behind each; the last one is a chunk of prefill."""
+    texts = [text_of(p) for p in params]
+    drafted = [Drafted(t, 20, d, [-1] * len(d)) for t, d in zip(texts, drafts, strict=True)]
+    place = Paging(64, 8)
+    spans = [
+        (str(i), np.array([*d.text.span(0, 20).tolist(), *d.token_ids]), 0, 20 + len(d.token_ids))
+        for i, d in enumerate(drafted)
+    ]
+    batch = place.batch(*spans, ("chunk", np.arange(9), 0, 9))
+    ends = batch.query_start[1:-1]
+    wanted = [np.arange(e - len(d) - 1, e) for e, d in zip(ends, drafts, strict=True)]
+    rows = np.concatenate(wanted).astype(np.int32)
+    batch = RaggedBatch(
+        batch.token_ids,
+        batch.positions,
+        batch.query_start,
+        batch.seq_lens,
+        batch.block_tables,
+        rows,
+    )
+    scores = verifier.forward(batch, drafted)
+    return scores, verifier.decide(scores, drafted, None)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_samples_of_the_pass_decide_as_logits_do(checkpoint: Checkpoints, threads: int) -> None:
+    path = checkpoint("llama").path
+    verifier = Verifier(load(path, threads), sample_natively)
+    first = Verifier(load(path), by_the_logits)
+    nothing = [[], [], [], []]
+    _, alone = decided(first, nothing, COUPLED)
+    right = [d.token_ids for d in alone]
+    _, further = decided(first, right, COUPLED)
+    wrong = (further[2].token_ids[1] + 1) % SHAPE["vocab_size"]
+    drafts = [further[0].token_ids, [*right[1], 0, 0], [*right[2], wrong], []]
+    scores, found = decided(verifier, drafts, COUPLED)
+    logits, expected = decided(first, drafts, COUPLED)
+    assert isinstance(scores, list)
+    assert isinstance(logits, torch.Tensor)
+    assert found == expected
+    assert [d.num_accepted for d in found][::2] == [2, 1]
+    assert [d.num_decided for d in found][2:] == [2, 0]
+
+
+def test_other_seeds_would_be_seen(checkpoint: Checkpoints) -> None:
+    verifier = Verifier(load(checkpoint("llama").path), sample_natively)
+    others = [SamplingParams(temperature=p.temperature, seed=p.seed + 9) for p in COUPLED]
+    _, found = decided(verifier, [[], [], [], []], COUPLED)
+    _, changed = decided(verifier, [[], [], [], []], others)
+    assert [d.token_ids for d in found] != [d.token_ids for d in changed]
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        SamplingParams(temperature=1.0, seed=3, top_p=0.8),
+        SamplingParams(temperature=1.0, seed=3, top_k=5),
+        SamplingParams(temperature=1.0, seed=3, num_logprobs=0),
+        SamplingParams(temperature=1.0, seed=3, verification="ratio"),
+    ],
+)
+def test_whoever_needs_the_logits_gets_them(
+    checkpoint: Checkpoints, params: SamplingParams
+) -> None:
+    """And the others beside it get the same tokens as ever."""
+    verifier = Verifier(load(checkpoint("llama").path), sample_natively)
+    scores, mixed = decided(verifier, [[], [], [], []], [*COUPLED[:3], params])
+    _, plain = decided(verifier, [[], [], [], []], COUPLED)
+    assert isinstance(scores, torch.Tensor)
+    assert mixed[:3] == plain[:3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"row_start": [0, 2]}, "row_start must run from 0 to 3"),
+        ({"row_start": [1, 3]}, "row_start must run from 0 to 3"),
+        ({"row_start": [0, 4, 3]}, r"row_start\[2\] is 3; must not decrease"),
+        ({"row_start": [0.0, 3.0]}, "row_start is float64"),
+        ({"temperatures": [-1.0]}, r"temperatures\[0\] is -1; must be finite"),
+        ({"seeds": [1.0]}, "seeds is float64"),
+    ],
+)
+def test_a_wrong_order_is_refused(
+    checkpoint: Checkpoints, changes: dict[str, list[float]], reason: str
+) -> None:
+    runner = load(checkpoint("llama").path)
+    batch = Paging(64, 8).batch(("a", np.arange(3), 0, 3))
+    count = len(changes.get("row_start", [0, 3])) - 1
+    order = {
+        "row_start": np.array([0, 3], dtype=np.int32),
+        "temperatures": np.ones(count),
+        "seeds": np.ones(count, dtype=np.uint64),
+    }
+    for name, values in changes.items():
+        whole = isinstance(values[0], int)
+        order[name] = np.array(values, dtype=np.int32 if whole else np.float64)
+    with pytest.raises(ValueError, match=reason):
+        runner.forward_sampled(batch, **order)
