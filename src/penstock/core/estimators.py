@@ -191,6 +191,8 @@ class StepTimes:
         self._last_end: float | None = None
         self.overhead = 0.0
         """Seconds between two steps of the target that follow each other at once."""
+        self.draft_overhead = 0.0
+        """Further seconds of the host where drafts are made inside the step."""
 
     def observe(self, result: StepResult) -> None:
         if result.lane == TARGET:
@@ -210,8 +212,14 @@ class StepTimes:
     def _between(self, result: StepResult) -> None:
         if self._last_end is not None:
             pause = result.started_at - self._last_end + result.phases.other
+            drafts = [t.seconds for t in result.draft_times if t.steps]
+            if drafts:
+                pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
             # A longer pause is a lack of work.
-            if 0 <= pause < _MOST_OVERHEAD_S:
+            if 0 <= pause < _MOST_OVERHEAD_S and drafts:
+                beyond = max(0.0, pause - self.overhead)
+                self.draft_overhead += _OVERHEAD_WEIGHT * (beyond - self.draft_overhead)
+            elif 0 <= pause < _MOST_OVERHEAD_S:
                 self.overhead += _OVERHEAD_WEIGHT * (pause - self.overhead)
         self._last_end = result.finished_at
 

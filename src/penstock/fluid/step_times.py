@@ -12,6 +12,8 @@ FloatArray = npt.NDArray[np.float64]
 _STALL = 4.0
 """A measurement counts for at most so many times what its size took before."""
 _MOST_KNOWN = 4096
+_SCALE_WEIGHT = 0.05
+_CELL_WEIGHTS = (0.02, 0.05)
 _REDRAW = 0.04
 """The curve is drawn anew when a cell has moved by this share."""
 
@@ -22,6 +24,7 @@ class _Cell:
 
     size: float
     seconds: float
+    num: int = 1
     drawn: float | None = None
 
 
@@ -31,11 +34,14 @@ class StepTimeCurve:
     Sizes are pooled into cells a few per cent wide. Between measured cells the curve interpolates;
     beyond the last it goes on with the slope of the chord from the first, and before the first it
     is flat: a smaller step is never predicted dearer than a larger one.
+
+    How fast the machine is just now is one factor of all sizes, and follows every measurement: the
+    sizes that are tried must not look dear, nor those that are not cheap, because of a bad minute.
     """
 
-    def __init__(self, weight: float = 0.1, cell_width: float = 0.08) -> None:
-        self._weight = weight
+    def __init__(self, cell_width: float = 0.08) -> None:
         self._cell_width = cell_width
+        self._scale = 1.0
         self._cells: dict[int, _Cell] = {}
         self._sizes: FloatArray = np.empty(0)
         self._seconds: FloatArray = np.empty(0)
@@ -53,6 +59,7 @@ class StepTimeCurve:
             return
         index = self._cell_of(size)
         cell = self._cells.get(index)
+        seconds /= self._scale
         if cell is None:
             self._cells[index] = _Cell(size, self._between_neighbours(size, seconds))
             self._stale = True
@@ -60,8 +67,12 @@ class StepTimeCurve:
         if cell.seconds:
             # A stall of the machine must not look like a property of the size.
             seconds = min(seconds, _STALL * cell.seconds)
-        cell.size += self._weight * (size - cell.size)
-        cell.seconds += self._weight * (seconds - cell.seconds)
+            self._scale *= 1 + _SCALE_WEIGHT * (seconds / cell.seconds - 1)
+        least, most = _CELL_WEIGHTS
+        cell.num += 1
+        weight = min(max(1 / cell.num, least), most) if cell.seconds else most
+        cell.size += weight * (size - cell.size)
+        cell.seconds += weight * (seconds - cell.seconds)
         if cell.drawn is None or abs(cell.seconds - cell.drawn) > _REDRAW * cell.drawn:
             self._stale = True
 
@@ -72,15 +83,18 @@ class StepTimeCurve:
         known = self._known.get(size)
         if known is None:
             # A scheduler asks for the same few sizes thousands of times.
-            known = self._known[size] = float(self.at(np.array([size], dtype=np.float64))[0])
+            known = self._known[size] = float(self._shape(np.array([size], dtype=np.float64))[0])
             if len(self._known) > _MOST_KNOWN:
                 self._known = {}
-        return known
+        return self._scale * known
 
     def at(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         """Predicted seconds of several sizes at once; 0 while nothing has been measured."""
         if self._stale:
             self._draw()
+        return self._scale * self._shape(sizes)
+
+    def _shape(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         if not len(self._sizes):
             return np.zeros(len(sizes))
         within: FloatArray = np.interp(sizes, self._sizes, self._seconds)
@@ -91,7 +105,8 @@ class StepTimeCurve:
         """The curve's corners (size, seconds)."""
         if self._stale:
             self._draw()
-        return list(zip(self._sizes.tolist(), self._seconds.tolist(), strict=True))
+        seconds = self._scale * self._seconds
+        return list(zip(self._sizes.tolist(), seconds.tolist(), strict=True))
 
     def _between_neighbours(self, size: float, seconds: float) -> float:
         """A new size between two measured ones takes no less and no longer than they do: were a

@@ -92,7 +92,8 @@ class Throughput(AllocationPolicy):
         tokens = float(work.num_sampled)
         # What all purchases together could add; costs only rise, so that tells when to stop.
         most = tokens - sum(p[0] for p in purchases)
-        overhead = max(work.estimators.step_times.overhead, _LEAST_OVERHEAD_S)
+        times = work.estimators.step_times
+        overhead = max(times.overhead, _LEAST_OVERHEAD_S)
         seconds = overhead + verify(work.num_rows)
         best, best_rate = 0, (1 + self.options.margin) * tokens / seconds
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
@@ -100,7 +101,8 @@ class Throughput(AllocationPolicy):
                 break
             tokens -= negative_survival
             drafting = draft.lengthen(candidates[index].drafter, length)
-            seconds = overhead + verify(work.num_rows + num_bought) + drafting
+            host = overhead + times.draft_overhead
+            seconds = host + verify(work.num_rows + num_bought) + drafting
             rate = tokens / seconds
             if rate > best_rate:
                 best, best_rate = num_bought, rate

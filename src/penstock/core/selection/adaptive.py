@@ -280,7 +280,8 @@ class Adaptive(SelectionPolicy):
         return times.overhead + times.target(self._num_sharing)
 
     def _verification(self, limit: int, estimators: Estimators) -> list[float]:
-        """[limit] seconds by which so many more rows of the target hold up all requests."""
+        """[limit] seconds by which so many more rows of the target hold up all requests, and the
+        host's work on drafts."""
         pace = self._pace
         rows = 1
         if pace.requests:
@@ -288,7 +289,8 @@ class Adaptive(SelectionPolicy):
             rows = max(1, round(pace.rows / pace.steps - drafted))
         target, sharing = estimators.step_times.target, self._num_sharing
         alone = target(rows)
-        return [sharing * (target(rows + n) - alone) for n in range(1, limit + 1)]
+        host = estimators.step_times.draft_overhead
+        return [host + sharing * (target(rows + n) - alone) for n in range(1, limit + 1)]
 
     @property
     def _num_sharing(self) -> int:
