@@ -121,16 +121,16 @@ def test_estimators_start_empty() -> None:
 
 
 def test_the_hosts_work_between_steps_and_on_drafts() -> None:
-    """Steps of 10 ms that begin 1 ms after each other; with a draft of 3 ms that takes 4 ms in all
-    they begin 1.5 ms after."""
+    """Steps that begin 1 ms after each other; those with a draft, of 3 ms, take 0.3 ms more for it,
+    and begin 0.2 ms later."""
     times = StepTimes()
     now = 0.0
     for i in range(600):
         drafts = (DraftTime("d", 1, 3, 1, 0.003),) if i % 2 else ()
-        now += 0.0015 if drafts else 0.001
-        phases = PhaseTimes(draft=0.004 if drafts else 0.0, verify=0.01)
+        now += 0.0012 if drafts else 0.001
+        phases = PhaseTimes(draft=0.0033 if drafts else 0.0, verify=0.01)
         step = StepResult(i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts)
         times.observe(step)
         now += 0.014
     assert times.overhead == pytest.approx(0.001, rel=0.01)
-    assert times.draft_overhead == pytest.approx(0.0015, rel=0.02)
+    assert times.draft_overhead == pytest.approx(0.0005, rel=0.02)
