@@ -212,14 +212,15 @@ class StepTimes:
     def _between(self, result: StepResult) -> None:
         if self._last_end is not None:
             pause = result.started_at - self._last_end + result.phases.other
-            drafts = [t.seconds for t in result.draft_times if t.steps]
-            if drafts:
+            has_drafts = any(t.steps for t in result.draft_times)
+            if has_drafts:
                 pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
-            # A longer pause is a lack of work.
-            if 0 <= pause < _MOST_OVERHEAD_S and drafts:
+            if not 0 <= pause < _MOST_OVERHEAD_S:
+                pass  # A longer pause is a lack of work.
+            elif has_drafts:
                 beyond = max(0.0, pause - self.overhead)
                 self.draft_overhead += _OVERHEAD_WEIGHT * (beyond - self.draft_overhead)
-            elif 0 <= pause < _MOST_OVERHEAD_S:
+            else:
                 self.overhead += _OVERHEAD_WEIGHT * (pause - self.overhead)
         self._last_end = result.finished_at
 
