@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -56,6 +57,30 @@ def test_drafters_change_nothing_but_the_speed(
     near = complete(real_server, "near", **fields)["usage"]["speculation"]
     assert near["drafter"] == "near"
     assert near["mean_acceptance_length"] > 1
+
+
+@pytest.mark.parametrize("batch", [8, 32])
+def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int) -> None:
+    """Half of them greedy, half sampled: each gets the text that the target alone would give it,
+    whatever drafts for it and for its neighbours."""
+    asked = [
+        {"prompt": PROMPT + str(i % 5), "temperature": 0.9 * (i % 2), "seed": i, "max_tokens": 24}
+        for i in range(batch)
+    ]
+
+    def texts(*drafters: str, seed: int = 0) -> list[str]:
+        def ask(i: int) -> str:
+            fields = {**asked[i], "seed": asked[i]["seed"] + seed}
+            made = complete(real_server, drafters[i % len(drafters)], **fields)
+            return str(made["choices"][0]["text"])
+
+        with ThreadPoolExecutor(batch) as pool:
+            return list(pool.map(ask, range(batch)))
+
+    alone = texts("none")
+    for drafters in (("near",), ("far",), ("ngram",), ("auto",), ("near", "ngram", "none", "far")):
+        assert texts(*drafters) == alone, drafters
+    assert texts("near", seed=100)[1::2] != alone[1::2], "other seeds would be seen"
 
 
 def test_an_unknown_drafter_is_refused_in_openais_form(real_server: RunningServer) -> None:
