@@ -1,0 +1,112 @@
+"""Penstock against transformers, vLLM, llama.cpp and OpenVINO GenAI, in one run.
+
+    python -m benchmarks.peers [--quick] [--json]
+        [--engines penstock,vllm] [--models random,zoo] [--batches 1,8] [--repeats 5]
+
+Same checkpoints, same prompts as token ids, greedy, 64 new tokens, end-of-text ignored, two
+threads, passes in turn. See docs/peers.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.peers.checkpoints import MODELS, load_models
+from benchmarks.peers.engines import ENGINES, PEERS, Engine
+from benchmarks.peers.install import install
+from benchmarks.peers.passes import Cell, take_turns
+from benchmarks.peers.report import print_report, runs_of
+from benchmarks.peers.tuning import Tuner
+from benchmarks.peers.verdict import judge
+from benchmarks.peers.workers_pool import Pool
+
+FOLDER = Path.home() / ".cache" / "penstock" / "peers"
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.peers", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("--quick", action="store_true", help="first settings only, two passes")
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--engines", type=_names(tuple(ENGINES)), default=list(ENGINES))
+    parser.add_argument("--models", type=_names(MODELS), default=list(MODELS))
+    parser.add_argument("--batches", type=_names(("1", "8", "32")))
+    parser.add_argument("--repeats", type=int, help="counted passes: 5, with --quick 2")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="environments and models")
+    args = parser.parse_args(arguments)
+    if args.repeats is not None and args.repeats < 1:
+        parser.error(f"--repeats must be 1 or more, not {args.repeats}")
+    args.repeats = args.repeats or (2 if args.quick else 5)
+    args.batches = [
+        int(b) for b in args.batches or (("1", "8") if args.quick else ("1", "8", "32"))
+    ]
+    return args
+
+
+def _names(allowed: Sequence[str]):
+    def names(text: str) -> list[str]:
+        found = text.split(",")
+        for name in found:
+            if name not in allowed:
+                raise argparse.ArgumentTypeError(f"{name!r}; choose from {', '.join(allowed)}")
+        return [name for name in allowed if name in found]
+
+    return names
+
+
+def ready_engines(names: Sequence[str], folder: Path) -> tuple[list[Engine], dict[str, str]]:
+    """The engines that can be run, and why the others cannot."""
+    folder.mkdir(parents=True, exist_ok=True)
+    missing = {peer: "left out by --engines" for peer in PEERS if peer not in names}
+    engines = []
+    for name in names:
+        why = install(ENGINES[name], folder)
+        if why is None:
+            engines.append(ENGINES[name])
+        else:
+            missing[name] = why
+    return engines, missing
+
+
+def say(cell: Cell) -> None:
+    """One line of progress."""
+    setup = cell.setup
+    rate = f"{cell.passes[-1].tokens_per_s:.0f}/s" if cell.passes else "warm"
+    draft = f"{setup.drafter} {setup.draft_tokens}" if setup.draft_tokens else "target only"
+    what = f"{setup.model.name} {cell.batch} {setup.engine.name} {draft} {dict(setup.settings)}"
+    print(f"{what}: {cell.error or rate}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    args = parse(arguments)
+    engines, missing = ready_engines(args.engines, args.folder)
+    pool = Pool(args.folder, max(args.batches))
+    tuner = Tuner(pool, min(2, args.repeats), args.quick, say)
+    cells: list[Cell] = []
+    try:
+        for model in load_models(args.models, args.folder / "models"):
+            found = [c for e in engines for c in tuner.cells(e, model, args.batches)]
+            for batch in args.batches:
+                now = [cell for cell in found if cell.batch == batch]
+                later = [c.setup for c in found if c.batch >= batch]
+                pool.keep(later)
+                take_turns(now, args.repeats, pool, say)
+            cells += found
+    finally:
+        pool.keep([])
+    runs = runs_of(cells, tuner.tried, args.repeats)
+    verdict = judge(runs, missing)
+    if args.json:
+        print(json.dumps({"runs": runs, "verdict": verdict}))
+    else:
+        print_report(runs, verdict)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

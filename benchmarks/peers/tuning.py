@@ -1,0 +1,80 @@
+"""Each engine's own best: settings, drafter and draft length, for every batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from benchmarks.peers.checkpoints import Model
+from benchmarks.peers.engines import NGRAM, Engine, Settings
+from benchmarks.peers.passes import Cell, take_turns
+from benchmarks.peers.workers_pool import Pool, Setup
+
+Batches = Sequence[int]
+
+
+@dataclass
+class Tuner:
+    """Tries setups of one engine after the other; a setup's worth is its best of `passes`.
+
+    quick: only the first settings and the first draft length of each engine.
+    """
+
+    pool: Pool
+    passes: int
+    quick: bool
+    on_pass: Callable[[Cell], None]
+    tried: list[Cell] = field(default_factory=list)
+    _settings: dict[tuple[str, str, int], Settings] = field(default_factory=dict)
+
+    def cells(self, engine: Engine, model: Model, batches: Batches) -> list[Cell]:
+        """What is to be measured: target-only, draft length 4, and the best draft length."""
+        found = []
+        for batch in batches:
+            settings = self._best_settings(engine, model, batches)[batch]
+            found.append(Cell(Setup(engine, model, settings), batch))
+        speculative = [b for b in batches if engine.can_draft(b)] if model.drafters else []
+        return found + self._speculative(engine, model, speculative)
+
+    def _best_settings(self, engine: Engine, model: Model, batches: Batches) -> dict[int, Settings]:
+        missing = [b for b in batches if (engine.name, model.shape, b) not in self._settings]
+        candidates = [Setup(engine, model, s) for s in engine.settings]
+        best = self._try({b: candidates for b in missing})
+        for batch in missing:
+            # Where none can be run, the measurement says why.
+            chosen = best[batch].setup.settings if batch in best else engine.settings[0]
+            self._settings[engine.name, model.shape, batch] = chosen
+        return {b: self._settings[engine.name, model.shape, b] for b in batches}
+
+    def _speculative(self, engine: Engine, model: Model, batches: Batches) -> list[Cell]:
+        settings = self._best_settings(engine, model, batches)
+        first, *others = engine.draft_tokens
+        drafters = [*model.drafters, *([NGRAM] if engine.ngram and len(model.drafters) > 1 else [])]
+        by_drafter = self._try(
+            {b: [Setup(engine, model, settings[b], d, first) for d in drafters] for b in batches}
+        )
+        by_length = self._try(
+            {
+                b: [cell.setup, *(replace(cell.setup, draft_tokens=k) for k in others)]
+                for b, cell in by_drafter.items()
+            }
+        )
+        setups = {(b, c.setup.key, c.setup.draft_tokens): c.setup for b, c in by_drafter.items()}
+        setups |= {(b, c.setup.key, c.setup.draft_tokens): c.setup for b, c in by_length.items()}
+        return [Cell(setup, batch) for (batch, _, _), setup in setups.items()]
+
+    def _try(self, candidates: dict[int, list[Setup]]) -> dict[int, Cell]:
+        """The fastest of the candidates of each batch size that can be run at all."""
+        if self.quick:
+            candidates = {b: setups[:1] for b, setups in candidates.items()}
+        cells = [Cell(s, b) for b, setups in candidates.items() for s in setups]
+        if all(len(setups) == 1 for setups in candidates.values()):
+            return {cell.batch: cell for cell in cells}
+        for key in dict.fromkeys(cell.setup.key for cell in cells):
+            same = [cell for cell in cells if cell.setup.key == key]
+            self.pool.keep([same[0].setup])
+            take_turns(same, self.passes, self.pool, self.on_pass)
+        self.tried += cells
+        ran = [cell for cell in cells if cell.passes]
+        batches = {cell.batch for cell in ran}
+        return {b: max((c for c in ran if c.batch == b), key=lambda c: c.best) for b in batches}

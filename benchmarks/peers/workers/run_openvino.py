@@ -1,0 +1,74 @@
+"""OpenVINO GenAI: its continuous-batching pipeline, with a draft model or prompt lookup."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import openvino
+import openvino_genai
+from gguf_file import cached
+from worker import Prompts, serve
+
+
+class OpenVino:
+    """settings: precision (of arithmetic), kv (precision of the cache), both as hints."""
+
+    def load(
+        self,
+        target: str,
+        drafter: str | None,
+        draft_tokens: int,
+        batch: int,
+        work: str,
+        settings: dict,
+    ) -> dict[str, Any]:
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size = 1
+        scheduler.max_num_batched_tokens = settings["batched_tokens"]
+        scheduler.max_num_seqs = batch
+        scheduler.enable_prefix_caching = False
+        scheduler.dynamic_split_fuse = settings["split_fuse"]
+        properties: dict[str, Any] = {
+            "INFERENCE_PRECISION_HINT": settings["precision"],
+            "KV_CACHE_PRECISION": settings["kv"],
+            "INFERENCE_NUM_THREADS": 2,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        self.ngram = drafter == "ngram"
+        if self.ngram:
+            properties["prompt_lookup"] = True
+        elif drafter is not None:
+            properties["draft_model"] = openvino_genai.draft_model(
+                self._converted(drafter, work), "CPU", **properties
+            )
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(
+            self._converted(target, work), scheduler, "CPU", properties
+        )
+        return {"version": openvino_genai.get_version()}
+
+    def _converted(self, checkpoint: str, work: str) -> str:
+        """The checkpoint as OpenVINO's own files, made from 16-bit GGUF by its own reader."""
+        file = cached(Path(checkpoint), "f16", Path(work))
+        if not (file.parent / "openvino_model.xml").exists():
+            openvino_genai.LLMPipeline(str(file), "CPU", enable_save_ov_model=True)
+        return str(file.parent)
+
+    def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
+        config = openvino_genai.GenerationConfig()
+        config.max_new_tokens = new_tokens
+        config.ignore_eos = True
+        config.do_sample = False
+        config.apply_chat_template = False
+        if draft_tokens:
+            config.num_assistant_tokens = draft_tokens
+        if self.ngram:
+            config.max_ngram_size = 3
+        tensors = [openvino.Tensor(np.array([prompt], np.int64)) for prompt in prompts]
+        results = self.pipeline.generate(tensors, [config] * len(tensors))
+        return [list(result.m_generation_ids[0]) for result in results]
+
+
+if __name__ == "__main__":
+    serve(OpenVino())

@@ -1,0 +1,55 @@
+"""vLLM's CPU build, its engine core in this process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import vllm
+from vllm import LLM, SamplingParams
+from worker import Prompts, serve
+
+
+class Vllm:
+    """settings: dtype; eager (without torch.compile)."""
+
+    def load(
+        self,
+        target: str,
+        drafter: str | None,
+        draft_tokens: int,
+        batch: int,
+        work: str,
+        settings: dict,
+    ) -> dict[str, Any]:
+        speculation: dict[str, Any] | None = None
+        if drafter == "ngram":
+            speculation = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        elif drafter is not None:
+            speculation = {"method": "draft_model", "model": drafter}
+        if speculation is not None:
+            speculation["num_speculative_tokens"] = draft_tokens
+        self.llm = LLM(
+            model=target,
+            dtype=settings["dtype"],
+            enforce_eager=settings["eager"],
+            max_model_len=1024,
+            max_num_seqs=batch,
+            max_num_batched_tokens=8192,
+            enable_prefix_caching=False,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            speculative_config=speculation,
+        )
+        return {"version": vllm.__version__}
+
+    def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
+        params = SamplingParams(
+            temperature=0.0, max_tokens=new_tokens, ignore_eos=True, detokenize=False
+        )
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        done = self.llm.generate(asked, params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done]
+
+
+if __name__ == "__main__":
+    serve(Vllm())

@@ -1,0 +1,116 @@
+"""What every worker shares: JSON lines on standard input and output, and the measuring of time.
+
+A worker is a script that runs by the Python of its own environment, knows one `Engine`, and answers
+
+    {"do": "load", ...}  what `Engine.load` takes    -> {"facts": {...}}
+    {"do": "run", "calls": [[prompt, ...], ...], "new_tokens": n, "draft_tokens": k}
+                                                      -> {"wall_s", "cpu_s", "other_s", "token_ids"}
+    {"do": "close"}
+
+A failed command is answered by {"error": "..."}. Every call of "calls" is one batch, and its whole
+time counts: prefill, drafts and the making of the answer.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+Prompts = Sequence[Sequence[int]]
+_PR_SET_PDEATHSIG = 1
+_TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+class Engine(Protocol):
+    """One program with one target and at most one drafter in memory."""
+
+    def load(
+        self,
+        target: str,
+        drafter: str | None,
+        draft_tokens: int,
+        batch: int,
+        work: str,
+        settings: dict,
+    ) -> dict[str, Any]:
+        """Make ready for calls of at most `batch` prompts; returns facts for the report.
+
+        target, drafter: checkpoint folders; the drafter "ngram" is look-up in the request's text.
+        work: folder for files converted from the checkpoints."""
+        ...
+
+    def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
+        """Continue all prompts at once, greedily, by exactly `new_tokens` each.
+
+        draft_tokens: draft length; 0 is target-only."""
+        ...
+
+
+def children_cpu_s(pid: int) -> float:
+    """CPU seconds of all living descendants of a process."""
+    total = 0.0
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        for child in (task / "children").read_text().split():
+            try:
+                fields = Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()
+                total += (int(fields[11]) + int(fields[12])) * _TICK + children_cpu_s(int(child))
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def own_cpu_s() -> float:
+    """CPU seconds of this process, all threads, and of its descendants."""
+    return time.process_time() + children_cpu_s(os.getpid())
+
+
+def machine_cpu_s() -> float:
+    """CPU seconds that the whole machine has spent, with those stolen by its host."""
+    fields = [int(f) for f in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    user, nice, system, _idle, _iowait, irq, softirq, steal = fields
+    return (user + nice + system + irq + softirq + steal) * _TICK
+
+
+def measure(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
+    """Run every call; times are sums over the calls."""
+    token_ids: list[list[int]] = []
+    machine, cpu, wall = machine_cpu_s(), own_cpu_s(), time.perf_counter()
+    for prompts in command["calls"]:
+        token_ids += engine.run(prompts, command["new_tokens"], command["draft_tokens"])
+    wall, cpu = time.perf_counter() - wall, own_cpu_s() - cpu
+    other = max(0.0, machine_cpu_s() - machine - cpu)
+    short = [len(ids) for ids in token_ids if len(ids) != command["new_tokens"]]
+    if short:
+        raise RuntimeError(f"{len(short)} answers are not {command['new_tokens']} tokens: {short}")
+    return {"wall_s": wall, "cpu_s": cpu, "other_s": other, "token_ids": token_ids}
+
+
+def serve(engine: Engine) -> None:
+    """Answer commands until "close" or the end of standard input."""
+    # A worker stands still between commands, so it would not notice that its master is gone.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # Libraries print to standard output; only answers may appear there.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        command = json.loads(line)
+        do = command.pop("do")
+        if do == "close":
+            break
+        try:
+            answer = {"facts": engine.load(**command)} if do == "load" else measure(engine, command)
+        except Exception as error:
+            traceback.print_exc()
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+    # Some libraries hang or crash in their destructors, when everything is measured already.
+    os._exit(0)

@@ -1,0 +1,85 @@
+"""The checkpoints of the comparison, and their conversion."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from benchmarks.peers.checkpoints import (
+    DRAFTER_LAYERS,
+    NUM_LAYERS,
+    Weights,
+    first_layers,
+    random_llama,
+    silence,
+    write_checkpoint,
+)
+from benchmarks.peers.workers.gguf_file import gguf_name, interleave, read_safetensors
+from transformers import AutoModelForCausalLM
+
+
+@pytest.fixture(scope="module")
+def weights() -> Weights:
+    return random_llama()
+
+
+def logits(folder: Path) -> torch.Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        return model(torch.arange(8, 40)[None]).logits
+
+
+def test_it_has_28_million_parameters_in_bfloat16(weights: Weights) -> None:
+    assert round(sum(w.numel() for w in weights.values()) / 1e6) == 28
+    assert {w.dtype for w in weights.values()} == {torch.bfloat16}
+
+
+def test_the_silent_layers_make_the_first_ones_always_right(
+    weights: Weights, tmp_path: Path
+) -> None:
+    silent = silence(weights, DRAFTER_LAYERS)
+    whole = logits(write_checkpoint(tmp_path / "whole", weights))
+    target = logits(write_checkpoint(tmp_path / "target", silent))
+    drafter = logits(write_checkpoint(tmp_path / "drafter", first_layers(silent, DRAFTER_LAYERS)))
+    assert torch.equal(target, drafter)
+    assert (whole.argmax(-1) != target.argmax(-1)).any()
+
+
+def test_the_target_keeps_all_its_layers(weights: Weights) -> None:
+    silent = silence(weights, DRAFTER_LAYERS)
+    assert silent.keys() == weights.keys()
+    zeroed = {name for name, weight in silent.items() if not weight.any()}
+    assert len(zeroed) == 2 * (NUM_LAYERS - DRAFTER_LAYERS)
+    assert len(first_layers(silent, DRAFTER_LAYERS)) == 3 + 9 * DRAFTER_LAYERS
+
+
+def test_safetensors_are_read_as_they_were_written(weights: Weights, tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "model", weights)
+    read = read_safetensors(folder / "model.safetensors")
+    assert read.keys() == weights.keys()
+    for name, tensor in read.items():
+        np.testing.assert_array_equal(tensor, weights[name].float().numpy())
+
+
+def test_query_rows_go_from_halves_to_pairs() -> None:
+    """Rotating neighbours after the permutation is rotating halves before it."""
+    heads, head_dim, hidden = 3, 8, 5
+    generator = np.random.default_rng(0)
+    weight = generator.normal(size=(heads * head_dim, hidden))
+    x, angles = generator.normal(size=hidden), generator.normal(size=head_dim // 2)
+    cos, sin = np.cos(angles), np.sin(angles)
+    halves = (weight @ x).reshape(heads, 2, head_dim // 2)
+    a, b = halves[:, 0], halves[:, 1]
+    wanted = np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=1)
+    pairs = (interleave(weight, heads) @ x).reshape(heads, head_dim // 2, 2)
+    c, d = pairs[..., 0], pairs[..., 1]
+    got = np.concatenate([c * cos - d * sin, d * cos + c * sin], axis=1)
+    np.testing.assert_allclose(got, wanted)
+
+
+def test_every_tensor_has_a_gguf_name_of_its_own(weights: Weights) -> None:
+    names = {gguf_name(name) for name in weights}
+    assert len(names) == len(weights)
+    assert {"token_embd.weight", "output.weight", "blk.7.attn_q.weight"} <= names

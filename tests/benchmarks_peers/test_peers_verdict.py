@@ -1,0 +1,94 @@
+"""The bars of the comparison with other programs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from benchmarks.peers.engines import PEERS
+from benchmarks.peers.verdict import BARS, Bar, judge
+
+MODES = {"target": ("target",), "speculative": ("speculative",), "any": ("target", "speculative")}
+
+
+def run(engine: str, bar: Bar, rate: float | None, mode: str) -> dict[str, Any]:
+    return {
+        "model": bar.model,
+        "batch": bar.batch,
+        "engine": engine,
+        "mode": mode,
+        "draft_tokens": 4,
+        "tokens_per_s": rate,
+        "flag": "",
+    }
+
+
+def field(factor: float) -> list[dict[str, Any]]:
+    """Penstock at `factor` times every bar, the peers behind each other."""
+    runs = []
+    for bar in BARS:
+        for mode in MODES[bar.mode]:
+            runs.append(run("penstock", bar, 100 * bar.wanted * factor, mode))
+            runs += [run(peer, bar, 100.0 - i, mode) for i, peer in enumerate(PEERS)]
+    return runs
+
+
+def test_met_where_every_bar_is_reached() -> None:
+    verdict = judge(field(1.001), {})
+    assert verdict["met"]
+    assert len(verdict["lines"]) == len(BARS)
+    assert all(line.endswith(": met") for line in verdict["lines"])
+
+
+def test_missed_just_under_the_bars() -> None:
+    verdict = judge(field(0.999), {})
+    assert not verdict["met"]
+    assert all(line.endswith(": missed") for line in verdict["lines"])
+
+
+def test_one_fast_peer_misses_one_bar() -> None:
+    runs = field(1.001)
+    runs.append(run("vllm", BARS[1], 1000.0, "target"))
+    verdict = judge(runs, {})
+    assert not verdict["met"]
+    assert [line.endswith("missed") for line in verdict["lines"]].count(True) == 1
+    assert "vllm 1000" in verdict["lines"][1]
+
+
+def test_target_only_does_not_count_for_the_speculative_bar() -> None:
+    right = next(bar for bar in BARS if bar.mode == "speculative")
+    runs = [r for r in field(1.001) if (r["model"], r["batch"]) != (right.model, right.batch)]
+    runs += [run("penstock", right, 900.0, "target"), run("openvino", right, 100.0, "speculative")]
+    line = next(line for line in judge(runs, {})["lines"] if line.startswith(str(right)))
+    assert "not measured" in line
+
+
+def test_a_zoo_bar_takes_the_better_mode_of_each() -> None:
+    zoo = Bar("zoo", 32, "any", 1.0)
+    runs = [
+        run("penstock", zoo, 80.0, "target"),
+        run("penstock", zoo, 120.0, "speculative"),
+        run("openvino", zoo, 119.0, "target"),
+        run("openvino", zoo, 50.0, "speculative"),
+    ]
+    line = next(line for line in judge(runs, {})["lines"] if line.startswith(str(zoo)))
+    assert "penstock 120 (speculative, k 4) against openvino 119 (target): 1.01x" in line
+
+
+def test_a_missing_peer_is_said_on_every_line_and_leaves_the_verdict_unmet() -> None:
+    verdict = judge(field(1.001), {"llamacpp": "no compiler"})
+    assert not verdict["met"]
+    assert all("(without llamacpp)" in line for line in verdict["lines"][: len(BARS)])
+    assert verdict["lines"][-1] == "missing: llamacpp: no compiler"
+
+
+def test_a_failed_run_is_not_a_figure() -> None:
+    runs = [run("penstock", BARS[0], None, "target"), run("vllm", BARS[0], 1.0, "target")]
+    assert "not measured" in judge(runs, {})["lines"][0]
+
+
+def test_a_flag_is_shown_beside_its_figure() -> None:
+    runs = field(1.001)
+    for one in runs:
+        if one["engine"] == "penstock":
+            one["flag"] = "disturbed"
+    assert all("disturbed" in line for line in judge(runs, {})["lines"])

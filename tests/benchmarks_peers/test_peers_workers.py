@@ -1,0 +1,90 @@
+"""Worker processes: their protocol, and that they stand still between commands."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmarks.peers.checkpoints import Model
+from benchmarks.peers.engines import ENGINES, WORKERS
+from benchmarks.peers.passes import NEW_TOKENS, Cell
+from benchmarks.peers.workers_pool import Setup, Worker, WorkerError
+
+TOY = f"""
+import sys, threading
+sys.path.insert(0, {str(WORKERS)!r})
+from worker import serve
+
+def spin():
+    while True:
+        pass
+
+class Toy:
+    def load(self, **what):
+        print("noise on standard output")
+        if what["fail"]:
+            raise ValueError("no such model")
+        threading.Thread(target=spin, daemon=True).start()
+        return {{"version": "toy"}}
+
+    def run(self, prompts, new_tokens, draft_tokens):
+        missing = 1 if draft_tokens == 13 else 0
+        return [[p[0]] * (new_tokens - missing) for p in prompts]
+
+serve(Toy())
+"""
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Worker]:
+    script = tmp_path / "toy.py"
+    script.write_text(TOY)
+    toy = Worker(Path(sys.executable), script, {}, tmp_path / "log")
+    yield toy
+    toy.close()
+
+
+def cpu_ticks(worker: Worker) -> int:
+    fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_a_worker_stands_still_between_commands(worker: Worker) -> None:
+    assert worker.ask(do="load", fail=False) == {"facts": {"version": "toy"}}
+    time.sleep(0.05)
+    before = cpu_ticks(worker)
+    time.sleep(0.3)
+    assert cpu_ticks(worker) == before
+    worker.ask(do="run", calls=[[[5]]] * 3, new_tokens=4, draft_tokens=0)
+
+
+def test_a_failure_is_told_and_the_worker_lives_on(worker: Worker) -> None:
+    with pytest.raises(WorkerError, match="ValueError: no such model"):
+        worker.ask(do="load", fail=True)
+    assert "facts" in worker.ask(do="load", fail=False)
+
+
+def test_answers_of_another_length_are_refused(worker: Worker) -> None:
+    worker.ask(do="load", fail=False)
+    with pytest.raises(WorkerError, match="not 4 tokens"):
+        worker.ask(do="run", calls=[[[5], [6]]], new_tokens=4, draft_tokens=13)
+
+
+def test_a_dead_worker_is_an_error_not_a_wait(worker: Worker) -> None:
+    worker.process.kill()
+    worker.process.wait()
+    with pytest.raises(WorkerError, match="ended with status"):
+        worker.ask(do="load", fail=False)
+
+
+def test_every_call_of_a_pass_has_the_cells_batch(worker: Worker) -> None:
+    worker.ask(do="load", fail=False)
+    prompts = tuple((i, i) for i in range(32))
+    model = Model("toy", "toy", Path(), prompts=prompts)
+    for batch, requests in ((1, 8), (8, 8), (32, 32)):
+        cell = Cell(Setup(ENGINES["penstock"], model, {}), batch)
+        assert cell.play(worker).tokens_per_s > 0
+        assert cell.token_ids == [[i] * NEW_TOKENS for i in range(requests)]
