@@ -24,17 +24,25 @@ constexpr int kPrefetchBytes = 8192;
 
 constexpr int kTileStride = kMaxPanels * kPanel;
 
+// What to fetch into the second-level cache meanwhile: `step` bytes further for every k. Several
+// blocks of rows share the panel that they multiply, and between them fetch the next one.
+struct Ahead {
+  const char* at = nullptr;
+  int step = 0;
+};
+
 // tile[Rows][Panels * kPanel] = a[Rows][k_size] x panels; `tile` has rows of kTileStride floats.
 template <int Rows, int Panels, class W>
 static __attribute__((noinline)) void panel_kernel(const float* a, size_t lda, const W* panels,
-                                                   int k_size, float* tile) {
+                                                   int k_size, Ahead ahead, float* tile) {
   const size_t panel_size = (size_t)k_size * kPanel;
   VecF sum[Rows][2 * Panels] = {};
   for (int k = 0; k < k_size; ++k) {
     const W* row = panels + (size_t)k * kPanel;
+    if (ahead.at) __builtin_prefetch(ahead.at + (size_t)k * ahead.step, 0, 2);
 #pragma GCC unroll 4
     for (int p = 0; p < Panels; ++p) {
-      if (Panels <= 2)
+      if (Panels <= 2 && !ahead.at)
         __builtin_prefetch((const char*)(row + p * panel_size) + kPrefetchBytes / Panels);
       VecF left, right;
       load_panel_row(row + p * panel_size, left, right);
@@ -51,7 +59,7 @@ static __attribute__((noinline)) void panel_kernel(const float* a, size_t lda, c
 }
 
 template <class W>
-using PanelKernel = void (*)(const float*, size_t, const W*, int, float*);
+using PanelKernel = void (*)(const float*, size_t, const W*, int, Ahead, float*);
 
 template <class W, int Rows>
 PENSTOCK_INLINE PanelKernel<W> kernel_for_panels(int panels) {
@@ -72,11 +80,13 @@ static PanelKernel<W> kernel_for(int rows, int panels) {
   return kernel_for_panels<W, Rows>(panels);
 }
 
+constexpr int num_row_blocks(int rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+
 // Call visit(row, height) for blocks of at most kMaxRows rows of nearly equal height: 8 rows are
 // 4 + 4, not 6 + 2, whose second half would run at half speed.
 template <class Visit>
 PENSTOCK_INLINE void for_row_blocks(int rows, Visit&& visit) {
-  const int blocks = (rows + kMaxRows - 1) / kMaxRows;
+  const int blocks = num_row_blocks(rows);
   for (int i = 0, row = 0; i < blocks; ++i) {
     const int height = rows / blocks + (i < rows % blocks);
     visit(row, height);
@@ -90,12 +100,18 @@ template <class W, class Finish>
 PENSTOCK_INLINE void multiply(const float* a, size_t lda, int rows, const W* packed, int k_size,
                               int first, int last, Finish&& finish) {
   alignas(64) float tile[kMaxRows * kTileStride];
-  const int step = panels_at_once(rows);
+  const int step = panels_at_once(rows), blocks = num_row_blocks(rows);
   for (int panel = first; panel < last; panel += step) {
     const int width = last - panel < step ? last - panel : step;
     const W* weights = packed + (size_t)panel * k_size * kPanel;
+    Ahead ahead;
+    if (blocks > 1) {
+      ahead.at = (const char*)(weights + (size_t)k_size * kPanel);
+      ahead.step = (kPanel * sizeof(W) + blocks - 1) / blocks;
+    }
     for_row_blocks(rows, [&](int row, int height) {
-      kernel_for<W>(height, width)(a + row * lda, lda, weights, k_size, tile);
+      kernel_for<W>(height, width)(a + row * lda, lda, weights, k_size, ahead, tile);
+      if (ahead.at) ahead.at += (size_t)k_size * ahead.step;
       finish(row, height, panel, width, tile);
     });
   }
