@@ -91,7 +91,7 @@ ENGINES = {
     for engine in (
         Engine(
             "penstock",
-            settings=({"dtype": "auto"},),
+            settings=({"dtype": "auto"}, {"dtype": "bfloat16"}),
             draft_tokens=(*DRAFT_TOKENS, BY_POLICY),
             fixed_draft_tokens=True,
         ),

@@ -133,4 +133,4 @@ def test_the_hosts_work_between_steps_and_on_drafts() -> None:
         times.observe(step)
         now += 0.014
     assert times.overhead == pytest.approx(0.001, rel=0.01)
-    assert times.draft_overhead == pytest.approx(0.0005, rel=0.05)
+    assert times.draft_overhead == pytest.approx(0.0005, rel=0.1)

@@ -178,6 +178,9 @@ _MUCH = 16
 """Tokens a request from which on a catch-up is a measurement of reading."""
 _MOST_OVERHEAD_S = 2e-3
 _OVERHEAD_WEIGHT = 0.02
+_ENOUGH_PLAIN = 50
+"""Steps without a draft after which it is known what they take of the host."""
+_DRAFT_OVERHEAD_KEEP = 0.999
 
 
 class StepTimes:
@@ -193,6 +196,7 @@ class StepTimes:
         """Seconds between two steps of the target that follow each other at once."""
         self.draft_overhead = 0.0
         """Further seconds of the host where drafts are made inside the step."""
+        self._num_plain = 0
 
     def observe(self, result: StepResult) -> None:
         if result.lane == TARGET:
@@ -215,14 +219,20 @@ class StepTimes:
             has_drafts = any(t.steps for t in result.draft_times)
             if has_drafts:
                 pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
-            if not 0 <= pause < _MOST_OVERHEAD_S:
-                pass  # A longer pause is a lack of work.
-            elif has_drafts:
-                beyond = max(0.0, pause - self.overhead)
-                self.draft_overhead += _OVERHEAD_WEIGHT * (beyond - self.draft_overhead)
-            else:
-                self.overhead += _OVERHEAD_WEIGHT * (pause - self.overhead)
+            # A longer pause is a lack of work.
+            if 0 <= pause < _MOST_OVERHEAD_S:
+                self._note_pause(pause, has_drafts)
         self._last_end = result.finished_at
+
+    def _note_pause(self, pause: float, has_drafts: bool) -> None:
+        if has_drafts and self._num_plain >= _ENOUGH_PLAIN:
+            beyond = max(0.0, pause - self.overhead)
+            self.draft_overhead += _OVERHEAD_WEIGHT * (beyond - self.draft_overhead)
+            return
+        self.overhead += _OVERHEAD_WEIGHT * (pause - self.overhead)
+        self._num_plain += not has_drafts
+        # What is not measured any more must not keep drafts away for good.
+        self.draft_overhead *= _DRAFT_OVERHEAD_KEEP
 
     def curve_of(self, drafter: str) -> StepTimeCurve:
         """Seconds of one drafting step against its batch; empty while not measured."""

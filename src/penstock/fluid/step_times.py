@@ -12,8 +12,11 @@ FloatArray = npt.NDArray[np.float64]
 _STALL = 4.0
 """A measurement counts for at most so many times what its size took before."""
 _MOST_KNOWN = 4096
+_WEIGHT = 0.1
+_MATURE = 20
 _SCALE_WEIGHT = 0.05
-_CELL_WEIGHTS = (0.02, 0.05)
+_MATURE_WEIGHT = 0.02
+"""Of a measurement: in its own cell at first; then mostly in the factor of all cells."""
 _REDRAW = 0.04
 """The curve is drawn anew when a cell has moved by this share."""
 
@@ -67,10 +70,11 @@ class StepTimeCurve:
         if cell.seconds:
             # A stall of the machine must not look like a property of the size.
             seconds = min(seconds, _STALL * cell.seconds)
-            self._scale *= 1 + _SCALE_WEIGHT * (seconds / cell.seconds - 1)
-        least, most = _CELL_WEIGHTS
+        weight = _WEIGHT
         cell.num += 1
-        weight = min(max(1 / cell.num, least), most) if cell.seconds else most
+        if cell.num > _MATURE and cell.seconds:
+            weight = _MATURE_WEIGHT
+            self._scale *= 1 + _SCALE_WEIGHT * (seconds / cell.seconds - 1)
         cell.size += weight * (size - cell.size)
         cell.seconds += weight * (seconds - cell.seconds)
         if cell.drawn is None or abs(cell.seconds - cell.drawn) > _REDRAW * cell.drawn:
