@@ -131,18 +131,18 @@ class AcceptanceEstimator:
         own.fade(self._discount)
         own.observe(accepted, rejected)
 
-    def fade(self, request_id: str, drafter: str) -> None:
-        """Age a request's estimate by a round in which it did not use the drafter: what was put
+    def fade(self, request_id: str, drafter: str, num_rounds: int = 1) -> None:
+        """Age a request's estimate by rounds in which it did not use the drafter: what was put
         aside is tried again in the end."""
         own = self._by_request.get((request_id, drafter))
         if own is not None:
-            own.fade(self._discount)
+            own.fade(self._discount**num_rounds)
 
-    def fade_drafter(self, drafter: str) -> None:
-        """Age what all requests have shown by a round in which none of them used the drafter."""
+    def fade_drafter(self, drafter: str, num_rounds: int = 1) -> None:
+        """Age what all requests have shown by rounds in which none of them used the drafter."""
         everybody = self._by_drafter.get(drafter)
         if everybody is not None:
-            everybody.fade(_DRAFTER_DISCOUNT)
+            everybody.fade(_DRAFTER_DISCOUNT**num_rounds)
 
     def expect(self, request_id: str, drafter: str, mean: float, strength: float) -> None:
         """What is known of a request and a drafter from elsewhere: a mean worth `strength` tokens,

@@ -18,6 +18,10 @@ from penstock.core.state import RequestState
 _LEAST_OVERHEAD_S = 1e-6
 """Keeps the rate finite where nothing was measured yet."""
 
+_IDLE_ROUNDS = 8
+"""Where nothing was worth drafting for some requests, it is looked at again after so many steps of
+the same requests: their estimates hardly move meanwhile."""
+
 Purchase = tuple[float, int, int]
 
 
@@ -43,16 +47,23 @@ class Throughput(AllocationPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self._idle: tuple[tuple[str, str], ...] = ()
+        self._num_idle = 0
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
 
     def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        drafting = tuple((c.state.request.id, c.drafter) for c in candidates)
+        if drafting == self._idle and self._num_idle < _IDLE_ROUNDS:
+            self._num_idle += 1
+            return [Grant(0)] * len(candidates)
         purchases = self._purchases(candidates, work)
         lengths = [0] * len(candidates)
         for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, work)]:
             lengths[index] = length
         self._fade_unused(candidates, lengths, work)
+        self._idle, self._num_idle = () if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]
 
     def _fade_unused(
@@ -63,10 +74,10 @@ class Throughput(AllocationPolicy):
         for candidate, length in zip(candidates, lengths, strict=True):
             longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
             if length == 0:
-                acceptance.fade(candidate.state.request.id, candidate.drafter)
+                acceptance.fade(candidate.state.request.id, candidate.drafter, self._num_idle or 1)
         for drafter, length in longest.items():
             if length == 0:
-                acceptance.fade_drafter(drafter)
+                acceptance.fade_drafter(drafter, self._num_idle or 1)
 
     def _purchases(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Purchase]:
         """What the budget can buy, likeliest first: minus the probability that the draft token is
