@@ -49,6 +49,7 @@ _LEAST_DOUBT = 0.6
 """Standard deviation of a prior's mean that is worth a replay."""
 _MOST_OVERHEAD = 2.0
 _BEST_RATE = 0.9
+_UNDRAFTED = 0.1
 _IDLE_GAP = 16
 """Rounds until it is looked again whether any drafter pays."""
 
@@ -85,7 +86,8 @@ class _Known:
 @dataclass(slots=True)
 class _Pace:
     """What the target's decoding steps are like: rows and requests, faded; and their seconds in
-    all, each step counting for no more than twice what its rows and drafts take by themselves."""
+    all, each step counting for no more than twice what its rows and drafts take by themselves, and
+    for little where nobody drafted: then there is little to find out about drafters."""
 
     rows: float = 0.0
     requests: float = 0.0
@@ -110,7 +112,8 @@ class _Pace:
         seconds = times.target(rows)
         for drafter, lengths in drafts.items():
             seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
-        self.total_s += min(passed, _MOST_OVERHEAD * seconds)
+        counted = 1.0 if drafts else _UNDRAFTED
+        self.total_s += counted * min(passed, _MOST_OVERHEAD * seconds)
         self.rows = _PACE_KEEP * self.rows + rows
         self.requests = _PACE_KEEP * self.requests + len(outcomes)
         self.steps = _PACE_KEEP * self.steps + 1
@@ -202,9 +205,12 @@ class Adaptive(SelectionPolicy):
         for state, index in zip(states, assign(values, room), strict=True):
             name = None if index is None else names[index]
             chosen[state.request.id] = name
+            known = self._known[state.request.id]
             if name is not None:
-                known = self._known[state.request.id]
                 self._tell(known, state.request.id, name, work.estimators)
+            elif not any((state.request.id, n) in self._wishes for n in names):
+                # Nobody drafts, and nobody reads: nothing will be learned of the request.
+                known.next_round = max(known.next_round, state.round + _IDLE_GAP)
 
     def _worthwhile(
         self, drafters: Mapping[str, Drafter], work: SelectionWork
@@ -356,8 +362,6 @@ class Adaptive(SelectionPolicy):
         elif state.round >= known.next_round:
             known.gap *= 2
             known.next_round = state.round + known.gap
-        if not drafters:
-            known.next_round = max(known.next_round, state.round + _IDLE_GAP)
         if len(known.mean) < len(self._models):
             known.grow(len(self._models))
             known.mean = self._prior.mean(known.features)
