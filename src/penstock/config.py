@@ -74,6 +74,11 @@ class EngineConfig(_Model):
         work beside the target.
     drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
     profile: step times from `penstock profile measure`, which are then not measured at the start.
+    backend: native (the CPU's own kernels), eager (PyTorch's operations), graphs (steps recorded
+        once for each size on a GPU, and replayed) or auto (the first that can be had: graphs on a
+        GPU, native or eager on a CPU).
+    kv_dtype: of keys and values in the cache; auto is that of the weights, float8 is e4m3.
+    attention: of eager and graphs, by name; auto is triton_paged on a GPU with Triton, else packed.
     """
 
     target: Path
@@ -82,8 +87,9 @@ class EngineConfig(_Model):
     profile: Path | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
-    backend: Literal["auto", "native", "eager"] = "auto"
-    attention: str = "packed"
+    backend: Literal["auto", "native", "eager", "graphs"] = "auto"
+    kv_dtype: Literal["auto", "float8"] = "auto"
+    attention: str = "auto"
     num_threads: int | None = Field(default=None, ge=1)
     kv_tokens: int | None = Field(default=None, ge=16)
     block_size: int = Field(default=16, ge=1, le=256)

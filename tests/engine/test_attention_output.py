@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine.small_family import write_family
+from tests.engine.test_attention import USABLE
 from tests.engine.test_exactness import (
     DRAFTERS,
     SAMPLINGS,
@@ -17,7 +18,7 @@ from tests.engine.test_exactness import (
 )
 
 from penstock.config import NGRAM, EngineConfig
-from penstock.engine.attention import backend_names, decomposed
+from penstock.engine.attention import decomposed
 from penstock.engine.build import Engine, load_engine
 
 BATCH = 8
@@ -70,7 +71,7 @@ def alone(family: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
-@pytest.mark.parametrize("attention", backend_names())
+@pytest.mark.parametrize("attention", USABLE)
 def test_output_is_the_same_with_every_backend(
     family: dict[str, Path],
     alone: dict[str, list[tuple[int, ...]]],

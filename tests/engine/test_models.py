@@ -11,8 +11,8 @@ import numpy.typing as npt
 import pytest
 import torch
 from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging
+from tests.engine.test_attention import USABLE
 
-from penstock.engine.attention import backend_names
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 
@@ -23,7 +23,7 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 8
 Checkpoints = Callable[[str], Checkpoint]
 
 every_case = pytest.mark.parametrize("case", CASES)
-every_backend = pytest.mark.parametrize("attention", backend_names())
+every_backend = pytest.mark.parametrize("attention", USABLE)
 
 
 def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -14,7 +14,13 @@ from penstock.cli.failures import one_line
 
 if TYPE_CHECKING:
     from penstock.engine.build import Engine
+    from penstock.engine.models.config import DecoderConfig
     from penstock.serving.bench import BenchRun, Prompt
+
+_MADE_UP = ("random_weights", "synthetic_acceptance")
+"""Facts that say a figure is not of a real model."""
+
+_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 64, 200
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
 
@@ -44,10 +50,30 @@ def engine(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request makes.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    attention_backend: Annotated[
+        str, typer.Option(help="auto, or the name of an attention backend.")
+    ] = "auto",
+    random_weights: Annotated[
+        str | None,
+        typer.Option(
+            metavar="CONFIG",
+            help="Instead of a target: a known shape's name, or a folder with a config.json; "
+            "weights and prompts are random. Drafters are shapes, too: NAME=CONFIG, or CONFIG.",
+        ),
+    ] = None,
+    synthetic_acceptance: Annotated[
+        float | None,
+        typer.Option(
+            metavar="P",
+            min=0,
+            max=1,
+            help="Make drafters right with this probability. What is generated means nothing.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
-    from penstock.cli.models import with_models
     from penstock.cli.numbers import whole_numbers
     from penstock.config import ConfigError, parse_config
     from penstock.engine.build import load_engine
@@ -56,15 +82,25 @@ def engine(
 
     with one_line(ConfigError, CheckpointError):
         batches = whole_numbers("--batch", batch)
-        settings = with_models({"dtype": dtype}, target, drafter or (), speculate=True)
-        prompts = _prompts(settings["target"], domain)
+        settings: dict[str, Any] = {
+            "dtype": dtype,
+            "device": device,
+            "attention": attention_backend,
+            # A prompt that is measured twice must be computed twice.
+            "prefix_caching": False,
+        }
+        if random_weights is not None or synthetic_acceptance is not None:
+            settings["backend"] = "graphs"
+        settings, prompts, shapes = (
+            _checkpoints(settings, target, drafter or (), domain)
+            if random_weights is None
+            else _shapes(settings, target, random_weights, drafter or (), domain)
+        )
         if prompt_tokens is not None:
             prompts = cut_prompts(prompts, prompt_tokens)
         longest = max(len(p.token_ids) for p in prompts) + new_tokens
         settings["kv_tokens"] = max(batches) * (longest + 32)
-        # A prompt that is measured twice must be computed twice.
-        settings["prefix_caching"] = False
-        built = load_engine(parse_config({"engine": settings}).engine)
+        built = load_engine(parse_config({"engine": settings}).engine, shapes, synthetic_acceptance)
         if longest > built.max_model_len:
             raise ConfigError(
                 f"prompts and new tokens are up to {longest} tokens, more than the context of "
@@ -75,6 +111,49 @@ def engine(
     with _progress(len(batches) * len(cells) * (repeats + 1)) as advance:
         runs = bench_engine(built, prompts, cells, options, lambda *_: advance())
     _report(built, runs, as_json)
+
+
+def _checkpoints(
+    settings: dict[str, Any], target: str | None, drafters: Sequence[str], domain: str | None
+) -> tuple[dict[str, Any], list[Prompt], None]:
+    """Settings with real models, and prompts of the bundled domains."""
+    from penstock.cli.models import with_models
+
+    settings = with_models(settings, target, drafters, speculate=True)
+    return settings, _prompts(settings["target"], domain), None
+
+
+def _shapes(
+    settings: dict[str, Any],
+    target: str | None,
+    random_weights: str,
+    drafters: Sequence[str],
+    domain: str | None,
+) -> tuple[dict[str, Any], list[Prompt], dict[str, DecoderConfig]]:
+    """Settings with models of random weights, and random prompts."""
+    import numpy as np
+
+    from penstock.config import ConfigError
+    from penstock.core.types import TARGET
+    from penstock.engine.models.random import shape
+    from penstock.serving.bench import Prompt
+
+    if target is not None or domain is not None:
+        raise ConfigError("--random-weights takes the place of a target, and has no domains")
+    named = dict(_named(text) for text in drafters)
+    shapes = {TARGET: shape(random_weights)}
+    shapes |= {name: shape(config) for name, config in named.items()}
+    tokens = np.random.default_rng(0).integers(
+        min(s.vocab_size for s in shapes.values()), size=(_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS)
+    )
+    prompts = [Prompt(tuple(row), "random") for row in tokens.tolist()]
+    return {**settings, "target": random_weights, "drafters": named}, prompts, shapes
+
+
+def _named(text: str) -> tuple[str, str]:
+    """NAME=CONFIG, or CONFIG that is its own name."""
+    name, given, config = text.partition("=")
+    return name, config if given else name
 
 
 def _prompts(target: Path, domain: str | None) -> list[Prompt]:
@@ -131,7 +210,11 @@ def _print_table(engine: Engine, runs: list[BenchRun], cpu_share: float) -> None
     from rich.table import Table
 
     facts = engine.describe()
-    table = Table(title=f"{facts['target']}, {facts['dtype']}, {facts['backend']}")
+    marks = [name.replace("_", " ").upper() for name in _MADE_UP if name in facts]
+    if "synthetic_acceptance" in facts:
+        marks[-1] += f" {facts['synthetic_acceptance']:g}"
+    title = ", ".join([*marks, facts["target"], facts["dtype"], facts["backend"]])
+    table = Table(title=title)
     for column in ("batch", "drafter", "tokens/s", "best", "speed-up", "accepted + 1", "host"):
         table.add_column(column, justify="left" if column == "drafter" else "right")
     alone = {r.batch: r.tokens_per_s for r in runs if r.drafter is None}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,12 @@ from penstock.config import NGRAM, ConfigError, EngineConfig, read_profile
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.pipeline import make_pipeline
+from penstock.core.ports import Clock
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
+from penstock.core.types import TARGET
+from penstock.engine.attention import BackendUnavailableError, backend_names
+from penstock.engine.attention.triton_paged import why_not_triton
 from penstock.engine.audit import Auditor
 from penstock.engine.calibrate import calibrate
 from penstock.engine.drafters.base import LocalDrafter
@@ -23,14 +28,19 @@ from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor
+from penstock.engine.graphs import GraphRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.random import random_weights
+from penstock.engine.models.weights import load_weights
 from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, sample_coupled
+from penstock.engine.speculation import DeviceExecutor, GraphDrafter
+from penstock.engine.synthetic import SyntheticAcceptance
 from penstock.engine.tokenizer import load_tokenizer
 
 _MEMORY_SHARE = 0.25
@@ -61,10 +71,17 @@ class Engine:
     backend: str
     dtype: str
     num_threads: int
+    is_random: bool = False
+    synthetic_acceptance: float | None = None
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/health`, logs and reports."""
+        made_up = {
+            "random_weights": self.is_random or None,
+            "synthetic_acceptance": self.synthetic_acceptance,
+        }
         return {
+            **{name: value for name, value in made_up.items() if value is not None},
             "target": self.target,
             "drafters": list(self.executor.drafters),
             "dtype": self.dtype,
@@ -75,8 +92,19 @@ class Engine:
         }
 
 
-def load_engine(config: EngineConfig) -> Engine:
+def load_engine(
+    config: EngineConfig,
+    shapes: Mapping[str, DecoderConfig] | None = None,
+    synthetic_acceptance: float | None = None,
+    *,
+    calibrated: bool = True,
+) -> Engine:
     """Load the models and compose the engine.
+
+    shapes: of models with random weights instead of checkpoints, by the drafter's name, the
+    target's under TARGET; only to be measured, as is synthetic_acceptance, the probability with
+    which drafters are made to foresee the target. calibrated: measure step times at the start;
+    without, policies that go by them must not be asked.
 
     Raises: CheckpointError for a checkpoint that cannot be used, ConfigError for settings that do
     not fit each other or this machine.
@@ -91,21 +119,23 @@ def load_engine(config: EngineConfig) -> Engine:
     if backend == "native":
         # The kernels have threads of their own; PyTorch's would spin on the same cores.
         torch.set_num_threads(1)
-    configs = {"": DecoderConfig.from_pretrained(config.target)}
-    for name, path in config.drafters.items():
-        if path != NGRAM:
-            configs[name] = DecoderConfig.from_pretrained(Path(path))
-    _check_tokenizers(config)
-    target = configs[""]
+    configs = dict(shapes or {})
+    if not shapes:
+        configs = _configs(config)
+        _check_tokenizers(config)
+    target = configs[TARGET]
     max_model_len = _max_model_len(config, target)
-    num_blocks = _num_blocks(config, list(configs.values()), dtype, max_model_len)
-
-    def runner(path: Path) -> ModelRunner:
-        if backend == "native":
-            return NativeRunner.load(path, dtype, num_blocks, config.block_size, threads)
-        return EagerRunner.load(
-            path, dtype, device, num_blocks, config.block_size, attention=config.attention
-        )
+    kv_dtype = _kv_dtype(config, dtype)
+    if kv_dtype != dtype and _attention(config.attention, device) != "triton_paged":
+        raise ConfigError("kv_dtype float8 needs attention triton_paged; allowed otherwise: auto")
+    num_blocks = _num_blocks(config, list(configs.values()), kv_dtype, max_model_len)
+    synthetic = None
+    if synthetic_acceptance is not None:
+        vocab = min(c.vocab_size for c in configs.values())
+        synthetic = SyntheticAcceptance(synthetic_acceptance, vocab)
+    models = _Models(
+        config, backend, device, dtype, num_blocks, threads, configs, bool(shapes), synthetic
+    )
 
     clock = MonotonicClock()
     drafters: list[LocalDrafter] = []
@@ -117,11 +147,10 @@ def load_engine(config: EngineConfig) -> Engine:
             drafters.append(LookupDrafter(name))
             states.append(Drafter(name, own_lane=beside, max_num_seqs=most))
         else:
-            drafters.append(ModelDrafter(name, runner(Path(path)), max_model_len))
+            drafters.append(models.drafter(name, path, max_model_len))
             pool = _pool(config, num_blocks)
             states.append(Drafter(name, pool, own_lane=beside, max_num_seqs=most))
-    sample: Sampler = sample_natively if backend == "native" else sample_coupled
-    executor = LocalExecutor(runner(config.target), drafters, clock, max_model_len, sample, threads)
+    executor = models.executor(drafters, clock, max_model_len)
     scheduler = Scheduler(
         _pool(config, num_blocks),
         states,
@@ -136,12 +165,16 @@ def load_engine(config: EngineConfig) -> Engine:
         ],
     )
     profile = None if config.profile is None else read_profile(config.profile)
-    calibrate(executor, scheduler.estimators, clock, profile, together=config.pipeline == "auto")
+    if calibrated:
+        together = config.pipeline == "auto"
+        calibrate(executor, scheduler.estimators, clock, profile, together=together)
     return Engine(
         loop=Loop(scheduler, executor, clock),
         scheduler=scheduler,
         executor=executor,
-        auditor=Auditor({n: Path(p) for n, p in config.drafters.items() if p != NGRAM}),
+        auditor=Auditor(
+            {n: Path(p) for n, p in config.drafters.items() if p != NGRAM and not shapes}
+        ),
         clock=clock,
         tokenizer_path=config.target,
         max_model_len=max_model_len,
@@ -151,7 +184,104 @@ def load_engine(config: EngineConfig) -> Engine:
         backend=backend,
         dtype=str(dtype).removeprefix("torch."),
         num_threads=threads,
+        is_random=shapes is not None,
+        synthetic_acceptance=synthetic_acceptance,
     )
+
+
+@dataclass(frozen=True, slots=True)
+class _Models:
+    """Makes runners, drafters and the executor of one kind."""
+
+    config: EngineConfig
+    backend: str
+    device: torch.device
+    dtype: torch.dtype
+    num_blocks: int
+    threads: int
+    configs: Mapping[str, DecoderConfig]
+    is_random: bool
+    synthetic: SyntheticAcceptance | None
+
+    def drafter(self, name: str, path: str, max_model_len: int) -> LocalDrafter:
+        sample = self._sampler(drafts=True)
+        if self.backend != "graphs":
+            return ModelDrafter(name, self._runner(name, Path(path)), max_model_len, sample)
+        runner = self._graphs(name, Path(path), drafts=True)
+        vocab = self.configs[TARGET].vocab_size
+        return GraphDrafter(name, runner, max_model_len, vocab, sample)
+
+    def executor(
+        self, drafters: Sequence[LocalDrafter], clock: Clock, max_model_len: int
+    ) -> LocalExecutor:
+        path, sample = self.config.target, self._sampler(drafts=False)
+        if self.backend != "graphs":
+            runner = self._runner(TARGET, path)
+            return LocalExecutor(runner, drafters, clock, max_model_len, sample, self.threads)
+        graphs = self._graphs(TARGET, path, drafts=False)
+        return DeviceExecutor(graphs, drafters, clock, max_model_len, sample, self.threads)
+
+    def _sampler(self, *, drafts: bool) -> Sampler:
+        if self.synthetic is not None:
+            return self.synthetic.samples(drafts=drafts)
+        return sample_natively if self.backend == "native" else sample_coupled
+
+    def _runner(self, name: str, path: Path) -> ModelRunner:
+        if self.backend == "native":
+            return NativeRunner.load(
+                path, self.dtype, self.num_blocks, self.config.block_size, self.threads
+            )
+        return self._eager(name, path, self.num_blocks)
+
+    def _graphs(self, name: str, path: Path, *, drafts: bool) -> GraphRunner:
+        synthetic = self.synthetic
+        eager = self._eager(name, path, self.num_blocks + 1)
+        if synthetic is None:
+            return GraphRunner(eager)
+        return GraphRunner(eager, lambda really: synthetic.decides(really, drafts=drafts))
+
+    def _eager(self, name: str, path: Path, num_blocks: int) -> EagerRunner:
+        shape = self.configs[name]
+        if self.is_random:
+            weights = random_weights(shape, self.dtype, self.device)
+        else:
+            weights = load_weights(path, shape, self.dtype)
+        attention = _attention(self.config.attention, self.device)
+        try:
+            return EagerRunner.of(
+                shape,
+                weights,
+                self.device,
+                num_blocks,
+                self.config.block_size,
+                attention,
+                _kv_dtype(self.config, self.dtype),
+            )
+        except BackendUnavailableError as error:
+            raise ConfigError(str(error)) from error
+
+
+def _configs(config: EngineConfig) -> dict[str, DecoderConfig]:
+    """Of the target and of every drafter that is a model, by name."""
+    configs = {TARGET: DecoderConfig.from_pretrained(config.target)}
+    for name, path in config.drafters.items():
+        if path != NGRAM:
+            configs[name] = DecoderConfig.from_pretrained(Path(path))
+    return configs
+
+
+def _kv_dtype(config: EngineConfig, dtype: torch.dtype) -> torch.dtype:
+    return torch.float8_e4m3fn if config.kv_dtype == "float8" else dtype
+
+
+def _attention(name: str, device: torch.device) -> str:
+    """The backend that `auto` means on a device."""
+    if name == "auto":
+        usable = device.type == "cuda" and why_not_triton(device) is None
+        return "triton_paged" if usable else "packed"
+    if name not in backend_names():
+        raise ConfigError(f"attention is {name!r}; allowed: auto, {', '.join(backend_names())}")
+    return name
 
 
 def why_not_native() -> str | None:
@@ -180,9 +310,11 @@ def _device(name: str) -> torch.device:
 
 
 def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """The native CPU kernels where they can be had, the eager PyTorch path otherwise."""
-    if config.backend == "eager":
-        return "eager"
+    """Recorded steps on a GPU; the native CPU kernels where they can be had, else eager."""
+    if config.backend in ("eager", "graphs"):
+        return config.backend
+    if config.backend == "auto" and device.type == "cuda":
+        return "graphs"
     why_not: str | None = None
     if device.type != "cpu":
         why_not = f"it runs on the CPU, not on {device}"

@@ -26,8 +26,8 @@ class EagerRunner:
         attention: AttentionBackend[Any],
     ) -> None:
         self._config = config
-        self._decoder = decoder
-        self._cache = cache
+        self.decoder = decoder
+        self.cache = cache
         self._attention = attention
 
     @classmethod
@@ -46,10 +46,27 @@ class EagerRunner:
         attention backend or an empty cache.
         """
         config = DecoderConfig.from_pretrained(path)
-        cache = PagedKVCache(config, num_blocks, block_size, dtype, device)
+        weights = load_weights(path, config, dtype)
+        return cls.of(config, weights, device, num_blocks, block_size, attention)
+
+    @classmethod
+    def of(
+        cls,
+        config: DecoderConfig,
+        weights: dict[str, torch.Tensor],
+        device: torch.device,
+        num_blocks: int,
+        block_size: int,
+        attention: str = "packed",
+        kv_dtype: torch.dtype | None = None,
+    ) -> EagerRunner:
+        """weights: as `load_weights` returns them; emptied. It computes in their type.
+        kv_dtype: of the cache, if another."""
+        dtype = weights["norm"].dtype
+        cache = PagedKVCache(config, num_blocks, block_size, kv_dtype or dtype, device)
         backend = make_backend(attention, cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
-        decoder = Decoder(config, load_weights(path, config, dtype), max_positions, device)
+        decoder = Decoder(config, weights, max_positions, device)
         return cls(config, decoder, cache, backend)
 
     @property
@@ -58,17 +75,17 @@ class EagerRunner:
 
     @property
     def num_blocks(self) -> int:
-        return self._cache.num_blocks
+        return self.cache.num_blocks
 
     @property
     def block_size(self) -> int:
-        return self._cache.block_size
+        return self.cache.block_size
 
     @property
     def device(self) -> torch.device:
-        return self._cache.device
+        return self.cache.device
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Float32 logits [num_logits, vocab_size]; see `ModelRunner`."""
-        return self._decoder.forward(batch, self._cache, self._attention)
+        return self.decoder.forward(batch, self.cache, self._attention)

@@ -39,6 +39,7 @@ from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.sequences import BlockTables, TokenBuffer
+from penstock.engine.streams import own_stream
 from penstock.engine.verifier import Decided, Drafted, Verifier
 
 _NO_DRAFT = Draft([], [])
@@ -279,7 +280,7 @@ class LocalExecutor:
         replays: tuple[Replayed, ...] = ()
         failures: tuple[Failure, ...] = ()
         try:
-            with job.all_turns(), self._own_stream(), torch.inference_mode():
+            with job.all_turns(), own_stream(self.target.device), torch.inference_mode():
                 drafted, replays = self._carry_out(job)
         except Exception as error:
             _log.warning("drafter %s failed: %s: %s", plan.lane, type(error).__name__, error)
@@ -299,19 +300,8 @@ class LocalExecutor:
         return _Done(plan, result, drafted)
 
     def _verify_beside(self, job: _Job) -> _Done:
-        with self._own_stream():
+        with own_stream(self.target.device):
             return self._verify(job)
-
-    @contextlib.contextmanager
-    def _own_stream(self) -> Iterator[None]:
-        """On a GPU: threads that work at the same time have a stream each, and end with it."""
-        if self.target.device.type != "cuda":
-            yield
-            return
-        stream = torch.cuda.Stream(self.target.device)  # type: ignore[no-untyped-call]
-        with torch.cuda.stream(stream):
-            yield
-            stream.synchronize()
 
     def _carry_out(self, job: _Job) -> tuple[_Drafted, tuple[Replayed, ...]]:
         """The draft orders of a plan, then those that only read."""

@@ -6,6 +6,8 @@ import torch
 
 from penstock.engine.models.config import DecoderConfig
 
+LARGEST_E4M3 = torch.finfo(torch.float8_e4m3fn).max
+
 
 def kv_bytes_per_token(config: DecoderConfig, dtype: torch.dtype) -> int:
     """Bytes of keys and values that one token occupies over all layers."""
@@ -19,6 +21,9 @@ class PagedKVCache:
     Heads come first, so that gathering blocks yields for every head the contiguous matrix that
     matrix products want, and a kernel that walks blocks reads each of them in one stretch.
     Slots that were never written hold zeros.
+
+    In float8 (e4m3) what is stored is the number over the layer's scale: `scales` [num_layers, 2]
+    float32, of keys and of values; 1 everywhere until someone knows better.
     """
 
     def __init__(
@@ -43,6 +48,7 @@ class PagedKVCache:
         self.layers = [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)
         ]
+        self.scales = torch.ones(config.num_layers, 2, device=device)
         self._by_slot = [
             layer.view(2 * self.num_kv_heads, num_blocks * block_size, self.head_dim)
             for layer in self.layers
@@ -54,4 +60,11 @@ class PagedKVCache:
         slots:       [num_tokens] int64, block * block_size + offset, without repetition
         keys_values: [num_tokens, 2 * num_kv_heads, head_dim], key heads before value heads
         """
-        self._by_slot[layer].index_copy_(1, slots, keys_values.transpose(0, 1))
+        rows = keys_values.transpose(0, 1)
+        if self.dtype == torch.float8_e4m3fn:
+            scale = self.scales[layer].repeat_interleave(self.num_kv_heads)[:, None, None]
+            rows = (rows / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(self.dtype)
+            # Bytes, because few operations know the type itself.
+            self._by_slot[layer].view(torch.uint8).index_copy_(1, slots, rows.view(torch.uint8))
+            return
+        self._by_slot[layer].index_copy_(1, slots, rows)

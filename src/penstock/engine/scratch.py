@@ -10,6 +10,7 @@ from penstock.core.ports import Clock
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.graphs import GraphRunner
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
@@ -95,6 +96,10 @@ def _batch(
 
 
 def _sample(target: ModelRunner, batch: RaggedBatch) -> None:
+    """Until the samples are on the host: a GPU has then done everything before them."""
+    if isinstance(target, GraphRunner) and target.records(batch):
+        target.step(batch)[1].cpu()
+        return
     logits = target.forward(batch)
     num = logits.shape[0]
     params = SamplingRows(

@@ -14,6 +14,7 @@ from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.scratch import draft_scratch, verify_scratch
+from penstock.engine.streams import own_stream
 
 _BATCH = 4
 _NUM_DRAFT_TOKENS = 4
@@ -42,14 +43,14 @@ def slowdowns(
     for _ in range(_ROUNDS):
         _limit(target, num_threads)
         _limit(runner, num_threads)
-        alone = _Pace(clock).run(drafting, seconds)
-        target_alone = _Pace(clock).run(verifying, seconds)
+        alone = _Pace(clock, target.device).run(drafting, seconds)
+        target_alone = _Pace(clock, target.device).run(verifying, seconds)
         _limit(target, max(1, num_threads - 1))
         _limit(runner, max(1, num_threads // 2))
-        beside = _Pace(clock)
+        beside = _Pace(clock, target.device)
         thread = threading.Thread(target=beside.run, args=(drafting, 2 * seconds))
         thread.start()
-        target_beside = _Pace(clock).run(verifying, seconds)
+        target_beside = _Pace(clock, target.device).run(verifying, seconds)
         thread.join()
         slower.append(beside.during(seconds) / alone.mean)
         target_slower.append(target_beside.mean / target_alone.mean)
@@ -61,13 +62,14 @@ def slowdowns(
 class _Pace:
     """Runs something over and over, and knows when each time ended."""
 
-    def __init__(self, clock: Clock) -> None:
+    def __init__(self, clock: Clock, device: torch.device) -> None:
         self._clock = clock
+        self._device = device
         self._times: list[float] = []
 
     def run(self, step: Callable[[], None], seconds: float) -> _Pace:
         """For at least so long, and at least once."""
-        with torch.inference_mode():
+        with torch.inference_mode(), own_stream(self._device):
             self._times.append(self._clock.now())
             while len(self._times) < 2 or self._times[-1] - self._times[0] < seconds:
                 step()

@@ -14,6 +14,10 @@ from penstock.engine.kv_cache import PagedKVCache
 Metadata = TypeVar("Metadata")
 
 
+class BackendUnavailableError(ValueError):
+    """A backend cannot be used here; one line that says why."""
+
+
 class AttentionBackend(Protocol[Metadata]):
     """Causal attention of ragged rows over their own sequences' cached keys and values.
 
@@ -40,7 +44,10 @@ def backend_names() -> list[str]:
 
 
 def make_backend(name: str, cache: PagedKVCache, num_heads: int) -> AttentionBackend[Any]:
-    """The backend called `name`, imported only now. Raises ValueError for another name."""
+    """The backend called `name`, imported only now.
+
+    Raises ValueError for another name, BackendUnavailableError where it needs what is not here.
+    """
     if name not in backend_names():
         raise ValueError(f"attention is {name!r}; allowed: {', '.join(backend_names())}")
     module = importlib.import_module(f"{__name__}.{name}")

@@ -12,7 +12,6 @@ from penstock.engine import batch
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts
 from penstock.engine.native.runner import NativeRunner
-from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled, sample_draft
 from penstock.engine.sampling.noise import Salt
@@ -30,14 +29,19 @@ class ModelDrafter:
     same noise; a `ratio` request gets samples with the distributions they came from.
     """
 
-    def __init__(self, name: str, runner: ModelRunner, max_model_len: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        runner: ModelRunner,
+        max_model_len: int,
+        sample: Sampler = sample_coupled,
+    ) -> None:
+        """sample: makes the guesses."""
         self.name = name
         self.runner = runner
         self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
         self._sampling = SamplingTable()
-        self._sampler: Sampler = sample_coupled
-        if isinstance(runner, NativeRunner):
-            self._sampler = sample_natively
+        self._sampler = sample
         self._foreseen: dict[str, tuple[int, int]] = {}
         """By request: the position up to which its text was evaluated, and the guess at it."""
 
@@ -140,7 +144,7 @@ class ModelDrafter:
             tokens, probs = sample_draft(logits, params, positions)
             builder.add(jobs, tokens.tolist(), probs)
         elif not ratio.any():
-            builder.add(jobs, sample_coupled(logits, params, positions).tolist())
+            builder.add(jobs, self._sampler(logits, params, positions).tolist())
         else:
             for part in (np.flatnonzero(ratio), np.flatnonzero(~ratio)):
                 rows = logits[torch.from_numpy(part).to(logits.device)]

@@ -14,33 +14,35 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig, RopeTable
 
 
-class _RmsNorm:
+class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32.
 
     Written as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which is half as many passes.
+    `weight` carries the factor sqrt(n), `sum_eps` is n eps.
     """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         size = weight.shape[-1]
-        self._weight = weight.float() * math.sqrt(size)
+        self.weight = weight.float() * math.sqrt(size)
+        self.sum_eps = size * eps
         self._eps = torch.full((), math.sqrt(size * eps), device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         length = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-        return torch.div(x, length.hypot_(self._eps)).mul_(self._weight).to(x.dtype)
+        return torch.div(x, length.hypot_(self._eps)).mul_(self.weight).to(x.dtype)
 
 
 @dataclass(frozen=True, slots=True)
-class _Layer:
+class Layer:
     """One layer. Matrices are [in, out]; those that widen lie so in memory too."""
 
-    input_norm: _RmsNorm
+    input_norm: RmsNorm
     qkv: torch.Tensor
     qkv_bias: torch.Tensor | None
-    qk_norm: _RmsNorm | None
+    qk_norm: RmsNorm | None
     o: torch.Tensor
     o_bias: torch.Tensor | None
-    post_norm: _RmsNorm
+    post_norm: RmsNorm
     gate_up: torch.Tensor
     down: torch.Tensor
 
@@ -64,18 +66,18 @@ class Decoder:
 
         The dict is emptied meanwhile, so that no layer is held twice for long.
         """
-        self._config = config
-        self._embed_tokens = weights.pop("embed_tokens").to(device)
-        self._layers = [_layer(config, weights, i, device) for i in range(config.num_layers)]
-        self._norm = _RmsNorm(weights.pop("norm").to(device), config.rms_norm_eps)
+        self.config = config
+        self.embed_tokens = weights.pop("embed_tokens").to(device)
+        self.layers = [_layer(config, weights, i, device) for i in range(config.num_layers)]
+        self.norm = RmsNorm(weights.pop("norm").to(device), config.rms_norm_eps)
         if config.tie_word_embeddings:
-            self._lm_head = self._embed_tokens.t()
+            self.lm_head = self.embed_tokens.t()
         else:
-            self._lm_head = weights.pop("lm_head").to(device).t().contiguous()
+            self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         table = RopeTable.build(config, max_positions)
         half = config.head_dim // 2
         rotations = torch.complex(table.cos[:, :half], table.sin[:, :half])
-        self._rotations = rotations.unsqueeze(1).to(device)
+        self.rotations = rotations.unsqueeze(1).to(device)
 
     def forward(
         self, batch: RaggedBatch, cache: PagedKVCache, attention: AttentionBackend
@@ -95,10 +97,10 @@ class Decoder:
             )
         )
         metadata = attention.prepare(batch)
-        rotations = self._rotations.index_select(0, positions)
-        hidden = F.embedding(token_ids, self._embed_tokens)
-        last = len(self._layers) - 1
-        for index, layer in enumerate(self._layers):
+        rotations = self.rotations.index_select(0, positions)
+        hidden = F.embedding(token_ids, self.embed_tokens)
+        last = len(self.layers) - 1
+        for index, layer in enumerate(self.layers):
             q, kv = self._qkv(layer, hidden, rotations)
             cache.write(index, slots, kv)
             attended = attention.attend(q, index, metadata).flatten(1)
@@ -106,10 +108,10 @@ class Decoder:
                 hidden = hidden.index_select(0, logits_rows)
                 attended = attended.index_select(0, logits_rows)
             hidden = _mlp(layer, _project_out(layer, hidden, attended))
-        return (self._norm(hidden) @ self._lm_head).float()
+        return (self.norm(hidden) @ self.lm_head).float()
 
     def _qkv(
-        self, layer: _Layer, hidden: torch.Tensor, rotations: torch.Tensor
+        self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotated queries [num_tokens, num_heads, head_dim], and keys before values likewise."""
         normed = layer.input_norm(hidden)
@@ -117,8 +119,8 @@ class Decoder:
             flat = torch.mm(normed, layer.qkv)
         else:
             flat = torch.addmm(layer.qkv_bias, normed, layer.qkv)
-        num_heads, num_kv_heads = self._config.num_heads, self._config.num_kv_heads
-        qkv = flat.view(-1, num_heads + 2 * num_kv_heads, self._config.head_dim)
+        num_heads, num_kv_heads = self.config.num_heads, self.config.num_kv_heads
+        qkv = flat.view(-1, num_heads + 2 * num_kv_heads, self.config.head_dim)
         qk = qkv[:, :-num_kv_heads]
         if layer.qk_norm is not None:
             qk.copy_(layer.qk_norm(qk))
@@ -128,32 +130,32 @@ class Decoder:
         return qkv[:, :num_heads], qkv[:, num_heads:]
 
 
-def _project_out(layer: _Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+def _project_out(layer: Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
     if layer.o_bias is not None:
         hidden = hidden + layer.o_bias
     return torch.addmm(hidden, attended, layer.o)
 
 
-def _mlp(layer: _Layer, hidden: torch.Tensor) -> torch.Tensor:
+def _mlp(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
     gate, up = torch.mm(layer.post_norm(hidden), layer.gate_up).chunk(2, dim=1)
     return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
 
 
 def _layer(
     config: DecoderConfig, weights: dict[str, torch.Tensor], index: int, device: torch.device
-) -> _Layer:
+) -> Layer:
     prefix = f"layers.{index}."
     names = [name for name in weights if name.startswith(prefix)]
     mine = {name.removeprefix(prefix): weights.pop(name).to(device) for name in names}
     eps = config.rms_norm_eps
-    return _Layer(
-        input_norm=_RmsNorm(mine["input_norm"], eps),
+    return Layer(
+        input_norm=RmsNorm(mine["input_norm"], eps),
         qkv=_pair_rows(config, mine["qkv"]).t().contiguous(),
         qkv_bias=_pair_rows(config, mine["qkv_bias"]) if config.qkv_bias else None,
         qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if config.qk_norm else None,
         o=mine["o"].t(),
         o_bias=mine.get("o_bias"),
-        post_norm=_RmsNorm(mine["post_norm"], eps),
+        post_norm=RmsNorm(mine["post_norm"], eps),
         gate_up=mine["gate_up"].t().contiguous(),
         down=mine["down"].t(),
     )
@@ -169,7 +171,7 @@ def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:
     return torch.stack(x.chunk(2, dim), dim + 1).flatten(dim, dim + 1)
 
 
-def _qk_norm(config: DecoderConfig, q_norm: torch.Tensor, k_norm: torch.Tensor) -> _RmsNorm:
+def _qk_norm(config: DecoderConfig, q_norm: torch.Tensor, k_norm: torch.Tensor) -> RmsNorm:
     """Over every head, with one row of weights for each: queries, then keys."""
     rows = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
-    return _RmsNorm(_pair(torch.stack(rows), dim=1), config.rms_norm_eps)
+    return RmsNorm(_pair(torch.stack(rows), dim=1), config.rms_norm_eps)

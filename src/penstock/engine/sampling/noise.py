@@ -109,8 +109,11 @@ def token_hash_on(keys: UInt32Array, vocab_size: int, device: torch.device) -> t
     torch has no uint32 arithmetic, but int32 wraps to the same bits; only a right shift must be
     stripped of the copies of the sign.
     """
-    words = torch.from_numpy(keys.view(np.int32)).to(device)
-    x = torch.arange(vocab_size, dtype=torch.int32, device=device) * _signed(_TOKEN_STEP)
+    return _hash_of_words(torch.from_numpy(keys.view(np.int32)).to(device), vocab_size)
+
+
+def _hash_of_words(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    x = torch.arange(vocab_size, dtype=torch.int32, device=words.device) * _signed(_TOKEN_STEP)
     x = x + words[:, :1]
     x = (x ^ ((x >> 16) & 0xFFFF)) * _ROUND_1 + words[:, 1:]
     x = (x ^ ((x >> 15) & 0x1FFFF)) * _ROUND_2
@@ -124,15 +127,20 @@ def _gumbel_in_place(hashed: torch.Tensor) -> None:
     negative_v.log1p_().neg_().log_().neg_()
 
 
+def gumbel_of_words(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`gumbel_noise` on the device of its keys, which are [rows, 2] int32 of the same bits."""
+    noise = _hash_of_words(words, vocab_size).to(torch.float32)
+    _gumbel_in_place(noise)
+    return noise
+
+
 def gumbel_noise(
     keys: UInt32Array, vocab_size: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Standard Gumbel noise [rows, vocab_size] float32 on ``device``; keys from `row_keys`."""
     place = torch.device(device)
     if place.type != "cpu":
-        noise = token_hash_on(keys, vocab_size, place).to(torch.float32)
-        _gumbel_in_place(noise)
-        return noise
+        return gumbel_of_words(torch.from_numpy(keys.view(np.int32)).to(place), vocab_size)
     num_rows = keys.shape[0]
     noise = torch.empty((num_rows, vocab_size), dtype=torch.float32)
     into = noise.numpy()

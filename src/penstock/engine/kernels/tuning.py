@@ -1,0 +1,89 @@
+"""Which tile reads a matrix fastest: measured once for each shape, on the device itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+_REPEATS = 5
+_COLD_BYTES = 160 << 20
+"""More than any second-level cache: a small matrix is timed in several copies, as if it were one of
+many layers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A program's part of a product, and how Triton compiles it."""
+
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+Run = Callable[[Tile | None, torch.Tensor], object]
+"""A product with one of the matrices; without a tile, by the library."""
+
+_FEW = (Tile(16, 256, 4, 4), Tile(32, 128, 4, 5), Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
+_MANY = (Tile(32, 128, 4, 4), Tile(64, 64, 4, 4), Tile(128, 64, 8, 3))
+"""Few, because every one is compiled for every kind of product before the first is timed."""
+
+
+class Tuner:
+    """Remembers the fastest tile for each kind of product."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._best: dict[Hashable, Tile | None] = {}
+
+    def best(self, kind: Hashable, matrix: torch.Tensor, rows: int, run: Run) -> Tile | None:
+        """The tile for a kind of product; None: leave it to the library. `run` is called only when
+        the kind is new, which must not be while a graph is recorded."""
+        if kind not in self._best:
+            tiles = _FEW if rows <= 32 else _MANY
+            if self._device.type == "cuda":
+                self._best[kind] = self._measured(tiles, matrix, run)
+            else:
+                self._best[kind] = tiles[0]
+        return self._best[kind]
+
+    def _measured(self, tiles: tuple[Tile, ...], matrix: torch.Tensor, run: Run) -> Tile | None:
+        copies = max(1, min(32, -(-_COLD_BYTES // matrix.nbytes)))
+        matrices = [matrix, *(_copy(matrix) for _ in range(copies - 1))]
+        seconds: dict[Tile | None, float] = {}
+        for tile in (None, *tiles):
+            try:
+                seconds[tile] = self._seconds(tile, matrices, run)
+            except Exception as error:
+                # A tile may want more shared memory than this device has; the library never does.
+                if tile is None or "out of resource" not in str(error):
+                    raise
+        return min(seconds, key=seconds.__getitem__)
+
+    def _seconds(self, tile: Tile | None, matrices: list[torch.Tensor], run: Run) -> float:
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(stream):
+            run(tile, matrices[0])
+        stream.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            for matrix in matrices:
+                run(tile, matrix)
+        times = []
+        for _ in range(_REPEATS):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end))
+        return float(median(times[1:]))
+
+
+def _copy(matrix: torch.Tensor) -> torch.Tensor:
+    """With the same strides."""
+    return matrix.clone(memory_format=torch.preserve_format)

@@ -1,0 +1,72 @@
+"""Models without checkpoints: real shapes, random weights, to measure what time they take."""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from penstock.engine.models.config import CheckpointError, DecoderConfig, RopeScaling
+from penstock.engine.models.weights import weight_specs
+
+_REST: dict[str, Any] = {
+    "architecture": "LlamaForCausalLM",
+    "tie_word_embeddings": False,
+    "qkv_bias": False,
+    "o_bias": False,
+    "hidden_act": "silu",
+    "bos_token_id": None,
+    "eos_token_ids": (),
+    "dtype": torch.bfloat16,
+}
+
+
+def shape_names() -> list[str]:
+    """Shapes that come with this package."""
+    return list(_shapes())
+
+
+def shape(name: str) -> DecoderConfig:
+    """One of `shape_names`, or the config.json of a checkpoint folder.
+
+    Of the LLaMA drafters of Spin (arXiv 2503.15921, section VI) 265M and 616M are not described;
+    theirs are shapes of those sizes. Raises CheckpointError for any other name.
+    """
+    if Path(name).is_dir():
+        return DecoderConfig.from_pretrained(Path(name))
+    known = _shapes()
+    if name not in known:
+        raise CheckpointError(
+            f"{name!r} is neither a folder with a config.json nor a known shape; "
+            f"known are {', '.join(known)}"
+        )
+    fields = {**_REST, **known[name]}
+    scaling = fields.pop("rope_scaling", None)
+    return DecoderConfig(
+        **fields,
+        rope_scaling=None if scaling is None else RopeScaling(**scaling),
+        qk_norm=fields["architecture"] == "Qwen3ForCausalLM",
+    )
+
+
+def random_weights(
+    config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """As `load_weights`: matrices scaled so that activations keep their size, norms of ones."""
+    generator = torch.Generator(device).manual_seed(seed)
+    weights = {}
+    for spec in weight_specs(config):
+        weight = torch.ones(spec.shape, dtype=dtype, device=device)
+        if len(spec.shape) == 2 or spec.name.endswith("bias"):
+            weight.normal_(std=spec.shape[-1] ** -0.5, generator=generator)
+        weights[spec.name] = weight
+    return weights
+
+
+def _shapes() -> dict[str, dict[str, Any]]:
+    file = resources.files("penstock.engine.models").joinpath("shapes.json")
+    shapes: dict[str, dict[str, Any]] = json.loads(file.read_text(encoding="utf-8"))
+    return shapes

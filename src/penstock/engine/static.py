@@ -1,0 +1,122 @@
+"""A ragged batch in buffers that stay where they are, so that one recording serves many steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+
+from penstock.engine.batch import IntArray, RaggedBatch
+
+MAX_WINDOW = 16
+"""Most rows of one sequence: what a verification brings, not a chunk of a prompt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """Places of a static batch. window: most rows of a sequence; width: blocks of a table."""
+
+    rows: int
+    seqs: int
+    window: int
+    width: int
+    pieces: int
+
+
+@dataclass(frozen=True, slots=True)
+class StaticBatch:
+    """int32 tensors on the device, all of them views of `flat`, in this order.
+
+    token_ids, positions, slots: [rows]; a row of no sequence writes to a scratch slot
+    row_seq:      [rows], a row's sequence; -1 for a row of none
+    query_start:  [seqs + 1]; seq_lens: [seqs], 0 for a place without a sequence
+    logits_rows:  [seqs], a row of each sequence; 0 for a place without one
+    piece_len:    [1], keys of a piece of split attention; all fit into `capacity.pieces`
+    tables:       [seqs, width]
+    """
+
+    capacity: Capacity
+    flat: torch.Tensor
+    token_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    row_seq: torch.Tensor
+    query_start: torch.Tensor
+    seq_lens: torch.Tensor
+    logits_rows: torch.Tensor
+    piece_len: torch.Tensor
+    tables: torch.Tensor
+
+    @classmethod
+    def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBatch:
+        """Without any sequence."""
+        flat = torch.zeros(sum(_sizes(capacity)), dtype=torch.int32, device=device)
+        return cls._over(capacity, flat)._emptied()
+
+    @classmethod
+    def allocate_pinned(cls, capacity: Capacity) -> StaticBatch:
+        """In the host's page-locked memory, from where a copy to a GPU need not be waited for."""
+        flat = torch.zeros(sum(_sizes(capacity)), dtype=torch.int32, pin_memory=True)
+        return cls._over(capacity, flat)._emptied()
+
+    @classmethod
+    def _over(cls, capacity: Capacity, flat: torch.Tensor) -> StaticBatch:
+        parts = list(torch.split(flat, _sizes(capacity)))
+        parts[-1] = parts[-1].view(capacity.seqs, capacity.width)
+        return cls(capacity, flat, *parts)
+
+    def on(self, device: torch.device) -> StaticBatch:
+        """The same on another device."""
+        return self._over(self.capacity, self.flat.to(device))
+
+    def _emptied(self) -> StaticBatch:
+        self.row_seq.fill_(-1)
+        self.piece_len.fill_(1)
+        return self
+
+    def fill(self, batch: RaggedBatch, block_size: int, scratch_slot: int, grows_by: int) -> None:
+        """Write a batch into these buffers, which must be in the host's memory.
+
+        scratch_slot: where rows of no sequence write. grows_by: tokens by which the sequences will
+        grow while the buffers are in use.
+        """
+        rows, seqs, width = batch.num_tokens, batch.num_seqs, batch.block_tables.shape[1]
+        counts = np.diff(batch.query_start)
+        host = {f.name: getattr(self, f.name).numpy() for f in fields(self)[2:]}
+        host["token_ids"][:rows] = batch.token_ids
+        host["positions"][:rows] = batch.positions
+        host["positions"][rows:] = 0
+        host["slots"][:rows] = batch.slot_mapping(block_size)
+        host["slots"][rows:] = scratch_slot
+        host["row_seq"][:rows] = np.repeat(np.arange(seqs, dtype=np.int32), counts)
+        host["row_seq"][rows:] = -1
+        host["query_start"][: seqs + 1] = batch.query_start
+        host["query_start"][seqs + 1 :] = rows
+        host["seq_lens"][:seqs] = batch.seq_lens
+        host["seq_lens"][seqs:] = 0
+        few = min(seqs, len(batch.logits_rows))
+        host["logits_rows"][:few] = batch.logits_rows[:few]
+        host["logits_rows"][few:] = 0
+        reach = batch.seq_lens + grows_by
+        host["piece_len"][0] = piece_length(reach, self.capacity.pieces)
+        host["tables"][:seqs, :width] = batch.block_tables
+
+
+PIECE_STEP = 64
+
+
+def piece_length(seq_lens: IntArray, num_pieces: int) -> int:
+    """The shortest multiple of PIECE_STEP with which so many pieces surely suffice.
+
+    A sequence has at most one piece that is not full, so total / (num_pieces - seqs) keys do.
+    """
+    spare = num_pieces - len(seq_lens)
+    if spare < 1:
+        raise ValueError(f"{num_pieces} pieces for {len(seq_lens)} sequences; more are needed")
+    return max(1, -(-int(seq_lens.sum()) // (spare * PIECE_STEP))) * PIECE_STEP
+
+
+def _sizes(capacity: Capacity) -> list[int]:
+    rows, seqs = capacity.rows, capacity.seqs
+    return [rows, rows, rows, rows, seqs + 1, seqs, seqs, 1, seqs * capacity.width]
