@@ -25,6 +25,7 @@ from benchmarks.drafter_choice import make_loop
 from rich.console import Console
 from rich.table import Table
 
+from penstock.core.loop import Loop
 from penstock.core.types import NO_DRAFTER, StepPlan, StepResult
 from penstock.engine.build import Engine
 from penstock.engine.tokenizer import load_tokenizer
@@ -109,8 +110,9 @@ def measure(
     found = []
     for _ in range(passes):
         bandwidth, rate = bandwidth_and_rate(2 * weights)
-        loop, watch = make_loop(engine, "single", {}, "fixed"), Watch()
-        loop = type(loop)(loop.scheduler, engine.executor, engine.clock, [watch])
+        watch = Watch()
+        scheduler = make_loop(engine, "single", {}, "fixed").scheduler
+        loop = Loop(scheduler, engine.executor, engine.clock, [watch])
         length = 0 if drafter == NO_DRAFTER else LENGTH
         fields = {"drafter": drafter, "max_draft_tokens": length}
         requests = [request_of(p, i, NEW_TOKENS, 0.0, **fields) for i, p in enumerate(prompts)]
