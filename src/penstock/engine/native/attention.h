@@ -14,6 +14,8 @@ namespace penstock {
 
 constexpr int kTilePositions = 128;
 constexpr int kQueriesPerTask = 36;
+// Rows up to which attention waits for memory rather than for the processor.
+constexpr int kFewRows = 4;
 
 struct AttentionShape {
   int head_dim, kv_heads, block_size;
@@ -50,7 +52,7 @@ static __attribute__((noinline)) void blocked_kernel(const float* a, size_t lda,
     const char* ahead = (const char*)(blocks[1] + column);
     const int count = num_rows - done < block_rows ? num_rows - done : block_rows;
     for (int k = 0; k < count; ++k, b += ldb, ahead += ldb * sizeof(T)) {
-      if (Rows <= 4)
+      if (Rows <= kFewRows)
         for (size_t line = 0; line < Vecs * kLanes * sizeof(T); line += 64)
           __builtin_prefetch(ahead + line);
       VecF row[Vecs];
@@ -102,6 +104,76 @@ struct BlockedProduct {
   // Rows [first, last), all columns; `width` is a multiple of kLanes.
   void run(int first, int last, int width) const {
     for_row_blocks(last - first, [&](int row, int height) { rows(first + row, height, width); });
+  }
+};
+
+// Blocks of keys whose scores are computed side by side: a few queries with one block's positions
+// are too few sums to keep the multiply-adds busy.
+constexpr int blocks_at_once(int rows) { return rows == 1 ? 4 : rows <= 3 ? 2 : 1; }
+
+// c[Rows][Blocks * padded_block] = a[Rows][dim] x keys of Blocks blocks, each [dim][padded_block];
+// as many blocks after them are fetched meanwhile.
+template <int Rows, int Blocks, int Vecs, class T>
+static __attribute__((noinline)) void score_kernel(const float* a, int dim, const T* const* blocks,
+                                                   int padded_block, int column, float* c,
+                                                   size_t ldc) {
+  VecF sum[Rows][Blocks][Vecs] = {};
+  for (int k = 0, at = column; k < dim; ++k, at += padded_block) {
+#pragma GCC unroll 4
+    for (int b = 0; b < Blocks; ++b) {
+      if (Rows <= kFewRows)
+        for (size_t line = 0; line < Vecs * kLanes * sizeof(T); line += 64)
+          __builtin_prefetch((const char*)(blocks[Blocks + b] + at) + line);
+#pragma GCC unroll 4
+      for (int j = 0; j < Vecs; ++j) {
+        VecF key = load(blocks[b] + at + j * kLanes);
+#pragma GCC unroll 4
+        for (int r = 0; r < Rows; ++r)
+          sum[r][b][j] = fused(splat(a[(size_t)r * dim + k]), key, sum[r][b][j]);
+      }
+    }
+  }
+  for (int r = 0; r < Rows; ++r)
+    for (int b = 0; b < Blocks; ++b)
+      for (int j = 0; j < Vecs; ++j)
+        store(c + r * ldc + b * padded_block + column + j * kLanes, sum[r][b][j]);
+}
+
+template <class T>
+struct Scores {
+  const float* query;
+  int dim;
+  const T* const* blocks;
+  int num_blocks, padded_block;
+  float* score;
+  size_t stride;
+
+  // All columns of blocks from `block` on, Blocks at a time; returns where fewer are left.
+  template <int Rows, int Blocks>
+  int columns(int row, int block) const {
+    for (; block + Blocks <= num_blocks; block += Blocks) {
+      const float* a = query + (size_t)row * dim;
+      float* c = score + row * stride + (size_t)block * padded_block;
+      int column = 0;
+      for (; column + 2 * kLanes <= padded_block; column += 2 * kLanes)
+        score_kernel<Rows, Blocks, 2>(a, dim, blocks + block, padded_block, column, c, stride);
+      for (; column < padded_block; column += kLanes)
+        score_kernel<Rows, Blocks, 1>(a, dim, blocks + block, padded_block, column, c, stride);
+    }
+    return block;
+  }
+
+  template <int Rows = kMaxRows>
+  void rows(int row, int height) const {
+    if constexpr (Rows > 1)
+      if (height < Rows) return rows<Rows - 1>(row, height);
+    int block = 0;
+    if constexpr (blocks_at_once(Rows) > 1) block = columns<Rows, blocks_at_once(Rows)>(row, 0);
+    columns<Rows, 1>(row, block);
+  }
+
+  void run(int first, int last) const {
+    for_row_blocks(last - first, [&](int row, int height) { rows(first + row, height); });
   }
 };
 
@@ -173,11 +245,8 @@ static void attend(const AttentionShape& shape, const T* keys, const T* values,
     value_blocks[num_blocks] =
         is_last ? blocks[0] : keys + head(first_block + num_blocks) * shape.key_head();
 
-    for (int j = 0; j < num_blocks; ++j) {
-      BlockedProduct<T> scores{scratch.query, (size_t)dim, 0, blocks + j, padded_block, dim, dim,
-                               nullptr, scratch.score + (size_t)j * padded_block, score_stride};
-      scores.run(first_row * heads, queries, padded_block);
-    }
+    Scores<T>{scratch.query, dim, blocks, num_blocks, padded_block, scratch.score, score_stride}.run(
+        first_row * heads, queries);
     for (int i = first_row * heads; i < queries; ++i) {
       const int seen = first_position + i / heads + 1 - start;
       softmax_tile(scratch.score + i * score_stride, shape, num_blocks,

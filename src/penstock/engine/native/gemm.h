@@ -82,6 +82,9 @@ static PanelKernel<W> kernel_for(int rows, int panels) {
 
 constexpr int num_row_blocks(int rows) { return (rows + kMaxRows - 1) / kMaxRows; }
 
+// Blocks of rows that need not fetch the next panel, because the others can.
+constexpr int num_spare_blocks(int blocks) { return blocks >= 4 ? blocks / 2 : 0; }
+
 // Call visit(row, height) for blocks of at most kMaxRows rows of nearly equal height: 8 rows are
 // 4 + 4, not 6 + 2, whose second half would run at half speed.
 template <class Visit>
@@ -95,23 +98,24 @@ PENSTOCK_INLINE void for_row_blocks(int rows, Visit&& visit) {
 }
 
 // Multiply `rows` rows by panels [first, last) and hand each finished tile to
-// finish(row, num_rows, panel, num_panels, tile) while it is still in the first-level cache.
-template <class W, class Finish>
+// finish(row, num_rows, panel, num_panels, tile) while it is still in the first-level cache. With
+// spare blocks of rows, each of them fetches what upcoming(k_size) names, too.
+template <class W, class Upcoming, class Finish>
 PENSTOCK_INLINE void multiply(const float* a, size_t lda, int rows, const W* packed, int k_size,
-                              int first, int last, Finish&& finish) {
+                              int first, int last, Upcoming&& upcoming, Finish&& finish) {
   alignas(64) float tile[kMaxRows * kTileStride];
-  const int step = panels_at_once(rows), blocks = num_row_blocks(rows);
-  for (int panel = first; panel < last; panel += step) {
-    const int width = last - panel < step ? last - panel : step;
+  const int at_once = panels_at_once(rows), blocks = num_row_blocks(rows);
+  for (int panel = first; panel < last; panel += at_once) {
+    const int width = last - panel < at_once ? last - panel : at_once;
     const W* weights = packed + (size_t)panel * k_size * kPanel;
-    Ahead ahead;
-    if (blocks > 1) {
-      ahead.at = (const char*)(weights + (size_t)k_size * kPanel);
-      ahead.step = (kPanel * sizeof(W) + blocks - 1) / blocks;
-    }
+    const char* next_panel = (const char*)(weights + (size_t)k_size * kPanel);
+    int left = blocks - num_spare_blocks(blocks);
+    const int step = (kPanel * sizeof(W) + left - 1) / left;
     for_row_blocks(rows, [&](int row, int height) {
+      Ahead ahead;
+      if (blocks > 1) ahead = left-- > 0 ? Ahead{next_panel, step} : upcoming(k_size);
+      next_panel += (size_t)k_size * step;
       kernel_for<W>(height, width)(a + row * lda, lda, weights, k_size, ahead, tile);
-      if (ahead.at) ahead.at += (size_t)k_size * ahead.step;
       finish(row, height, panel, width, tile);
     });
   }

@@ -101,6 +101,7 @@ struct AttentionTask {
 struct Plan {
   std::vector<int32_t> token_ids, positions, blocks;
   std::vector<AttentionTask> attention;
+  int64_t num_blocks_read = 0;  // by the attention of one layer
   std::vector<int32_t> logits_rows;
   std::vector<float*> logits;  // one destination each
   // Where tokens are sampled, for each row of logits: the batch's sequence, how, and the result.
@@ -115,6 +116,7 @@ struct Plan {
     positions.clear();
     blocks.clear();
     attention.clear();
+    num_blocks_read = 0;
     logits_rows.clear();
     logits.clear();
     sequences.clear();
@@ -130,9 +132,11 @@ struct Plan {
       positions.push_back(first_position + i);
       blocks.push_back(block_table[(first_position + i) / block_size]);
     }
-    for (int i = 0; i < num_rows; i += rows_per_task)
-      attention.push_back(
-          {block_table, row + i, std::min(rows_per_task, num_rows - i), first_position + i});
+    for (int i = 0; i < num_rows; i += rows_per_task) {
+      const int size = std::min(rows_per_task, num_rows - i);
+      attention.push_back({block_table, row + i, size, first_position + i});
+      num_blocks_read += (first_position + i + size + block_size - 1) / block_size;
+    }
   }
 };
 

@@ -1,7 +1,7 @@
 // One forward pass, as phases whose tasks the threads of a job share out.
 #pragma once
 
-#include "model.h"
+#include "upcoming.h"
 
 namespace penstock {
 
@@ -32,15 +32,19 @@ class Pass {
         weights_(model.weights),
         plan_(plan),
         worker_(worker),
-        scratch_(model.scratch[worker.id]) {}
+        scratch_(model.scratch[worker.id]),
+        upcoming_(model, plan, worker.id, worker.size) {}
 
   static int num_phases(const Model& model) { return 3 + 5 * model.weights.num_layers; }
 
   void run() {
     embed();
-    for (const LayerWeights& layer : model_.layers) {
+    upcoming_.start(0);
+    for (int i = 0; i < weights_.num_layers; ++i) {
+      const LayerWeights& layer = model_.layers[i];
       project_heads(layer);
       attend_all(layer);
+      upcoming_.start(i + 1);
       add_projection(model_.attended, model_.query_stride(),
                      weights_.num_heads * weights_.head_dim, (const W*)layer.o, layer.o_bias);
       gate(layer);
@@ -57,6 +61,7 @@ class Pass {
   Plan& plan_;
   Worker& worker_;
   ThreadScratch& scratch_;
+  Upcoming<C> upcoming_;
 
   float* residual(int row) { return model_.residual.get() + row * model_.residual_stride(); }
 
@@ -101,7 +106,7 @@ class Pass {
       const int chunk = (int)(task / groups), first = (int)(task % groups) * group;
       if (chunk != held) rows = input(held = chunk);
       multiply(rows, stride, chunks.size(chunk), packed, k_size, first,
-               std::min(first + group, panels),
+               std::min(first + group, panels), upcoming_,
                [&](int row, int height, int panel, int width, const float* tile) {
                  finish(chunks.first(chunk) + row, height, panel, width, tile);
                });
@@ -123,7 +128,7 @@ class Pass {
       if (chunk != held) normed(size, layer.input_norm, [&](int i) { return first + i; });
       held = chunk;
       multiply(scratch_.normed.get(), residual_stride, size, (const W*)layer.qkv,
-               weights_.hidden_size, head * panels, (head + 1) * panels,
+               weights_.hidden_size, head * panels, (head + 1) * panels, upcoming_,
                [&](int row, int height, int panel, int width, const float* tile) {
                  float* target = product + row * stride + (panel - head * panels) * kPanel;
                  for (int r = 0; r < height; ++r)
