@@ -13,6 +13,8 @@ quota     malformed drafts and unknown ids as fast as the quota of one stream le
 flood     random bytes and malformed messages without any limit; connects again when thrown out
 opens     as many requests as are allowed, and tries to open more as fast as the quota lets it
 false     `ratio` requests at a temperature, tokens of its own liking, false weights
+again     eight loops, each of which connects, has a request opened, and leaves
+strange   eight loops, each of which connects with a token that nobody has
 
 The server and the honest ones share core 0, the hostile one has core 1 to itself (Linux): what is
 measured is what it makes the server do. Rates are of the honest ones' tokens; every pair of windows
@@ -27,24 +29,28 @@ import asyncio
 import hashlib
 import json
 import multiprocessing
-import os
-import random
-import re
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import grpc
-import grpc.aio
-import psutil
 import yaml
+from benchmarks.hostile_attacks import (
+    ATTACKS,
+    END_S,
+    MAX_OPEN,
+    MESSAGES_PER_S,
+    ended,
+    hostile_process,
+    pin,
+    receive,
+)
+from benchmarks.live_rig import Process
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -58,13 +64,12 @@ TARGET = "target-small"
 HONEST = ("ann", "ben", "cleo")
 REQUESTS_EACH = 2
 NUM_TOKENS = 160
-MAX_OPEN = 16
 WRONG_EVERY = 4
 BAR = 0.05
 SETTLE_S = 1.0
-ATTACKS = ("late", "quota", "flood", "opens", "false")
-MESSAGES_PER_S = 1000
-"""Of one stream, the server's default."""
+START_S = 300.0
+ANSWER_S = 2 * END_S
+"""For the hostile process to be there, and to end a window."""
 
 _SPAWN = multiprocessing.get_context("spawn")
 
@@ -75,186 +80,6 @@ class Job:
 
     prompt: list[int]
     sampling: pb.Sampling
-
-
-def pin(core: int) -> None:
-    if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > core:
-        os.sched_setaffinity(0, {core})
-
-
-async def receive(server: ScriptedServer) -> pb.Down:
-    """Without the time limit of tests, which can lose a cancellation. Raises: EOFError."""
-    data = await server.call.read()
-    if data is grpc.aio.EOF:
-        raise EOFError
-    return pb.Down.FromString(data)
-
-
-# --- the hostile one ----------------------------------------------------------------------------
-
-
-class Hostile:
-    """One draft server that can do all of it. `is_bad`: otherwise it behaves, as a control."""
-
-    def __init__(self, address: str, digest: str, prompt: list[int]) -> None:
-        self._address, self._digest, self._prompt = address, digest, prompt
-        self._rng = random.Random(4)
-        self._writing = asyncio.Lock()
-        self.num_sent = 0
-        self.num_streams = 0
-
-    async def run(self, attack: str, is_bad: bool) -> None:
-        """Until cancelled."""
-        kinds: dict[str, Callable[[ScriptedServer, bool], Awaitable[None]]] = {
-            "late": self._late,
-            "quota": self._quota,
-            "flood": self._flood,
-            "opens": self._opens,
-            "false": self._false,
-        }
-        task = asyncio.current_task()
-        while task is None or not task.cancelling():
-            self.num_streams += 1
-            try:
-                async with scripted_server(self._address, token="bad") as server:
-                    await server.hello(self._digest)
-                    await kinds[attack](server, is_bad)
-            except* (grpc.RpcError, EOFError, asyncio.InvalidStateError):
-                pass  # thrown out
-
-    async def _open(self, server: ScriptedServer, number: int, sampling: pb.Sampling) -> None:
-        for n in range(number):
-            await server.open(f"r{n}", self._prompt, 1500, sampling)
-
-    async def _send(self, server: ScriptedServer, **message: Any) -> None:
-        async with self._writing:  # a gRPC call takes one write at a time
-            await server.send(**message)
-        self.num_sent += 1
-
-    async def _answer(self, server: ScriptedServer, ratio: bool = False) -> None:
-        """Promptly, with drafts that are always wrong."""
-        while True:
-            assign = server.take(await receive(server))
-            if assign is not None:
-                tokens = [7] * assign.num_draft_tokens
-                weights = [pb.TopWeights(token_ids=[7], weights=[65536])] * (len(tokens) * ratio)
-                await self._send(server, draft=server.draft(assign, tokens, weights=weights))
-
-    async def _late(self, server: ScriptedServer, is_bad: bool) -> None:
-        await self._open(server, 8, greedy())
-        if not is_bad:
-            await self._answer(server)
-        delay = 0.0
-        newest: dict[str, int] = {}
-
-        async def answer(assign: pb.Assign) -> None:
-            nonlocal delay
-            await asyncio.sleep(delay)
-            if newest[assign.request_id] != assign.round:
-                delay *= 0.9
-            else:
-                delay = 1.05 * delay + 0.0002
-            tokens = [7] * assign.num_draft_tokens
-            await self._send(server, draft=server.draft(assign, tokens))
-
-        async with asyncio.TaskGroup() as answers:
-            while True:
-                message = await receive(server)
-                if message.HasField("verdict"):
-                    newest[message.verdict.request_id] = -1
-                assign = server.take(message)
-                if assign is not None:
-                    newest[assign.request_id] = assign.round
-                    answers.create_task(answer(assign))
-
-    async def _quota(self, server: ScriptedServer, is_bad: bool) -> None:
-        async def flood() -> None:
-            while True:
-                for _ in range(19):
-                    await self._send(server, **self._harmless())
-                await asyncio.sleep(20 / MESSAGES_PER_S)
-
-        await _with_reader(server, flood if is_bad else None)
-
-    async def _flood(self, server: ScriptedServer, is_bad: bool) -> None:
-        async def flood() -> None:
-            while True:
-                for _ in range(50):
-                    await self._send(server, **self._harmless())
-                if self._rng.random() < 0.01:
-                    await server.send_bytes(self._rng.randbytes(self._rng.randrange(400)))
-
-        await _with_reader(server, flood if is_bad else None)
-
-    def _harmless(self) -> dict[str, Any]:
-        """A message that is refused or ignored, but does not end the stream."""
-        rng = self._rng
-        if rng.random() < 0.5:
-            return {"close": pb.Close(request_id=str(rng.random()))}
-        ids = [rng.randrange(1 << 32) for _ in range(8)]
-        return {"draft": pb.Draft(request_id=f"r{rng.randrange(9)}", round=1, token_ids=ids)}
-
-    async def _opens(self, server: ScriptedServer, is_bad: bool) -> None:
-        await self._open(server, MAX_OPEN, greedy())
-
-        async def flood() -> None:
-            for number in range(1 << 30):
-                opening = pb.Open(
-                    request_id=f"more{number}",
-                    prompt_token_ids=self._prompt,
-                    max_tokens=1500,
-                    sampling=greedy(),
-                )
-                await self._send(server, open=opening)
-                await asyncio.sleep(1 / MESSAGES_PER_S)
-
-        async with asyncio.TaskGroup() as both:
-            both.create_task(self._answer(server))
-            if is_bad:
-                both.create_task(flood())
-
-    async def _false(self, server: ScriptedServer, is_bad: bool) -> None:
-        sampling = pb.Sampling(temperature=1.2, top_p=1, seed=3, ratio=is_bad)
-        await self._open(server, 8, sampling)
-        await self._answer(server, ratio=is_bad)
-
-
-async def _with_reader(
-    server: ScriptedServer, write: Callable[[], Coroutine[Any, Any, None]] | None
-) -> None:
-    """Read what comes, and write."""
-    async with asyncio.TaskGroup() as both:
-        if write is not None:
-            both.create_task(write())
-        while True:
-            await receive(server)
-
-
-def hostile_process(pipe: Any, address: str, digest: str, prompt: list[int]) -> None:
-    """Does what the pipe says: (attack, is_bad) begins a window, None ends it."""
-    pin(1)
-
-    async def window(attack: str, is_bad: bool) -> dict[str, float]:
-        hostile = Hostile(address, digest, prompt)
-        begun, cpu = time.perf_counter(), time.process_time()
-        running = asyncio.create_task(hostile.run(attack, is_bad))
-        await asyncio.to_thread(pipe.recv)
-        seconds = time.perf_counter() - begun
-        while not running.done():  # a single cancellation can get lost between gRPC's futures
-            running.cancel()
-            await asyncio.wait((running,), timeout=0.2)
-        return {
-            "cpu_share": (time.process_time() - cpu) / seconds,
-            "messages_per_s": hostile.num_sent / seconds,
-            "streams": hostile.num_streams,
-        }
-
-    async def windows() -> None:
-        # One loop for all: gRPC's poller outlives a loop that is closed.
-        while (order := await asyncio.to_thread(pipe.recv)) is not None:
-            pipe.send(await window(*order))
-
-    asyncio.run(windows())
 
 
 # --- the honest ones ----------------------------------------------------------------------------
@@ -350,33 +175,19 @@ def settings(port: int) -> dict[str, Any]:
     }
 
 
-@contextmanager
-def verification_server() -> Iterator[tuple[psutil.Process, str]]:
+@asynccontextmanager
+async def verification_server() -> AsyncIterator[tuple[Process, str]]:
     """Its process and the address for draft servers."""
     port = free_port()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "serve.yaml"
         path.write_text(yaml.safe_dump(settings(port)))
-        server = subprocess.Popen(
-            [sys.executable, "-m", "penstock.cli", "serve", "--config", str(path)],
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        assert server.stdout is not None
+        server = Process("penstock.cli", "serve", "--config", str(path))
         try:
-            for line in server.stdout:
-                if re.search(r"serving on http", line):
-                    break
-            yield psutil.Process(server.pid), f"127.0.0.1:{port}"
+            await server.start("penstock: serving on")
+            yield server, f"127.0.0.1:{port}"
         finally:
-            server.terminate()
-            server.wait(60)
-
-
-def memory_mib(process: psutil.Process) -> float:
-    """Resident memory of a process and its children."""
-    family = [process, *process.children(recursive=True)]
-    return float(sum(p.memory_info().rss for p in family)) / 2**20
+            await server.end()
 
 
 # --- measuring ----------------------------------------------------------------------------------
@@ -403,72 +214,115 @@ class Found:
         return statistics.median(self.ratios)
 
 
-async def window(
-    pipe: Any, honest: Honest, attack: str, is_bad: bool, seconds: float
-) -> tuple[float, dict[str, float]]:
-    """Tokens a second of the honest ones, and what the hostile one did."""
-    pipe.send((attack, is_bad))
-    await asyncio.sleep(SETTLE_S)
-    before, begun = honest.num_tokens, time.perf_counter()
-    await asyncio.sleep(seconds)
-    rate = (honest.num_tokens - before) / (time.perf_counter() - begun)
-    pipe.send(None)
-    return rate, await asyncio.to_thread(pipe.recv)
+class HostileProcess:
+    """The hostile one's process, window by window."""
+
+    def __init__(self, address: str, digest: str, prompt: list[int]) -> None:
+        self._pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(
+            target=hostile_process, args=(theirs, address, digest, prompt), daemon=True
+        )
+        self._process.start()
+        theirs.close()
+
+    async def is_ready(self) -> None:
+        """Wait until it can begin."""
+        await self._said(START_S)
+
+    def begin(self, attack: str, is_bad: bool) -> None:
+        self._pipe.send((attack, is_bad))
+
+    async def end(self) -> dict[str, float]:
+        """What it did in the window that ends now."""
+        self._pipe.send(None)
+        return await self._said(ANSWER_S)
+
+    async def _said(self, seconds: float) -> Any:
+        """Raises: RuntimeError where it says nothing."""
+        if not await asyncio.to_thread(self._pipe.poll, seconds):
+            raise RuntimeError(f"the hostile process has said nothing for {seconds:g} s")
+        try:
+            return self._pipe.recv()
+        except EOFError as error:
+            raise RuntimeError("the hostile process has died") from error
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+
+
+@dataclass(slots=True)
+class Scene:
+    """Everybody at work. seconds: of a window"""
+
+    honest: Honest
+    hostile: HostileProcess
+    working: list[asyncio.Task[None]]
+    seconds: float
+
+    async def window(self, attack: str, is_bad: bool) -> tuple[float, dict[str, float]]:
+        """Tokens a second of the honest ones, and what the hostile one did."""
+        self.hostile.begin(attack, is_bad)
+        await asyncio.sleep(SETTLE_S)
+        before, begun = self.honest.num_tokens, time.perf_counter()
+        await asyncio.sleep(self.seconds)
+        rate = (self.honest.num_tokens - before) / (time.perf_counter() - begun)
+        for task in self.working:
+            if task.done():
+                task.result()
+        return rate, await self.hostile.end()
+
+
+@asynccontextmanager
+async def scene(address: str, tokenizer: Any, seconds: float) -> AsyncIterator[Scene]:
+    """The honest ones, who know what the target will say, and the hostile one, behaved so far."""
+    honest = Honest(make_jobs(tokenizer))
+    await honest.learn(address, tokenizer.digest)
+    hostile = HostileProcess(address, tokenizer.digest, honest.jobs[HONEST[0]][0].prompt)
+    working = [
+        asyncio.create_task(honest.work(name, address, tokenizer.digest), name=name)
+        for name in HONEST
+    ]
+    try:
+        await hostile.is_ready()
+        yield Scene(honest, hostile, working, seconds)
+    finally:
+        hostile.kill()
+        await asyncio.gather(*(ended(task) for task in working))
 
 
 async def measure(pairs: int, seconds: float) -> tuple[Honest, list[Found], float]:
     """All attacks, and the server's memory before them."""
     tokenizer = load_tokenizer(model_path(TARGET))
-    honest = Honest(make_jobs(tokenizer))
     pin(0)
-    with verification_server() as (process, address):
-        await honest.learn(address, tokenizer.digest)
-        ours, theirs = _SPAWN.Pipe()
-        prompt = honest.jobs[HONEST[0]][0].prompt
-        hostile = _SPAWN.Process(
-            target=hostile_process, args=(theirs, address, tokenizer.digest, prompt), daemon=True
-        )
-        hostile.start()
-        working = [
-            asyncio.create_task(honest.work(name, address, tokenizer.digest)) for name in HONEST
-        ]
-        found = []
+    found = []
+    async with (
+        verification_server() as (process, address),
+        scene(address, tokenizer, seconds) as everybody,
+    ):
         with Progress(console=Console(file=sys.stderr)) as progress:
             bar = progress.add_task("windows", total=2 * pairs * len(ATTACKS))
-            await window(ours, honest, "late", False, seconds)
-            before = memory_mib(process)
+            await everybody.window("late", False)
+            before = process.memory_mib()
             for attack in ATTACKS:
-                found.append(await _attack(ours, honest, attack, pairs, seconds, progress, bar))
-                found[-1].memory_mib = memory_mib(process)
-        ours.send(None)
-        for task in working:
-            if task.done():
-                task.result()
-            task.cancel()
-        await asyncio.gather(*working, return_exceptions=True)
-        hostile.join(10)
-    return honest, found, before
+                found.append(await _attack(everybody, attack, pairs, lambda: progress.advance(bar)))
+                found[-1].memory_mib = process.memory_mib()
+    return everybody.honest, found, before
 
 
 async def _attack(
-    pipe: Any,
-    honest: Honest,
-    attack: str,
-    pairs: int,
-    seconds: float,
-    progress: Progress,
-    bar: Any,
+    everybody: Scene, attack: str, pairs: int, on_window: Callable[[], None]
 ) -> Found:
     found = Found(attack)
     for pair in range(pairs):
         for is_bad in (False, True) if pair % 2 else (True, False):
-            rate, did = await window(pipe, honest, attack, is_bad, seconds)
+            rate, did = await everybody.window(attack, is_bad)
             (found.bad if is_bad else found.good).append(rate)
             if is_bad:
                 found.cpu_share += did["cpu_share"] / pairs
                 found.messages_per_s += did["messages_per_s"] / pairs
                 found.streams += did["streams"] / pairs
-            progress.advance(bar)
+            on_window()
     return found
 
 

@@ -31,10 +31,11 @@ from typing import Any
 import httpx
 import psutil
 from benchmarks.live_record import Record, calibrate, estimates
-from benchmarks.live_rig import CLIENTS, Process, Rig, sum_of
+from benchmarks.live_rig import CLIENTS, Process, Rig
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from tests.serving.links import sum_of
 
 POLICIES = (
     ("fixed", "off"),

@@ -16,7 +16,6 @@ import json
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections import deque
@@ -28,6 +27,8 @@ from typing import Any, TextIO
 import httpx
 import psutil
 import yaml
+from tests.serving.links import Relay, sum_of
+from tests.serving.scripted import free_port
 
 from penstock.config import EngineConfig, parse_config, read_yaml
 from penstock.core.loop import Loop, Turn
@@ -167,10 +168,16 @@ class Process:
 
     def cpu_seconds(self) -> float:
         """CPU time of the process and its children."""
+        return sum(sum(p.cpu_times()[:2]) for p in self._family())
+
+    def memory_mib(self) -> float:
+        """Resident memory of the process and its children."""
+        return sum(float(p.memory_info().rss) for p in self._family()) / 2**20
+
+    def _family(self) -> list[psutil.Process]:
         assert self._process is not None
         whole = psutil.Process(self._process.pid)
-        family = [whole, *whole.children(recursive=True)]
-        return sum(sum(p.cpu_times()[:2]) for p in family)
+        return [whole, *whole.children(recursive=True)]
 
     async def end(self) -> None:
         process = self._process
@@ -189,49 +196,14 @@ class Process:
                     child.kill()
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
-class Delay:
-    """A TCP link in front of a port, on which every byte takes `seconds` more; its rate is as it
-    was."""
+class Delay(Relay):
+    """A link on which every byte takes `seconds` more; its rate is as it was."""
 
     def __init__(self, port: int) -> None:
-        self.port = free_port()
+        super().__init__(port)
         self.seconds = 0.0
-        self._behind = port
 
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Delay]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
-        try:
-            yield self
-        finally:
-            server.close()
-
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._behind)
-        except OSError:
-            writer.close()
-            return
-        pumps = [
-            asyncio.create_task(self._pump(reader, far_writer)),
-            asyncio.create_task(self._pump(far_reader, writer)),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            writer.close()
-            far_writer.close()
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """One direction. Bytes keep their order, whatever the timers do."""
         loop = asyncio.get_running_loop()
         waiting: deque[bytes] = deque()
@@ -330,13 +302,6 @@ class Rig:
             body = {"prompt": prompt.prompt, "max_tokens": 192, "temperature": temperature}
             answer = await self._http.post(url, json={**body, "seed": n})
             answer.raise_for_status()
-
-
-def sum_of(text: str, name: str, *labels: str) -> float:
-    """The sum of a metric over its labels, or over those lines that have all of `labels`."""
-    lines = [line for line in text.splitlines() if line.startswith(f"penstock:{name}")]
-    chosen = [line for line in lines if all(label in line for label in labels)]
-    return sum(float(line.rpartition(" ")[2]) for line in chosen)
 
 
 if __name__ == "__main__":

@@ -177,10 +177,17 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
             assert made["usage"]["speculation"]["drafter"] == "edge"
             assert list(verifier.opens[0].prompt_token_ids) == await tokens_of(http, family, prompt)
             assert (await http.get("/health")).status_code == 200
-            assert (await http.get("/v1/models")).json()["data"][0]["id"] == "near"
-            refused = await http.post("/v1/completions", json={**body, "logprobs": 1})
-            assert refused.status_code == 400
-            assert "does not learn them" in refused.json()["error"]["message"]
+            (model,) = (await http.get("/v1/models")).json()["data"]
+            assert (model["id"], model["draft_model"]) == ("big", "near")
+            assert made["model"] == "big"
+            told = {**body, "model": "big", "max_tokens": 5, "logprobs": 2}
+            choice = (await http.post("/v1/completions", json=told)).json()["choices"][0]
+            first = verifier.opens[-1].prompt_token_ids
+            assert choice["logprobs"]["token_logprobs"] == [-len(first) - i for i in range(5)]
+            assert [len(top) for top in choice["logprobs"]["top_logprobs"]] == [2] * 5
+            unknown = await http.post("/v1/completions", json={**body, "model": "near"})
+            assert unknown.status_code == 404
+            assert "this server has 'big'" in unknown.json()["error"]["message"]
             verifier.delay_s = 0.05
             async with http.stream(
                 "POST", "/v1/completions", json={**body, "stream": True, "max_tokens": 150}

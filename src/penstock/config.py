@@ -191,6 +191,11 @@ class DraftersConfig(_Model):
     listen: HOST:PORT; port 0 takes a free one
     max_open_requests: of a draft server's own users, for each stream
     max_messages_per_s: that one stream may send; twice as many at once
+    max_connections_per_s: streams that one draft server, by its name, may begin; eight times as
+                           many at once. One a second for each of the streams that it has open is
+                           all that `penstock draft` ever needs
+    max_strangers_per_s: connections from one address that are told that they are not known; eight
+                         times as many at once
     audit_share: of the drafts of a model that this machine has among its drafters, too, those that
                  are recomputed here; a trusted server that fails is trusted no more
     """
@@ -200,6 +205,8 @@ class DraftersConfig(_Model):
     tls: TlsConfig | None = None
     max_open_requests: int = Field(default=64, ge=1)
     max_messages_per_s: float = Field(default=1000.0, gt=0, allow_inf_nan=False)
+    max_connections_per_s: float = Field(default=16.0, gt=0, allow_inf_nan=False)
+    max_strangers_per_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     audit_share: float = Field(default=0.02, ge=0, le=1)
 
     @field_validator("listen")

@@ -19,7 +19,7 @@ import grpc.aio
 import httpx
 import psutil
 import tests.serving.harness  # noqa: F401  (says what forked processes have loaded)
-from tests.serving.scripted import free_port
+from tests.serving.links import Relay, sum_of
 
 from penstock.api.edge import DraftSettings, serve_drafts
 from penstock.api.server import serve
@@ -126,32 +126,24 @@ def url_of(child: Child) -> str:
 # --- links to break -----------------------------------------------------------------------------
 
 
-class Proxy:
-    """A TCP link in front of a port: it can be cut, and it can be stalled."""
+class Proxy(Relay):
+    """A link that can be cut, and stalled."""
 
     def __init__(self, port: int) -> None:
-        self.port = free_port()
-        self._behind = port
+        super().__init__(port)
         self._flows = asyncio.Event()
         self._flows.set()
         self._is_cut = False
-        self._writers: set[asyncio.StreamWriter] = set()
         self.num_connections = 0
-
-    @asynccontextmanager
-    async def running(self) -> AsyncIterator[Proxy]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
-        try:
-            yield self
-        finally:
-            self._flows.set()
-            server.close()
-            self._drop()
 
     def cut(self) -> None:
         """Break what is open, and take nothing new."""
         self._is_cut = True
-        self._drop()
+        self.drop()
+
+    def drop(self) -> None:
+        self._flows.set()
+        super().drop()
 
     def stall(self) -> None:
         """Let nothing through, without a word."""
@@ -161,39 +153,11 @@ class Proxy:
         self._is_cut = False
         self._flows.set()
 
-    def _drop(self) -> None:
-        for writer in self._writers:
-            writer.transport.abort()
+    def admits(self) -> bool:
+        self.num_connections += not self._is_cut
+        return not self._is_cut
 
-    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
-        try:
-            if not self._is_cut:
-                self.num_connections += 1
-                await self._relay(reader, writer)
-        except OSError:
-            pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
-
-    async def _relay(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        up_reader, up_writer = await asyncio.open_connection("127.0.0.1", self._behind)
-        self._writers.add(up_writer)
-        pumps = [
-            asyncio.create_task(self._pump(reader, up_writer)),
-            asyncio.create_task(self._pump(up_reader, writer)),
-        ]
-        try:
-            await asyncio.wait(pumps, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            for pump in pumps:
-                pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
-            self._writers.discard(up_writer)
-            up_writer.close()
-
-    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(1 << 16):
             await self._flows.wait()
             writer.write(data)
@@ -293,8 +257,7 @@ async def metric(url: str, name: str) -> float:
     """The sum of a metric over its labels."""
     async with httpx.AsyncClient() as http:
         text = (await http.get(f"{url}/metrics")).text
-    lines = [line for line in text.splitlines() if line.startswith(f"penstock:{name}")]
-    return sum(float(line.rpartition(" ")[2]) for line in lines)
+    return sum_of(text, name)
 
 
 async def until(condition: Callable[[], Any]) -> None:

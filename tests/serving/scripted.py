@@ -44,6 +44,7 @@ class Text:
     finish_reason: str = ""
     num_accepted: int = 0
     num_drafts: int = 0
+    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -82,7 +83,12 @@ class ScriptedServer:
         return message.welcome
 
     async def open(
-        self, request_id: str, prompt: Sequence[int], max_tokens: int, sampling: pb.Sampling
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        max_tokens: int,
+        sampling: pb.Sampling,
+        num_logprobs: int | None = None,
     ) -> None:
         self.texts[request_id] = Text(list(prompt), len(prompt))
         await self.send(
@@ -91,6 +97,7 @@ class ScriptedServer:
                 prompt_token_ids=prompt,
                 max_tokens=max_tokens,
                 sampling=sampling,
+                num_logprobs=num_logprobs,
             )
         )
 
@@ -121,6 +128,7 @@ class ScriptedServer:
             assert verdict.start == len(text.token_ids)
             text.token_ids += verdict.token_ids
             text.num_accepted += verdict.num_accepted
+            text.logprobs += verdict.logprobs
             text.finish_reason = verdict.finish_reason
         elif message.HasField("assign"):
             assign = message.assign

@@ -18,14 +18,14 @@ import numpy as np
 import torch
 from tests.engine.small_family import VOCAB
 
-from penstock.core.types import SamplingParams
+from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.transport.checks import Limits, Order, check_draft
 from penstock.transport.service import add_service, peer_of, server_options
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import PrefixDigest
+from penstock.transport.wire import PrefixDigest, encode_logprobs
 
 LIMITS = Limits(vocab_size=VOCAB, max_request_tokens=256, max_draft_tokens=8)
 
@@ -61,6 +61,12 @@ def target_oracle(path) -> Oracle:
     return go_on
 
 
+def logprob_of(position: int, token: int, num_logprobs: int) -> TokenLogprob:
+    """What is told of a token, made up: it says which token, and where."""
+    top = tuple(((token + i) % VOCAB, -float(position + i)) for i in range(num_logprobs))
+    return TokenLogprob(-float(position), top)
+
+
 @dataclass
 class Mangling:
     """What happens to messages on their way down. Of every few neighbours the order is shuffled."""
@@ -88,6 +94,7 @@ class Job:
     output: list[int]
     sampling: pb.Sampling
     is_central: bool = False
+    num_logprobs: int | None = None
     num_done: int = 0
     num_accepted: int = 0
     num_rounds: int = 0
@@ -201,7 +208,7 @@ class ScriptedVerifier:
                         send([pb.Down(refused=pb.Refused(reason=self.refuse))])
                         outbox.put_nowait(None)
                         return
-                    welcome = LIMITS.welcome("edge", trusted=self.trusted)
+                    welcome = LIMITS.welcome("edge", "big", trusted=self.trusted)
                     send([pb.Down(welcome=welcome)])
                     self._send = lambda messages: send(self.mangling.apply(messages))
                     self._end = lambda: outbox.put_nowait(None)
@@ -230,7 +237,9 @@ class ScriptedVerifier:
                 output = output[: i + 1]
                 break
         self.send(pb.Down(opened=pb.Opened(request_id=message.request_id)))
-        self._begin(Job(message.request_id, prompt, output, message.sampling))
+        wanted = message.num_logprobs if message.HasField("num_logprobs") else None
+        job = Job(message.request_id, prompt, output, message.sampling, num_logprobs=wanted)
+        self._begin(job)
 
     def _begin(self, job: Job) -> None:
         self.jobs[job.request_id] = job
@@ -297,6 +306,9 @@ class ScriptedVerifier:
             num_accepted=accepted,
             finish_reason="length" if is_last else "",
         )
+        if job.num_logprobs is not None:
+            told = [logprob_of(start + i, t, job.num_logprobs) for i, t in enumerate(emitted)]
+            verdict.logprobs.extend(encode_logprobs(told))
         return pb.Down(verdict=verdict)
 
     def _draft(self, draft: pb.Draft) -> None:

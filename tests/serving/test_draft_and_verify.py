@@ -69,6 +69,34 @@ async def test_an_unknown_server_is_refused(family: dict[str, Path]) -> None:
             assert await metric(url_of(verifier), "draft_servers") == 0
 
 
+async def test_the_edge_answers_as_the_centre(family: dict[str, Path]) -> None:
+    """The target's name and its log-probabilities, with the drafter as a detail."""
+    port = free_port()
+    with verification_process(
+        family["target"], port, free_port(), served_model_name="big"
+    ) as verifier:
+        await verifier.start()
+        with draft_process(family["near"], port) as server:
+            await server.start(2)
+            body = {"model": "big", "prompt": "Tell me", "max_tokens": 60, "temperature": 0.7}
+            body |= {"seed": 5, "logprobs": 3, "ignore_eos": True}
+            made = [(await complete(url_of(s), body)).json() for s in (server, verifier)]
+            async with httpx.AsyncClient() as http:
+                models = [
+                    (await http.get(f"{url_of(s)}/v1/models")).json()["data"][0]
+                    for s in (server, verifier)
+                ]
+    edge, centre = (m["choices"][0]["logprobs"] for m in made)
+    assert made[0]["usage"]["speculation"]["num_accepted_tokens"] > 10
+    assert edge["tokens"] == centre["tokens"]
+    assert edge["token_logprobs"] == pytest.approx(centre["token_logprobs"], abs=1e-3)
+    for own, known in zip(edge["top_logprobs"], centre["top_logprobs"], strict=True):
+        assert list(own.values()) == pytest.approx(list(known.values()), abs=1e-3)
+    assert [m["id"] for m in models] == [m["model"] for m in made] == ["big", "big"]
+    assert models[0]["draft_model"] == "near"
+    assert "draft_model" not in models[1]
+
+
 async def test_a_stream_of_events(family: dict[str, Path]) -> None:
     """The same pieces at the edge as at the verification server."""
     port = free_port()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
@@ -14,6 +15,7 @@ from tests.serving.scripted_verifier import (
     Mangling,
     Oracle,
     ScriptedVerifier,
+    logprob_of,
     target_oracle,
 )
 
@@ -142,6 +144,28 @@ async def test_repeated_and_reordered_messages(
         assert verifier.problems == []
         rounds = sum(j.num_rounds for j in verifier.finished.values())
         assert len(verifier.drafts) == rounds, "a draft was sent twice, or not at all"
+
+
+@pytest.mark.parametrize("num_logprobs", [0, 3, None])
+async def test_logprobs(family: dict[str, Path], oracle: Oracle, num_logprobs: int | None) -> None:
+    """Each token's own, though messages come twice and in any order and the stream breaks."""
+    verifier = ScriptedVerifier(oracle, Mangling(duplicate=True, shuffle=3))
+    verifier.break_after = 9
+    made = request("a", replace(SEEDED, num_logprobs=num_logprobs), max_tokens=60)
+    async with verifier.serving() as port, drafting(port, family["near"]) as server:
+        client = edge_client(server, family["near"])
+        with await client.submit([made]) as stream:
+            outputs = await read(stream)
+    assert len(verifier.opens) == 2
+    tokens = tokens_of(outputs, "a")
+    assert tokens == expected(oracle, made)
+    told = [value for output in outputs for value in output.logprobs]
+    if num_logprobs is None:
+        assert told == []
+        assert not any(o.HasField("num_logprobs") for o in verifier.opens)
+    else:
+        known = [logprob_of(made.prompt_len + i, t, num_logprobs) for i, t in enumerate(tokens)]
+        assert told == known
 
 
 async def test_assigned_requests(family: dict[str, Path], oracle: Oracle) -> None:
@@ -442,7 +466,7 @@ async def test_a_refused_request_is_tried_again_for_a_while(
 @pytest.mark.parametrize(
     ("made", "why"),
     [
-        (request("a", SamplingParams(num_logprobs=1)), "logprobs: a draft server does not learn"),
+        (request("a", SamplingParams(num_logprobs=21)), "num_logprobs 21; at most 20"),
         (request("a", max_tokens=300), "9 prompt tokens and 300 to make; together at most 256"),
         (request("a", first=250), "prompt token 258; token ids go from 0 to 255"),
         (request("a", stop_token_ids=frozenset(range(65))), "65 stop tokens; at most 64"),

@@ -66,6 +66,42 @@ async def test_central_output_is_the_targets_own(world: World, fields: dict[str,
     assert len(text.token_ids) > len(PROMPT) + NUM_TOKENS / 2
 
 
+async def test_logprobs_for_whom_they_are_meant(world: World) -> None:
+    """At the edge the same as at the centre, drafted or not; none unless asked for, and none of a
+    request that is somebody else's."""
+    alone = await complete_by_http(world, logprobs=3, speculation={"drafter": "none"})
+    known = alone["choices"][0]["logprobs"]
+    guess = guess_from(world.alone(greedy()), len(PROMPT), 4)
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        await draft_server.open("asked", PROMPT, NUM_TOKENS, greedy(), num_logprobs=3)
+        await draft_server.open("bare", PROMPT, NUM_TOKENS, greedy(), num_logprobs=0)
+        await draft_server.open("silent", PROMPT, NUM_TOKENS, greedy())
+        await draft_server.run(guess, draft_server.all_finished)
+        own = dict(draft_server.texts)
+        drafting = asyncio.create_task(
+            draft_server.run(guess, lambda: len(draft_server.released) > 0)
+        )
+        central = await complete_by_http(world, logprobs=3)
+        await drafting
+    assert own["asked"].num_accepted > NUM_TOKENS / 4
+    for name, num_logprobs in (("asked", 3), ("bare", 0)):
+        told = own[name].logprobs
+        assert [t.logprob for t in told] == pytest.approx(known["token_logprobs"], abs=1e-3)
+        assert {len(t.top_token_ids) for t in told} == {num_logprobs}
+    for token, told, top in zip(
+        own["asked"].output, own["asked"].logprobs, known["top_logprobs"], strict=True
+    ):
+        assert told.top_token_ids[0] == token
+        assert list(told.top_logprobs) == pytest.approx(list(top.values()), abs=1e-3)
+    assert own["silent"].logprobs == []
+    assert central["choices"][0]["logprobs"]["tokens"] == known["tokens"]
+    others = [text for name, text in draft_server.texts.items() if name not in own]
+    assert len(others) == 1
+    assert others[0].num_accepted > 0
+    assert others[0].logprobs == []
+
+
 async def test_prompts_stay_where_no_assignments_are_taken(world: World) -> None:
     async with scripted_server(world.address) as draft_server:
         await draft_server.hello(world.digest, takes_assignments=False)

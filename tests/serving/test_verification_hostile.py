@@ -43,6 +43,7 @@ def guarded(family: dict[str, Path]) -> Iterator[World]:
     servers: dict[str, Any] = {
         "good": {"token_sha256": sha256("good"), "tenant": "good"},
         "bad": {"token_sha256": sha256("bad"), "tenant": "bad"},
+        "flood": {"token_sha256": sha256("flood"), "tenant": "bad"},
         "helper": {"token_sha256": sha256("helper")},
         "trusted": {"token_sha256": sha256("trusted"), "trusted": True},
     }
@@ -212,11 +213,19 @@ async def test_a_flood_of_nothing_is_read_slowly(guarded: World) -> None:
         # Two seconds' worth at once; after that each is followed by a pause.
         assert 200 + 120 * (time.monotonic() - begun) > 250
         writing.cancel()
+        # Another stream has no more of them.
+        begun = time.monotonic()
+        async with connected(guarded, "bad") as second:
+            for _ in range(60):
+                await second.send(close=pb.Close(request_id="unknown"))
+            while len(second.refused) < 60:
+                second.take(await second.receive())
+            assert 120 * (time.monotonic() - begun) > 50
 
 
 async def test_a_flood(guarded: World, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock.serving.verification")
-    async with undisturbed(guarded), connected(guarded, "bad") as draft_server:
+    async with undisturbed(guarded), connected(guarded, "flood") as draft_server:
         leave = pb.Up(close=pb.Close(request_id="r")).SerializeToString()
 
         async def read() -> None:
@@ -233,7 +242,7 @@ async def test_a_flood(guarded: World, caplog: pytest.LogCaptureFixture) -> None
                 break
         await reading
         await until(guarded, "draft_servers", 1)
-    assert "bad: too many messages: at most 300" in caplog.text
+    assert "flood: too many messages: at most 300" in caplog.text
 
 
 async def test_a_reader_that_does_not_read(
@@ -290,6 +299,7 @@ def opened(**changes: Any) -> pb.Open:
         (opened(sampling=pb.Sampling(temperature=1)), "top_p 0"),
         (opened(sampling=pb.Sampling(temperature=1, top_p=math.nan)), "top_p nan"),
         (opened(sampling=pb.Sampling(temperature=1, top_p=1.5)), "top_p 1.5"),
+        (opened(num_logprobs=21), "num_logprobs 21; at most 20"),
     ],
 )
 async def test_a_bad_request(guarded: World, message: pb.Open, reason: str) -> None:

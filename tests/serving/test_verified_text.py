@@ -5,6 +5,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
+from penstock.core.types import TokenLogprob
 from penstock.serving.verified_text import Piece, VerifiedText
 from penstock.transport.wire import PrefixDigest
 
@@ -16,7 +17,8 @@ def pieces_of(sizes: list[int]) -> list[Piece]:
     pieces, start = [], len(PROMPT)
     for size in sizes:
         tokens = tuple(range(100 + start, 100 + start + size))
-        pieces.append(Piece(start, tokens, num_accepted=size - 1))
+        told = tuple(TokenLogprob(-float(t), ((t, -float(t)),)) for t in tokens)
+        pieces.append(Piece(start, tokens, num_accepted=size - 1, logprobs=told))
         start += size
     pieces[-1] = pieces[-1]._replace(finish_reason="length")
     return pieces
@@ -38,10 +40,17 @@ def test_any_order_and_any_repetition_gives_the_text(
     assert text.token_ids == PROMPT + [t for p in pieces for t in p.token_ids]
     assert news[: len(pieces)] == pieces
     assert all(
-        extra == pieces[-1]._replace(start=len(text), token_ids=(), num_accepted=0)
+        extra == pieces[-1]._replace(start=len(text), token_ids=(), num_accepted=0, logprobs=())
         for extra in news[len(pieces) :]
     )
     assert text.digest.digest() == PrefixDigest(text.token_ids).digest()
+
+
+def test_logprobs_stay_with_their_tokens() -> None:
+    text = VerifiedText(PROMPT)
+    told = tuple(TokenLogprob(-float(n), ()) for n in range(3))
+    text.take(Piece(3, (10, 11), logprobs=told[:2]))
+    assert text.take(Piece(3, (10, 11, 12), logprobs=told)) == [Piece(5, (12,), logprobs=told[2:])]
 
 
 def test_pieces_that_overlap() -> None:

@@ -8,11 +8,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
+from penstock.core.types import TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import (
     WEIGHT_SUM,
     PrefixDigest,
+    decode_logprobs,
     decode_weights,
+    encode_logprobs,
     encode_weights,
     sample_weights,
     truncate,
@@ -96,6 +99,17 @@ def test_over_the_wire() -> None:
         assert dict(zip(ids, own, strict=True)) == {
             int(t): int(w) for t, w in zip(token_ids[row], weights[row], strict=True) if w
         }
+
+
+def test_logprobs_over_the_wire() -> None:
+    values = np.float32([-0.1, -1e-9, -33.3]).tolist()
+    told = (
+        TokenLogprob(values[0], ((3, values[0]), (4095, values[2]))),
+        TokenLogprob(values[1], ()),
+    )
+    verdict = pb.Verdict(logprobs=encode_logprobs(told))
+    assert decode_logprobs(pb.Verdict.FromString(verdict.SerializeToString()).logprobs) == told
+    assert decode_logprobs(encode_logprobs(())) == ()
 
 
 @pytest.mark.parametrize(("k", "most"), [(32, 200), (64, 400), (0, 8)])

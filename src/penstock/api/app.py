@@ -96,14 +96,17 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
 
     @app.get("/v1/models", dependencies=[Depends(tenant_of)])
     async def models() -> dict[str, Any]:
+        engine = service.client.info
         model = {
             "id": service.model_name,
             "object": "model",
             "created": service.started_at,
             "owned_by": "penstock",
-            "max_model_len": service.client.info.max_request_tokens,
+            "max_model_len": engine.max_request_tokens,
             "drafters": list(service.client.drafters),
         }
+        if engine.draft_model is not None:
+            model["draft_model"] = engine.draft_model
         return {"object": "list", "data": [model]}
 
 

@@ -9,8 +9,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.core.types import AUTO_DRAFTER
+from penstock.transport.checks import MAX_LOGPROBS
 
-MAX_LOGPROBS = 20
 _MAX_STOPS = 16
 _MAX_CHOICES = 128
 

@@ -74,7 +74,7 @@ async def _serve_users(
 ) -> None:
     config = ServeConfig(
         engine=EngineConfig(target=settings.drafter.model),
-        served_model_name=settings.drafter.name,
+        served_model_name=server.limits.target,
     )
     client = EdgeClient(
         server, _ready(settings, drafter, server), max_waiting=config.max_waiting_requests
@@ -99,9 +99,10 @@ def _ready(settings: DraftSettings, drafter: LoadedDrafter, server: DraftServer)
         drafters=(limits.drafter,),
         description={
             "verification_server": settings.endpoint.address,
+            "target": limits.target,
             "drafter": limits.drafter,
-            "model": settings.drafter.name,
         },
+        draft_model=settings.drafter.name,
     )
 
 

@@ -306,6 +306,14 @@ class _EngineCollector(Collector):
         yield self._counter(
             "verdict_send_seconds", "Seconds until verdicts were written, summed.", times.seconds
         )
+        refused = CounterMetricFamily(
+            "penstock:refused_connections",
+            "Connections that were refused, by draft server (empty: not known).",
+            labels=("model_name", "draft_server", "reason"),
+        )
+        for (server, reason), count in hub.arrivals.refused.items():
+            refused.add_metric((self._model_name, server, reason), count)
+        yield refused
         counts = {
             "audited_drafts": ("Drafts recomputed.", "num_drafts"),
             "failed_audits": ("Weighted drafts that proved false.", "num_failed"),

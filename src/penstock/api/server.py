@@ -51,10 +51,16 @@ async def serve(
             tokenizer = tokenizers.load_tokenizer(engine.tokenizer_path)
             app = create_app(config, client, tokenizer)
             if listener is not None:
-                meter = partial(RequestMeter, app.state.metrics)
-                share = listener.config.audit_share
-                hub = DraftHub(client, tokenizer.digest, config.engine.tenants, share, meter)
-                app.state.metrics.follow(hub)
+                metrics = app.state.metrics
+                hub = DraftHub(
+                    client,
+                    metrics.model_name,
+                    tokenizer.digest,
+                    config.engine.tenants,
+                    listener.config,
+                    partial(RequestMeter, metrics),
+                )
+                metrics.follow(hub)
                 await listener.start(hub)
                 announce_drafters(listener.address)
             server = HttpServer(

@@ -116,8 +116,6 @@ class DraftServer:
                 self._assign(message.assign)
             case "verdict":
                 self._verdict(message.verdict)
-            case "replay":
-                self._replay(message.replay)
             case "release":
                 self._release(message.release.request_id)
             case "refused":
@@ -171,11 +169,6 @@ class DraftServer:
             self._strays[verdict.request_id, verdict.start] = Piece.of(verdict)
             if len(self._strays) > _MAX_STRAYS:
                 self._strays.popitem(last=False)
-
-    def _replay(self, replay: pb.Replay) -> None:
-        tracked = self._by_wire_id.get(replay.request_id)
-        if tracked is not None:
-            self._advance(tracked, Piece(replay.start, tuple(replay.token_ids)))
 
     def _release(self, request_id: str) -> None:
         tracked = self._by_wire_id.get(request_id)

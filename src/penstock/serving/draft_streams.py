@@ -5,13 +5,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 import grpc
 
-from penstock.core.types import DraftOrder, FinishReason, Output, Request, SamplingParams
+from penstock.core.types import (
+    DraftOrder,
+    FinishReason,
+    Output,
+    Request,
+    SamplingParams,
+    TokenLogprob,
+)
 from penstock.serving.audits import Audits
 from penstock.serving.client import EngineClient, EngineUnavailable, QueueFull
 from penstock.serving.messages import RemoteDraft
@@ -28,11 +35,10 @@ from penstock.transport.checks import (
     parse,
 )
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import PrefixDigest, decode_weights
+from penstock.transport.wire import PrefixDigest, decode_weights, encode_logprobs
 
 _MAX_QUEUED_MESSAGES = 4096
 _MAX_QUEUED_BYTES = 16 << 20
-_WASTE_PER_S = 100.0
 
 
 class Identity(NamedTuple):
@@ -124,6 +130,8 @@ class Hub(Protocol):
     @property
     def client(self) -> EngineClient: ...
     @property
+    def target(self) -> str: ...
+    @property
     def tokenizer_digest(self) -> str: ...
     @property
     def audits(self) -> Audits: ...
@@ -153,7 +161,6 @@ class DraftStream:
         now = time.perf_counter()
         self._messages = Quota(limits.max_messages_per_s, now)
         self._bytes = Quota(limits.max_bytes_per_s, now)
-        self._waste = Quota(_WASTE_PER_S, now)
 
     # --- up -------------------------------------------------------------------------------------
 
@@ -180,17 +187,13 @@ class DraftStream:
             self._close(message.close.request_id)
         return True
 
-    def may_waste(self) -> bool:
-        """Whether one more message without use is within reason: some repeat, and some are late."""
-        return self._waste.take(1, time.perf_counter())
-
     def _hello(self, hello: pb.Hello) -> None:
         check_hello(hello, self._hub.tokenizer_digest)
         self.takes_assignments = hello.takes_assignments
         self.model_name = hello.model_name
         longest = min(hello.max_draft_tokens, self.limits.max_draft_tokens)
         self.drafter = self._hub.join(self, longest)
-        welcome = self.limits.welcome(self.drafter, trusted=self.identity.trusted)
+        welcome = self.limits.welcome(self.drafter, self._hub.target, trusted=self.identity.trusted)
         self.send(pb.Down(welcome=welcome))
 
     def _open(self, message: pb.Open) -> None:
@@ -211,6 +214,7 @@ class DraftStream:
                 top_k=sampling.top_k,
                 seed=sampling.seed,
                 verification="ratio" if ratio else "coupled",
+                num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
             ),
             drafter=self.drafter,
         )
@@ -313,12 +317,15 @@ class DraftStream:
             # It is opened again over the next stream; even an error is not its end.
             return
         request.meter.observe(output)
-        self.send_verdict(request, output)
+        self.send_verdict(request, output, output.logprobs)
         if output.finish_reason is not None:
             request.meter.finish(output.finish_reason)
             self._forget(request)
 
-    def send_verdict(self, request: DraftedRequest, output: Output) -> None:
+    def send_verdict(
+        self, request: DraftedRequest, output: Output, logprobs: Sequence[TokenLogprob] = ()
+    ) -> None:
+        """`logprobs`: for whom the request is its own; no draft server needs those of others."""
         verdict = pb.Verdict(
             request_id=request.wire_id,
             start=request.prefix.length,
@@ -326,6 +333,7 @@ class DraftStream:
             num_accepted=output.num_accepted,
             finish_reason=output.finish_reason or "",
             reason=output.error or "",
+            logprobs=encode_logprobs(logprobs),
         )
         request.prefix.extend(output.token_ids)
         self._void(request)

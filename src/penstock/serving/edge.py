@@ -27,7 +27,6 @@ _MAX_TRIES = 5
 
 _RETRY_S = 0.2
 _STOPPED = "the server was stopped before this request was finished"
-_NO_LOGPROBS = "logprobs: a draft server does not learn them from the verification server"
 
 _log = logging.getLogger(__name__)
 
@@ -155,8 +154,6 @@ class EdgeClient:
 
     def _problem_of(self, edge: _EdgeRequest) -> str | None:
         """Why the verification server would never take a request."""
-        if edge.request.sampling.num_logprobs is not None:
-            return _NO_LOGPROBS
         message = edge.opening()
         message.request_id = "0"
         limits = self._server.limits
@@ -246,6 +243,7 @@ class EdgeClient:
                 drafter=self._server.limits.drafter if num_proposed else None,
                 num_proposed=num_proposed,
                 num_accepted=min(piece.num_accepted, num_proposed),
+                logprobs=piece.logprobs,
             )
         )
 

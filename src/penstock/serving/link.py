@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,7 @@ from penstock.transport.v1 import drafting_pb2 as pb
 _WELCOME_S = 10.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 2.0
+_LASTING_S = 10.0
 
 _FINAL = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -71,6 +73,26 @@ class Endpoint:
         return grpc.aio.secure_channel(self.address, self.credentials, options=options)
 
 
+class Backoff:
+    """Pauses between attempts: at first up to 0.1 s, doubling to 2 s, and anew only after a stream
+    that lasted, so that one which breaks at once is not made again and again. Each is shortened at
+    random by up to a half: those that lose a server together do not come back together.
+
+    Whatever happens, one attempt is made at once, five more in 1.5 s, and one a second from then
+    on: less than a verification server allows (`DraftersConfig.max_connections_per_s`).
+    """
+
+    def __init__(self) -> None:
+        self._longest = _FIRST_DELAY_S
+
+    def after(self, lasted_s: float) -> float:
+        """Seconds to wait after a stream that lasted so long; 0 if there was none."""
+        if lasted_s >= _LASTING_S:
+            self._longest = _FIRST_DELAY_S
+        longest, self._longest = self._longest, min(2 * self._longest, _LONGEST_DELAY_S)
+        return longest * random.uniform(0.5, 1.0)
+
+
 class Link:
     """Keeps one stream open, with exponential back-off between attempts."""
 
@@ -79,6 +101,7 @@ class Link:
         self._hello = hello
         self._peer = peer
         self._outbox: _Outbox | None = None
+        self._welcome_at = 0.0
         self.problem: str | None = _NOT_YET
         """Why there is no stream now; None while there is one."""
         self.num_losses = 0
@@ -95,7 +118,7 @@ class Link:
             await self._keep_open(DraftingStub(channel))
 
     async def _keep_open(self, stub: DraftingStub) -> None:
-        delay = _FIRST_DELAY_S
+        backoff = Backoff()
         was_welcome = False
         while True:
             try:
@@ -106,15 +129,15 @@ class Link:
                 problem = str(error)
             except _LinkLost as error:
                 problem = str(error)
+            lasted_s = 0.0
             if self.problem is None:
                 was_welcome = True
-                delay = _FIRST_DELAY_S
+                lasted_s = time.monotonic() - self._welcome_at
                 self.num_losses += 1
             if self.problem in (None, _NOT_YET):
                 _log.warning("%s; trying again", problem)
             self.problem = problem
-            await asyncio.sleep(delay * random.uniform(0.5, 1.0))
-            delay = min(2 * delay, _LONGEST_DELAY_S)
+            await asyncio.sleep(backoff.after(lasted_s))
 
     async def _stream(self, stub: DraftingStub) -> None:
         """One stream from start to end. Raises: LinkRefused, _LinkLost."""
@@ -127,6 +150,7 @@ class Link:
             if self.num_losses:
                 _log.warning("connected to %s again", self._endpoint.address)
             self._outbox, self.problem = outbox, None
+            self._welcome_at = time.monotonic()
             self._peer.connected(welcome)
             async for message in messages:
                 if message.WhichOneof("message") == "refused" and not message.refused.request_id:

@@ -59,7 +59,8 @@ class Stop:
 @dataclass(frozen=True, slots=True)
 class Ready:
     """The engine is loaded. `max_request_tokens`: the most that prompt and output of one request
-    may be together, by context and by KV memory."""
+    may be together, by context and by KV memory. `draft_model`: what a draft server drafts with,
+    where the engine is at the other end of its link."""
 
     tokenizer_path: Path
     max_request_tokens: int
@@ -67,6 +68,7 @@ class Ready:
     eos_token_ids: frozenset[int]
     drafters: tuple[str, ...]
     description: dict[str, Any]
+    draft_model: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

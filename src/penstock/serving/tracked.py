@@ -90,6 +90,7 @@ class Tracked:
             prompt_token_ids=self.text.token_ids,
             max_tokens=max_tokens,
             stop_token_ids=sorted(stop_token_ids),
+            num_logprobs=params.num_logprobs,
             sampling=pb.Sampling(
                 temperature=params.temperature,
                 top_p=params.top_p,

@@ -16,6 +16,7 @@ import grpc.aio
 
 from penstock.config import DEFAULT_TENANT, ConfigError, DraftersConfig, TenantConfig
 from penstock.core.types import DrafterDown, DrafterUp, DraftOrder, Output, Request
+from penstock.serving.arrivals import Arrivals
 from penstock.serving.audits import Audits
 from penstock.serving.client import EngineClient
 from penstock.serving.draft_streams import (
@@ -28,7 +29,7 @@ from penstock.serving.draft_streams import (
 )
 from penstock.serving.messages import AuditFinding, DraftOrders, OrderedRequest, RemoteDraft
 from penstock.transport import service
-from penstock.transport.checks import Limits, Refusal
+from penstock.transport.checks import Limits, Quota, Refusal
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import PrefixDigest
 
@@ -39,7 +40,10 @@ _MAX_STREAMS_EACH = 16
 _HELLO_S = 10.0
 _LAST_WORDS_S = 1.0
 _GRACE_S = 1.0
+_WASTE_PER_S = 100.0
 _WASTE_PAUSE_S = 0.05
+_TURNED_AWAY_S = 1.0
+_MAX_TURNED_AWAY = 512
 
 _log = logging.getLogger(__name__)
 
@@ -110,24 +114,28 @@ class _CentralRequest:
 class DraftHub:
     """Routes orders and verdicts to the streams, and what they send to the engine.
 
-    tokenizer_digest: of the target. audit_share: of the drafts that can be recomputed here.
-    new_meter: called for every request of edge ingress.
+    target, tokenizer_digest: its name for users, and its tokenizer. new_meter: called for every
+    request of edge ingress.
     """
 
     def __init__(
         self,
         client: EngineClient,
+        target: str,
         tokenizer_digest: str,
         tenants: Mapping[str, TenantConfig],
-        audit_share: float,
+        config: DraftersConfig,
         new_meter: Callable[[Request], Meter],
     ) -> None:
         self.client = client
+        self.target = target
         self.tokenizer_digest = tokenizer_digest
         self.new_meter = new_meter
         self.send_times = SendTimes()
-        self.audits = Audits(audit_share, client.info.drafters)
+        self.audits = Audits(config.audit_share, client.info.drafters)
+        self.arrivals = Arrivals(config)
         self._tenants = tenants
+        self._waste: dict[str, Quota] = {}
         self._streams: dict[str, DraftStream] = {}
         self._central: dict[str, _CentralRequest] = {}
         self._serial = itertools.count()
@@ -162,6 +170,14 @@ class DraftHub:
             if request.stream is stream:
                 request.stream = request.drafted = None
         self.client.post(DrafterDown(stream.drafter))
+
+    def may_waste(self, name: str) -> bool:
+        """Whether a draft server may send one more message without use, over all its streams: some
+        repeat, and some are late. A new stream brings it no more of them."""
+        now = time.perf_counter()
+        if name not in self._waste:
+            self._waste[name] = Quota(_WASTE_PER_S, now)
+        return self._waste[name].take(1, now)
 
     def new_engine_id(self, drafter: str) -> str:
         """No two requests share one, so that a late output reaches nobody else."""
@@ -269,6 +285,7 @@ class VerificationServer:
         self.config = config
         self._identities = Identities(config)
         self._hub: DraftHub | None = None
+        self._num_turned_away = 0
         self._server = grpc.aio.server(
             options=service.server_options(), compression=grpc.Compression.NoCompression
         )
@@ -305,10 +322,7 @@ class VerificationServer:
     ) -> None:
         hub = self._hub
         assert hub is not None
-        try:
-            identity = self._identities.of(service.peer_of(context))
-        except Refusal as refusal:
-            await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal.reason)
+        identity = await self._admit(hub.arrivals, context)
         if hub.client.problem is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, hub.client.problem)
         info = hub.client.info
@@ -325,6 +339,36 @@ class VerificationServer:
         if end is not None:
             await context.abort(end.code, end.reason)
 
+    async def _admit(
+        self, arrivals: Arrivals, context: grpc.aio.ServicerContext[bytes, bytes]
+    ) -> Identity:
+        """Who has connected; the stream is aborted if nobody known has, or one who does so too
+        often."""
+        peer = service.peer_of(context)
+        try:
+            identity = self._identities.of(peer)
+        except Refusal as refusal:
+            too_often = arrivals.of_stranger(peer.network)
+            if too_often is None:
+                await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal.reason)
+        else:
+            too_often = arrivals.of_server(identity.name)
+            if too_often is None:
+                return identity
+        await self._turn_away()
+        await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, too_often)
+
+    async def _turn_away(self) -> None:
+        """An answer at once would only be followed by the next attempt. No more than so many wait
+        for theirs, since each costs memory."""
+        if self._num_turned_away >= _MAX_TURNED_AWAY:
+            return
+        self._num_turned_away += 1
+        try:
+            await asyncio.sleep(_TURNED_AWAY_S)
+        finally:
+            self._num_turned_away -= 1
+
 
 async def _run(
     stream: DraftStream,
@@ -333,7 +377,7 @@ async def _run(
     context: grpc.aio.ServicerContext[bytes, bytes],
 ) -> End | None:
     """Serve a stream to its end; returns why this side ended it, if it did."""
-    reader = asyncio.create_task(_read(stream, messages))
+    reader = asyncio.create_task(_read(stream, hub, messages))
     writer = asyncio.create_task(_write(stream, context))
     hello = asyncio.get_running_loop().call_later(_HELLO_S, _expect_hello, stream)
     tasks: list[asyncio.Future[Any]] = [reader, writer, stream.ended]
@@ -356,7 +400,7 @@ async def _run(
     return stream.ended.result() if stream.ended.done() else None
 
 
-async def _read(stream: DraftStream, messages: AsyncIterator[bytes]) -> None:
+async def _read(stream: DraftStream, hub: DraftHub, messages: AsyncIterator[bytes]) -> None:
     async for data in messages:
         try:
             is_of_use = stream.receive(data)
@@ -367,7 +411,7 @@ async def _read(stream: DraftStream, messages: AsyncIterator[bytes]) -> None:
             if not refusal.request_id:
                 stream.end(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)
                 return
-        if not is_of_use and not stream.may_waste():
+        if not is_of_use and not hub.may_waste(stream.identity.name):
             # Its next messages wait on its own machine, and cost this one nothing.
             await asyncio.sleep(_WASTE_PAUSE_S)
 

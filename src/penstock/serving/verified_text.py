@@ -5,19 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple, Self
 
+from penstock.core.types import TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import PrefixDigest
+from penstock.transport.wire import PrefixDigest, decode_logprobs
 
 
 class Piece(NamedTuple):
     """Verified tokens from position `start` on, of which the first `num_accepted` were drafted, and
-    perhaps the end of the request (`finish_reason` is empty while it goes on)."""
+    perhaps the end of the request (`finish_reason` is empty while it goes on). `logprobs`: one for
+    each token, or none at all."""
 
     start: int
     token_ids: tuple[int, ...]
     num_accepted: int = 0
     finish_reason: str = ""
     reason: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()
 
     @classmethod
     def of(cls, verdict: pb.Verdict) -> Self:
@@ -27,6 +30,7 @@ class Piece(NamedTuple):
             verdict.num_accepted,
             verdict.finish_reason,
             verdict.reason,
+            decode_logprobs(verdict.logprobs),
         )
 
 
@@ -69,5 +73,6 @@ class VerifiedText:
         return piece._replace(
             start=len(self),
             token_ids=piece.token_ids[num_known:],
+            logprobs=piece.logprobs[num_known:],
             num_accepted=max(piece.num_accepted - num_known, 0),
         )

@@ -21,6 +21,9 @@ PROTOCOL_VERSION = 1
 ASSIGNED_PREFIX = "@"
 """First character of the ids that the verification server gives to requests of central ingress."""
 
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities are told beside a token's own."""
+
 _MAX_ID_CHARS = 64
 _MAX_NAME_CHARS = 256
 _MAX_STOP_TOKENS = 64
@@ -60,8 +63,9 @@ class Limits:
         weights = self.max_draft_tokens * MAX_WEIGHTS * 2 * _MAX_TOKEN_BYTES
         return _MAX_FIXED_BYTES + max(self.max_request_tokens * _MAX_TOKEN_BYTES, weights)
 
-    def welcome(self, drafter: str, *, trusted: bool) -> pb.Welcome:
-        """These limits as the first message down."""
+    def welcome(self, drafter: str, target: str, *, trusted: bool) -> pb.Welcome:
+        """These limits as the first message down. drafter: the draft server's name at the other
+        end; target: the target's for users."""
         return pb.Welcome(
             protocol_version=PROTOCOL_VERSION,
             drafter=drafter,
@@ -73,20 +77,21 @@ class Limits:
             weight_sum=WEIGHT_SUM,
             max_weights=MAX_WEIGHTS,
             trusted=trusted,
+            target=target,
         )
 
 
 class Quota:
-    """A bucket that fills with `per_s` units a second and holds two seconds' worth."""
+    """A bucket that fills with `per_s` units a second and holds so many seconds' worth."""
 
-    def __init__(self, per_s: float, now: float) -> None:
+    def __init__(self, per_s: float, now: float, seconds: float = 2.0) -> None:
         self._per_s = per_s
-        self._level = 2 * per_s
+        self._most = self._level = seconds * per_s
         self._at = now
 
     def take(self, amount: float, now: float) -> bool:
         """Take units out; False where there are not enough."""
-        self._level = min(2 * self._per_s, self._level + (now - self._at) * self._per_s)
+        self._level = min(self._most, self._level + (now - self._at) * self._per_s)
         self._at = now
         if amount > self._level:
             return False
@@ -183,6 +188,8 @@ def _problem_of_sampling(message: pb.Open) -> str | None:
         )
     if not 0.0 < top_p <= 1.0 or not math.isfinite(top_p):
         return f"top_p {top_p:g}; it must be above 0 and at most 1"
+    if message.num_logprobs > MAX_LOGPROBS:
+        return f"num_logprobs {message.num_logprobs}; at most {MAX_LOGPROBS}"
     return None
 
 

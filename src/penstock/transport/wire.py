@@ -14,6 +14,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.types import TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
 
 WEIGHT_SUM = 1 << 16
@@ -91,3 +92,22 @@ def encode_weights(token_ids: IntArray, weights: IntArray) -> list[pb.TopWeights
 def decode_weights(messages: Sequence[pb.TopWeights]) -> tuple[Weights, ...]:
     """What `encode_weights` encoded; not checked here (see `checks`)."""
     return tuple((tuple(m.token_ids), tuple(m.weights)) for m in messages)
+
+
+def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> list[pb.TokenLogprob]:
+    """One message a token, in single precision, which is what the target computes."""
+    messages = []
+    for token in logprobs:
+        ids, values = zip(*token.top, strict=True) if token.top else ((), ())
+        messages.append(
+            pb.TokenLogprob(logprob=token.logprob, top_token_ids=ids, top_logprobs=values)
+        )
+    return messages
+
+
+def decode_logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+    """What `encode_logprobs` encoded."""
+    return tuple(
+        TokenLogprob(m.logprob, tuple(zip(m.top_token_ids, m.top_logprobs, strict=True)))
+        for m in messages
+    )

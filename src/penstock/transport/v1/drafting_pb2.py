@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$penstock/transport/v1/drafting.proto\x12\x0bpenstock.v1\"\xa1\x01\n\x02Up\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.penstock.v1.HelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.penstock.v1.OpenH\x00\x12#\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x12.penstock.v1.DraftH\x00\x12#\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x12.penstock.v1.CloseH\x00\x42\t\n\x07message\"\x84\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11takes_assignments\x18\x05 \x01(\x08\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05ratio\x18\x05 \x01(\x08\"\x89\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\"\xa1\x01\n\x05\x44raft\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12(\n\x07weights\x18\x07 \x03(\x0b\x32\x17.penstock.v1.TopWeights\"0\n\nTopWeights\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\"\x1b\n\x05\x43lose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xaa\x02\n\x04\x44own\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.penstock.v1.WelcomeH\x00\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.penstock.v1.OpenedH\x00\x12%\n\x06\x61ssign\x18\x03 \x01(\x0b\x32\x13.penstock.v1.AssignH\x00\x12\'\n\x07verdict\x18\x04 \x01(\x0b\x32\x14.penstock.v1.VerdictH\x00\x12%\n\x06replay\x18\x05 \x01(\x0b\x32\x13.penstock.v1.ReplayH\x00\x12\'\n\x07release\x18\x06 \x01(\x0b\x32\x14.penstock.v1.ReleaseH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.penstock.v1.RefusedH\x00\x42\t\n\x07message\"\xee\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11max_open_requests\x18\x05 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\x12\x12\n\nweight_sum\x18\x08 \x01(\r\x12\x13\n\x0bmax_weights\x18\t \x01(\r\x12\x0f\n\x07trusted\x18\n \x01(\x08\"\x1c\n\x06Opened\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc1\x01\n\x06\x41ssign\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x14\n\x0cmin_survival\x18\x06 \x01(\x01\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.penstock.v1.Sampling\"|\n\x07Verdict\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\">\n\x06Replay\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"-\n\x07Refused\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t2=\n\x08\x44rafting\x12\x31\n\x07\x43onnect\x12\x0f.penstock.v1.Up\x1a\x11.penstock.v1.Down(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$penstock/transport/v1/drafting.proto\x12\x0bpenstock.v1\"\xa1\x01\n\x02Up\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.penstock.v1.HelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.penstock.v1.OpenH\x00\x12#\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x12.penstock.v1.DraftH\x00\x12#\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x12.penstock.v1.CloseH\x00\x42\t\n\x07message\"\x84\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11takes_assignments\x18\x05 \x01(\x08\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05ratio\x18\x05 \x01(\x08\"\xb5\x01\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x19\n\x0cnum_logprobs\x18\x06 \x01(\rH\x00\x88\x01\x01\x42\x0f\n\r_num_logprobs\"\xa1\x01\n\x05\x44raft\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12(\n\x07weights\x18\x07 \x03(\x0b\x32\x17.penstock.v1.TopWeights\"0\n\nTopWeights\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\"\x1b\n\x05\x43lose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x91\x02\n\x04\x44own\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.penstock.v1.WelcomeH\x00\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.penstock.v1.OpenedH\x00\x12%\n\x06\x61ssign\x18\x03 \x01(\x0b\x32\x13.penstock.v1.AssignH\x00\x12\'\n\x07verdict\x18\x04 \x01(\x0b\x32\x14.penstock.v1.VerdictH\x00\x12\'\n\x07release\x18\x06 \x01(\x0b\x32\x14.penstock.v1.ReleaseH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.penstock.v1.RefusedH\x00\x42\t\n\x07messageJ\x04\x08\x05\x10\x06R\x06replay\"\xfe\x01\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11max_open_requests\x18\x05 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\x12\x12\n\nweight_sum\x18\x08 \x01(\r\x12\x13\n\x0bmax_weights\x18\t \x01(\r\x12\x0f\n\x07trusted\x18\n \x01(\x08\x12\x0e\n\x06target\x18\x0b \x01(\t\"\x1c\n\x06Opened\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc1\x01\n\x06\x41ssign\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x14\n\x0cmin_survival\x18\x06 \x01(\x01\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.penstock.v1.Sampling\"\xa9\x01\n\x07Verdict\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12+\n\x08logprobs\x18\x07 \x03(\x0b\x32\x19.penstock.v1.TokenLogprob\"L\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"-\n\x07Refused\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t2=\n\x08\x44rafting\x12\x31\n\x07\x43onnect\x12\x0f.penstock.v1.Up\x1a\x11.penstock.v1.Down(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,29 +38,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=352
   _globals['_SAMPLING']._serialized_end=442
   _globals['_OPEN']._serialized_start=445
-  _globals['_OPEN']._serialized_end=582
-  _globals['_DRAFT']._serialized_start=585
-  _globals['_DRAFT']._serialized_end=746
-  _globals['_TOPWEIGHTS']._serialized_start=748
-  _globals['_TOPWEIGHTS']._serialized_end=796
-  _globals['_CLOSE']._serialized_start=798
-  _globals['_CLOSE']._serialized_end=825
-  _globals['_DOWN']._serialized_start=828
-  _globals['_DOWN']._serialized_end=1126
-  _globals['_WELCOME']._serialized_start=1129
-  _globals['_WELCOME']._serialized_end=1367
-  _globals['_OPENED']._serialized_start=1369
-  _globals['_OPENED']._serialized_end=1397
-  _globals['_ASSIGN']._serialized_start=1400
-  _globals['_ASSIGN']._serialized_end=1593
-  _globals['_VERDICT']._serialized_start=1595
-  _globals['_VERDICT']._serialized_end=1719
-  _globals['_REPLAY']._serialized_start=1721
-  _globals['_REPLAY']._serialized_end=1783
-  _globals['_RELEASE']._serialized_start=1785
-  _globals['_RELEASE']._serialized_end=1814
-  _globals['_REFUSED']._serialized_start=1816
-  _globals['_REFUSED']._serialized_end=1861
-  _globals['_DRAFTING']._serialized_start=1863
-  _globals['_DRAFTING']._serialized_end=1924
+  _globals['_OPEN']._serialized_end=626
+  _globals['_DRAFT']._serialized_start=629
+  _globals['_DRAFT']._serialized_end=790
+  _globals['_TOPWEIGHTS']._serialized_start=792
+  _globals['_TOPWEIGHTS']._serialized_end=840
+  _globals['_CLOSE']._serialized_start=842
+  _globals['_CLOSE']._serialized_end=869
+  _globals['_DOWN']._serialized_start=872
+  _globals['_DOWN']._serialized_end=1145
+  _globals['_WELCOME']._serialized_start=1148
+  _globals['_WELCOME']._serialized_end=1402
+  _globals['_OPENED']._serialized_start=1404
+  _globals['_OPENED']._serialized_end=1432
+  _globals['_ASSIGN']._serialized_start=1435
+  _globals['_ASSIGN']._serialized_end=1628
+  _globals['_VERDICT']._serialized_start=1631
+  _globals['_VERDICT']._serialized_end=1800
+  _globals['_TOKENLOGPROB']._serialized_start=1802
+  _globals['_TOKENLOGPROB']._serialized_end=1878
+  _globals['_RELEASE']._serialized_start=1880
+  _globals['_RELEASE']._serialized_end=1909
+  _globals['_REFUSED']._serialized_start=1911
+  _globals['_REFUSED']._serialized_end=1956
+  _globals['_DRAFTING']._serialized_start=1958
+  _globals['_DRAFTING']._serialized_end=2019
 # @@protoc_insertion_point(module_scope)

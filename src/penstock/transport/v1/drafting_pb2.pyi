@@ -47,18 +47,20 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., ratio: bool = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling")
+    __slots__ = ("request_id", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "num_logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
     STOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
+    NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
     stop_token_ids: _containers.RepeatedScalarFieldContainer[int]
     sampling: Sampling
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
+    num_logprobs: int
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_logprobs: _Optional[int] = ...) -> None: ...
 
 class Draft(_message.Message):
     __slots__ = ("request_id", "epoch", "round", "prefix_len", "prefix_digest", "token_ids", "weights")
@@ -93,25 +95,23 @@ class Close(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Down(_message.Message):
-    __slots__ = ("welcome", "opened", "assign", "verdict", "replay", "release", "refused")
+    __slots__ = ("welcome", "opened", "assign", "verdict", "release", "refused")
     WELCOME_FIELD_NUMBER: _ClassVar[int]
     OPENED_FIELD_NUMBER: _ClassVar[int]
     ASSIGN_FIELD_NUMBER: _ClassVar[int]
     VERDICT_FIELD_NUMBER: _ClassVar[int]
-    REPLAY_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
     REFUSED_FIELD_NUMBER: _ClassVar[int]
     welcome: Welcome
     opened: Opened
     assign: Assign
     verdict: Verdict
-    replay: Replay
     release: Release
     refused: Refused
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., replay: _Optional[_Union[Replay, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "drafter", "vocab_size", "max_draft_tokens", "max_open_requests", "max_request_tokens", "max_message_bytes", "weight_sum", "max_weights", "trusted")
+    __slots__ = ("protocol_version", "drafter", "vocab_size", "max_draft_tokens", "max_open_requests", "max_request_tokens", "max_message_bytes", "weight_sum", "max_weights", "trusted", "target")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -122,6 +122,7 @@ class Welcome(_message.Message):
     WEIGHT_SUM_FIELD_NUMBER: _ClassVar[int]
     MAX_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TRUSTED_FIELD_NUMBER: _ClassVar[int]
+    TARGET_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter: str
     vocab_size: int
@@ -132,7 +133,8 @@ class Welcome(_message.Message):
     weight_sum: int
     max_weights: int
     trusted: bool
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_open_requests: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., weight_sum: _Optional[int] = ..., max_weights: _Optional[int] = ..., trusted: bool = ...) -> None: ...
+    target: str
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_open_requests: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., weight_sum: _Optional[int] = ..., max_weights: _Optional[int] = ..., trusted: bool = ..., target: _Optional[str] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("request_id",)
@@ -161,30 +163,32 @@ class Assign(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., min_survival: _Optional[float] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class Verdict(_message.Message):
-    __slots__ = ("request_id", "start", "token_ids", "num_accepted", "finish_reason", "reason")
+    __slots__ = ("request_id", "start", "token_ids", "num_accepted", "finish_reason", "reason", "logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     NUM_ACCEPTED_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     start: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     num_accepted: int
     finish_reason: str
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
+    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
 
-class Replay(_message.Message):
-    __slots__ = ("request_id", "start", "token_ids")
-    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
-    START_FIELD_NUMBER: _ClassVar[int]
-    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
-    request_id: str
-    start: int
-    token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+class TokenLogprob(_message.Message):
+    __slots__ = ("logprob", "top_token_ids", "top_logprobs")
+    LOGPROB_FIELD_NUMBER: _ClassVar[int]
+    TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    logprob: float
+    top_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    top_logprobs: _containers.RepeatedScalarFieldContainer[float]
+    def __init__(self, logprob: _Optional[float] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ...) -> None: ...
 
 class Release(_message.Message):
     __slots__ = ("request_id",)
