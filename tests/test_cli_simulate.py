@@ -13,7 +13,7 @@ import pytest
 
 from penstock.cli import main
 from penstock.cli.capacity import interval_95
-from penstock.cli.simulate import parse_value
+from penstock.cli.policy_settings import parse_value
 from penstock.core.registry import policies
 
 Cli = Callable[..., tuple[int, str, str]]

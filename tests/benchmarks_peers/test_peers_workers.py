@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from benchmarks.peers.checkpoints import Model
@@ -23,9 +24,9 @@ def spin():
         pass
 
 class Toy:
-    def load(self, **what):
+    def load(self, what):
         print("noise on standard output")
-        if what["fail"]:
+        if what.settings["fail"]:
             raise ValueError("no such model")
         threading.Thread(target=spin, daemon=True).start()
         return {{"version": "toy"}}
@@ -47,13 +48,25 @@ def worker(tmp_path: Path) -> Iterator[Worker]:
     toy.close()
 
 
+def load(worker: Worker, *, fail: bool = False) -> dict[str, Any]:
+    return worker.ask(
+        do="load",
+        target="t",
+        drafter=None,
+        draft_tokens=0,
+        batch=3,
+        work="w",
+        settings={"fail": fail},
+    )
+
+
 def cpu_ticks(worker: Worker) -> int:
     fields = Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])
 
 
 def test_a_worker_stands_still_between_commands(worker: Worker) -> None:
-    assert worker.ask(do="load", fail=False) == {"facts": {"version": "toy"}}
+    assert load(worker) == {"facts": {"version": "toy"}}
     time.sleep(0.05)
     before = cpu_ticks(worker)
     time.sleep(0.3)
@@ -63,12 +76,12 @@ def test_a_worker_stands_still_between_commands(worker: Worker) -> None:
 
 def test_a_failure_is_told_and_the_worker_lives_on(worker: Worker) -> None:
     with pytest.raises(WorkerError, match="ValueError: no such model"):
-        worker.ask(do="load", fail=True)
-    assert "facts" in worker.ask(do="load", fail=False)
+        load(worker, fail=True)
+    assert "facts" in load(worker)
 
 
 def test_answers_of_another_length_are_refused(worker: Worker) -> None:
-    worker.ask(do="load", fail=False)
+    load(worker)
     with pytest.raises(WorkerError, match="not 4 tokens"):
         worker.ask(do="run", calls=[[[5], [6]]], new_tokens=4, draft_tokens=13)
 
@@ -77,11 +90,11 @@ def test_a_dead_worker_is_an_error_not_a_wait(worker: Worker) -> None:
     worker.process.kill()
     worker.process.wait()
     with pytest.raises(WorkerError, match="ended with status"):
-        worker.ask(do="load", fail=False)
+        load(worker)
 
 
 def test_every_call_of_a_pass_has_the_cells_batch(worker: Worker) -> None:
-    worker.ask(do="load", fail=False)
+    load(worker)
     prompts = tuple((i, i) for i in range(32))
     model = Model("toy", "toy", Path(), prompts=prompts)
     for batch, requests in ((1, 8), (8, 8), (32, 32)):

@@ -13,9 +13,10 @@ from tests.engine.test_triton_paged import error, needs_triton
 
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.decoder import RmsNorm
-from penstock.engine.operations import Operations, Projection, TorchOperations
+from penstock.engine.operations import Operations, Projection
 from penstock.engine.sampling.noise import row_keys
 from penstock.engine.static import Capacity, StaticBatch
+from penstock.engine.torch_operations import TorchOperations
 
 CPU = torch.device("cpu")
 ROWS = {"one": 1, "few": 7, "many": 33, "by the library": 130}
@@ -27,7 +28,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def ways(dtype: torch.dtype = torch.float32) -> tuple[PagedKVCache, Operations, Operations]:
-    from penstock.engine.kernels.operations import TritonOperations
+    from penstock.engine.kernels.triton_operations import TritonOperations
 
     cache = PagedKVCache(small_config(), 8, 8, dtype, CPU)
     return cache, TorchOperations(cache, HEADS), TritonOperations(cache, HEADS)

@@ -13,7 +13,7 @@ from typing import Any
 import llama_cpp
 import numpy as np
 from gguf_file import cached
-from worker import Prompts, serve
+from worker import Load, Prompts, serve
 
 CONTEXT_TOKENS = 512
 Row = tuple[int, int, int, bool]
@@ -83,24 +83,20 @@ class Model:
 class LlamaCpp:
     """settings: weights (f16, bf16); ubatch; unified (one KV buffer for all sequences); flash."""
 
-    def load(
-        self,
-        target: str,
-        drafter: str | None,
-        draft_tokens: int,
-        batch: int,
-        work: str,
-        settings: dict,
-    ) -> dict[str, Any]:
+    def load(self, what: Load) -> dict[str, Any]:
         llama_cpp.llama_backend_init()
         self.log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
 
         def model(path: str) -> Model:
-            return Model(cached(Path(path), settings["weights"], Path(work)), batch, settings)
+            return Model(
+                cached(Path(path), what.settings["weights"], Path(what.work)),
+                what.batch,
+                what.settings,
+            )
 
-        self.target = model(target)
-        self.drafter = None if drafter is None else model(drafter)
+        self.target = model(what.target)
+        self.drafter = None if what.drafter is None else model(what.drafter)
         system = llama_cpp.llama_print_system_info().decode().strip()
         return {"version": llama_cpp.__version__, "system": system}
 

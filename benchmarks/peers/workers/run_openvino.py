@@ -9,42 +9,34 @@ import numpy as np
 import openvino
 import openvino_genai
 from gguf_file import cached
-from worker import Prompts, serve
+from worker import Load, Prompts, serve
 
 
 class OpenVino:
     """settings: precision (of arithmetic), kv (precision of the cache), both as hints."""
 
-    def load(
-        self,
-        target: str,
-        drafter: str | None,
-        draft_tokens: int,
-        batch: int,
-        work: str,
-        settings: dict,
-    ) -> dict[str, Any]:
+    def load(self, what: Load) -> dict[str, Any]:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = 1
-        scheduler.max_num_batched_tokens = settings["batched_tokens"]
-        scheduler.max_num_seqs = batch
+        scheduler.max_num_batched_tokens = what.settings["batched_tokens"]
+        scheduler.max_num_seqs = what.batch
         scheduler.enable_prefix_caching = False
-        scheduler.dynamic_split_fuse = settings["split_fuse"]
+        scheduler.dynamic_split_fuse = what.settings["split_fuse"]
         properties: dict[str, Any] = {
-            "INFERENCE_PRECISION_HINT": settings["precision"],
-            "KV_CACHE_PRECISION": settings["kv"],
+            "INFERENCE_PRECISION_HINT": what.settings["precision"],
+            "KV_CACHE_PRECISION": what.settings["kv"],
             "INFERENCE_NUM_THREADS": 2,
             "PERFORMANCE_HINT": "LATENCY",
         }
-        self.ngram = drafter == "ngram"
+        self.ngram = what.is_ngram
         if self.ngram:
             properties["prompt_lookup"] = True
-        elif drafter is not None:
+        elif what.drafter is not None:
             properties["draft_model"] = openvino_genai.draft_model(
-                self._converted(drafter, work), "CPU", **properties
+                self._converted(what.drafter, what.work), "CPU", **properties
             )
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(
-            self._converted(target, work), scheduler, "CPU", properties
+            self._converted(what.target, what.work), scheduler, "CPU", properties
         )
         return {"version": openvino_genai.get_version()}
 

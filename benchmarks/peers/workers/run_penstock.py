@@ -6,7 +6,7 @@ import itertools
 from pathlib import Path
 from typing import Any
 
-from worker import Prompts, serve
+from worker import Load, Prompts, serve
 
 from penstock import __version__
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
@@ -18,24 +18,18 @@ from penstock.serving.offline import complete
 class Penstock:
     """settings: those of `EngineConfig`. draft_tokens -1: lengths by the default policy."""
 
-    def load(
-        self,
-        target: str,
-        drafter: str | None,
-        draft_tokens: int,
-        batch: int,
-        work: str,
-        settings: dict,
-    ) -> dict[str, Any]:
-        drafters = {} if drafter is None else {"drafter": drafter if drafter != "ngram" else NGRAM}
-        if draft_tokens > 0:
-            settings["allocation"] = PolicyConfig(name="fixed", options={"k": draft_tokens})
+    def load(self, what: Load) -> dict[str, Any]:
+        drafter = NGRAM if what.is_ngram else what.drafter
+        drafters = {} if drafter is None else {"drafter": drafter}
+        settings = dict(what.settings)
+        if what.draft_tokens > 0:
+            settings["allocation"] = PolicyConfig(name="fixed", options={"k": what.draft_tokens})
         self.engine = load_engine(
             EngineConfig(
-                target=Path(target),
+                target=Path(what.target),
                 drafters=drafters,
                 num_threads=2,
-                kv_tokens=batch * 512,
+                kv_tokens=what.batch * 512,
                 prefix_caching=False,
                 **settings,
             )

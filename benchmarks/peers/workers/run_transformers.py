@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, CompileConfig
-from worker import Prompts, serve
+from worker import Load, Prompts, serve
 
 PAD = 0
 
@@ -16,23 +16,15 @@ PAD = 0
 class Transformers:
     """settings: dtype; compiled (with a static cache, which that needs)."""
 
-    def load(
-        self,
-        target: str,
-        drafter: str | None,
-        draft_tokens: int,
-        batch: int,
-        work: str,
-        settings: dict,
-    ) -> dict[str, Any]:
+    def load(self, what: Load) -> dict[str, Any]:
         warnings.filterwarnings("ignore")
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(2)
-        self.dtype = getattr(torch, settings["dtype"])
-        self.compiled = settings["compiled"]
-        self.model = self._model(target)
-        self.ngram = drafter == "ngram"
-        self.drafter = None if drafter is None or self.ngram else self._model(drafter)
+        self.dtype = getattr(torch, what.settings["dtype"])
+        self.compiled = what.settings["compiled"]
+        self.model = self._model(what.target)
+        self.ngram = what.is_ngram
+        self.drafter = None if what.drafter is None or self.ngram else self._model(what.drafter)
         return {"version": f"{transformers.__version__}, torch {torch.__version__}"}
 
     def _model(self, path: str) -> Any:

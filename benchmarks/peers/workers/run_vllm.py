@@ -6,34 +6,26 @@ from typing import Any
 
 import vllm
 from vllm import LLM, SamplingParams
-from worker import Prompts, serve
+from worker import Load, Prompts, serve
 
 
 class Vllm:
     """settings: dtype; eager (without torch.compile)."""
 
-    def load(
-        self,
-        target: str,
-        drafter: str | None,
-        draft_tokens: int,
-        batch: int,
-        work: str,
-        settings: dict,
-    ) -> dict[str, Any]:
+    def load(self, what: Load) -> dict[str, Any]:
         speculation: dict[str, Any] | None = None
-        if drafter == "ngram":
+        if what.is_ngram:
             speculation = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-        elif drafter is not None:
-            speculation = {"method": "draft_model", "model": drafter}
+        elif what.drafter is not None:
+            speculation = {"method": "draft_model", "model": what.drafter}
         if speculation is not None:
-            speculation["num_speculative_tokens"] = draft_tokens
+            speculation["num_speculative_tokens"] = what.draft_tokens
         self.llm = LLM(
-            model=target,
-            dtype=settings["dtype"],
-            enforce_eager=settings["eager"],
+            model=what.target,
+            dtype=what.settings["dtype"],
+            enforce_eager=what.settings["eager"],
             max_model_len=1024,
-            max_num_seqs=batch,
+            max_num_seqs=what.batch,
             max_num_batched_tokens=8192,
             enable_prefix_caching=False,
             skip_tokenizer_init=True,

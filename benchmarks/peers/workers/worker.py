@@ -2,7 +2,7 @@
 
 A worker is a script that runs by the Python of its own environment, knows one `Engine`, and answers
 
-    {"do": "load", ...}  what `Engine.load` takes    -> {"facts": {...}}
+    {"do": "load", ...}  the fields of `Load`         -> {"facts": {...}}
     {"do": "run", "calls": [[prompt, ...], ...], "new_tokens": n, "draft_tokens": k}
                                                       -> {"wall_s", "cpu_s", "other_s", "token_ids"}
     {"do": "close"}
@@ -21,30 +21,43 @@ import sys
 import time
 import traceback
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 Prompts = Sequence[Sequence[int]]
+NGRAM = "ngram"
 _PR_SET_PDEATHSIG = 1
 _TICK = 1 / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(frozen=True)
+class Load:
+    """What an engine is to make ready for.
+
+    target, drafter: checkpoint folders; the drafter `NGRAM` is look-up in the request's text.
+    draft_tokens: draft length, 0 without a drafter, for engines that must know it so early. batch:
+    most prompts of a call. work: folder for files converted from the checkpoints. settings: the
+    engine's own.
+    """
+
+    target: str
+    drafter: str | None
+    draft_tokens: int
+    batch: int
+    work: str
+    settings: dict[str, Any]
+
+    @property
+    def is_ngram(self) -> bool:
+        return self.drafter == NGRAM
 
 
 class Engine(Protocol):
     """One program with one target and at most one drafter in memory."""
 
-    def load(
-        self,
-        target: str,
-        drafter: str | None,
-        draft_tokens: int,
-        batch: int,
-        work: str,
-        settings: dict,
-    ) -> dict[str, Any]:
-        """Make ready for calls of at most `batch` prompts; returns facts for the report.
-
-        target, drafter: checkpoint folders; the drafter "ngram" is look-up in the request's text.
-        work: folder for files converted from the checkpoints."""
+    def load(self, what: Load) -> dict[str, Any]:
+        """Make ready for calls; returns facts for the report."""
         ...
 
     def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
@@ -106,7 +119,10 @@ def serve(engine: Engine) -> None:
         if do == "close":
             break
         try:
-            answer = {"facts": engine.load(**command)} if do == "load" else measure(engine, command)
+            if do == "load":
+                answer = {"facts": engine.load(Load(**command))}
+            else:
+                answer = measure(engine, command)
         except Exception as error:
             traceback.print_exc()
             answer = {"error": f"{type(error).__name__}: {error}"}

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.engine_options import (
+    BatchOption,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetArgument,
+)
 from penstock.cli.failures import one_line
+from penstock.cli.progress import progress
 
 if TYPE_CHECKING:
     from penstock.engine.build import Engine
@@ -22,6 +29,24 @@ _MADE_UP = ("random_weights", "synthetic_acceptance")
 
 _RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 64, 200
 
+RandomWeightsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="CONFIG",
+        help="Instead of a target: a known shape's name, or a folder with a config.json; "
+        "weights and prompts are random. Drafters are shapes, too: NAME=CONFIG, or CONFIG.",
+    ),
+]
+SyntheticAcceptanceOption = Annotated[
+    float | None,
+    typer.Option(
+        metavar="P",
+        min=0,
+        max=1,
+        help="Make drafters right with this probability. What is generated means nothing.",
+    ),
+]
+
 app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
 
 
@@ -32,65 +57,44 @@ def _group() -> None:
 
 @app.command()
 def engine(
-    target: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder or bundled target.", show_default=False)
-    ] = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=PATH, a bundled drafter's name, or ngram; repeatable."),
-    ] = None,
+    target: TargetArgument = None,
+    drafter: DrafterOption = None,
     domain: Annotated[
         str | None, typer.Option(help="Prompts of one bundled domain; all mixed without.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,8,32",
+    dtype: DtypeOption = "auto",
+    batch: BatchOption = "1,8,32",
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut or repeat prompts to this many tokens.")
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request makes.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: DeviceOption = "cpu",
     attention_backend: Annotated[
         str, typer.Option(help="auto, or the name of an attention backend.")
     ] = "auto",
-    random_weights: Annotated[
-        str | None,
-        typer.Option(
-            metavar="CONFIG",
-            help="Instead of a target: a known shape's name, or a folder with a config.json; "
-            "weights and prompts are random. Drafters are shapes, too: NAME=CONFIG, or CONFIG.",
-        ),
-    ] = None,
-    synthetic_acceptance: Annotated[
-        float | None,
-        typer.Option(
-            metavar="P",
-            min=0,
-            max=1,
-            help="Make drafters right with this probability. What is generated means nothing.",
-        ),
-    ] = None,
+    random_weights: RandomWeightsOption = None,
+    synthetic_acceptance: SyntheticAcceptanceOption = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
     from penstock.cli.numbers import whole_numbers
-    from penstock.config import ConfigError, parse_config
-    from penstock.engine.build import load_engine
+    from penstock.config import ConfigError
     from penstock.engine.models.config import CheckpointError
     from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
 
+    settings: dict[str, Any] = {
+        "dtype": dtype,
+        "device": device,
+        "attention": attention_backend,
+        # A prompt that is measured twice must be computed twice.
+        "prefix_caching": False,
+    }
+    if random_weights is not None or synthetic_acceptance is not None:
+        settings["backend"] = "graphs"
     with one_line(ConfigError, CheckpointError):
         batches = whole_numbers("--batch", batch)
-        settings: dict[str, Any] = {
-            "dtype": dtype,
-            "device": device,
-            "attention": attention_backend,
-            # A prompt that is measured twice must be computed twice.
-            "prefix_caching": False,
-        }
-        if random_weights is not None or synthetic_acceptance is not None:
-            settings["backend"] = "graphs"
         settings, prompts, shapes = (
             _checkpoints(settings, target, drafter or (), domain)
             if random_weights is None
@@ -100,17 +104,31 @@ def engine(
             prompts = cut_prompts(prompts, prompt_tokens)
         longest = max(len(p.token_ids) for p in prompts) + new_tokens
         settings["kv_tokens"] = max(batches) * (longest + 32)
-        built = load_engine(parse_config({"engine": settings}).engine, shapes, synthetic_acceptance)
-        if longest > built.max_model_len:
-            raise ConfigError(
-                f"prompts and new tokens are up to {longest} tokens, more than the context of "
-                f"{built.max_model_len}"
-            )
+        built = _built(settings, shapes, synthetic_acceptance, longest)
     cells: list[str | None] = [None, *settings["drafters"]]
     options = BenchOptions(batches, new_tokens, temperature, repeats)
-    with _progress(len(batches) * len(cells) * (repeats + 1)) as advance:
-        runs = bench_engine(built, prompts, cells, options, lambda *_: advance())
+    with progress(len(batches) * len(cells) * (repeats + 1), "measuring") as advance:
+        runs = bench_engine(built, prompts, cells, options, lambda *_: advance(1))
     _report(built, runs, as_json)
+
+
+def _built(
+    settings: dict[str, Any],
+    shapes: dict[str, DecoderConfig] | None,
+    synthetic_acceptance: float | None,
+    longest: int,
+) -> Engine:
+    """An engine that takes requests of `longest` tokens. Raises: ConfigError, CheckpointError."""
+    from penstock.config import ConfigError, parse_config
+    from penstock.engine.build import load_engine
+
+    engine = load_engine(parse_config({"engine": settings}).engine, shapes, synthetic_acceptance)
+    if longest > engine.max_model_len:
+        raise ConfigError(
+            f"prompts and new tokens are up to {longest} tokens, more than the context of "
+            f"{engine.max_model_len}"
+        )
+    return engine
 
 
 def _checkpoints(
@@ -171,16 +189,6 @@ def _prompts(target: Path, domain: str | None) -> list[Prompt]:
         for one_of_each in zip(*by_domain, strict=False)
         for p in one_of_each
     ]
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[], None]]:
-    from rich.console import Console
-    from rich.progress import Progress
-
-    with Progress(console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task("measuring", total=total)
-        yield lambda: progress.advance(task)
 
 
 def _report(engine: Engine, runs: list[BenchRun], as_json: bool) -> None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,29 +19,24 @@ from penstock.cli.drafter_options import (
     DrafterSecondsOption,
     DrafterTexts,
 )
-from penstock.cli.simulate import (
+from penstock.cli.progress import progress
+from penstock.cli.simulator import Load, Server, Targets, bad_input, describe, make_server
+from penstock.cli.simulator_options import (
     AdmissionOption,
     AllocationOption,
     ArrivalsOption,
     BlockSizeOption,
     JsonOption,
     KvTokensOption,
-    Load,
     PlotOption,
     ProfileOption,
     SeedOption,
     SelectionOption,
-    Server,
     SetOption,
-    Targets,
     TimeScaleOption,
     TpotOption,
     TtftOption,
     WorkloadOption,
-    bad_input,
-    describe,
-    make_server,
-    progress,
 )
 
 if TYPE_CHECKING:
@@ -53,6 +49,16 @@ _LEAST = 0.05
 _DESCENTS = 3
 _PLOTTED = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)
 
+HighestOption = Annotated[
+    float | None,
+    typer.Option(help="Begin to search below this load. Default: the fluid bound."),
+]
+RequestsOption = Annotated[
+    int | None,
+    typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
+]
+SeedsOption = Annotated[int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on.")]
+
 
 def capacity(
     workload: WorkloadOption,
@@ -60,10 +66,7 @@ def capacity(
     admission: AdmissionOption,
     allocation: AllocationOption = "throughput",
     selection: SelectionOption = "single",
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Begin to search below this load. Default: the fluid bound."),
-    ] = None,
+    rate: HighestOption = None,
     arrivals: ArrivalsOption = None,
     time_scale: TimeScaleOption = 1.0,
     kv_tokens: KvTokensOption = None,
@@ -75,14 +78,9 @@ def capacity(
     drafter_capacity: DrafterCapacityOption = None,
     ttft_p99: TtftOption = None,
     tpot_p99: TpotOption = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
-    ] = None,
+    requests: RequestsOption = None,
     seed: SeedOption = 0,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on.")
-    ] = 1,
+    seeds: SeedsOption = 1,
     plot: PlotOption = None,
     as_json: JsonOption = False,
 ) -> None:
@@ -91,8 +89,7 @@ def capacity(
     Stable: when the last request arrives fewer than 1.5% of all are unfinished, and at least 96% of
     the offered tokens delivered; and p99 of TTFT and TPOT are within the targets that are given.
     """
-    from penstock.sim.planner import load_bound
-    from penstock.sim.plots import check_target, plot_load
+    from penstock.sim.plots import check_target
 
     targets = Targets(ttft_p99, tpot_p99)
     with bad_input():
@@ -108,35 +105,19 @@ def capacity(
         )
         load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
         lengths = LoadedWorkload.of(load)
-        base = server.base
-        bound = load_bound(
-            base.profile, lengths.workload, server.kv_tokens, base.acceptance, base.drafters
-        )
+        bound = _bound(server, lengths.workload)
         highest = bound if rate is None else rate
         # What is wrong with any load is wrong with the first.
         server.setup(lengths.at(highest * _LEAST))
         if plot is not None:
             check_target(plot)
-    found = []
-    with progress(None, "searching") as advance:
-        for number in range(seed, seed + seeds):
-            seeded = LoadedWorkload.of(load.with_seed(number))
-            found.append(search(server, seeded.at, highest, targets, lambda: advance(1)))
-    mean = statistics.fmean(found)
+    loads = (load.with_seed(number) for number in range(seed, seed + seeds))
+    found = _search_each(server, loads, highest, targets)
     if plot is not None:
-        points = measure(server, lengths.at, mean)
-        with bad_input():
-            title = f"{lengths.workload.name}, {admission}, {base.profile.name}"
-            plot_load(points, mean, bound, plot, title)
-    figures = {
-        "capacity_requests_per_s": mean,
-        "bound_requests_per_s": bound,
-        "fraction": mean / bound,
-        "interval_95": interval_95(found),
-        "by_seed": found,
-    }
+        _plot(server, lengths, statistics.fmean(found), bound, plot)
+    figures = _figures(found, bound)
     if as_json:
-        print(json.dumps({**describe(base, lengths.workload), **figures}, allow_nan=False))
+        print(json.dumps({**describe(server.base, lengths.workload), **figures}, allow_nan=False))
         return
     _print(figures)
 
@@ -156,8 +137,6 @@ class LoadedWorkload:
 
         Raises: WorkloadError, PlanError.
         """
-        from pathlib import Path
-
         from penstock.sim.arrivals import parse_arrivals
         from penstock.sim.planner import mean_rate
         from penstock.sim.workloads import MIXES, load_workload
@@ -180,6 +159,25 @@ class LoadedWorkload:
         if self.recorded_rate is None or times is None:
             return self.load.make(rate)
         return replace(self.workload, arrival_time=times * (self.recorded_rate / rate))
+
+
+def _bound(server: Server, workload: Workload) -> float:
+    """The fluid model's, in requests a second."""
+    from penstock.sim.planner import load_bound
+
+    base = server.base
+    return load_bound(base.profile, workload, server.kv_tokens, base.acceptance, base.drafters)
+
+
+def _search_each(
+    server: Server, loads: Iterable[Load], highest: float, targets: Targets
+) -> list[float]:
+    """The capacity of every load."""
+    with progress(None, "searching") as advance:
+        return [
+            search(server, LoadedWorkload.of(load).at, highest, targets, lambda: advance(1))
+            for load in loads
+        ]
 
 
 def search(
@@ -240,6 +238,30 @@ def measure(
             )
             advance(1)
     return points
+
+
+def _plot(
+    server: Server, lengths: LoadedWorkload, capacity: float, bound: float, path: Path
+) -> None:
+    """Draw what whole runs show around the capacity."""
+    from penstock.sim.plots import plot_load
+
+    points = measure(server, lengths.at, capacity)
+    title = f"{lengths.workload.name}, {server.base.admission}, {server.base.profile.name}"
+    with bad_input():
+        plot_load(points, capacity, bound, path, title)
+
+
+def _figures(found: list[float], bound: float) -> dict[str, Any]:
+    """Of the capacities with several seeds."""
+    mean = statistics.fmean(found)
+    return {
+        "capacity_requests_per_s": mean,
+        "bound_requests_per_s": bound,
+        "fraction": mean / bound,
+        "interval_95": interval_95(found),
+        "by_seed": found,
+    }
 
 
 def interval_95(values: list[float]) -> list[float] | None:

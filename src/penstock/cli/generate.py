@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.engine_options import DtypeOption, NoSpeculationOption
 from penstock.cli.failures import one_line
 
 
@@ -13,7 +14,7 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="Text to go on from.", metavar="PROMPT")],
     max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 128,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: DtypeOption = "auto",
     drafter: Annotated[
         str | None,
         typer.Option(
@@ -21,9 +22,7 @@ def generate(
             help="Use this drafter only; a bare NAME is a bundled one or `ngram`.",
         ),
     ] = None,
-    no_speculation: Annotated[
-        bool, typer.Option("--no-speculation", help="Load no drafters.")
-    ] = False,
+    no_speculation: NoSpeculationOption = False,
     stats: Annotated[
         bool, typer.Option("--stats", help="Say how fast it was, on standard error.")
     ] = False,

@@ -8,23 +8,20 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.drafter_options import DrafterTexts
-from penstock.cli.simulate import (
+from penstock.cli.figures import print_figures
+from penstock.cli.progress import progress
+from penstock.cli.simulator import Load, Targets, bad_input, make_server
+from penstock.cli.simulator_options import (
     ArrivalsOption,
     JsonOption,
     KvTokensOption,
-    Load,
     ProfileOption,
     RateOption,
     SeedOption,
-    Targets,
     TimeScaleOption,
     TpotOption,
     TtftOption,
     WorkloadOption,
-    bad_input,
-    make_server,
-    print_figures,
-    progress,
 )
 
 if TYPE_CHECKING:

@@ -9,6 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli.engine_options import (
+    BatchOption,
+    DeviceOption,
+    DrafterOption,
+    DtypeOption,
+    TargetArgument,
+)
 from penstock.cli.failures import one_line
 
 if TYPE_CHECKING:
@@ -23,6 +30,14 @@ app = typer.Typer(no_args_is_help=True, help="Step-time profiles: measured, fitt
 _SHOWN_COUNTS = (1, 8, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
 _DECODE_CONTEXT = 500
 _KV_TOKENS = 65_536
+
+ContextsOption = Annotated[
+    str, typer.Option(help="Tokens before each request's step, separated by commas.")
+]
+KvTokensOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="KV tokens of the machine that is described. [65536]"),
+]
 
 
 @app.command()
@@ -83,23 +98,13 @@ def fit(
 @app.command()
 def measure(
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
-    target: Annotated[
-        str | None, typer.Argument(help="Checkpoint folder or bundled target.", show_default=False)
-    ] = None,
-    drafter: Annotated[
-        list[str] | None,
-        typer.Option(help="NAME=PATH, a bundled drafter's name, or ngram; repeatable."),
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
-    batch: Annotated[str, typer.Option(help="Batch sizes, separated by commas.")] = "1,2,4,8,16,32",
-    contexts: Annotated[
-        str, typer.Option(help="Tokens before each request's step, separated by commas.")
-    ] = "64,512",
-    kv_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="KV tokens of the machine that is described. [65536]"),
-    ] = None,
+    target: TargetArgument = None,
+    drafter: DrafterOption = None,
+    dtype: DtypeOption = "auto",
+    device: DeviceOption = "cpu",
+    batch: BatchOption = "1,2,4,8,16,32",
+    contexts: ContextsOption = "64,512",
+    kv_tokens: KvTokensOption = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: PyTorch's.")
     ] = None,
@@ -109,7 +114,7 @@ def measure(
     """Measure a target and its drafters on this machine, alone and together."""
     from penstock.cli.models import with_models
     from penstock.cli.numbers import whole_numbers
-    from penstock.cli.simulate import progress
+    from penstock.cli.progress import progress
     from penstock.config import ConfigError, parse_config
     from penstock.engine.build import load_engine
     from penstock.engine.measure import Grid, num_measurements

@@ -58,7 +58,7 @@ def fit(
     new_tokens: Annotated[int, typer.Option(min=16, help="Most tokens a request makes.")] = 256,
 ) -> None:
     """Fit how requests of each domain differ in acceptance, for the simulator; takes minutes."""
-    from penstock.cli.simulate import progress
+    from penstock.cli.progress import progress
     from penstock.config import ConfigError
     from penstock.zoo.fit import measure_acceptance, write_acceptance
     from penstock.zoo.registry import DOMAINS

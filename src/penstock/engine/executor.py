@@ -6,11 +6,9 @@ Compiled kernels and PyTorch's operators let go of the interpreter, so that they
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -27,91 +25,33 @@ from penstock.core.types import (
     Replayed,
     StepPlan,
     StepResult,
-    Verdict,
-    VerifyItem,
 )
-from penstock.core.work import step_work
 from penstock.engine.batch import BatchWriter, RaggedBatch
-from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
-from penstock.engine.lane_threads import LaneThreads, Turn, Turns
+from penstock.engine.drafters.base import Draft, LocalDrafter
+from penstock.engine.lane_threads import LaneThreads, Turns
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.sequences import BlockTables, TokenBuffer
+from penstock.engine.steps import (
+    Done,
+    DraftsAtHand,
+    Job,
+    StepMarks,
+    draft_time,
+    orders_of,
+    sampled_of,
+    verdicts_of,
+    verified,
+)
 from penstock.engine.streams import own_stream
-from penstock.engine.verifier import Decided, Drafted, Verifier
+from penstock.engine.verifier import Verifier
 
-_NO_DRAFT = Draft([], [])
 _MOST_FAILURES = 3
 """Steps of a drafter's lane that may fail one after the other."""
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class _Drafted:
-    """Drafts at hand for a step: by request, with the distributions of each drafter's batch."""
-
-    by_request: dict[str, tuple[Draft, int]] = field(default_factory=dict)
-    probs: list[torch.Tensor] = field(default_factory=list)
-    num_probs: int = 0
-    times: list[DraftTime] = field(default_factory=list)
-
-    def add(self, orders: Sequence[DraftOrder], drafts: Drafts) -> None:
-        for order, draft in zip(orders, drafts.drafts, strict=True):
-            self.by_request[order.request_id] = (draft, self.num_probs)
-        if drafts.probs is not None:
-            self.probs.append(drafts.probs)
-            self.num_probs += drafts.probs.shape[0]
-
-    def hold(self, request_id: str, draft: Draft, probs: torch.Tensor | None) -> None:
-        """Bring in a draft that was made in an earlier step."""
-        self.by_request[request_id] = (draft, self.num_probs)
-        if probs is not None:
-            self.probs.append(probs)
-            self.num_probs += probs.shape[0]
-
-    def draft_of(self, item: VerifyItem) -> tuple[list[int], list[int]]:
-        """Token ids, and rows of the joined `probs`, of an item's draft."""
-        draft, offset = self.by_request.get(item.request_id, (_NO_DRAFT, 0))
-        rows = [r if r < 0 else r + offset for r in draft.prob_rows]
-        return draft.token_ids[: item.num_draft_tokens], rows[: item.num_draft_tokens]
-
-    def joined_probs(self) -> torch.Tensor | None:
-        return torch.cat(self.probs) if self.probs else None
-
-
-@dataclass(slots=True)
-class _Job:
-    """A plan with everything that its thread may look at. num_threads: for the kernels."""
-
-    plan: StepPlan
-    texts: Mapping[str, TokenBuffer]
-    turns: Sequence[Turn]
-    recalled: Sequence[tuple[str, Draft, torch.Tensor | None]]
-    receiving_since: float | None
-    num_threads: int
-
-    @contextlib.contextmanager
-    def all_turns(self) -> Iterator[None]:
-        """While every model that the plan uses is its own."""
-        try:
-            for turn in self.turns:
-                turn.begin()
-            yield
-        finally:
-            for turn in self.turns:
-                turn.ended.set()
-
-
-@dataclass(slots=True)
-class _Done:
-    """A plan that was carried out. Drafts of a lane are held from when this is collected."""
-
-    plan: StepPlan
-    result: StepResult
-    drafted: _Drafted
 
 
 class LocalExecutor:
@@ -138,8 +78,8 @@ class LocalExecutor:
         self._held = HeldDrafts()
         self.remote = RemoteOrders()
         self._turns = {name: Turns() for name in (TARGET, *self.drafters)}
-        self._threads: LaneThreads[_Done] = LaneThreads()
-        self._queue: deque[_Job] = deque()
+        self._threads: LaneThreads[Done] = LaneThreads()
+        self._queue: deque[Job] = deque()
         self._sent: list[StepResult] = []
         self._failures: Counter[str] = Counter()
         self._broken: list[str] = []
@@ -219,7 +159,7 @@ class LocalExecutor:
                 results.append(self._finish(self._verify(job)))
         return results
 
-    def _finish(self, done: _Done) -> StepResult:
+    def _finish(self, done: Done) -> StepResult:
         """Take in what a thread has done."""
         plan, result = done.plan, done.result
         phases = result.phases
@@ -246,8 +186,8 @@ class LocalExecutor:
         self._held.forget(request_id)
         self.remote.forget(request_id)
 
-    def _job(self, plan: StepPlan) -> _Job:
-        orders = _orders(plan)
+    def _job(self, plan: StepPlan) -> Job:
+        orders = orders_of(plan)
         models = {o.drafter for o in orders} | ({TARGET} if plan.items else set())
         ids = {i.request_id for i in plan.items} | {o.request_id for o in orders}
         recalled = []
@@ -256,7 +196,7 @@ class LocalExecutor:
             if held is not None and item.source is DraftSource.HELD:
                 recalled.append((item.request_id, *held))
         now = self._clock.now()
-        return _Job(
+        return Job(
             plan,
             {i: self._texts[i] for i in ids},
             [self._turns[m].take() for m in sorted(models)],
@@ -273,10 +213,10 @@ class LocalExecutor:
             StepResult(plan_id=plan.id, lane=plan.lane, started_at=now, finished_at=now)
         )
 
-    def _draft_beside(self, job: _Job) -> _Done:
+    def _draft_beside(self, job: Job) -> Done:
         """A drafter's own lane. If it fails its requests go on without it."""
         plan, started_at = job.plan, self._clock.now()
-        drafted = _Drafted()
+        drafted = DraftsAtHand()
         replays: tuple[Replayed, ...] = ()
         failures: tuple[Failure, ...] = ()
         try:
@@ -297,24 +237,24 @@ class LocalExecutor:
             phases=PhaseTimes(draft=finished_at - started_at),
             draft_times=tuple(drafted.times),
         )
-        return _Done(plan, result, drafted)
+        return Done(plan, result, drafted)
 
-    def _verify_beside(self, job: _Job) -> _Done:
+    def _verify_beside(self, job: Job) -> Done:
         with own_stream(self.target.device):
             return self._verify(job)
 
-    def _carry_out(self, job: _Job) -> tuple[_Drafted, tuple[Replayed, ...]]:
+    def _carry_out(self, job: Job) -> tuple[DraftsAtHand, tuple[Replayed, ...]]:
         """The draft orders of a plan, then those that only read."""
-        orders = _orders(job.plan)
+        orders = orders_of(job.plan)
         drafted = self._draft([o for o in orders if o.max_draft_tokens], job)
         replays = self._replay([o for o in orders if not o.max_draft_tokens], job, drafted.times)
         return drafted, replays
 
-    def _verify(self, job: _Job) -> _Done:
+    def _verify(self, job: Job) -> Done:
         with job.all_turns(), torch.inference_mode():
             return self._verify_batch(job)
 
-    def _verify_batch(self, job: _Job) -> _Done:
+    def _verify_batch(self, job: Job) -> Done:
         plan = job.plan
         started_at = self._clock.now()
         drafted, replays = self._carry_out(job)
@@ -323,45 +263,23 @@ class LocalExecutor:
             drafted.hold(*held)
         drafts = [drafted.draft_of(item) for item in plan.items]
         batch = self._batch(job, [tokens for tokens, _ in drafts])
-        sampled = [
-            Drafted(job.texts[item.request_id], item.start + item.num_scheduled_tokens, *draft)
-            for item, draft in zip(plan.items, drafts, strict=True)
-            if item.samples
-        ]
+        sampled = sampled_of(job, drafts)
         built_at = self._clock.now()
         _share_threads(self.target, job.num_threads)
         scores = self._verifier.forward(batch, sampled)
         verified_at = self._clock.now()
         decided = self._verifier.decide(scores, sampled, drafted.joined_probs())
-        verdicts = _verdicts(plan.items, sampled, decided)
+        verdicts = verdicts_of(plan.items, sampled, decided)
         finished_at = self._clock.now()
-        since = started_at if job.receiving_since is None else job.receiving_since
-        result = StepResult(
-            plan_id=plan.id,
-            lane=plan.lane,
-            started_at=started_at,
-            finished_at=finished_at,
-            verdicts=verdicts,
-            replays=replays,
-            phases=PhaseTimes(
-                draft=drafted_at - started_at,
-                receive=started_at - since,
-                verify=verified_at - built_at,
-                sample=finished_at - verified_at,
-                other=built_at - drafted_at,
-            ),
-            draft_times=tuple(drafted.times),
-            num_rows=batch.num_tokens,
-            work=step_work(plan),
-            work_seconds=finished_at - drafted_at,
-        )
-        return _Done(plan, result, drafted)
+        draft_s, other_s = drafted_at - started_at, built_at - drafted_at
+        marks = StepMarks(started_at, verified_at, finished_at, draft_s, other_s)
+        return verified(job, drafted, verdicts, batch.num_tokens, marks, replays)
 
     # --- drafting -------------------------------------------------------------------------------
 
-    def _draft(self, orders: Sequence[DraftOrder], job: _Job) -> _Drafted:
+    def _draft(self, orders: Sequence[DraftOrder], job: Job) -> DraftsAtHand:
         """All orders of a step, one batch for each drafter."""
-        drafted = _Drafted()
+        drafted = DraftsAtHand()
         for name, drafter in self.drafters.items():
             mine = [o for o in orders if o.drafter == name]
             if not mine:
@@ -371,19 +289,11 @@ class LocalExecutor:
             drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
             seconds = self._clock.now() - started_at
             drafted.add(mine, drafts)
-            drafted.times.append(
-                DraftTime(
-                    drafter=name,
-                    batch=len(mine),
-                    steps=max(o.max_draft_tokens for o in mine),
-                    num_catch_up_tokens=sum(o.num_catch_up_tokens for o in mine),
-                    seconds=seconds,
-                )
-            )
+            drafted.times.append(draft_time(mine, seconds))
         return drafted
 
     def _replay(
-        self, orders: Sequence[DraftOrder], job: _Job, times: list[DraftTime]
+        self, orders: Sequence[DraftOrder], job: Job, times: list[DraftTime]
     ) -> tuple[Replayed, ...]:
         """Orders that only read, after those that draft."""
         replays: list[Replayed] = []
@@ -395,11 +305,10 @@ class LocalExecutor:
             _share_threads(getattr(drafter, "runner", None), job.num_threads)
             replays += drafter.replay(mine, [job.texts[o.request_id] for o in mine])
             seconds = self._clock.now() - started_at
-            num_tokens = sum(o.num_catch_up_tokens for o in mine)
-            times.append(DraftTime(name, len(mine), 0, num_tokens, seconds))
+            times.append(draft_time(mine, seconds))
         return tuple(replays)
 
-    def _hold(self, order: DraftOrder, drafted: _Drafted) -> DraftReady:
+    def _hold(self, order: DraftOrder, drafted: DraftsAtHand) -> DraftReady:
         """Keep a draft of a drafter's own lane until its verification."""
         draft, offset = drafted.by_request.pop(order.request_id)
         probs = drafted.joined_probs() if any(r >= 0 for r in draft.prob_rows) else None
@@ -413,7 +322,7 @@ class LocalExecutor:
 
     # --- verification ---------------------------------------------------------------------------
 
-    def _batch(self, job: _Job, drafts: Sequence[list[int]]) -> RaggedBatch:
+    def _batch(self, job: Job, drafts: Sequence[list[int]]) -> RaggedBatch:
         writer = BatchWriter()
         items = job.plan.items
         for item, draft in zip(items, drafts, strict=True):
@@ -423,40 +332,6 @@ class LocalExecutor:
             writer.add(item.start, tokens + draft, len(draft) + 1 if item.samples else 0)
         num_blocks = -(-writer.longest // self.target.block_size)
         return writer.batch(self._tables.gather([i.request_id for i in items], num_blocks))
-
-
-def _verdicts(
-    items: Sequence[VerifyItem], sampled: Sequence[Drafted], decided: Sequence[Decided]
-) -> tuple[Verdict, ...]:
-    """Chunks of prefill have nothing to tell; what was decided is appended to the texts."""
-    verdicts = []
-    answers = zip(sampled, decided, strict=True)
-    for item in items:
-        if not item.samples:
-            verdicts.append(Verdict(item.request_id, item.epoch, item.round))
-            continue
-        drafted, answer = next(answers)
-        drafted.text.append(answer.token_ids)
-        num_proposed = len(drafted.token_ids)
-        verdicts.append(
-            Verdict(
-                request_id=item.request_id,
-                epoch=item.epoch,
-                round=item.round,
-                token_ids=tuple(answer.token_ids),
-                drafter=item.drafter if num_proposed else None,
-                num_proposed=num_proposed,
-                num_accepted=answer.num_accepted,
-                num_decided=answer.num_decided,
-                evidence=answer.evidence,
-                logprobs=answer.logprobs,
-            )
-        )
-    return tuple(verdicts)
-
-
-def _orders(plan: StepPlan) -> list[DraftOrder]:
-    return [*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)]
 
 
 def _share_threads(runner: ModelRunner | None, num_threads: int) -> None:

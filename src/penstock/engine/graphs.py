@@ -19,8 +19,9 @@ from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.static import StaticDecoder
-from penstock.engine.operations import Operations, TorchOperations
+from penstock.engine.operations import Operations
 from penstock.engine.static import MAX_WINDOW, Capacity, StaticBatch
+from penstock.engine.torch_operations import TorchOperations
 
 ROWS = (*(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320), 384, 448, 512)
 WINDOWS = (1, 2, 4, 8, MAX_WINDOW)
@@ -165,7 +166,7 @@ class GraphRunner:
         self.cache = runner.cache
         operations: Operations
         if why_not_triton(self.cache.device) is None:
-            from penstock.engine.kernels.operations import TritonOperations
+            from penstock.engine.kernels.triton_operations import TritonOperations
 
             operations = TritonOperations(self.cache, runner.config.num_heads)
         else:

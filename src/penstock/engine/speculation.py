@@ -14,26 +14,28 @@ import numpy as np
 import torch
 
 from penstock.core.ports import Clock
-from penstock.core.types import DraftOrder, DraftTime, PhaseTimes, StepResult
-from penstock.core.work import step_work
+from penstock.core.types import DraftOrder
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.drafters.model import ModelDrafter
-from penstock.engine.executor import (
-    LocalExecutor,
-    _Done,
-    _Drafted,
-    _Job,
-    _orders,
-    _verdicts,
-)
+from penstock.engine.executor import LocalExecutor
 from penstock.engine.graphs import Draws, GraphRunner
 from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import SamplingTable, TokenBuffer
 from penstock.engine.static import MAX_WINDOW
-from penstock.engine.verifier import Drafted
+from penstock.engine.steps import (
+    Done,
+    DraftsAtHand,
+    Job,
+    StepMarks,
+    draft_time,
+    orders_of,
+    sampled_of,
+    verdicts_of,
+    verified,
+)
 
 
 class GraphDrafter(ModelDrafter):
@@ -125,7 +127,7 @@ class DeviceExecutor(LocalExecutor):
         self._graphs = target
         self._sampling = SamplingTable()
 
-    def _verify_batch(self, job: _Job) -> _Done:
+    def _verify_batch(self, job: Job) -> Done:
         if not self._is_recorded(job):
             return super()._verify_batch(job)
         plan, clock = job.plan, self._clock
@@ -138,37 +140,17 @@ class DeviceExecutor(LocalExecutor):
         batch = self._batch(job, [tokens for tokens, _ in drafts])
         samples = self._step(job, batch, started, drafts)
         verified_at = clock.now()
-        sampled = [
-            Drafted(job.texts[item.request_id], item.start + item.num_scheduled_tokens, *draft)
-            for item, draft in zip(plan.items, drafts, strict=True)
-        ]
-        verdicts = _verdicts(plan.items, sampled, self._verifier.decide(samples, sampled, None))
+        sampled = sampled_of(job, drafts)
+        verdicts = verdicts_of(plan.items, sampled, self._verifier.decide(samples, sampled, None))
         finished_at = clock.now()
-        times = [replace(t, seconds=watch.seconds(n)) for n, t in enumerate(drafted.times)]
-        draft_s = sum(t.seconds for t in times)
-        since = started_at if job.receiving_since is None else job.receiving_since
-        result = StepResult(
-            plan_id=plan.id,
-            lane=plan.lane,
-            started_at=started_at,
-            finished_at=finished_at,
-            verdicts=verdicts,
-            phases=PhaseTimes(
-                draft=draft_s,
-                receive=started_at - since,
-                verify=verified_at - started_at - draft_s,
-                sample=finished_at - verified_at,
-            ),
-            draft_times=tuple(times),
-            num_rows=batch.num_tokens,
-            work=step_work(plan),
-            work_seconds=finished_at - started_at - draft_s,
-        )
-        return _Done(plan, result, drafted)
+        drafted.times = [replace(t, seconds=watch.seconds(n)) for n, t in enumerate(drafted.times)]
+        draft_s = sum(t.seconds for t in drafted.times)
+        marks = StepMarks(started_at, verified_at, finished_at, draft_s)
+        return verified(job, drafted, verdicts, batch.num_tokens, marks)
 
-    def _is_recorded(self, job: _Job) -> bool:
+    def _is_recorded(self, job: Job) -> bool:
         """Whether nothing in the step has to look at a draft, or at logits, before its end."""
-        items, orders = job.plan.items, _orders(job.plan)
+        items, orders = job.plan.items, orders_of(job.plan)
         counts = [i.num_scheduled_tokens + i.num_draft_tokens for i in items]
         if not items or not self._graphs.holds(sum(counts), max(counts)):
             return False
@@ -180,10 +162,10 @@ class DeviceExecutor(LocalExecutor):
         params, ratio = self._sampling.of(texts)
         return not ratio.any() and not params.has_filters
 
-    def _start(self, job: _Job, watch: _Stopwatch) -> tuple[_Started, _Drafted]:
+    def _start(self, job: Job, watch: _Stopwatch) -> tuple[_Started, DraftsAtHand]:
         """Have all drafts made. Those that will come later stand as zeros for the time being."""
-        drafted, started = _Drafted(), _Started([], [])
-        orders = _orders(job.plan)
+        drafted, started = DraftsAtHand(), _Started([], [])
+        orders = orders_of(job.plan)
         for name, drafter in self.drafters.items():
             mine = [o for o in orders if o.drafter == name]
             if not mine:
@@ -200,20 +182,12 @@ class DeviceExecutor(LocalExecutor):
                     started.orders.append(mine)
                     started.tokens.append(tokens)
             drafted.add(mine, drafts)
-            drafted.times.append(
-                DraftTime(
-                    drafter=name,
-                    batch=len(mine),
-                    steps=max(o.max_draft_tokens for o in mine),
-                    num_catch_up_tokens=sum(o.num_catch_up_tokens for o in mine),
-                    seconds=0.0,
-                )
-            )
+            drafted.times.append(draft_time(mine, 0.0))
         return started, drafted
 
     def _step(
         self,
-        job: _Job,
+        job: Job,
         batch: RaggedBatch,
         started: _Started,
         drafts: Sequence[tuple[list[int], list[int]]],

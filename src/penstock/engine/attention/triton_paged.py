@@ -112,7 +112,7 @@ class Backend:
     def plan(self, batch: StaticBatch) -> Pieces:
         """Cut the sequences as they are now into pieces."""
         capacity, device = batch.capacity, self._cache.device
-        block_m = max(16, _power_of_2(capacity.window * self._group))
+        block_m = max(16, power_of_2(capacity.window * self._group))
         kv_heads, dim = self._cache.num_kv_heads, self._cache.head_dim
         parts = (capacity.pieces, kv_heads, block_m)
         pieces = Pieces(
@@ -134,7 +134,7 @@ class Backend:
             pieces.first_piece,
             capacity.seqs,
             capacity.pieces,
-            BLOCK_SEQS=_power_of_2(capacity.seqs),
+            BLOCK_SEQS=power_of_2(capacity.seqs),
             BLOCK_PIECES=_PLANNED_TOGETHER,
             **self._launch.options(),
         )
@@ -144,7 +144,7 @@ class Backend:
         """Attention of rows [num_rows, num_heads, head_dim]; those of no sequence get anything."""
         cache, batch = self._cache, pieces.batch
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
-        dim, block_dim = cache.head_dim, max(16, _power_of_2(cache.head_dim))
+        dim, block_dim = cache.head_dim, max(16, power_of_2(cache.head_dim))
         self._kernels.attend_pieces[(batch.capacity.pieces, cache.num_kv_heads)](
             q,
             cache.layers[layer],
@@ -249,6 +249,6 @@ def _windows(batch: RaggedBatch) -> RaggedBatch:
     )
 
 
-def _power_of_2(number: int) -> int:
+def power_of_2(number: int) -> int:
     """The smallest that is not below."""
     return 1 << max(0, number - 1).bit_length()

@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import torch
 
-from penstock.engine.build import why_not_native
 from penstock.engine.drafters.proposers import ModelProposer, Quantise
 from penstock.engine.eager import EagerRunner
-from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.native.runner import DTYPES, NativeRunner
 from penstock.engine.native.sampler import sample_natively
+from penstock.engine.resolve import affordable_blocks, why_not_native
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, sample_coupled
 
 _BLOCK_SIZE = 16
-_MEMORY_SHARE = 0.25
-_DEFAULT_SEQUENCES = 64
 
 
 def load_model(path: Path, dtype_name: str, quantise: Quantise) -> ModelProposer:
@@ -32,7 +28,9 @@ def load_model(path: Path, dtype_name: str, quantise: Quantise) -> ModelProposer
     device = torch.device("cpu")
     dtype = resolve_dtype(dtype_name, device)
     config = DecoderConfig.from_pretrained(path)
-    num_blocks = _num_blocks(config, dtype)
+    num_blocks = affordable_blocks(
+        [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings
+    )
     threads = torch.get_num_threads()
     runner: ModelRunner
     sample: Sampler
@@ -45,10 +43,3 @@ def load_model(path: Path, dtype_name: str, quantise: Quantise) -> ModelProposer
         runner = EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
         sample = sample_coupled
     return ModelProposer(runner, quantise, sample)
-
-
-def _num_blocks(config: DecoderConfig, dtype: torch.dtype) -> int:
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    tokens = int(free * _MEMORY_SHARE) // kv_bytes_per_token(config, dtype)
-    wanted = _DEFAULT_SEQUENCES * config.max_position_embeddings
-    return max(1, min(tokens, wanted) // _BLOCK_SIZE)

@@ -1,10 +1,10 @@
-"""A decoder's steps by Triton: few rows read every matrix once, many go through the library."""
+"""A decoder's operations by Triton: few rows read a matrix once, many go through the library."""
 
 from __future__ import annotations
 
 import torch
 
-from penstock.engine.attention.triton_paged import Backend, Pieces
+from penstock.engine.attention.triton_paged import Backend, Pieces, power_of_2
 from penstock.engine.kernels import fused, launch, sampling
 from penstock.engine.kernels.tuning import Tile, Tuner
 from penstock.engine.kv_cache import PagedKVCache
@@ -200,8 +200,3 @@ def _gated(gate_up: torch.Tensor) -> torch.Tensor:
     grid = (rows, -(-size // _SWIGLU_CHUNK))
     fused.swiglu_rows[grid](gate_up, out, size, BLOCK=_SWIGLU_CHUNK, **launch.options())
     return out
-
-
-def power_of_2(number: int) -> int:
-    """The smallest that is not below `number`."""
-    return 1 << max(0, number - 1).bit_length()

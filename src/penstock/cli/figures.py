@@ -1,0 +1,65 @@
+"""The figures of a simulated run, for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def print_figures(figures: dict[str, Any], title: str) -> None:
+    """A table of times, and the rest in lines."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column("seconds")
+    for column in ("mean", "p50", "p99"):
+        table.add_column(column, justify="right")
+    for key, name in (
+        ("latency_s", "latency"),
+        ("ttft_s", "time to first token"),
+        ("tpot_s", "time per output token"),
+    ):
+        values = [figures[key][column] for column in ("mean", "p50", "p99")]
+        table.add_row(name, *("" if v is None else f"{v:.4g}" for v in values))
+    console = Console(highlight=False)
+    console.print(table)
+    for line in _lines(figures):
+        console.print(line, markup=False)
+
+
+def _lines(figures: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{figures['requests_completed']:,} requests completed, "
+        f"{figures['requests_refused']:,} refused, {figures['requests_unfinished']:,} unfinished"
+    )
+    yield (
+        f"{figures['throughput_requests_per_s']:.4g} requests/s, "
+        f"{figures['throughput_tokens_per_s']:.4g} tokens/s; {figures['steps']:,} steps, "
+        f"{figures['preemptions']:,} preemptions, KV peak {figures['kv_peak_tokens']:,} tokens"
+    )
+    if figures["stalled"]:
+        yield f"stalled: {figures['stalled']}"
+    if "slo_goodput" in figures:
+        met = ", ".join(f"{n} {'met' if ok else 'missed'}" for n, ok in figures["slo_met"].items())
+        yield f"{figures['slo_goodput']:.4g} requests/s within their targets; p99: {met}"
+    if "draft_tokens_proposed" in figures:
+        yield (
+            f"{figures['draft_tokens_proposed']:,} draft tokens, "
+            f"{figures['draft_tokens_accepted']:,} accepted"
+        )
+    if figures.get("drafters"):
+        shares = (f"{n} {own['rounds']:,}" for n, own in figures["drafters"].items())
+        yield (
+            f"rounds by drafter: {', '.join(shares)}; "
+            f"{figures['switches_per_request']:.3g} switches a request"
+        )
+    for name, own in figures.get("tenants", {}).items():
+        mean = own["latency_s"]["mean"]
+        yield (
+            f"tenant {name}: {own['throughput_tokens_per_s']:.4g} tokens/s, mean latency "
+            f"{'none' if mean is None else f'{mean:.4g} s'}"
+        )
+    if figures.get("jain") is not None:
+        yield f"Jain's index {figures['jain']:.4f}"
+    yield f"{figures['wall_s']:.2f} s of wall time"

@@ -1,0 +1,182 @@
+"""From the command line to a simulated server and its load."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from penstock.cli.drafter_options import DrafterTexts
+from penstock.cli.failures import one_line
+from penstock.cli.policy_settings import typed_settings
+
+if TYPE_CHECKING:
+    from penstock.sim.run import Setup
+    from penstock.sim.workloads import Workload
+
+
+def bad_input() -> AbstractContextManager[None]:
+    """Whatever the commands of the simulator refuse, as one line and exit code 2."""
+    from penstock.core.registry import PolicyError
+    from penstock.sim.planner import PlanError
+    from penstock.sim.plots import PlotError
+    from penstock.sim.profiles import ProfileError
+    from penstock.sim.workloads import WorkloadError
+
+    return one_line(PolicyError, PlanError, PlotError, ProfileError, WorkloadError, OSError)
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """Which requests, and how they come."""
+
+    spec: str
+    num_requests: int | None
+    arrivals: str | None
+    time_scale: float
+    seed: int
+    default_requests: int
+    """Of a mix; a trace comes whole."""
+
+    def with_seed(self, seed: int) -> Load:
+        return replace(self, seed=seed)
+
+    def make(self, rate: float | None) -> Workload:
+        """Raises: WorkloadError."""
+        from penstock.sim.workloads import MIXES, make_workload
+
+        num_requests = self.num_requests
+        if num_requests is None and self.spec in MIXES:
+            num_requests = self.default_requests
+        return make_workload(
+            self.spec,
+            num_requests=num_requests,
+            rate=rate,
+            arrivals=self.arrivals,
+            time_scale=self.time_scale,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Targets:
+    """p99 of TTFT and TPOT that are asked for, in seconds."""
+
+    ttft_p99: float | None = None
+    tpot_p99: float | None = None
+
+    @property
+    def given(self) -> dict[str, float]:
+        both = {"ttft_p99": self.ttft_p99, "tpot_p99": self.tpot_p99}
+        return {name: value for name, value in both.items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Server:
+    """A setup that may still want thresholds for its load."""
+
+    base: Setup
+    targets: Targets = field(default_factory=Targets)
+
+    @property
+    def kv_tokens(self) -> int:
+        return self.base.num_blocks * self.base.block_size
+
+    def setup(self, workload: Workload) -> Setup:
+        """Complete for a workload with arrivals. Raises: PlanError, PolicyError."""
+        from penstock.sim.planner import (
+            THRESHOLD_POLICIES,
+            check_thresholds_fit,
+            mean_rate,
+            threshold_options,
+        )
+        from penstock.sim.run import make_scheduler
+
+        base = self.base
+        given = base.admission_options
+        set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
+        if base.admission in THRESHOLD_POLICIES and not set_by_hand:
+            planned = threshold_options(
+                base.admission, base.profile, workload, mean_rate(workload), self.kv_tokens
+            )
+            base = replace(base, admission_options={**planned, **given})
+        make_scheduler(base)
+        check_thresholds_fit(base.admission, base.admission_options, workload, self.kv_tokens)
+        return base
+
+
+def make_server(
+    profile: str,
+    names: dict[str, str],
+    settings: Sequence[str],
+    drafters: DrafterTexts,
+    *,
+    kv_tokens: int | None,
+    block_size: int,
+    targets: Targets,
+    seed: int,
+    draft_servers: Path | None = None,
+    pipeline: str = "off",
+) -> Server:
+    """From the command line; names: of the policies, by kind.
+
+    Raises: ProfileError, PolicyError, WorkloadError, PlanError.
+    """
+    from penstock.core.pipeline import make_pipeline
+    from penstock.core.registry import policies
+    from penstock.sim.acceptance import AcceptanceByDrafter
+    from penstock.sim.drafters import parse_capacities
+    from penstock.sim.planner import PlanError
+    from penstock.sim.profiles import load_profile
+    from penstock.sim.run import Setup
+    from penstock.sim.servers import read_servers
+
+    for name, value in targets.given.items():
+        if not 0 < value < math.inf:
+            raise PlanError(f"--{name.replace('_', '-')} is a number of seconds over 0")
+    loaded = drafters.with_times(load_profile(profile))
+    memory = kv_tokens or loaded.kv_tokens
+    if memory < block_size:
+        raise PlanError(f"{memory} KV tokens hold no block of {block_size}")
+    try:
+        make_pipeline(pipeline)
+    except ValueError as error:
+        raise PlanError(str(error)) from error
+    options = typed_settings(names, settings)
+    known = policies("admission")[names["admission"]].Options.__dataclass_fields__
+    wanted = {name: value for name, value in targets.given.items() if name in known}
+    acceptance = drafters.models(seed)
+    servers, remote = read_servers(draft_servers, seed) if draft_servers else ((), None)
+    setup = Setup(
+        loaded,
+        admission=names["admission"],
+        admission_options={**wanted, **options["admission"]},
+        allocation=names["allocation"],
+        allocation_options=options["allocation"],
+        selection=names["selection"],
+        selection_options=options["selection"],
+        kv_tokens=memory,
+        block_size=block_size,
+        acceptance=AcceptanceByDrafter({**acceptance.models, **(remote.models if remote else {})}),
+        drafters=tuple(acceptance.models),
+        capacities=parse_capacities(drafters.capacities or (), tuple(acceptance.models)),
+        draft_servers=servers,
+        pipeline=pipeline,
+        seed=seed,
+    )
+    return Server(setup, targets)
+
+
+def describe(setup: Setup, workload: Workload) -> dict[str, Any]:
+    """What was run, for JSON."""
+    return {
+        "workload": workload.name,
+        "requests": len(workload),
+        "profile": setup.profile.name,
+        "kv_tokens": setup.num_blocks * setup.block_size,
+        "admission": setup.admission,
+        "options": setup.admission_options,
+    }

@@ -1,0 +1,191 @@
+"""What an executor hands from one part of a step to the next, whatever carries the step out."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from penstock.core.types import (
+    DraftOrder,
+    DraftTime,
+    PhaseTimes,
+    Replayed,
+    StepPlan,
+    StepResult,
+    Verdict,
+    VerifyItem,
+)
+from penstock.core.work import step_work
+from penstock.engine.drafters.base import Draft, Drafts
+from penstock.engine.lane_threads import Turn
+from penstock.engine.sequences import TokenBuffer
+from penstock.engine.verifier import Decided, Drafted
+
+_NO_DRAFT = Draft([], [])
+
+
+@dataclass(slots=True)
+class DraftsAtHand:
+    """Drafts at hand for a step: by request, with the distributions of each drafter's batch."""
+
+    by_request: dict[str, tuple[Draft, int]] = field(default_factory=dict)
+    probs: list[torch.Tensor] = field(default_factory=list)
+    num_probs: int = 0
+    times: list[DraftTime] = field(default_factory=list)
+
+    def add(self, orders: Sequence[DraftOrder], drafts: Drafts) -> None:
+        for order, draft in zip(orders, drafts.drafts, strict=True):
+            self.by_request[order.request_id] = (draft, self.num_probs)
+        if drafts.probs is not None:
+            self.probs.append(drafts.probs)
+            self.num_probs += drafts.probs.shape[0]
+
+    def hold(self, request_id: str, draft: Draft, probs: torch.Tensor | None) -> None:
+        """Bring in a draft that was made in an earlier step."""
+        self.by_request[request_id] = (draft, self.num_probs)
+        if probs is not None:
+            self.probs.append(probs)
+            self.num_probs += probs.shape[0]
+
+    def draft_of(self, item: VerifyItem) -> tuple[list[int], list[int]]:
+        """Token ids, and rows of the joined `probs`, of an item's draft."""
+        draft, offset = self.by_request.get(item.request_id, (_NO_DRAFT, 0))
+        rows = [r if r < 0 else r + offset for r in draft.prob_rows]
+        return draft.token_ids[: item.num_draft_tokens], rows[: item.num_draft_tokens]
+
+    def joined_probs(self) -> torch.Tensor | None:
+        return torch.cat(self.probs) if self.probs else None
+
+
+@dataclass(slots=True)
+class Job:
+    """A plan with everything that its thread may look at. num_threads: for the kernels."""
+
+    plan: StepPlan
+    texts: Mapping[str, TokenBuffer]
+    turns: Sequence[Turn]
+    recalled: Sequence[tuple[str, Draft, torch.Tensor | None]]
+    receiving_since: float | None
+    num_threads: int
+
+    @contextlib.contextmanager
+    def all_turns(self) -> Iterator[None]:
+        """While every model that the plan uses is its own."""
+        try:
+            for turn in self.turns:
+                turn.begin()
+            yield
+        finally:
+            for turn in self.turns:
+                turn.ended.set()
+
+
+@dataclass(slots=True)
+class Done:
+    """A plan that was carried out. Drafts of a lane are held from when this is collected."""
+
+    plan: StepPlan
+    result: StepResult
+    drafted: DraftsAtHand
+
+
+@dataclass(frozen=True, slots=True)
+class StepMarks:
+    """When a target step's parts were done, and seconds of those that precede the target's pass."""
+
+    started_at: float
+    verified_at: float
+    finished_at: float
+    draft_s: float
+    other_s: float = 0.0
+
+
+def orders_of(plan: StepPlan) -> list[DraftOrder]:
+    """All draft orders of a plan, those of its items among them."""
+    return [*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)]
+
+
+def draft_time(orders: Sequence[DraftOrder], seconds: float) -> DraftTime:
+    """Of the orders that one drafter has carried out together."""
+    return DraftTime(
+        drafter=orders[0].drafter,
+        batch=len(orders),
+        steps=max(o.max_draft_tokens for o in orders),
+        num_catch_up_tokens=sum(o.num_catch_up_tokens for o in orders),
+        seconds=seconds,
+    )
+
+
+def sampled_of(job: Job, drafts: Sequence[tuple[list[int], list[int]]]) -> list[Drafted]:
+    """What the target is to decide on. drafts: of all items, in their order."""
+    return [
+        Drafted(job.texts[item.request_id], item.start + item.num_scheduled_tokens, *draft)
+        for item, draft in zip(job.plan.items, drafts, strict=True)
+        if item.samples
+    ]
+
+
+def verdicts_of(
+    items: Sequence[VerifyItem], sampled: Sequence[Drafted], decided: Sequence[Decided]
+) -> tuple[Verdict, ...]:
+    """Chunks of prefill have nothing to tell; what was decided is appended to the texts."""
+    verdicts = []
+    answers = zip(sampled, decided, strict=True)
+    for item in items:
+        if not item.samples:
+            verdicts.append(Verdict(item.request_id, item.epoch, item.round))
+            continue
+        drafted, answer = next(answers)
+        drafted.text.append(answer.token_ids)
+        num_proposed = len(drafted.token_ids)
+        verdicts.append(
+            Verdict(
+                request_id=item.request_id,
+                epoch=item.epoch,
+                round=item.round,
+                token_ids=tuple(answer.token_ids),
+                drafter=item.drafter if num_proposed else None,
+                num_proposed=num_proposed,
+                num_accepted=answer.num_accepted,
+                num_decided=answer.num_decided,
+                evidence=answer.evidence,
+                logprobs=answer.logprobs,
+            )
+        )
+    return tuple(verdicts)
+
+
+def verified(
+    job: Job,
+    drafted: DraftsAtHand,
+    verdicts: Sequence[Verdict],
+    num_rows: int,
+    marks: StepMarks,
+    replays: Sequence[Replayed] = (),
+) -> Done:
+    """A target step that was carried out. num_rows: of the target's batch."""
+    plan, started_at = job.plan, marks.started_at
+    since = started_at if job.receiving_since is None else job.receiving_since
+    result = StepResult(
+        plan_id=plan.id,
+        lane=plan.lane,
+        started_at=started_at,
+        finished_at=marks.finished_at,
+        verdicts=tuple(verdicts),
+        replays=tuple(replays),
+        phases=PhaseTimes(
+            draft=marks.draft_s,
+            receive=started_at - since,
+            verify=marks.verified_at - started_at - marks.draft_s - marks.other_s,
+            sample=marks.finished_at - marks.verified_at,
+            other=marks.other_s,
+        ),
+        draft_times=tuple(drafted.times),
+        num_rows=num_rows,
+        work=step_work(plan),
+        work_seconds=marks.finished_at - started_at - marks.draft_s,
+    )
+    return Done(plan, result, drafted)

@@ -1,0 +1,43 @@
+"""Replays may take a share of the time, in which steps without any draft count for little."""
+
+from __future__ import annotations
+
+import itertools
+
+from tests.core.selection.rounds import Machine
+
+from penstock.core.selection import SelectionWork
+from penstock.core.selection.adaptive import Adaptive
+from penstock.core.state import Outcome, RequestState
+from penstock.core.types import Request, Verdict
+
+MACHINE = Machine({"a": 1e-3})
+NUM_STEPS, STEP_S = 500, 0.01
+
+
+def state_of(number: int) -> RequestState:
+    """A request that has made enough tokens for a replay to say something."""
+    state = RequestState(Request(str(number), 100, 1000), number)
+    state.append((0,) * 30)
+    return state
+
+
+def num_replays_after_steps(drafter: str | None) -> int:
+    """How many requests are read after steps in which the drafter was used, or none."""
+    policy, drafters = Adaptive(Adaptive.Options()), MACHINE.make_drafters()
+    estimators, known = MACHINE.estimators(), state_of(0)
+    draft = (drafter, 1, 1, 1, 1.0) if drafter else ()
+    for step in range(NUM_STEPS):
+        work = SelectionWork(drafters, estimators, step * STEP_S)
+        policy.observe([Outcome(known, Verdict("0", 0, step, (0,), *draft))], work)
+    for num_read in itertools.count():
+        state = state_of(num_read + 1)
+        policy.select([state], SelectionWork(drafters, estimators, NUM_STEPS * STEP_S))
+        if len(policy.replays([], work)) == num_read:
+            return num_read
+    raise AssertionError
+
+
+def test_little_is_read_where_nobody_drafts() -> None:
+    drafting, idle = num_replays_after_steps("a"), num_replays_after_steps(None)
+    assert 0 < idle < drafting / 4

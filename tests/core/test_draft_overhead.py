@@ -1,0 +1,39 @@
+"""The host's work on drafts is not measured while nobody drafts; it is forgotten, but slowly."""
+
+from __future__ import annotations
+
+import pytest
+
+from penstock.core.estimators import StepTimes
+from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult
+
+PAUSE_S, OVERHEAD_S = 0.0003, 0.001
+
+
+class Steps:
+    """Steps that follow each other; those with a draft begin OVERHEAD_S later than others."""
+
+    def __init__(self) -> None:
+        self.times = StepTimes()
+        self._now = 0.0
+
+    def run(self, num_steps: int, *, has_drafts: bool) -> float:
+        """The overhead of drafts that is known after so many steps."""
+        drafts = (DraftTime("d", 1, 3, 1, 0.003),) if has_drafts else ()
+        phases = PhaseTimes(draft=0.003 if has_drafts else 0.0, verify=0.01)
+        for i in range(num_steps):
+            self._now += PAUSE_S + OVERHEAD_S * has_drafts
+            begun, self._now = self._now, self._now + 0.014
+            step = StepResult(i, TARGET, begun, self._now, phases=phases, draft_times=drafts)
+            self.times.observe(step)
+        return self.times.draft_overhead
+
+
+def test_what_drafts_cost_the_host_is_remembered_for_a_while_and_not_for_good() -> None:
+    steps = Steps()
+    steps.run(200, has_drafts=False)
+    learned = steps.run(600, has_drafts=True)
+    assert learned == pytest.approx(OVERHEAD_S, rel=0.02)
+    assert steps.run(50, has_drafts=False) > 0.9 * learned
+    assert steps.run(10_000, has_drafts=False) < 0.01 * learned
+    assert steps.run(600, has_drafts=True) == pytest.approx(OVERHEAD_S, rel=0.02)
