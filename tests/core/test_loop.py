@@ -40,6 +40,18 @@ def test_a_turn_applies_submits_and_collects() -> None:
     assert loop.num_plans_in_flight == 0
 
 
+def test_while_no_lane_can_take_a_plan_only_events_and_results_are_left_of_a_turn() -> None:
+    executor, watcher = ToyExecutor(4), Watcher()
+    loop = Loop(make_scheduler(), executor, VirtualClock(), [watcher])
+    loop.turn([Arrive(make_request("r", max_tokens=1))])
+    assert loop.take_in([Arrive(make_request("large", 10_000))]) == 0
+    assert loop.scheduler.num_unfinished == 1, "what does not fit is refused at once"
+    executor.run(TARGET)
+    assert loop.take_in([Arrive(make_request("s", seed=1))]) == 1
+    assert watcher.seen == ["plan 0", "output large", "result 0", "output r"]
+    assert loop.turn([]).submitted == 1, "the next turn starts what has come"
+
+
 def test_news_reach_the_executor_without_work() -> None:
     executor = ToyExecutor(4)
     loop = Loop(make_scheduler(num_blocks=4), executor, VirtualClock())

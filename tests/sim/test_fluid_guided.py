@@ -75,6 +75,26 @@ def test_short_memory_is_used_without_preemption() -> None:
     assert other("vllm_v1", workload, kv_tokens=25_000).result.num_preemptions > 100
 
 
+def test_short_memory_is_refilled_evenly() -> None:
+    """Ends are spread, so that more decode at once and few steps are left without a prompt."""
+    workload = make_workload("high", num_requests=2500, rate=34.0, arrivals="poisson", seed=5)
+    steps = Steps()
+    ours = fluid(workload, [steps], kv_tokens=25_000)
+    decodes = np.array([d for p, d in steps.rows])[1000:2000]
+    prefills = np.array([p for p, d in steps.rows])[1000:2000]
+    assert decodes.mean() > 135
+    assert (prefills == 0).mean() < 0.15
+    assert ours.result.num_preemptions <= 1
+
+
+def test_at_half_load_prompts_are_not_cut() -> None:
+    """The first token is there as early as with a policy that never cuts a prompt of that size."""
+    workload = make_workload("high", num_requests=1500, rate=18.0, arrivals="poisson", seed=7)
+    ours, theirs = fluid(workload), other("sarathi", workload)
+    assert np.percentile(ours.ttft, 99) < 1.06 * np.percentile(theirs.ttft, 99)
+    assert ours.latency.mean() < 1.005 * theirs.latency.mean()
+
+
 def test_output_lengths_are_not_looked_at() -> None:
     """Until the first end nothing may depend on how long outputs will get, however short memory
     is. A policy that sets memory aside for them does depend on it."""

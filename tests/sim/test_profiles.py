@@ -385,3 +385,13 @@ def test_steps_are_fitted_as_a_file_of_them_is() -> None:
     fitted = profiles.fit_steps(steps, name="again", kv_tokens=100, origin="here")
     assert fitted.quality[0].max_relative_error < 0.1
     assert (fitted.profile.name, fitted.profile.origin) == ("again", "here")
+
+
+@pytest.mark.parametrize("profile", [TRUTH, PAPER_LINEAR, load_profile("a100-llama2-7b")])
+def test_steps_of_nothing_but_decodes_take_what_they_take_one_by_one(profile: StepProfile) -> None:
+    """To the last bit: runs of such steps must end when the same steps end one after the other."""
+    for num in (1, 7, 64, 300):
+        alone, per_kv_token = profile.decoding(num)
+        for context in (num, 1009, 54_321):
+            work = StepWork(num_decodes=num, num_kv_tokens=context)
+            assert alone + per_kv_token * context == profile.seconds(work)

@@ -68,7 +68,8 @@ class BlockPool:
         """Take blocks (or give them back, if negative) without saying which: enough where nobody
         reads them. `can_allocate` first."""
         self._num_counted += num_blocks
-        self._note_peak()
+        if num_blocks > 0:
+            self._note_peak()
 
     def _note_peak(self) -> None:
         used = self.num_blocks - len(self._free) + self._num_counted

@@ -25,7 +25,9 @@ class CountedKV(SequenceKV):
     __slots__ = ("_num_blocks",)
 
     def __init__(self, num_computed_tokens: int = 0, num_blocks: int = 0) -> None:
-        super().__init__(num_computed_tokens)
+        self.num_computed_tokens = num_computed_tokens
+        self.blocks = []
+        self.num_committed_blocks = 0
         self._num_blocks = num_blocks
 
     @property
@@ -83,6 +85,15 @@ class CountedState(RequestState):
         kv = self.kv.get(TARGET)
         return kv.num_computed_tokens if kv else 0
 
+    @property
+    def is_decoding(self) -> bool:
+        if self.cohort is not None:
+            return True
+        num_output = self._num_output
+        return num_output > 0 and self.num_computed_tokens + 1 == (
+            self.request.prompt_len + num_output
+        )
+
     def append_counted(self, num_tokens: int) -> None:
         """Add verified output of which only the number is known."""
         self._num_output += num_tokens
@@ -97,11 +108,10 @@ class CountedState(RequestState):
         self.cohort = cohort
         self._joined_at = cohort.ticks
 
-    def exit(self) -> None:
+    def exit(self, num_output_tokens: int) -> None:
         """Take the counters back from the cohort."""
-        num_output = self.num_output_tokens
         self.cohort = None
-        self._num_output = num_output
+        self._num_output = num_output_tokens
 
 
 class Cohort:
@@ -137,20 +147,23 @@ class Cohort:
         left = state.request.max_tokens - num_output
         if state.until is not None and num_output < state.until:
             left = min(left, state.until - num_output)
-        self._origins[state.request.id] = (computed + 1 - self.ticks, num_output - self.ticks)
-        state.leaves_at = self.ticks + left
+        ticks, request_id = self.ticks, state.request.id
+        self._origins[request_id] = (computed + 1 - ticks, num_output - ticks)
+        state.leaves_at = ticks + left
         state.enter(self)
-        self.members[state.request.id] = state
+        self.members[request_id] = state
         heapq.heappush(self._leaving, (state.leaves_at, state.order, state))
 
     def leave(self, state: CountedState) -> None:
         """Give a member its own counters and blocks back, one more if its next token is being
         computed now."""
-        computed = state.num_computed_tokens
-        state.exit()
-        del self.members[state.request.id], self._origins[state.request.id]
+        request_id = state.request.id
+        del self.members[request_id]
+        known, num_output = self._origins.pop(request_id)
+        computed, num_output = known + self.ticks - 1, num_output + self.ticks
+        state.exit(num_output)
         self.num_kv_tokens -= computed
-        self.num_output_tokens -= state.num_output_tokens
+        self.num_output_tokens -= num_output
         self.sum_first_token_at -= state.first_token_at
         self._phases[(computed - self.ticks) % self._block_size] -= 1
         held = computed
@@ -165,8 +178,12 @@ class Cohort:
 
     def num_new_blocks(self, ticks: int = 1) -> int:
         """Blocks that the next `ticks` tokens of every member need."""
+        if ticks == 1:
+            return self._phases[-self.ticks % self._block_size]
         whole, rest = divmod(ticks, self._block_size)
         num = whole * len(self.members)
+        if not rest:
+            return num
         for i in range(rest):
             num += self._phases[-(self.ticks + i) % self._block_size]
         return num
@@ -186,13 +203,16 @@ class Cohort:
         """Give every member `ticks` tokens, no more than `ticks_left`. Members whose time has come
         leave, and are returned in the order of their arrival."""
         self.ticks += ticks
-        self.num_kv_tokens += ticks * len(self.members)
-        self.num_output_tokens += ticks * len(self.members)
-        left = []
-        while self.members and self.ticks_left == 0:
-            state = heapq.heappop(self._leaving)[2]
-            self.leave(state)
-            left.append(state)
+        num_tokens = ticks * len(self.members)
+        self.num_kv_tokens += num_tokens
+        self.num_output_tokens += num_tokens
+        left: list[CountedState] = []
+        leaving = self._leaving
+        while leaving and leaving[0][0] <= self.ticks:
+            leaves_at, _, state = heapq.heappop(leaving)
+            if state.cohort is self and state.leaves_at == leaves_at:
+                self.leave(state)
+                left.append(state)
         return left
 
 
@@ -208,19 +228,24 @@ def decode_run(
     num_requests, num_kv_tokens = 0, 0
     for cohort in cohorts:
         cohort.plan_id = plan_id
-        num_requests += len(cohort)
+        num_requests += len(cohort.members)
         num_kv_tokens += cohort.num_kv_tokens
     repeats = 1
     if repeatable:
         # The first tick has its blocks already.
         most = 1 + pool.num_free_blocks * pool.block_size // num_requests
-        repeats = max(1, min(most, *(c.ticks_left for c in cohorts)))
-        while repeats > 1 and not pool.can_allocate(num_later_blocks(cohorts, repeats)):
-            repeats -= 1
-    groups = tuple(c.group for c in cohorts)
+        repeats = max(1, min(most, *[c.ticks_left for c in cohorts]))
+        # Nobody needs more than a block a step.
+        if not pool.can_allocate((repeats - 1) * num_requests):
+            while repeats > 1 and not pool.can_allocate(num_later_blocks(cohorts, repeats)):
+                repeats -= 1
+    groups = tuple([c.group for c in cohorts])
     return DecodeRun(groups, num_requests, num_kv_tokens + num_requests, repeats, until)
 
 
 def num_later_blocks(cohorts: Sequence[Cohort], ticks: int) -> int:
     """Blocks that `ticks` steps need beyond those of the first."""
-    return sum(c.num_new_blocks(ticks) - c.num_new_blocks() for c in cohorts)
+    num = 0
+    for cohort in cohorts:
+        num += cohort.num_new_blocks(ticks) - cohort.num_new_blocks()
+    return num

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -15,6 +17,10 @@ IntArray = npt.NDArray[np.int64]
 _AHEAD: IntArray = np.concatenate(
     [np.arange(64), np.arange(64, 128, 2), np.arange(128, 512, 8), 2 ** np.arange(9, 14)]
 )
+
+
+_MORE = 1.1
+"""Prompts admitted into short memory, over those that would leave it if it were full."""
 
 
 class Growth:
@@ -58,7 +64,9 @@ class Growth:
         if self._added:
             self._count(np.array(self._added, dtype=np.int64))
             self._added.clear()
-        held = self._known + self._num * _AHEAD - self._surely_freed()
+        # Whole blocks are held, the last of them half full.
+        unused = 0.5 * self._num * (self._step.pool.block_size - 1)
+        held = self._known + unused + self._num * _AHEAD - self._surely_freed()
         return bool(held.max() <= capacity)
 
     def _surely_freed(self) -> FloatArray:
@@ -78,3 +86,45 @@ class Growth:
         freed = (lengths[:, :1] + _AHEAD) * ended
         self._freed += freed.sum(axis=0)
         self._variance += (freed * freed * (1 / np.maximum(ended, 1e-12) - 1)).sum(axis=0)
+
+
+class Refill:
+    """Even admission while memory is short.
+
+    Who is admitted together ends together, and until then memory is kept for the growth of all of
+    them. So what comes free is not given out at once, but with the prompt tokens a step that would
+    leave a memory full of ordinary requests. A long prompt is admitted on credit.
+
+    credit: prompt tokens that may be admitted; without end while memory is not short.
+    is_pausing: whether nobody was admitted only because it is too early.
+    """
+
+    def __init__(self) -> None:
+        self.credit = math.inf
+        self.is_pausing = False
+        self._prompt_len = 1.0
+
+    @property
+    def is_short(self) -> bool:
+        return self.credit < math.inf
+
+    def note(self, is_short: bool) -> bool:
+        """Whether memory is short now. Returns whether that has just begun."""
+        began = is_short and not self.is_short
+        if began or not is_short:
+            self.credit = self._prompt_len if is_short else math.inf
+        return began
+
+    def earn(self, step: Step) -> bool:
+        """What a step adds. Returns whether it is time to admit anybody."""
+        lengths, self._prompt_len = step.estimators.lengths, step.estimators.traffic.mean_prompt_len
+        if self.is_short:
+            full = step.pool.capacity_tokens / (self._prompt_len + lengths.mean_residual)
+            earned = _MORE * full / lengths.mean * self._prompt_len
+            self.credit = min(self._prompt_len, self.credit + earned)
+            self.is_pausing = self.credit <= 0 and bool(step.running)
+        return not self.is_pausing
+
+    def spend(self, num_tokens: int) -> None:
+        """So many prompt tokens are admitted."""
+        self.credit -= num_tokens

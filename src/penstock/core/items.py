@@ -24,7 +24,7 @@ class ItemWriter:
         """In the order of scheduling."""
         scheduled = list(step.scheduled.values())
         grants = self._grants(step, scheduled) if self._drafting.drafters else {}
-        return tuple(self._item(s, grants.get(s.state.request.id, _NOTHING)) for s in scheduled)
+        return tuple([self._item(s, grants.get(s.state.request.id, _NOTHING)) for s in scheduled])
 
     def _grants(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, Grant]:
         """Draft lengths by request: held drafts as far as the step's budget goes, then what drafts
@@ -46,14 +46,14 @@ class ItemWriter:
         return grants | self._drafting.allocate(inline, budget, num_rows, num_sampled, step.now)
 
     def _item(self, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
-        length = grant.num_draft_tokens
+        length = 0
         state = scheduled.state
         source, order, drafter = DraftSource.NONE, None, None
         if state.held is not None and scheduled.samples:
-            length = self._grow_for_draft(scheduled, length)
+            length = self._grow_for_draft(scheduled, grant.num_draft_tokens)
             if length:
                 source, drafter = DraftSource.HELD, state.held.drafter
-        else:
+        elif state.drafter:
             inline = self._drafting.drafter_of(state)
             if inline is not None and not inline.own_lane:
                 order = self._inline_order(scheduled, grant)
@@ -62,17 +62,17 @@ class ItemWriter:
                 source, drafter = DraftSource.INLINE, state.drafter
         state.held = None
         return VerifyItem(
-            request_id=state.request.id,
-            epoch=state.epoch,
-            round=state.round,
-            start=scheduled.start,
-            num_scheduled_tokens=scheduled.num_tokens,
-            samples=scheduled.samples,
-            source=source,
-            drafter=drafter,
-            num_draft_tokens=length,
-            draft=order,
-            new_blocks=tuple(scheduled.new_blocks),
+            state.request.id,
+            state.epoch,
+            state.round,
+            scheduled.start,
+            scheduled.num_tokens,
+            scheduled.samples,
+            source,
+            drafter,
+            length,
+            order,
+            tuple(scheduled.new_blocks),
         )
 
     def _inline_order(self, scheduled: ScheduledTokens, grant: Grant) -> DraftOrder | None:

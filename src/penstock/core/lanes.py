@@ -10,7 +10,7 @@ from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.pipeline import Drafts, Pipeline
 from penstock.core.state import Drafter, HeldDraft, RequestState
-from penstock.core.types import DrafterUp, DraftOrder, DraftReady, StepResult
+from penstock.core.types import TARGET, DrafterUp, DraftOrder, DraftReady, StepPlan, StepResult
 
 
 class DraftLanes:
@@ -35,19 +35,17 @@ class DraftLanes:
         self._running = running
         self._live_states = live_states
         self._local = [d for d in drafters.values() if d.own_lane and not d.remote]
+        self.lanes: tuple[str, ...] = ()
+        """Drafters' lanes, in the order in which they came, and the target's after them, so that a
+        draft can start before the next verification."""
         self._place_local()
         self._due: dict[str, list[RequestState]] | None = None
         self._grants: dict[str, Grant] | None = None
 
     @property
-    def names(self) -> tuple[str, ...]:
-        """Lanes, in the order in which drafters came."""
-        return tuple(d.name for d in self._drafters.values() if d.own_lane)
-
-    @property
     def are_used(self) -> bool:
         """Whether anybody may draft beside the target, or may still do so."""
-        return bool(self._local) or any(d.own_lane for d in self._drafters.values())
+        return bool(self._local) or len(self.lanes) > 1
 
     def invalidate(self) -> None:
         """Something has happened: what was found due, and allocated, is out of date."""
@@ -61,6 +59,10 @@ class DraftLanes:
     def _place_local(self) -> None:
         for drafter in self._local:
             drafter.own_lane = self._pipeline.drafts_beside
+        self._note_lanes()
+
+    def _note_lanes(self) -> None:
+        self.lanes = (*(d.name for d in self._drafters.values() if d.own_lane), TARGET)
 
     # --- drafters come and go -------------------------------------------------------------------
 
@@ -71,6 +73,7 @@ class DraftLanes:
             drafter = self._drafters[event.drafter] = Drafter(
                 event.drafter, own_lane=True, remote=True
             )
+            self._note_lanes()
         if drafter.remote:
             drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
             drafter.takes_assignments = event.takes_assignments
@@ -91,6 +94,7 @@ class DraftLanes:
         self._memory.drop_cache(name)
         if drafter.remote:
             del self._drafters[name]
+            self._note_lanes()
             self._estimators.links.forget(name)
 
     # --- orders ---------------------------------------------------------------------------------
@@ -161,6 +165,16 @@ class DraftLanes:
         return order._replace(deadline=now + patience)
 
     # --- answers --------------------------------------------------------------------------------
+
+    def ended(self, plan: StepPlan, result: StepResult, states: Mapping[str, RequestState]) -> None:
+        """Take in what became of a plan's own orders."""
+        self._drafting.end_replays(plan.drafts, result.replays, states)
+        for ready in result.drafts:
+            self.ready(ready, states.get(ready.request_id), result.finished_at)
+        failed = {f.request_id for f in result.failures}
+        for order in plan.drafts:
+            state = states.get(order.request_id)
+            self.end_unanswered(order, state, has_failed=order.request_id in failed)
 
     def ready(self, event: DraftReady, state: RequestState | None, now: float) -> None:
         """Hold a draft, once: whatever is late, repeated or of an old epoch is ignored, but shows

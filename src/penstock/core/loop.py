@@ -1,6 +1,7 @@
 """One turn of the loop: events in, plans out, results in, outputs out.
 
-The live engine and the simulator call the same turn; they differ in clock and executor only.
+The live engine and the simulator call the same turn; they differ in clock and executor only. The
+simulator, which knows when all lanes are busy, leaves out then what could not do anything.
 """
 
 from __future__ import annotations
@@ -47,42 +48,56 @@ class Loop:
 
     def turn(self, events: Iterable[Event]) -> Turn:
         """Apply the events, start what the lanes can take, then take in finished results."""
-        outputs: list[Output] = []
         now = self._clock.now()
+        outputs: list[Output] = []
         for event in events:
             outputs += self.scheduler.apply(event, now)
         submitted, wake_at, stalled = self._submit(now)
-        results = self._executor.collect()
-        for result in results:
-            outputs += self._finish(result)
-        for instrument in self._instruments:
-            for output in outputs:
-                instrument.on_output(output)
-        return Turn(tuple(outputs), submitted, len(results), wake_at, stalled)
+        collected = self._collect(outputs)
+        return Turn(tuple(outputs), submitted, collected, wake_at, stalled)
+
+    def take_in(self, events: Iterable[Event]) -> int:
+        """What is left of a turn while no lane can take a plan; returns the results taken in."""
+        outputs: list[Output] = []
+        for event in events:
+            outputs += self.scheduler.apply(event, self._clock.now())
+        return self._collect(outputs)
 
     def wait(self, timeout: float | None = None) -> None:
         """Until a plan in flight may have ended; at most `timeout` seconds."""
         self._executor.wait(timeout)
 
+    def _collect(self, outputs: list[Output]) -> int:
+        """Take in what has ended, and announce all `outputs`."""
+        results = self._executor.collect()
+        for result in results:
+            outputs += self._finish(result)
+        if outputs:
+            for instrument in self._instruments:
+                for output in outputs:
+                    instrument.on_output(output)
+        return len(results)
+
     def _submit(self, now: float) -> tuple[int, float | None, str | None]:
         submitted = 0
         wake_at: float | None = None
         stalled: str | None = None
-        for lane in self.scheduler.lanes:
-            if not self._executor.ready(lane):
+        scheduler, executor = self.scheduler, self._executor
+        for lane in scheduler.lanes:
+            if not executor.ready(lane):
                 continue
-            plan = self.scheduler.schedule(now, lane)
+            plan = scheduler.schedule(now, lane)
             if plan.wake_at is not None:
                 wake_at = plan.wake_at if wake_at is None else min(wake_at, plan.wake_at)
             stalled = stalled or plan.stalled
-            if plan.is_empty and not plan.has_news:
-                continue
             if not plan.is_empty:
                 self._plans[plan.id] = plan
                 submitted += 1
                 for instrument in self._instruments:
                     instrument.on_plan(plan)
-            self._executor.submit(plan)
+            elif not plan.has_news:
+                continue
+            executor.submit(plan)
         return submitted, wake_at, stalled
 
     def _finish(self, result: StepResult) -> list[Output]:

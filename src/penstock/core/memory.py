@@ -39,7 +39,9 @@ class KVMemory:
             if kv is None:
                 continue
             self._released_tables.append((state.request.id, name))
-            readers = {plan_id for plan_id, pools in state.plans.items() if name in pools}
+            readers: set[int] = set()
+            if state.plans:
+                readers = {plan_id for plan_id, pools in state.plans.items() if name in pools}
             if readers:
                 self._deferred.append(_Deferred(self.pools[name], kv, readers))
             else:
@@ -62,6 +64,8 @@ class KVMemory:
 
     def take_released_tables(self) -> tuple[tuple[str, str], ...]:
         """(request, pool) of tables released since the last call, for the executor to drop."""
+        if not self._released_tables:
+            return ()
         released, self._released_tables = tuple(self._released_tables), []
         return released
 

@@ -78,6 +78,7 @@ class Scheduler:
         self._solo: dict[str, RequestState] = {}
         self._cohorts: dict[Hashable, Cohort] = {}
         self._drafters = {d.name: d for d in drafters}
+        self._knows_drafters = bool(self._drafters)
         pools = {d.name: d.pool for d in self._drafters.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
@@ -106,6 +107,17 @@ class Scheduler:
             self._states.values,
         )
         self._item_writer = ItemWriter(pool, self._drafting, admission)
+        self._step = Step(
+            pool=pool,
+            running=self.running,
+            solo=self._solo,
+            cohorts=self._cohorts,
+            waiting=self.waiting,
+            estimators=self.estimators,
+            may_run=self._may_run,
+            draft_reserve=self._drafting.reserve,
+            release=self._preempt,
+        )
         self._in_flight: set[int] = set()
         self._num_plans = 0
         self._num_requests = 0
@@ -116,7 +128,7 @@ class Scheduler:
     @property
     def lanes(self) -> tuple[str, ...]:
         """Drafters' lanes first, so that a draft can start before the next verification."""
-        return (*self._draft_lanes.names, TARGET)
+        return self._draft_lanes.lanes
 
     @property
     def num_unfinished(self) -> int:
@@ -135,6 +147,7 @@ class Scheduler:
             case DraftReady(request_id):
                 self._draft_lanes.ready(event, self._states.get(request_id), now)
             case DrafterUp():
+                self._knows_drafters = True
                 self._draft_lanes.up(event)
             case DrafterDown(name):
                 self._draft_lanes.down(name)
@@ -185,7 +198,8 @@ class Scheduler:
                 f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
                 f"than the KV memory of {self.pool.capacity_tokens} tokens"
             )
-        if request.drafter not in (AUTO_DRAFTER, NO_DRAFTER, *self._drafters):
+        known = request.drafter in (AUTO_DRAFTER, NO_DRAFTER) or request.drafter in self._drafters
+        if not known:
             allowed = ", ".join((AUTO_DRAFTER, NO_DRAFTER, *self._drafters))
             return f"unknown drafter {request.drafter!r}; choose from {allowed}"
         return None
@@ -202,7 +216,10 @@ class Scheduler:
         return self._num_epochs
 
     def _tenant(self, name: str) -> Tenant:
-        return self.tenants.setdefault(name, Tenant(name))
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            tenant = self.tenants[name] = Tenant(name)
+        return tenant
 
     # --- schedule -------------------------------------------------------------------------------
 
@@ -214,10 +231,12 @@ class Scheduler:
         decodes, wake_at, stalled = None, None, None
         if lane == TARGET:
             step = self._target_step(now)
-            items = self._items(step, plan_id)
-            if items and self._drafters:
-                orders = self._drafting.replays(lane, _states(step), plan_id, now)
-            decodes = self._decodes(step, plan_id)
+            if step.scheduled:
+                items = self._items(step, plan_id)
+                if self._drafters:
+                    orders = self._drafting.replays(lane, _states(step), plan_id, now)
+            if step.decoding:
+                decodes = self._decodes(step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = self._draft_lanes.order(lane, self._admission.draft_budget, plan_id, now)
@@ -226,28 +245,34 @@ class Scheduler:
         if items or orders or decodes:
             self._in_flight.add(plan_id)
         self._num_plans += 1
-        new_requests, self._new_requests = tuple(self._new_requests.values()), {}
-        forgotten, self._forgotten = tuple(self._forgotten), []
+        new_requests: tuple[Request, ...] = ()
+        forgotten: tuple[str, ...] = ()
+        if self._new_requests:
+            new_requests, self._new_requests = tuple(self._new_requests.values()), {}
+        if self._forgotten:
+            forgotten, self._forgotten = tuple(self._forgotten), []
         return StepPlan(
-            id=plan_id,
-            lane=lane,
-            created_at=now,
-            items=items,
-            decodes=decodes,
-            drafts=orders,
-            new_requests=new_requests,
-            released=self.memory.take_released_tables(),
-            forgotten=forgotten,
-            wake_at=wake_at,
-            stalled=stalled,
+            plan_id,
+            lane,
+            now,
+            items,
+            decodes,
+            orders,
+            new_requests,
+            self.memory.take_released_tables(),
+            forgotten,
+            wake_at,
+            stalled,
         )
 
     def _target_step(self, now: float) -> Step:
         """Wait for drafts, or let the admission policy choose who runs."""
-        self._drafting.select(self._solo.values(), now)
-        self._draft_lanes.invalidate()
-        step = self._new_step(now)
-        if self._draft_lanes.are_used:
+        step = self._step
+        step.begin(now)
+        if self._drafters:
+            self._drafting.select(self._solo.values(), now)
+            self._draft_lanes.invalidate()
+        if self._drafters and self._draft_lanes.are_used:
             held, step.wake_at = self._draft_lanes.hold_until(
                 now, self._solo.values(), self._has_draft
             )
@@ -257,31 +282,17 @@ class Scheduler:
         self._compose(step)
         return step
 
-    def _new_step(self, now: float) -> Step:
-        return Step(
-            now=now,
-            pool=self.pool,
-            running=self.running,
-            solo=self._solo,
-            cohorts=self._cohorts,
-            waiting=self.waiting,
-            estimators=self.estimators,
-            may_run=self._may_run,
-            draft_reserve=self._drafting.reserve,
-            release=self._preempt,
-        )
-
     def _compose(self, step: Step) -> None:
         """Let the admission policy choose who runs."""
         woken = step.wake_at
         self._admission.compose(step)
-        step.wake_at = _earlier(step.wake_at, woken)
+        if step.wake_at is not None or woken is not None:
+            step.wake_at = _earlier(step.wake_at, woken)
         self.num_preemptions += step.num_preempted
-        self._drafting.select([s.state for s in step.scheduled.values()], step.now)
+        if self._drafters:
+            self._drafting.select(_states(step), step.now)
 
     def _items(self, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
-        if not step.scheduled:
-            return ()
         items = self._item_writer.items(step)
         for s, item in zip(step.scheduled.values(), items, strict=True):
             s.state.in_flight = True
@@ -289,9 +300,7 @@ class Scheduler:
             s.state.plans[plan_id] = (TARGET,) if order is None else (TARGET, order.drafter)
         return items
 
-    def _decodes(self, step: Step, plan_id: int) -> DecodeRun | None:
-        if not step.decoding:
-            return None
+    def _decodes(self, step: Step, plan_id: int) -> DecodeRun:
         repeatable = step.repeatable and not step.scheduled
         return decode_run(step.decoding, self.pool, plan_id, repeatable, step.wake_at)
 
@@ -302,6 +311,8 @@ class Scheduler:
         """Whether a request waits for nothing but its verification, or its prefill."""
         if state.in_flight or state.draft_order is not None:
             return False
+        if not state.drafter:
+            return True
         drafter = self._drafting.drafter_of(state)
         if drafter is None or not drafter.own_lane:
             return True
@@ -326,25 +337,20 @@ class Scheduler:
             self.estimators.step_times.observe(result)
         if result.work is not None:
             self.estimators.step_model.observe(result.work, result.work_seconds)
-        self._drafting.end_replays(plan.drafts, result.replays, self._states)
-        for ready in result.drafts:
-            self._draft_lanes.ready(ready, self._states.get(ready.request_id), result.finished_at)
-        failed = {f.request_id for f in result.failures}
-        for order in plan.drafts:
-            state = self._states.get(order.request_id)
-            self._draft_lanes.end_unanswered(order, state, has_failed=order.request_id in failed)
-        outputs = self._judge(plan, result)
-        if plan.items and self._drafters:
-            self._draft_lanes.stepped(result)
+        if plan.drafts or result.drafts:
+            self._draft_lanes.ended(plan, result, self._states)
+        outputs: list[Output] = []
+        if plan.items:
+            outputs = self._judge(plan, result)
+            if self._drafters:
+                self._draft_lanes.stepped(result)
         if plan.decodes is not None:
             outputs += self._advance_cohorts(plan.decodes, result)
         return outputs
 
     def _judge(self, plan: StepPlan, result: StepResult) -> list[Output]:
-        if not plan.items:
-            return []
         verdicts = {v.request_id: v for v in result.verdicts}
-        failures = {f.request_id: f.reason for f in result.failures}
+        failures = {f.request_id: f.reason for f in result.failures} if result.failures else {}
         outputs, outcomes = [], []
         for item in plan.items:
             state = self._states.get(item.request_id)
@@ -375,7 +381,8 @@ class Scheduler:
             kv.num_computed_tokens = min(kv.num_computed_tokens, verified)
         state.kv[TARGET].num_computed_tokens = known + verdict.num_accepted
         if not item.samples:
-            self.memory.commit(state)
+            if state.block_hashes or state.request.prompt_token_ids is not None:
+                self.memory.commit(state)
             return None
         state.round += 1
         self.estimators.acceptance.observe(verdict)
@@ -383,26 +390,28 @@ class Scheduler:
         first = not state.num_output_tokens
         if first:
             state.first_token_at = now
+        num_new = len(new_tokens)
         if isinstance(state, CountedState):
-            state.append_counted(len(new_tokens))
-            state.num_announced += len(new_tokens)
+            state.append_counted(num_new)
+            state.num_announced += num_new
         else:
             state.append(new_tokens)
             self.memory.commit(state)
-        self._tenant(state.request.tenant).num_tokens_served += len(new_tokens)
+        self._tenant(state.request.tenant).num_tokens_served += num_new
         if reason is not None:
             self.estimators.lengths.ended(state.num_output_tokens)
             self._forget(state)
         return Output(
-            request_id=state.request.id,
-            token_ids=new_tokens,
-            num_tokens=len(new_tokens),
-            finish_reason=reason,
-            drafter=verdict.drafter,
-            num_proposed=verdict.num_proposed,
-            num_accepted=min(verdict.num_accepted, len(new_tokens)),
-            num_cached_tokens=state.num_cached_tokens if first else 0,
-            logprobs=verdict.logprobs[: len(new_tokens)],
+            state.request.id,
+            new_tokens,
+            num_new,
+            reason,
+            None,
+            verdict.drafter,
+            verdict.num_proposed,
+            min(verdict.num_accepted, num_new),
+            state.num_cached_tokens if first else 0,
+            verdict.logprobs[:num_new],
         )
 
     def _advance_cohorts(self, run: DecodeRun, result: StepResult) -> list[Output]:
@@ -415,8 +424,9 @@ class Scheduler:
             cohort.plan_id = None
             for state in cohort.advance(result.repeats):
                 self._solo[state.request.id] = state
-                if not state.num_remaining_tokens:
-                    self.estimators.lengths.ended(state.num_output_tokens)
+                num_output = state.num_output_tokens
+                if num_output == state.request.max_tokens:
+                    self.estimators.lengths.ended(num_output)
                     outputs.append(self._finish(state, FinishReason.LENGTH))
         return outputs
 
@@ -424,13 +434,13 @@ class Scheduler:
         self, state: RequestState, token_ids: tuple[int, ...]
     ) -> tuple[tuple[int, ...], FinishReason | None]:
         """Tokens up to the first stop token (kept) or to `max_tokens`."""
-        kept = token_ids[: state.num_remaining_tokens]
+        most = state.num_remaining_tokens
+        kept = token_ids[:most]
         stops = state.request.stop_token_ids
         if stops and not stops.isdisjoint(kept):
             end = next(i for i, token in enumerate(kept, 1) if token in stops)
             return kept[:end], FinishReason.STOP
-        is_last = len(kept) == state.num_remaining_tokens
-        return kept, FinishReason.LENGTH if is_last else None
+        return kept, FinishReason.LENGTH if len(kept) == most else None
 
     def _plan_ended(self, request_id: str, plan_id: int) -> None:
         state = self._states.get(request_id)
@@ -451,9 +461,9 @@ class Scheduler:
     def _finish(
         self, state: RequestState, reason: FinishReason, error: str | None = None
     ) -> Output:
-        self._leave_cohort(state)
         num_tokens = 0
         if isinstance(state, CountedState):
+            self._leave_cohort(state)
             num_tokens = state.num_output_tokens - state.num_announced
             self._tenant(state.request.tenant).num_tokens_served += num_tokens
         self._forget(state)
@@ -472,8 +482,9 @@ class Scheduler:
             self.waiting.remove(state)
         state.status = Status.FINISHED
         self.memory.release(state)
-        self.estimators.acceptance.forget(state.request.id)
-        self._selection.forget(state.request.id)
+        if self._knows_drafters:
+            self.estimators.acceptance.forget(state.request.id)
+            self._selection.forget(state.request.id)
         if self._new_requests.pop(state.request.id, None) is None:
             self._forgotten.append(state.request.id)
         del self._states[state.request.id]

@@ -45,7 +45,6 @@ class Step:
     stalled: why nothing can ever run again unless a request is cancelled or another arrives.
     """
 
-    now: float
     pool: BlockPool
     running: dict[str, RequestState]
     solo: dict[str, RequestState]
@@ -55,6 +54,7 @@ class Step:
     may_run: Callable[[RequestState], bool]
     draft_reserve: Callable[[RequestState], int]
     release: Callable[[RequestState], None]
+    now: float = 0.0
     scheduled: dict[str, ScheduledTokens] = field(default_factory=dict)
     decoding: list[Cohort] = field(default_factory=list)
     num_tokens: int = 0
@@ -65,6 +65,15 @@ class Step:
     wake_at: float | None = None
     repeatable: bool = False
     stalled: str | None = None
+
+    def begin(self, now: float) -> None:
+        """Start over with an empty step."""
+        self.now = now
+        self.scheduled = {}
+        self.decoding = []
+        self.num_tokens = self.num_reserved = self.num_preempted = 0
+        self.wake_at = self.stalled = None
+        self.repeatable = False
 
     # --- who is there ---------------------------------------------------------------------------
 
@@ -118,7 +127,7 @@ class Step:
         Returns the tokens scheduled."""
         before = self.num_tokens
         cohort = self.cohorts.get(group)
-        for state in self.solo_decodes(group):
+        for state in self.solo_decodes(group) if self.solo else ():
             if isinstance(state, CountedState):
                 if cohort is None:
                     cohort = self.cohorts[group] = Cohort(group, self.pool.block_size)
@@ -126,7 +135,7 @@ class Step:
                 del self.solo[state.request.id]
             elif state.status is Status.RUNNING and before + budget > self.num_tokens:
                 self._schedule_decode(state)
-        if cohort and cohort.plan_id is None:
+        if cohort is not None and cohort.members and cohort.plan_id is None:
             self._schedule_cohort(cohort, budget)
         return self.num_tokens - before
 
@@ -136,17 +145,18 @@ class Step:
             self.num_reserved += self.draft_reserve(state)
 
     def _schedule_cohort(self, cohort: Cohort, budget: int) -> None:
-        if len(cohort) > budget:
-            raise ValueError(f"{len(cohort)} decoding requests exceed a budget of {budget} tokens")
-        while not self.pool.can_allocate(cohort.num_new_blocks()):
+        num = len(cohort.members)
+        if num > budget:
+            raise ValueError(f"{num} decoding requests exceed a budget of {budget} tokens")
+        while not self.pool.can_allocate(wanted := cohort.num_new_blocks()):
             victim = self._victim()
             if victim is None:
                 return
             self.preempt(victim)
-        if len(cohort):
-            self.pool.count(cohort.num_new_blocks())
+        if cohort.members:
+            self.pool.count(wanted)
             self.decoding.append(cohort)
-            self.num_tokens += len(cohort)
+            self.num_tokens += len(cohort.members)
 
     # --- prefill --------------------------------------------------------------------------------
 
@@ -158,7 +168,7 @@ class Step:
         """Go on with prompts that are partly computed, in chunks as large as the budget allows.
         Returns the tokens scheduled."""
         before = self.num_tokens
-        for state in self.prefills():
+        for state in self.prefills() if self.solo else ():
             tokens = min(state.num_due_tokens, budget - (self.num_tokens - before))
             if tokens and state.status is Status.RUNNING and self.make_room(state, tokens):
                 self.schedule(state, tokens)
@@ -166,6 +176,8 @@ class Step:
 
     def num_missing_tokens(self, state: RequestState) -> int:
         """Tokens that a waiting request would have to compute before its next one."""
+        if not state.block_hashes:
+            return state.num_known_tokens
         return state.num_known_tokens - len(self.cached_blocks(state)) * self.pool.block_size
 
     def cached_blocks(self, state: RequestState) -> list[int]:
@@ -179,6 +191,8 @@ class Step:
     def can_admit(self, state: RequestState, num_tokens: int, num_kept_free: int = 0) -> bool:
         """Whether memory holds the first `num_tokens` tokens beyond the cached prefix of a waiting
         request, with `num_kept_free` blocks to spare."""
+        if not state.block_hashes:
+            return self.pool.can_allocate(self.pool.blocks_for(num_tokens) + num_kept_free)
         cached = self.cached_blocks(state)
         length = len(cached) * self.pool.block_size + num_tokens
         wanted = self.pool.blocks_for(length) - len(cached) + self.pool.num_idle(cached)
@@ -240,8 +254,8 @@ class Step:
     def schedule(self, state: RequestState, num_tokens: int) -> None:
         """Compute `num_tokens` more known tokens of a running request. Ask `can_schedule` first."""
         kv = state.kv_of(TARGET)
-        missing = self._missing_blocks(state, num_tokens)
-        new_blocks = kv.grow(self.pool, missing) if missing else []
+        missing = self.pool.blocks_for(kv.num_computed_tokens + num_tokens) - kv.num_blocks
+        new_blocks = kv.grow(self.pool, missing) if missing > 0 else []
         self.num_tokens += num_tokens
         self.scheduled[state.request.id] = ScheduledTokens(
             state, kv.num_computed_tokens, num_tokens, new_blocks

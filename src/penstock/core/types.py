@@ -213,8 +213,10 @@ class StepPlan(NamedTuple):
     @property
     def num_rows(self) -> int:
         """Most positions that the target computes in this step."""
-        rows = sum(i.num_scheduled_tokens + i.num_draft_tokens for i in self.items)
-        return rows if self.decodes is None else rows + self.decodes.num_requests
+        rows = 0 if self.decodes is None else self.decodes.num_requests
+        for item in self.items:
+            rows += item.num_scheduled_tokens + item.num_draft_tokens
+        return rows
 
 
 # --- results ------------------------------------------------------------------------------------

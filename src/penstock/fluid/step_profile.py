@@ -112,6 +112,12 @@ class StepProfile:
             total += self.per_prefill_context * work.prefill_context
         return total
 
+    def decoding(self, num_decodes: int) -> tuple[float, float]:
+        """Seconds of a step in which so many requests decode, one at least, and nothing else: (of
+        the step, further for each token of their context)."""
+        attention = self.decode_fixed + self.per_decode * num_decodes
+        return self.linear(num_decodes) + attention, self.per_kv_token
+
     def slower(self, seconds: float) -> StepProfile:
         """The same machine with a constant added to every step."""
         table = tuple(s + seconds for s in self.token_seconds)

@@ -84,27 +84,40 @@ def simulate(
     recorder = _Recorder(clock)
     loop = Loop(scheduler, executor, clock, (recorder, *instruments))
     timeline = _Timeline(requests, events)
+    remote = executor.remote
     stalled = None
-    while clock.now() <= until:
-        due = [*executor.remote.take(clock.now()), *timeline.take(clock.now())]
-        for event in due:
-            if isinstance(event, Arrive):
-                _expect(recorder.records, event.request)
+    while (now := clock.now()) <= until:
+        due: list[Event] = []
+        if remote.next_time <= now:
+            due += remote.take(now)
+        if timeline.next_time <= now:
+            due += timeline.take(now)
+            for event in due:
+                if isinstance(event, Arrive):
+                    _expect(recorder.records, event.request)
         executor.next_arrival, executor.next_event = timeline.next_arrival, timeline.next_event
-        turn = loop.turn(due)
-        # With every lane busy another turn could not start anything.
-        if turn.collected or (turn.submitted and executor.num_busy < len(scheduler.lanes)):
-            continue
-        coming = min(
-            timeline.next_time, _or_never(executor.next_completion), executor.remote.next_time
-        )
-        if coming == math.inf and (scheduler.num_unfinished == 0 or turn.stalled):
-            stalled = turn.stalled
-            break
-        wanted = min(coming, _or_never(turn.wake_at))
-        if not clock.now() < wanted < math.inf:
+        turn = None
+        if executor.num_busy == len(scheduler.lanes):
+            if loop.take_in(due):
+                continue
+        else:
+            turn = loop.turn(due)
+            # With every lane busy another turn could not start anything.
+            if turn.collected or (turn.submitted and executor.num_busy < len(scheduler.lanes)):
+                continue
+        coming, completion = min(timeline.next_time, remote.next_time), executor.next_completion
+        if completion is not None and completion < coming:
+            coming = completion
+        wanted = coming
+        if turn is not None:
+            if coming == math.inf and (scheduler.num_unfinished == 0 or turn.stalled):
+                stalled = turn.stalled
+                break
+            if turn.wake_at is not None:
+                wanted = min(coming, turn.wake_at)
+        if not now < wanted < math.inf:
             raise RuntimeError(
-                f"the scheduler idles at {clock.now()} s with {scheduler.num_unfinished} "
+                f"the scheduler idles at {now} s with {scheduler.num_unfinished} "
                 "requests unfinished"
             )
         clock.advance_to(wanted)
@@ -116,10 +129,6 @@ def simulate(
         num_steps=recorder.num_steps,
         stalled=stalled,
     )
-
-
-def _or_never(time: float | None) -> float:
-    return math.inf if time is None else time
 
 
 def _expect(records: dict[str, RequestRecord], request: Request) -> None:

@@ -39,6 +39,11 @@ class StepTimeModel(Protocol):
         """One target step, drafts included."""
         ...
 
+    def decoding(self, num_decodes: int) -> tuple[float, float]:
+        """One target step in which so many requests decode and nothing else: (of the step, further
+        for each token of their context)."""
+        ...
+
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
         """All of one drafter's orders of a step: catching up and drafting."""
         ...
@@ -57,6 +62,9 @@ class LinearStepTimes:
     def verify(self, work: StepWork) -> float:
         rows = work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
         return self.verify_fixed + self.verify_per_row * rows
+
+    def decoding(self, num_decodes: int) -> tuple[float, float]:
+        return self.verify_fixed + self.verify_per_row * num_decodes, 0.0
 
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
         steps = max(1, *(o.max_draft_tokens for o in orders))
@@ -80,6 +88,7 @@ class ProfiledStepTimes:
         profiles: Mapping[str, DrafterProfile] | None = None,
     ) -> None:
         self.verify = profile.seconds
+        self.decoding = profile.decoding
         self._draft_seconds = draft_share * profile.linear(1)
         self._profiles = {d.name: d for d in profile.drafters} if profiles is None else profiles
 
@@ -169,25 +178,31 @@ class SimulatedExecutor:
         """Nothing ends while the virtual clock stands."""
 
     def collect(self) -> list[StepResult]:
-        results = []
-        while self._completions and self._completions[0][0] <= self._clock.now():
-            _, _, result = heapq.heappop(self._completions)
+        results: list[StepResult] = []
+        completions = self._completions
+        if not completions:
+            return results
+        now = self._clock.now()
+        while completions and completions[0][0] <= now:
+            _, _, result = heapq.heappop(completions)
             self._busy.discard(result.lane)
             results.append(result)
         return results
 
     def _result(self, plan: StepPlan) -> StepResult:
         started_at = self._clock.now()
-        slowdown = self._slowdown(plan.lane)
+        slowdown = self._slowdown(plan.lane) if self._profiles else 1.0
         orders = _orders(plan)
         draft_times = self._draft_times(orders, slowdown) if orders else ()
         draft = sum(t.seconds for t in draft_times) if draft_times else 0.0
-        work = step_work(plan)
-        verify = self._times.verify(work) * slowdown if plan.items or plan.decodes else 0.0
+        work, verify = None, 0.0
+        if plan.items or plan.decodes is not None:
+            work = step_work(plan)
+            verify = self._times.verify(work) * slowdown
         finished_at = started_at + draft + verify
         repeats, verify_all = 1, verify
         if plan.decodes is not None and plan.decodes.max_repeats > 1:
-            repeats, finished_at = self._repeat(plan.decodes, work, finished_at)
+            repeats, finished_at = self._repeat(plan.decodes, finished_at)
             verify_all = finished_at - started_at
         return StepResult(
             plan.id,
@@ -195,18 +210,15 @@ class SimulatedExecutor:
             started_at,
             finished_at,
             tuple(map(self._verdict, plan.items)),
-            tuple(
-                DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
-                for o in plan.drafts
-                if o.max_draft_tokens
-            ),
+            _ready(plan.drafts) if plan.drafts else (),
             self._read(orders) if orders else (),
-            phases=PhaseTimes(draft, 0.0, verify_all),
-            draft_times=draft_times,
-            num_rows=plan.num_rows,
-            repeats=repeats,
-            work=work if plan.items or plan.decodes else None,
-            work_seconds=verify,
+            (),
+            PhaseTimes(draft, 0.0, verify_all),
+            draft_times,
+            plan.num_rows,
+            repeats,
+            work,
+            verify,
         )
 
     def _slowdown(self, lane: str) -> float:
@@ -217,15 +229,16 @@ class SimulatedExecutor:
         profile = self._profiles.get(lane)
         return 1.0 if profile is None or TARGET not in self._busy else profile.slowdown
 
-    def _repeat(self, run: DecodeRun, work: StepWork, time: float) -> tuple[int, float]:
+    def _repeat(self, run: DecodeRun, time: float) -> tuple[int, float]:
         """Go on from the first step's end while nothing happens; returns the steps and the end."""
-        repeats = 1
+        repeats, most, next_event = 1, run.max_repeats, self.next_event
         until = self.next_arrival if run.until is None else min(self.next_arrival, run.until)
-        prefill, context, decodes, kv, drafts = work
-        while repeats < run.max_repeats and time < until:
+        decodes, kv = run.num_requests, run.num_kv_tokens
+        alone, per_kv_token = self._times.decoding(decodes)
+        while repeats < most and time < until:
             kv += decodes
-            end = time + self._times.verify(StepWork(prefill, context, decodes, kv, drafts))
-            if end > self.next_event:
+            end = time + (alone + per_kv_token * kv)
+            if end > next_event:
                 break
             time = end
             repeats += 1
@@ -279,6 +292,8 @@ class SimulatedExecutor:
         if not item.samples:
             return Verdict(item.request_id, item.epoch, item.round)
         first = item.start + item.num_scheduled_tokens
+        if not item.num_draft_tokens:
+            return Verdict(item.request_id, item.epoch, item.round, (first,))
         position = first - self._prompt_len[item.request_id]
         modelled = item
         if item.drafter in self._models:
@@ -292,7 +307,7 @@ class SimulatedExecutor:
             item.epoch,
             item.round,
             token_ids=tuple(range(first, first + accepted + 1)),
-            drafter=item.drafter if item.num_draft_tokens else None,
+            drafter=item.drafter,
             num_proposed=item.num_draft_tokens,
             num_accepted=accepted,
             num_decided=min(accepted + 1, item.num_draft_tokens),
@@ -302,4 +317,15 @@ class SimulatedExecutor:
 
 def _orders(plan: StepPlan) -> tuple[DraftOrder, ...]:
     """Those of the plan, and those inside its items."""
-    return (*plan.drafts, *(i.draft for i in plan.items if i.draft is not None))
+    if not plan.items:
+        return plan.drafts
+    return (*plan.drafts, *[i.draft for i in plan.items if i.draft is not None])
+
+
+def _ready(orders: Sequence[DraftOrder]) -> tuple[DraftReady, ...]:
+    """The drafts of a lane."""
+    return tuple(
+        DraftReady(o.request_id, o.epoch, o.round, o.drafter, o.max_draft_tokens)
+        for o in orders
+        if o.max_draft_tokens
+    )

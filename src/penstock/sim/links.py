@@ -105,13 +105,10 @@ class RemoteDrafting:
         self._servers = {
             s.name: _Server(s, np.random.default_rng((seed, i))) for i, s in enumerate(servers)
         }
+        self.next_time = math.inf
+        """When the next draft arrives; infinity if none is on its way."""
         self._coming: list[tuple[float, int, DraftReady]] = []
         self._count = itertools.count()
-
-    @property
-    def next_time(self) -> float:
-        """When the next draft arrives; infinity if none is on its way."""
-        return self._coming[0][0] if self._coming else math.inf
 
     def serves(self, lane: str) -> bool:
         """Whether a lane is a draft server's."""
@@ -131,6 +128,7 @@ class RemoteDrafting:
             ready = DraftReady(order.request_id, order.epoch, order.round, order.drafter, num)
             arrives_at = made_at + spec.link.seconds(num, server.rng)
             heapq.heappush(self._coming, (arrives_at, next(self._count), ready))
+        self._look_ahead()
 
     def _kept(self, server: _Server, order: DraftOrder, heard_at: float) -> int:
         """Tokens of the new draft that were drafted ahead. The first token ahead was a guess at
@@ -152,4 +150,8 @@ class RemoteDrafting:
         arrived = []
         while self._coming and self._coming[0][0] <= now:
             arrived.append(heapq.heappop(self._coming)[2])
+        self._look_ahead()
         return arrived
+
+    def _look_ahead(self) -> None:
+        self.next_time = self._coming[0][0] if self._coming else math.inf

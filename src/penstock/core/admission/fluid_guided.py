@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
-from penstock.core.growth import Growth
+from penstock.core.growth import Growth, Refill
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.core.types import Status
@@ -29,6 +29,10 @@ _LOOK_AHEAD = 256
 """Waiting requests that are looked at."""
 _AT_EASE = 0.6
 """Share of the target for later tokens under which the running requests can wait."""
+_LONGER = 0.1
+"""Share by which a step may get longer for each prompt that it finishes instead of cutting it."""
+_FIRST_TOKEN = 6.0
+"""Seconds that decoding requests together may lose for a second gained before a first token."""
 
 
 class FluidGuided(AdmissionPolicy):
@@ -75,6 +79,7 @@ class FluidGuided(AdmissionPolicy):
         self.options = options
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
+        self._refill = Refill()
         self._best = (-math.inf, (1, 0.0))
 
     def draft_budget(self, num_tokens: int) -> int:
@@ -83,12 +88,13 @@ class FluidGuided(AdmissionPolicy):
     def compose(self, step: Step) -> None:
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
         num_decodes = step.schedule_decodes(budget)
+        self._refill.is_pausing = False
         prompts = [] if step.num_preempted else self._prompts(step)
         if not prompts:
-            step.repeatable = not step.num_preempted
+            step.repeatable = not step.num_preempted and not self._refill.is_pausing
             return
         backlog = sum(_missing(step, state) for state in prompts)
-        left = self._prompt_tokens(step, num_decodes, prompts[0], backlog)
+        left = self._prompt_tokens(step, num_decodes, prompts, backlog)
         for state in prompts:
             tokens = min(_missing(step, state), left)
             if tokens <= 0:
@@ -99,6 +105,7 @@ class FluidGuided(AdmissionPolicy):
             elif step.num_preempted or not step.can_admit(state, tokens):
                 return
             else:
+                self._refill.spend(step.num_missing_tokens(state))
                 step.admit(state, tokens)
             left -= tokens
 
@@ -135,29 +142,42 @@ class FluidGuided(AdmissionPolicy):
         return heapq.merge(*(step.waiting.queue(k) for k in step.waiting.keys), key=due)
 
     def _admissible(self, step: Step, waiting: Iterable[RequestState]) -> list[RequestState]:
-        """The first of the waiting requests, as far as memory is expected to hold them and they
-        could matter soon."""
+        """The first of the waiting requests, as far as memory is expected to hold them, they could
+        matter soon and, where memory is short, it is their turn."""
         waiting = iter(waiting)
         first = next(waiting, None)
         if first is None or self._blocked == (first.request.id, len(step.running)):
+            return []
+        if not self._refill.earn(step):
             return []
         enough = self.options.horizon * self._best_step(step)[0]
         growth = Growth(step, self.options.confidence)
         capacity = step.pool.capacity_tokens
         admissible: list[RequestState] = []
-        tokens = 0
+        tokens, is_short = 0, False
         for state in itertools.chain([first], waiting):
             growth.add(state)
             alone = not step.running and not admissible
             if tokens >= enough:
                 break
+            if admissible and tokens >= self._refill.credit:
+                # Whoever else could matter soon tells whether memory is still short.
+                for other in waiting:
+                    tokens += step.num_missing_tokens(other)
+                    if tokens >= enough:
+                        break
+                    growth.add(other)
+                is_short = not growth.stays_within(capacity)
+                break
             if not alone and not growth.stays_within(capacity):
+                is_short = True
                 break
             admissible.append(state)
             tokens += step.num_missing_tokens(state)
         # Without an end there will not be more room for the first of them.
         self._blocked = None if admissible else (first.request.id, len(step.running))
-        return admissible
+        began = self._refill.note(is_short)
+        return admissible[:1] if began else admissible
 
     def _on_time_first(
         self, step: Step, prompts: list[RequestState], target: float
@@ -190,9 +210,10 @@ class FluidGuided(AdmissionPolicy):
     # --- how many prompt tokens -----------------------------------------------------------------
 
     def _prompt_tokens(
-        self, step: Step, num_decodes: int, first: RequestState, backlog: int
+        self, step: Step, num_decodes: int, prompts: list[RequestState], backlog: int
     ) -> int:
         """Prompt tokens worth computing in this step."""
+        first = prompts[0]
         urgent = self._is_urgent(step, first, backlog)
         most = self._best_step(step)[0] - num_decodes
         if urgent:
@@ -208,7 +229,29 @@ class FluidGuided(AdmissionPolicy):
         price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
         # The price is often just that of the last tokens worth buying.
         price *= 1 + 1e-6
-        return max(hull, key=lambda p: price * p[0] - p[1])[0]
+        cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
+        if self._refill.is_short:
+            return cheap
+        totals = itertools.accumulate(_missing(step, state) for state in prompts)
+        ends = itertools.takewhile(lambda total: total <= most, totals)
+        return self._uncut(step, num_decodes, cheap, ends, price)
+
+    def _uncut(
+        self, step: Step, num_decodes: int, cheap: int, ends: Iterable[int], price: float
+    ) -> int:
+        """`cheap` prompt tokens, or more, up to where one of the prompts ends, where that makes the
+        step but little longer, beyond what the tokens are worth, for each prompt that it finishes.
+        What the decoding requests lose by it together grows with their number."""
+        profile = step.estimators.step_model.profile
+        seconds = profile.linear(num_decodes + cheap)
+        share = min(_LONGER, _FIRST_TOKEN / max(num_decodes, 1))
+        allowed = share * (seconds + self._decode_seconds(step, num_decodes))
+        best = cheap
+        for i, end in enumerate((end for end in ends if end > cheap), 1):
+            longer = profile.linear(num_decodes + end) - seconds
+            if longer - price * (end - cheap) <= i * allowed:
+                best = end
+        return best
 
     def _is_urgent(self, step: Step, first: RequestState, backlog: int) -> bool:
         """Whether the target for the first token asks for all that the other one allows."""
