@@ -50,6 +50,8 @@ _LEAST_DOUBT = 0.6
 _MOST_OVERHEAD = 2.0
 _BEST_RATE = 0.9
 _UNDRAFTED = 0.1
+_LONGEST_GAP = 64
+"""Rounds between decisions: what a replay has shown fades, and must not be gone by the next one."""
 _IDLE_GAP = 16
 """Rounds until it is looked again whether any drafter pays."""
 
@@ -127,7 +129,8 @@ class Adaptive(SelectionPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """k_max: most draft tokens that a drafter's worth counts on.
-        first_gap: rounds after which a request's first choice is looked at again; the gap doubles.
+        first_gap: rounds after which a request's first choice is looked at again; the gap doubles,
+            up to 64.
         margin: a change must promise this share of the time beyond staying.
         explore: share of the time that replays may take at first; it falls with the number of
             requests. 0 never explores.
@@ -360,7 +363,7 @@ class Adaptive(SelectionPolicy):
             known.next_round = state.round + first
             self._known[state.request.id] = known
         elif state.round >= known.next_round:
-            known.gap *= 2
+            known.gap = min(2 * known.gap, _LONGEST_GAP)
             known.next_round = state.round + known.gap
         if len(known.mean) < len(self._models):
             known.grow(len(self._models))
