@@ -181,6 +181,7 @@ _OVERHEAD_WEIGHT = 0.02
 _ENOUGH_PLAIN = 50
 """Steps without a draft after which it is known what they take of the host."""
 _DRAFT_OVERHEAD_KEEP = 0.999
+"""Of the drafts' share of the host's time, for each step without one: half is gone after 700."""
 
 
 class StepTimes:

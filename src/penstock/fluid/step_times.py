@@ -14,6 +14,7 @@ _STALL = 4.0
 _MOST_KNOWN = 4096
 _WEIGHT = 0.1
 _MATURE = 20
+"""Measurements after which a cell's deviation says more about the machine than about the size."""
 _SCALE_WEIGHT = 0.05
 _MATURE_WEIGHT = 0.02
 """Of a measurement: in its own cell at first; then mostly in the factor of all cells."""

@@ -48,8 +48,12 @@ _EARLY = 64.0
 _LEAST_DOUBT = 0.6
 """Standard deviation of a prior's mean that is worth a replay."""
 _MOST_OVERHEAD = 2.0
+"""Most time of a step that counts, over what its rows and drafts should take: more is no work."""
 _BEST_RATE = 0.9
+"""Acceptance of a draft token that hardly any drafter exceeds."""
 _UNDRAFTED = 0.1
+"""Share in which the time of a step without drafts counts towards replays: where drafting does not
+pay, knowing more about drafters hardly does."""
 _LONGEST_GAP = 64
 """Rounds between decisions: what a replay has shown fades, and must not be gone by the next one."""
 _IDLE_GAP = 16
