@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -18,74 +19,66 @@ _AHEAD: IntArray = np.concatenate(
     [np.arange(64), np.arange(64, 128, 2), np.arange(128, 512, 8), 2 ** np.arange(9, 14)]
 )
 
-
 _MORE = 1.1
 """Prompts admitted into short memory, over those that would leave it if it were full."""
 
 
-class Growth:
-    """The KV of some requests as they go on together, and nobody new comes.
+_AT_ONCE = 16
+"""Waiting requests whose growth is computed together: mostly the first few decide."""
+
+
+def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float) -> int:
+    """How many of the first of `waiting` are expected to fit into memory at all times, as they and
+    the running requests go on together, and nobody else comes.
 
     t steps from now whoever still runs holds t tokens more. What has come free by then is a sum of
     independent ends, each known by its probability: a request of age a has ended with probability
-    1 − S(a + t) / S(a). Its lower quantile is taken as for a Poisson number of ends: the square
-    root of a count is normal with nearly constant deviation, so that, unlike with the normal
-    distribution itself, never less than nothing comes free.
+    1 − S(a + t) / S(a). Its lower quantile, `confidence` deviations down, is taken as for a Poisson
+    number of ends: the square root of a count is normal with nearly constant deviation, so that,
+    unlike with the normal distribution itself, never less than nothing comes free.
     """
-
-    def __init__(self, step: Step, confidence: float) -> None:
-        self._step = step
-        self._confidence = confidence
-        self._num = len(step.running)
-        self._known = step.num_known_tokens
-        self._added: list[tuple[int, int]] = []
-        self._freed: FloatArray = np.zeros(len(_AHEAD))
-        self._variance: FloatArray = np.zeros(len(_AHEAD))
-        self._survival: FloatArray | None = None
-
-    def add(self, state: RequestState) -> None:
-        """Count one request more."""
-        self._num += 1
-        self._known += state.num_known_tokens
-        self._added.append((state.num_known_tokens, state.num_output_tokens))
-
-    def stays_within(self, capacity: int) -> bool:
-        """Whether the requests are expected to fit into `capacity` tokens at all times."""
-        lengths = self._step.estimators.lengths
-        if self._known + 1.5 * self._num * lengths.mean <= capacity:
-            # So much would hardly be needed if nobody ended for longer than an output takes.
-            return True
-        if self._known > capacity:
-            return False
-        if self._survival is None:
-            running = self._step.running_lengths()
-            self._survival = lengths.survival(running[:, 1])
-            self._count(running)
-        if self._added:
-            self._count(np.array(self._added, dtype=np.int64))
-            self._added.clear()
+    capacity, lengths = step.pool.capacity_tokens, step.estimators.lengths
+    ages = np.array([(s.num_known_tokens, s.num_output_tokens) for s in waiting], dtype=np.int64)
+    known = step.num_known_tokens + np.cumsum(ages[:, 0])
+    num = len(step.running) + 1 + np.arange(len(ages))
+    # So much would hardly be needed if nobody ended for longer than an output takes.
+    first = int(np.count_nonzero(known + 1.5 * num * lengths.mean <= capacity))
+    last = int(np.count_nonzero(known <= capacity))
+    if first >= last:
+        return last
+    running = step.running_lengths()
+    survival = lengths.survival(running[:, 1])
+    freed, variance = (
+        parts.sum(axis=0) for parts in _freed(np.concatenate([running, ages[:first]]), survival)
+    )
+    for start in range(first, last, _AT_ONCE):
+        some = slice(start, min(start + _AT_ONCE, last))
+        more_freed, more_variance = _freed(ages[some], survival)
+        all_freed = freed + np.cumsum(more_freed, axis=0)
+        all_variance = variance + np.cumsum(more_variance, axis=0)
+        mean = np.maximum(all_freed, 1e-9)
+        surely = np.maximum(mean - 0.5 * confidence * np.sqrt(all_variance), 0.0) ** 2 / mean
         # Whole blocks are held, the last of them half full.
-        unused = 0.5 * self._num * (self._step.pool.block_size - 1)
-        held = self._known + unused + self._num * _AHEAD - self._surely_freed()
-        return bool(held.max() <= capacity)
+        held = known[some] + 0.5 * num[some] * (step.pool.block_size - 1)
+        most = (held[:, None] + num[some, None] * _AHEAD - surely).max(axis=1)
+        if (most > capacity).any():
+            return start + int((most > capacity).argmax())
+        freed, variance = all_freed[-1], all_variance[-1]
+    return last
 
-    def _surely_freed(self) -> FloatArray:
-        mean = np.maximum(self._freed, 1e-9)
-        short = np.maximum(mean - 0.5 * self._confidence * np.sqrt(self._variance), 0.0)
-        freed: FloatArray = short**2 / mean
-        return freed
 
-    def _count(self, lengths: IntArray) -> None:
-        """Add what comes free of requests; lengths: [requests, 2] known and output tokens."""
-        assert self._survival is not None
-        last = len(self._survival) - 1
-        ages = lengths[:, 1]
-        now = self._survival[np.minimum(ages, last)]
-        later = self._survival[np.minimum(ages[:, None] + _AHEAD, last)]
-        ended = 1 - later / np.maximum(now, 1e-12)[:, None]
-        freed = (lengths[:, :1] + _AHEAD) * ended
-        self._freed += freed.sum(axis=0)
-        self._variance += (freed * freed * (1 / np.maximum(ended, 1e-12) - 1)).sum(axis=0)
+def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """Mean and variance, [requests, steps ahead], of what comes free of each.
+
+    lengths: [requests, 2] known and output tokens.
+    """
+    last = len(survival) - 1
+    ages = lengths[:, 1]
+    now = survival[np.minimum(ages, last)]
+    later = survival[np.minimum(ages[:, None] + _AHEAD, last)]
+    ended = 1 - later / np.maximum(now, 1e-12)[:, None]
+    freed = (lengths[:, :1] + _AHEAD) * ended
+    return freed, freed * freed * (1 / np.maximum(ended, 1e-12) - 1)
 
 
 class Refill:

@@ -58,4 +58,7 @@ class OutputLengths:
         hazard = (self._ends + prior / _PRIOR_MEAN) / (at_risk + prior + 1e-300)
         self._survival = np.cumprod(1 - np.clip(hazard, 0.0, 1.0))
         self.mean = float(self._survival.sum())
-        self.mean_residual = float(self._survival @ np.arange(_MOST + 1)) / self.mean + 0.5
+        # Not a dot product: one so long is shared out to threads, which then spin on cores that the
+        # models need.
+        weighted = (self._survival * np.arange(_MOST + 1)).sum()
+        self.mean_residual = float(weighted) / self.mean + 0.5

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
-from penstock.core.growth import Growth, Refill
+from penstock.core.growth import Refill, num_that_fit
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.core.types import Status
@@ -151,32 +151,19 @@ class FluidGuided(AdmissionPolicy):
         if not self._refill.earn(step):
             return []
         enough = self.options.horizon * self._best_step(step)[0]
-        growth = Growth(step, self.options.confidence)
-        capacity = step.pool.capacity_tokens
-        admissible: list[RequestState] = []
-        tokens, is_short = 0, False
+        soon: list[RequestState] = []
+        num_turns, tokens = 0, 0
         for state in itertools.chain([first], waiting):
-            growth.add(state)
-            alone = not step.running and not admissible
+            num_turns += not soon or tokens < self._refill.credit
+            soon.append(state)
+            tokens += step.num_missing_tokens(state)
             if tokens >= enough:
                 break
-            if admissible and tokens >= self._refill.credit:
-                # Whoever else could matter soon tells whether memory is still short.
-                for other in waiting:
-                    tokens += step.num_missing_tokens(other)
-                    if tokens >= enough:
-                        break
-                    growth.add(other)
-                is_short = not growth.stays_within(capacity)
-                break
-            if not alone and not growth.stays_within(capacity):
-                is_short = True
-                break
-            admissible.append(state)
-            tokens += step.num_missing_tokens(state)
+        num_fit = num_that_fit(step, soon, self.options.confidence)
+        admissible = soon[: min(num_turns, num_fit if step.running else max(1, num_fit))]
         # Without an end there will not be more room for the first of them.
         self._blocked = None if admissible else (first.request.id, len(step.running))
-        began = self._refill.note(is_short)
+        began = self._refill.note(num_fit < len(soon))
         return admissible[:1] if began else admissible
 
     def _on_time_first(
