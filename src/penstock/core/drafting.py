@@ -125,7 +125,10 @@ class Drafting:
             candidates.append(DraftCandidate(state, drafter.name, self._limit(state, drafter)))
         if not candidates:
             return {}
-        work = StepWork(max(0, budget), num_rows, num_sampled, self._estimators, now, self._tenants)
+        beside = frozenset(n for n, d in self.drafters.items() if d.own_lane)
+        work = StepWork(
+            max(0, budget), num_rows, num_sampled, self._estimators, now, self._tenants, beside
+        )
         grants = self._allocation.allocate(candidates, work)
         return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
 

@@ -35,7 +35,8 @@ class Grant(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepWork:
     """What the step holds besides drafts: `budget` draft positions may join the `num_rows` target
-    positions that are certain, of which `num_sampled` end in a token."""
+    positions that are certain, of which `num_sampled` end in a token. `drafters_beside` have lanes
+    of their own and work at the same time."""
 
     budget: int
     num_rows: int
@@ -43,6 +44,7 @@ class StepWork:
     estimators: Estimators
     now: float = 0.0
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
+    drafters_beside: frozenset[str] = frozenset()
 
 
 class AllocationPolicy(ABC):

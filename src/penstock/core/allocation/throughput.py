@@ -122,12 +122,15 @@ class Throughput(AllocationPolicy):
 
 class _DraftSeconds:
     """Seconds of drafting as drafts grow: every drafter takes a step for each token of its longest
-    draft, priced by how many requests it drafts for."""
+    draft, priced by how many requests it drafts for. Drafters inside the step work one after the
+    other, those beside it at the same time."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], work: StepWork) -> None:
         curve_of = work.estimators.step_times.curve_of
         drafters = dict.fromkeys(c.drafter for c in candidates)
-        self._total = 0.0
+        self._beside = work.drafters_beside
+        self._inside = 0.0
+        self._longest = 0.0
         self._curves = {d: curve_of(d) for d in drafters}
         self._seconds = dict.fromkeys(drafters, 0.0)
         self._batch = dict.fromkeys(drafters, 0)
@@ -135,14 +138,16 @@ class _DraftSeconds:
 
     def lengthen(self, drafter: str, length: int) -> float:
         """Seconds of all drafting, once a draft of this drafter is `length` tokens long."""
-        if 1 < length <= self._steps[drafter]:
-            return self._total
-        self._batch[drafter] += length == 1
-        steps = self._steps[drafter] = max(self._steps[drafter], length)
-        seconds = steps * self._curves[drafter](self._batch[drafter])
-        self._total += seconds - self._seconds[drafter]
-        self._seconds[drafter] = seconds
-        return self._total
+        if not 1 < length <= self._steps[drafter]:
+            self._batch[drafter] += length == 1
+            steps = self._steps[drafter] = max(self._steps[drafter], length)
+            seconds = steps * self._curves[drafter](self._batch[drafter])
+            if drafter in self._beside:
+                self._longest = max(self._longest, seconds)
+            else:
+                self._inside += seconds - self._seconds[drafter]
+            self._seconds[drafter] = seconds
+        return self._inside + self._longest
 
 
 POLICY = Throughput
