@@ -55,14 +55,13 @@ class Drafting:
         from penstock.engine.drafters.model import ModelDrafter
         from penstock.engine.models.dtypes import resolve_dtype
         from penstock.engine.native.runner import NativeRunner
-        from penstock.engine.native.sampler import sample_natively
         from penstock.engine.sequences import TokenBuffer
 
         dtype = resolve_dtype("auto", torch.device("cpu"))
         self.dtype = str(dtype).removeprefix("torch.")
         runner = NativeRunner.load(path, dtype, batch * BLOCKS_EACH, BLOCK_SIZE, 1)
         longest = BLOCKS_EACH * BLOCK_SIZE
-        self._drafter = ModelDrafter(path.name, runner, longest, sample_natively)
+        self._drafter = ModelDrafter(path.name, runner, longest)
         self._rng = np.random.default_rng(0)
         self._vocab = runner.config.vocab_size
         self._texts = [
