@@ -52,10 +52,9 @@ _MOST_OVERHEAD = 2.0
 _BEST_RATE = 0.9
 """Acceptance of a draft token that hardly any drafter exceeds."""
 _UNDRAFTED = 0.1
-"""Share in which the time of a step without drafts counts towards replays: where drafting does not
-pay, knowing more about drafters hardly does."""
+"""Of a step without drafts, towards the time for replays, which hardly pay where drafts do not."""
 _LONGEST_GAP = 64
-"""Rounds between decisions: what a replay has shown fades, and must not be gone by the next one."""
+"""Rounds between decisions: what a replay has shown fades, and must not be gone by the next."""
 _IDLE_GAP = 16
 """Rounds until it is looked again whether any drafter pays."""
 
