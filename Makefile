@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
+# Tests of one file stay together; every worker has a core of its own (tests/conftest.py).
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 
 .PHONY: setup serve test test-slow check format docs clean
 
@@ -21,7 +23,7 @@ serve: setup
 	$(BIN)/penstock serve --port $(PORT)
 
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"

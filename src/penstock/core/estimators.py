@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.core.lengths import OutputLengths
 from penstock.core.types import TARGET, Request, StepResult, Verdict
@@ -99,6 +100,7 @@ _SHAPE_KEEP = 0.99
 _SHAPE_PRIOR = 10.0
 _FLAT = SurvivalShape()
 _UNSEEN = Beta()
+_NOTHING: Mapping[str, Any] = {}
 
 
 class AcceptanceEstimator:
@@ -111,9 +113,9 @@ class AcceptanceEstimator:
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
         self._discount = discount
         self._prior_strength = prior_strength
-        self._by_request: defaultdict[tuple[str, str], Beta] = defaultdict(Beta)
+        self._by_request: dict[str, defaultdict[str, Beta]] = {}
         self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
-        self._expected: dict[tuple[str, str], tuple[float, float]] = {}
+        self._expected: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
 
     def observe(self, verdict: Verdict) -> None:
@@ -127,14 +129,14 @@ class AcceptanceEstimator:
         everybody = self._by_drafter[verdict.drafter]
         everybody.fade(_DRAFTER_DISCOUNT)
         everybody.observe(accepted, rejected)
-        own = self._by_request[verdict.request_id, verdict.drafter]
+        own = self._by_request.setdefault(verdict.request_id, defaultdict(Beta))[verdict.drafter]
         own.fade(self._discount)
         own.observe(accepted, rejected)
 
     def fade(self, request_id: str, drafter: str, num_rounds: int = 1) -> None:
         """Age a request's estimate by rounds in which it did not use the drafter: what was put
         aside is tried again in the end."""
-        own = self._by_request.get((request_id, drafter))
+        own = self._by_request.get(request_id, _NOTHING).get(drafter)
         if own is not None:
             own.fade(self._discount**num_rounds)
 
@@ -147,12 +149,12 @@ class AcceptanceEstimator:
     def expect(self, request_id: str, drafter: str, mean: float, strength: float) -> None:
         """What is known of a request and a drafter from elsewhere: a mean worth `strength` tokens,
         in the place of what the drafter has shown on all requests."""
-        self._expected[request_id, drafter] = mean, strength
+        self._expected[request_id][drafter] = mean, strength
 
     def mean(self, request_id: str, drafter: str) -> float:
         """Estimated acceptance probability, over all positions of a draft alike, in (0, 1)."""
-        own = self._by_request.get((request_id, drafter), _UNSEEN)
-        expected = self._expected.get((request_id, drafter))
+        own = self._by_request.get(request_id, _NOTHING).get(drafter, _UNSEEN)
+        expected = self._expected.get(request_id, _NOTHING).get(drafter)
         if expected is not None:
             return own.mean(*expected)
         everybody = self._by_drafter.get(drafter, _UNSEEN).mean(_PRIOR_MEAN, _PRIOR_STRENGTH)
@@ -168,9 +170,8 @@ class AcceptanceEstimator:
         return self._shapes.get(drafter, _FLAT)
 
     def forget(self, request_id: str) -> None:
-        for known in (self._by_request, self._expected):
-            for key in [k for k in known if k[0] == request_id]:
-                del known[key]
+        self._by_request.pop(request_id, None)
+        self._expected.pop(request_id, None)
 
 
 _CATCH_UP_WEIGHT = 0.1
