@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +33,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from penstock.core.blocks import BlockPool
+from penstock.core.estimators import StepTimes
 from penstock.core.loop import Loop
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
@@ -46,6 +47,8 @@ Option = tuple[str, int]
 NONE: Option = (NO_DRAFTER, 0)
 MIXED = "mixed"
 POLICIES = ("adaptive", "lbss")
+FIRST_OVERHEAD = 1.5e-4
+"""Seconds of host work in a step, before it was measured."""
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "lbss": ("lbss", {}),
     "ucb": ("ucb", {}),
@@ -57,12 +60,11 @@ BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Times:
-    """Seconds of steps, as the engine has measured them."""
+    """Seconds of steps, as they were measured."""
 
-    def __init__(self, engine: Engine) -> None:
-        times = engine.scheduler.estimators.step_times
-        self.drafters = list(engine.executor.drafters)
-        self.overhead = times.overhead or 1.5e-4
+    def __init__(self, times: StepTimes, drafters: Iterable[str], overhead: float) -> None:
+        self.drafters = list(drafters)
+        self.overhead = overhead
         self._target = times.target
         self._curves = {n: times.curve_of(n) for n in self.drafters}
         self._reading = {n: times.catch_up_of(n) for n in self.drafters}
@@ -234,7 +236,8 @@ def measure_cell(
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """All players in turn, `--repeats` times."""
-    times = Times(engine)
+    measured = engine.scheduler.estimators.step_times
+    times = Times(measured, engine.executor.drafters, measured.overhead or FIRST_OVERHEAD)
     single = best_single(times, traces, batch)
     named = make_loop(engine, "single", {}, "fixed")
     players = [

@@ -26,7 +26,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -65,7 +65,13 @@ RECORDED_BAR = 0.97
 STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 
 
-def oracle(acceptance: DomainAcceptance) -> type[Adaptive]:
+class TrueRates(Protocol):
+    """Who knows a request's probability of acceptance by drafter."""
+
+    def rates(self, request_id: str, /) -> dict[str, float]: ...
+
+
+def oracle(acceptance: TrueRates) -> type[Adaptive]:
     """`adaptive` that knows every request's true acceptances."""
 
     class Oracle(Adaptive):
