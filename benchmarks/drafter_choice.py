@@ -370,6 +370,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         args.requests, args.warm, args.cells, args.batches = 4, 4, "mixed,chat", "1"
     args.cells = args.cells.split(",")
     args.batches = [int(b) for b in args.batches.split(",")]
+    if args.cells != [MIXED] and args.requests < max(args.batches):
+        parser.error(f"--requests must be {max(args.batches)} or more: a domain fills the batch")
     args.out.mkdir(parents=True, exist_ok=True)
     return args
 
