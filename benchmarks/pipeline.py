@@ -261,14 +261,16 @@ class LiveBench:
             )
 
 
-def live(target: str, batches: Sequence[int], repeats: int, num_threads: int) -> list[LiveCell]:
+def live(
+    target: str, batches: Sequence[int], repeats: int, num_threads: int, console: Console
+) -> list[LiveCell]:
     bench = LiveBench(target, num_threads)
     cells = []
     scenes = {"draft-tiny": ["draft-tiny"], "all": [*bench.names, "ngram"]}
     for what, drafters in scenes.items():
         for batch in batches:
             runs: dict[str, list[tuple[float, Any]]] = {p: [] for p in LIVE}
-            for repeat in track(range(repeats + 1), f"{what}, batch {batch}"):
+            for repeat in track(range(repeats + 1), f"{what}, batch {batch}", console=console):
                 for p in LIVE[:: -1 if repeat % 2 else 1]:
                     found = bench.run(batch, drafters, p)
                     if repeat:  # the first pass warms up
@@ -328,7 +330,7 @@ def main() -> None:
         show_cells(rows, console)
     else:
         batches = [int(b) for b in options.batch.split(",")]
-        rows = live(options.target, batches, options.repeats, options.threads)
+        rows = live(options.target, batches, options.repeats, options.threads, console)
         show_live(rows, console)
     if options.json:
         print(json.dumps([asdict(row) for row in rows]))
