@@ -16,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -39,11 +40,9 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from penstock.core.estimators import Estimators, StepTimes
-from penstock.core.profiled import know_profile
-from penstock.core.registry import PolicyError, policies
+from penstock.core.registry import policies
 from penstock.core.selection.adaptive import Adaptive
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import RequestState
 from penstock.core.types import Request
 from penstock.engine.build import Engine
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
@@ -174,7 +173,11 @@ def measure_target(
     engine = load(target, 16, args.new_tokens)
     traces = traces_of(engine, target, args)
     profile = measured_profile(engine, traces[:: args.requests + args.warm], args.temperature)
-    times = Times(_estimated(profile), [d.name for d in profile.drafters], 0.0)
+    times = Times(
+        profile.linear,
+        {d.name: partial(d.seconds, num_steps=1) for d in profile.drafters},
+        {d.name: d.per_catch_up_token for d in profile.drafters},
+    )
     rates: dict[str, dict[str, list[float]]] = {c: {} for c in (MIXED, *DOMAINS)}
     task = progress.add_task(target, total=args.folds * len(args.policies))
     for cells in parts(traces, args.requests, args.folds):
@@ -197,13 +200,6 @@ def measure_target(
             for name, value in spent.items():
                 rates[cell].setdefault(name, []).append(tokens / value)
     return [_row(target, cell, found) for cell, found in rates.items()]
-
-
-def _estimated(profile: StepProfile) -> StepTimes:
-    estimators = Estimators(profile)
-    drafters = [Drafter(d.name, None) for d in profile.drafters]
-    know_profile(estimators, profile, drafters)
-    return estimators.step_times
 
 
 def _row(target: str, cell: str, rates: dict[str, list[float]]) -> dict[str, Any]:
@@ -249,23 +245,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not 1 <= args.folds <= 1 + args.warm // args.requests:
         parser.error(f"--folds is from 1 to {1 + args.warm // args.requests}, not {args.folds}")
     args.policies = args.policies.split(",")
+    known = (*policies("selection"), "domains", "told")
+    if unknown := [name for name in args.policies if name not in known]:
+        parser.error(f"--policies: {unknown[0]!r}; choose from {', '.join(known)}")
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
-    try:
-        with Progress(console=Console(file=sys.stderr)) as progress:
-            for target in args.targets.split(","):
-                rows += measure_target(target, args, progress)
-    except PolicyError as error:
-        print(f"choice_sim: {error}", file=sys.stderr)
-        return 2
-    shares = {f"{r['target']}, {r['cell']}": r["share"].get("adaptive", 0.0) for r in rows}
-    low = {where: round(share, 3) for where, share in shares.items() if share < BAR}
-    text = f"adaptive at {BAR} of hindsight in {len(shares) - len(low)} of {len(shares)} cells"
+    with Progress(console=Console(file=sys.stderr)) as progress:
+        for target in args.targets.split(","):
+            rows += measure_target(target, args, progress)
+    reached = [r["share"]["adaptive"] >= BAR for r in rows if "adaptive" in r["share"]]
+    text = f"adaptive at {BAR} of hindsight in {sum(reached)} of {len(reached)} cells"
     if args.json:
-        print(json.dumps({"runs": rows, "verdict": {"met": not low, "lines": [text]}}))
+        print(json.dumps({"runs": rows, "verdict": {"met": all(reached), "lines": [text]}}))
     else:
         show(rows, args.policies)
-        print(f"{'MISSED' if low else 'met   '}  {text}")
+        print(f"{'met   ' if all(reached) else 'MISSED'}  {text}")
     return 0
 
 

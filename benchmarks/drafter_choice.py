@@ -20,7 +20,7 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,7 +33,6 @@ from rich.progress import Progress
 from rich.table import Table
 
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import StepTimes
 from penstock.core.loop import Loop
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
@@ -62,12 +61,31 @@ BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
 class Times:
     """Seconds of steps, as they were measured."""
 
-    def __init__(self, times: StepTimes, drafters: Iterable[str], overhead: float) -> None:
-        self.drafters = list(drafters)
+    def __init__(
+        self,
+        target: Callable[[int], float],
+        curves: Mapping[str, Callable[[int], float]],
+        reading: Mapping[str, float],
+        overhead: float = 0.0,
+    ) -> None:
+        """target: by rows. curves: of a drafter's token, by batch. reading: of a token of text.
+        overhead: of the host in each step."""
+        self.drafters = list(curves)
         self.overhead = overhead
-        self._target = times.target
-        self._curves = {n: times.curve_of(n) for n in self.drafters}
-        self._reading = {n: times.catch_up_of(n) for n in self.drafters}
+        self._target = target
+        self._curves = curves
+        self._reading = reading
+
+    @classmethod
+    def of(cls, engine: Engine) -> Times:
+        """As the engine has measured them."""
+        times, drafters = engine.scheduler.estimators.step_times, engine.executor.drafters
+        return cls(
+            times.target,
+            {n: times.curve_of(n) for n in drafters},
+            {n: times.catch_up_of(n) for n in drafters},
+            times.overhead or FIRST_OVERHEAD,
+        )
 
     def request(self, trace: Trace, option: Option, batch: int) -> float:
         """A request's share of the time, in a batch of requests like it."""
@@ -236,8 +254,7 @@ def measure_cell(
     args: argparse.Namespace,
 ) -> dict[str, Any]:
     """All players in turn, `--repeats` times."""
-    measured = engine.scheduler.estimators.step_times
-    times = Times(measured, engine.executor.drafters, measured.overhead or FIRST_OVERHEAD)
+    times = Times.of(engine)
     single = best_single(times, traces, batch)
     named = make_loop(engine, "single", {}, "fixed")
     players = [

@@ -113,7 +113,7 @@ class AcceptanceEstimator:
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
         self._discount = discount
         self._prior_strength = prior_strength
-        self._by_request: dict[str, defaultdict[str, Beta]] = {}
+        self._by_request: defaultdict[str, dict[str, Beta]] = defaultdict(lambda: defaultdict(Beta))
         self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
         self._expected: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
@@ -129,7 +129,7 @@ class AcceptanceEstimator:
         everybody = self._by_drafter[verdict.drafter]
         everybody.fade(_DRAFTER_DISCOUNT)
         everybody.observe(accepted, rejected)
-        own = self._by_request.setdefault(verdict.request_id, defaultdict(Beta))[verdict.drafter]
+        own = self._by_request[verdict.request_id][verdict.drafter]
         own.fade(self._discount)
         own.observe(accepted, rejected)
 
