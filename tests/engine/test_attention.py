@@ -25,6 +25,7 @@ from penstock.engine.attention.packed import _MAX_FOLDED_QUERIES, _MAX_GATHERED_
 from penstock.engine.attention.packed import Backend as Packed
 from penstock.engine.attention.padded import Backend as Padded
 from penstock.engine.batch import RaggedBatch
+from penstock.engine.gather import KVGather
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 
@@ -309,6 +310,38 @@ def test_packed_bounds_what_it_gathers() -> None:
     assert sum(group.num_seqs for group in groups) == 20
     assert max(len(group.kv.slots) for group in groups) * per_token <= _MAX_GATHERED_BYTES
     assert max(group.num_seqs for group in groups) > 1
+
+
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+@pytest.mark.parametrize("kept", [1, 2 * 64 * HEAD_DIM * 40 + 1])
+def test_packed_attends_to_some_heads_after_others(
+    monkeypatch: pytest.MonkeyPatch, kept: int, lengths: list[tuple[int, int]]
+) -> None:
+    monkeypatch.setattr("penstock.engine.attention.packed._MAX_GATHERED_BYTES", kept)
+    scene = make_scene(lengths, num_kv_heads=6)
+    backend = Packed(scene.cache, HEADS)
+    metadata = backend.prepare(scene.batch)
+    at_once = {group.kv.keys.shape[0] for group in metadata.folded}
+    assert at_once <= ({1} if kept == 1 else {1, 2, 3, 6})
+    torch.testing.assert_close(scene.attend("packed"), scene.expected, rtol=0, atol=1e-5)
+
+
+def test_packed_gathers_heads_as_far_as_they_fit() -> None:
+    config = dataclasses.replace(small_config(6), head_dim=128)
+    cache = PagedKVCache(config, 512, BLOCK_SIZE, torch.float32, CPU)
+    spans = [(str(i), ids(n), n - 1, n) for i, n in enumerate((300, 500, 3000))]
+    backend = Packed(cache, HEADS)
+    groups = backend.prepare(Paging(512, BLOCK_SIZE).batch(*spans)).folded
+    assert [group.kv.keys.shape[0] for group in groups] == [6, 3, 1]
+    assert backend.gather.scratch_bytes < 2 * _MAX_GATHERED_BYTES
+
+
+def test_negative_control_other_heads_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("penstock.engine.attention.packed._MAX_GATHERED_BYTES", 1)
+    fill = KVGather.fill
+    monkeypatch.setattr(KVGather, "fill", lambda gather, layer, kv, _: fill(gather, layer, kv))
+    scene = make_scene(BATCHES["verify"])
+    assert (scene.attend("packed") - scene.expected).abs().max() > 0.1
 
 
 def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:

@@ -21,7 +21,8 @@ class Gathered:
     """A place for the keys and values of some cache slots, in rows of equal length.
 
     slots:  [num_rows * row_length] int64
-    keys, values: [num_kv_heads, num_rows, row_length, head_dim], views of `flat`
+    keys, values: [num_heads, num_rows, row_length, head_dim], views of `flat`; num_heads is that
+            of the KV heads which are gathered at once
     """
 
     slots: torch.Tensor
@@ -51,9 +52,9 @@ class KVGather:
     def scratch_bytes(self) -> int:
         return self._scratch.numel() * self._scratch.itemsize
 
-    def reserve(self, tokens: int) -> None:
-        """Make room for places of up to `tokens` slots."""
-        elements = 2 * self._kv_heads * self._head_dim * tokens
+    def reserve(self, rows: int) -> None:
+        """Make room for places of up to `rows` slots times KV heads."""
+        elements = 2 * self._head_dim * rows
         if self._scratch.shape[0] < elements:
             self._scratch = self._scratch.new_empty(elements)
 
@@ -71,17 +72,25 @@ class KVGather:
         mask = np.where(visible, np.float32(0), np.float32("-inf"))
         return self.tensor(mask).to(self._scratch.dtype)
 
-    def place(self, slots: IntArray, num_rows: int) -> Gathered:
-        """Where those slots will lie; slots: num_rows * row_length of them, row after row."""
-        tokens = slots.size
-        self.reserve(tokens)
-        flat = self._scratch[: 2 * self._kv_heads * tokens * self._head_dim]
-        flat = flat.view(2 * self._kv_heads, tokens, self._head_dim)
-        rows = flat.view(2, self._kv_heads, num_rows, tokens // num_rows, self._head_dim)
+    def place(self, slots: IntArray, num_rows: int, num_heads: int | None = None) -> Gathered:
+        """Where those slots will lie, of all KV heads or of some at once; slots: num_rows *
+        row_length of them, row after row."""
+        tokens, num_heads = slots.size, num_heads or self._kv_heads
+        self.reserve(num_heads * tokens)
+        flat = self._scratch[: 2 * num_heads * tokens * self._head_dim]
+        flat = flat.view(2 * num_heads, tokens, self._head_dim)
+        rows = flat.view(2, num_heads, num_rows, tokens // num_rows, self._head_dim)
         return Gathered(self.tensor(slots.reshape(-1)), flat, rows[0], rows[1])
 
-    def fill(self, layer: int, place: Gathered) -> None:
-        torch.index_select(self._by_slot[layer], 1, place.slots, out=place.flat)
+    def fill(self, layer: int, place: Gathered, first_head: int = 0) -> None:
+        """Gather the KV heads from `first_head` on."""
+        by_slot, num_heads = self._by_slot[layer], place.keys.shape[0]
+        if num_heads == self._kv_heads:
+            torch.index_select(by_slot, 1, place.slots, out=place.flat)
+            return
+        for i, first in enumerate((first_head, self._kv_heads + first_head)):
+            into = place.flat[i * num_heads : (i + 1) * num_heads]
+            torch.index_select(by_slot[first : first + num_heads], 1, place.slots, out=into)
 
 
 def by_kind(batch: RaggedBatch) -> list[IntArray]:

@@ -82,7 +82,8 @@ class Backend:
         # Few rows move where groups stand as their first sequences do: none, if all are single.
         members.sort(key=lambda group: (num_queries[group[0]] > _MAX_FOLDED_QUERIES, group[0]))
         seqs = [i for group in members for i in group]
-        self.gather.reserve(max(len(m) * int(batch.seq_lens[m].max()) for m in members))
+        sizes = [(len(m) * int(batch.seq_lens[m].max()), num_queries[m[0]]) for m in members]
+        self.gather.reserve(max(size * self._heads_at_once(size, n) for size, n in sizes))
         groups: list[_Group] = []
         for group in members:
             start = groups[-1].rows.stop if groups else 0
@@ -118,12 +119,18 @@ class Backend:
         sizes = [g.num_seqs * g.num_queries * self._group_size for g in groups]
         parts = zip(groups, torch.split(by_head, sizes, 1), torch.split(out, sizes, 1), strict=True)
         for group, queries, into in parts:
-            self.gather.fill(layer, group.kv)
             shape = (heads[0], group.num_seqs, -1, heads[2])
-            attended = F.scaled_dot_product_attention(
-                queries.view(shape), group.kv.keys, group.kv.values, attn_mask=group.mask
-            )
-            into.view(shape).copy_(attended)
+            at_once = group.kv.keys.shape[0]
+            for first in range(0, heads[0], at_once):
+                some = slice(first, first + at_once)
+                self.gather.fill(layer, group.kv, first)
+                attended = F.scaled_dot_product_attention(
+                    queries.view(shape)[some],
+                    group.kv.keys,
+                    group.kv.values,
+                    attn_mask=group.mask,
+                )
+                into.view(shape)[some].copy_(attended)
         return out.view(heads[0], -1, *heads[1:]).permute(1, 0, 2, 3).reshape(q.shape)
 
     def _attend_chunk(self, q: torch.Tensor, layer: int, group: _Group) -> torch.Tensor:
@@ -147,6 +154,14 @@ class Backend:
         per_seq = num_blocks * self._block_size * self.gather.bytes_per_token
         return max(1, _MAX_GATHERED_BYTES // per_seq)
 
+    def _heads_at_once(self, num_slots: int, num_queries: int) -> int:
+        """KV heads to gather for one call; chunks of prompts bring work enough for all."""
+        if num_queries > _MAX_FOLDED_QUERIES:
+            return self._num_kv_heads
+        fit = _MAX_GATHERED_BYTES * self._num_kv_heads // (num_slots * self.gather.bytes_per_token)
+        divisors = (n for n in range(1, self._num_kv_heads + 1) if self._num_kv_heads % n == 0)
+        return max(n for n in divisors if n <= max(1, fit))
+
     def _group(self, batch: RaggedBatch, seqs: list[int], num_queries: int, start: int) -> _Group:
         seq_lens = batch.seq_lens[seqs]
         shortest, context = int(seq_lens.min()), int(seq_lens.max())
@@ -163,7 +178,7 @@ class Backend:
             rows=slice(start, start + len(seqs) * num_queries),
             num_seqs=len(seqs),
             num_queries=num_queries,
-            kv=self.gather.place(slots, len(seqs)),
+            kv=self.gather.place(slots, len(seqs), self._heads_at_once(slots.size, num_queries)),
             mask=None if whole or last_only else self._mask(seq_lens, num_queries, context),
         )
 
