@@ -1,6 +1,6 @@
 """Time of one forward pass by rows: the compiled kernels, eager torch, and the machine's floor.
 
-    python benchmarks/native_kernels.py [--threads N] [--seconds S]
+    python -m benchmarks.native_kernels [--threads N] [--seconds S]
 
 The model is a random decoder of 12 M parameters in bfloat16. The floor is what this machine could
 do at best: the weights at the bandwidth of a torch sum over as many bytes, or the multiply-adds at

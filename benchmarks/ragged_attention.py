@@ -64,7 +64,7 @@ WINDOW = 4
 MEAN, SIGMA = 400, 0.8
 SPEED_BAR, MEMORY_BAR = 0.9, 1.05
 KV_TOKENS = 111_580
-"""Of Llama-2-7B on an A100-80GB (design, section 4.9)."""
+"""Of Llama-2-7B on an A100-80GB."""
 SHAPES = {
     "SmolLM2-135M": (30, 8, dict(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)),
     "Llama-2-7B": (

@@ -30,7 +30,7 @@ def one_lane(
 
 
 def test_two_phases_that_halve_overlap_wholly() -> None:
-    """The gain of two micro-batches is at most (d + v) / max(d, v) (design 4.6)."""
+    """The gain of two micro-batches is at most (d + v) / max(d, v)."""
     for ratio in (0.1, 0.3, 1.0, 3.0, 10.0):
         work = one_lane(line(0, ratio), line(0, 1.0))
         assert cycle_seconds(work, Setting(0)) == pytest.approx(8 * (1 + ratio))

@@ -188,7 +188,7 @@ def test_thresholds_that_cannot_fit_are_refused() -> None:
 def test_the_static_budget_is_at_a_corner_and_within_memory() -> None:
     work = output_work(HIGH.prompt_len, HIGH.output_len)
     static = static_budget(PROFILE, work, PROFILE.kv_tokens)
-    assert static.token_budget == 768, "a corner of the staircase (design 4.8)"
+    assert static.token_budget == 768, "a corner of the staircase"
     assert PROFILE.linear(769) > 1.05 * PROFILE.linear(768)
     assert 500 < static.max_num_seqs <= 768
     tight = static_budget(PROFILE, work, 30_000)

@@ -1,7 +1,7 @@
 """How likely the next draft token is accepted, learned from verdicts: one interface, several
 estimators.
 
-Only positions up to and including the first rejection say anything about a drafter (design 4.3):
+Only positions up to and including the first rejection say anything about a drafter:
 later drafts stand on a prefix that the target did not choose. An estimator belongs to one stream of
 drafts, such as a tenant's with one drafter, and is told of every round, also of those without a
 draft.

@@ -1,6 +1,6 @@
 """What is learned while it runs: acceptance of drafts, and the times of steps.
 
-Only positions up to and including the first rejection say anything about a drafter (design 4.3):
+Only positions up to and including the first rejection say anything about a drafter:
 later drafts stand on a prefix that the target did not choose.
 """
 

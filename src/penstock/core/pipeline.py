@@ -173,7 +173,7 @@ class Asynchronous(Pipeline):
     whole step that it has missed. Of all moments at which another draft is expected, and now, the
     one is taken that makes the sum of all delays smallest, each weighted with the tokens that its
     request can expect. Where a step costs little that is mostly now; where it costs much more than
-    drafting, it is when the last draft has come: the barrier (design 4.4).
+    drafting, it is when the last draft has come: the barrier.
     """
 
     def hold_until(self, drafts: Drafts) -> float | None:

@@ -1,7 +1,7 @@
 """What a request's acceptance by every drafter is expected to be, learned over requests.
 
 The log-odds of acceptance of one request are normal around a mean that depends linearly on the
-request's features, and drafters go together: who finds a text easy is seldom alone (design 4.5).
+request's features, and drafters go together: who finds a text easy is seldom alone.
 
     theta_i ~ N(W x_i, S)        accepted_ij | theta_ij  binomial with odds exp(theta_ij)
 

@@ -41,7 +41,7 @@ class SamplingParams:
     """How the target's distribution is shaped, and which verification keeps it.
 
     temperature 0 is greedy; top_k 0 and top_p 1 are off. `coupled` verification makes the output a
-    function of (prompt, seed) alone (design 4.1).
+    function of (prompt, seed) alone.
     """
 
     temperature: float = 1.0

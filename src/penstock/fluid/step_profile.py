@@ -1,4 +1,4 @@
-"""Seconds of one target step as a function of what is in it (design 4.9)."""
+"""Seconds of one target step as a function of what is in it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Step-time profiles by name or file, and their fit to measurements (design 4.9)."""
+"""Step-time profiles by name or file, and their fit to measurements."""
 
 from __future__ import annotations
 

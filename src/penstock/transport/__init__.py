@@ -1,1 +1,1 @@
-"""Draft and verify messages between machines: gRPC, package `penstock.v1` (design section 7)."""
+"""Draft and verify messages between machines: gRPC, package `penstock.v1`."""

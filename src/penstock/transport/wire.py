@@ -3,7 +3,7 @@
 `ratio` verification is exact only if a draft token was sampled from the very distribution that is
 reported. A distribution is therefore cut to its k likeliest tokens and rounded to integers of a
 fixed sum first, and the token is drawn from those integers; the verification server divides them by
-the sum again, which is a power of two, so that nothing is rounded a second time (design 4.10).
+the sum again, which is a power of two, so that nothing is rounded a second time.
 """
 
 from __future__ import annotations

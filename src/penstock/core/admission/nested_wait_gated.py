@@ -1,4 +1,4 @@
-"""Nested WAIT that serves (design 4.8): only prefill is gated, growth is reserved by segment."""
+"""Nested WAIT that serves: only prefill is gated, growth is reserved by segment."""
 
 from __future__ import annotations
 

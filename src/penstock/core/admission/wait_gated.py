@@ -1,4 +1,4 @@
-"""WAIT that serves (design 4.8): thresholds gate only the prefill, decoding never waits."""
+"""WAIT that serves: thresholds gate only the prefill, decoding never waits."""
 
 from __future__ import annotations
 

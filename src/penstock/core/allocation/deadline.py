@@ -1,4 +1,4 @@
-"""Fair draft lengths per second, where a round waits for its slowest draft (design 4.4).
+"""Fair draft lengths per second, where a round waits for its slowest draft.
 
 Per round a longer draft never costs anything; per second it keeps everybody waiting. By the
 renewal-reward rule a round is worth Σ U'(x_i) [μ_i(S_i) − x_i T], with x_i in tokens a second and

@@ -1,4 +1,4 @@
-"""Draft lengths for a target that verifies whatever is ready: tokens a second, fairly (design 4.4).
+"""Draft lengths for a target that verifies whatever is ready: tokens a second, fairly.
 
 A target that starts a step every P seconds, taking T for it, serves request i every k P seconds: k
 is the number of periods until its draft of S tokens is here, d_i(S) seconds after a step has ended,

@@ -1,4 +1,4 @@
-"""Draft lengths that maximise tokens per second under measured step times (design 4.4, a = 0).
+"""Draft lengths that maximise tokens per second under measured step times: no fairness.
 
 The longest drafts are bought in order of survival probability, and the purchase stops where the
 expected tokens per second of the whole step are greatest; where speculation does not pay that is

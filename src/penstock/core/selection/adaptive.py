@@ -17,7 +17,6 @@ not known is explored by drawing from it (Thompson).
 from __future__ import annotations
 
 import math
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -30,14 +29,12 @@ from penstock.core.estimators import Estimators
 from penstock.core.prior import AcceptancePrior, Posterior
 from penstock.core.selection import ReplayWish, SelectionPolicy, SelectionWork, usable
 from penstock.core.selection.matching import assign
+from penstock.core.selection.words import NUM_WORDS, Words
 from penstock.core.state import Drafter, Outcome, RequestState
-from penstock.core.types import Replayed, Request
+from penstock.core.types import Replayed
 
 FloatArray = npt.NDArray[np.float64]
 
-_NUM_WORDS = 63
-"""Dimensions that the words of a prompt are hashed to. With more, products with a drafter's 64 x 64
-matrix would be shared out to threads, which then spin on cores that the models need."""
 _KEEP = 0.98
 _PACE_KEEP = 0.99
 _DEMAND_WEIGHT = 0.05
@@ -49,6 +46,9 @@ _LEAST_DOUBT = 0.6
 """Standard deviation of a prior's mean that is worth a replay."""
 _MOST_OVERHEAD = 2.0
 """Most time of a step that counts, over what its rows and drafts should take: more is no work."""
+_LEAST_STRENGTH = 2.0
+_MOST_STRENGTH = 100.0
+"""Tokens that what selection knows may be worth to allocation."""
 _BEST_RATE = 0.9
 """Acceptance of a draft token that hardly any drafter exceeds."""
 _UNDRAFTED = 0.1
@@ -156,11 +156,11 @@ class Adaptive(SelectionPolicy):
     def __init__(self, options: Options) -> None:
         self.options = options
         self._rng = np.random.default_rng(options.seed)
-        self._prior = AcceptancePrior(_NUM_WORDS + 1)
+        self._prior = AcceptancePrior(NUM_WORDS + 1)
         self._columns: dict[str, int] = {}
         self._models: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
-        self._words = _Words()
+        self._words = Words()
         self._pace = _Pace()
         self._demand: dict[str, float] = {}
         self._wishes: dict[tuple[str, str], ReplayWish] = {}
@@ -462,41 +462,5 @@ def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str
     """Requests that keep the drafter whatever is decided for `states`."""
     return loads.get(drafter.name, 0) - sum(s.drafter == drafter.name for s in states)
 
-
-class _Words:
-    """What a prompt is about, as a short vector: its words, projected by signed hashing, which
-    keeps angles. Words that all prompts have tell nothing, those that no other has teach nothing:
-    a word weighs as much as its presence has varied so far (a variance)."""
-
-    def __init__(self) -> None:
-        self._num_prompts = 0
-        self._num_with = np.zeros(_NUM_BUCKETS)
-
-    def features(self, request: Request) -> FloatArray:
-        """[F] a constant, and the words of prompt and tenant in a vector of length 1 (0 if there
-        are none)."""
-        features = np.zeros(_NUM_WORDS + 1)
-        features[0] = 1.0
-        ids = np.asarray(request.prompt_token_ids or (), dtype=np.uint64)
-        tenant = np.uint64(zlib.crc32(request.tenant.encode()) + (1 << 40))
-        words = np.unique(np.append(ids, tenant)) * _HASH
-        buckets = (words >> np.uint64(40)) % np.uint64(_NUM_BUCKETS)
-        share = (self._num_with[buckets] + 0.5) / (self._num_prompts + 1)
-        weights = share * (1 - share)
-        self._num_with[np.unique(buckets)] += 1
-        self._num_prompts += 1
-        places = (words >> np.uint64(20)) % np.uint64(_NUM_WORDS)
-        signs = 1.0 - 2.0 * ((words >> np.uint64(33)) & np.uint64(1))
-        vector = np.bincount(places.astype(np.int64), weights * signs, minlength=_NUM_WORDS)
-        length = math.sqrt(float(vector @ vector))
-        if length > 0:
-            features[1:] = vector / length
-        return features
-
-
-_NUM_BUCKETS = 8192
-_HASH = np.uint64(0x9E3779B97F4A7C15)
-_LEAST_STRENGTH = 2.0
-_MOST_STRENGTH = 100.0
 
 POLICY = Adaptive

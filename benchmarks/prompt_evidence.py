@@ -1,0 +1,151 @@
+"""How much a prompt tells of the drafts that will be accepted: what to expect of evidence before
+the first token.
+
+    python -m benchmarks.prompt_evidence [--json] [--out DIR] [--targets target-large,target-small]
+
+For every request of `drafter_choice` and every model that drafts: the share of its tokens that the
+target accepts from output token 24 on, and what could have foretold it. `overlap` is the sum of
+min(target, drafter) over the vocabulary, averaged over the positions of the prompt: it takes a row
+of the drafter's LM head for each. `first 24` is what the drafter had accepted of the first 24
+output tokens: what a replay knows. Words are the features that `adaptive` has. Shown is the share
+of the variance between requests that a ridge regression explains of requests that it has not seen
+(R², five folds).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from benchmarks.choice_traces import Trace, load, request_of
+from benchmarks.drafter_choice import traces_of
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from penstock.core.selection.words import Words
+from penstock.zoo.evidence import answer_logits
+from penstock.zoo.modeling import load_model
+from penstock.zoo.registry import DOMAINS, bundled_models
+
+FloatArray = npt.NDArray[np.float64]
+
+KNOWN = 24
+"""Output tokens after which a drafter replays a request."""
+FOLDS = 5
+RIDGES = (0.01, 0.1, 1.0, 10.0)
+
+
+def logit(share: FloatArray, count: float) -> FloatArray:
+    """Of shares of `count` tokens, with half a token of either kind added."""
+    accepted = share * count
+    return np.log((accepted + 0.5) / (count - accepted + 0.5))
+
+
+@torch.inference_mode()
+def overlaps(trace: Trace, models: dict[str, Any], target: str) -> dict[str, float]:
+    """Mean over the prompt's positions of the sum of min(target, drafter)."""
+    tokens = list(trace.prompt)
+    logits = {n: answer_logits(m, tokens[:1], tokens[1:]) for n, m in models.items()}
+    chances = {n: torch.softmax(rows.float(), -1) for n, rows in logits.items()}
+    aims = chances.pop(target)
+    return {n: float(torch.minimum(aims, q).sum(-1).mean()) for n, q in chances.items()}
+
+
+def explained(features: FloatArray, wanted: FloatArray, folds: npt.NDArray[np.int64]) -> float:
+    """R² of `wanted` for requests that the regression has not seen, with the best ridge."""
+    best = 0.0
+    for ridge in RIDGES:
+        errors = np.zeros_like(wanted)
+        for fold in range(FOLDS):
+            seen, held = folds != fold, folds == fold
+            centre, mean = features[seen].mean(0), wanted[seen].mean()
+            x = features[seen] - centre
+            w = np.linalg.solve(x.T @ x + ridge * np.eye(x.shape[1]), x.T @ (wanted[seen] - mean))
+            errors[held] = wanted[held] - mean - (features[held] - centre) @ w
+        best = max(best, 1 - float((errors**2).mean() / wanted.var()))
+    return best
+
+
+def evidence(traces: Sequence[Trace], target: str) -> dict[str, dict[str, float]]:
+    """R² by drafter and kind of evidence."""
+    models = {
+        n: load_model(Path(c.path))
+        for n, c in bundled_models().items()
+        if c.role == "drafter" or n == target
+    }
+    drafters = [n for n in models if n != target]
+    shown = Console(file=sys.stderr)
+    read = [overlaps(t, models, target) for t in track(traces, "prompts", console=shown)]
+    overlap = np.array([[logit(np.float64(r[n]), 50) for n in drafters] for r in read])
+    domain = np.array([[float(t.domain == d) for d in DOMAINS] for t in traces])
+    hashed = Words()
+    words = np.array([hashed.features(request_of(t.prompt, 0, 1, 1.0)).copy() for t in traces])
+    folds = np.arange(len(traces)) // len(DOMAINS) % FOLDS
+    found = {}
+    for j, name in enumerate(drafters):
+        hits = [np.array(t.runs[name]) > 0 for t in traces]
+        later = np.array([logit(h[KNOWN:].mean(), len(h) - KNOWN) for h in hits])
+        first = np.array([[logit(h[:KNOWN].mean(), KNOWN)] for h in hits])
+        own = overlap[:, j : j + 1]
+        kinds = {
+            "domain": domain,
+            "words": words,
+            "overlap": own,
+            "overlaps of all": overlap,
+            f"first {KNOWN}": first,
+            f"words, first {KNOWN}": np.hstack([words, first]),
+            "words, overlaps": np.hstack([words, overlap]),
+            f"words, overlaps, first {KNOWN}": np.hstack([words, overlap, first]),
+        }
+        found[name] = {kind: explained(x, later, folds) for kind, x in kinds.items()}
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
+    parser.add_argument("--targets", default="target-large,target-small")
+    parser.add_argument("--requests", type=int, default=8, help="of a domain")
+    parser.add_argument("--warm", type=int, default=32, help="others, of a domain")
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--temperature", type=float, default=1.0)
+    parser.add_argument("--out", type=Path, default=Path("choice"))
+    args = parser.parse_args()
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows: dict[str, Any] = {}
+    for target in args.targets.split(","):
+        traces = traces_of(load(target, 16, args.new_tokens), target, args)
+        kept = [t for t in traces if len(t.text) >= 2 * KNOWN]
+        by_domain = {d: [t for t in kept if t.domain == d] for d in DOMAINS}
+        depth = max(map(len, by_domain.values()))
+        mixed = [by_domain[d][i] for i in range(depth) for d in DOMAINS if i < len(by_domain[d])]
+        rows[target] = evidence(mixed, target)
+        report(rows[target], target, len(mixed), args.json)
+    if args.json:
+        print(json.dumps(rows))
+    return 0
+
+
+def report(found: dict[str, dict[str, float]], target: str, num: int, quiet: bool) -> None:
+    if quiet:
+        return
+    kinds = list(next(iter(found.values())))
+    table = Table(title=f"{target}: share of variance explained, {num} requests")
+    for column in ("evidence", *found, "mean"):
+        table.add_column(column, justify="left" if column == "evidence" else "right")
+    for kind in kinds:
+        values = [f[kind] for f in found.values()]
+        table.add_row(kind, *(f"{v:.2f}" for v in (*values, float(np.mean(values)))))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
