@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.gpu_tools import BLOCK_SIZE, Times, fill_randomly
+from benchmarks.gpu_tools import BLOCK_SIZE, Times, fill_randomly, timed
 
 from penstock.config import EngineConfig
 from penstock.core.blocks import BlockPool
@@ -57,12 +58,13 @@ class LoopSpec:
 @dataclass(frozen=True, slots=True)
 class Rate:
     """step: seconds of a turn of the loop. host_share: of the wall time, without a recording at
-    work on the device."""
+    work on the device; draft_share: with one of the drafter."""
 
     num_draft_tokens: int
     tokens_per_s: float
     step: Times
     host_share: float
+    draft_share: float
     mean_acceptance_length: float
 
 
@@ -71,6 +73,7 @@ class _Pass:
     tokens: int = 0
     wall: float = 0.0
     busy: float = 0.0
+    drafting: float = 0.0
     drafts: int = 0
     accepted: int = 0
 
@@ -97,6 +100,7 @@ def _rate(k: int, passes: list[_Pass], steps: list[float]) -> Rate:
         statistics.median(p.tokens / p.wall for p in passes),
         Times(tuple(steps)),
         max(0.0, 1 - sum(p.busy for p in passes) / wall),
+        sum(p.drafting for p in passes) / wall,
         1 + sum(p.accepted for p in passes) / drafts if drafts else 1.0,
     )
 
@@ -158,7 +162,10 @@ def _pass(engine: Engine, spec: LoopSpec, k: int) -> tuple[_Pass, list[float]]:
             done.drafts += sum(o.num_proposed > 0 for o in outputs)
             done.accepted += sum(o.num_accepted for o in outputs)
         done.wall = sum(seconds)
-    done.busy = sum(spans)
+    done.busy = sum(spans.values())
+    drafter = engine.executor.drafters[_DRAFTER].runner
+    if isinstance(drafter, graphs.GraphRunner):
+        done.drafting = sum(spans.get(graph, 0.0) for graph in drafter.recordings)
     loop.turn([Cancel(r.id) for r in requests])
     while loop.scheduler.num_unfinished or loop.num_plans_in_flight:
         loop.turn([])
@@ -182,32 +189,27 @@ def _requests(engine: Engine, spec: LoopSpec, k: int) -> list[Request]:
 
 
 @contextmanager
-def _busy_seconds(device: torch.device) -> Iterator[list[float]]:
-    """Seconds of every recording that is replayed meanwhile: the device's own on a GPU."""
-    spans: list[float] = []
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+def _busy_seconds(device: torch.device) -> Iterator[dict[graphs.Graph, float]]:
+    """Seconds of every recording in all its replays meanwhile. On a GPU the device's own: each is
+    replayed again at the end, because between events around it the device would mostly be waiting
+    for the host to launch it."""
+    spans: dict[graphs.Graph, float] = {}
+    counts: Counter[graphs.Graph] = Counter()
     replay = graphs.Graph.replay
 
     def watched(self: graphs.Graph) -> None:
-        if device.type != "cuda":
-            began = time.perf_counter()
-            replay(self)
-            spans.append(time.perf_counter() - began)
-            return
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        begin.record()
+        began = time.perf_counter()
         replay(self)
-        end.record()
-        events.append((begin, end))
+        counts[self] += 1
+        spans[self] = spans.get(self, 0.0) + time.perf_counter() - began
 
     graphs.Graph.replay = watched  # type: ignore[method-assign]
     try:
         yield spans
     finally:
         graphs.Graph.replay = replay  # type: ignore[method-assign]
-        if events:
-            torch.cuda.synchronize(device)
-        spans += [begin.elapsed_time(end) / 1e3 for begin, end in events]
+    if device.type == "cuda":
+        spans |= {g: timed([g.replay], device, 3).median * n for g, n in counts.items()}
 
 
 @torch.inference_mode()

@@ -53,7 +53,7 @@ def model_numerics(setting: Setting, name: str, config: DecoderConfig) -> Iterat
     positions = min(config.max_position_embeddings, cache.num_blocks * BLOCK_SIZE)
     decoder = Decoder(exact, weights, positions, device)
     plain = EagerRunner(exact, decoder, cache, make_backend("reference", cache, config.num_heads))
-    for batch_size, window in ((1, 1), (7, 1), (16, 5), (33, 5)):
+    for batch_size, window in ((1, 1), (7, 1), (5, 5), (12, 5), (16, 5), (33, 5)):
         lengths = log_normal_lengths(batch_size, 200, 0.8, seed=batch_size)
         batch = make_batch(lengths, window, runner.num_blocks, config.vocab_size, batch_size)
         fill_randomly(runner.cache)

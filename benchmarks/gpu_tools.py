@@ -20,9 +20,11 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.random import random_weights
 
 BLOCK_SIZE = 16
-_AHEAD_CYCLES = 8_000_000
-"""The device sleeps so long (about 4 ms) before what is timed, so that the host's launches are
-queued when it starts: what is measured is the device's own time."""
+_CYCLES_PER_SECOND = 2e9
+_AHEAD_SECONDS = 4e-3
+"""The device sleeps so long before what is timed, or three times as long as the host takes to
+launch it if that is more, so that all launches are queued when it starts: what is measured is the
+device's own time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,19 +135,26 @@ def timed(
         run()
     if device.type != "cuda":
         return Times(tuple(_on_host(run) for _ in range(repeats) for run in runs))
-    torch.cuda.synchronize(device)
+    ahead = max(_AHEAD_SECONDS, *(3 * _launch_seconds(run, device) for run in runs))
     seconds = []
     for _ in range(repeats):
         for run in runs:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             if queued:
-                torch.cuda._sleep(_AHEAD_CYCLES)
+                torch.cuda._sleep(int(ahead * _CYCLES_PER_SECOND))
             begin.record()
             run()
             end.record()
             end.synchronize()
             seconds.append(begin.elapsed_time(end) / 1e3)
     return Times(tuple(seconds))
+
+
+def _launch_seconds(run: Callable[[], object], device: torch.device) -> float:
+    torch.cuda.synchronize(device)
+    seconds = _on_host(run)
+    torch.cuda.synchronize(device)
+    return seconds
 
 
 def _on_host(run: Callable[[], object]) -> float:

@@ -18,6 +18,10 @@ from penstock.core.types import NO_DRAFTER, Request, SamplingParams
 from penstock.engine.attention import make_backend
 from penstock.engine.build import load_engine
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.models.decoder import RmsNorm
+from penstock.engine.operations import Projection
+from penstock.engine.streams import spare_stream
+from penstock.engine.torch_operations import TorchOperations
 from penstock.serving.offline import complete
 
 pytestmark = [
@@ -46,8 +50,43 @@ def test_attention(dtype: torch.dtype, kv_heads: int) -> None:
     assert error(found, expected) < (1e-4 if dtype == torch.float32 else 1e-2)
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("rows", [1, 16, 24, 64, 128])
+def test_products_by_every_tile(rows: int, gated: bool) -> None:
+    """Elsewhere only those are used that turn out to be the fastest."""
+    from penstock.engine.kernels.triton_operations import TritonOperations
+    from penstock.engine.kernels.tuning import _tiles
+
+    device, (depth, size) = torch.device("cuda"), (768, 320)
+    cache = PagedKVCache(small_config(), 1, 8, torch.bfloat16, device)
+    matrix = torch.randn(depth, 2 * size if gated else size, device=device) / depth**0.5
+    matrix = matrix.bfloat16() if gated else matrix.bfloat16().t().contiguous().t()
+    norm = RmsNorm(1 + 0.2 * torch.randn(depth, device=device), 1e-5) if gated else None
+    residual = None if gated else torch.randn(rows, size, device=device).bfloat16()
+    x = 3 * torch.randn(rows, depth, device=device).bfloat16()
+    expected = TorchOperations(cache, HEADS).project(
+        x.float(),
+        Projection(matrix.float(), norm, gated=gated),
+        None if residual is None else residual.float(),
+    )
+    fused, by = TritonOperations(cache, HEADS), Projection(matrix, norm, gated=gated)
+    for tile in _tiles(matrix.dtype, rows):
+        found = fused._product(x, by, matrix, residual, None, tile)
+        assert error(found, expected) < 1e-2, tile
+
+
+def test_streams_of_threads_differ() -> None:
+    device = torch.device("cuda")
+    with spare_stream(device) as mine:
+        for _ in range(100):
+            with spare_stream(device) as other:
+                assert other.cuda_stream != mine.cuda_stream
+
+
+@pytest.mark.parametrize("pipeline", ["off", "2"])
 @pytest.mark.parametrize("temperature", [0.0, 0.9])
-def test_output_is_the_targets_own(tmp_path: Path, temperature: float) -> None:
+def test_output_is_the_targets_own(tmp_path: Path, temperature: float, pipeline: str) -> None:
+    """With drafts in the target's own steps, and from lanes with streams of their own."""
     paths = write_family(tmp_path)
     engine = load_engine(
         EngineConfig(
@@ -56,6 +95,7 @@ def test_output_is_the_targets_own(tmp_path: Path, temperature: float) -> None:
             dtype="float32",
             device="cuda",
             kv_tokens=32 * 256,
+            pipeline=pipeline,
         ),
         calibrated=False,
     )

@@ -21,6 +21,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.static import StaticDecoder
 from penstock.engine.operations import Operations
 from penstock.engine.static import MAX_WINDOW, Capacity, StaticBatch
+from penstock.engine.streams import spare_stream
 from penstock.engine.torch_operations import TorchOperations
 
 ROWS = (*(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320), 384, 448, 512)
@@ -56,16 +57,17 @@ class Graph:
         self._recorded.replay()
 
     def _record(self) -> torch.cuda.CUDAGraph:
-        stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            # Twice: what compiles, is tuned or makes its workspace does so outside the recording.
-            self._run()
-            self._run()
-        stream.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            self._run()
+        with spare_stream(self._device) as stream:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                # Twice: what compiles, is tuned or makes its workspace does so outside the
+                # recording.
+                self._run()
+                self._run()
+            stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                self._run()
         return graph
 
 
@@ -277,6 +279,11 @@ class GraphRunner:
         width = -(-batch.block_tables.shape[1] // _WIDTHS) * _WIDTHS
         rows = size_of(batch.num_tokens, ROWS)
         return Capacity(rows, seqs, window, width, self._num_pieces(seqs))
+
+    @property
+    def recordings(self) -> list[Graph]:
+        """Of all sizes met so far, forward passes and drafting loops."""
+        return [graph for _, graph in (*self._forwards.values(), *self._drafts.values())]
 
     def _new_forward(self, capacity: Capacity, all_rows: bool) -> tuple[_Forward, Graph]:
         step = _Forward(capacity, capacity.rows if all_rows else capacity.seqs, self.device)

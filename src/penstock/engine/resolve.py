@@ -14,6 +14,7 @@ from penstock.engine.attention.triton_paged import why_not_triton
 from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.weights import weight_bytes
 from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
 
@@ -115,7 +116,10 @@ def resolve_num_blocks(
     """KV blocks of every model: as asked, or what a share of the free memory holds."""
     if config.kv_tokens is not None:
         return -(-config.kv_tokens // config.block_size)
-    return affordable_blocks(models, place.kv_dtype, place.device, config.block_size, max_model_len)
+    weights = sum(weight_bytes(model, place.dtype) for model in models)
+    return affordable_blocks(
+        models, place.kv_dtype, place.device, config.block_size, max_model_len, weights
+    )
 
 
 def affordable_blocks(
@@ -124,11 +128,23 @@ def affordable_blocks(
     device: torch.device,
     block_size: int,
     max_model_len: int,
+    weights: int,
 ) -> int:
     """KV blocks that each of the models may have out of a share of the free memory; no more than 64
-    texts of full length need, and at least 1."""
+    texts of full length need, and at least 1.
+
+    weights: bytes that are yet to be loaded, which a GPU's memory has to hold beside the KV.
+
+    Raises: ConfigError where it cannot hold even them.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
+        if weights >= free:
+            raise ConfigError(
+                f"the models take {weights / 1e9:.1f} GB and {device} has {free / 1e9:.1f} GB "
+                "free: smaller models, fewer drafters or a smaller dtype would fit"
+            )
+        free -= weights
         share = _GPU_MEMORY_SHARE
     else:
         free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

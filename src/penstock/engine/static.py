@@ -51,18 +51,20 @@ class StaticBatch:
     @classmethod
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBatch:
         """Without any sequence."""
-        flat = torch.zeros(sum(_sizes(capacity)), dtype=torch.int32, device=device)
+        flat = torch.zeros(_flat_size(capacity), dtype=torch.int32, device=device)
         return cls._over(capacity, flat)._emptied()
 
     @classmethod
     def allocate_pinned(cls, capacity: Capacity) -> StaticBatch:
         """In the host's page-locked memory, from where a copy to a GPU need not be waited for."""
-        flat = torch.zeros(sum(_sizes(capacity)), dtype=torch.int32, pin_memory=True)
+        flat = torch.zeros(_flat_size(capacity), dtype=torch.int32, pin_memory=True)
         return cls._over(capacity, flat)._emptied()
 
     @classmethod
     def _over(cls, capacity: Capacity, flat: torch.Tensor) -> StaticBatch:
-        parts = list(torch.split(flat, _sizes(capacity)))
+        sizes = _sizes(capacity)
+        whole = torch.split(flat, [_aligned(size) for size in sizes])
+        parts = [part[:size] for part, size in zip(whole, sizes, strict=True)]
         parts[-1] = parts[-1].view(capacity.seqs, capacity.width)
         return cls(capacity, flat, *parts)
 
@@ -120,3 +122,13 @@ def piece_length(seq_lens: IntArray, num_pieces: int) -> int:
 def _sizes(capacity: Capacity) -> list[int]:
     rows, seqs = capacity.rows, capacity.seqs
     return [rows, rows, rows, rows, seqs + 1, seqs, seqs, 1, seqs * capacity.width]
+
+
+def _flat_size(capacity: Capacity) -> int:
+    return sum(_aligned(size) for size in _sizes(capacity))
+
+
+def _aligned(size: int) -> int:
+    """Parts begin at multiples of 16 bytes: Triton compiles a kernel anew for every pattern of
+    pointers that do and pointers that do not."""
+    return -(-size // 4) * 4

@@ -3,9 +3,33 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator
 
 import torch
+
+_POOL_SIZE = 32
+"""Streams that PyTorch has for a device, and hands out in turn."""
+
+_lock = threading.Lock()
+_taken: set[int] = set()
+
+
+@contextlib.contextmanager
+def spare_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
+    """A stream that nobody else is given meanwhile. PyTorch hands out the same few again and again,
+    and what a thread launched on one that another records would become a part of the recording."""
+    with _lock:
+        for _ in range(_POOL_SIZE):
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            if stream.cuda_stream not in _taken:
+                break
+        _taken.add(stream.cuda_stream)
+    try:
+        yield stream
+    finally:
+        with _lock:
+            _taken.discard(stream.cuda_stream)
 
 
 @contextlib.contextmanager
@@ -14,9 +38,11 @@ def own_stream(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    # Memory that this thread was given may still be written to on the stream it came from.
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        yield
-        stream.synchronize()
+    with spare_stream(device) as stream:
+        # Memory that this thread was given may still be written to on the stream it came from.
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            try:
+                yield
+            finally:  # also of what failed: whoever has the next turn writes to the same memory
+                stream.synchronize()

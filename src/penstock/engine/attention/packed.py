@@ -19,8 +19,10 @@ from penstock.engine.kv_cache import PagedKVCache
 # Beyond this, rows fill a matrix product without the help of other heads, and folding the heads
 # would only multiply the mask.
 _MAX_FOLDED_QUERIES = 32
-# What is gathered should still be in the processor's cache when it is multiplied.
+# What is gathered should still be in the processor's cache when it is multiplied. On a GPU a call
+# costs more than reading twice.
 _MAX_GATHERED_BYTES = 2 << 20
+_MAX_GATHERED_BYTES_ON_GPU = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,9 @@ class Backend:
         self._group_size = num_heads // cache.num_kv_heads
         self._head_dim = cache.head_dim
         self._block_size = cache.block_size
+        self._most_bytes = (
+            _MAX_GATHERED_BYTES if cache.device.type == "cpu" else _MAX_GATHERED_BYTES_ON_GPU
+        )
         self.gather = KVGather(cache)
 
     def prepare(self, batch: RaggedBatch) -> PackedMetadata:
@@ -152,13 +157,13 @@ class Backend:
         if num_queries > _MAX_FOLDED_QUERIES:
             return 1
         per_seq = num_blocks * self._block_size * self.gather.bytes_per_token
-        return max(1, _MAX_GATHERED_BYTES // per_seq)
+        return max(1, self._most_bytes // per_seq)
 
     def _heads_at_once(self, num_slots: int, num_queries: int) -> int:
         """KV heads to gather for one call; chunks of prompts bring work enough for all."""
         if num_queries > _MAX_FOLDED_QUERIES:
             return self._num_kv_heads
-        fit = _MAX_GATHERED_BYTES * self._num_kv_heads // (num_slots * self.gather.bytes_per_token)
+        fit = self._most_bytes * self._num_kv_heads // (num_slots * self.gather.bytes_per_token)
         divisors = (n for n in range(1, self._num_kv_heads + 1) if self._num_kv_heads % n == 0)
         return max(n for n in divisors if n <= max(1, fit))
 

@@ -29,7 +29,7 @@ def load_model(path: Path, dtype_name: str, quantise: Quantise) -> ModelProposer
     dtype = resolve_dtype(dtype_name, device)
     config = DecoderConfig.from_pretrained(path)
     num_blocks = affordable_blocks(
-        [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings
+        [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings, weights=0
     )
     threads = torch.get_num_threads()
     runner: ModelRunner

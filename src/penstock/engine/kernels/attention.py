@@ -4,6 +4,9 @@ A sequence's keys are cut into pieces of one length (flash-decoding); every piec
 query rows of its sequence, the heads of a group folded into rows, and the pieces of a row are
 merged by the logarithm of their denominators. That is Spin's request decomposition (section V-A,
 equation 13) without rows of a fixed shape. A sequence of a single piece needs no merging.
+
+Numbers that change from batch to batch, and pointers that are not always at multiples of 16 bytes,
+are not specialised on: that would compile the same kernel again.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from penstock.engine.kernels.launch import follow
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_seqs", "num_pieces"])
 def plan_pieces(
     seq_lens,
     piece_len,
@@ -53,7 +56,7 @@ def plan_pieces(
     tl.store(piece_start + pieces, (pieces - first) * length, mask=pieces < num_pieces)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=["kv_scales"])
 def attend_pieces(
     q,
     kv,

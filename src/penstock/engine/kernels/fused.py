@@ -38,7 +38,7 @@ def swiglu_rows(gate_up, out, size, BLOCK: tl.constexpr, OVERLAPPED: tl.constexp
     tl.store(out + row * size + at, result.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["kv_scales"])
 def rotate_and_store(
     qkv,
     rotations,
@@ -104,7 +104,7 @@ def rotate_and_store(
     tl.store(into + 1, second.to(kv.dtype.element_ty), mask=is_cached)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def project_rows(
     x,
     weight,

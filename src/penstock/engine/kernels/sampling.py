@@ -26,7 +26,7 @@ def gumbel(tokens, low, high):
     return -tl.log(tl.where(rest == 1.0, v, exact))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperature", "keys"])
 def best_of_chunks(
     logits,
     temperature,

@@ -8,7 +8,12 @@ from statistics import median
 
 import torch
 
+from penstock.engine.streams import spare_stream
+
 _REPEATS = 5
+_AHEAD_CYCLES = 2_000_000
+"""The device sleeps so long (about 1 ms) before a replay that is timed, so that its launch, which
+takes longer than a small product, is over when it starts."""
 _COLD_BYTES = 160 << 20
 """More than any second-level cache: a small matrix is timed in several copies, as if it were one of
 many layers."""
@@ -30,6 +35,15 @@ Run = Callable[[Tile | None, torch.Tensor], object]
 _FEW = (Tile(16, 256, 4, 4), Tile(32, 128, 4, 5), Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
 _MANY = (Tile(32, 128, 4, 4), Tile(64, 64, 4, 4), Tile(128, 64, 8, 3))
 """Few, because every one is compiled for every kind of product before the first is timed."""
+_EXACT = (Tile(32, 32, 4, 2),)
+"""In float32, which multiplies without tensor cores: the products of a larger tile, written out one
+by one, take the compiler a quarter of a minute."""
+
+
+def _tiles(dtype: torch.dtype, rows: int) -> tuple[Tile, ...]:
+    if dtype == torch.float32:
+        return _EXACT
+    return _FEW if rows <= 32 else _MANY
 
 
 class Tuner:
@@ -43,7 +57,7 @@ class Tuner:
         """The tile for a kind of product; None: leave it to the library. `run` is called only when
         the kind is new, which must not be while a graph is recorded."""
         if kind not in self._best:
-            tiles = _FEW if rows <= 32 else _MANY
+            tiles = _tiles(matrix.dtype, rows)
             if self._device.type == "cuda":
                 self._best[kind] = self._measured(tiles, matrix, run)
             else:
@@ -51,7 +65,7 @@ class Tuner:
         return self._best[kind]
 
     def _measured(self, tiles: tuple[Tile, ...], matrix: torch.Tensor, run: Run) -> Tile | None:
-        copies = max(1, min(32, -(-_COLD_BYTES // matrix.nbytes)))
+        copies = max(1, min(128, -(-_COLD_BYTES // matrix.nbytes)))
         matrices = [matrix, *(_copy(matrix) for _ in range(copies - 1))]
         seconds: dict[Tile | None, float] = {}
         for tile in (None, *tiles):
@@ -64,18 +78,19 @@ class Tuner:
         return min(seconds, key=seconds.__getitem__)
 
     def _seconds(self, tile: Tile | None, matrices: list[torch.Tensor], run: Run) -> float:
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(stream):
-            run(tile, matrices[0])
-        stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
-            for matrix in matrices:
-                run(tile, matrix)
+        with spare_stream(self._device) as stream:
+            stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(stream):
+                run(tile, matrices[0])
+            stream.synchronize()
+            with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+                for matrix in matrices:
+                    run(tile, matrix)
         times = []
         for _ in range(_REPEATS):
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            torch.cuda._sleep(_AHEAD_CYCLES)
             begin.record()
             graph.replay()
             end.record()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -25,6 +26,11 @@ class WeightSpec:
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+
+
+def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
+    """What a decoder's tensors take in memory."""
+    return sum(math.prod(spec.shape) for spec in weight_specs(config)) * dtype.itemsize
 
 
 def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
