@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
-from benchmarks.choice_traces import Trace, load
+from benchmarks.choice_traces import Trace, load, target_names
 from benchmarks.drafter_choice import (
     FIRST_OVERHEAD,
     MIXED,
@@ -232,7 +232,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--quick", action="store_true", help="one fold, the first target")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--out", type=Path, default=Path("choice"), help="folder for traces")
-    parser.add_argument("--targets", default="target-large,target-small")
+    parser.add_argument("--targets", type=target_names, default="target-large,target-small")
     parser.add_argument("--policies", default="adaptive,domains,told,lbss,ucb,replay,single")
     parser.add_argument("--requests", type=int, default=8, help="of a domain, counted in a fold")
     parser.add_argument("--warm", type=int, default=32, help="of a domain, served before")
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=1.0)
     args = parser.parse_args(arguments)
     if args.quick:
-        args.folds, args.targets = 1, args.targets.split(",")[0]
+        args.folds, args.targets = 1, args.targets[:1]
     if not 1 <= args.folds <= 1 + args.warm // args.requests:
         parser.error(f"--folds is from 1 to {1 + args.warm // args.requests}, not {args.folds}")
     args.policies = args.policies.split(",")
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     rows: list[dict[str, Any]] = []
     with Progress(console=Console(file=sys.stderr)) as progress:
-        for target in args.targets.split(","):
+        for target in args.targets:
             rows += measure_target(target, args, progress)
     reached = [r["share"]["adaptive"] >= BAR for r in rows if "adaptive" in r["share"]]
     text = f"adaptive at {BAR} of hindsight in {sum(reached)} of {len(reached)} cells"

@@ -3,6 +3,7 @@ position, under the engine's own noise: the ground that choices between drafters
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
 from dataclasses import dataclass
@@ -57,6 +58,14 @@ def load(target: str, batch: int, new_tokens: int, **settings: Any) -> Engine:
             **settings,
         )
     )
+
+
+def target_names(text: str) -> list[str]:
+    """An option's value: targets of the bundled family, with commas between them."""
+    known = [name for name, model in bundled_models().items() if model.role == "target"]
+    if unknown := [name for name in text.split(",") if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; choose from {', '.join(known)}")
+    return text.split(",")
 
 
 _ids = itertools.count()

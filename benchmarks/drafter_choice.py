@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.choice_traces import LONGEST, Trace, load, make_traces, request_of
+from benchmarks.choice_traces import LONGEST, Trace, load, make_traces, request_of, target_names
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -374,7 +374,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="two domains, few requests")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--out", type=Path, default=Path("choice"), help="folder for traces")
-    parser.add_argument("--targets", default="target-large,target-small")
+    parser.add_argument("--targets", type=target_names, default="target-large,target-small")
     parser.add_argument("--batches", default="1,8,16")
     parser.add_argument("--cells", default=",".join((MIXED, *DOMAINS)))
     parser.add_argument("--requests", type=int, default=16, help="of a domain")
@@ -397,7 +397,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = _parse(arguments)
     cells: list[dict[str, Any]] = []
     with Progress(console=Console(file=sys.stderr)) as progress:
-        for target in args.targets.split(","):
+        for target in args.targets:
             cells += measure_target(target, args, progress)
     lines = verdicts(cells)
     if args.json:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from benchmarks.choice_traces import Trace, load, request_of
+from benchmarks.choice_traces import Trace, load, request_of, target_names
 from benchmarks.drafter_choice import traces_of
 from rich.console import Console
 from rich.progress import track
@@ -112,7 +112,7 @@ def evidence(traces: Sequence[Trace], target: str) -> dict[str, dict[str, float]
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--targets", default="target-large,target-small")
+    parser.add_argument("--targets", type=target_names, default="target-large,target-small")
     parser.add_argument("--requests", type=int, default=8, help="of a domain")
     parser.add_argument("--warm", type=int, default=32, help="others, of a domain")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -121,7 +121,7 @@ def main() -> int:
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
     rows: dict[str, Any] = {}
-    for target in args.targets.split(","):
+    for target in args.targets:
         traces = traces_of(load(target, 16, args.new_tokens), target, args)
         kept = [t for t in traces if len(t.text) >= 2 * KNOWN]
         by_domain = {d: [t for t in kept if t.domain == d] for d in DOMAINS}
