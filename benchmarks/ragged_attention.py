@@ -23,25 +23,34 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
-import torch.nn.functional as F
-from scipy.optimize import nnls
+from benchmarks.ragged_cost import cost
+from benchmarks.ragged_scene import (
+    KV_TOKENS,
+    MEMORY_BAR,
+    SEEDS,
+    SHAPES,
+    SPEED_BAR,
+    WINDOW,
+    Contest,
+    Figures,
+    as_many_rows,
+    contexts,
+    interval,
+    kv_shape,
+    line,
+    measured,
+    take_turns,
+)
 
 from penstock.core.packing import (
     LAYOUTS,
-    AttentionCost,
-    Decomposition,
     KVShape,
     Layout,
-    best_decomposition,
     compare,
-    cut,
-    decompose,
     largest_batch,
 )
 from penstock.engine.attention import make_backend
@@ -54,134 +63,8 @@ from penstock.engine.rehearsal import (
     blocks_needed,
     decoder_shape,
     random_cache,
-    random_queries,
     verification_batch,
 )
-
-SEEDS = range(5)
-STUDENT_T = 2.776
-WINDOW = 4
-MEAN, SIGMA = 400, 0.8
-SPEED_BAR, MEMORY_BAR = 0.9, 1.05
-KV_TOKENS = 111_580
-"""Of Llama-2-7B on an A100-80GB."""
-SHAPES = {
-    "SmolLM2-135M": (30, 8, dict(hidden=576, intermediate=1536, heads=9, kv_heads=3, head_dim=64)),
-    "Llama-2-7B": (
-        32,
-        1,
-        dict(hidden=4096, intermediate=11008, heads=32, kv_heads=32, head_dim=128),
-    ),
-}
-"""Layers of the model, layers measured, and sizes."""
-Figures = dict[str, Any]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95% interval."""
-    width = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return statistics.fmean(values), STUDENT_T * width
-
-
-def line(passed: bool, what: str) -> str:
-    return f"[{'pass' if passed else 'MISS'}] {what}"
-
-
-def contexts(batch: int, seed: int) -> list[int]:
-    """The first requests of a larger batch are those of a smaller one."""
-    rng = np.random.default_rng(seed)
-    drawn = rng.lognormal(np.log(MEAN) - SIGMA**2 / 2, SIGMA, batch)
-    return np.maximum(WINDOW, drawn.round()).astype(int).tolist()
-
-
-def measured(name: str) -> DecoderConfig:
-    """The shape with as many layers as are measured."""
-    _, layers, sizes = SHAPES[name]
-    return decoder_shape(layers=layers, **sizes)
-
-
-def kv_shape(name: str) -> KVShape:
-    layers, _, sizes = SHAPES[name]
-    return KVShape(layers, sizes["kv_heads"], sizes["head_dim"], 4, BLOCK_SIZE)
-
-
-# --- time -----------------------------------------------------------------------------------------
-
-
-def as_many_rows(lengths: list[int], window: int) -> Decomposition:
-    """Spin's setting: B is the batch."""
-    return decompose(lengths, len(lengths))
-
-
-class Contest:
-    """Contenders on one batch; `calls` run all measured layers, `prepare` is timed apart."""
-
-    def __init__(self, cache: PagedKVCache, config: DecoderConfig, batch: int, seed: int) -> None:
-        self.lengths = contexts(batch, seed)
-        rows = verification_batch(self.lengths, WINDOW, cache.num_blocks, seed)
-        q = random_queries(config, rows.num_tokens)
-        backends = {name: make_backend(name, cache, config.num_heads) for name in LAYOUTS}
-        backends["decomposed, B = n"] = Decomposed(cache, config.num_heads, as_many_rows)
-        self.prepare_ms: dict[str, float] = {}
-        self.calls: dict[str, Callable[[], object]] = {}
-        for name, backend in backends.items():
-            backend.prepare(rows)
-            started = time.process_time()
-            metadata = backend.prepare(rows)
-            self.prepare_ms[name] = 1e3 * (time.process_time() - started)
-
-            def call(backend: Any = backend, metadata: Any = metadata) -> None:
-                for layer in range(config.num_layers):
-                    backend.attend(q, layer, metadata)
-
-            self.calls[name] = call
-        self.calls |= kept_in_layout(config, self.lengths, q)
-        reference = backends["packed"].attend(q, 0, backends["packed"].prepare(rows))
-        for name, backend in backends.items():
-            out = backend.attend(q, 0, backend.prepare(rows))
-            assert (out - reference).abs().max() < 1e-5, name
-
-
-def kept_in_layout(
-    config: DecoderConfig, lengths: list[int], q: torch.Tensor
-) -> dict[str, Callable[[], object]]:
-    """Attention alone: keys and values already lie as the layout wants them, nothing is copied."""
-    num, longest, dim = len(lengths), max(lengths), config.head_dim
-    kv_heads, group = config.num_kv_heads, config.num_heads // config.num_kv_heads
-    grouped = q.view(num, WINDOW, kv_heads, group, dim).permute(2, 0, 1, 3, 4).flatten(2, 3)
-    sizes = torch.tensor(lengths)[:, None, None]
-    seen = torch.arange(longest) <= sizes - WINDOW + torch.arange(WINDOW)[:, None]
-    mask = torch.zeros(seen.shape).masked_fill_(~seen, -torch.inf)
-    mask = mask.repeat_interleave(group, dim=1)[None]
-    layers = range(config.num_layers)
-    wide = [torch.rand(2, kv_heads, num, longest, dim) for _ in layers]
-    narrow = [[torch.rand(2, kv_heads, 1, n, dim) for n in lengths] for _ in layers]
-    masks = [mask[:, i : i + 1, :, :n].contiguous() for i, n in enumerate(lengths)]
-    queries = [grouped[:, i : i + 1].contiguous() for i in range(num)]
-
-    def padded() -> None:
-        for keys, values in wide:
-            F.scaled_dot_product_attention(grouped, keys, values, attn_mask=mask)
-
-    def packed() -> None:
-        for layer in narrow:
-            for query, (keys, values), added in zip(queries, layer, masks, strict=True):
-                F.scaled_dot_product_attention(query, keys, values, attn_mask=added)
-
-    return {"packed, kept": packed, "padded, kept": padded}
-
-
-def take_turns(calls: dict[str, Callable[[], object]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each call, in every turn."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    for _ in range(turns):
-        for name, call in calls.items():
-            started = time.process_time()
-            call()
-            times[name].append(time.process_time() - started)
-    return times
 
 
 def timing(batches: list[int], quick: bool) -> Figures:
@@ -365,137 +248,6 @@ def _allocates(num_bytes: int, limit: int) -> bool:
     finally:
         resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
     return True
-
-
-# --- cost model -----------------------------------------------------------------------------------
-
-TRIED: dict[str, Callable[[list[int], int], Decomposition]] = {
-    "cut 16": lambda lengths, window: cut(lengths, 16),
-    "cut 32": lambda lengths, window: cut(lengths, 32),
-    "cut 64": lambda lengths, window: cut(lengths, 64),
-    "cut 128": lambda lengths, window: cut(lengths, 128),
-    "cut 256": lambda lengths, window: cut(lengths, 256),
-    "cut 512": lambda lengths, window: cut(lengths, 512),
-    "B = n": as_many_rows,
-    "B = 2n": lambda lengths, window: decompose(lengths, 2 * len(lengths)),
-}
-
-
-def cost(batches: list[int], quick: bool) -> Figures:
-    """Fit the planner's four figures, predict, and compare its choice with the best one tried."""
-    lines: list[str] = []
-    figures: Figures = {"costs": {}, "lines": lines}
-    for name in SHAPES:
-        config = measured(name)
-        group = config.num_heads // config.num_kv_heads
-        sizes = batches[:2] if quick else [b for b in batches if b <= 32]
-        cache = random_cache(config, max(blocks_needed(contexts(b, 0)) for b in sizes))
-        samples = [
-            x for b in sizes for w in (1, 4, 8) for x in _cost_samples(cache, config, b, w, quick)
-        ]
-        costs: dict[Layout, AttentionCost] = {}
-        for layout in LAYOUTS:
-            used = [x for x in samples if x["layout"] == layout]
-            costs[layout], error = _fit(used)
-            found = costs[layout]
-            figures["costs"][f"{name}, {layout}"] = {
-                "per_call_us": 1e6 * found.per_call,
-                "per_kv_token_us": 1e6 * found.per_kv_token,
-                "per_score_us": 1e6 * found.per_score,
-                "per_partial_us": 1e6 * found.per_partial,
-                "error": error,
-            }
-            lines.append(
-                f"[info] cost: {name}, {layout}: {1e6 * found.per_call:.1f} µs a call, "
-                f"{1e9 * found.per_kv_token:.0f} ns a token, {1e9 * found.per_score:.1f} a score, "
-                f"{1e9 * found.per_partial:.0f} a partial result; mean error {error:.0%} of "
-                f"{len(used)} times"
-            )
-        chosen = costs["decomposed"]
-        unit = chosen.per_kv_token * group
-        if unit:
-            lines.append(
-                f"[info] cost: {name}: in units of a token's copy, for each query head of a group: "
-                f"score {chosen.per_score / unit:.3f}, partial {chosen.per_partial / unit:.2f}"
-            )
-        lines += _choice_lines(name, samples, chosen)
-    return figures
-
-
-def _cost_samples(
-    cache: PagedKVCache, config: DecoderConfig, batch: int, window: int, quick: bool
-) -> list[Figures]:
-    """One layer's seconds for each layout and for each way of decomposing, with what it counts."""
-    lengths = [max(window, n) for n in contexts(batch, 0)]
-    rows = verification_batch(lengths, window, cache.num_blocks, 0)
-    q = random_queries(config, rows.num_tokens)
-    calls: dict[str, Callable[[], object]] = {}
-    plans: dict[str, Decomposition] = {}
-    made: dict[str, Any] = {name: make_backend(name, cache, config.num_heads) for name in LAYOUTS}
-    del made["decomposed"]
-    for name, plan in TRIED.items():
-        made[name] = Decomposed(cache, config.num_heads, plan)
-        plans[name] = plan(lengths, window)
-    for name, backend in made.items():
-        metadata = backend.prepare(rows)
-
-        def call(backend: Any = backend, metadata: Any = metadata) -> None:
-            for layer in range(config.num_layers):
-                backend.attend(q, layer, metadata)
-
-        calls[name] = call
-    shape = KVShape(1, config.num_kv_heads, config.head_dim, 4, BLOCK_SIZE)
-    samples = []
-    for name, times in take_turns(calls, 2 if quick else 3).items():
-        layout: Layout = "decomposed" if name in TRIED else name
-        counted = compare(lengths, [window] * batch, shape, None, plans.get(name))[layout]
-        samples.append(
-            {
-                "layout": layout,
-                "plan": name,
-                "batch": batch,
-                "window": window,
-                "lengths": lengths,
-                "seconds": min(times) / config.num_layers,
-                "counts": (
-                    batch if layout == "packed" else 1,
-                    counted.kv_read,
-                    counted.scores,
-                    counted.partials,
-                ),
-            }
-        )
-    return samples
-
-
-def _fit(samples: list[Figures]) -> tuple[AttentionCost, float]:
-    """Least squares of relative errors with no figure below zero, and the mean of those errors."""
-    counts = np.array([x["counts"] for x in samples], dtype=float)
-    seconds = np.array([x["seconds"] for x in samples])
-    scale = counts.max(axis=0).clip(min=1)
-    found = nnls(counts / scale / seconds[:, None], np.ones(len(seconds)))[0] / scale
-    error = float(np.abs(counts @ found / seconds - 1).mean())
-    return AttentionCost(*map(float, found)), error
-
-
-def _choice_lines(name: str, samples: list[Figures], chosen: AttentionCost) -> list[str]:
-    """The planner's rows against those measured: time predicted, over the best time tried."""
-    lines = []
-    cells = {(x["batch"], x["window"]): x["lengths"] for x in samples}
-    for (batch, window), lengths in cells.items():
-        tried = {
-            x["plan"]: x["seconds"]
-            for x in samples
-            if (x["batch"], x["window"]) == (batch, window) and x["layout"] == "decomposed"
-        }
-        plan = best_decomposition(lengths, window, chosen)
-        best = min(tried, key=tried.__getitem__)
-        lines.append(
-            f"[info] cost: {name}, batch {batch}, {window} positions: planned {plan.num_rows} rows "
-            f"of {plan.row_length}, {plan.num_slots} piece(s) in a row; fastest tried {best} "
-            f"({1e3 * tried[best]:.2f} ms; B = n {1e3 * tried['B = n']:.2f} ms)"
-        )
-    return lines
 
 
 # --- command --------------------------------------------------------------------------------------
