@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
+from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
@@ -174,7 +175,8 @@ class Cohort:
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """[members, 2]: known and output tokens of each."""
-        return np.array(list(self._origins.values()), dtype=np.int64).reshape(-1, 2) + self.ticks
+        origins = chain.from_iterable(self._origins.values())
+        return np.fromiter(origins, np.int64).reshape(-1, 2) + self.ticks
 
     def num_new_blocks(self, ticks: int = 1) -> int:
         """Blocks that the next `ticks` tokens of every member need."""

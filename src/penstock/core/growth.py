@@ -23,7 +23,7 @@ _MORE = 1.1
 """Prompts admitted into short memory, over those that would leave it if it were full."""
 
 
-_AT_ONCE = 16
+_AT_ONCE = 64
 """Waiting requests whose growth is computed together: mostly the first few decide."""
 
 
@@ -72,13 +72,11 @@ def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatAr
 
     lengths: [requests, 2] known and output tokens.
     """
-    last = len(survival) - 1
     ages = lengths[:, 1]
-    now = survival[np.minimum(ages, last)]
-    later = survival[np.minimum(ages[:, None] + _AHEAD, last)]
-    ended = 1 - later / np.maximum(now, 1e-12)[:, None]
-    freed = (lengths[:, :1] + _AHEAD) * ended
-    return freed, freed * freed * (1 / np.maximum(ended, 1e-12) - 1)
+    now = np.maximum(survival.take(ages, mode="clip"), 1e-12)
+    whole = lengths[:, :1] + _AHEAD
+    freed = whole * (1 - survival.take(ages[:, None] + _AHEAD, mode="clip") / now[:, None])
+    return freed, freed * (whole - freed)
 
 
 class Refill:
