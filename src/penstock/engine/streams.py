@@ -24,6 +24,8 @@ def spare_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             if stream.cuda_stream not in _taken:
                 break
+        else:
+            raise RuntimeError(f"all {_POOL_SIZE} streams of {device} are in use")
         _taken.add(stream.cuda_stream)
     try:
         yield stream

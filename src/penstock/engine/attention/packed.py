@@ -164,6 +164,8 @@ class Backend:
         if num_queries > _MAX_FOLDED_QUERIES:
             return self._num_kv_heads
         fit = self._most_bytes * self._num_kv_heads // (num_slots * self.gather.bytes_per_token)
+        if fit >= self._num_kv_heads:
+            return self._num_kv_heads
         divisors = (n for n in range(1, self._num_kv_heads + 1) if self._num_kv_heads % n == 0)
         return max(n for n in divisors if n <= max(1, fit))
 
