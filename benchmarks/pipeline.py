@@ -322,7 +322,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    console = Console(stderr=options.json)
+    console = Console(stderr=options.json, width=160)
     rows: Sequence[Any]
     if options.part == "simulate":
         pairs = [(r, b) for r in RATIOS for b in BATCHES]
