@@ -62,6 +62,45 @@ def test_projections(kind: str, rows: int, dtype: torch.dtype) -> None:
     assert (error(unnormed, expected) > 0.1) == ("norm" not in kind), "a norm forgets the size"
 
 
+@pytest.mark.parametrize("splits", [2, 3, 5])
+@pytest.mark.parametrize("kind", ["norm", "bias, residual", "norm, gated"])
+def test_sums_split_over_the_depth(kind: str, splits: int) -> None:
+    """Whoever arrives last adds up what all have brought, and leaves nothing to the next product.
+    72 depths are five blocks, the last of them half full."""
+    from penstock.engine.kernels.triton_operations import TritonOperations
+    from penstock.engine.kernels.tuning import Tile
+
+    depth, size, rows = 72, 40, 7
+    cache = PagedKVCache(small_config(), 8, 8, torch.float32, CPU)
+    fused, plain = TritonOperations(cache, HEADS), TorchOperations(cache, HEADS)
+    gated = "gated" in kind
+    norm = RmsNorm(1 + 0.2 * randn(depth), 1e-5) if "norm" in kind else None
+    bias = randn(size) if "bias" in kind else None
+    residual = randn(rows, size) if "residual" in kind else None
+    matrix = randn(depth, 2 * size if gated else size) / depth**0.5
+    by = Projection(matrix, norm, bias, gated)
+    tile = Tile(16, 16, 4, 2, splits)
+    for x in (3 * randn(rows, depth), randn(rows, depth + 1)[:, 1:]):
+        found = fused._product(x, by, matrix, residual, None, tile)
+        assert error(found, plain.project(x, by, residual)) < 1e-5
+        assert not fused._arrivals.any()
+    fused._arrivals[1] = 1  # as if somebody had arrived already: the last share goes missing
+    spoiled = fused._product(x, by, matrix, residual, None, tile)
+    assert not torch.allclose(spoiled[:, 16:32], found[:, 16:32])
+
+
+def test_which_sums_are_split() -> None:
+    """Those of which there are fewer programs than multiprocessors, and none beyond its depth."""
+    from penstock.engine.kernels.tuning import tiles
+
+    narrow = tiles(torch.bfloat16, 16, 3072, 1024, 132)
+    split = [tile for tile in narrow if tile.splits > 1]
+    assert {(t.block_n, t.splits) for t in split} == {(16, 5), (32, 9), (64, 12), (128, 24)}
+    assert all(t.splits * 2 * t.block_k <= 3072 for t in split)
+    assert all(tile.splits == 1 for tile in tiles(torch.bfloat16, 16, 4096, 32_000, 132))
+    assert all(tile.splits == 1 for tile in tiles(torch.bfloat16, 16, 256, 1024, 4))
+
+
 @pytest.mark.parametrize("qk_norm", [False, True])
 @pytest.mark.parametrize("kv", [torch.float32, torch.float8_e4m3fn])
 def test_rotation_and_store(kv: torch.dtype, qk_norm: bool) -> None:

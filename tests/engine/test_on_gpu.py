@@ -55,7 +55,7 @@ def test_attention(dtype: torch.dtype, kv_heads: int) -> None:
 def test_products_by_every_tile(rows: int, gated: bool) -> None:
     """Elsewhere only those are used that turn out to be the fastest."""
     from penstock.engine.kernels.triton_operations import TritonOperations
-    from penstock.engine.kernels.tuning import _tiles
+    from penstock.engine.kernels.tuning import tiles
 
     device, (depth, size) = torch.device("cuda"), (768, 320)
     cache = PagedKVCache(small_config(), 1, 8, torch.bfloat16, device)
@@ -70,9 +70,12 @@ def test_products_by_every_tile(rows: int, gated: bool) -> None:
         None if residual is None else residual.float(),
     )
     fused, by = TritonOperations(cache, HEADS), Projection(matrix, norm, gated=gated)
-    for tile in _tiles(matrix.dtype, rows):
-        found = fused._product(x, by, matrix, residual, None, tile)
-        assert error(found, expected) < 1e-2, tile
+    tried = tiles(matrix.dtype, rows, depth, size, 132)
+    assert any(tile.splits > 1 for tile in tried)
+    for tile in tried:
+        for _ in range(3):
+            found = fused._product(x, by, matrix, residual, None, tile)
+            assert error(found, expected) < 1e-2, tile
 
 
 def test_streams_of_threads_differ() -> None:

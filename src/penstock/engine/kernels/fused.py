@@ -104,52 +104,40 @@ def rotate_and_store(
     tl.store(into + 1, second.to(kv.dtype.element_ty), mask=is_cached)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
-def project_rows(
+@triton.jit
+def _multiplied(
     x,
     weight,
     norm_weight,
-    bias,
-    residual,
-    out,
     num_rows,
     size,
     depth,
+    begin,
+    end,
     root,
-    sum_eps,
     x_stride,
     depth_stride,
     size_stride,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    m,
+    n,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     NORM: tl.constexpr,
     GATED: tl.constexpr,
-    BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr,
     OPERANDS: tl.constexpr,
-    OVERLAPPED: tl.constexpr,
 ):
-    """Few rows times a matrix that is read once: [norm] x @ weight [+ bias] [+ residual] [gated].
-
-    x: [num_rows, depth]; weight: [depth, size], or [depth, 2 * size] if gated: silu(x @ first half)
-    * (x @ second half). The norm's denominator is the same for all columns, so that it is found
-    while x is read and divides the result. residual, out: [num_rows, size]. root: sqrt(depth).
-    """
-    follow(OVERLAPPED)
-    m = tl.arange(0, BLOCK_M)
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    """Rows `m` of x times columns `n` of the matrix (and of its second half, if gated), as far as
+    the depths from `begin` up to `end` bring them; and the sum of the squares of x there."""
     k = tl.arange(0, BLOCK_K)
     inside = n < size
     x_at = x + m.to(tl.int64)[:, None] * x_stride
     w_at = weight + n.to(tl.int64)[None, :] * size_stride
     up_at = w_at + size.to(tl.int64) * size_stride
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
-    for begin in range(0, depth, BLOCK_K):
-        deep = begin + k
+    acc = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+    up_acc = tl.zeros([m.shape[0], n.shape[0]], tl.float32)
+    squares = tl.zeros([m.shape[0]], tl.float32)
+    for at in range(begin, end, BLOCK_K):
+        deep = at + k
         w_mask = inside[None, :]
         x_mask = (m < num_rows)[:, None]
         if not EVEN_K:
@@ -168,6 +156,30 @@ def project_rows(
         if GATED:
             up = tl.load(up_at + w_offset, mask=w_mask, other=0.0).to(OPERANDS)
             up_acc += tl.dot(rows, up, input_precision="ieee")
+    return acc, up_acc, squares
+
+
+@triton.jit
+def _store_finished(
+    acc,
+    up_acc,
+    squares,
+    bias,
+    residual,
+    out,
+    num_rows,
+    size,
+    root,
+    sum_eps,
+    m,
+    n,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):
+    """What comes after the whole of a product."""
+    inside = n < size
     if NORM:
         factor = (root / tl.sqrt(squares + sum_eps))[:, None]
         acc = acc * factor
@@ -181,3 +193,119 @@ def project_rows(
     if RESIDUAL:
         acc += tl.load(residual + place, mask=stored, other=0.0).to(tl.float32)
     tl.store(out + place, acc.to(out.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_rows", "split_depth"])
+def project_rows(
+    x,
+    weight,
+    norm_weight,
+    bias,
+    residual,
+    out,
+    shares,
+    arrivals,
+    num_rows,
+    size,
+    depth,
+    split_depth,
+    root,
+    sum_eps,
+    x_stride,
+    depth_stride,
+    size_stride,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NORM: tl.constexpr,
+    GATED: tl.constexpr,
+    BIAS: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+    OPERANDS: tl.constexpr,
+    OVERLAPPED: tl.constexpr,
+):
+    """Few rows times a matrix that is read once: [norm] x @ weight [+ bias] [+ residual] [gated].
+
+    x: [num_rows, depth]; weight: [depth, size], or [depth, 2 * size] if gated: silu(x @ first half)
+    * (x @ second half). The norm's denominator is the same for all columns, so that it is found
+    while x is read and divides the result. residual, out: [num_rows, size]. root: sqrt(depth).
+
+    Programs are (columns, depths). If SPLIT, each brings its share of the sum over `split_depth`
+    depths to `shares`, float32, and whoever is the last to arrive for its columns adds them up,
+    always in the same order. shares: [splits, column blocks, 2, BLOCK_M, BLOCK_N], then [splits,
+    column blocks, BLOCK_M] for squares; arrivals: int32, zero for each block of columns, before and
+    after.
+    """
+    follow(OVERLAPPED)
+    m = tl.arange(0, BLOCK_M)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    begin = tl.program_id(1) * split_depth
+    end = tl.minimum(begin + split_depth, depth)
+    acc, up_acc, squares = _multiplied(
+        x,
+        weight,
+        norm_weight,
+        num_rows,
+        size,
+        depth,
+        begin,
+        end,
+        root,
+        x_stride,
+        depth_stride,
+        size_stride,
+        m,
+        n,
+        BLOCK_K,
+        EVEN_K,
+        NORM,
+        GATED,
+        OPERANDS,
+    )
+    is_last = True
+    if SPLIT:
+        columns, splits = tl.num_programs(0), tl.num_programs(1)
+        tile = m[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+        share = shares + (tl.program_id(1) * columns + tl.program_id(0)) * 2 * BLOCK_M * BLOCK_N
+        sums = shares + splits * columns * 2 * BLOCK_M * BLOCK_N
+        tl.store(share + tile, acc)
+        if GATED:
+            tl.store(share + BLOCK_M * BLOCK_N + tile, up_acc)
+        if NORM:
+            tl.store(sums + (tl.program_id(1) * columns + tl.program_id(0)) * BLOCK_M + m, squares)
+        # All threads have written before one of them says so.
+        tl.debug_barrier()
+        arrived = tl.atomic_add(arrivals + tl.program_id(0), 1, sem="acq_rel", scope="gpu")
+        is_last = arrived == splits - 1
+        if is_last:
+            tl.store(arrivals + tl.program_id(0), 0)
+            acc, up_acc, squares = tl.zeros_like(acc), tl.zeros_like(acc), tl.zeros_like(squares)
+            for split in range(splits):
+                at = split * columns + tl.program_id(0)
+                theirs = shares + at * 2 * BLOCK_M * BLOCK_N + tile
+                acc += tl.load(theirs, cache_modifier=".cg")
+                if GATED:
+                    up_acc += tl.load(theirs + BLOCK_M * BLOCK_N, cache_modifier=".cg")
+                if NORM:
+                    squares += tl.load(sums + at * BLOCK_M + m, cache_modifier=".cg")
+    if is_last:
+        _store_finished(
+            acc,
+            up_acc,
+            squares,
+            bias,
+            residual,
+            out,
+            num_rows,
+            size,
+            root,
+            sum_eps,
+            m,
+            n,
+            NORM,
+            GATED,
+            BIAS,
+            RESIDUAL,
+        )

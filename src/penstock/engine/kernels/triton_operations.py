@@ -15,6 +15,9 @@ from penstock.engine.static import StaticBatch
 MAX_FUSED_ROWS = 128
 """Beyond this a product is bound by arithmetic, and the library's is hard to beat."""
 
+_MOST_SPLIT = 1024
+"""Blocks of columns of a product whose sums are split; there are fewer than multiprocessors."""
+
 _VOCAB_CHUNK = 4096
 _HEADS_TOGETHER = 8
 _SWIGLU_CHUNK = 1024
@@ -31,6 +34,8 @@ class TritonOperations:
         self._cache = cache
         self._num_heads = num_heads
         self._tuner = Tuner(cache.device)
+        # One a block of columns of the product at work; a model's products follow each other.
+        self._arrivals = torch.zeros(_MOST_SPLIT, dtype=torch.int32, device=cache.device)
 
     def num_pieces(self, seqs: int) -> int:
         return self._attention.num_pieces(seqs)
@@ -51,6 +56,7 @@ class TritonOperations:
             (power_of_2(rows), depth, size, by.matrix.stride(), x.dtype, dtype, *kind),
             by.matrix,
             rows,
+            size,
             lambda tile, matrix: self._product(x, by, matrix, residual, dtype, tile),
         )
         return self._product(x, by, by.matrix, residual, dtype, tile)
@@ -131,24 +137,30 @@ class TritonOperations:
         rows, depth = x.shape
         size = matrix.shape[1] // (2 if by.gated else 1)
         out = torch.empty(rows, size, dtype=dtype or x.dtype, device=x.device)
-        fused.project_rows[(-(-size // tile.block_n),)](
+        block_m, columns = max(16, power_of_2(rows)), -(-size // tile.block_n)
+        share = block_m * (2 * tile.block_n + 1) if tile.splits > 1 else 0
+        fused.project_rows[(columns, tile.splits)](
             x,
             matrix,
             x if by.norm is None else by.norm.weight,
             x if by.bias is None else by.bias,
             x if residual is None else residual,
             out,
+            torch.empty(tile.splits * columns * share, device=x.device),
+            self._arrivals,
             rows,
             size,
             depth,
+            -(-depth // (tile.splits * tile.block_k)) * tile.block_k,
             float(depth**0.5),
             0.0 if by.norm is None else by.norm.sum_eps,
             x.stride(0),
             *matrix.stride(),
-            BLOCK_M=max(16, power_of_2(rows)),
+            BLOCK_M=block_m,
             BLOCK_N=tile.block_n,
             BLOCK_K=tile.block_k,
             EVEN_K=depth % tile.block_k == 0,
+            SPLIT=tile.splits > 1,
             NORM=by.norm is not None,
             GATED=by.gated,
             BIAS=by.bias is not None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 import torch
@@ -21,12 +21,14 @@ many layers."""
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A program's part of a product, and how Triton compiles it."""
+    """A program's part of a product, how Triton compiles it, and over how many programs the sum
+    over the depth is spread."""
 
     block_n: int
     block_k: int
     num_warps: int
     num_stages: int
+    splits: int = 1
 
 
 Run = Callable[[Tile | None, torch.Tensor], object]
@@ -34,16 +36,30 @@ Run = Callable[[Tile | None, torch.Tensor], object]
 
 _FEW = (Tile(16, 256, 4, 4), Tile(32, 128, 4, 5), Tile(64, 128, 4, 4), Tile(128, 64, 4, 4))
 _MANY = (Tile(32, 128, 4, 4), Tile(64, 64, 4, 4), Tile(128, 64, 8, 3))
-"""Few, because every one is compiled for every kind of product before the first is timed."""
+"""Few, because every one is compiled for every kind of product before the first is timed; once more
+where it is also tried split."""
 _EXACT = (Tile(32, 32, 4, 2),)
 """In float32, which multiplies without tensor cores: the products of a larger tile, written out one
 by one, take the compiler a quarter of a minute."""
 
+_PROGRAMS = 2
+"""For each multiprocessor, where a product is split: one computes while the other one waits."""
+_LEAST_STEPS = 2
+"""Blocks of the depth that a program has at least, so that reading the next covers computing."""
 
-def _tiles(dtype: torch.dtype, rows: int) -> tuple[Tile, ...]:
-    if dtype == torch.float32:
-        return _EXACT
-    return _FEW if rows <= 32 else _MANY
+
+def tiles(dtype: torch.dtype, rows: int, depth: int, size: int, multiprocessors: int) -> list[Tile]:
+    """What is tried for a product with [depth, size], and split over the depth where there would
+    not be a program for each multiprocessor: nobody else could read the matrix meanwhile."""
+    whole = _EXACT if dtype == torch.float32 else _FEW if rows <= 32 else _MANY
+    tried = list(whole)
+    for tile in whole:
+        programs = -(-size // tile.block_n)
+        most = depth // (_LEAST_STEPS * tile.block_k)
+        splits = min(most, -(-_PROGRAMS * multiprocessors // programs))
+        if programs < multiprocessors and splits > 1:
+            tried.append(replace(tile, splits=splits))
+    return tried
 
 
 class Tuner:
@@ -53,22 +69,25 @@ class Tuner:
         self._device = device
         self._best: dict[Hashable, Tile | None] = {}
 
-    def best(self, kind: Hashable, matrix: torch.Tensor, rows: int, run: Run) -> Tile | None:
-        """The tile for a kind of product; None: leave it to the library. `run` is called only when
-        the kind is new, which must not be while a graph is recorded."""
+    def best(
+        self, kind: Hashable, matrix: torch.Tensor, rows: int, size: int, run: Run
+    ) -> Tile | None:
+        """The tile for a kind of product with `size` results a row; None: leave it to the library.
+        `run` is called only when the kind is new, which must not be while a graph is recorded."""
         if kind not in self._best:
-            tiles = _tiles(matrix.dtype, rows)
             if self._device.type == "cuda":
-                self._best[kind] = self._measured(tiles, matrix, run)
+                count = torch.cuda.get_device_properties(self._device).multi_processor_count
+                tried = tiles(matrix.dtype, rows, matrix.shape[0], size, count)
+                self._best[kind] = self._measured(tried, matrix, run)
             else:
-                self._best[kind] = tiles[0]
+                self._best[kind] = tiles(matrix.dtype, rows, matrix.shape[0], size, 1)[0]
         return self._best[kind]
 
-    def _measured(self, tiles: tuple[Tile, ...], matrix: torch.Tensor, run: Run) -> Tile | None:
+    def _measured(self, tried: list[Tile], matrix: torch.Tensor, run: Run) -> Tile | None:
         copies = max(1, min(128, -(-_COLD_BYTES // matrix.nbytes)))
         matrices = [matrix, *(_copy(matrix) for _ in range(copies - 1))]
         seconds: dict[Tile | None, float] = {}
-        for tile in (None, *tiles):
+        for tile in (None, *tried):
             try:
                 seconds[tile] = self._seconds(tile, matrices, run)
             except Exception as error:
