@@ -77,6 +77,7 @@ def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry with an entry that writes a file and one that is skipped."""
 
     def run(job: Run) -> list[Verdict]:
+        job.tell("half of [it]")
         (job.out / "toy.csv").write_text("a\n1\n", encoding="utf-8")
         return [Verdict("claim", f"{job.effort.arrivals} arrivals", "does not hold")]
 
@@ -104,7 +105,9 @@ def test_text_has_one_line_for_each_claim(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert _call(monkeypatch, "toy", "--out", str(tmp_path)) == 0
-    assert "[does not hold] claim: 60000 arrivals" in capsys.readouterr().out
+    said = capsys.readouterr()
+    assert "[does not hold] claim: 60000 arrivals" in said.out
+    assert said.err == "half of [it]\n", "without a terminal there is a line for each step"
 
 
 def test_an_unknown_name_is_one_line_and_code_2(

@@ -101,13 +101,18 @@ def _list(known: list[Entry], as_json: bool) -> None:
 
 @contextmanager
 def _progress(total: int) -> Iterator[tuple[Callable[[str], None], Callable[[], None]]]:
-    """Tell what is being done, and count what is done, on standard error."""
+    """Tell what is being done, and count what is done, on standard error: a bar in a terminal,
+    lines elsewhere."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as progress:
+    console = Console(stderr=True, soft_wrap=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reproducing", total=total)
-        yield (
-            lambda what: progress.update(task, description=what),
-            lambda: progress.advance(task),
-        )
+
+        def tell(what: str) -> None:
+            progress.update(task, description=what)
+            if not console.is_terminal:
+                console.print(what, markup=False, highlight=False)
+
+        yield tell, lambda: progress.advance(task)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from penstock.fluid.traffic import Traffic
 from penstock.repro import Effort, Entry, Run, Verdict, judge
 from penstock.repro.output import write_table
 from penstock.repro.wait_loads import (
@@ -15,6 +14,7 @@ from penstock.repro.wait_loads import (
     capacity_of,
     draw_points,
     measure,
+    options_of,
     setup_of,
     write_points,
 )
@@ -27,7 +27,6 @@ from penstock.repro.wait_policies import (
     wait_choice,
     wait_neighbours,
 )
-from penstock.sim.run import Setup
 
 NAME = "wait_fig1_known"
 
@@ -38,6 +37,7 @@ _PAPER_RATES = {"low": 2_000, "high": 12_000}
 """Σ λ_j as section 6 prints it, without a unit."""
 _CLAIMED_GAIN = 1.2
 _NESTED_SEGMENTS = 4
+"""As many as there are lengths."""
 
 Found = dict[str, dict[str, Sustained]]
 
@@ -56,7 +56,7 @@ def run(job: Run) -> list[Verdict]:
         job.out / f"{NAME}_capacity.csv",
         ("workload", "policy", "options", "capacity_requests_per_s", "fluid_bound_requests_per_s"),
         (
-            (name, policy, _text(s.setup), s.requests_per_s, bounds[name])
+            (name, policy, options_of(s.setup), s.requests_per_s, bounds[name])
             for name, policies in found.items()
             for policy, s in policies.items()
         ),
@@ -79,22 +79,19 @@ def capacities(job: Run, name: str, bound: float) -> dict[str, Sustained]:
     for rival, guess in rivals(bound).items():
         job.tell(f"{NAME}: capacity of {rival} on {name}")
         found[rival] = capacity_of(guess, name, effort)
-    job.tell(f"{NAME}: best thresholds of wait on {name}")
+
+    def tell(what: str) -> None:
+        job.tell(f"{NAME}: {what}")
+
     planned = planned_wait(traffic, bound)
-    best = best_of(planned, lambda s: wait_neighbours(traffic, s), name, effort)
+    best = best_of(planned, lambda s: wait_neighbours(traffic, s), name, effort, tell)
     found["wait"] = best or Sustained(wait_choice(traffic, (1,) * len(traffic)).setup, 0.0)
     if name == "nested":
-        job.tell(f"{NAME}: best thresholds of nested_wait on {name}")
-        nested = best_nested(traffic, name, effort)
+        choices = nested_choices(traffic, _NESTED_SEGMENTS)
+        nested = best_of(choices, lambda s: nested_neighbours(traffic, s), name, effort, tell)
         if nested is not None:
             found["nested_wait"] = nested
     return found
-
-
-def best_nested(traffic: Traffic, name: str, effort: Effort) -> Sustained | None:
-    """The best literal Nested WAIT with as many segments as there are lengths."""
-    choices = nested_choices(traffic, _NESTED_SEGMENTS)
-    return best_of(choices, lambda s: nested_neighbours(traffic, s), name, effort)
 
 
 def rivals(bound: float) -> dict[str, Choice]:
@@ -113,7 +110,7 @@ def ratio_verdict(name: str, found: dict[str, Sustained], effort: Effort) -> Ver
     ratios = {p: s.over(rival) for p, s in literal.items()}
     close = [abs(r / _PROTOTYPE[name] - 1) <= _CLOSE for r in ratios.values()]
     parts = ", ".join(
-        f"{p} ({_text(s.setup)}) {s.requests_per_s:.4g}/s, ratio {ratios[p]:.2f} "
+        f"{p} ({options_of(s.setup)}) {s.requests_per_s:.4g}/s, ratio {ratios[p]:.2f} "
         f"({ratios[p] / _PROTOTYPE[name] - 1:+.0%})"
         for p, s in literal.items()
     )
@@ -190,14 +187,6 @@ def _curves(name: str, found: dict[str, Sustained], bound: float, effort: Effort
             for policy, setup in setups.items()
         ]
     return points
-
-
-def _text(setup: Setup) -> str:
-    return " ".join(
-        f"{name}={'/'.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for name, value in setup.admission_options.items()
-        if name != "output_lens"
-    )
 
 
 ENTRY = Entry(NAME, "WAIT on known output lengths: throughput and latency", run)

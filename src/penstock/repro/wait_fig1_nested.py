@@ -86,12 +86,12 @@ def _capacities(job: Run, traffic: Traffic, bound: float) -> dict[str, Sustained
         job.tell(f"{NAME}: capacity of {policy}")
         found[policy] = capacity_of(choice, _WORKLOAD, effort)
     for count in _FEWER:
-        job.tell(f"{NAME}: best thresholds of {literal(count)}")
         best = best_of(
             nested_choices(traffic, count),
             lambda s: nested_neighbours(traffic, s),
             _WORKLOAD,
             replace(effort, tries=min(effort.tries, 4)),
+            lambda what: job.tell(f"{NAME}: {what}"),
         )
         if best is not None:
             found[literal(count)] = best

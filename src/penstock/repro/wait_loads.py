@@ -59,6 +59,15 @@ def setup_of(admission: str, **options: Any) -> Setup:
     return Setup(PAPER_LINEAR, admission, options)
 
 
+def options_of(setup: Setup) -> str:
+    """A policy's options in words, but for the lengths that the workload has anyhow."""
+    return " ".join(
+        f"{name}={'/'.join(map(str, value)) if isinstance(value, tuple) else value}"
+        for name, value in setup.admission_options.items()
+        if name != "output_lens"
+    )
+
+
 def requests_at(name: str, num_requests: int) -> Callable[[float], Workload]:
     """The same requests at any rate."""
     return lambda rate: make_workload(name, num_requests=num_requests, rate=rate, seed=SEED)
@@ -91,10 +100,12 @@ def best_of(
     neighbours: Callable[[Setup], Iterable[Choice]],
     name: str,
     effort: Effort,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> Sustained | None:
     """The largest capacity over thresholds, in hindsight. First comes the choice of which the fluid
     expects most; up to `effort.tries` others follow, the neighbours of the best so far first, and
-    only those that sustain more than it are measured. None without choices."""
+    only those that sustain more than it are measured. None without choices. `tell` hears which is
+    tried."""
     at = requests_at(name, effort.arrivals)
     best: Sustained | None = None
     tried: list[dict[str, Any]] = []
@@ -105,6 +116,8 @@ def best_of(
         if choice.setup.admission_options in tried or choice.expected < least:
             continue
         tried.append(choice.setup.admission_options)
+        so_far = f"best so far {best.requests_per_s:.4g} requests/s" if best else "the first"
+        tell(f"{choice.setup.admission} on {name}: {options_of(choice.setup)} ({so_far})")
         if least and not sustains(choice.setup, at, least):
             continue
         best = capacity_of(choice, name, effort, least)
