@@ -17,6 +17,7 @@ def make_world(*drafters: ToyDrafter, budget: int, seqs: int, **options: Any) ->
         "max_num_batched_tokens": budget,
         "max_num_seqs": seqs,
         "watermark": options.pop("watermark", 0.0),
+        "reserve_full_prompt": options.pop("reserve_full_prompt", True),
     }
     scheduler = make_scheduler(drafters=drafters, admission=admission, **options)
     executor = ToyExecutor(4, {d.name: d for d in drafters})
@@ -76,6 +77,20 @@ def test_admission_leaves_the_watermark_free_but_never_waits_alone() -> None:
     big = make_world(budget=64, seqs=8, num_blocks=10, watermark=0.9)
     big.arrive(make_request("a", 36, 4))
     assert scheduled(big) == [("a", 36)]
+
+
+@pytest.mark.parametrize(("reserve", "begun"), [(True, ["a"]), (False, ["a", "b"])])
+def test_a_prompt_begins_only_where_all_of_it_fits(reserve: bool, begun: list[str]) -> None:
+    """Or it would be preempted in the middle, by itself, and begin again and again."""
+    world = make_world(budget=16, seqs=8, num_blocks=10, reserve_full_prompt=reserve)
+    world.arrive(make_request("a", 10, 20))
+    advance(world)
+    world.turn(*world._arrivals([make_request("b", 30, 4, seed=1)]))
+    advance(world)
+    assert list(world.scheduler.running) == begun
+    world.run()
+    assert (world.scheduler.num_preemptions == 0) == reserve
+    world.check_outputs()
 
 
 def test_a_long_prompt_leaves_room_for_drafts() -> None:

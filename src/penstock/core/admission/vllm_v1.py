@@ -26,11 +26,15 @@ class VllmV1(AdmissionPolicy):
     class Options:
         """max_num_batched_tokens: positions of the target a step, drafts included.
         max_num_seqs: requests running at once.
-        watermark: share of the KV blocks that admission leaves free."""
+        watermark: share of the KV blocks that admission leaves free.
+        reserve_full_prompt: whether memory must hold all of a prompt, not only its first chunk.
+            Without it a long prompt that meets a full memory is begun, preempted and begun again,
+            as it was in vLLM before 0.19."""
 
         max_num_batched_tokens: int = 2048
         max_num_seqs: int = 256
         watermark: float = 0.01
+        reserve_full_prompt: bool = True
 
         def __post_init__(self) -> None:
             if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
@@ -52,7 +56,9 @@ class VllmV1(AdmissionPolicy):
         budget -= step.schedule_prefills(budget)
         if not step.num_preempted:
             kept_free = int(options.watermark * step.pool.num_blocks)
-            step.admit_in_order(budget, options.max_num_seqs, kept_free)
+            step.admit_in_order(
+                budget, options.max_num_seqs, kept_free, whole=options.reserve_full_prompt
+            )
             step.repeatable = True
 
     def draft_budget(self, num_tokens: int) -> int:
