@@ -17,10 +17,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 
 import numpy as np
+from benchmarks.figures import interval
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
-from scipy import stats
 
 from penstock.fluid.step_profile import StepProfile
 from penstock.sim.acceptance import GeometricAcceptance
@@ -127,10 +127,7 @@ def pick(runs: Iterable[Figures], scene: Scene, policy: tuple[str, str]) -> list
 def ratio(ours: Sequence[Figures], theirs: Sequence[Figures]) -> tuple[float, float, float]:
     """Of tokens a second: geometric mean over the seeds, and its interval at 95%."""
     logs = np.log([a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, theirs, strict=True)])
-    half = 0.0
-    if len(logs) > 1:
-        half = float(stats.t.ppf(0.975, len(logs) - 1) * logs.std(ddof=1) / np.sqrt(len(logs)))
-    mean = float(logs.mean())
+    mean, half = interval(logs)
     return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
 
 

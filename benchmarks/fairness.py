@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures, interval, jain, line
+from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures, jain
 from benchmarks.fairness_learning import drift, estimators, stationary
 from benchmarks.fairness_oracles import Clairvoyant
+from benchmarks.figures import interval, line
 
 from penstock.core.allocation import AllocationPolicy
 from penstock.core.registry import make_policy

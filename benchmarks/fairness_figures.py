@@ -2,26 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from penstock.repro.goodspeed_rounds import FloatArray
 
 SEEDS = range(5)
-STUDENT_T = 2.776
 CLIENTS = 8
 Figures = dict[str, Any]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95% interval, of one value for each of five seeds."""
-    return float(np.mean(values)), STUDENT_T * float(np.std(values, ddof=1)) / len(values) ** 0.5
-
-
-def line(passed: bool, what: str) -> str:
-    return f"[{'pass' if passed else 'MISS'}] {what}"
 
 
 def jain(rates: FloatArray) -> float:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures, interval, line
+from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures
 from benchmarks.fairness_oracles import Filtering, Knowing
+from benchmarks.figures import interval, line
 
 from penstock.core.acceptance import ESTIMATORS
 from penstock.core.allocation import AllocationPolicy

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from benchmarks.figures import interval, line
 from benchmarks.ragged_cost import cost
 from benchmarks.ragged_scene import (
     KV_TOKENS,
@@ -39,9 +40,7 @@ from benchmarks.ragged_scene import (
     Figures,
     as_many_rows,
     contexts,
-    interval,
     kv_shape,
-    line,
     measured,
     take_turns,
 )

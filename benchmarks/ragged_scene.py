@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,6 @@ from penstock.engine.rehearsal import (
 )
 
 SEEDS = range(5)
-STUDENT_T = 2.776
 WINDOW = 4
 MEAN, SIGMA = 400, 0.8
 SPEED_BAR, MEMORY_BAR = 0.9, 1.05
@@ -45,16 +43,6 @@ SHAPES = {
 }
 """Layers of the model, layers measured, and sizes."""
 Figures = dict[str, Any]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its 95% interval."""
-    width = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
-    return statistics.fmean(values), STUDENT_T * width
-
-
-def line(passed: bool, what: str) -> str:
-    return f"[{'pass' if passed else 'MISS'}] {what}"
 
 
 def contexts(batch: int, seed: int) -> list[int]:

@@ -30,6 +30,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import numpy.typing as npt
+from benchmarks.figures import interval
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
@@ -62,7 +63,6 @@ PRICES = (DrafterProfile("ngram", (1,), (20e-6,)), DrafterProfile("eagle", (1,),
 """Seconds of a draft token, and of one that is read: look-up, and a head on the target."""
 PROMPT = 100
 RECORDED_BAR = 0.97
-STUDENT_T = {2: 12.71, 3: 4.30, 4: 3.18, 5: 2.78}
 
 
 class TrueRates(Protocol):
@@ -183,15 +183,6 @@ def options_of(policy: str, allocation: str) -> dict[str, Any]:
     if policy.partition("+")[0] not in ("adaptive", "oracle"):
         return {}
     return {"k_max": FIXED if allocation == "fixed" else 8}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Mean, and half the width of its interval."""
-    array = np.array(values)
-    if len(array) < 2:
-        return float(array.mean()), math.nan
-    half = STUDENT_T[len(array)] * float(array.std(ddof=1)) / math.sqrt(len(array))
-    return float(array.mean()), half
 
 
 class OwnRow(RecordedAcceptance):
