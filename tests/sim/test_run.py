@@ -150,6 +150,12 @@ def test_traffic_of_a_mix_is_exact() -> None:
     )
 
 
+def test_a_recording_is_no_mix_whatever_it_is_called() -> None:
+    recorded = Workload("high", np.full(4, 1000), np.full(4, 5))
+    assert {(t.prompt_len, t.output_len) for t in traffic_of(recorded, 1.0)} == {(1000, 5)}
+    assert traffic_of(HIGH.take(slice(1)), 12.0) == traffic_of(HIGH, 12.0)
+
+
 @pytest.mark.parametrize("name", ["low", "high", "nested", "ten_bins"])
 @pytest.mark.parametrize("admission", ["wait_gated", "nested_wait_gated"])
 def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:

@@ -36,7 +36,7 @@ from penstock.fluid.wait import (
     wave_lengths,
 )
 from penstock.sim.acceptance import AcceptanceModel
-from penstock.sim.workloads import MIXES, Workload
+from penstock.sim.workloads import Workload
 
 DELTA = 1e-3
 """Probability that memory is exceeded within the horizon, where nobody asks for another."""
@@ -68,9 +68,9 @@ def mean_rate(workload: Workload) -> float:
 
 
 def traffic_of(workload: Workload, rate: float) -> Traffic:
-    """What the fluid model sees of a workload at `rate` requests a second: the types of a named
-    mix, or recorded lengths as an empirical distribution."""
-    mix = MIXES.get(workload.name)
+    """What the fluid model sees of a workload at `rate` requests a second: the types of the mix
+    that it was drawn from, or recorded lengths as an empirical distribution."""
+    mix = workload.mix
     if mix is None:
         return traffic_from_lengths(workload.prompt_len, workload.output_len, rate)
     return tuple(
@@ -379,7 +379,7 @@ def plan_deployment(
     traffic = traffic_of(served, rate)
     static = static_budget(profile, output_work(served.prompt_len, served.output_len), kv_tokens)
     try:
-        if workload.name in MIXES:
+        if workload.mix is not None:
             wait = best_wait_thresholds(profile, traffic, kv_tokens)
             thresholds = {"algorithm": "wait", "stage_steps": wait.wave}
             thresholds |= _wait_options(wait, wait.thresholds)

@@ -24,12 +24,32 @@ __all__ = [
 
 
 @dataclass(frozen=True, slots=True)
+class Mix:
+    """Types of requests, told apart by their output lengths, and their shares (relative).
+
+    An output length is the paper's l'. It counts l' + 1 iterations, a prefill that yields no token
+    among them; where the prefill yields the first token, there are l'.
+    """
+
+    output_lens: tuple[int, ...]
+    shares: tuple[float, ...]
+    prompt_len: int = 62
+
+    @property
+    def probabilities(self) -> NDArray[np.float64]:
+        """Shape [types], summing to 1."""
+        shares = np.array(self.shares)
+        return np.asarray(shares / shares.sum())
+
+
+@dataclass(frozen=True, slots=True)
 class Workload:
     """Requests as columns of one length.
 
     prompt_len, output_len: tokens, int64, 1 or more.
     arrival_time: seconds, float64, sorted, the first one 0; None while there are none.
     tenants: names; None if there are none.
+    mix: what the lengths were drawn from; None if they were recorded.
 
     Raises: WorkloadError for columns that do not fit that description.
     """
@@ -39,6 +59,7 @@ class Workload:
     output_len: NDArray[np.int64]
     arrival_time: NDArray[np.float64] | None = None
     tenants: NDArray[np.str_] | None = None
+    mix: Mix | None = None
 
     def __post_init__(self) -> None:
         columns = (self.prompt_len, self.output_len, self.arrival_time, self.tenants)
@@ -66,26 +87,8 @@ class Workload:
             self.output_len[rows],
             None if self.arrival_time is None else self.arrival_time[rows],
             None if self.tenants is None else self.tenants[rows],
+            self.mix,
         )
-
-
-@dataclass(frozen=True, slots=True)
-class Mix:
-    """Types of requests, told apart by their output lengths, and their shares (relative).
-
-    An output length is the paper's l'. It counts l' + 1 iterations, a prefill that yields no token
-    among them; where the prefill yields the first token, there are l'.
-    """
-
-    output_lens: tuple[int, ...]
-    shares: tuple[float, ...]
-    prompt_len: int = 62
-
-    @property
-    def probabilities(self) -> NDArray[np.float64]:
-        """Shape [types], summing to 1."""
-        shares = np.array(self.shares)
-        return np.asarray(shares / shares.sum())
 
 
 _BINS = tuple(range(50, 501, 50))
@@ -111,7 +114,7 @@ def synthetic(name: str, num_requests: int, seed: int) -> Workload:
     mix = MIXES[name]
     rng = _stream(seed, "lengths")
     output_len = rng.choice(np.array(mix.output_lens), size=num_requests, p=mix.probabilities)
-    return Workload(name, np.full(num_requests, mix.prompt_len), output_len)
+    return Workload(name, np.full(num_requests, mix.prompt_len), output_len, mix=mix)
 
 
 def load_workload(path: str | Path) -> Workload:
