@@ -79,12 +79,15 @@ def target_only(request: Request) -> list[int]:
 @dataclass(frozen=True, slots=True)
 class ToyDrafter:
     """Right with probability `accuracy`; `has_kv` is False for a drafter without KV.
-    `eagerness`: probability to go on at each draft position before the order's end."""
+    `eagerness`: probability to go on at each draft position before the order's end. It breaks on
+    texts longer than `max_len`, and on tokens from `vocab_size` on."""
 
     name: str
     accuracy: float = 0.7
     has_kv: bool = True
     eagerness: float = 1.0
+    max_len: int | None = None
+    vocab_size: int | None = None
 
     def token(self, prefix: int) -> int:
         right = next_token(prefix)
@@ -100,6 +103,13 @@ class ToyDrafter:
             drafted.append(self.token(prefix))
             prefix = extend(prefix, drafted[-1])
         return drafted
+
+    def check(self, text: list[int], num_drafted: int) -> None:
+        """All of a text is read, and of a draft all but its last token."""
+        if self.max_len is not None and len(text) + max(num_drafted - 1, 0) > self.max_len:
+            raise Corruption(f"{self.name}: {len(text)} tokens and {num_drafted} drafted")
+        if self.vocab_size is not None and max(text) >= self.vocab_size:
+            raise Corruption(f"{self.name}: a text with token {max(text)}")
 
 
 @dataclass(slots=True)
@@ -348,6 +358,7 @@ class ToyExecutor:
         if known > len(text.tokens):
             raise Corruption(f"{order.request_id}: a catch-up beyond what is known")
         drafted = drafter.draft(text.hashes[known], order.max_draft_tokens)
+        drafter.check(text.tokens[:known], order.max_draft_tokens)
         if drafter.has_kv:
             catch_up = text.tokens[order.start : known]
             self._write(job, order.request_id, order.drafter, order.start, catch_up + drafted[:-1])

@@ -3,6 +3,7 @@ and that budgets hold; here everybody must also be served."""
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -78,11 +79,14 @@ def worlds(draw: st.DrawFn, chaos: st.SearchStrategy[Chaos]) -> World:
             [("fixed", {"k": 0}), ("fixed", {"k": 7}), ("fixed", {"total": 5}), ("throughput", {})]
         )
     )
+    max_len, vocab_size = draw(st.sampled_from([(None, None), (24, None), (None, 38), (24, 38)]))
+    limited = dataclasses.replace(DRAFTERS[1], max_len=max_len, vocab_size=vocab_size)
+    drafters = (DRAFTERS[0], limited, DRAFTERS[2])
     block_size = draw(st.integers(1, 6))
     scheduler = make_scheduler(
         num_blocks=draw(st.integers(1, 40)),
         block_size=block_size,
-        drafters=DRAFTERS,
+        drafters=drafters,
         own_lanes=draw(st.sets(st.sampled_from("abn"))),
         pipeline=draw(st.sampled_from(["off", "2", "3", "auto", "async"])),
         selection=draw(st.sampled_from([None, Rotating()])),
@@ -91,7 +95,7 @@ def worlds(draw: st.DrawFn, chaos: st.SearchStrategy[Chaos]) -> World:
         admission=admission,
         allocation=make_policy("allocation", *allocation),
     )
-    executor = ToyExecutor(block_size, {d.name: d for d in DRAFTERS}, draw(st.integers(1, 3)))
+    executor = ToyExecutor(block_size, {d.name: d for d in drafters}, draw(st.integers(1, 3)))
     seed = draw(st.integers(0, 2**16))
     return World(scheduler, executor, chaos=draw(chaos), seed=seed, admission=admission)
 

@@ -56,7 +56,16 @@ def make_scheduler(
 
     return Scheduler(
         BlockPool(num_blocks, block_size),
-        [Drafter(d.name, pool() if d.has_kv else None, d.name in own_lanes) for d in drafters],
+        [
+            Drafter(
+                d.name,
+                pool() if d.has_kv else None,
+                d.name in own_lanes,
+                max_len=d.max_len,
+                vocab_size=d.vocab_size,
+            )
+            for d in drafters
+        ],
         admission=make_policy("admission", "vllm_v1", dict(admission)),
         selection=selection or make_policy("selection", "single"),
         allocation=allocation or make_policy("allocation", "fixed", {"k": 4}),

@@ -92,6 +92,17 @@ def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
     assert not select.select([threads.wakeup], [], [], 0)[0], "it has been heard"
 
 
+def test_a_sign_that_comes_after_its_result_was_taken_does_not_stay() -> None:
+    """Whoever waits for the sign would never sleep again."""
+    threads: LaneThreads[str] = LaneThreads()
+    threads.start("a", lambda: "done")
+    threads.wakeup.wait(PATIENCE_S)
+    assert threads.take() == ["done"]
+    threads.wakeup.give()
+    assert threads.take() == []
+    assert not select.select([threads.wakeup], [], [], 0)[0]
+
+
 def test_what_a_lane_raises_is_raised_where_it_is_collected() -> None:
     threads: LaneThreads[str] = LaneThreads()
 
@@ -174,6 +185,28 @@ def test_a_drafter_that_fails_loses_no_request(
         assert broken == []
         assert accepted > 0
     assert engine.executor.take_broken() == [], "said once"
+
+
+def test_a_draft_for_a_request_that_has_ended_is_not_kept(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, drafter = engine.executor, engine.executor.drafters["near"]
+    go_on, draft = threading.Event(), drafter.draft
+
+    def slow(orders: Any, texts: Any) -> Any:
+        assert go_on.wait(PATIENCE_S)
+        return draft(orders, texts)
+
+    monkeypatch.setattr(drafter, "draft", slow)
+    request = Request("gone", 3, 8, prompt_token_ids=(1, 2, 3), sampling=SAMPLINGS["greedy"])
+    order = DraftOrder("gone", 1, 0, "near", 0, 3, 2, (0,))
+    executor.submit(StepPlan(9100, "near", 0.0, drafts=(order,), new_requests=(request,)))
+    executor.submit(StepPlan(9101, "target", 0.0, forgotten=("gone",)))
+    go_on.set()
+    executor.wait(PATIENCE_S)
+    (result,) = executor.collect()
+    assert result.drafts[0].num_draft_tokens == 2
+    assert len(executor._held) == 0
 
 
 def test_a_plan_inside_a_lane_keeps_its_table(

@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import CASES, SHAPE, Checkpoint, write_checkpoint
+from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
+from transformers import LlamaForCausalLM
 
+from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import CheckpointError, DecoderConfig, RopeScaling, RopeTable
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.weights import load_weights, weight_specs
@@ -57,6 +60,20 @@ def test_qwen2_has_biases_but_not_on_its_output(checkpoint: Checkpoints) -> None
     assert (config.qk_norm, config.qkv_bias, config.o_bias) == (False, True, False)
 
 
+@pytest.mark.parametrize(
+    ("case", "key"),
+    [("qwen2", "attention_bias"), ("qwen2", "mlp_bias"), ("qwen3", "mlp_bias")],
+)
+def test_keys_that_an_architecture_does_not_have_mean_nothing(
+    broken: Broken, case: str, key: str
+) -> None:
+    path = broken(case)
+    before = DecoderConfig.from_pretrained(path)
+    edit_json(path / "config.json", **{key: True})
+    assert DecoderConfig.from_pretrained(path) == before
+    assert load(path)
+
+
 def test_eos_of_both_files(broken: Broken) -> None:
     path = broken("llama")
     edit_json(path / "config.json", eos_token_id=[5, 2])
@@ -88,6 +105,26 @@ def test_rope_tables_are_transformers_own(checkpoint: Checkpoints, case: str) ->
     torch.testing.assert_close(table.sin, sin[0], rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("case", ["llama-llama3", "llama-yarn"])
+@pytest.mark.parametrize("inside", [None, 128])
+def test_original_positions_at_the_top_come_first(
+    broken: Broken, case: str, inside: int | None
+) -> None:
+    path = broken(case)
+    rope = json.loads((path / "config.json").read_text())["rope_parameters"]
+    rope["original_max_position_embeddings"] = inside
+    rope = {k: v for k, v in rope.items() if v is not None}
+    edit_json(path / "config.json", rope_parameters=rope, original_max_position_embeddings=16)
+    config = DecoderConfig.from_pretrained(path)
+    assert config.rope_scaling is not None
+    assert config.rope_scaling.original_max_position_embeddings == 16
+    theirs = LlamaForCausalLM.from_pretrained(path).model.rotary_emb
+    cos, sin = theirs(torch.zeros(1), torch.arange(256)[None])
+    table = RopeTable.build(config, 256)
+    torch.testing.assert_close(table.cos, cos[0], rtol=0, atol=0)
+    torch.testing.assert_close(table.sin, sin[0], rtol=0, atol=0)
+
+
 def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
     config = DecoderConfig.from_pretrained(checkpoint("llama-dynamic").path)
     with pytest.raises(ValueError, match=r"allowed: 1\.\.256"):
@@ -105,6 +142,7 @@ def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
         ({"num_hidden_layers": "two"}, ["num_hidden_layers"]),
         ({"num_hidden_layers": 0}, ["num_layers is 0"]),
         ({"mlp_bias": True}, ["mlp_bias"]),
+        ({"is_causal": False}, ["is_causal is false", "allowed: true"]),
         ({"dtype": "float64"}, ["float64", "bfloat16"]),
         ({"quantization_config": {"bits": 4}}, ["quantized", "bfloat16"]),
         (
@@ -189,6 +227,33 @@ def test_weights_are_stacked(checkpoint: Checkpoints, case: str) -> None:
     assert torch.equal(weights["layers.1.qkv"], torch.cat(attention))
     assert torch.equal(weights["layers.1.gate_up"], torch.cat(mlp))
     assert ("lm_head" in weights) == (not config.tie_word_embeddings)
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_tied_embeddings_and_yet_a_head(tmp_path: Path, sharded: bool) -> None:
+    """transformers goes by the tensors, not by the configuration: so do we."""
+    saved = write_checkpoint(tmp_path, CASES["llama-tied"])
+    embeddings = saved.model.model.embed_tokens.weight.detach()
+    others = load_file(tmp_path / "model.safetensors")
+    (tmp_path / "model.safetensors").unlink()
+    for head, is_own in ((embeddings.clone(), False), (embeddings.flip(0).contiguous(), True)):
+        parts = {"a.safetensors": others, "b.safetensors": {"lm_head.weight": head}}
+        if not sharded:
+            parts = {"model.safetensors": others | {"lm_head.weight": head}}
+        for file, tensors in parts.items():
+            save_file(tensors, tmp_path / file, {"format": "pt"})
+        if sharded:
+            names = {name: file for file, tensors in parts.items() for name in tensors}
+            index = tmp_path / "model.safetensors.index.json"
+            index.write_text(json.dumps({"metadata": {}, "weight_map": names}))
+        weights = load(tmp_path)
+        assert ("lm_head" in weights) == is_own
+        theirs = LlamaForCausalLM.from_pretrained(tmp_path)
+        ids = np.arange(30)
+        batch = Paging(8, 8).batch(("a", ids, 0, 30))
+        ours = EagerRunner.load(tmp_path, torch.float32, CPU, 8, 8).forward(batch)
+        expected = Checkpoint(tmp_path, theirs).logits(ids)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=2e-4)
 
 
 def test_shards_are_one_checkpoint(checkpoint: Checkpoints, tmp_path: Path) -> None:

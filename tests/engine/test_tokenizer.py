@@ -111,6 +111,18 @@ def test_characters_come_out_whole(kind: str, tmp_path: Path) -> None:
     assert pieces.count("") > 3
 
 
+def test_a_stream_goes_on_from_a_text_as_they_decode_together(tokenizer: Tokenizer) -> None:
+    """A vocabulary that drops the space before a text drops none before its continuation."""
+    prompt = [*tokenizer.encode("<s>"), *tokenizer.encode(" and  and")]
+    for text in [TEXT, "a", " and  and", *CORPUS]:
+        ids = tokenizer.encode(text)
+        previous = tokenizer.last_of_text([*prompt, *tokenizer.encode("</s>"), 10**6])
+        assert previous == prompt[-1]
+        detokenizer = tokenizer.detokenizer(previous=previous)
+        added = "".join([*map(detokenizer.add, ids), detokenizer.finish()])
+        assert tokenizer.decode(prompt) + added == tokenizer.decode([*prompt, *ids])
+
+
 def test_special_tokens(tokenizer: Tokenizer) -> None:
     bos, eos = tokenizer.encode("<s></s>", add_special_tokens=False)[-2:]
     assert tokenizer.is_special(bos)

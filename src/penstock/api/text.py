@@ -26,20 +26,25 @@ class TokenText:
 
 class TextStream:
     """Text of one choice. Characters that could begin a stop string are held back until it is
-    certain that they do not; a stop string itself is never shown."""
+    certain that they do not; a stop string itself is never shown.
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+    previous: the last token of the text that it goes on from, if it does
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, stops: Sequence[str], previous: int | None = None
+    ) -> None:
         self.stopped = False
         """A stop string has been found; the text is over."""
         self._is_over = False
         self._tokenizer = tokenizer
         self._stops = stops
         self._longest_hold = max((len(stop) - 1 for stop in stops), default=0)
-        self._detokenizer = tokenizer.detokenizer()
+        self._detokenizer = tokenizer.detokenizer(previous=previous)
         self._pending = ""
         self._length = 0
         self._tokens: list[TokenText] = []
-        self._previous: int | None = None
+        self._previous = previous
 
     def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:
         """Append tokens, with their log-probabilities or none at all. Not after `stopped`.

@@ -59,7 +59,7 @@ class Drafting:
             if wanted == NO_DRAFTER or not self.drafters or state.request.max_draft_tokens == 0:
                 state.drafter = None
             elif wanted != AUTO_DRAFTER:
-                state.drafter = wanted if self._may_see(wanted, state) else None
+                state.drafter = wanted if self._is_open(wanted, state) else None
             else:
                 free.append(state)
         if free:
@@ -67,26 +67,33 @@ class Drafting:
 
     def _choose(self, states: list[RequestState], now: float) -> None:
         """Ask the policy, once for all requests to which the same drafters are open."""
-        if not any(d.remote for d in self.drafters.values()):
+        limited = [d for d in self.drafters.values() if d.is_limited]
+        if not limited and not any(d.remote for d in self.drafters.values()):
             self._ask(states, self._work(self.drafters, now))
             return
-        by_tenant: dict[str, list[RequestState]] = {}
+        alike: dict[tuple[str, tuple[str, ...]], list[RequestState]] = {}
         for state in states:
-            by_tenant.setdefault(state.request.tenant, []).append(state)
-        for name, own in by_tenant.items():
+            closed = tuple([d.name for d in limited if not d.can_read(state)])
+            alike.setdefault((state.request.tenant, closed), []).append(state)
+        for (name, closed), own in alike.items():
             tenant = self._tenants[name]
             open_to = {
-                n: d for n, d in self.drafters.items() if d.takes_assignments and d.may_see(tenant)
+                n: d
+                for n, d in self.drafters.items()
+                if d.takes_assignments and d.may_see(tenant) and n not in closed
             }
             self._ask(own, self._work(open_to, now))
 
     def _work(self, drafters: Mapping[str, Drafter], now: float) -> SelectionWork:
         return SelectionWork(drafters, self._estimators, now, Loads(self._running))
 
-    def _may_see(self, drafter: str, state: RequestState) -> bool:
-        """A request cannot take its prompt where its tenant's may not go, even by name."""
+    def _is_open(self, drafter: str, state: RequestState) -> bool:
+        """A request cannot take its prompt where its tenant's may not go, even by name; nor to
+        where it cannot be read."""
         known = self.drafters.get(drafter)
-        return known is not None and known.may_see(self._tenants[state.request.tenant])
+        if known is None or not known.may_see(self._tenants[state.request.tenant]):
+            return False
+        return known.can_read(state)
 
     def _ask(self, states: list[RequestState], work: SelectionWork) -> None:
         chosen = self._selection.select(states, work)
@@ -222,9 +229,9 @@ class Drafting:
         return tuple(orders)
 
     def _replay(self, wish: ReplayWish, drafter: Drafter) -> DraftOrder | None:
-        """None where it has nothing to read, or is at work on the request already."""
+        """None where it has nothing to read, or cannot, or is at work on the request already."""
         state, name = wish.state, drafter.name
-        if any(name in pools for pools in state.plans.values()):
+        if any(name in pools for pools in state.plans.values()) or not drafter.can_read(state):
             return None
         num_known = state.num_known_tokens
         if drafter.pool is None:
@@ -271,8 +278,11 @@ class Drafting:
     # --- memory ---------------------------------------------------------------------------------
 
     def _limit(self, state: RequestState, drafter: Drafter) -> int:
-        """Most draft tokens that could still be of use: the target adds one token itself."""
+        """Most draft tokens that could still be of use: the target adds one token itself. The
+        drafter reads all of its draft but the last token."""
         limit = min(state.num_remaining_tokens - 1, drafter.max_draft_tokens)
+        if drafter.max_len is not None:
+            limit = max(0, min(limit, drafter.max_len - state.num_known_tokens + 1))
         wanted = state.request.max_draft_tokens
         return limit if wanted is None else max(0, min(limit, wanted))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from penstock.core.allocation import Grant
 from penstock.core.drafting import Drafting
@@ -167,7 +167,9 @@ class DraftLanes:
     # --- answers --------------------------------------------------------------------------------
 
     def ended(self, plan: StepPlan, result: StepResult, states: Mapping[str, RequestState]) -> None:
-        """Take in what became of a plan's own orders."""
+        """Take in what became of a plan's own orders, and of drafters that failed in its step."""
+        if result.failed_drafters:
+            self._lose(plan, result.failed_drafters, states)
         self._drafting.end_replays(plan.drafts, result.replays, states)
         for ready in result.drafts:
             self.ready(ready, states.get(ready.request_id), result.finished_at)
@@ -175,6 +177,15 @@ class DraftLanes:
         for order in plan.drafts:
             state = states.get(order.request_id)
             self.end_unanswered(order, state, has_failed=order.request_id in failed)
+
+    def _lose(
+        self, plan: StepPlan, drafters: Collection[str], states: Mapping[str, RequestState]
+    ) -> None:
+        """Nothing is known of the KV that these drafters were to read in a target step."""
+        for order in (*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)):
+            state = states.get(order.request_id)
+            if order.drafter in drafters and state is not None and state.epoch == order.epoch:
+                self._memory.release(state, [order.drafter])
 
     def ready(self, event: DraftReady, state: RequestState | None, now: float) -> None:
         """Hold a draft, once: whatever is late, repeated or of an old epoch is ignored, but shows

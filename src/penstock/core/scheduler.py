@@ -337,7 +337,7 @@ class Scheduler:
             self.estimators.step_times.observe(result)
         if result.work is not None:
             self.estimators.step_model.observe(result.work, result.work_seconds)
-        if plan.drafts or result.drafts:
+        if plan.drafts or result.drafts or result.failed_drafters:
             self._draft_lanes.ended(plan, result, self._states)
         outputs: list[Output] = []
         if plan.items:
@@ -393,6 +393,8 @@ class Scheduler:
         num_new = len(new_tokens)
         if isinstance(state, CountedState):
             state.append_counted(num_new)
+            # Those too that it had made in a cohort before it was preempted.
+            num_new = state.num_output_tokens - state.num_announced
             state.num_announced += num_new
         else:
             state.append(new_tokens)

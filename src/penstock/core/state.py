@@ -61,6 +61,8 @@ class Drafter:
     silent: it has missed a deadline, and has not been heard of since.
     model: what it runs, if not the model of its own name: instances of one model accept alike.
     max_num_seqs: most requests that it drafts for at once (Spin's B_j); None is no limit.
+    max_len: most tokens of a text that it can read; vocab_size: token ids that it knows, from 0 on.
+    Both are None where it can read whatever the target can.
     """
 
     name: str
@@ -74,6 +76,20 @@ class Drafter:
     silent: bool = False
     model: str | None = None
     max_num_seqs: int | None = None
+    max_len: int | None = None
+    vocab_size: int | None = None
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there may be texts that it cannot read."""
+        return self.max_len is not None or self.vocab_size is not None
+
+    def can_read(self, state: RequestState) -> bool:
+        """Whether it can read a request's known tokens, and then draft. Of a request of which only
+        lengths are known it is taken to know the tokens."""
+        if self.max_len is not None and state.num_known_tokens > self.max_len:
+            return False
+        return self.vocab_size is None or state.highest_token_id() < self.vocab_size
 
     def may_see(self, tenant: Tenant) -> bool:
         """Whether a tenant's prompts may go to where it runs."""
@@ -110,6 +126,7 @@ class RequestState:
         "plans",
         "request",
         "round",
+        "seen_token_ids",
         "selected_round",
         "status",
         "undrafted_round",
@@ -140,6 +157,8 @@ class RequestState:
         self.selected_round = -1
         self.undrafted_round = -1
         self.num_cached_tokens = 0
+        self.seen_token_ids = (0, -1)
+        """Output tokens that `highest_token_id` has looked at, and what it has found."""
 
     @property
     def num_computed_tokens(self) -> int:
@@ -159,6 +178,15 @@ class RequestState:
     @property
     def num_remaining_tokens(self) -> int:
         return self.request.max_tokens - self.num_output_tokens
+
+    def highest_token_id(self) -> int:
+        """Of prompt and output; -1 where only lengths are known. Each token is looked at once."""
+        num_seen, highest = self.seen_token_ids
+        if highest < 0:
+            highest = max(self.request.prompt_token_ids or (-1,))
+        highest = max(highest, *self.output_token_ids[num_seen:], -1)
+        self.seen_token_ids = (len(self.output_token_ids), highest)
+        return highest
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add verified output."""

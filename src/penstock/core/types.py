@@ -293,7 +293,8 @@ class Replayed(NamedTuple):
 
 class StepResult(NamedTuple):
     """What a plan came to. `repeats`: how often its decode run was done. `work`: what the target
-    computed in the first step, which took it `work_seconds`."""
+    computed in the first step, which took it `work_seconds`. `failed_drafters`: of those at work
+    inside a target step; their drafts are missing, and nothing is known of their KV."""
 
     plan_id: int
     lane: str
@@ -309,6 +310,7 @@ class StepResult(NamedTuple):
     repeats: int = 1
     work: StepWork | None = None
     work_seconds: float = 0.0
+    failed_drafters: tuple[str, ...] = ()
 
 
 class Output(NamedTuple):

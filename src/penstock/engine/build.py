@@ -157,15 +157,7 @@ def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
 
 def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
     """Raises: PolicyError."""
-    drafters = [
-        Drafter(
-            name,
-            None if path == NGRAM else _pool(config, models.num_blocks),
-            own_lane=config.pipeline != "off",
-            max_num_seqs=config.drafter_max_num_seqs.get(name),
-        )
-        for name, path in config.drafters.items()
-    ]
+    drafters = [_drafter(config, models, name) for name in config.drafters]
     tenants = [
         Tenant(name, t.weight, shares_prompts=t.share_prompts) for name, t in config.tenants.items()
     ]
@@ -179,6 +171,23 @@ def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
         max_model_len=models.max_model_len,
         tenants=tenants,
     )
+
+
+def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
+    """As the scheduler sees it; limited where the target can read what it cannot."""
+    drafter = Drafter(
+        name,
+        own_lane=config.pipeline != "off",
+        max_num_seqs=config.drafter_max_num_seqs.get(name),
+    )
+    shape = models.shapes.get(name)
+    if shape is not None:
+        drafter.pool = _pool(config, models.num_blocks)
+        if shape.max_position_embeddings < models.max_model_len:
+            drafter.max_len = shape.max_position_embeddings
+        if shape.vocab_size < models.shapes[TARGET].vocab_size:
+            drafter.vocab_size = shape.vocab_size
+    return drafter
 
 
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:

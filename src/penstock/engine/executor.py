@@ -6,7 +6,6 @@ Compiled kernels and PyTorch's operators let go of the interpreter, so that they
 
 from __future__ import annotations
 
-import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +18,6 @@ from penstock.core.types import (
     DraftOrder,
     DraftReady,
     DraftSource,
-    DraftTime,
     Failure,
     PhaseTimes,
     Replayed,
@@ -49,9 +47,7 @@ from penstock.engine.streams import own_stream
 from penstock.engine.verifier import Verifier
 
 _MOST_FAILURES = 3
-"""Steps of a drafter's lane that may fail one after the other."""
-
-_log = logging.getLogger(__name__)
+"""Steps of a drafter that may fail one after the other."""
 
 
 class LocalExecutor:
@@ -169,14 +165,21 @@ class LocalExecutor:
             self.num_target_steps += 1
             self.phases = PhaseTimes(*map(sum, zip(self.phases, phases, strict=True)))
             self.busy_s += phases.draft + phases.verify + phases.sample
+            used = {t.drafter for t in result.draft_times}.union(result.failed_drafters)
+            for name in sorted(used):
+                self._note(name, has_failed=name in result.failed_drafters)
             return result
-        self._failures[plan.lane] = self._failures[plan.lane] + 1 if result.failures else 0
-        if self._failures[plan.lane] == _MOST_FAILURES:
-            self._broken.append(plan.lane)
+        self._note(plan.lane, has_failed=bool(result.failures))
         if result.failures:
             return result
         orders = [o for o in plan.drafts if o.max_draft_tokens]
         return result._replace(drafts=tuple(self._hold(o, done.drafted) for o in orders))
+
+    def _note(self, drafter: str, *, has_failed: bool) -> None:
+        """Count the steps in which a drafter has failed since it last did not."""
+        self._failures[drafter] = self._failures[drafter] + 1 if has_failed else 0
+        if self._failures[drafter] == _MOST_FAILURES:
+            self._broken.append(drafter)
 
     def _forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)
@@ -219,11 +222,14 @@ class LocalExecutor:
         drafted = DraftsAtHand()
         replays: tuple[Replayed, ...] = ()
         failures: tuple[Failure, ...] = ()
-        try:
-            with job.all_turns(), own_stream(self.target.device), torch.inference_mode():
-                drafted, replays = self._carry_out(job)
-        except Exception as error:
-            _log.warning("drafter %s failed: %s: %s", plan.lane, type(error).__name__, error)
+        with (
+            drafted.without_if_failing(plan.lane),
+            job.all_turns(),
+            own_stream(self.target.device),
+            torch.inference_mode(),
+        ):
+            replays = self._carry_out(job, drafted)
+        if drafted.failed:
             reason = f"drafter {plan.lane} failed"
             failures = tuple(Failure(o.request_id, o.epoch, reason) for o in plan.drafts)
         finished_at = self._clock.now()
@@ -243,12 +249,11 @@ class LocalExecutor:
         with own_stream(self.target.device):
             return self._verify(job)
 
-    def _carry_out(self, job: Job) -> tuple[DraftsAtHand, tuple[Replayed, ...]]:
+    def _carry_out(self, job: Job, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
         """The draft orders of a plan, then those that only read."""
         orders = orders_of(job.plan)
-        drafted = self._draft([o for o in orders if o.max_draft_tokens], job)
-        replays = self._replay([o for o in orders if not o.max_draft_tokens], job, drafted.times)
-        return drafted, replays
+        self._draft([o for o in orders if o.max_draft_tokens], job, drafted)
+        return self._replay([o for o in orders if not o.max_draft_tokens], job, drafted)
 
     def _verify(self, job: Job) -> Done:
         with job.all_turns(), torch.inference_mode():
@@ -257,7 +262,8 @@ class LocalExecutor:
     def _verify_batch(self, job: Job) -> Done:
         plan = job.plan
         started_at = self._clock.now()
-        drafted, replays = self._carry_out(job)
+        drafted = DraftsAtHand()
+        replays = self._carry_out(job, drafted)
         drafted_at = self._clock.now()
         for held in job.recalled:
             drafted.hold(*held)
@@ -277,23 +283,22 @@ class LocalExecutor:
 
     # --- drafting -------------------------------------------------------------------------------
 
-    def _draft(self, orders: Sequence[DraftOrder], job: Job) -> DraftsAtHand:
+    def _draft(self, orders: Sequence[DraftOrder], job: Job, drafted: DraftsAtHand) -> None:
         """All orders of a step, one batch for each drafter."""
-        drafted = DraftsAtHand()
         for name, drafter in self.drafters.items():
             mine = [o for o in orders if o.drafter == name]
             if not mine:
                 continue
             started_at = self._clock.now()
-            _share_threads(getattr(drafter, "runner", None), job.num_threads)
-            drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
-            seconds = self._clock.now() - started_at
-            drafted.add(mine, drafts)
-            drafted.times.append(draft_time(mine, seconds))
-        return drafted
+            with drafted.without_if_failing(name):
+                _share_threads(getattr(drafter, "runner", None), job.num_threads)
+                drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
+                seconds = self._clock.now() - started_at
+                drafted.add(mine, drafts)
+                drafted.times.append(draft_time(mine, seconds))
 
     def _replay(
-        self, orders: Sequence[DraftOrder], job: Job, times: list[DraftTime]
+        self, orders: Sequence[DraftOrder], job: Job, drafted: DraftsAtHand
     ) -> tuple[Replayed, ...]:
         """Orders that only read, after those that draft."""
         replays: list[Replayed] = []
@@ -302,10 +307,11 @@ class LocalExecutor:
             if not mine:
                 continue
             started_at = self._clock.now()
-            _share_threads(getattr(drafter, "runner", None), job.num_threads)
-            replays += drafter.replay(mine, [job.texts[o.request_id] for o in mine])
-            seconds = self._clock.now() - started_at
-            times.append(draft_time(mine, seconds))
+            with drafted.without_if_failing(name):
+                _share_threads(getattr(drafter, "runner", None), job.num_threads)
+                replays += drafter.replay(mine, [job.texts[o.request_id] for o in mine])
+                seconds = self._clock.now() - started_at
+                drafted.times.append(draft_time(mine, seconds))
         return tuple(replays)
 
     def _hold(self, order: DraftOrder, drafted: DraftsAtHand) -> DraftReady:
@@ -315,7 +321,9 @@ class LocalExecutor:
         if probs is not None:
             probs = probs[[r + offset for r in draft.prob_rows]]
             draft = Draft(draft.token_ids, list(range(len(draft.token_ids))))
-        self._held.hold(order.request_id, order.epoch, order.round, draft, probs)
+        # One that has ended meanwhile would never be forgotten again.
+        if order.request_id in self._texts:
+            self._held.hold(order.request_id, order.epoch, order.round, draft, probs)
         return DraftReady(
             order.request_id, order.epoch, order.round, order.drafter, len(draft.token_ids)
         )

@@ -44,12 +44,12 @@ class Models:
     synthetic: SyntheticAcceptance | None
 
     def drafter(self, name: str, path: str) -> LocalDrafter:
-        sample = self._sampler(drafts=True)
-        if self.place.backend != "graphs":
-            return ModelDrafter(name, self._runner(name, Path(path)), self.max_model_len, sample)
-        runner = self._graphs(name, Path(path), drafts=True)
+        sample, longest = self._sampler(drafts=True), self.max_model_len
         vocab = self.shapes[TARGET].vocab_size
-        return GraphDrafter(name, runner, self.max_model_len, vocab, sample)
+        if self.place.backend != "graphs":
+            return ModelDrafter(name, self._runner(name, Path(path)), longest, sample, vocab)
+        runner = self._graphs(name, Path(path), drafts=True)
+        return GraphDrafter(name, runner, longest, sample, vocab)
 
     def executor(self, drafters: Sequence[LocalDrafter], clock: Clock) -> LocalExecutor:
         path, sample = self.config.target, self._sampler(drafts=False)

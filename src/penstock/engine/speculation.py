@@ -46,13 +46,12 @@ class GraphDrafter(ModelDrafter):
         name: str,
         runner: GraphRunner,
         max_model_len: int,
-        vocab: int,
         sample: Sampler = sample_coupled,
+        vocab: int | None = None,
     ) -> None:
-        """vocab: of the target; tokens beyond it are never drafted. sample: for replays."""
-        super().__init__(name, runner, max_model_len, sample)
+        """sample: for replays."""
+        super().__init__(name, runner, max_model_len, sample, vocab)
         self._graphs = runner
-        self._vocab = min(vocab, runner.config.vocab_size)
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         drafted = self.start(orders, texts)
@@ -80,7 +79,7 @@ class GraphDrafter(ModelDrafter):
         steps = int(limits.max())
         positions = first.seq_lens.astype(np.int64) + np.arange(steps)[:, None]
         draws = draws_of(params, np.tile(np.arange(len(orders)), steps), positions.reshape(-1))
-        return self._graphs.draft(first, limits, draws, self._vocab)
+        return self._graphs.draft(first, limits, draws, self._num_guessed)
 
     def _read_ahead(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer], reach: int
@@ -171,18 +170,14 @@ class DeviceExecutor(LocalExecutor):
             if not mine:
                 continue
             texts = [job.texts[o.request_id] for o in mine]
-            with watch:
-                tokens = drafter.start(mine, texts) if isinstance(drafter, GraphDrafter) else None
-                if tokens is None:
-                    drafts = drafter.draft(mine, texts)
-                else:
-                    drafts = Drafts(
-                        [Draft([0] * o.max_draft_tokens, [-1] * o.max_draft_tokens) for o in mine]
-                    )
+            with drafted.without_if_failing(name):
+                with watch:
+                    tokens, drafts = _begin(drafter, mine, texts)
+                if tokens is not None:
                     started.orders.append(mine)
                     started.tokens.append(tokens)
-            drafted.add(mine, drafts)
-            drafted.times.append(draft_time(mine, 0.0))
+                drafted.add(mine, drafts)
+                drafted.times.append(draft_time(mine, 0.0))
         return started, drafted
 
     def _step(
@@ -221,6 +216,17 @@ class DeviceExecutor(LocalExecutor):
         return numbers
 
 
+def _begin(
+    drafter: LocalDrafter, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
+) -> tuple[torch.Tensor | None, Drafts]:
+    """Tokens that are being made, with zeros in their place, or None and finished drafts."""
+    tokens = drafter.start(orders, texts) if isinstance(drafter, GraphDrafter) else None
+    if tokens is None:
+        return None, drafter.draft(orders, texts)
+    lengths = [o.max_draft_tokens for o in orders]
+    return tokens, Drafts([Draft([0] * n, [-1] * n) for n in lengths])
+
+
 def _places(started: _Started) -> dict[str, int]:
     """Where each request's draft begins once all are laid end to end."""
     place, offset = {}, 0
@@ -248,8 +254,12 @@ class _Stopwatch:
     def __enter__(self) -> None:
         self._mark()
 
-    def __exit__(self, *_: object) -> None:
-        self._mark()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self._mark()
+        else:
+            # What failed is no stretch.
+            self._marks.pop()
 
     def _mark(self) -> None:
         if not self._on_gpu:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -26,6 +27,8 @@ from penstock.engine.verifier import Decided, Drafted
 
 _NO_DRAFT = Draft([], [])
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(slots=True)
 class DraftsAtHand:
@@ -35,6 +38,17 @@ class DraftsAtHand:
     probs: list[torch.Tensor] = field(default_factory=list)
     num_probs: int = 0
     times: list[DraftTime] = field(default_factory=list)
+    failed: set[str] = field(default_factory=set)
+    """Drafters that have failed in this step."""
+
+    @contextlib.contextmanager
+    def without_if_failing(self, drafter: str) -> Iterator[None]:
+        """Ask a drafter for something: if it fails the step goes on without."""
+        try:
+            yield
+        except Exception as error:
+            _log.warning("drafter %s failed: %s: %s", drafter, type(error).__name__, error)
+            self.failed.add(drafter)
 
     def add(self, orders: Sequence[DraftOrder], drafts: Drafts) -> None:
         for order, draft in zip(orders, drafts.drafts, strict=True):
@@ -187,5 +201,6 @@ def verified(
         num_rows=num_rows,
         work=step_work(plan),
         work_seconds=marks.finished_at - started_at - marks.draft_s,
+        failed_drafters=tuple(sorted(drafted.failed)),
     )
     return Done(plan, result, drafted)

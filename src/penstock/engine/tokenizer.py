@@ -87,9 +87,17 @@ class Tokenizer:
             ) from error
         return ids
 
-    def detokenizer(self, skip_special_tokens: bool = True) -> IncrementalDetokenizer:
-        """A new stream of text."""
-        return IncrementalDetokenizer(self, skip_special_tokens)
+    def detokenizer(
+        self, skip_special_tokens: bool = True, previous: int | None = None
+    ) -> IncrementalDetokenizer:
+        """A new stream of text, behind a token that is text already (None: at its start)."""
+        return IncrementalDetokenizer(self, skip_special_tokens, previous)
+
+    def last_of_text(self, token_ids: Sequence[int]) -> int | None:
+        """The last token that is text: neither special nor unknown."""
+        known = self._fast.backend_tokenizer.id_to_token
+        text = (t for t in reversed(token_ids) if not self.is_special(t) and known(t) is not None)
+        return next(text, None)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
@@ -143,12 +151,20 @@ class IncrementalDetokenizer:
     text that `Tokenizer.decode` gives for all ids at once. (Where a vocabulary spells characters
     by byte tokens, decode turns a whole run of them into U+FFFD if one character in it is broken;
     a stream breaks only that character.)
+
+    Many vocabularies drop the space before a text's first word. What goes on from a text has none
+    to drop: there `previous` is that text's last token, and the pieces are what decode adds to it.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        skip_special_tokens: bool = True,
+        previous: int | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
-        self._previous: int | None = None
+        self._previous = previous
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def add(self, token_id: int) -> str:

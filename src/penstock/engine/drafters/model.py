@@ -35,10 +35,14 @@ class ModelDrafter:
         runner: ModelRunner,
         max_model_len: int,
         sample: Sampler = sample_coupled,
+        vocab: int | None = None,
     ) -> None:
-        """sample: makes the guesses."""
+        """sample: makes the guesses. vocab: of the target, if it may be another; tokens beyond it
+        are never drafted."""
         self.name = name
         self.runner = runner
+        self._vocab = runner.config.vocab_size if vocab is None else vocab
+        self._num_guessed = min(self._vocab, runner.config.vocab_size)
         self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
         self._sampling = SamplingTable()
         self._sampler = sample
@@ -52,9 +56,16 @@ class ModelDrafter:
         params, ratio = self._sampling.of(list(texts))
         reach = max(o.start + o.num_catch_up_tokens + max(o.max_draft_tokens, 1) for o in orders)
         first = self._catch_up(orders, texts, [int(o.max_draft_tokens > 0) for o in orders], reach)
-        if isinstance(self.runner, NativeRunner) and not params.has_filters:
-            return _draft_natively(self.runner, first, limits, params, ratio)
-        return self._draft_stepwise(orders, first, limits, params, ratio)
+        knows_all = self._num_guessed == self.runner.config.vocab_size
+        if isinstance(self.runner, NativeRunner) and knows_all and not params.has_filters:
+            drafts = _draft_natively(self.runner, first, limits, params, ratio)
+        else:
+            drafts = self._draft_stepwise(orders, first, limits, params, ratio)
+        missing = self._vocab - self._num_guessed
+        if drafts.probs is None or not missing:
+            return drafts
+        # What it cannot draft has probability 0 with it.
+        return Drafts(drafts.drafts, torch.nn.functional.pad(drafts.probs, (0, missing)))
 
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
@@ -87,7 +98,7 @@ class ModelDrafter:
         self, batch: RaggedBatch, counts: Sequence[int], texts: Sequence[TokenBuffer]
     ) -> list[IntArray]:
         """What the drafter takes the token behind each row of logits to be, by order."""
-        logits = self.runner.forward(batch)
+        logits = self._logits(batch)
         positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
         params = self._sampling.of(list(texts))[0].take(np.arange(len(texts)).repeat(counts))
         tokens = self._sampler(logits, params, positions).cpu().numpy()
@@ -120,13 +131,13 @@ class ModelDrafter:
     ) -> Drafts:
         builder = DraftBuilder(len(orders))
         ends = first.seq_lens.astype(np.int64)
-        logits = self.runner.forward(first)
+        logits = self._logits(first)
         alive = np.flatnonzero(limits > 0)
         for step in range(int(limits.max(initial=0))):
             if step:
                 alive = np.flatnonzero(limits > step)
                 tokens = [builder.token_ids[i][-1] for i in alive]
-                logits = self.runner.forward(self._one_more(orders, alive, tokens, ends + step - 1))
+                logits = self._logits(self._one_more(orders, alive, tokens, ends + step - 1))
             positions = ends[alive] + step
             self._sample(builder, alive, logits, params.take(alive), positions, ratio[alive])
         return builder.build()
@@ -151,6 +162,13 @@ class ModelDrafter:
                 self._sample(
                     builder, jobs[part], rows, params.take(part), positions[part], ratio[part]
                 )
+
+    def _logits(self, batch: RaggedBatch) -> torch.Tensor:
+        """Of the tokens that the target has, too."""
+        logits = self.runner.forward(batch)
+        if logits.shape[-1] == self._num_guessed:
+            return logits
+        return logits[:, : self._num_guessed].contiguous()
 
     def _catch_up(
         self,

@@ -267,10 +267,14 @@ def _rope_type_error(rope_type: str) -> str:
 def _from_transformers(
     architecture: str, hf_config: Any, generation_eos: tuple[int, ...]
 ) -> DecoderConfig:
-    if getattr(hf_config, "mlp_bias", False):
+    # The others take no notice of these keys, whatever config.json says.
+    if architecture == "LlamaForCausalLM" and getattr(hf_config, "mlp_bias", False):
         raise ValueError("mlp_bias is true; allowed: false")
+    if not getattr(hf_config, "is_causal", True):
+        raise ValueError("is_causal is false; allowed: true")
     _refuse_sliding_window(hf_config)
-    attention_bias = bool(getattr(hf_config, "attention_bias", False))
+    has_bias_key = architecture != "Qwen2ForCausalLM"
+    attention_bias = has_bias_key and bool(getattr(hf_config, "attention_bias", False))
     rope_theta, rope_scaling = _rope(hf_config)
     eos_token_ids = _token_ids(hf_config.eos_token_id) + generation_eos
     head_dim = getattr(hf_config, "head_dim", None)
@@ -320,6 +324,9 @@ def _rope(hf_config: Any) -> tuple[float, RopeScaling | None]:
         raise ValueError("partial_rotary_factor is not 1; allowed: rotation of the whole head")
     if rope_type == "default":
         return theta, None
+    if (original := getattr(hf_config, "original_max_position_embeddings", None)) is not None:
+        # At the top of config.json it has priority in transformers, too.
+        values["original_max_position_embeddings"] = original
     if rope_type == "yarn" and values.get("factor") is None:
         original = values["original_max_position_embeddings"]
         values["factor"] = hf_config.max_position_embeddings / original

@@ -70,10 +70,10 @@ class Decoder:
         self.embed_tokens = weights.pop("embed_tokens").to(device)
         self.layers = [_layer(config, weights, i, device) for i in range(config.num_layers)]
         self.norm = RmsNorm(weights.pop("norm").to(device), config.rms_norm_eps)
-        if config.tie_word_embeddings:
-            self.lm_head = self.embed_tokens.t()
-        else:
+        if "lm_head" in weights:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
+        else:
+            self.lm_head = self.embed_tokens.t()
         table = RopeTable.build(config, max_positions)
         half = config.head_dim // 2
         rotations = torch.complex(table.cos[:, :half], table.sin[:, :half])

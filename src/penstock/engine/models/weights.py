@@ -18,6 +18,9 @@ from penstock.engine.models.config import DTYPES, CheckpointError, DecoderConfig
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
+_EMBEDDINGS = "model.embed_tokens.weight"
+_HEAD = "lm_head.weight"
+
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
@@ -50,12 +53,12 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     lm_head                   [vocab_size, hidden_size], unless config.tie_word_embeddings
     """
     hidden, vocab = config.hidden_size, config.vocab_size
-    yield _spec("embed_tokens", ("model.embed_tokens.weight", (vocab, hidden)))
+    yield _spec("embed_tokens", (_EMBEDDINGS, (vocab, hidden)))
     for index in range(config.num_layers):
         yield from _layer_specs(config, index)
     yield _spec("norm", ("model.norm.weight", (hidden,)))
     if not config.tie_word_embeddings:
-        yield _spec("lm_head", ("lm_head.weight", (vocab, hidden)))
+        yield _head_spec(config)
 
 
 def load_weights(
@@ -64,16 +67,29 @@ def load_weights(
     """Read a checkpoint folder's safetensors (one file, or shards with an index) on the CPU.
 
     Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype). With tied
-    embeddings there is no "lm_head": "embed_tokens" serves as both.
+    embeddings there is no "lm_head": "embed_tokens" serves as both. A checkpoint that says so and
+    yet has a head of its own, with other values, is given that head, as transformers does.
     Raises CheckpointError where a file is missing, truncated or not safetensors, or a tensor is
     missing, misshapen or of a type other than float32, bfloat16 and float16.
     """
     with ExitStack() as stack:
         reader = _Reader(path, stack)
-        return {
-            spec.name: _assemble(reader, spec, dtype or config.dtype)
-            for spec in weight_specs(config)
-        }
+        specs = [*weight_specs(config)]
+        if config.tie_word_embeddings and _has_own_head(reader, config):
+            specs.append(_head_spec(config))
+        return {spec.name: _assemble(reader, spec, dtype or config.dtype) for spec in specs}
+
+
+def _head_spec(config: DecoderConfig) -> WeightSpec:
+    return _spec("lm_head", (_HEAD, (config.vocab_size, config.hidden_size)))
+
+
+def _has_own_head(reader: _Reader, config: DecoderConfig) -> bool:
+    """Whether there is a head that differs from the embeddings."""
+    shape = (config.vocab_size, config.hidden_size)
+    if not reader.has(_HEAD):
+        return False
+    return not torch.equal(reader.read(_HEAD, shape), reader.read(_EMBEDDINGS, shape))
 
 
 def _spec(name: str, *sources: tuple[str, tuple[int, ...]]) -> WeightSpec:
@@ -152,6 +168,9 @@ class _Reader:
                     f"{file}: not a whole safetensors file ({one_line(error)})"
                 ) from error
         return self._open[file]
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         file = self._file_of.get(name)

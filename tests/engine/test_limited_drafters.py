@@ -1,0 +1,187 @@
+"""Drafters with a shorter context, or fewer or more token ids, than the target; and those that fail
+inside a step: a request is then decoded without, and nobody notices."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.core.world import Rotating
+from tests.engine.small_family import VOCAB, write_family, write_tokenizer
+from tests.engine.test_exactness import SAMPLINGS, make_requests, run
+from transformers import LlamaForCausalLM
+
+from penstock.config import EngineConfig
+from penstock.core.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.pipeline import make_pipeline
+from penstock.core.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.types import Request, SamplingParams
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.resolve import why_not_native
+
+FEWER, MORE, SHORT = 200, 300, 40
+DRAFTERS = ("short", "fewer", "more")
+PIPELINES = ("inline", "2", "async")
+RATIO = SamplingParams(temperature=0.9, verification="ratio")
+
+
+def write_drafters(near: Path, root: Path) -> dict[str, Path]:
+    """Copies of a drafter with other limits. What one knows beyond the target it likes best."""
+    paths = {name: root / name for name in DRAFTERS}
+    for name, rows in (("short", VOCAB), ("fewer", FEWER), ("more", MORE)):
+        model = LlamaForCausalLM.from_pretrained(near)
+        model.resize_token_embeddings(rows, mean_resizing=False)
+        with torch.no_grad():
+            head = model.lm_head.weight
+            head[VOCAB:] = 2 * head[: max(0, rows - VOCAB)]
+        model.save_pretrained(paths[name])
+        write_tokenizer(paths[name])
+    config = paths["short"] / "config.json"
+    changed = json.loads(config.read_text()) | {"max_position_embeddings": SHORT}
+    config.write_text(json.dumps(changed))
+    return paths
+
+
+@pytest.fixture(scope="module", params=["eager", "native", "graphs"])
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
+    if request.param == "native" and why_not_native() is not None:
+        pytest.skip(f"no native kernels: {why_not_native()}")
+    root = tmp_path_factory.mktemp("family")
+    family = write_family(root)
+    drafters = {n: str(p) for n, p in write_drafters(family["near"], root).items()}
+    config = EngineConfig(
+        target=family["target"],
+        drafters=drafters,
+        dtype="float32",
+        backend=request.param,
+        kv_tokens=32 * 256,
+        num_threads=1,
+    )
+    return load_engine(config, calibrated=False)
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[tuple[int, ...]]]:
+    """Target-only output of each request."""
+    loop = make_loop(engine, "inline")
+    return {n: run(loop, some_requests(s, "none"))[0] for n, s in SAMPLINGS.items()}
+
+
+@pytest.fixture(autouse=True)
+def _nobody_has_failed(engine: Engine) -> Iterator[None]:
+    engine.executor._failures.clear()
+    yield
+    engine.executor.take_broken()
+
+
+def make_loop(engine: Engine, pipeline: str) -> Loop:
+    """A fresh scheduler with the engine's own drafters, another one for a request every round; the
+    next one reads ahead."""
+    inline = pipeline == "inline"
+    drafters = [
+        dataclasses.replace(d, pool=BlockPool(512, 16), own_lane=not inline)
+        for d in engine.scheduler._drafters.values()
+    ]
+    scheduler = Scheduler(
+        BlockPool(512, 16),
+        drafters,
+        admission=make_policy("admission", "vllm_v1", {"max_num_batched_tokens": 2048}),
+        selection=Rotating(),
+        allocation=make_policy("allocation", "fixed", {"k": 4}),
+        pipeline=make_pipeline("off" if inline else pipeline),
+        max_model_len=512,
+    )
+    return Loop(scheduler, engine.executor, engine.clock)
+
+
+def some_requests(sampling: SamplingParams, *drafters: str) -> list[Request]:
+    """For each drafter in turn. Half of them with prompts that all drafters know, though not what
+    follows. Most become longer than the shortest context; some are longer from the start."""
+    requests = make_requests(sampling, 6, "auto")
+    for i, request in enumerate(requests):
+        prompt = request.prompt_token_ids or ()
+        if i % 2:
+            prompt = tuple(t % FEWER for t in prompt)
+        name = drafters[i % len(drafters)]
+        requests[i] = dataclasses.replace(request, prompt_token_ids=prompt, drafter=name)
+    return requests
+
+
+def test_limits_are_where_the_target_can_read_more(engine: Engine) -> None:
+    limits = {n: (d.max_len, d.vocab_size) for n, d in engine.scheduler._drafters.items()}
+    assert limits == {"short": (SHORT, None), "fewer": (None, FEWER), "more": (None, None)}
+
+
+@pytest.mark.parametrize("drafters", [DRAFTERS, ("auto",)])
+@pytest.mark.parametrize("sampling", ["greedy", "coupled-filtered"])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_output_is_the_targets_own(
+    engine: Engine,
+    alone: dict[str, list[tuple[int, ...]]],
+    pipeline: str,
+    sampling: str,
+    drafters: tuple[str, ...],
+) -> None:
+    requests = some_requests(SAMPLINGS[sampling], *drafters)
+    outputs, accepted = run(make_loop(engine, pipeline), requests)
+    assert outputs == alone[sampling]
+    assert accepted > 0
+    assert not any(engine.executor._failures.values())
+
+
+@pytest.mark.parametrize("drafters", [DRAFTERS, ("auto",)])
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_distributions_of_another_size(
+    engine: Engine, pipeline: str, drafters: tuple[str, ...]
+) -> None:
+    outputs, accepted = run(make_loop(engine, pipeline), some_requests(RATIO, *drafters))
+    assert [len(o) for o in outputs] == [r.max_tokens for r in some_requests(RATIO, *drafters)]
+    assert all(t < VOCAB for o in outputs for t in o)
+    assert accepted > 0
+    assert not any(engine.executor._failures.values())
+
+
+@pytest.mark.parametrize("asked", ["draft", "replay"])
+@pytest.mark.parametrize("failing", [{2, 3, 5}, set(range(1000))])
+def test_a_drafter_that_fails_inside_a_step_loses_no_request(
+    engine: Engine,
+    alone: dict[str, list[tuple[int, ...]]],
+    monkeypatch: pytest.MonkeyPatch,
+    failing: set[int],
+    asked: str,
+) -> None:
+    """Some of its steps, or all: before and after it has taken note of new blocks."""
+    drafter: Any = engine.executor.drafters["more"]
+    calls = iter(range(10**6))
+
+    def make_unreliable(name: str) -> None:
+        work = getattr(drafter, name)
+
+        def unreliable(orders: Any, texts: Any) -> Any:
+            number = next(calls)
+            if number in failing and number % 2:
+                raise RuntimeError("out of luck")
+            done = work(orders, texts)
+            if number in failing:
+                raise RuntimeError("out of luck, afterwards")
+            return done
+
+        monkeypatch.setattr(drafter, name, unreliable)
+
+    make_unreliable(asked)
+    if asked == "draft" and hasattr(drafter, "start"):
+        make_unreliable("start")
+    name = "more" if asked == "draft" else "auto"
+    outputs, accepted = run(make_loop(engine, "inline"), some_requests(SAMPLINGS["coupled"], name))
+    assert outputs == alone["coupled"]
+    assert next(calls) > 3
+    if asked == "draft":
+        assert (accepted > 0) == (len(failing) < 10)
+        assert engine.executor.take_broken() == (["more"] if len(failing) > 10 else [])
