@@ -93,6 +93,7 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--drafter", "auto=ngram"], "a drafter cannot be called 'auto'"),
         (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["serve", "--host", "not a host"], "cannot listen on not a host:8000"),
+        (["serve", "--host", ".."], "cannot listen on ..:8000: that is no host's name"),
         (["generate"], "Missing argument"),
         (["generate", "Hi", "--drafter", "draft-huge"], "nor a bundled drafter"),
     ],
@@ -131,6 +132,43 @@ def test_settings_files_give_way_to_options(cli: Cli, tmp_path: Path) -> None:
     assert "admission" in cli("serve", "--config", str(settings), "--dtype", "auto")[2]
     options = ("--config", str(settings), "--dtype", "auto", "--admission", "vllm_v1")
     assert "port" in cli("serve", *options)[2]
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("engine: 5", (), "engine must be a mapping of settings, not 5"),
+        ("drafters: true", (), "drafters must be a mapping of settings, not True"),
+        ("engine: {drafters: [a, b]}", (), "engine.drafters must be a mapping of settings, not ["),
+        ("engine: {drafters: 7}", (), "engine.drafters must be a mapping of settings, not 7"),
+        ("engine: {drafters: {a: }}", (), "drafter 'a': 'None' is neither a checkpoint folder"),
+        ("engine: {admission: vllm_v1}", (), "engine.admission: "),
+        (
+            "engine: {admission: vllm_v1}",
+            ("--admission", "sarathi"),
+            "engine.admission must be a mapping of settings, not 'vllm_v1'",
+        ),
+        # Nothing is wrong with these but the port: null is as if the setting were absent.
+        ("engine:\nport: 70000", (), "port: "),
+        ("drafters:\nport: 70000", (), "port: "),
+        ("engine: {drafters: , pipeline: , admission: }\nport: 70000", (), "port: "),
+        ("engine: {admission: }\nhost:\nport: 70000", ("--admission", "sarathi"), "port: "),
+    ],
+)
+def test_settings_of_the_wrong_shape(
+    cli: Cli,
+    family: dict[str, ModelCard],
+    tmp_path: Path,
+    text: str,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    settings = tmp_path / "settings.yaml"
+    settings.write_text(text)
+    code, out, err = cli("serve", "--config", str(settings), *options)
+    assert (code, out) == (2, "")
+    assert err.startswith(f"penstock: {message}")
+    assert err.count("\n") == 1
 
 
 def test_unknown_settings_are_refused(cli: Cli, tmp_path: Path) -> None:
@@ -192,6 +230,7 @@ def test_generate(cli: Cli, family: dict[str, ModelCard]) -> None:
     ("arguments", "message"),
     [
         (["", "--max-tokens", "5"], "the prompt must not be empty"),
+        (["\udcff\udcfe"], "the prompt is not valid UTF-8"),
         (["Hi", "--max-tokens", "0"], "--max-tokens must be at least 1"),
         (["Hi", "--max-tokens", "100000"], "context of 512 tokens"),
         (["Hi", "--temperature", "-1"], "--temperature must be 0 or more"),

@@ -204,6 +204,35 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
         assert await running.ended() == (0, "", "")
 
 
+async def test_texts_end_where_the_targets_do(
+    family: dict[str, Path], oracle: Oracle, tmp_path: Path
+) -> None:
+    """Not at the drafter's own ends of text."""
+    model = tmp_path / "model"
+    shutil.copytree(family["near"], model)
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": 7}))
+    verifier = ScriptedVerifier(oracle)
+    prompt = list(range(40, 49))
+    end = oracle(prompt, 6, GREEDY)[-1]
+    verifier.eos_token_ids = (end, 250)
+    async with (
+        verifier.serving() as port,
+        program(
+            *("--connect", f"127.0.0.1:{port}", "--model", model, "--listen", 0),
+            *("--dtype", "float32"),
+        ) as running,
+    ):
+        await running.line()
+        url = (await running.line()).split()[-1]
+        body = {"prompt": prompt, "max_tokens": 30, "temperature": 0}
+        async with httpx.AsyncClient(base_url=url, timeout=30) as http:
+            for fields in ({}, {"stop_token_ids": [3]}, {"ignore_eos": True}):
+                made = (await http.post("/v1/completions", json={**body, **fields})).json()
+                assert (made["usage"]["completion_tokens"] == 30) == ("ignore_eos" in fields)
+    stops = [list(message.stop_token_ids) for message in verifier.opens]
+    assert stops == [sorted([end, 250]), sorted([3, end, 250]), []]
+
+
 async def tokens_of(http: httpx.AsyncClient, family: dict[str, Path], text: str) -> list[int]:
     from penstock.engine.tokenizer import load_tokenizer
 

@@ -33,10 +33,15 @@ COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": "a", "top_p": 0}, 400, "top_p: "),
     ({"prompt": "a", "top_p": 1.1}, 400, "top_p: "),
     ({"prompt": "a", "top_k": -1}, 400, "top_k: "),
+    ({"prompt": "a", "top_k": 2**31}, 400, "top_k: "),
+    ({"prompt": "a", "top_k": 2**63}, 400, "top_k: "),
+    ({"prompt": "a", "stop_token_ids": [4096]}, 400, "stop_token_ids: token ids go from 0 to 4095"),
+    ({"prompt": "a", "stop_token_ids": [2**70]}, 400, "stop_token_ids: token ids go from 0 to"),
     ({"prompt": "a", "seed": 2**64}, 400, "seed: "),
     ({"prompt": "a", "seed": 1.5}, 400, "seed: "),
     ({"prompt": "a", "n": 0}, 400, "n: "),
     ({"prompt": "a", "n": 1000}, 400, "n: "),
+    ({"prompt": ["a"] * 33, "n": 128}, 400, "choices each are 4224; together at most 4096 are"),
     ({"prompt": "a", "stop": 3}, 400, "stop: must be a string or a list of strings"),
     ({"prompt": "a", "stop": [""]}, 400, "stop: a stop string must not be empty"),
     ({"prompt": "a", "stop": ""}, 400, "stop: a stop string must not be empty"),
@@ -74,6 +79,8 @@ CHATS: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": USER, "prompt": "a"}, 400, "prompt: unknown field"),
     ({"messages": USER, "max_tokens": 1, "max_completion_tokens": 2}, 400, "not both"),
     ({"messages": USER, "max_completion_tokens": 512}, 400, "context of 512 tokens"),
+    ({"messages": USER, "top_k": 2**32}, 400, "top_k: "),
+    ({"messages": USER, "stop_token_ids": [2**32]}, 400, "stop_token_ids: token ids go from 0 to"),
 ]
 
 BROKEN: list[tuple[bytes, str]] = [

@@ -54,9 +54,25 @@ def test_a_client_that_goes_away_frees_its_blocks(slow_server: RunningServer, st
 
 
 def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
-    with client_of(slow_server) as ai, pytest.raises(openai.RateLimitError) as full:
-        ai.completions.create(model="toy", prompt="a", n=9)
+    """While the engine stands still nothing gets its first token."""
+    engine = slow_server.engine_pid
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        with client_of(slow_server) as ai:
+            first = ai.completions.create(model="toy", prompt="a", n=8, stream=True)
+            with pytest.raises(openai.RateLimitError) as full:
+                ai.completions.create(model="toy", prompt="a")
+            first.close()
+    finally:
+        os.kill(engine, signal.SIGCONT)
     assert full.value.code == "queue_full"
+    assert full.value.response.headers["Retry-After"] == "1"
+
+
+def test_more_choices_than_can_ever_wait(slow_server: RunningServer) -> None:
+    with client_of(slow_server) as ai, pytest.raises(openai.BadRequestError) as refused:
+        ai.completions.create(model="toy", prompt="a", n=9)
+    assert refused.value.param == "n"
 
 
 async def test_64_streams_lose_and_repeat_nothing(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import threading
 from typing import Any, Literal
 
 import pytest
@@ -18,7 +19,7 @@ READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})
 def preparer(
     tokenizer: Tokenizer, verification: Literal["coupled", "ratio"] | None = None
 ) -> Preparer:
-    return Preparer("toy", tokenizer, READY, verification, lambda: READY.drafters)
+    return Preparer("toy", tokenizer, READY, verification, lambda: READY.drafters, 64)
 
 
 async def completion(preparer: Preparer, **fields: Any) -> list[Request]:
@@ -91,9 +92,47 @@ async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
     ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
     text = "some words " * 2000
     (request,) = await completion(
-        Preparer("toy", tokenizer, ready, None, lambda: ready.drafters), prompt=text
+        Preparer("toy", tokenizer, ready, None, lambda: ready.drafters, 64), prompt=text
     )
     assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)
+
+
+@pytest.fixture
+def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
+    """Of each text that is tokenised, the thread."""
+    seen: list[threading.Thread] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str) -> list[int]:
+        seen.append(threading.current_thread())
+        return encode(self, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stays"),
+    [(["Hi"], True), (["Hi there. "] * 10, True), (["Hi there. " * 9] * 64, False)],
+)
+async def test_many_texts_are_as_much_work_as_a_long_one(
+    tokenizer: Tokenizer, threads: list[threading.Thread], prompt: list[str], stays: bool
+) -> None:
+    await completion(preparer(tokenizer), prompt=prompt)
+    assert len(threads) == len(prompt)
+    assert [t is threading.main_thread() for t in threads] == [stays] * len(prompt)
+
+
+async def test_too_many_choices_are_refused_before_anything_is_tokenised(
+    tokenizer: Tokenizer, threads: list[threading.Thread]
+) -> None:
+    assert len(await completion(preparer(tokenizer), prompt=["a"] * 32, n=2)) == 64
+    threads.clear()
+    for prompt, n in ((["a"] * 33, 2), (["a"] * 20_000, 128), ("a", 65)):
+        with pytest.raises(ApiError, match="together at most 64 are allowed") as refused:
+            await completion(preparer(tokenizer), prompt=prompt, n=n)
+        assert refused.value.status == 400
+    assert threads == []
 
 
 async def test_null_is_as_if_it_were_not_there(tokenizer: Tokenizer) -> None:

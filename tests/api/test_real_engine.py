@@ -130,6 +130,20 @@ def test_choices_of_one_seed_differ_and_come_again(real_server: RunningServer) -
     assert first[0]["text"] != first[1]["text"]
 
 
+def test_the_largest_numbers_that_are_taken(real_server: RunningServer) -> None:
+    """A top_k from the vocabulary's size on is off."""
+    largest = {"top_k": 2**31 - 1, "seed": 2**64 - 1, "temperature": 0.9}
+    made = complete(
+        real_server,
+        "near",
+        **largest,
+        stop_token_ids=[255],
+        speculation={"drafter": "near", "max_draft_tokens": 2**70},
+    )
+    plain = complete(real_server, "none", **{**largest, "top_k": 0}, stop_token_ids=[255])
+    assert made["choices"][0]["text"] == plain["choices"][0]["text"]
+
+
 def test_logprobs_are_the_targets(real_server: RunningServer) -> None:
     alone, drafted = (
         complete(real_server, drafter, temperature=0, logprobs=3)["choices"][0]["logprobs"]

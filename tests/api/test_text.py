@@ -1,12 +1,19 @@
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.engine.test_tokenizer import CHAT, metaspace, save
 
+from penstock.api.bodies import ChatBody, CompletionBody
+from penstock.api.prepare import Preparer
 from penstock.api.text import TextStream
-from penstock.core.types import TokenLogprob
-from penstock.engine.tokenizer import Tokenizer
+from penstock.core.types import Output, TokenLogprob
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.serving.messages import Ready
 
 LOGPROB = TokenLogprob(-1.0, ())
 
@@ -62,6 +69,32 @@ def test_characters_come_out_whole(tokenizer: Tokenizer) -> None:
     assert stream.take()[0] == ""
     stream.add(token_ids[1:], ())
     assert stream.take()[0] == "€"
+
+
+def test_a_text_may_go_on_from_another(tmp_path: Path) -> None:
+    """Where words bring their space, it is dropped before a text's first word only."""
+    spelled = load_tokenizer(save(tmp_path, metaspace()))
+    prompt, added = spelled.encode("The quick"), spelled.encode("brown fox")
+    for previous, expected in ((None, "brown fox"), (spelled.last_of_text(prompt), " brown fox")):
+        stream = TextStream(spelled, (), previous)
+        stream.add(added, [LOGPROB] * len(added))
+        stream.finish()
+        text, tokens = stream.take()
+        assert text == b"".join(t.raw for t in tokens).decode() == expected
+
+
+async def test_completions_go_on_from_their_prompt_and_assistants_begin(tmp_path: Path) -> None:
+    spelled = load_tokenizer(save(tmp_path, metaspace(), chat_template=CHAT))
+    engine = Ready(tmp_path, 1000, 4096, frozenset(), (), {})
+    prepare = Preparer("toy", spelled, engine, None, lambda: (), 8)
+    body: dict[str, Any] = {"prompt": "The quick"}
+    (completion,) = await prepare.completion(CompletionBody.model_validate(body), "someone", "job")
+    body = {"messages": [{"role": "user", "content": "The quick"}]}
+    (answer,) = await prepare.chat(ChatBody.model_validate(body), "someone", "job")
+    for choice, expected in ((completion, " brown fox"), (answer, "brown fox")):
+        delta = choice.take(Output("job", tuple(spelled.encode("brown fox"))))
+        assert delta is not None
+        assert delta.text == expected
 
 
 def test_an_unfinished_character_is_shown_at_the_end(tokenizer: Tokenizer) -> None:

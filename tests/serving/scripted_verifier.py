@@ -115,6 +115,8 @@ class ScriptedVerifier:
     delay_s:     of each verification
     draft_len:   asked of every draft
     break_after: end the stream after so many verdicts, once
+    refuse_opens: answer every request by a refusal with this code
+    eos_token_ids: ends of text that it tells
     """
 
     def __init__(self, oracle: Oracle, mangling: Mangling | None = None) -> None:
@@ -125,6 +127,8 @@ class ScriptedVerifier:
         self.min_survival = 0.0
         self.break_after: int | None = None
         self.refuse: str | None = None
+        self.refuse_opens: pb.Refused.Code | None = None
+        self.eos_token_ids: tuple[int, ...] = ()
         self.trusted = False
         self.wait_for_drafts = True
         self.hellos: list[pb.Hello] = []
@@ -208,7 +212,9 @@ class ScriptedVerifier:
                         send([pb.Down(refused=pb.Refused(reason=self.refuse))])
                         outbox.put_nowait(None)
                         return
-                    welcome = LIMITS.welcome("edge", "big", trusted=self.trusted)
+                    welcome = LIMITS.welcome(
+                        "edge", "big", self.eos_token_ids, trusted=self.trusted
+                    )
                     send([pb.Down(welcome=welcome)])
                     self._send = lambda messages: send(self.mangling.apply(messages))
                     self._end = lambda: outbox.put_nowait(None)
@@ -223,6 +229,12 @@ class ScriptedVerifier:
 
     def _open(self, message: pb.Open) -> None:
         self.opens.append(message)
+        if self.refuse_opens is not None:
+            refused = pb.Refused(
+                request_id=message.request_id, reason="not now", code=self.refuse_opens
+            )
+            self.send(pb.Down(refused=refused))
+            return
         params = SamplingParams(
             message.sampling.temperature,
             message.sampling.top_p,

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import grpc.aio
 import pytest
+from tests.serving.edges import (
+    GREEDY,
+    SEEDED,
+    drafting,
+    edge_client,
+    read,
+    request,
+    until,
+)
 from tests.serving.scripted_verifier import (
     LIMITS,
     Mangling,
@@ -23,61 +31,14 @@ from penstock.core.types import FinishReason, Output, Request, SamplingParams
 from penstock.serving.client import EngineUnavailable
 from penstock.serving.draft_server import DraftServer
 from penstock.serving.drafters import DrafterOptions, load_drafter
-from penstock.serving.edge import EdgeClient
 from penstock.serving.link import Endpoint, Link, LinkRefused
-from penstock.serving.messages import Ready
 from penstock.transport.service import add_service
 from penstock.transport.v1 import drafting_pb2 as pb
-
-GREEDY = SamplingParams(temperature=0.0)
-SEEDED = SamplingParams(temperature=0.8, seed=7)
 
 
 @pytest.fixture(scope="module")
 def oracle(family: dict[str, Path]) -> Oracle:
     return target_oracle(family["target"])
-
-
-@asynccontextmanager
-async def drafting(port: int, model: Path, **options: object) -> AsyncIterator[DraftServer]:
-    loaded = load_drafter(DrafterOptions(model.name, model, dtype="float32", **options))
-    server = DraftServer(Endpoint(f"127.0.0.1:{port}", token="t0"), loaded.hello, loaded.sessions)
-    running = asyncio.create_task(server.run())
-    try:
-        await asyncio.wait((running, server.welcome), return_when=asyncio.FIRST_COMPLETED)
-        if running.done():
-            running.result()
-        yield server
-        assert not running.done(), running.exception()
-    finally:
-        running.cancel()
-        with suppress(asyncio.CancelledError, LinkRefused):
-            await running
-
-
-def edge_client(server: DraftServer, model: Path) -> EdgeClient:
-    info = Ready(model, LIMITS.max_request_tokens, LIMITS.vocab_size, frozenset(), ("edge",), {})
-    return EdgeClient(server, info, max_waiting=100)
-
-
-def request(
-    name: str, sampling: SamplingParams = GREEDY, max_tokens: int = 24, first: int = 40, **more
-) -> Request:
-    prompt = tuple(range(first, first + 9))
-    return Request(
-        name, len(prompt), max_tokens, prompt_token_ids=prompt, sampling=sampling, **more
-    )
-
-
-async def read(stream) -> list[Output]:
-    async with asyncio.timeout(30):
-        return [output async for output in stream]
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
 
 
 def tokens_of(outputs: list[Output], name: str) -> list[int]:

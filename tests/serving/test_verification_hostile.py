@@ -29,6 +29,7 @@ from tests.serving.verified import (
 )
 
 from penstock.serving import draft_streams
+from penstock.serving.draft_streams import DraftStream
 from penstock.transport.service import MAX_MESSAGE_BYTES
 from penstock.transport.v1 import drafting_pb2 as pb
 
@@ -396,6 +397,37 @@ async def test_cherry_picked_tokens_change_nothing(guarded: World) -> None:
         await draft_server.open("r", PROMPT, NUM_TOKENS, sampling)
         await draft_server.run(lambda text, n: [7] * n, draft_server.all_finished)
     assert draft_server.texts["r"].output == expected
+
+
+# --- errors of our own --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_central", [False, True], ids=["edge", "central"])
+@pytest.mark.parametrize("method", ["order", "send_verdict"])
+async def test_an_error_ends_one_stream_alone(
+    guarded: World, monkeypatch: pytest.MonkeyPatch, method: str, is_central: bool
+) -> None:
+    """It happens on the engine's messages; whatever it is, the engine goes on, and so do others."""
+    works = getattr(DraftStream, method)
+
+    def fails(self: DraftStream, *arguments: Any, **more: Any) -> None:
+        if self.identity.name == "helper":
+            raise OverflowError("a number that is too large")
+        works(self, *arguments, **more)
+
+    async with undisturbed(guarded), connected(guarded, "helper") as draft_server:
+        monkeypatch.setattr(DraftStream, method, fails)
+        if is_central:
+            working = asyncio.create_task(complete_by_http(guarded))
+        else:
+            await draft_server.open("r", PROMPT, NUM_TOKENS, greedy())
+        code, reason = await ended(draft_server)
+        if is_central:
+            made = await working
+            assert made["usage"]["completion_tokens"] == NUM_TOKENS
+    assert code is grpc.StatusCode.INTERNAL
+    assert reason == "an error in the verification server"
+    assert (await metrics_of(guarded))["penstock:engine_restarts_total"] == 0
 
 
 # --- whose prompts go where ---------------------------------------------------------------------

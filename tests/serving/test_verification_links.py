@@ -118,6 +118,20 @@ async def test_no_tls_where_it_is_needed(secured: World) -> None:
     assert code is grpc.StatusCode.UNAVAILABLE
 
 
+# --- ends of text -------------------------------------------------------------------------------
+
+
+async def test_a_welcome_tells_the_targets_ends_of_text(
+    family: dict[str, Path], tmp_path: Path
+) -> None:
+    shutil.copytree(family["target"], tmp_path / "target")
+    (tmp_path / "target" / "generation_config.json").write_text('{"eos_token_id": [9, 7]}')
+    with verified_world({**family, "target": tmp_path / "target"}) as world:
+        async with scripted_server(world.address) as draft_server:
+            welcome = await draft_server.hello(world.digest)
+    assert list(welcome.eos_token_ids) == [7, 9]
+
+
 # --- trust --------------------------------------------------------------------------------------
 
 

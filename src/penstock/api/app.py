@@ -46,6 +46,7 @@ class Service:
             client.info,
             config.engine.verification,
             lambda: client.drafters,
+            config.max_waiting_requests,
         )
 
     async def answer(

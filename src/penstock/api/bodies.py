@@ -13,6 +13,8 @@ from penstock.transport.checks import MAX_LOGPROBS
 
 _MAX_STOPS = 16
 _MAX_CHOICES = 128
+_MAX_TOP_K = 2**31 - 1
+"""What everything behind can hold: a draft server's link has 32 bits for it."""
 
 TokenId = Annotated[int, Field(ge=0)]
 
@@ -58,16 +60,16 @@ class Speculation(_Body):
 class GenerationBody(_Body):
     """What completions and chat completions have in common.
 
-    temperature: 0 is greedy. top_k: 0 is off. seed: the output is a function of prompt and seed;
-    without one it is drawn. n: choices, with seeds derived from the first. user is ignored.
-    ignore_eos: go on after the model's own end of text.
+    temperature: 0 is greedy. top_k: 0 is off, and so is the vocabulary's size or more. seed: the
+    output is a function of prompt and seed; without one it is drawn. n: choices, with seeds derived
+    from the first. user is ignored. ignore_eos: go on after the model's own end of text.
     """
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0)
+    top_k: int = Field(default=0, ge=0, le=_MAX_TOP_K)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
     stop: str | list[str] = Field(default_factory=list)

@@ -76,9 +76,7 @@ async def _serve_users(
         engine=EngineConfig(target=settings.drafter.model),
         served_model_name=server.limits.target,
     )
-    client = EdgeClient(
-        server, _ready(settings, drafter, server), max_waiting=config.max_waiting_requests
-    )
+    client = EdgeClient(server, _ready(settings, server), max_waiting=config.max_waiting_requests)
     app = create_app(config, client, drafter.tokenizer)
     host = settings.listen[0] if settings.listen is not None else ""
     http = HttpServer(app, client, config, lambda: announce(f"serving on {address_of(host, sock)}"))
@@ -89,13 +87,13 @@ async def _serve_users(
     await serving
 
 
-def _ready(settings: DraftSettings, drafter: LoadedDrafter, server: DraftServer) -> Ready:
+def _ready(settings: DraftSettings, server: DraftServer) -> Ready:
     limits = server.limits
     return Ready(
         tokenizer_path=settings.drafter.model,
         max_request_tokens=limits.max_request_tokens,
         vocab_size=limits.vocab_size,
-        eos_token_ids=drafter.eos_token_ids,
+        eos_token_ids=frozenset(limits.eos_token_ids),
         drafters=(limits.drafter,),
         description={
             "verification_server": settings.endpoint.address,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 from typing import Self
 
@@ -43,12 +43,8 @@ class Job(AbstractContextManager["Job"]):
         """Hand the choices' requests to the engine. Raises: ApiError if it cannot take them."""
         requests = [choice.request for choice in choices]
         meters = [RequestMeter(metrics, request) for request in requests]
-        try:
+        with _overload():
             return cls(choices, await client.submit(requests), meters)
-        except QueueFull as error:
-            raise ApiError(429, str(error), code="queue_full") from error
-        except EngineUnavailable as error:
-            raise ApiError(503, str(error), code="engine_unavailable") from error
 
     def __exit__(
         self,
@@ -62,17 +58,29 @@ class Job(AbstractContextManager["Job"]):
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What the choices come to, in pieces. Raises: ApiError."""
-        async for output in self._stream:
-            choice, meter = self._by_request[output.request_id]
-            meter.observe(output)
-            delta = choice.take(output)
-            if delta is None:
-                continue
-            if delta.finish_reason is not None:
-                meter.finish(delta.finish_reason)
-                if output.finish_reason is None:
-                    self._stream.cancel(output.request_id)
-            yield delta
+        with _overload():
+            async for output in self._stream:
+                choice, meter = self._by_request[output.request_id]
+                meter.observe(output)
+                delta = choice.take(output)
+                if delta is None:
+                    continue
+                if delta.finish_reason is not None:
+                    meter.finish(delta.finish_reason)
+                    if output.finish_reason is None:
+                        self._stream.cancel(output.request_id)
+                yield delta
+
+
+@contextmanager
+def _overload() -> Iterator[None]:
+    """What is said of requests that are not taken. Raises: ApiError."""
+    try:
+        yield
+    except QueueFull as error:
+        raise ApiError(429, str(error), code="queue_full") from error
+    except EngineUnavailable as error:
+        raise ApiError(503, str(error), code="engine_unavailable") from error
 
 
 class EventStream(StreamingResponse):

@@ -24,6 +24,9 @@ _GREEDY_BELOW = 1e-5
 _LONG_TEXT = 8192
 """Characters; longer texts are tokenised in a thread, so that streams do not stand still."""
 
+_PER_TEXT = 100
+"""As many characters' time goes into tokenising any text, even an empty one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Preparer:
@@ -31,6 +34,7 @@ class Preparer:
 
     verification: of every request, or None: `coupled` with a seed, `ratio` without.
     drafters: names that a request may ask for now; draft servers come and go.
+    max_choices: of one body, over all its prompts: what can wait at once.
     """
 
     model_name: str
@@ -38,19 +42,25 @@ class Preparer:
     engine: Ready
     verification: Literal["coupled", "ratio"] | None
     drafters: Callable[[], tuple[str, ...]]
+    max_choices: int
 
     async def completion(self, body: CompletionBody, tenant: str, job_id: str) -> list[Choice]:
         """Choices of a completion, those of the first prompt first. Raises: ApiError."""
-        self._check(body)
-        prompts = [await self._completion_prompt(prompt) for prompt in body.prompts]
-        if not prompts:
+        given = body.prompts
+        self._check(body, len(given))
+        if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
+        size = sum(_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
+        if size > _LONG_TEXT:
+            prompts = await asyncio.to_thread(self._completion_prompts, given)
+        else:
+            prompts = self._completion_prompts(given)
         return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, tenant, job_id)
 
     async def chat(self, body: ChatBody, tenant: str, job_id: str) -> list[Choice]:
         """Choices of a chat completion, by default as long as the context lets them. Raises:
         ApiError."""
-        self._check(body)
+        self._check(body, 1)
         messages = [{"role": m.role, "content": m.text} for m in body.messages]
         size = sum(len(m["content"]) for m in messages)
         try:
@@ -63,7 +73,8 @@ class Preparer:
         self._check_prompt(prompt, "messages")
         return self._choices(body, [prompt], self.engine.max_request_tokens, tenant, job_id)
 
-    def _check(self, body: GenerationBody) -> None:
+    def _check(self, body: GenerationBody, num_prompts: int) -> None:
+        """What can be said before anything is tokenised. Raises: ApiError."""
         if body.model not in (None, self.model_name):
             raise ApiError(
                 404,
@@ -79,30 +90,38 @@ class Preparer:
                 f"choose from {', '.join(drafters)}",
                 param="speculation.drafter",
             )
+        if num_prompts * body.n > self.max_choices:
+            raise ApiError(
+                400,
+                f"n: {num_prompts} prompts with {body.n} choices each are {num_prompts * body.n}; "
+                f"together at most {self.max_choices} are allowed",
+                param="n",
+            )
+        self._check_ids(body.stop_token_ids, "stop_token_ids")
 
-    async def _completion_prompt(self, prompt: str | list[int]) -> list[int]:
-        if isinstance(prompt, str):
-            if len(prompt) > _LONG_TEXT:
-                token_ids = await asyncio.to_thread(self.tokenizer.encode, prompt)
-            else:
-                token_ids = self.tokenizer.encode(prompt)
-        else:
-            token_ids = prompt
-        self._check_prompt(token_ids, "prompt")
-        return token_ids
+    def _completion_prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
+        prompts: list[list[int]] = []
+        for prompt in given:
+            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+            self._check_prompt(token_ids, "prompt")
+            prompts.append(token_ids)
+        return prompts
 
     def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
         if not token_ids:
             raise ApiError(400, f"{param}: must not be empty", param=param)
+        self._check_ids(token_ids, param)
+        if len(token_ids) >= self.engine.max_request_tokens:
+            raise self._too_long(f"{param}: {len(token_ids)} tokens leave no room", param)
+
+    def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         highest = self.engine.vocab_size - 1
-        if max(token_ids) > highest:
+        if max(token_ids, default=0) > highest:
             raise ApiError(
                 400,
                 f"{param}: token ids go from 0 to {highest}, not to {max(token_ids)}",
                 param=param,
             )
-        if len(token_ids) >= self.engine.max_request_tokens:
-            raise self._too_long(f"{param}: {len(token_ids)} tokens leave no room", param)
 
     def _choices(
         self,
@@ -113,8 +132,12 @@ class Preparer:
         job_id: str,
     ) -> list[Choice]:
         choices: list[Choice] = []
+        stop_token_ids = self._stop_token_ids(body)
         for prompt in map(tuple, prompts):
             max_tokens = self._max_tokens(body, len(prompt), default_tokens)
+            # An assistant's turn is a text of its own; a completion goes on from its prompt.
+            is_chat = isinstance(body, ChatBody)
+            previous = None if is_chat else self.tokenizer.last_of_text(prompt)
             for n in range(body.n):
                 index = len(choices)
                 request = Request(
@@ -123,12 +146,12 @@ class Preparer:
                     max_tokens=max_tokens,
                     tenant=tenant,
                     prompt_token_ids=prompt,
-                    stop_token_ids=self._stop_token_ids(body),
+                    stop_token_ids=stop_token_ids,
                     sampling=self._sampling(body, n),
                     drafter=body.speculation.drafter,
                     max_draft_tokens=body.speculation.max_draft_tokens,
                 )
-                text = TextStream(self.tokenizer, body.stops)
+                text = TextStream(self.tokenizer, body.stops, previous)
                 choices.append(Choice(index, request, text, opens_prompt=n == 0))
         return choices
 

@@ -133,6 +133,9 @@ def bind(host: str, port: int) -> socket.socket:
         sock = socket.socket(family, kind, protocol)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}") from error
+    except ValueError as error:
+        # No name to look up at all: empty labels, characters that no name can have.
+        raise ConfigError(f"cannot listen on {host}:{port}: that is no host's name") from error
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         sock.bind(address)

@@ -39,7 +39,8 @@ class Generation:
     ) -> None:
         """Make the completion; `on_text` gets its text as it comes. Raises: ConfigError."""
         request = self._request(prompt, max_tokens, temperature)
-        detokenizer = self._tokenizer.detokenizer()
+        previous = self._tokenizer.last_of_text(request.prompt_token_ids or ())
+        detokenizer = self._tokenizer.detokenizer(previous=previous)
         started_at = time.perf_counter()
 
         def take(output: Output) -> None:
@@ -71,6 +72,10 @@ class Generation:
             raise ConfigError(f"--temperature must be 0 or more, not {temperature}")
         if max_tokens < 1:
             raise ConfigError(f"--max-tokens must be at least 1, not {max_tokens}")
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError("the prompt is not valid UTF-8") from error
         token_ids = tuple(self._tokenizer.encode(prompt))
         if not token_ids:
             raise ConfigError("the prompt must not be empty")

@@ -30,10 +30,18 @@ def with_models(
     elif drafters:
         made = dict(_from_option(text) for text in drafters)
     elif "drafters" in engine:
-        made = {name: _drafter_path(name, str(p)) for name, p in dict(engine["drafters"]).items()}
+        given = settings_in(engine["drafters"], "engine.drafters")
+        made = {name: _drafter_path(name, str(path)) for name, path in given.items()}
     else:
         made = _drafters_of(chosen)
     return {**engine, "target": _target_path(chosen), "drafters": made}
+
+
+def settings_in(value: Any, where: str) -> dict[str, Any]:
+    """One part of a configuration; null is an empty one. Raises: ConfigError."""
+    if value is not None and not isinstance(value, dict):
+        raise ConfigError(f"{where} must be a mapping of settings, not {value!r}")
+    return value or {}
 
 
 def drafter_folder(model: str | None) -> tuple[str, Path]:

@@ -111,7 +111,7 @@ def serve(
     import logging
 
     from penstock.api import server
-    from penstock.cli.models import with_models
+    from penstock.cli.models import settings_in, with_models
     from penstock.config import ConfigError, parse_config, read_yaml
     from penstock.serving.client import EngineFailed
 
@@ -119,7 +119,7 @@ def serve(
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
         engine = _given(
-            settings.pop("engine", {}),
+            settings_in(settings.pop("engine", None), "engine"),
             verification=verification,
             dtype=dtype,
             kv_tokens=kv_tokens,
@@ -127,7 +127,8 @@ def serve(
             pipeline=pipeline,
         )
         tls = _given({}, certificate=tls_certificate, key=tls_key, client_ca=tls_client_ca)
-        drafters = _given(settings.pop("drafters", {}), listen=drafters_listen, tls=tls or None)
+        drafters = settings_in(settings.pop("drafters", None), "drafters")
+        drafters = _given(drafters, listen=drafters_listen, tls=tls or None)
         _name_policies(engine, admission=admission, selection=selection, allocation=allocation)
         if drafters:
             settings["drafters"] = drafters
@@ -138,14 +139,22 @@ def serve(
 
 
 def _given(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Settings, with the options that were given in their place."""
-    return {**settings, **{name: value for name, value in options.items() if value is not None}}
+    """Settings, with the options that were given in their place. Null is as if it were absent."""
+    given = {name: value for name, value in options.items() if value is not None}
+    return {name: value for name, value in {**settings, **given}.items() if value is not None}
 
 
 def _name_policies(engine: dict[str, Any], **names: str | None) -> None:
-    """Put the policies that were given in their places; one of the same name keeps its options."""
+    """Put the policies that were given in their places; one of the same name keeps its options.
+
+    Raises: ConfigError.
+    """
+    from penstock.cli.models import settings_in
+
     for kind, name in names.items():
-        if name is not None and engine.get(kind, {}).get("name") != name:
+        if name is None:
+            continue
+        if settings_in(engine.get(kind), f"engine.{kind}").get("name") != name:
             engine[kind] = {"name": name}
 
 

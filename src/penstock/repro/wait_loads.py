@@ -91,6 +91,8 @@ def capacity_of(choice: Choice, name: str, effort: Effort, least: float = 0.0) -
     sustained, or a quarter of what is expected: less counts as none."""
     at = requests_at(name, effort.arrivals)
     low, high = max(0.25 * choice.expected, least), max(1.1 * choice.expected, 1.05 * least)
+    if low > least and not sustains(choice.setup, at, low):
+        return Sustained(choice.setup, 0.0)
     found = capacity(choice.setup, at, low, high, tolerance=effort.tolerance)
     return Sustained(choice.setup, found)
 

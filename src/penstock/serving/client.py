@@ -83,15 +83,23 @@ class EngineListener(Protocol):
 
 
 class OutputStream:
-    """Outputs of some requests as they come, until all have finished. Leaving cancels the rest."""
+    """Outputs of some requests as they come, until all have finished. Leaving cancels the rest.
+
+    Iteration raises: QueueFull, EngineUnavailable where the requests were handed on, and whoever
+    they went to says so.
+    """
 
     def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
         self._client = client
         self._open = set(request_ids)
-        self._outputs: asyncio.Queue[Output] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Output | QueueFull | EngineUnavailable] = asyncio.Queue()
 
     def put(self, output: Output) -> None:
         self._outputs.put_nowait(output)
+
+    def fail(self, error: QueueFull | EngineUnavailable) -> None:
+        """A request was not taken after all."""
+        self._outputs.put_nowait(error)
 
     def cancel(self, request_id: str) -> None:
         """No more of this request; its blocks are freed."""
@@ -104,6 +112,8 @@ class OutputStream:
     async def __anext__(self) -> Output:
         while self._open:
             output = await self._outputs.get()
+            if not isinstance(output, Output):
+                raise output
             if output.request_id not in self._open:
                 continue
             if output.finish_reason is not None:

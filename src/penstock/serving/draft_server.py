@@ -186,7 +186,8 @@ class DraftServer:
 
     def _believe(self, tracked: Tracked, refused: pb.Refused) -> None:
         if self._by_wire_id.get(refused.request_id) is tracked and not tracked.is_taken:
-            self._advance(tracked, Piece(len(tracked.text), (), 0, "refused", refused.reason))
+            at = len(tracked.text)
+            self._advance(tracked, Piece(at, (), 0, "refused", refused.reason, refused.code))
 
     # --- texts and drafts -----------------------------------------------------------------------
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import grpc
@@ -39,6 +41,8 @@ from penstock.transport.wire import PrefixDigest, decode_weights, encode_logprob
 
 _MAX_QUEUED_MESSAGES = 4096
 _MAX_QUEUED_BYTES = 16 << 20
+
+_log = logging.getLogger(__name__)
 
 
 class Identity(NamedTuple):
@@ -121,7 +125,7 @@ class EdgeRequest(DraftedRequest):
     meter: Meter = field(kw_only=True)
 
     def put(self, output: Output) -> None:
-        self.stream.on_output(self, output)
+        self.stream.attempt(partial(self.stream.on_output, self, output))
 
 
 class Hub(Protocol):
@@ -193,7 +197,12 @@ class DraftStream:
         self.model_name = hello.model_name
         longest = min(hello.max_draft_tokens, self.limits.max_draft_tokens)
         self.drafter = self._hub.join(self, longest)
-        welcome = self.limits.welcome(self.drafter, self._hub.target, trusted=self.identity.trusted)
+        welcome = self.limits.welcome(
+            self.drafter,
+            self._hub.target,
+            self._hub.client.info.eos_token_ids,
+            trusted=self.identity.trusted,
+        )
         self.send(pb.Down(welcome=welcome))
 
     def _open(self, message: pb.Open) -> None:
@@ -228,8 +237,10 @@ class DraftStream:
         )
         try:
             self._hub.client.submit_now(request, opened)
-        except (QueueFull, EngineUnavailable) as error:
-            raise Refusal(str(error), message.request_id) from error
+        except QueueFull as error:
+            raise Refusal(str(error), message.request_id, pb.Refused.BUSY) from error
+        except EngineUnavailable as error:
+            raise Refusal(str(error), message.request_id, pb.Refused.UNAVAILABLE) from error
         self._edge[message.request_id] = opened
         self.send(pb.Down(opened=pb.Opened(request_id=message.request_id)))
 
@@ -310,6 +321,17 @@ class DraftStream:
         """Nothing more is sent but the reason."""
         if not self.ended.done():
             self.ended.set_result(End(code, reason))
+
+    def attempt(self, action: Callable[[], None]) -> bool:
+        """Do what a message of the engine asks of this stream; False where that fails. Then this
+        stream ends, and nothing else: the engine's connection would not outlive the error."""
+        try:
+            action()
+        except Exception:
+            _log.exception("draft server %s: an error ends its stream", self.drafter)
+            self.end(grpc.StatusCode.INTERNAL, "an error in the verification server")
+            return False
+        return True
 
     def on_output(self, request: EdgeRequest, output: Output) -> None:
         """What the engine says of a request of edge ingress."""

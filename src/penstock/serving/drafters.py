@@ -38,18 +38,17 @@ class LoadedDrafter:
     sessions: DraftingSessions
     hello: pb.Hello
     tokenizer: Tokenizer
-    eos_token_ids: frozenset[int]
 
 
 def load_drafter(options: DrafterOptions) -> LoadedDrafter:
     """Raises: CheckpointError for a folder that cannot be used."""
     tokenizer = load_tokenizer(options.model)
-    config = DecoderConfig.from_pretrained(options.model)
     proposer: Proposer
     if options.uses_model:
         proposer = load_model(options.model, options.dtype, quantise)
     else:
-        proposer = LookupProposer(config.vocab_size, WEIGHT_SUM)
+        vocab_size = DecoderConfig.from_pretrained(options.model).vocab_size
+        proposer = LookupProposer(vocab_size, WEIGHT_SUM)
     hello = pb.Hello(
         protocol_version=PROTOCOL_VERSION,
         tokenizer_digest=tokenizer.digest,
@@ -58,7 +57,7 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
         takes_assignments=options.takes_assignments,
     )
     sessions = DraftingSessions(proposer, options.max_draft_tokens)
-    return LoadedDrafter(sessions, hello, tokenizer, frozenset(config.eos_token_ids))
+    return LoadedDrafter(sessions, hello, tokenizer)
 
 
 def quantise(draft_probs: torch.Tensor) -> list[TopWeights]:

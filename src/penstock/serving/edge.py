@@ -25,6 +25,12 @@ _CONNECT_WAIT_S = 30.0
 _MAX_TRIES = 5
 """A request that the verification server gives up so often, with no token between, is hopeless."""
 
+_NOT_TAKEN: dict[pb.Refused.Code, type[QueueFull] | type[EngineUnavailable]] = {
+    pb.Refused.BUSY: QueueFull,
+    pb.Refused.UNAVAILABLE: EngineUnavailable,
+}
+"""Refusals for no fault of the request's."""
+
 _RETRY_S = 0.2
 _STOPPED = "the server was stopped before this request was finished"
 
@@ -209,7 +215,10 @@ class EdgeClient:
         finish = FinishReason(piece.finish_reason) if piece.finish_reason else None
         if finish is not None:
             self._forget(edge)
-        self._put(edge, piece, num_proposed, finish)
+        if piece.code in _NOT_TAKEN:
+            edge.stream.fail(_NOT_TAKEN[piece.code](piece.reason))
+        else:
+            self._put(edge, piece, num_proposed, finish)
         if finish is not None:
             self._open_waiting()
 

@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import grpc
@@ -200,14 +201,16 @@ class DraftHub:
             request = self._central.get(output.request_id)
             if request is None:
                 continue
+            has_failed = False
             request.token_ids += output.token_ids
             if request.stream is None or request.drafted is None:
                 request.prefix.extend(output.token_ids)
             elif output.finish_reason is None:
-                request.stream.send_verdict(request.drafted, output)
+                verdict = partial(request.stream.send_verdict, request.drafted, output)
+                has_failed = not request.stream.attempt(verdict)
             else:
-                request.stream.release(request.drafted)
-            if output.finish_reason is not None:
+                request.stream.attempt(partial(request.stream.release, request.drafted))
+            if output.finish_reason is not None or has_failed:
                 del self._central[output.request_id]
 
     def on_orders(self, orders: DraftOrders) -> None:
@@ -219,8 +222,9 @@ class DraftHub:
                 )
         for order in orders.orders:
             stream = self._streams.get(order.drafter)
-            if stream is not None:
-                self._order(stream, order)
+            if stream is not None and not stream.attempt(partial(self._order, stream, order)):
+                # Another draft server would fare no better with it.
+                self._central.pop(order.request_id, None)
 
     def on_finding(self, finding: AuditFinding) -> None:
         stream = self._streams.get(finding.drafter)
@@ -406,7 +410,9 @@ async def _read(stream: DraftStream, hub: DraftHub, messages: AsyncIterator[byte
             is_of_use = stream.receive(data)
         except Refusal as refusal:
             is_of_use = False
-            refused = pb.Refused(request_id=refusal.request_id, reason=refusal.reason)
+            refused = pb.Refused(
+                request_id=refusal.request_id, reason=refusal.reason, code=refusal.code
+            )
             stream.send(pb.Down(refused=refused))
             if not refusal.request_id:
                 stream.end(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)

@@ -12,14 +12,15 @@ from penstock.transport.wire import PrefixDigest, decode_logprobs
 
 class Piece(NamedTuple):
     """Verified tokens from position `start` on, of which the first `num_accepted` were drafted, and
-    perhaps the end of the request (`finish_reason` is empty while it goes on). `logprobs`: one for
-    each token, or none at all."""
+    perhaps the end of the request (`finish_reason` is empty while it goes on; `code` says why it is
+    `refused`). `logprobs`: one for each token, or none at all."""
 
     start: int
     token_ids: tuple[int, ...]
     num_accepted: int = 0
     finish_reason: str = ""
     reason: str = ""
+    code: pb.Refused.Code = pb.Refused.INVALID
     logprobs: tuple[TokenLogprob, ...] = ()
 
     @classmethod
@@ -30,7 +31,7 @@ class Piece(NamedTuple):
             verdict.num_accepted,
             verdict.finish_reason,
             verdict.reason,
-            decode_logprobs(verdict.logprobs),
+            logprobs=decode_logprobs(verdict.logprobs),
         )
 
 

@@ -7,7 +7,7 @@ without a request the stream ends.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -35,12 +35,18 @@ _MAX_FIXED_BYTES = 4096
 
 class Refusal(Exception):
     """What was wrong, and what is allowed, in one line. `request_id` is empty where the stream
-    must end."""
+    must end. code: whether it is for the message, or for the state of the server."""
 
-    def __init__(self, reason: str, request_id: str = "") -> None:
+    def __init__(
+        self,
+        reason: str,
+        request_id: str = "",
+        code: pb.Refused.Code = pb.Refused.INVALID,
+    ) -> None:
         super().__init__(reason)
         self.reason = reason
         self.request_id = request_id
+        self.code = code
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +69,11 @@ class Limits:
         weights = self.max_draft_tokens * MAX_WEIGHTS * 2 * _MAX_TOKEN_BYTES
         return _MAX_FIXED_BYTES + max(self.max_request_tokens * _MAX_TOKEN_BYTES, weights)
 
-    def welcome(self, drafter: str, target: str, *, trusted: bool) -> pb.Welcome:
+    def welcome(
+        self, drafter: str, target: str, eos_token_ids: Iterable[int], *, trusted: bool
+    ) -> pb.Welcome:
         """These limits as the first message down. drafter: the draft server's name at the other
-        end; target: the target's for users."""
+        end; target: the target's for users; eos_token_ids: the target's ends of text."""
         return pb.Welcome(
             protocol_version=PROTOCOL_VERSION,
             drafter=drafter,
@@ -78,6 +86,7 @@ class Limits:
             max_weights=MAX_WEIGHTS,
             trusted=trusted,
             target=target,
+            eos_token_ids=sorted(eos_token_ids),
         )
 
 

@@ -1,4 +1,5 @@
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Iterable as _Iterable, Mapping as _Mapping
@@ -111,7 +112,7 @@ class Down(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "drafter", "vocab_size", "max_draft_tokens", "max_open_requests", "max_request_tokens", "max_message_bytes", "weight_sum", "max_weights", "trusted", "target")
+    __slots__ = ("protocol_version", "drafter", "vocab_size", "max_draft_tokens", "max_open_requests", "max_request_tokens", "max_message_bytes", "weight_sum", "max_weights", "trusted", "target", "eos_token_ids")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -123,6 +124,7 @@ class Welcome(_message.Message):
     MAX_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     TRUSTED_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
+    EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter: str
     vocab_size: int
@@ -134,7 +136,8 @@ class Welcome(_message.Message):
     max_weights: int
     trusted: bool
     target: str
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_open_requests: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., weight_sum: _Optional[int] = ..., max_weights: _Optional[int] = ..., trusted: bool = ..., target: _Optional[str] = ...) -> None: ...
+    eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_open_requests: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., weight_sum: _Optional[int] = ..., max_weights: _Optional[int] = ..., trusted: bool = ..., target: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("request_id",)
@@ -197,9 +200,19 @@ class Release(_message.Message):
     def __init__(self, request_id: _Optional[str] = ...) -> None: ...
 
 class Refused(_message.Message):
-    __slots__ = ("request_id", "reason")
+    __slots__ = ("request_id", "reason", "code")
+    class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        INVALID: _ClassVar[Refused.Code]
+        BUSY: _ClassVar[Refused.Code]
+        UNAVAILABLE: _ClassVar[Refused.Code]
+    INVALID: Refused.Code
+    BUSY: Refused.Code
+    UNAVAILABLE: Refused.Code
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     reason: str
-    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ...) -> None: ...
+    code: Refused.Code
+    def __init__(self, request_id: _Optional[str] = ..., reason: _Optional[str] = ..., code: _Optional[_Union[Refused.Code, str]] = ...) -> None: ...
