@@ -122,8 +122,11 @@ def best_of(
         tell(f"{choice.setup.admission} on {name}: {options_of(choice.setup)} ({so_far})")
         if least and not sustains(choice.setup, at, least):
             continue
-        best = capacity_of(choice, name, effort, least)
-        queue = [*_promising_first(neighbours(best.setup)), *queue]
+        found = capacity_of(choice, name, effort, least)
+        if best is None or found.requests_per_s > best.requests_per_s:
+            best = found
+            if best.requests_per_s:
+                queue = [*_promising_first(neighbours(best.setup)), *queue]
     return best
 
 
