@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -109,6 +110,21 @@ def test_capacity_is_where_the_criterion_turns() -> None:
     assert sustained(found)
     assert not sustained(1.03 * found)
     assert found < load_bound(PROFILE, at(1.0), PROFILE.kv_tokens)
+
+
+def test_who_is_never_served_is_late() -> None:
+    workload = make_workload("low", num_requests=2000, rate=20.0, seed=2)
+    assert workload.arrival_time is not None
+    report = run(Setup(PROFILE, "sarathi"), workload, until=float(workload.arrival_time[-1]))
+    criterion = Criterion(ttft_p99=1.0)
+    assert criterion.holds(report)
+    starved = [column.copy() for column in (report.first_token_at, report.finished_at)]
+    for column in starved:
+        column[:22] = np.nan  # 1.1%: neither a backlog nor, of those that finish, a late one
+    report = replace(report, first_token_at=starved[0], finished_at=starved[1])
+    assert np.percentile(report.ttft, 99) < 1.0
+    assert not criterion.holds(report)
+    assert Criterion().holds(report), "negative control: it is the wait that tells"
 
 
 def test_a_load_without_a_setup_is_not_sustained() -> None:

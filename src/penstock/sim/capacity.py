@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.sim.run import Report, Setup, run
+from penstock.sim.run import FloatArray, Report, Setup, run
 from penstock.sim.workloads import Workload
 
 
@@ -15,7 +15,7 @@ from penstock.sim.workloads import Workload
 class Criterion:
     """What counts as sustained: a backlog under `max_backlog` of the requests when the last one
     arrives, and at least `min_delivered` of the offered tokens delivered by then; where asked for,
-    p99 of TTFT and TPOT within targets, in seconds."""
+    p99 of TTFT, as far as it is known, and of TPOT within targets, in seconds."""
 
     max_backlog: float = 0.015
     min_delivered: float = 0.96
@@ -27,10 +27,19 @@ class Criterion:
             return False
         if _delivered(report) < self.min_delivered:
             return False
-        within = self.ttft_p99 is None or np.percentile(report.ttft, 99) <= self.ttft_p99
+        waits = _waits(report)
+        within = self.ttft_p99 is None or np.percentile(waits, 99) <= self.ttft_p99
         if within and self.tpot_p99 is not None and len(report.tpot):
             within = np.percentile(report.tpot, 99) <= self.tpot_p99
         return bool(within)
+
+
+def _waits(report: Report) -> FloatArray:
+    """Arrival to first token, or to the last arrival where none has come by then: a policy must not
+    look punctual because it never serves those that are late."""
+    until = np.where(np.isnan(report.first_token_at), report.arrived_at[-1], report.first_token_at)
+    waits: FloatArray = (until - report.arrived_at)[~report.refused]
+    return waits
 
 
 def _delivered(report: Report) -> float:
