@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from penstock.core.types import StepPlan
+from collections.abc import Sequence
+
+from penstock.core.types import StepPlan, Verdict
 from penstock.fluid.step_profile import StepWork
 
 
-def step_work(plan: StepPlan) -> StepWork:
+def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:
     """Positions and context of a plan's first step. One known token behind some context is a
-    decoding request, everything else is prefill."""
+    decoding request, everything else is prefill. Drafts are as long as `verdicts` say, or as was
+    granted: a look-up often finds less."""
+    proposed = {} if verdicts is None else {v.request_id: v.num_proposed for v in verdicts}
     run = plan.decodes
     if run is not None and not plan.items:
         return StepWork(0, 0.0, run.num_requests, run.num_kv_tokens, 0)
@@ -18,7 +22,7 @@ def step_work(plan: StepPlan) -> StepWork:
         if tokens == 1 and start:
             decodes += 1
             kv += start + 1
-            drafts += item.num_draft_tokens
+            drafts += proposed.get(item.request_id, item.num_draft_tokens)
         else:
             prefill += tokens
             context += tokens * (start + 0.5 * tokens)

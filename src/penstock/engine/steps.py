@@ -199,7 +199,7 @@ def verified(
         ),
         draft_times=tuple(drafted.times),
         num_rows=num_rows,
-        work=step_work(plan),
+        work=step_work(plan, verdicts),
         work_seconds=marks.finished_at - started_at - marks.draft_s,
         failed_drafters=tuple(sorted(drafted.failed)),
     )
