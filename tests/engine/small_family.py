@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
+import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
@@ -54,3 +56,27 @@ def write_family(root: Path) -> dict[str, Path]:
         model.save_pretrained(paths[name])
         write_tokenizer(paths[name])
     return paths
+
+
+def make_unreliable(
+    monkeypatch: pytest.MonkeyPatch, drafter: object, methods: Sequence[str], failing: set[int]
+) -> Iterator[int]:
+    """Let some of a drafter's calls fail: the odd ones before they do their work, the others after
+    it. Returns the count that all its methods share."""
+    calls = iter(range(10**6))
+
+    def unreliable(work: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object) -> object:
+            number = next(calls)
+            if number in failing and number % 2:
+                raise RuntimeError("out of luck")
+            done = work(*args)
+            if number in failing:
+                raise RuntimeError("out of luck, afterwards")
+            return done
+
+        return call
+
+    for name in methods:
+        monkeypatch.setattr(drafter, name, unreliable(getattr(drafter, name)))
+    return calls

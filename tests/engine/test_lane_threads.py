@@ -8,7 +8,7 @@ import threading
 from typing import Any
 
 import pytest
-from tests.engine.small_family import write_family
+from tests.engine.small_family import make_unreliable, write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
 
 from penstock.config import NGRAM, EngineConfig
@@ -161,19 +161,7 @@ def test_a_drafter_that_fails_loses_no_request(
     """Some of its steps, or all: before and after it has taken note of new blocks."""
     expected, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 6, "none"))
     drafter = engine.executor.drafters["near"]
-    draft = drafter.draft
-    calls = iter(range(10**6))
-
-    def unreliable(orders: Any, texts: Any) -> Any:
-        number = next(calls)
-        if number in failing and number % 2:
-            raise RuntimeError("out of luck")
-        drafts = draft(orders, texts)
-        if number in failing:
-            raise RuntimeError("out of luck, afterwards")
-        return drafts
-
-    monkeypatch.setattr(drafter, "draft", unreliable)
+    make_unreliable(monkeypatch, drafter, ["draft"], failing)
     loop = make_loop(engine, own_lane=True, pipeline="2")
     outputs, accepted = run(loop, make_requests(SAMPLINGS["coupled"], 6, "near"))
     assert outputs == expected

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from tests.core.world import Rotating
-from tests.engine.small_family import VOCAB, write_family, write_tokenizer
+from tests.engine.small_family import VOCAB, make_unreliable, write_family, write_tokenizer
 from tests.engine.test_exactness import SAMPLINGS, make_requests, run
 from transformers import LlamaForCausalLM
 
@@ -159,25 +159,10 @@ def test_a_drafter_that_fails_inside_a_step_loses_no_request(
 ) -> None:
     """Some of its steps, or all: before and after it has taken note of new blocks."""
     drafter: Any = engine.executor.drafters["more"]
-    calls = iter(range(10**6))
-
-    def make_unreliable(name: str) -> None:
-        work = getattr(drafter, name)
-
-        def unreliable(orders: Any, texts: Any) -> Any:
-            number = next(calls)
-            if number in failing and number % 2:
-                raise RuntimeError("out of luck")
-            done = work(orders, texts)
-            if number in failing:
-                raise RuntimeError("out of luck, afterwards")
-            return done
-
-        monkeypatch.setattr(drafter, name, unreliable)
-
-    make_unreliable(asked)
+    methods = [asked]
     if asked == "draft" and hasattr(drafter, "start"):
-        make_unreliable("start")
+        methods.append("start")
+    calls = make_unreliable(monkeypatch, drafter, methods, failing)
     name = "more" if asked == "draft" else "auto"
     outputs, accepted = run(make_loop(engine, "inline"), some_requests(SAMPLINGS["coupled"], name))
     assert outputs == alone["coupled"]
