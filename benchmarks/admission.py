@@ -100,30 +100,31 @@ def setup_of(policy: tuple[str, dict[str, Any]], **changes: Any) -> Setup:
 
 def find_capacity(
     bench: Bench,
+    key: str,
     name: str,
     policy: tuple[str, dict[str, Any]],
     seed: int,
-    around: float,
+    guess: float,
     criterion: Criterion = SUSTAINED,
-    *,
-    near: bool = False,
     **changes: Any,
 ) -> float:
-    """The search begins within a third of `around`, or within 3% of it if that is known to be
-    `near`, and goes on from there where that was wrong."""
+    """With the arrivals of `seed`; those of seed 0, under `key`, tell where to look: within 3% of
+    theirs, within a third of `guess` where they are not known, and on from there where that was
+    wrong."""
     setup = setup_of(policy, **changes)
+    first = bench.done.get(f"{key}/0", {}).get("capacity", 0.0)
 
     def search(low: float, high: float) -> float:
         return capacity(
             setup,
             lambda rate: bench.arrivals(name, rate, seed),
-            low * around,
-            high * around,
+            low * (first or guess),
+            high * (first or guess),
             criterion=criterion,
             tolerance=0.005,
         )
 
-    return (near and search(0.97, 1.03)) or search(0.7, 1.1)
+    return (first and search(0.97, 1.03)) or search(0.7, 1.1)
 
 
 def latency(report: Report) -> dict[str, Any]:
@@ -161,15 +162,12 @@ def tuned(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
 def sustained(
     bench: Bench, name: str, label: str, policy: tuple[str, dict[str, Any]], seed: int, guess: float
 ) -> float:
-    """Capacity with the arrivals of `seed`; those of seed 0 tell where to look for it."""
-    first = bench.done.get(f"capacity/{name}/{label}/0", {}).get("capacity", 0.0)
+    key = f"capacity/{name}/{label}"
 
     def measure() -> dict[str, Any]:
-        around = first or guess
-        found = find_capacity(bench, name, policy, seed, around, near=first > 0)
-        return {"capacity": found}
+        return {"capacity": find_capacity(bench, key, name, policy, seed, guess)}
 
-    return float(bench.cell(f"capacity/{name}/{label}/{seed}", measure)["capacity"])
+    return float(bench.cell(f"{key}/{seed}", measure)["capacity"])
 
 
 def part_capacity(bench: Bench) -> None:
@@ -194,25 +192,31 @@ def part_capacity(bench: Bench) -> None:
 
 
 def part_memory(bench: Bench) -> None:
-    """25,000 KV tokens: capacity against the bound, and preemptions at 0.98 of it."""
+    """25,000 KV tokens: capacity against the bound, and preemptions at 0.99 of it."""
+    few, profile = 25_000, load_profile("a100-llama2-7b")
     for seed, name in itertools.product(range(bench.seeds), ("high", "ten_bins")):
         lengths = bench.arrivals(name, 1.0, seed)
         work = output_work(lengths.prompt_len, lengths.output_len)
-        profile = load_profile("a100-llama2-7b")
-        bound = capacity_bound(profile, work, 25_000).requests_per_s
         mean_context = work.kv_token_steps / work.decode_steps
         together = replace(work, min_context=mean_context, max_context=mean_context)
-        mean_bound = capacity_bound(profile, together, 25_000).requests_per_s
+        bounds = [capacity_bound(profile, w, few).requests_per_s for w in (work, together)]
         for label in ("fluid_guided", "vllm_v1", "sarathi"):
             policy = OURS if label == "fluid_guided" else SHIPPED[label]
+            key = f"memory/{name}/{label}"
 
-            def measure(n: str = name, p: Any = policy, s: int = seed, b: float = bound) -> Any:
-                found = find_capacity(bench, n, p, s, 0.9 * b, kv_tokens=25_000)
-                at = run(setup_of(p, kv_tokens=25_000), bench.arrivals(n, 0.99 * found, s, 30_000))
-                return {"capacity": found, "preemptions": at.result.num_preemptions}
+            def measure(
+                k: str = key, n: str = name, p: Any = policy, s: int = seed, b: Any = bounds
+            ) -> dict[str, Any]:
+                found = find_capacity(bench, k, n, p, s, 0.9 * b[0], kv_tokens=few)
+                at = run(setup_of(p, kv_tokens=few), bench.arrivals(n, 0.99 * found, s, 30_000))
+                return {
+                    "capacity": found,
+                    "over_bound": found / b[0],
+                    "over_bound_at_mean_context": found / b[1],
+                    "preemptions": at.result.num_preemptions,
+                }
 
-            figures = bench.cell(f"memory/{name}/{label}/{seed}", measure)
-            figures |= {"bound": bound, "bound_mean_context": mean_bound}
+            bench.cell(f"{key}/{seed}", measure)
 
 
 def part_trace(bench: Bench) -> None:
@@ -235,10 +239,11 @@ def part_slo(bench: Bench) -> None:
         range(bench.seeds), (("conversation", 3.8), ("sharegpt", 0.7))
     ):
         for label, policy in {"fluid_guided": ("fluid_guided", targets), **SHIPPED}.items():
+            key = f"slo/{name}/{label}"
             bench.cell(
-                f"slo/{name}/{label}/{seed}",
-                lambda n=name, p=policy, s=seed, g=guess: {
-                    "capacity": find_capacity(bench, n, p, s, g, criterion)
+                f"{key}/{seed}",
+                lambda k=key, n=name, p=policy, s=seed, g=guess: {
+                    "capacity": find_capacity(bench, k, n, p, s, g, criterion)
                 },
             )
 
