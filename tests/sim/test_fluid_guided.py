@@ -13,6 +13,7 @@ from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
+TARGETS = {"ttft_p99": 0.6, "tpot_p99": 0.08}
 A100 = load_profile("a100-llama2-7b")
 
 
@@ -123,10 +124,60 @@ def test_fewer_are_late_where_targets_are_given() -> None:
     prompts = np.where(rng.random(num) < 0.1, 3500, 150)
     arrivals = np.sort(rng.random(num)) * num / 14.0
     workload = Workload("mixed", prompts, np.full(num, 60), arrivals - arrivals[0])
-    ours = fluid(workload, options={"ttft_p99": 0.6, "tpot_p99": 0.08})
+    ours = fluid(workload, options=TARGETS)
     assert np.percentile(ours.tpot, 99) <= 0.08
     for name in ("vllm_v0", "vllm_v1", "sarathi", "fluid_guided"):
         assert (ours.ttft > 0.6).mean() < 0.5 * (other(name, workload).ttft > 0.6).mean(), name
+
+
+@pytest.mark.parametrize(("tpot", "pauses"), [(0.08, True), (0.02, False), (None, False)])
+def test_decoding_pauses_for_a_prompt_while_it_is_at_ease(tpot: float | None, pauses: bool) -> None:
+    """Sixty decode when five prompts come that are all on time only if nobody else is served."""
+    num = 60
+    prompts = np.array([1000] * num + [1500] * 5)
+    outputs = np.array([300] * num + [20] * 5)
+    arrivals = np.array([0.0] * num + [12.0] * 5)
+    steps = Steps()
+    ours = fluid(
+        Workload("five", prompts, outputs, arrivals),
+        [steps],
+        options={"ttft_p99": 0.65, "tpot_p99": tpot},
+    )
+    decodes = [d for p, d in steps.rows if p == 1500]
+    assert len(decodes) == 5
+    assert (0 in decodes) is pauses
+    assert bool((ours.ttft[num:] <= 0.65).all()) is pauses
+    assert ours.figures()["requests_completed"] == num + 5
+
+
+def overload() -> Workload:
+    """For a minute a fifth more arrives than can be served, then little."""
+    rng = np.random.default_rng(8)
+    arrivals = np.concatenate([np.sort(rng.random(900)) * 60, 60 + np.arange(60.0)])
+    prompts = rng.choice([400, 1600], size=960, p=[0.8, 0.2])
+    return Workload("overload", prompts, np.full(960, 100), arrivals - arrivals[0])
+
+
+def test_whoever_is_late_does_not_make_all_others_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    ours = fluid(overload(), options=TARGETS)
+    assert ours.figures()["requests_completed"] == 960
+    monkeypatch.setattr("penstock.core.admission.fluid_guided._TURN", 0.0)
+    all_first = fluid(overload(), options=TARGETS)
+    assert (ours.ttft > 0.6).mean() < 0.7 * (all_first.ttft > 0.6).mean()
+
+
+def test_nobody_is_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under an overload that goes on a long prompt would never be on time."""
+    rng = np.random.default_rng(9)
+    arrivals = np.concatenate([[0.5], np.sort(rng.random(1000)) * 33])
+    prompts = np.concatenate([[7000], np.full(1000, 500)])
+    order = np.argsort(arrivals)
+    workload = Workload("long", prompts[order], np.full(1001, 40), arrivals[order] - arrivals.min())
+    long = int(np.argmax(workload.prompt_len))
+    waits = [float(fluid(workload, options=TARGETS).ttft[long])]
+    monkeypatch.setattr("penstock.core.admission.fluid_guided._PATIENCE", 1e9)
+    waits.append(float(fluid(workload, options=TARGETS).ttft[long]))
+    assert waits[0] < 22 * TARGETS["ttft_p99"] < waits[1]
 
 
 def test_a_short_prompt_passes_a_long_one_in_a_queue() -> None:

@@ -24,11 +24,17 @@ from penstock.fluid.step_profile import StepProfile, StepWork
 _URGENT = 0.25
 """Share of the target for the first token after which a waiting request is hurried."""
 _PATIENCE = 20.0
-"""Targets for the first token after which a late request comes before all others."""
+"""Targets for the first token after which a late request comes before all others, if it is its
+turn."""
+_TURN = 2.0
+"""Targets for the first token between two turns: late requests do not make all others late."""
 _LOOK_AHEAD = 256
 """Waiting requests that are looked at."""
 _AT_EASE = 0.6
-"""Share of the target for later tokens under which the running requests can wait."""
+"""Share of the target for later tokens under which the running requests can wait for a prompt that
+would be late otherwise."""
+_WELL_AT_EASE = 0.3
+"""The same, for any prompt."""
 _LONGER = 0.1
 """Share by which a step may get longer for each prompt that it finishes instead of cutting it."""
 _FIRST_TOKEN = 6.0
@@ -79,6 +85,7 @@ class FluidGuided(AdmissionPolicy):
         self.options = options
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
+        self._turn = ("", -math.inf)
         self._refill = Refill()
         self._best = (-math.inf, (1, 0.0))
 
@@ -87,12 +94,22 @@ class FluidGuided(AdmissionPolicy):
 
     def compose(self, step: Step) -> None:
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
-        num_decodes = step.schedule_decodes(budget)
         self._refill.is_pausing = False
-        prompts = [] if step.num_preempted else self._prompts(step)
+        pauses = self._may_pause(step)
+        prompts = self._prompts(step, pauses) if pauses else []
+        num_decodes = 0 if prompts else step.schedule_decodes(budget)
+        if not pauses and not step.num_preempted:
+            prompts = self._prompts(step, pauses)
         if not prompts:
-            step.repeatable = not step.num_preempted and not self._refill.is_pausing
+            # With a target for the first token the order of those who wait changes with time.
+            changes = step.waiting and self.options.ttft_p99 is not None
+            step.repeatable = not (step.num_preempted or self._refill.is_pausing or changes)
             return
+        self._schedule_prompts(step, num_decodes, prompts)
+        if pauses and not step.scheduled:
+            step.schedule_decodes(budget)
+
+    def _schedule_prompts(self, step: Step, num_decodes: int, prompts: list[RequestState]) -> None:
         backlog = sum(_missing(step, state) for state in prompts)
         left = self._prompt_tokens(step, num_decodes, prompts, backlog)
         for state in prompts:
@@ -111,19 +128,16 @@ class FluidGuided(AdmissionPolicy):
 
     # --- whose prompts --------------------------------------------------------------------------
 
-    def _prompts(self, step: Step) -> list[RequestState]:
+    def _prompts(self, step: Step, pauses: bool) -> list[RequestState]:
         """Requests with prompt tokens to compute, in the order in which they get them: running
         ones, and as many waiting ones as memory is expected to hold and could matter now."""
-        running = step.prefills()
-        waiting = self._by_stretch(step)
-        if self.options.ttft_p99 is not None:
-            first = list(itertools.islice(waiting, _LOOK_AHEAD))
-            in_order = self._on_time_first(step, running + first, self.options.ttft_p99)
-            running = [s for s in in_order if s.status is Status.RUNNING]
-            others = [s for s in in_order if s.status is not Status.RUNNING]
-            admissible = set(map(id, self._admissible(step, others)))
-            return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
-        return running + self._admissible(step, waiting)
+        if self.options.ttft_p99 is None:
+            return step.prefills() + self._admissible(step, self._by_stretch(step))
+        overdue, on_time, late = self._by_target(step, self.options.ttft_p99, pauses)
+        in_order = overdue + on_time + late
+        others = [s for s in in_order if s.status is not Status.RUNNING]
+        admissible = set(map(id, self._admissible(step, others)))
+        return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
 
     def queue_of(self, state: RequestState) -> Hashable:
         """Sizes of prompts are told apart by powers of two."""
@@ -166,20 +180,21 @@ class FluidGuided(AdmissionPolicy):
         began = self._refill.note(num_fit < len(soon))
         return admissible[:1] if began else admissible
 
-    def _on_time_first(
-        self, step: Step, prompts: list[RequestState], target: float
-    ) -> list[RequestState]:
-        """Oldest first, but whoever can no longer be on time, or would make most others late, goes
-        last: the fewest are late that way (Moore and Hodgson). Nobody is put off for ever."""
-        decoding = self._decode_seconds(step, 1)
+    def _by_target(
+        self, step: Step, target: float, pauses: bool
+    ) -> tuple[list[RequestState], list[RequestState], list[RequestState]]:
+        """Prompts whose turn it is though they are late, who can be on time, and the others, each
+        oldest first. Whoever would make most others late is late: the fewest are that way (Moore
+        and Hodgson). After `_PATIENCE` targets one of them every `_TURN` targets comes first:
+        nobody is put off for ever, and under overload they do not make everybody late."""
+        waiting = itertools.islice(self._by_stretch(step), _LOOK_AHEAD)
+        prompts = sorted([*step.prefills(), *waiting], key=lambda s: s.request.arrival_time)
+        turn = self._turn_of(prompts, step.now, target)
+        decoding = 0.0 if pauses else self._decode_seconds(step, 1)
         on_time: list[tuple[float, int, RequestState]] = []
-        overdue, late = [], []
+        late: list[tuple[int, RequestState]] = []
         finished_at = step.now
-        for i, state in enumerate(sorted(prompts, key=lambda s: s.request.arrival_time)):
-            arrival = state.request.arrival_time
-            if step.now > arrival + _PATIENCE * target:
-                overdue.append(state)
-                continue
+        for i, state in enumerate(prompts[len(turn) :]):
             tokens = _missing(step, state)
             context = tokens * (state.num_known_tokens - 0.5 * tokens)
             seconds = decoding + step.estimators.step_model.profile.seconds(
@@ -187,12 +202,34 @@ class FluidGuided(AdmissionPolicy):
             )
             heapq.heappush(on_time, (-seconds, i, state))
             finished_at += seconds
-            if finished_at > arrival + target:
-                longest, _, state = heapq.heappop(on_time)
+            if finished_at > state.request.arrival_time + target:
+                longest, i, state = heapq.heappop(on_time)
                 finished_at += longest
-                late.append(state)
+                late.append((i, state))
         in_time = [state for _, _, state in sorted(on_time, key=lambda entry: entry[1])]
-        return overdue + in_time + late
+        return turn, in_time, [state for _, state in sorted(late, key=lambda entry: entry[0])]
+
+    def _turn_of(
+        self, prompts: list[RequestState], now: float, target: float
+    ) -> list[RequestState]:
+        """The oldest of the prompts, if it waits for too long and it is its turn."""
+        if not prompts or now <= prompts[0].request.arrival_time + _PATIENCE * target:
+            return []
+        first = prompts[0].request.id
+        if first != self._turn[0]:
+            if now < self._turn[1]:
+                return []
+            self._turn = (first, now + _TURN * target)
+        return prompts[:1]
+
+    def _may_pause(self, step: Step) -> bool:
+        """Whether the running requests can do without a step, so that a prompt is not late."""
+        ttft, tpot = self.options.ttft_p99, self.options.tpot_p99
+        if ttft is None or tpot is None or not self._is_at_ease(step):
+            return False
+        if step.seconds_per_token() < _WELL_AT_EASE * tpot:
+            return True
+        return bool(self._by_target(step, ttft, pauses=False)[2])
 
     # --- how many prompt tokens -----------------------------------------------------------------
 
