@@ -84,28 +84,50 @@ def _overload() -> Iterator[None]:
 
 
 class EventStream(StreamingResponse):
-    """A job's chunks as server-sent events; a client that goes away ends the job."""
+    """A job's chunks as server-sent events; a client that goes away ends the job. It begins with
+    the first output: requests that nobody takes are refused like any others."""
 
     media_type = "text/event-stream"
 
     def __init__(self, job: Job, form: Format, body: GenerationBody) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(job, form, body), headers=headers)
+        self._events = _events(job, form, body)
+        super().__init__(self._events, headers=headers)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._job:
             await super().__call__(scope, receive, send)
 
+    async def stream_response(self, send: Send) -> None:
+        try:
+            first = await anext(self._events)
+        except ApiError as error:
+            refusal = error.response()
+            self.status_code, self.raw_headers = refusal.status_code, refusal.raw_headers
+            first = bytes(refusal.body)
+        self.body_iterator = _behind(first, self._events)
+        await super().stream_response(send)
+
+
+async def _behind(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for event in events:
+        yield event
+
 
 async def _events(job: Job, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
+    """Raises: ApiError, if there is no output at all."""
+    deltas = job.deltas()
+    delta: Delta | None = await anext(deltas)
+    for choice in job.choices:
+        opening = form.opening(choice)
+        if opening is not None:
+            yield _event(_with_usage(opening, job, body))
     try:
-        for choice in job.choices:
-            opening = form.opening(choice)
-            if opening is not None:
-                yield _event(_with_usage(opening, job, body))
-        async for delta in job.deltas():
+        while delta is not None:
             yield _event(_with_usage(form.chunk(delta), job, body))
+            delta = await anext(deltas, None)
         if body.usage_at_end:
             yield _event(form.usage_chunk(job.choices))
     except ApiError as error:
