@@ -243,6 +243,56 @@ def test_arrivals_from_a_file(tmp_path: Path, text: str, expected: list[float]) 
         make_workload("low", num_requests=20, arrivals=path, rate=1.0)
 
 
+BURSTGPT = """Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type
+5,ChatGPT,472,18,490,Conversation log
+45,GPT-4,1087,230,1317,API log
+"""
+MOONCAKE = """{"timestamp": 3000, "input_length": 472, "output_length": 18, "hash_ids": [46, 47]}
+
+{"hash_ids": [], "timestamp": 43000, "input_length": 1087, "output_length": 230, "more": null}
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [("b.csv", BURSTGPT), ("m.jsonl", MOONCAKE), ("m.jsonl.gz", MOONCAKE)],
+)
+def test_other_public_traces(tmp_path: Path, name: str, text: str) -> None:
+    """Times in seconds, and in milliseconds."""
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    made = make_workload(path)
+    assert made.prompt_len.tolist() == [472, 1087]
+    assert made.output_len.tolist() == [18, 230]
+    assert made.arrival_time is not None
+    assert made.arrival_time.tolist() == [0, 40]
+    assert read_arrivals(path).tolist() == [0, 40]
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("\n \n", "is empty"),
+        ("[1]\n", "line 1: not a JSON object"),
+        (MOONCAKE + "{", "line 4: not JSON"),
+        ("[" * 100_000, "line 1: not JSON"),
+        (MOONCAKE.replace(', "output_length": 230', ""), "line 3: output_length is missing"),
+        (MOONCAKE.replace("230", "null"), "line 3: output_length 'None' is not a number"),
+        (
+            MOONCAKE.replace("43000", "43.5"),
+            "line 3: timestamp '43.5' is not a whole number of mil",
+        ),
+        (MOONCAKE.replace("input", "prompt"), "has the columns timestamp, prompt_length"),
+    ],
+)
+def test_bad_json_lines_are_refused(tmp_path: Path, text: str, complaint: str) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text(text)
+    with pytest.raises(WorkloadError, match=complaint) as caught:
+        make_workload(path)
+    assert "\n" not in str(caught.value)
+
+
 HEADER = "arrived_at,num_prefill_tokens,num_decode_tokens\n"
 
 

@@ -1,12 +1,14 @@
-"""Trace files: request lengths and arrival times from CSV, plain or compressed with gzip."""
+"""Trace files: request lengths and arrival times from CSV or JSON lines, plain or compressed with
+gzip."""
 
 from __future__ import annotations
 
 import csv
 import gzip
+import json
 import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -50,16 +52,24 @@ _LAYOUTS = (
     _Layout("TIMESTAMP", "ContextTokens", "GeneratedTokens"),
     _Layout("arrived_at", "num_prefill_tokens", "num_decode_tokens", "tenant"),
     _Layout(None, "num_prefill_tokens", "num_decode_tokens"),
+    _Layout("Timestamp", "Request tokens", "Response tokens"),
+    _Layout("timestamp", "input_length", "output_length"),
 )
-_ARRIVAL_COLUMNS = ("TIMESTAMP", "arrived_at")
+_ARRIVAL_COLUMNS = tuple(x.arrival for x in _LAYOUTS if x.arrival is not None)
 
 
 def read_trace(path: Path) -> Trace:
-    """Read a file of one of three column sets; further columns are ignored.
+    """Read a file of one of these column sets; further columns are ignored.
 
-    - `TIMESTAMP, ContextTokens, GeneratedTokens`: times such as 2023-11-16 18:17:03.9799600 (UTC);
-    - `arrived_at, num_prefill_tokens, num_decode_tokens`, optionally `tenant`: times in seconds;
-    - `num_prefill_tokens, num_decode_tokens`: lengths without arrivals.
+    - `TIMESTAMP, ContextTokens, GeneratedTokens` (Azure): times such as 2023-11-16
+      18:17:03.9799600 (UTC);
+    - `arrived_at, num_prefill_tokens, num_decode_tokens` (Vidur), optionally `tenant`: times in
+      seconds;
+    - `num_prefill_tokens, num_decode_tokens`: lengths without arrivals;
+    - `Timestamp, Request tokens, Response tokens` (BurstGPT): times in seconds;
+    - `timestamp, input_length, output_length` (Mooncake): times in whole milliseconds.
+
+    A file with `.jsonl` in its name has a JSON object a line, with the columns as its keys.
 
     Raises: WorkloadError.
     """
@@ -81,8 +91,8 @@ def read_trace(path: Path) -> Trace:
 
 
 def read_arrivals(path: Path) -> NDArray[np.float64]:
-    """Arrival times of a trace (column `TIMESTAMP` or `arrived_at`), or of a file of one column of
-    either kind, with or without its header. Seconds since the first arrival, float64.
+    """Arrival times of a trace, or of a file of one column, `TIMESTAMP` or `arrived_at`, with or
+    without its header. Seconds since the first arrival, float64.
 
     Raises: WorkloadError.
     """
@@ -128,18 +138,19 @@ class Table:
 
 
 def read_table(path: Path) -> Table:
-    """Raises: WorkloadError for a file that cannot be read as CSV."""
+    """Raises: WorkloadError for a file that cannot be read as CSV or JSON lines."""
     opener = gzip.open if path.suffix == ".gz" else open
+    read = _json_rows if ".jsonl" in path.suffixes else _csv_rows
     rows, lines = [], []
     try:
         with opener(path, "rt", encoding="utf-8-sig", newline="") as file:
-            reader = csv.reader(file)
-            for row in reader:
-                if row:
-                    rows.append(row)
-                    lines.append(reader.line_num)
+            for line, row in read(file):
+                rows.append(row)
+                lines.append(line)
     except UnicodeDecodeError as error:
         raise WorkloadError(f"{path} is not text in UTF-8") from error
+    except _BadLine as error:
+        raise WorkloadError(f"{path}, line {error.line}: {error}") from error
     except (OSError, EOFError, zlib.error, csv.Error) as error:
         reason = getattr(error, "strerror", None) or error
         raise WorkloadError(f"{path} cannot be read: {reason}") from error
@@ -150,6 +161,41 @@ def read_table(path: Path) -> Table:
         if len(row) != width:
             raise WorkloadError(f"{path}, line {line}: {len(row)} columns instead of {width}")
     return Table(path, [name.strip() for name in rows[0]], rows[1:], lines[1:])
+
+
+class _BadLine(ValueError):
+    def __init__(self, line: int, complaint: str) -> None:
+        super().__init__(complaint)
+        self.line = line
+
+
+def _csv_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """Line numbers and cells, the header first."""
+    reader = csv.reader(file)
+    for row in reader:
+        if row:
+            yield reader.line_num, row
+
+
+def _json_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
+    """The same of JSON objects; the first of them has all the columns. Raises: _BadLine."""
+    names: list[str] = []
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise _BadLine(number, "not JSON") from error
+        if not isinstance(record, dict):
+            raise _BadLine(number, "not a JSON object")
+        if not names:
+            names = list(record)
+            yield number, names
+        missing = [name for name in names if name not in record]
+        if missing:
+            raise _BadLine(number, f"{missing[0]} is missing")
+        yield number, [str(record[name]) for name in names]
 
 
 def numbers(table: Table, name: str) -> NDArray[np.float64]:
@@ -182,6 +228,12 @@ def _times(table: Table, name: str) -> NDArray[np.float64]:
         values = numbers(table, name)
         if values.min() < 0:
             raise table.error(int(np.argmax(values < 0)), name, "is negative")
+        if name == "timestamp":
+            whole = values == np.floor(values)
+            if not whole.all():
+                complaint = "is not a whole number of milliseconds"
+                raise table.error(int(np.argmin(whole)), name, complaint)
+            values /= 1000.0
         values -= values[0]
     if (np.diff(values) < 0).any():
         row = int(np.argmax(np.diff(values) < 0)) + 1
