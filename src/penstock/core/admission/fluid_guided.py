@@ -241,8 +241,8 @@ class FluidGuided(AdmissionPolicy):
         urgent = self._is_urgent(step, first, backlog)
         most = self._best_step(step)[0] - num_decodes
         if urgent:
-            # All of the first prompt, and not more: others would make it wait for them.
-            most = max(most, _missing(step, first))
+            # Of the first prompt, and not more: others would make it wait for them.
+            most = max(most, self._soonest(step, num_decodes, _missing(step, first)))
         most = min(most, backlog, self.options.max_num_batched_tokens - num_decodes)
         most = self._most_in_time(step, num_decodes, most)
         if most <= 0:
@@ -276,6 +276,20 @@ class FluidGuided(AdmissionPolicy):
             if longer - price * (end - cheap) <= i * allowed:
                 best = end
         return best
+
+    def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
+        """Tokens a step with which a prompt is computed soonest: all of it, or as many as make a
+        step more efficient, if that is worth more than decoding more often costs."""
+        profile = step.estimators.step_model.profile
+        decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
+
+        def seconds(tokens: int) -> float:
+            whole, rest = divmod(missing, tokens)
+            total = whole * (profile.linear(num_decodes + tokens) + decoding)
+            return total + (profile.linear(num_decodes + rest) + decoding if rest else 0.0)
+
+        sizes = (count - num_decodes for count, _ in self._corners_of(profile))
+        return min([missing, *(n for n in sizes if 0 < n < missing)], key=seconds)
 
     def _is_urgent(self, step: Step, first: RequestState, backlog: int) -> bool:
         """Whether the target for the first token asks for all that the other one allows."""
