@@ -58,11 +58,12 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
     engine = slow_server.engine_pid
     os.kill(engine, signal.SIGSTOP)
     try:
-        with client_of(slow_server) as ai:
-            first = ai.completions.create(model="toy", prompt="a", n=8, stream=True)
-            with pytest.raises(openai.RateLimitError) as full:
-                ai.completions.create(model="toy", prompt="a")
-            first.close()
+        with (
+            connect(slow_server, {"prompt": "a", "n": 8}),
+            client_of(slow_server) as ai,
+            pytest.raises(openai.RateLimitError) as full,
+        ):
+            ai.completions.create(model="toy", prompt="a", stream=True)
     finally:
         os.kill(engine, signal.SIGCONT)
     assert full.value.code == "queue_full"
