@@ -119,7 +119,7 @@ async def _behind(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[b
 async def _events(job: Job, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
     """Raises: ApiError, if there is no output at all."""
     deltas = job.deltas()
-    delta: Delta | None = await anext(deltas)
+    delta = await anext(deltas, None)
     for choice in job.choices:
         opening = form.opening(choice)
         if opening is not None:
