@@ -32,14 +32,16 @@ def is_free(server: RunningServer) -> bool:
     )
 
 
-def connect(server: RunningServer, body: dict[str, Any]) -> socket.socket:
+def connect(
+    server: RunningServer, body: dict[str, Any], *, to_first_bytes: bool = True
+) -> socket.socket:
     """A client that reads the first bytes of its answer, if it is a stream."""
     host, port = server.url.removeprefix("http://").split(":")
     sock = socket.create_connection((host, int(port)), timeout=20)
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: toy\r\nContent-Length: {len(data)}\r\n\r\n"
     sock.sendall(head.encode() + data)
-    if body.get("stream"):
+    if body.get("stream") and to_first_bytes:
         received = b""
         while b"data: " not in received:
             received += sock.recv(1000)
@@ -68,6 +70,28 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
         os.kill(engine, signal.SIGCONT)
     assert full.value.code == "queue_full"
     assert full.value.response.headers["Retry-After"] == "1"
+
+
+def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
+    slow_server: RunningServer,
+) -> None:
+    body: dict[str, Any] = {"prompt": "a", "n": 8}
+
+    def is_refused() -> bool:
+        """Whether all places are taken; if not, the request is left at once."""
+        try:
+            return httpx.post(f"{slow_server.url}/v1/completions", json=body, timeout=1).is_error
+        except httpx.ReadTimeout:
+            return False
+
+    os.kill(slow_server.engine_pid, signal.SIGSTOP)
+    try:
+        with connect(slow_server, {**body, "stream": True}, to_first_bytes=False):
+            assert is_refused()
+        eventually(lambda: not is_refused())
+    finally:
+        os.kill(slow_server.engine_pid, signal.SIGCONT)
+    eventually(lambda: is_free(slow_server))
 
 
 def test_more_choices_than_can_ever_wait(slow_server: RunningServer) -> None:
