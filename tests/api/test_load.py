@@ -77,18 +77,19 @@ def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
 ) -> None:
     body: dict[str, Any] = {"prompt": "a", "n": 8}
 
-    def is_refused() -> bool:
-        """Whether all places are taken; if not, the request is left at once."""
+    def is_refused(timeout: float) -> bool:
+        """Whether all places are taken; if not, the request is left after that time."""
+        url = f"{slow_server.url}/v1/completions"
         try:
-            return httpx.post(f"{slow_server.url}/v1/completions", json=body, timeout=1).is_error
+            return httpx.post(url, json=body, timeout=timeout).is_error
         except httpx.ReadTimeout:
             return False
 
     os.kill(slow_server.engine_pid, signal.SIGSTOP)
     try:
         with connect(slow_server, {**body, "stream": True}, to_first_bytes=False):
-            assert is_refused()
-        eventually(lambda: not is_refused())
+            assert is_refused(20)
+        eventually(lambda: not is_refused(1))
     finally:
         os.kill(slow_server.engine_pid, signal.SIGCONT)
     eventually(lambda: is_free(slow_server))
