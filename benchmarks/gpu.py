@@ -323,7 +323,8 @@ def draft(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
         runner = make_runner(config, setting.device, setting.dtype, need, setting.attention)
         limits = np.full(size, steps, dtype=np.int32)
         draws = Draws(
-            np.zeros(size * steps, dtype=np.float32), np.zeros((size * steps, 2), dtype=np.uint32)
+            np.zeros(size * steps, dtype=np.float32),
+            np.zeros((size * steps, 1, 2), dtype=np.uint32),
         )
         batches = [
             make_batch([context] * size, 1, runner.num_blocks, config.vocab_size, seed, steps)

@@ -138,6 +138,7 @@ def _loop(engine: Engine, k: int) -> Loop:
         allocation=make_policy("allocation", "fixed", {"k": k}),
         pipeline=make_pipeline("off"),
         max_model_len=engine.max_model_len,
+        runs_ahead=engine.executor.runs_ahead,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 

@@ -61,7 +61,7 @@ def model_numerics(setting: Setting, name: str, config: DecoderConfig) -> Iterat
             theirs.copy_(mine)
         expected = plain.forward(batch)
         poison(device, expected.nbytes)
-        logits, tokens = runner.step(batch)
+        logits, tokens, _ = runner.step(batch)
         error = relative_error(logits, expected)
         agree = float((tokens == logits.argmax(-1)).float().mean())
         yield Row(
@@ -81,8 +81,8 @@ def sampled_as_meant(runner: GraphRunner, batch: Any) -> Row:
     seeds = np.arange(rows, dtype=np.uint64)
     positions = batch.positions.astype(np.int64) + 1
     heat = np.full(rows, 0.8, dtype=np.float32)
-    draws = Draws(heat, row_keys(seeds, positions, Salt.TARGET))
-    logits, tokens = runner.step(batch, draws)
+    draws = Draws(heat, row_keys(seeds, positions, Salt.TARGET)[:, None])
+    logits, tokens, _ = runner.step(batch, draws)
     params = SamplingRows(heat.astype(np.float64), np.ones(rows), np.zeros(rows, np.int64), seeds)
     agree = float((tokens == sample_coupled(logits.clone(), params, positions)).float().mean())
     return Row("numerics", "seeded samples agree", ratio=agree, bar="> 0.99", passed=agree > 0.99)

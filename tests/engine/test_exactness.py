@@ -46,22 +46,25 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["eager", "native", "graphs"])
+@pytest.fixture(scope="module", params=["eager", "native", "graphs", "ahead"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     if request.param == "native" and why_not_native() is not None:
         pytest.skip(f"no native kernels: {why_not_native()}")
     paths = write_family(tmp_path_factory.mktemp("family"))
     drafters = {name: str(paths[name]) for name in DRAFTERS[:3]} | {"ngram": NGRAM}
-    return load_engine(
+    is_ahead = request.param == "ahead"
+    engine = load_engine(
         EngineConfig(
             target=paths["target"],
             drafters=drafters,
             dtype="float32",
-            backend=request.param,
+            backend="graphs" if is_ahead else request.param,
             kv_tokens=32 * 256,
             num_threads=1,
         )
     )
+    engine.executor.runs_ahead = is_ahead  # as on a GPU
+    return engine
 
 
 def make_loop(
@@ -90,6 +93,7 @@ def make_loop(
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
         estimators=estimators,
+        runs_ahead=engine.executor.runs_ahead,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 
@@ -132,6 +136,7 @@ def run(loop: Loop, requests: Sequence[Request]) -> tuple[list[tuple[int, ...]],
             break
         if loop.num_plans_in_flight:
             loop.wait(0.01)
+    loop.turn([])  # so that the executor hears of the last ends
     for pool in loop.scheduler.memory.pools.values():
         pool.check()
         assert pool.num_used_blocks == 0

@@ -12,7 +12,7 @@ from tests.engine.test_attention import WHY_NOT
 
 from penstock.engine import graphs
 from penstock.engine.eager import EagerRunner
-from penstock.engine.graphs import Draws, GraphRunner, size_of
+from penstock.engine.graphs import Draws, GraphRunner, Late, size_of
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 
@@ -133,7 +133,7 @@ def test_a_drafting_loop_is_as_step_by_step(
         np.full(4, temperature), np.ones(4), np.zeros(4, np.int64), np.arange(4, dtype=np.uint64)
     )
     keys = np.concatenate([row_keys(params.seed, ends + s, Salt.TARGET) for s in range(4)])
-    drafted = graphed.draft(first, limits, Draws(np.full(16, temperature), keys), VOCAB)
+    drafted = graphed.draft(first, limits, Draws(np.full(16, temperature), keys[:, None]), VOCAB)
 
     logits = plain.forward(first)
     for step in range(4):
@@ -165,7 +165,7 @@ def test_tokens_that_the_host_does_not_know(
     assert (wrong - expected).abs().max() > 0.1
     places = np.full(true.num_tokens, -1)
     places[late] = [2, 1, 0]
-    logits, samples = graphed.step(true, late=(places, tokens))
+    logits, samples, _ = graphed.step(true, late=Late(places, tokens))
     torch.testing.assert_close(logits, expected, **CLOSE)
     assert samples.tolist() == expected.argmax(-1).tolist()
 

@@ -28,7 +28,10 @@ class Drafting:
         tenants: Mapping[str, Tenant],
         running: Mapping[str, RequestState],
         live_states: Callable[[], Iterable[RequestState]],
+        *,
+        runs_ahead: bool = False,
     ) -> None:
+        self._runs_ahead = runs_ahead
         self.drafters = drafters
         self._memory = memory
         self._selection = selection
@@ -169,7 +172,8 @@ class Drafting:
         self, state: RequestState, drafter: Drafter, num_known: int, length: int, evict: bool = True
     ) -> _Read | None:
         """Start, tokens and new blocks of a catch-up to `num_known` tokens, with room for `length`
-        draft tokens behind it; None where there is nothing to read or no memory for it."""
+        draft tokens behind it, and for the next round's if the executor runs ahead and memory
+        allows it; None where there is nothing to read or no memory for it."""
         pool = drafter.pool
         assert pool is not None
         is_new = drafter.name not in state.kv
@@ -184,6 +188,10 @@ class Drafting:
                 # The executor has not heard of this table.
                 self._memory.release(state, [drafter.name])
             return None
+        if self._runs_ahead and length:
+            with_next_round = pool.blocks_for(num_known + 2 * length) - len(kv.blocks)
+            if pool.can_allocate(with_next_round + len(self._running)):
+                missing = with_next_round
         new_blocks = kv.grow(pool, missing) if missing > 0 else []
         return (
             kv.num_computed_tokens,

@@ -15,16 +15,30 @@ _NOTHING = Grant(0)
 class ItemWriter:
     """Gives every scheduled request its draft, and room in the target's KV for it."""
 
-    def __init__(self, pool: BlockPool, drafting: Drafting, admission: AdmissionPolicy) -> None:
+    def __init__(
+        self,
+        pool: BlockPool,
+        drafting: Drafting,
+        admission: AdmissionPolicy,
+        *,
+        runs_ahead: bool = False,
+    ) -> None:
         self._pool = pool
         self._drafting = drafting
         self._admission = admission
+        self._runs_ahead = runs_ahead
 
     def items(self, step: Step) -> tuple[VerifyItem, ...]:
         """In the order of scheduling."""
         scheduled = list(step.scheduled.values())
         grants = self._grants(step, scheduled) if self._drafting.drafters else {}
-        return tuple([self._item(s, grants.get(s.state.request.id, _NOTHING)) for s in scheduled])
+        items = [self._item(s, grants.get(s.state.request.id, _NOTHING)) for s in scheduled]
+        if self._runs_ahead:
+            items = [
+                self._with_room_ahead(s, item, len(step.running))
+                for s, item in zip(scheduled, items, strict=True)
+            ]
+        return tuple(items)
 
     def _grants(self, step: Step, scheduled: list[ScheduledTokens]) -> dict[str, Grant]:
         """Draft lengths by request: held drafts as far as the step's budget goes, then what drafts
@@ -93,7 +107,22 @@ class ItemWriter:
         if end + length <= len(blocks) * block_size:
             return length
         length = min(length, (len(blocks) + self._pool.num_free_blocks) * block_size - end)
-        new_blocks = self._pool.allocate(self._pool.blocks_for(end + length) - len(blocks))
-        blocks += new_blocks
-        scheduled.new_blocks += new_blocks
+        self._grow(scheduled, end + length)
         return length
+
+    def _with_room_ahead(
+        self, scheduled: ScheduledTokens, item: VerifyItem, num_kept_free: int
+    ) -> VerifyItem:
+        """With room for the next round too, in which the draft may be as long, if more blocks than
+        `num_kept_free` are free."""
+        most = item.start + item.num_scheduled_tokens + 2 * item.num_draft_tokens + 1
+        missing = self._pool.blocks_for(most) - scheduled.state.kv_of(TARGET).num_blocks
+        if missing <= 0 or not item.samples or not self._pool.can_allocate(missing + num_kept_free):
+            return item
+        self._grow(scheduled, most)
+        return item._replace(new_blocks=tuple(scheduled.new_blocks))
+
+    def _grow(self, scheduled: ScheduledTokens, num_tokens: int) -> None:
+        kv = scheduled.state.kv_of(TARGET)
+        missing = self._pool.blocks_for(num_tokens) - kv.num_blocks
+        scheduled.new_blocks += kv.grow(self._pool, missing)

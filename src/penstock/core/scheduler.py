@@ -50,7 +50,8 @@ class Scheduler:
     A drafter without a lane of its own drafts inside the target's step; for the others `pipeline`
     says when the target waits (default: rounds). `counted`: requests of
     which only lengths are known, and that use no drafter, are advanced together, and steps in
-    which nothing else happens are planned at once; it changes no decision.
+    which nothing else happens are planned at once; it changes no decision. `runs_ahead`: the
+    executor begins the next round before it is planned, for which blocks are kept where there are.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Scheduler:
         tenants: Iterable[Tenant] = (),
         estimators: Estimators | None = None,
         counted: bool = False,
+        runs_ahead: bool = False,
     ) -> None:
         self.pool = pool
         self.max_model_len = max_model_len
@@ -96,6 +98,7 @@ class Scheduler:
             self.tenants,
             self.running,
             self._states.values,
+            runs_ahead=runs_ahead,
         )
         self._draft_lanes = DraftLanes(
             self._drafters,
@@ -106,7 +109,7 @@ class Scheduler:
             self.running,
             self._states.values,
         )
-        self._item_writer = ItemWriter(pool, self._drafting, admission)
+        self._item_writer = ItemWriter(pool, self._drafting, admission, runs_ahead=runs_ahead)
         self._step = Step(
             pool=pool,
             running=self.running,

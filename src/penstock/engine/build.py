@@ -102,7 +102,7 @@ def load_engine(
     clock = MonotonicClock()
     drafters = _drafters(config, models)
     executor = models.executor(drafters, clock)
-    scheduler = _scheduler(config, models)
+    scheduler = _scheduler(config, models, runs_ahead=executor.runs_ahead)
     profile = None if config.profile is None else read_profile(config.profile)
     if calibrated:
         together = config.pipeline == "auto"
@@ -155,7 +155,7 @@ def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
     ]
 
 
-def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
+def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Scheduler:
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.drafters]
     tenants = [
@@ -170,6 +170,7 @@ def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
         pipeline=make_pipeline(config.pipeline),
         max_model_len=models.max_model_len,
         tenants=tenants,
+        runs_ahead=runs_ahead,
     )
 
 

@@ -52,7 +52,10 @@ _MOST_FAILURES = 3
 
 class LocalExecutor:
     """Target and drafters of one process. num_threads: of the kernels, to be shared out among those
-    that work at the same time."""
+    that work at the same time. runs_ahead: it begins rounds before they are planned, for which a
+    scheduler keeps blocks."""
+
+    runs_ahead = False
 
     def __init__(
         self,

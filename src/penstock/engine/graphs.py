@@ -10,9 +10,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from penstock.engine.attention.triton_paged import why_not_triton
 from penstock.engine.batch import IntArray, RaggedBatch
@@ -20,7 +22,7 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.static import StaticDecoder
 from penstock.engine.operations import Operations
-from penstock.engine.static import MAX_WINDOW, Capacity, StaticBatch
+from penstock.engine.static import MAX_WINDOW, Capacity, StaticBatch, aligned, flat_size
 from penstock.engine.streams import spare_stream
 from penstock.engine.torch_operations import TorchOperations
 
@@ -73,11 +75,35 @@ class Graph:
 
 @dataclass(frozen=True, slots=True)
 class Draws:
-    """How rows are sampled. temperature: [rows], 0 for greedy; keys: [rows, 2] uint32 words of
-    `penstock.engine.sampling.noise.row_keys`."""
+    """How rows are sampled. temperature: [rows], 0 for greedy; keys: [rows, 1 + most, 2] uint32
+    words of `penstock.engine.sampling.noise.row_keys`: for the position that a batch says, and for
+    up to `most` positions before it, see `Late`."""
 
     temperature: np.ndarray
     keys: np.ndarray
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """What the host does not know yet when it starts a step, int32 on the device.
+
+    places: [num_tokens] on the host, where each row's token lies in `tokens`; -1 where the batch
+    has it. short: [num_seqs], by how many positions a sequence is shorter than the batch says; None
+    if none is.
+    """
+
+    places: IntArray
+    tokens: torch.Tensor
+    short: torch.Tensor | None = None
+
+
+class Stepped(NamedTuple):
+    """What a step leaves on the device. logits: [num_logits, V]; samples: [num_logits] int32;
+    token_ids: [num_tokens or more] int32, what the rows read."""
+
+    logits: torch.Tensor
+    samples: torch.Tensor
+    token_ids: torch.Tensor
 
 
 Decide = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
@@ -85,30 +111,53 @@ Decide = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 see `Operations.sample`."""
 
 
-class _Buffer:
-    """Numbers that the host writes and the device reads."""
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """What the host writes and the device reads, views of one piece, so that one copy brings it.
 
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        pinned = device.type == "cuda"
-        self.host = torch.zeros(shape, dtype=dtype, pin_memory=pinned)
-        self.device = torch.zeros(shape, dtype=dtype, device=device) if pinned else self.host
-        self.array = self.host.numpy()
+    temperature: [num_draws] float32; keys: [num_draws, MAX_WINDOW, 2] int32, see `Draws`; places:
+    [rows] int32, see `Late`; limits: [seqs] int32, tokens to draft
+    """
 
-    def send(self) -> None:
-        if self.device is not self.host:
-            self.device.copy_(self.host, non_blocking=True)
+    flat: torch.Tensor
+    batch: StaticBatch
+    temperature: torch.Tensor
+    keys: torch.Tensor
+    places: torch.Tensor
+    limits: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, capacity: Capacity, num_draws: int, device: torch.device, *, pinned: bool = False
+    ) -> _Inputs:
+        """pinned: in page-locked memory, from where a copy to a GPU need not be waited for."""
+        rows, seqs = capacity.rows, capacity.seqs
+        sizes = [flat_size(capacity), num_draws, 2 * MAX_WINDOW * num_draws, rows, seqs]
+        whole = [aligned(size) for size in sizes]
+        flat = torch.zeros(sum(whole), dtype=torch.int32, device=device, pin_memory=pinned)
+        parts = [part[:n] for part, n in zip(torch.split(flat, whole), sizes, strict=True)]
+        batch, temperature, keys, places, limits = parts
+        return cls(
+            flat,
+            StaticBatch.over(capacity, batch).emptied(),
+            temperature.view(torch.float32),
+            keys.view(num_draws, MAX_WINDOW, 2),
+            places,
+            limits,
+        )
 
 
 class _Step:
-    """One size of step: its buffers, and its recording."""
+    """One size of step: its inputs, and its recording, which reads `keys_now` of the keys."""
+
+    tokens: torch.Tensor
 
     def __init__(self, capacity: Capacity, num_draws: int, device: torch.device) -> None:
-        self.device = StaticBatch.allocate(capacity, device)
+        self.device = _Inputs.allocate(capacity, num_draws, device)
         self.host = self.device
         if device.type == "cuda":
-            self.host = StaticBatch.allocate_pinned(capacity)
-        self.temperature = _Buffer((num_draws,), torch.float32, device)
-        self.keys = _Buffer((num_draws, 2), torch.int32, device)
+            self.host = _Inputs.allocate(capacity, num_draws, torch.device("cpu"), pinned=True)
+        self.keys_now = torch.zeros(num_draws, 2, dtype=torch.int32, device=device)
         self.sent: torch.cuda.Event | None = None
 
     def writable(self) -> None:
@@ -116,41 +165,70 @@ class _Step:
         if self.sent is not None:
             self.sent.synchronize()
 
-    def send(self) -> None:
-        if self.host is not self.device:
-            self.device.flat.copy_(self.host.flat, non_blocking=True)
-            self.temperature.send()
-            self.keys.send()
-            self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self.sent.record()
-
     def draw(self, places: np.ndarray, draws: Draws | None) -> None:
         """How the rows at `places` are sampled; others, and all without `draws`: greedily."""
-        self.temperature.array[:] = 0.0
+        temperature = self.host.temperature.numpy()
+        temperature[:] = 0.0
         if draws is not None:
-            self.temperature.array[places] = draws.temperature
-            self.keys.array[places] = draws.keys.view(np.int32)
+            temperature[places] = draws.temperature
+            self.host.keys.numpy()[places, : draws.keys.shape[1]] = draws.keys.view(np.int32)
+
+    def send(self, block_size: int, scratch_slot: int, late: Late | None) -> None:
+        """Have the device read what was written, and put in what it alone knows."""
+        if late is not None:
+            places = self.host.places.numpy()
+            places[: len(late.places)] = late.places
+            places[len(late.places) :] = -1
+        if self.host is not self.device:
+            self.device.flat.copy_(self.host.flat, non_blocking=True)
+            self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.sent.record()
+        if late is not None:
+            self._insert(late.tokens)
+        if late is None or late.short is None:
+            self.keys_now.copy_(self.device.keys[:, 0])
+        else:
+            self._shorten(late.short, block_size, scratch_slot)
+
+    def _insert(self, tokens: torch.Tensor) -> None:
+        """Give rows with a place the token that lies there."""
+        places, ids = self.device.places, self.device.batch.token_ids
+        ids.copy_(torch.where(places < 0, ids, tokens.index_select(0, places.clamp(min=0))))
+
+    def _shorten(self, short: torch.Tensor, block_size: int, scratch_slot: int) -> None:
+        """Move the rows of shorter sequences back, and their noise with them."""
+        batch = self.device.batch
+        of_seqs = F.pad(short, (0, batch.capacity.seqs - len(short)))
+        is_padding = batch.row_seq < 0
+        seq = batch.row_seq.clamp(min=0)
+        of_rows = of_seqs.index_select(0, seq).masked_fill_(is_padding, 0)
+        batch.seq_lens.sub_(of_seqs)
+        batch.positions.sub_(of_rows)
+        block = batch.tables[seq, batch.positions // block_size]
+        slots = block * block_size + batch.positions % block_size
+        batch.slots.copy_(slots.masked_fill_(is_padding, scratch_slot))
+        which = self._of_draws(of_rows, of_seqs).long()[:, None, None].expand(-1, 1, 2)
+        self.keys_now.copy_(self.device.keys.gather(1, which).squeeze(1))
+
+    def _of_draws(self, of_rows: torch.Tensor, of_seqs: torch.Tensor) -> torch.Tensor:
+        """What is so of the sequence of each draw."""
+        raise NotImplementedError
 
 
 class _Forward(_Step):
-    """A pass over the model, and a sample of every row of logits. places: [rows] int32, see
-    `GraphRunner.step`."""
+    """A pass over the model, and a sample of every row of logits."""
 
     logits: torch.Tensor
-    tokens: torch.Tensor
-    places: _Buffer
 
-    def insert(self, tokens: torch.Tensor) -> None:
-        """Give rows with a place the token that lies there."""
-        places, ids = self.places.device, self.device.token_ids
-        ids.copy_(torch.where(places < 0, ids, tokens.index_select(0, places.clamp(min=0))))
+    def _of_draws(self, of_rows: torch.Tensor, of_seqs: torch.Tensor) -> torch.Tensor:
+        return of_rows if len(self.keys_now) == len(of_rows) else of_seqs
 
 
 class _Draft(_Step):
-    """A drafting loop. limits: [seqs] int32, tokens to draft; tokens: [seqs, steps] int32."""
+    """A drafting loop. tokens: [seqs, steps] int32."""
 
-    limits: _Buffer
-    tokens: torch.Tensor
+    def _of_draws(self, of_rows: torch.Tensor, of_seqs: torch.Tensor) -> torch.Tensor:
+        return of_seqs.repeat(len(self.keys_now) // len(of_seqs))
 
 
 class GraphRunner:
@@ -197,6 +275,11 @@ class GraphRunner:
         return self.cache.device
 
     @property
+    def num_positions(self) -> int:
+        """Positions that there are rotations for."""
+        return len(self.decoder.rotations)
+
+    @property
     def scratch_slot(self) -> int:
         """A slot that belongs to no request."""
         return self.num_blocks * self.block_size
@@ -213,20 +296,15 @@ class GraphRunner:
         """Float32 logits [num_logits, vocab_size]; see `ModelRunner`."""
         if not self.records(batch):
             return self._runner.forward(batch)
-        return self.step(batch)[0]
+        return self.step(batch).logits
 
     @torch.inference_mode()
     def step(
         self,
         batch: RaggedBatch,
         draws: Draws | None = None,
-        late: tuple[IntArray, torch.Tensor] | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [num_logits, V] and samples [num_logits] int32, on the device.
-
-        late: for rows whose tokens the host does not know yet, where they lie in a tensor on the
-        device: [num_tokens] places, -1 for the others, and that tensor, int32.
-        """
+        late: Late | None = None,
+    ) -> Stepped:
         num_logits = len(batch.logits_rows)
         all_rows = num_logits > batch.num_seqs
         capacity = self._capacity(batch)
@@ -234,23 +312,26 @@ class GraphRunner:
             capacity, all_rows
         )
         step.writable()
-        step.host.fill(batch, self.block_size, self.scratch_slot, grows_by=0)
+        step.host.batch.fill(batch, self.block_size, self.scratch_slot, grows_by=0)
         step.draw(batch.logits_rows if all_rows else np.arange(num_logits), draws)
-        if late is not None:
-            step.places.array[: batch.num_tokens] = late[0]
-            step.places.array[batch.num_tokens :] = -1
-            step.places.send()
-        step.send()
-        if late is not None:
-            step.insert(late[1])
+        step.send(self.block_size, self.scratch_slot, late)
         graph.replay()
         if all_rows and num_logits < batch.num_tokens:
             wanted = torch.from_numpy(batch.logits_rows).to(self.device)
-            return step.logits.index_select(0, wanted), step.tokens.index_select(0, wanted)
-        return step.logits[:num_logits], step.tokens[:num_logits]
+            logits, tokens = (x.index_select(0, wanted) for x in (step.logits, step.tokens))
+        else:
+            logits, tokens = step.logits[:num_logits], step.tokens[:num_logits]
+        return Stepped(logits, tokens, step.device.batch.token_ids)
 
     @torch.inference_mode()
-    def draft(self, first: RaggedBatch, limits: IntArray, draws: Draws, vocab: int) -> torch.Tensor:
+    def draft(
+        self,
+        first: RaggedBatch,
+        limits: IntArray,
+        draws: Draws,
+        vocab: int,
+        late: Late | None = None,
+    ) -> torch.Tensor:
         """Read, then draft token by token: [num_seqs, max(limits)] int32 on the device, of which a
         row's first limits[i] count.
 
@@ -263,13 +344,13 @@ class GraphRunner:
         key = (capacity, steps, vocab)
         step, graph = self._drafts.get(key) or self._new_draft(key)
         step.writable()
-        step.host.fill(first, self.block_size, self.scratch_slot, grows_by=steps - 1)
-        step.limits.array[:num_seqs] = limits
-        step.limits.array[num_seqs:] = 0
+        step.host.batch.fill(first, self.block_size, self.scratch_slot, grows_by=steps - 1)
+        wanted = step.host.limits.numpy()
+        wanted[:num_seqs] = limits
+        wanted[num_seqs:] = 0
         places = (np.arange(steps)[:, None] * capacity.seqs + np.arange(num_seqs)).reshape(-1)
         step.draw(places, draws)
-        step.limits.send()
-        step.send()
+        step.send(self.block_size, self.scratch_slot, late)
         graph.replay()
         return step.tokens[:num_seqs]
 
@@ -287,12 +368,11 @@ class GraphRunner:
 
     def _new_forward(self, capacity: Capacity, all_rows: bool) -> tuple[_Forward, Graph]:
         step = _Forward(capacity, capacity.rows if all_rows else capacity.seqs, self.device)
-        step.places = _Buffer((capacity.rows,), torch.int32, self.device)
 
         def run() -> None:
-            step.logits = self._decoder.forward(step.device, all_rows=all_rows)
+            step.logits = self._decoder.forward(step.device.batch, all_rows=all_rows)
             step.tokens = self._decide(
-                step.logits, step.temperature.device, step.keys.device, step.logits.shape[1]
+                step.logits, step.device.temperature, step.keys_now, step.logits.shape[1]
             )
 
         self._forwards[capacity, all_rows] = step, Graph(run, self.device)
@@ -301,17 +381,16 @@ class GraphRunner:
     def _new_draft(self, key: tuple[Capacity, int, int]) -> tuple[_Draft, Graph]:
         capacity, steps, vocab = key
         step = _Draft(capacity, steps * capacity.seqs, self.device)
-        step.limits = _Buffer((capacity.seqs,), torch.int32, self.device)
         one_each = Capacity(capacity.seqs, capacity.seqs, 1, capacity.width, capacity.pieces)
         later = StaticBatch.allocate(one_each, self.device)
         later.query_start.copy_(torch.arange(capacity.seqs + 1))
 
         def run() -> None:
-            heat, keys = step.temperature.device, step.keys.device.view(steps, -1, 2)
-            logits = self._decoder.forward(step.device, all_rows=False)
+            heat, keys = step.device.temperature, step.keys_now.view(steps, -1, 2)
+            logits = self._decoder.forward(step.device.batch, all_rows=False)
             tokens = [self._decide(logits, heat[: capacity.seqs], keys[0], vocab)]
-            later.tables.copy_(step.device.tables)
-            later.piece_len.copy_(step.device.piece_len)
+            later.tables.copy_(step.device.batch.tables)
+            later.piece_len.copy_(step.device.batch.piece_len)
             for number in range(1, steps):
                 self._advance(step, later, tokens[-1], number)
                 logits = self._decoder.forward(later, all_rows=True)
@@ -324,8 +403,8 @@ class GraphRunner:
 
     def _advance(self, step: _Draft, later: StaticBatch, tokens: torch.Tensor, number: int) -> None:
         """Draft token `number` of every sequence that wants one more becomes its only row."""
-        lens = step.device.seq_lens
-        active = step.limits.device > number
+        lens = step.device.batch.seq_lens
+        active = step.device.limits > number
         # Filled, not chosen by `torch.where`: a number there is copied to the device, which a
         # recording must not do.
         position = (lens + (number - 1)).masked_fill(~active, 0)

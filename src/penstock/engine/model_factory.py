@@ -11,6 +11,7 @@ from penstock.core.ports import Clock
 from penstock.core.types import TARGET
 from penstock.engine.attention import BackendUnavailableError
 from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.graph import GraphDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor
@@ -23,7 +24,7 @@ from penstock.engine.native.sampler import sample_natively
 from penstock.engine.resolve import Placement, resolve_attention
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, sample_coupled
-from penstock.engine.speculation import DeviceExecutor, GraphDrafter
+from penstock.engine.speculation import DeviceExecutor
 from penstock.engine.synthetic import SyntheticAcceptance
 
 
@@ -58,7 +59,9 @@ class Models:
             runner = self._runner(TARGET, path)
             return LocalExecutor(runner, drafters, clock, most, sample, threads)
         graphs = self._graphs(TARGET, path, drafts=False)
-        return DeviceExecutor(graphs, drafters, clock, most, sample, threads)
+        # Where drafters' lanes work beside the target, its next step is planned meanwhile anyway.
+        runs_ahead = self.place.device.type == "cuda" and self.config.pipeline == "off"
+        return DeviceExecutor(graphs, drafters, clock, most, sample, threads, runs_ahead=runs_ahead)
 
     def _sampler(self, *, drafts: bool) -> Sampler:
         if self.synthetic is not None:

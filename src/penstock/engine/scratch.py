@@ -98,7 +98,7 @@ def _batch(
 def _sample(target: ModelRunner, batch: RaggedBatch) -> None:
     """Until the samples are on the host: a GPU has then done everything before them."""
     if isinstance(target, GraphRunner) and target.records(batch):
-        target.step(batch)[1].cpu()
+        target.step(batch).samples.cpu()
         return
     logits = target.forward(batch)
     num = logits.shape[0]

@@ -1,4 +1,5 @@
-"""Draft and verification in one go on a GPU: the host waits once for a step, at its end.
+"""Draft and verification in one go on a GPU: the host waits once for a step, at its end, and while
+it does so the next one is under way.
 
 Everything that a step needs but the draft tokens is known before it starts, and these need never
 leave the device on their way from the drafter to the target. The host fetches them together with
@@ -9,109 +10,82 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from penstock.core.ports import Clock
-from penstock.core.types import DraftOrder
+from penstock.core.types import DraftOrder, DraftTime, VerifyItem
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
-from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.drafters.graph import GraphDrafter
 from penstock.engine.executor import LocalExecutor
-from penstock.engine.graphs import Draws, GraphRunner
-from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled
-from penstock.engine.sampling.noise import Salt, row_keys
-from penstock.engine.sampling.params import IntArray
+from penstock.engine.graphs import GraphRunner, Late
+from penstock.engine.rounds import (
+    Answer,
+    Entry,
+    Round,
+    Stopwatch,
+    draws_of,
+    flat,
+    next_batch,
+    outcome,
+)
+from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.sequences import SamplingTable, TokenBuffer
-from penstock.engine.static import MAX_WINDOW
 from penstock.engine.steps import (
     Done,
     DraftsAtHand,
     Job,
     StepMarks,
     draft_time,
-    orders_of,
+    joined,
     sampled_of,
     verdicts_of,
     verified,
 )
 
 
-class GraphDrafter(ModelDrafter):
-    """A model whose drafting loop is one recording, for requests that are verified by equality."""
-
-    def __init__(
-        self,
-        name: str,
-        runner: GraphRunner,
-        max_model_len: int,
-        sample: Sampler = sample_coupled,
-        vocab: int | None = None,
-    ) -> None:
-        """sample: for replays."""
-        super().__init__(name, runner, max_model_len, sample, vocab)
-        self._graphs = runner
-
-    def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
-        drafted = self.start(orders, texts)
-        if drafted is None:
-            return super().draft(orders, texts)
-        rows = drafted.tolist()
-        tokens = [row[: o.max_draft_tokens] for row, o in zip(rows, orders, strict=True)]
-        return Drafts([Draft(t, [-1] * len(t)) for t in tokens])
-
-    @torch.inference_mode()
-    def start(
-        self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
-    ) -> torch.Tensor | None:
-        """Draft without waiting: [orders, most tokens] int32 on the device, of which each order's
-        own number counts. None, and nothing done, where only the ordinary way can."""
-        params, ratio = self._sampling.of(list(texts))
-        limits = np.array([o.max_draft_tokens for o in orders], dtype=np.int32)
-        if ratio.any() or params.has_filters or limits.min() < 1:
-            return None
-        for order in orders:
-            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
-        reach = max(o.start + o.num_catch_up_tokens + o.max_draft_tokens for o in orders)
-        orders = self._read_ahead(orders, texts, reach)
-        first = self._catch_up(orders, texts, [1] * len(orders), reach)
-        steps = int(limits.max())
-        positions = first.seq_lens.astype(np.int64) + np.arange(steps)[:, None]
-        draws = draws_of(params, np.tile(np.arange(len(orders)), steps), positions.reshape(-1))
-        return self._graphs.draft(first, limits, draws, self._num_guessed)
-
-    def _read_ahead(
-        self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer], reach: int
-    ) -> list[DraftOrder]:
-        """Read what is too long for a recording, a prompt mostly; returns orders for the rest."""
-        long = [i for i, o in enumerate(orders) if o.num_catch_up_tokens > MAX_WINDOW]
-        rest = list(orders)
-        if long:
-            read = [
-                orders[i]._replace(num_catch_up_tokens=orders[i].num_catch_up_tokens - 1)
-                for i in long
-            ]
-            self._graphs.forward(
-                self._catch_up(read, [texts[i] for i in long], [0] * len(long), reach)
-            )
-            for i, done in zip(long, read, strict=True):
-                start = done.start + done.num_catch_up_tokens
-                rest[i] = orders[i]._replace(start=start, num_catch_up_tokens=1)
-        return rest
-
-
 @dataclass(frozen=True, slots=True)
 class _Started:
     """Drafts that are being made. orders: those of each drafter; tokens: [orders, steps] each."""
 
-    orders: list[list[DraftOrder]]
+    request_ids: list[list[str]]
     tokens: list[torch.Tensor]
+
+    def places(self) -> dict[str, int]:
+        """Where each request's draft begins once all are laid end to end."""
+        place: dict[str, int] = {}
+        offset = 0
+        for ids, tokens in zip(self.request_ids, self.tokens, strict=True):
+            place |= {id_: offset + i * tokens.shape[1] for i, id_ in enumerate(ids)}
+            offset += tokens.numel()
+        return place
+
+
+class _Following(NamedTuple):
+    """A request of the next round. end: position of its last token if all that counts of the draft
+    under way, `num_counted` tokens, is accepted; num_drafted: of the next draft."""
+
+    item: VerifyItem
+    text: TokenBuffer
+    row: int
+    num_counted: int
+    end: int
+    num_drafted: int
+    drafter: str
 
 
 class DeviceExecutor(LocalExecutor):
     """Carries out a step whose drafts and verification are all recorded without waiting between
-    them, and every other step as `LocalExecutor` does."""
+    them, and every other step as `LocalExecutor` does.
+
+    runs_ahead: while the device is at such a step, it is given another round of the same requests
+    and draft lengths, whatever the step may come to. The plan that follows mostly asks for just
+    that: what it asks for is taken from there, and the rest is done besides.
+    """
 
     def __init__(
         self,
@@ -121,39 +95,69 @@ class DeviceExecutor(LocalExecutor):
         max_model_len: int,
         sample: Sampler = sample_coupled,
         num_threads: int = 1,
+        *,
+        runs_ahead: bool = False,
     ) -> None:
         super().__init__(target, drafters, clock, max_model_len, sample, num_threads)
         self._graphs = target
         self._sampling = SamplingTable()
+        self.runs_ahead = runs_ahead
+        self._ahead: Round | None = None
+        self.num_rounds_ahead = 0
+        """Target steps that had begun before they were planned."""
 
     def _verify_batch(self, job: Job) -> Done:
+        ahead, self._ahead = self._ahead, None
+        items = job.plan.items
+        if ahead is not None:
+            mine = tuple(i for i in items if ahead.answers(i))
+            if mine:
+                self.num_rounds_ahead += 1
+                return self._go_on(job, ahead, mine)
         if not self._is_recorded(job):
             return super()._verify_batch(job)
-        plan, clock = job.plan, self._clock
-        started_at = clock.now()
-        watch = _Stopwatch(self._graphs.device, clock)
-        started, drafted = self._start(job, watch)
-        for held in job.recalled:
-            drafted.hold(*held)
-        drafts = [drafted.draft_of(item) for item in plan.items]
-        batch = self._batch(job, [tokens for tokens, _ in drafts])
-        samples = self._step(job, batch, started, drafts)
-        verified_at = clock.now()
-        sampled = sampled_of(job, drafts)
-        verdicts = verdicts_of(plan.items, sampled, self._verifier.decide(samples, sampled, None))
-        finished_at = clock.now()
-        drafted.times = [replace(t, seconds=watch.seconds(n)) for n, t in enumerate(drafted.times)]
-        draft_s = sum(t.seconds for t in drafted.times)
-        marks = StepMarks(started_at, verified_at, finished_at, draft_s)
-        return verified(job, drafted, verdicts, batch.num_tokens, marks)
+        begun = self._start_planned(job)
+        return self._end(job, begun, items)
+
+    def _go_on(self, job: Job, ahead: Round, mine: tuple[VerifyItem, ...]) -> Done:
+        """Take what the round that is under way answers, and do the rest of the plan."""
+        for item in mine:
+            self._tables.extend(item.request_id, item.epoch, item.new_blocks)
+            drafter = None if item.draft is None else self.drafters[item.draft.drafter]
+            if isinstance(drafter, GraphDrafter) and item.draft is not None:
+                drafter.extend(item.draft)
+        return self._end(job, ahead, mine)
+
+    def _end(self, job: Job, begun: Round, mine: tuple[VerifyItem, ...]) -> Done:
+        """Wait for a round that answers some items, with the next one behind it; and then, if
+        there is more to the plan than these, do that."""
+        plan = job.plan
+        rest = tuple(i for i in plan.items if i not in mine)
+        if not rest and not plan.drafts:
+            self._ahead = self._start_next(job, begun)
+            return self._conclude(job, begun)
+        done = self._conclude(replace(job, plan=plan._replace(items=mine, drafts=())), begun)
+        others = replace(job, plan=plan._replace(items=rest), receiving_since=None)
+        if rest:
+            return joined(plan, done, super()._verify_batch(others))
+        return joined(plan, done, self._replayed(others))
+
+    def _replayed(self, job: Job) -> Done:
+        """A plan of nothing but orders that read."""
+        started_at, drafted = self._clock.now(), DraftsAtHand()
+        replays = self._carry_out(job, drafted)
+        ended_at = self._clock.now()
+        marks = StepMarks(started_at, ended_at, ended_at, ended_at - started_at)
+        return verified(job, drafted, (), 0, marks, replays)
 
     def _is_recorded(self, job: Job) -> bool:
-        """Whether nothing in the step has to look at a draft, or at logits, before its end."""
-        items, orders = job.plan.items, orders_of(job.plan)
+        """Whether nothing in the step has to look at a draft, or at logits, before its end. What
+        only reads comes after it."""
+        items = job.plan.items
         counts = [i.num_scheduled_tokens + i.num_draft_tokens for i in items]
         if not items or not self._graphs.holds(sum(counts), max(counts)):
             return False
-        if not all(i.samples for i in items) or not all(o.max_draft_tokens for o in orders):
+        if not all(i.samples for i in items):
             return False
         texts = [job.texts[i.request_id] for i in items]
         if any(t.request.sampling.num_logprobs is not None for t in texts):
@@ -161,10 +165,34 @@ class DeviceExecutor(LocalExecutor):
         params, ratio = self._sampling.of(texts)
         return not ratio.any() and not params.has_filters
 
-    def _start(self, job: Job, watch: _Stopwatch) -> tuple[_Started, DraftsAtHand]:
+    # --- a round as planned ---------------------------------------------------------------------
+
+    def _start_planned(self, job: Job) -> Round:
+        started_at, items = self._clock.now(), job.plan.items
+        watch = Stopwatch(self._graphs.device, self._clock)
+        started, drafted = self._start_drafts(job, watch)
+        for held in job.recalled:
+            drafted.hold(*held)
+        drafts = [drafted.draft_of(item)[0] for item in items]
+        batch = self._batch(job, drafts)
+        places, place = np.full(batch.num_tokens, -1, dtype=np.int32), started.places()
+        entries, row = [], 0
+        for item, tokens, end in zip(items, drafts, batch.query_start[1:], strict=True):
+            start = item.start + item.num_scheduled_tokens - 1
+            entry = Entry(item.request_id, item.epoch, start, row, tokens, item.drafter)
+            entry.place = place.get(item.request_id)
+            if entry.place is not None:
+                places[end - len(tokens) : end] = np.arange(entry.place, entry.place + len(tokens))
+            entries.append(entry)
+            row += len(tokens) + 1
+        late = Late(places, flat(started.tokens)) if started.tokens else None
+        texts = [job.texts[i.request_id] for i in items]
+        return self._started(batch, texts, entries, late, started, drafted, watch, started_at)
+
+    def _start_drafts(self, job: Job, watch: Stopwatch) -> tuple[_Started, DraftsAtHand]:
         """Have all drafts made. Those that will come later stand as zeros for the time being."""
         drafted, started = DraftsAtHand(), _Started([], [])
-        orders = orders_of(job.plan)
+        orders = [i.draft for i in job.plan.items if i.draft is not None]
         for name, drafter in self.drafters.items():
             mine = [o for o in orders if o.drafter == name]
             if not mine:
@@ -174,46 +202,191 @@ class DeviceExecutor(LocalExecutor):
                 with watch:
                     tokens, drafts = _begin(drafter, mine, texts)
                 if tokens is not None:
-                    started.orders.append(mine)
+                    started.request_ids.append([o.request_id for o in mine])
                     started.tokens.append(tokens)
                 drafted.add(mine, drafts)
                 drafted.times.append(draft_time(mine, 0.0))
         return started, drafted
 
-    def _step(
+    def _started(
         self,
-        job: Job,
         batch: RaggedBatch,
+        texts: Sequence[TokenBuffer],
+        entries: Sequence[Entry],
+        late: Late | None,
         started: _Started,
-        drafts: Sequence[tuple[list[int], list[int]]],
-    ) -> list[int]:
-        """All samples. Drafts that came late take the place of the zeros that stood for them."""
-        items = job.plan.items
-        params, _ = self._sampling.of([job.texts[i.request_id] for i in items])
-        counts = [len(tokens) + 1 for tokens, _ in drafts]
+        drafted: DraftsAtHand,
+        watch: Stopwatch,
+        started_at: float,
+        most_short: int = 0,
+    ) -> Round:
+        """Start the target on a batch."""
+        params, _ = self._sampling.of(list(texts))
+        counts = [len(e.tokens) + 1 for e in entries]
         positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
-        draws = draws_of(params, np.arange(len(counts)).repeat(counts), positions)
-        if not started.tokens:
-            return self._fetched(self._graphs.step(batch, draws)[1])
-        place = _places(started)
-        places = np.full(batch.num_tokens, -1, dtype=np.int32)
-        late: list[tuple[list[int], int]] = []
-        for item, (tokens, _), end in zip(items, drafts, batch.query_start[1:], strict=True):
-            first = place.get(item.request_id)
-            if first is not None:
-                places[end - len(tokens) : end] = np.arange(first, first + len(tokens))
-                late.append((tokens, first))
-        drafted = torch.cat([tokens.reshape(-1) for tokens in started.tokens])
-        _, samples = self._graphs.step(batch, draws, (places, drafted))
-        fetched = self._fetched(torch.cat((drafted, samples)))
-        for tokens, first in late:
-            tokens[:] = fetched[first : first + len(tokens)]
-        return fetched[len(drafted) :]
+        draws = draws_of(params, np.arange(len(counts)).repeat(counts), positions, most_short)
+        stepped = self._graphs.step(batch, draws, late)
+        tokens = flat([*started.tokens, stepped.samples])
+        num_drafted = len(tokens) - len(stepped.samples)
+        return Round(
+            {e.request_id: e for e in entries},
+            batch,
+            stepped.token_ids,
+            stepped.samples,
+            Answer(tokens),
+            num_drafted,
+            drafted,
+            watch,
+            started_at,
+        )
 
-    def _fetched(self, tokens: torch.Tensor) -> list[int]:
-        """The one time in a step that the host waits for the device."""
-        numbers: list[int] = tokens.tolist()
-        return numbers
+    def _conclude(self, job: Job, begun: Round) -> Done:
+        """Wait for a round, and decide on the plan's items, all of which it answers."""
+        items, clock = job.plan.items, self._clock
+        samples = begun.fetch()
+        verified_at = clock.now()
+        chosen: list[int] = []
+        drafts: list[tuple[list[int], list[int]]] = []
+        for item in items:
+            entry = begun.entries[item.request_id]
+            tokens = entry.tokens[: item.num_draft_tokens]
+            drafts.append((tokens, [-1] * len(tokens)))
+            chosen += samples[entry.row : entry.row + len(tokens) + 1]
+        sampled = sampled_of(job, drafts)
+        verdicts = verdicts_of(items, sampled, self._verifier.decide(chosen, sampled, None))
+        finished_at = clock.now()
+        if self._ahead is not None:
+            self._ahead.begin(items, verdicts, finished_at)
+        draft_s = sum(t.seconds for t in begun.drafted.times)
+        marks = StepMarks(begun.started_at, verified_at, finished_at, draft_s)
+        return verified(job, begun.drafted, verdicts, begun.batch.num_tokens, marks)
+
+    # --- the round after it ---------------------------------------------------------------------
+
+    def _start_next(self, job: Job, before: Round) -> Round | None:
+        """Start another round of the plan's requests behind one that is not over. Not where more
+        requests are there, which the next plan will probably bring in; nor where the host has to
+        look at something between the rounds."""
+        items = job.plan.items
+        is_alone = len(self._texts) == len(items)
+        if not self.runs_ahead or not is_alone or job.recalled or before.drafted.failed:
+            return None
+        if not before.is_aligned or any(
+            i.draft is not None and before.entries[i.request_id].place is None for i in items
+        ):
+            return None
+        following = self._following(job, before)
+        if not following:
+            return None
+        counts = [f.num_drafted + 1 for f in following]
+        if not self._graphs.holds(sum(counts), max(counts)):
+            return None
+        watch, drafted = Stopwatch(self._graphs.device, self._clock), DraftsAtHand()
+        most_short = max(f.num_counted for f in following)
+        short, known = outcome(
+            before,
+            np.array([f.row for f in following], dtype=np.int32),
+            np.array([f.num_counted for f in following], dtype=np.int32),
+        )
+        late_short = short if most_short else None
+        started = self._start_next_drafts(following, known, late_short, most_short, drafted, watch)
+        if drafted.failed:
+            return None
+        return self._start_next_step(
+            following, known, late_short, most_short, started, drafted, watch
+        )
+
+    def _following(self, job: Job, before: Round) -> list[_Following]:
+        """Who goes on, those of one drafter side by side; nobody where memory does not hold all."""
+        following = []
+        for item in job.plan.items:
+            text, entry = job.texts[item.request_id], before.entries[item.request_id]
+            left = text.request.prompt_len + text.request.max_tokens - text.length
+            if left <= 1:
+                continue
+            num_counted = min(len(entry.tokens), item.num_draft_tokens)
+            end = item.start + item.num_scheduled_tokens + num_counted
+            room = self._tables.num_blocks(item.request_id) * self._graphs.block_size
+            room = min(room, self._graphs.num_positions) - end - 1
+            if room < 0:
+                return []
+            num_drafted, drafter = 0, ""
+            if item.draft is not None:
+                drafter = item.draft.drafter
+                read = self.drafters[drafter]
+                assert isinstance(read, GraphDrafter)
+                room = min(room, read.room(item.request_id) - end)
+                num_drafted = max(0, min(item.num_draft_tokens, room))
+            drafter = drafter if num_drafted else ""
+            following.append(
+                _Following(item, text, entry.row, num_counted, end, num_drafted, drafter)
+            )
+        return sorted(following, key=lambda f: f.drafter)
+
+    def _start_next_drafts(
+        self,
+        following: Sequence[_Following],
+        known: torch.Tensor,
+        short: torch.Tensor | None,
+        most_short: int,
+        drafted: DraftsAtHand,
+        watch: Stopwatch,
+    ) -> _Started:
+        started, first = _Started([], []), 0
+        for name, group in groupby(following, key=lambda f: f.drafter):
+            mine = list(group)
+            last = first + len(mine)
+            drafter = self.drafters.get(name)
+            if isinstance(drafter, GraphDrafter):
+                limits = np.array([f.num_drafted for f in mine], dtype=np.int32)
+                with drafted.without_if_failing(name), watch:
+                    tokens = drafter.start_next(
+                        [f.text for f in mine],
+                        np.array([f.end for f in mine], dtype=np.int32),
+                        limits,
+                        known[2 * first : 2 * last],
+                        None if short is None else short[first:last],
+                        most_short,
+                    )
+                    started.request_ids.append([f.item.request_id for f in mine])
+                    started.tokens.append(tokens)
+                    drafted.times.append(
+                        DraftTime(name, len(mine), int(limits.max()), 2 * len(mine), 0.0)
+                    )
+            first = last
+        return started
+
+    def _start_next_step(
+        self,
+        following: Sequence[_Following],
+        known: torch.Tensor,
+        short: torch.Tensor | None,
+        most_short: int,
+        started: _Started,
+        drafted: DraftsAtHand,
+        watch: Stopwatch,
+    ) -> Round:
+        counts = np.array([f.num_drafted + 1 for f in following], dtype=np.int32)
+        ends = np.array([f.end for f in following], dtype=np.int32)
+        num_blocks = -(-int((ends + counts).max()) // self._graphs.block_size)
+        tables = self._tables.gather([f.item.request_id for f in following], num_blocks)
+        batch = next_batch(ends, counts, tables, last_only=False)
+        places, place = np.empty(batch.num_tokens, dtype=np.int32), started.places()
+        entries = []
+        for n, (f, row) in enumerate(zip(following, batch.query_start.tolist(), strict=False)):
+            item = f.item
+            entry = Entry(item.request_id, item.epoch, -1, row, [0] * f.num_drafted, f.drafter)
+            places[row] = 2 * n + 1
+            entry.place = place.get(item.request_id)
+            if entry.place is not None:
+                first = len(known) + entry.place
+                places[row + 1 : row + 1 + f.num_drafted] = np.arange(first, first + f.num_drafted)
+            entries.append(entry)
+        late = Late(places, flat([known, *started.tokens]), short)
+        texts = [f.text for f in following]
+        return self._started(
+            batch, texts, entries, late, started, drafted, watch, self._clock.now(), most_short
+        )
 
 
 def _begin(
@@ -225,53 +398,3 @@ def _begin(
         return None, drafter.draft(orders, texts)
     lengths = [o.max_draft_tokens for o in orders]
     return tokens, Drafts([Draft([0] * n, [-1] * n) for n in lengths])
-
-
-def _places(started: _Started) -> dict[str, int]:
-    """Where each request's draft begins once all are laid end to end."""
-    place, offset = {}, 0
-    for orders, tokens in zip(started.orders, started.tokens, strict=True):
-        for i, order in enumerate(orders):
-            place[order.request_id] = offset + i * tokens.shape[1]
-        offset += tokens.numel()
-    return place
-
-
-def draws_of(params: SamplingRows, of_row: IntArray, positions: IntArray) -> Draws:
-    """The target's own noise, which a drafter shares, for rows of the requests `of_row`."""
-    keys = row_keys(params.seed[of_row], positions, Salt.TARGET)
-    return Draws(params.temperature[of_row].astype(np.float32), keys)
-
-
-class _Stopwatch:
-    """Seconds of stretches of work: of the device's own where there is a GPU."""
-
-    def __init__(self, device: torch.device, clock: Clock) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._clock = clock
-        self._marks: list[float | torch.cuda.Event] = []
-
-    def __enter__(self) -> None:
-        self._mark()
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self._mark()
-        else:
-            # What failed is no stretch.
-            self._marks.pop()
-
-    def _mark(self) -> None:
-        if not self._on_gpu:
-            self._marks.append(self._clock.now())
-            return
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record()
-        self._marks.append(event)
-
-    def seconds(self, number: int) -> float:
-        """Of the stretch `number`, once all has been done."""
-        begin, end = self._marks[2 * number : 2 * number + 2]
-        if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
-            return float(begin.elapsed_time(end)) / 1e3
-        return float(end) - float(begin)  # type: ignore[arg-type]

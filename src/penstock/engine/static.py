@@ -51,28 +51,24 @@ class StaticBatch:
     @classmethod
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBatch:
         """Without any sequence."""
-        flat = torch.zeros(_flat_size(capacity), dtype=torch.int32, device=device)
-        return cls._over(capacity, flat)._emptied()
+        flat = torch.zeros(flat_size(capacity), dtype=torch.int32, device=device)
+        return cls.over(capacity, flat).emptied()
 
     @classmethod
-    def allocate_pinned(cls, capacity: Capacity) -> StaticBatch:
-        """In the host's page-locked memory, from where a copy to a GPU need not be waited for."""
-        flat = torch.zeros(_flat_size(capacity), dtype=torch.int32, pin_memory=True)
-        return cls._over(capacity, flat)._emptied()
-
-    @classmethod
-    def _over(cls, capacity: Capacity, flat: torch.Tensor) -> StaticBatch:
+    def over(cls, capacity: Capacity, flat: torch.Tensor) -> StaticBatch:
+        """In memory that is there: `flat_size` numbers, int32, at a multiple of 16 bytes."""
         sizes = _sizes(capacity)
-        whole = torch.split(flat, [_aligned(size) for size in sizes])
+        whole = torch.split(flat, [aligned(size) for size in sizes])
         parts = [part[:size] for part, size in zip(whole, sizes, strict=True)]
         parts[-1] = parts[-1].view(capacity.seqs, capacity.width)
         return cls(capacity, flat, *parts)
 
     def on(self, device: torch.device) -> StaticBatch:
         """The same on another device."""
-        return self._over(self.capacity, self.flat.to(device))
+        return self.over(self.capacity, self.flat.to(device))
 
-    def _emptied(self) -> StaticBatch:
+    def emptied(self) -> StaticBatch:
+        """Itself, without any sequence."""
         self.row_seq.fill_(-1)
         self.piece_len.fill_(1)
         return self
@@ -124,11 +120,12 @@ def _sizes(capacity: Capacity) -> list[int]:
     return [rows, rows, rows, rows, seqs + 1, seqs, seqs, 1, seqs * capacity.width]
 
 
-def _flat_size(capacity: Capacity) -> int:
-    return sum(_aligned(size) for size in _sizes(capacity))
+def flat_size(capacity: Capacity) -> int:
+    """Numbers that a static batch consists of."""
+    return sum(aligned(size) for size in _sizes(capacity))
 
 
-def _aligned(size: int) -> int:
+def aligned(size: int) -> int:
     """Parts begin at multiples of 16 bytes: Triton compiles a kernel anew for every pattern of
     pointers that do and pointers that do not."""
     return -(-size // 4) * 4

@@ -204,3 +204,21 @@ def verified(
         failed_drafters=tuple(sorted(drafted.failed)),
     )
     return Done(plan, result, drafted)
+
+
+def joined(plan: StepPlan, first: Done, second: Done) -> Done:
+    """A target step that was carried out in two parts, one after the other."""
+    a, b = first.result, second.result
+    found = {v.request_id: v for v in (*a.verdicts, *b.verdicts)}
+    verdicts = tuple(found[i.request_id] for i in plan.items)
+    result = b._replace(
+        started_at=a.started_at,
+        verdicts=verdicts,
+        phases=PhaseTimes(*map(sum, zip(a.phases, b.phases, strict=True))),
+        draft_times=(*a.draft_times, *b.draft_times),
+        num_rows=a.num_rows + b.num_rows,
+        work=step_work(plan, verdicts),
+        work_seconds=a.work_seconds + b.work_seconds,
+        failed_drafters=tuple(sorted({*a.failed_drafters, *b.failed_drafters})),
+    )
+    return Done(plan, result, second.drafted)
