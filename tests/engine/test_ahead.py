@@ -27,8 +27,10 @@ from penstock.core.types import (
     Request,
     VerifyItem,
 )
-from penstock.engine import graphs, speculation
+from penstock.engine import graphs
 from penstock.engine.build import Engine, load_engine
+from penstock.engine.graphs import GraphRunner
+from penstock.engine.operations import Outcome
 from penstock.engine.rounds import Entry
 from penstock.engine.speculation import DeviceExecutor
 
@@ -187,19 +189,20 @@ def test_negative_control(
 ) -> None:
     sampling = SAMPLINGS["coupled"]
     alone = run(make_loop(engine), make_requests(sampling, 8, NO_DRAFTER))[0]
-    outcome = speculation.outcome
+    outcome, send = GraphRunner.outcome, graphs._Step.send
 
-    def wrong(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        short, known = outcome(*args)
-        limits = torch.from_numpy(args[2])
-        return (0 * short if breakage.startswith("all") else limits), known
+    def wrong(self: GraphRunner, before: Any, rows: Any, limits: Any) -> Outcome:
+        short, known = outcome(self, before, rows, limits)
+        return Outcome(0 * short if breakage.startswith("all") else torch.from_numpy(limits), known)
+
+    def with_old_noise(self: graphs._Step, late: graphs.Late | None) -> None:
+        self.host.keys[:] = self.host.keys[:, :1].clone()
+        send(self, late)
 
     if breakage == "old noise":
-        monkeypatch.setattr(
-            graphs._Forward, "_of_draws", lambda step, *_: torch.zeros(len(step.keys_now))
-        )
+        monkeypatch.setattr(graphs._Step, "send", with_old_noise)
     else:
-        monkeypatch.setattr(speculation, "outcome", wrong)
+        monkeypatch.setattr(GraphRunner, "outcome", wrong)
     assert run(make_loop(engine), make_requests(sampling, 8, "near"))[0] != alone
 
 

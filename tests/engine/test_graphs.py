@@ -12,9 +12,10 @@ from tests.engine.test_attention import WHY_NOT
 
 from penstock.engine import graphs
 from penstock.engine.eager import EagerRunner
-from penstock.engine.graphs import Draws, GraphRunner, Late, size_of
+from penstock.engine.graphs import Draws, GraphRunner, Late, Stepped, size_of
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
+from penstock.engine.static import Capacity, StepInputs
 
 CPU = torch.device("cpu")
 NUM_BLOCKS, BLOCK_SIZE = 64, 8
@@ -204,3 +205,62 @@ def test_negative_control_a_step_that_forgets_its_lengths_is_caught(
     monkeypatch.setattr(graphs.StaticBatch, "fill", stale)
     batch = paging.batch(("0", ids[0], 34, 35), ("1", ids[1], 8, 9))
     assert (graphed.forward(batch) - plain.forward(batch)).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("case", ["llama"])
+@every_way
+@pytest.mark.parametrize("by_row", [True, False])
+def test_what_the_host_did_not_know_is_put_in(
+    runners: tuple[EagerRunner, GraphRunner], way: str, case: str, by_row: bool
+) -> None:
+    operations, rng = runners[1]._operations, np.random.default_rng(3)
+    capacity, num_draws = Capacity(24, 4, 8, 5, 9), 24 if by_row else 3 * 4
+    given = StepInputs.allocate(capacity, num_draws, CPU)
+    given.flat.copy_(torch.from_numpy(rng.integers(0, 9, given.flat.shape)))
+    batch, seqs = given.batch, np.repeat([0, 1, 2, -1], [5, 8, 1, 10])
+    batch.row_seq.copy_(torch.from_numpy(seqs))
+    batch.positions.copy_(torch.from_numpy(rng.integers(9, 40, 24)))
+    given.places[::2] = -1
+    late = torch.from_numpy(rng.integers(100, 200, 9, dtype=np.int32))
+    settled = batch.with_own_rows()
+    keys = torch.zeros(num_draws, 2, dtype=torch.int32)
+    operations.settle(given, late, settled, keys, 999, by_row=by_row)
+
+    short = np.where(seqs < 0, 0, given.short.numpy()[seqs])
+    positions = batch.positions.numpy() - short
+    blocks = batch.tables.numpy()[seqs, positions // BLOCK_SIZE]
+    slots = np.where(seqs < 0, 999, blocks * BLOCK_SIZE + positions % BLOCK_SIZE)
+    places = given.places.numpy()
+    tokens = np.where(places < 0, batch.token_ids.numpy(), late.numpy()[places])
+    of_draw = short if by_row else np.tile(given.short.numpy(), 3)
+    assert settled.positions[seqs >= 0].tolist() == positions[seqs >= 0].tolist()
+    assert settled.slots.tolist() == slots.tolist()
+    assert settled.token_ids.tolist() == tokens.tolist()
+    assert settled.seq_lens.tolist() == (batch.seq_lens - given.short).tolist()
+    assert (keys.numpy() == given.keys.numpy()[np.arange(num_draws), of_draw]).all()
+
+
+@pytest.mark.parametrize("case", ["llama"])
+@every_way
+def test_what_a_verification_comes_to(
+    runners: tuple[EagerRunner, GraphRunner], way: str, case: str
+) -> None:
+    rng = np.random.default_rng(4)
+    counts = np.array([1, 16, 5, 2, 9, 6, 1] * 3)
+    ends = np.cumsum(counts)
+    token_ids = torch.from_numpy(rng.integers(0, 2, ends[-1] + 7, dtype=np.int32))
+    samples = torch.from_numpy(rng.integers(0, 2, ends[-1], dtype=np.int32))
+    samples[:-1][rng.random(len(samples) - 1) < 0.6] = token_ids[1 : len(samples)][0]
+    chosen = rng.permutation(len(counts))[:17]
+    rows = (ends - counts)[chosen].astype(np.int32)
+    limits = (counts - 1 - rng.integers(0, 2, len(counts)).clip(max=counts - 1))[chosen]
+    stepped = Stepped(torch.empty(0), samples, token_ids)
+    short, known = runners[1].outcome(stepped, rows, limits.astype(np.int32))
+    for i, (row, limit) in enumerate(zip(rows.tolist(), limits.tolist(), strict=True)):
+        accepted = 0
+        while accepted < limit and samples[row + accepted] == token_ids[row + accepted + 1]:
+            accepted += 1
+        last = row + accepted
+        assert short[i] == limit - accepted
+        assert known[2 * i : 2 * i + 2].tolist() == [int(token_ids[last]), int(samples[last])]
+    assert len(set(short.tolist())) > 3

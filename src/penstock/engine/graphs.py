@@ -14,15 +14,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 
 from penstock.engine.attention.triton_paged import why_not_triton
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.static import StaticDecoder
-from penstock.engine.operations import Operations
-from penstock.engine.static import MAX_WINDOW, Capacity, StaticBatch, aligned, flat_size
+from penstock.engine.operations import Operations, Outcome
+from penstock.engine.static import MAX_WINDOW, Capacity, StaticBatch, StepInputs
 from penstock.engine.streams import spare_stream
 from penstock.engine.torch_operations import TorchOperations
 
@@ -30,6 +29,9 @@ ROWS = (*(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 
 WINDOWS = (1, 2, 4, 8, MAX_WINDOW)
 _WIDTHS = 32
 """Tables are as wide as a multiple of so many blocks."""
+
+_MOST_LATE = MAX_WINDOW + 2
+"""Late tokens for each sequence: two that are known, and its draft."""
 
 _RECORDING = threading.Lock()
 """One recording at a time in this process, whatever threads its lanes have."""
@@ -111,53 +113,20 @@ Decide = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
 see `Operations.sample`."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Inputs:
-    """What the host writes and the device reads, views of one piece, so that one copy brings it.
-
-    temperature: [num_draws] float32; keys: [num_draws, MAX_WINDOW, 2] int32, see `Draws`; places:
-    [rows] int32, see `Late`; limits: [seqs] int32, tokens to draft
-    """
-
-    flat: torch.Tensor
-    batch: StaticBatch
-    temperature: torch.Tensor
-    keys: torch.Tensor
-    places: torch.Tensor
-    limits: torch.Tensor
-
-    @classmethod
-    def allocate(
-        cls, capacity: Capacity, num_draws: int, device: torch.device, *, pinned: bool = False
-    ) -> _Inputs:
-        """pinned: in page-locked memory, from where a copy to a GPU need not be waited for."""
-        rows, seqs = capacity.rows, capacity.seqs
-        sizes = [flat_size(capacity), num_draws, 2 * MAX_WINDOW * num_draws, rows, seqs]
-        whole = [aligned(size) for size in sizes]
-        flat = torch.zeros(sum(whole), dtype=torch.int32, device=device, pin_memory=pinned)
-        parts = [part[:n] for part, n in zip(torch.split(flat, whole), sizes, strict=True)]
-        batch, temperature, keys, places, limits = parts
-        return cls(
-            flat,
-            StaticBatch.over(capacity, batch).emptied(),
-            temperature.view(torch.float32),
-            keys.view(num_draws, MAX_WINDOW, 2),
-            places,
-            limits,
-        )
-
-
 class _Step:
-    """One size of step: its inputs, and its recording, which reads `keys_now` of the keys."""
+    """One size of step: its inputs, and its recording. settled: the batch that the recording works
+    on, and keys: [num_draws, 2] int32, after it has put in what the host did not know."""
 
     tokens: torch.Tensor
 
     def __init__(self, capacity: Capacity, num_draws: int, device: torch.device) -> None:
-        self.device = _Inputs.allocate(capacity, num_draws, device)
+        self.device = StepInputs.allocate(capacity, num_draws, device)
         self.host = self.device
         if device.type == "cuda":
-            self.host = _Inputs.allocate(capacity, num_draws, torch.device("cpu"), pinned=True)
-        self.keys_now = torch.zeros(num_draws, 2, dtype=torch.int32, device=device)
+            self.host = StepInputs.allocate(capacity, num_draws, torch.device("cpu"), pinned=True)
+        self.settled = self.device.batch.with_own_rows()
+        self.keys = torch.zeros(num_draws, 2, dtype=torch.int32, device=device)
+        self.late = torch.zeros(_MOST_LATE * capacity.seqs, dtype=torch.int32, device=device)
         self.sent: torch.cuda.Event | None = None
 
     def writable(self) -> None:
@@ -173,46 +142,21 @@ class _Step:
             temperature[places] = draws.temperature
             self.host.keys.numpy()[places, : draws.keys.shape[1]] = draws.keys.view(np.int32)
 
-    def send(self, block_size: int, scratch_slot: int, late: Late | None) -> None:
-        """Have the device read what was written, and put in what it alone knows."""
+    def send(self, late: Late | None) -> None:
+        """Have the device read what was written, and what it alone knows."""
+        places = self.host.places.numpy()
+        places[:] = -1
+        self.host.short.zero_()
         if late is not None:
-            places = self.host.places.numpy()
             places[: len(late.places)] = late.places
-            places[len(late.places) :] = -1
         if self.host is not self.device:
             self.device.flat.copy_(self.host.flat, non_blocking=True)
             self.sent = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self.sent.record()
         if late is not None:
-            self._insert(late.tokens)
-        if late is None or late.short is None:
-            self.keys_now.copy_(self.device.keys[:, 0])
-        else:
-            self._shorten(late.short, block_size, scratch_slot)
-
-    def _insert(self, tokens: torch.Tensor) -> None:
-        """Give rows with a place the token that lies there."""
-        places, ids = self.device.places, self.device.batch.token_ids
-        ids.copy_(torch.where(places < 0, ids, tokens.index_select(0, places.clamp(min=0))))
-
-    def _shorten(self, short: torch.Tensor, block_size: int, scratch_slot: int) -> None:
-        """Move the rows of shorter sequences back, and their noise with them."""
-        batch = self.device.batch
-        of_seqs = F.pad(short, (0, batch.capacity.seqs - len(short)))
-        is_padding = batch.row_seq < 0
-        seq = batch.row_seq.clamp(min=0)
-        of_rows = of_seqs.index_select(0, seq).masked_fill_(is_padding, 0)
-        batch.seq_lens.sub_(of_seqs)
-        batch.positions.sub_(of_rows)
-        block = batch.tables[seq, batch.positions // block_size]
-        slots = block * block_size + batch.positions % block_size
-        batch.slots.copy_(slots.masked_fill_(is_padding, scratch_slot))
-        which = self._of_draws(of_rows, of_seqs).long()[:, None, None].expand(-1, 1, 2)
-        self.keys_now.copy_(self.device.keys.gather(1, which).squeeze(1))
-
-    def _of_draws(self, of_rows: torch.Tensor, of_seqs: torch.Tensor) -> torch.Tensor:
-        """What is so of the sequence of each draw."""
-        raise NotImplementedError
+            self.late[: late.tokens.numel()].copy_(late.tokens)
+            if late.short is not None:
+                self.device.short[: late.short.numel()].copy_(late.short)
 
 
 class _Forward(_Step):
@@ -220,15 +164,17 @@ class _Forward(_Step):
 
     logits: torch.Tensor
 
-    def _of_draws(self, of_rows: torch.Tensor, of_seqs: torch.Tensor) -> torch.Tensor:
-        return of_rows if len(self.keys_now) == len(of_rows) else of_seqs
-
 
 class _Draft(_Step):
     """A drafting loop. tokens: [seqs, steps] int32."""
 
-    def _of_draws(self, of_rows: torch.Tensor, of_seqs: torch.Tensor) -> torch.Tensor:
-        return of_seqs.repeat(len(self.keys_now) // len(of_seqs))
+
+def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """On a device, without waiting until it is there."""
+    tensor = torch.from_numpy(array)
+    if device.type != "cuda":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 class GraphRunner:
@@ -252,7 +198,7 @@ class GraphRunner:
         else:
             operations = TorchOperations(self.cache, runner.config.num_heads)
         self.decoder = runner.decoder
-        self._num_pieces = operations.num_pieces
+        self._operations = operations
         self._decoder = StaticDecoder(runner.decoder, operations)
         self._decide = instead(operations.sample)
         self._forwards: dict[tuple[Capacity, bool], tuple[_Forward, Graph]] = {}
@@ -314,14 +260,14 @@ class GraphRunner:
         step.writable()
         step.host.batch.fill(batch, self.block_size, self.scratch_slot, grows_by=0)
         step.draw(batch.logits_rows if all_rows else np.arange(num_logits), draws)
-        step.send(self.block_size, self.scratch_slot, late)
+        step.send(late)
         graph.replay()
         if all_rows and num_logits < batch.num_tokens:
             wanted = torch.from_numpy(batch.logits_rows).to(self.device)
             logits, tokens = (x.index_select(0, wanted) for x in (step.logits, step.tokens))
         else:
             logits, tokens = step.logits[:num_logits], step.tokens[:num_logits]
-        return Stepped(logits, tokens, step.device.batch.token_ids)
+        return Stepped(logits, tokens, step.settled.token_ids)
 
     @torch.inference_mode()
     def draft(
@@ -350,7 +296,7 @@ class GraphRunner:
         wanted[num_seqs:] = 0
         places = (np.arange(steps)[:, None] * capacity.seqs + np.arange(num_seqs)).reshape(-1)
         step.draw(places, draws)
-        step.send(self.block_size, self.scratch_slot, late)
+        step.send(late)
         graph.replay()
         return step.tokens[:num_seqs]
 
@@ -359,7 +305,15 @@ class GraphRunner:
         window = size_of(int(np.diff(batch.query_start).max()), WINDOWS)
         width = -(-batch.block_tables.shape[1] // _WIDTHS) * _WIDTHS
         rows = size_of(batch.num_tokens, ROWS)
-        return Capacity(rows, seqs, window, width, self._num_pieces(seqs))
+        return Capacity(rows, seqs, window, width, self._operations.num_pieces(seqs))
+
+    def outcome(self, before: Stepped, rows: IntArray, limits: IntArray) -> Outcome:
+        """What a verification comes to for some of its sequences, found without waiting.
+
+        rows: [n], where theirs begin; limits: [n], how many of their draft tokens count.
+        """
+        both = sent(np.stack((rows, limits)).astype(np.int32), self.device)
+        return self._operations.outcome(before.token_ids, before.samples, *both.unbind())
 
     @property
     def recordings(self) -> list[Graph]:
@@ -370,9 +324,10 @@ class GraphRunner:
         step = _Forward(capacity, capacity.rows if all_rows else capacity.seqs, self.device)
 
         def run() -> None:
-            step.logits = self._decoder.forward(step.device.batch, all_rows=all_rows)
+            self._settle(step, by_row=all_rows)
+            step.logits = self._decoder.forward(step.settled, all_rows=all_rows)
             step.tokens = self._decide(
-                step.logits, step.device.temperature, step.keys_now, step.logits.shape[1]
+                step.logits, step.device.temperature, step.keys, step.logits.shape[1]
             )
 
         self._forwards[capacity, all_rows] = step, Graph(run, self.device)
@@ -386,11 +341,12 @@ class GraphRunner:
         later.query_start.copy_(torch.arange(capacity.seqs + 1))
 
         def run() -> None:
-            heat, keys = step.device.temperature, step.keys_now.view(steps, -1, 2)
-            logits = self._decoder.forward(step.device.batch, all_rows=False)
+            self._settle(step, by_row=False)
+            heat, keys = step.device.temperature, step.keys.view(steps, -1, 2)
+            logits = self._decoder.forward(step.settled, all_rows=False)
             tokens = [self._decide(logits, heat[: capacity.seqs], keys[0], vocab)]
-            later.tables.copy_(step.device.batch.tables)
-            later.piece_len.copy_(step.device.batch.piece_len)
+            later.tables.copy_(step.settled.tables)
+            later.piece_len.copy_(step.settled.piece_len)
             for number in range(1, steps):
                 self._advance(step, later, tokens[-1], number)
                 logits = self._decoder.forward(later, all_rows=True)
@@ -401,9 +357,14 @@ class GraphRunner:
         self._drafts[key] = step, Graph(run, self.device)
         return self._drafts[key]
 
+    def _settle(self, step: _Step, *, by_row: bool) -> None:
+        self._operations.settle(
+            step.device, step.late, step.settled, step.keys, self.scratch_slot, by_row=by_row
+        )
+
     def _advance(self, step: _Draft, later: StaticBatch, tokens: torch.Tensor, number: int) -> None:
         """Draft token `number` of every sequence that wants one more becomes its only row."""
-        lens = step.device.batch.seq_lens
+        lens = step.settled.seq_lens
         active = step.device.limits > number
         # Filled, not chosen by `torch.where`: a number there is copied to the device, which a
         # recording must not do.

@@ -7,12 +7,12 @@ No operation looks at a tensor's content on the host, so a GPU can record it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from penstock.engine.models.decoder import RmsNorm
-from penstock.engine.static import StaticBatch
+from penstock.engine.static import StaticBatch, StepInputs
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +26,14 @@ class Projection:
     norm: RmsNorm | None = None
     bias: torch.Tensor | None = None
     gated: bool = False
+
+
+class Outcome(NamedTuple):
+    """What a verification came to for n sequences, int32 on the device. short: [n], draft tokens
+    that count and were not accepted; known: [2 * n], the last two known tokens of each."""
+
+    short: torch.Tensor
+    known: torch.Tensor
 
 
 class Operations(Protocol):
@@ -66,6 +74,35 @@ class Operations(Protocol):
 
     def attend(self, q: torch.Tensor, layer: int, plan: Any) -> torch.Tensor:
         """As `AttentionBackend.attend`."""
+        ...
+
+    def settle(
+        self,
+        given: StepInputs,
+        late: torch.Tensor,
+        settled: StaticBatch,
+        keys: torch.Tensor,
+        scratch_slot: int,
+        *,
+        by_row: bool,
+    ) -> None:
+        """Put into a batch what the host did not know when it wrote it: the rows' `late` tokens,
+        and how much shorter the sequences are. Writes `settled`'s tokens, positions, slots and
+        lengths, and each draw's keys, [num_draws, 2]. by_row: draws are rows; otherwise sequences,
+        once or several times."""
+        ...
+
+    def outcome(
+        self,
+        token_ids: torch.Tensor,
+        samples: torch.Tensor,
+        rows: torch.Tensor,
+        limits: torch.Tensor,
+    ) -> Outcome:
+        """What the rows' samples, [rows] int32, mean for drafts among their tokens.
+
+        rows, limits: [n] int32, where sequences begin, and how many draft tokens behind count
+        """
         ...
 
     def sample(

@@ -16,7 +16,7 @@ import torch
 from penstock.core.ports import Clock
 from penstock.core.types import DraftSource, Verdict, VerifyItem
 from penstock.engine.batch import IntArray, RaggedBatch
-from penstock.engine.graphs import Draws
+from penstock.engine.graphs import Draws, Stepped
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling.noise import Salt, row_keys
 from penstock.engine.steps import DraftsAtHand
@@ -72,14 +72,13 @@ class Answer:
 class Round:
     """A target step that has been started, with its drafts.
 
-    token_ids, samples: int32 on the device, what each row read, and what each row of logits
-    sampled. answer: all drafts that are made on the device, `num_drafted` tokens, then the samples.
+    stepped: what the target's pass leaves on the device. answer: all drafts that are made on the
+    device, `num_drafted` tokens, then the samples.
     """
 
     entries: dict[str, Entry]
     batch: RaggedBatch
-    token_ids: torch.Tensor
-    samples: torch.Tensor
+    stepped: Stepped
     answer: Answer
     num_drafted: int
     drafted: DraftsAtHand
@@ -89,7 +88,7 @@ class Round:
     @property
     def is_aligned(self) -> bool:
         """Whether every row samples."""
-        return len(self.samples) == self.batch.num_tokens
+        return self.stepped.samples.numel() == self.batch.num_tokens
 
     def answers(self, item: VerifyItem) -> bool:
         """See `Entry.answers`."""
@@ -117,37 +116,9 @@ class Round:
                 entry.start = known + accepted[item.request_id]
 
 
-def outcome(before: Round, rows: IntArray, limits: IntArray) -> tuple[torch.Tensor, torch.Tensor]:
-    """What a round comes to for some of its sequences, found on the device without waiting.
-
-    rows: where theirs begin; limits: how many of their draft tokens count. Returns by how many
-    positions each is shorter than if all were accepted, [n] int32, and its last two known tokens,
-    [2 * n] int32.
-    """
-    token_ids, samples, most = before.token_ids, before.samples, int(limits.max(initial=0))
-    device = token_ids.device
-    both = sent(np.stack((rows, limits)).astype(np.int64), device)
-    first, limit = both.unbind()
-    draft = torch.arange(most, device=device)
-    at = (first[:, None] + draft).clamp(max=len(samples) - 2)
-    right = (samples[at] == token_ids[at + 1]) & (draft < limit[:, None])
-    accepted = right.int().cumprod(1).sum(1)
-    last = first + accepted
-    known = torch.stack((token_ids[last], samples[last]), dim=1).reshape(-1)
-    return (limit - accepted).int(), known
-
-
 def flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """All numbers, end to end."""
     return torch.cat([tensor.reshape(-1) for tensor in tensors])
-
-
-def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    """On a device, without waiting until it is there."""
-    tensor = torch.from_numpy(array)
-    if device.type != "cuda":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def next_batch(

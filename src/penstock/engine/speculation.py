@@ -31,7 +31,6 @@ from penstock.engine.rounds import (
     draws_of,
     flat,
     next_batch,
-    outcome,
 )
 from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.sequences import SamplingTable, TokenBuffer
@@ -227,12 +226,11 @@ class DeviceExecutor(LocalExecutor):
         draws = draws_of(params, np.arange(len(counts)).repeat(counts), positions, most_short)
         stepped = self._graphs.step(batch, draws, late)
         tokens = flat([*started.tokens, stepped.samples])
-        num_drafted = len(tokens) - len(stepped.samples)
+        num_drafted = tokens.numel() - stepped.samples.numel()
         return Round(
             {e.request_id: e for e in entries},
             batch,
-            stepped.token_ids,
-            stepped.samples,
+            stepped,
             Answer(tokens),
             num_drafted,
             drafted,
@@ -283,8 +281,8 @@ class DeviceExecutor(LocalExecutor):
             return None
         watch, drafted = Stopwatch(self._graphs.device, self._clock), DraftsAtHand()
         most_short = max(f.num_counted for f in following)
-        short, known = outcome(
-            before,
+        short, known = self._graphs.outcome(
+            before.stepped,
             np.array([f.row for f in following], dtype=np.int32),
             np.array([f.num_counted for f in following], dtype=np.int32),
         )
@@ -372,14 +370,14 @@ class DeviceExecutor(LocalExecutor):
         tables = self._tables.gather([f.item.request_id for f in following], num_blocks)
         batch = next_batch(ends, counts, tables, last_only=False)
         places, place = np.empty(batch.num_tokens, dtype=np.int32), started.places()
-        entries = []
+        entries, first_draft = [], known.numel()
         for n, (f, row) in enumerate(zip(following, batch.query_start.tolist(), strict=False)):
             item = f.item
             entry = Entry(item.request_id, item.epoch, -1, row, [0] * f.num_drafted, f.drafter)
             places[row] = 2 * n + 1
             entry.place = place.get(item.request_id)
             if entry.place is not None:
-                first = len(known) + entry.place
+                first = first_draft + entry.place
                 places[row + 1 : row + 1 + f.num_drafted] = np.arange(first, first + f.num_drafted)
             entries.append(entry)
         late = Late(places, flat([known, *started.tokens]), short)

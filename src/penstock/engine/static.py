@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -51,14 +51,14 @@ class StaticBatch:
     @classmethod
     def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBatch:
         """Without any sequence."""
-        flat = torch.zeros(flat_size(capacity), dtype=torch.int32, device=device)
+        flat = torch.zeros(_flat_size(capacity), dtype=torch.int32, device=device)
         return cls.over(capacity, flat).emptied()
 
     @classmethod
     def over(cls, capacity: Capacity, flat: torch.Tensor) -> StaticBatch:
-        """In memory that is there: `flat_size` numbers, int32, at a multiple of 16 bytes."""
+        """In memory that is there: int32, at a multiple of 16 bytes."""
         sizes = _sizes(capacity)
-        whole = torch.split(flat, [aligned(size) for size in sizes])
+        whole = torch.split(flat, [_aligned(size) for size in sizes])
         parts = [part[:size] for part, size in zip(whole, sizes, strict=True)]
         parts[-1] = parts[-1].view(capacity.seqs, capacity.width)
         return cls(capacity, flat, *parts)
@@ -66,6 +66,17 @@ class StaticBatch:
     def on(self, device: torch.device) -> StaticBatch:
         """The same on another device."""
         return self.over(self.capacity, self.flat.to(device))
+
+    def with_own_rows(self) -> StaticBatch:
+        """Of the same sequences and tables, with other buffers for what a step finds out: tokens,
+        positions, slots and lengths."""
+        return replace(
+            self,
+            token_ids=torch.zeros_like(self.token_ids),
+            positions=torch.zeros_like(self.positions),
+            slots=torch.zeros_like(self.slots),
+            seq_lens=torch.zeros_like(self.seq_lens),
+        )
 
     def emptied(self) -> StaticBatch:
         """Itself, without any sequence."""
@@ -101,6 +112,47 @@ class StaticBatch:
         host["tables"][:seqs, :width] = batch.block_tables
 
 
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What the host writes and the device reads, views of one piece, so that one copy brings it.
+
+    temperature: [num_draws] float32, 0 for greedy
+    keys:        [num_draws, MAX_WINDOW, 2] int32, for a sequence that is so many positions shorter
+    places:      [rows] int32, where a row's token lies among those that come late, or -1
+    limits:      [seqs] int32, tokens to draft
+    short:       [seqs] int32, by how many positions a sequence is shorter than the batch says
+    """
+
+    flat: torch.Tensor
+    batch: StaticBatch
+    temperature: torch.Tensor
+    keys: torch.Tensor
+    places: torch.Tensor
+    limits: torch.Tensor
+    short: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls, capacity: Capacity, num_draws: int, device: torch.device, *, pinned: bool = False
+    ) -> StepInputs:
+        """pinned: in page-locked memory, from where a copy to a GPU need not be waited for."""
+        rows, seqs = capacity.rows, capacity.seqs
+        sizes = [_flat_size(capacity), num_draws, 2 * MAX_WINDOW * num_draws, rows, seqs, seqs]
+        whole = [_aligned(size) for size in sizes]
+        flat = torch.zeros(sum(whole), dtype=torch.int32, device=device, pin_memory=pinned)
+        parts = [part[:n] for part, n in zip(torch.split(flat, whole), sizes, strict=True)]
+        batch, temperature, keys, places, limits, short = parts
+        return cls(
+            flat,
+            StaticBatch.over(capacity, batch).emptied(),
+            temperature.view(torch.float32),
+            keys.view(num_draws, MAX_WINDOW, 2),
+            places,
+            limits,
+            short,
+        )
+
+
 PIECE_STEP = 64
 
 
@@ -120,12 +172,12 @@ def _sizes(capacity: Capacity) -> list[int]:
     return [rows, rows, rows, rows, seqs + 1, seqs, seqs, 1, seqs * capacity.width]
 
 
-def flat_size(capacity: Capacity) -> int:
+def _flat_size(capacity: Capacity) -> int:
     """Numbers that a static batch consists of."""
-    return sum(aligned(size) for size in _sizes(capacity))
+    return sum(_aligned(size) for size in _sizes(capacity))
 
 
-def aligned(size: int) -> int:
+def _aligned(size: int) -> int:
     """Parts begin at multiples of 16 bytes: Triton compiles a kernel anew for every pattern of
     pointers that do and pointers that do not."""
     return -(-size // 4) * 4

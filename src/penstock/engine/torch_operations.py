@@ -7,10 +7,10 @@ import torch.nn.functional as F
 
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.decoder import RmsNorm
-from penstock.engine.operations import Projection
+from penstock.engine.operations import Outcome, Projection
 from penstock.engine.sampling.filters import lowest_argmax
 from penstock.engine.sampling.noise import gumbel_of_words
-from penstock.engine.static import StaticBatch
+from penstock.engine.static import MAX_WINDOW, StaticBatch, StepInputs
 
 
 class TorchOperations:
@@ -91,6 +91,50 @@ class TorchOperations:
             grouped, keys, values, attn_mask=visible[:, None, None, :]
         )
         return out.flatten(1, 2)
+
+    def settle(
+        self,
+        given: StepInputs,
+        late: torch.Tensor,
+        settled: StaticBatch,
+        keys: torch.Tensor,
+        scratch_slot: int,
+        *,
+        by_row: bool,
+    ) -> None:
+        batch, size = given.batch, self._cache.block_size
+        settled.token_ids.copy_(
+            torch.where(
+                given.places < 0, batch.token_ids, late.index_select(0, given.places.clamp(min=0))
+            )
+        )
+        settled.seq_lens.copy_(batch.seq_lens - given.short)
+        is_padding, seq = batch.row_seq < 0, batch.row_seq.clamp(min=0)
+        short = given.short.index_select(0, seq).masked_fill_(is_padding, 0)
+        position = batch.positions - short
+        settled.positions.copy_(position)
+        slot = batch.tables[seq, position // size] * size + position % size
+        settled.slots.copy_(slot.masked_fill_(is_padding, scratch_slot))
+        of_draw = short if by_row else given.short.repeat(len(keys) // len(given.short))
+        which = of_draw.long()[:, None, None].expand(-1, 1, 2)
+        keys.copy_(given.keys.gather(1, which).squeeze(1))
+
+    def outcome(
+        self,
+        token_ids: torch.Tensor,
+        samples: torch.Tensor,
+        rows: torch.Tensor,
+        limits: torch.Tensor,
+    ) -> Outcome:
+        draft = torch.arange(MAX_WINDOW - 1, device=rows.device)
+        at = rows.long()[:, None] + draft
+        drafted = token_ids[(at + 1).clamp(max=token_ids.numel() - 1)]
+        right = samples[at.clamp(max=samples.numel() - 1)] == drafted
+        right &= draft < limits[:, None]
+        accepted = right.int().cumprod(1).sum(1)
+        last = rows + accepted
+        known = torch.stack((token_ids[last], samples[last]), dim=1).reshape(-1)
+        return Outcome((limits - accepted).int(), known)
 
     def sample(
         self, logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, vocab: int

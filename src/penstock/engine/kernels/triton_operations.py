@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from penstock.engine.attention.triton_paged import Backend, Pieces, power_of_2
-from penstock.engine.kernels import fused, launch, sampling
+from penstock.engine.kernels import fused, launch, rounds, sampling
 from penstock.engine.kernels.tuning import Tile, Tuner
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.decoder import RmsNorm
-from penstock.engine.operations import Projection
-from penstock.engine.static import StaticBatch
+from penstock.engine.operations import Outcome, Projection
+from penstock.engine.static import MAX_WINDOW, StaticBatch, StepInputs
 
 MAX_FUSED_ROWS = 128
 """Beyond this a product is bound by arithmetic, and the library's is hard to beat."""
@@ -21,6 +21,8 @@ _MOST_SPLIT = 1024
 _VOCAB_CHUNK = 4096
 _HEADS_TOGETHER = 8
 _SWIGLU_CHUNK = 1024
+_ROWS_TOGETHER = 128
+_SEQS_TOGETHER = 16
 
 
 class TritonOperations:
@@ -98,6 +100,69 @@ class TritonOperations:
 
     def attend(self, q: torch.Tensor, layer: int, plan: Pieces) -> torch.Tensor:
         return self._attention.attend_pieces(q, layer, plan)
+
+    def settle(
+        self,
+        given: StepInputs,
+        late: torch.Tensor,
+        settled: StaticBatch,
+        keys: torch.Tensor,
+        scratch_slot: int,
+        *,
+        by_row: bool,
+    ) -> None:
+        batch, capacity, num_draws = given.batch, given.batch.capacity, keys.shape[0]
+        most = max(capacity.rows, capacity.seqs, num_draws)
+        rounds.settle_rows[(-(-most // _ROWS_TOGETHER),)](
+            batch.token_ids,
+            batch.positions,
+            batch.row_seq,
+            batch.seq_lens,
+            batch.tables,
+            given.places,
+            given.short,
+            given.keys,
+            late,
+            settled.token_ids,
+            settled.positions,
+            settled.slots,
+            settled.seq_lens,
+            keys,
+            capacity.rows,
+            capacity.seqs,
+            num_draws,
+            batch.tables.stride(0),
+            scratch_slot,
+            BLOCK_SIZE=self._cache.block_size,
+            MOST=MAX_WINDOW,
+            BY_ROW=by_row,
+            BLOCK=_ROWS_TOGETHER,
+            **launch.options(),
+        )
+
+    def outcome(
+        self,
+        token_ids: torch.Tensor,
+        samples: torch.Tensor,
+        rows: torch.Tensor,
+        limits: torch.Tensor,
+    ) -> Outcome:
+        num = rows.numel()
+        short = torch.empty(num, dtype=torch.int32, device=rows.device)
+        known = torch.empty(2 * num, dtype=torch.int32, device=rows.device)
+        rounds.find_outcomes[(-(-num // _SEQS_TOGETHER),)](
+            token_ids,
+            samples,
+            rows,
+            limits,
+            short,
+            known,
+            num,
+            MOST=MAX_WINDOW,
+            BLOCK=_SEQS_TOGETHER,
+            **launch.options(),
+        )
+        return Outcome(short, known)
 
     def sample(
         self, logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, vocab: int
