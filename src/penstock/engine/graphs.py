@@ -146,7 +146,7 @@ class _Step:
         """Have the device read what was written, and what it alone knows."""
         places = self.host.places.numpy()
         places[:] = -1
-        self.host.short.zero_()
+        self.host.short.numpy()[:] = 0
         if late is not None:
             places[: len(late.places)] = late.places
         if self.host is not self.device:

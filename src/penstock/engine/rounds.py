@@ -50,10 +50,10 @@ class Entry:
 class Answer:
     """Tokens on their way to the host, in the order in which the device does its work."""
 
-    def __init__(self, tokens: torch.Tensor) -> None:
+    def __init__(self, tokens: torch.Tensor, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
         self._host = tokens
-        if tokens.device.type == "cuda":
+        if device.type == "cuda":
             self._host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
             self._host.copy_(tokens, non_blocking=True)
             self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]

@@ -231,7 +231,7 @@ class DeviceExecutor(LocalExecutor):
             {e.request_id: e for e in entries},
             batch,
             stepped,
-            Answer(tokens),
+            Answer(tokens, self._graphs.device),
             num_drafted,
             drafted,
             watch,

@@ -129,8 +129,7 @@ class TorchOperations:
         draft = torch.arange(MAX_WINDOW - 1, device=rows.device)
         at = rows.long()[:, None] + draft
         drafted = token_ids[(at + 1).clamp(max=token_ids.numel() - 1)]
-        right = samples[at.clamp(max=samples.numel() - 1)] == drafted
-        right &= draft < limits[:, None]
+        right = (samples[at.clamp(max=samples.numel() - 1)] == drafted) & (draft < limits[:, None])
         accepted = right.int().cumprod(1).sum(1)
         last = rows + accepted
         known = torch.stack((token_ids[last], samples[last]), dim=1).reshape(-1)

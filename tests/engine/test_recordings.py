@@ -1,0 +1,114 @@
+"""Recorded steps, replayed on a GPU that is none: see `pretend_gpu`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from tests.engine.pretend_gpu import pretended_gpu, queued
+from tests.engine.small_family import write_family
+from tests.engine.test_ahead import Whimsical
+from tests.engine.test_exactness import SAMPLINGS, make_requests
+
+from penstock.config import EngineConfig, PolicyConfig
+from penstock.core.types import NO_DRAFTER
+from penstock.engine import graphs
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.graphs import GraphRunner
+from penstock.engine.speculation import DeviceExecutor
+from penstock.serving.offline import complete
+
+DRAFTERS = ("same", "near", "far")
+
+
+@pytest.fixture
+def engine(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Engine]:
+    paths = write_family(tmp_path_factory.mktemp("family"))
+    monkeypatch.setattr(graphs, "why_not_triton", lambda device: "it would not be on the CPU")
+    with pretended_gpu(monkeypatch):
+        yield load_engine(
+            EngineConfig(
+                target=paths["target"],
+                drafters={name: str(paths[name]) for name in DRAFTERS},
+                dtype="float32",
+                device="cuda",
+                attention="packed",
+                kv_tokens=32 * 256,
+                allocation=PolicyConfig(name="fixed"),
+            ),
+            calibrated=False,
+        )
+
+
+def texts(engine: Engine, sampling: str, drafter: str) -> tuple[list[list[int]], int]:
+    """And the number of accepted draft tokens."""
+    done = complete(engine.loop, make_requests(SAMPLINGS[sampling], 6, drafter, 20), 4)
+    return [c.token_ids for c in done], sum(c.num_accepted for c in done)
+
+
+def test_output_is_the_targets_own(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With every step replayed many times, most of them begun before they are planned, and all
+    work of the device put off until it is waited for."""
+    assert engine.backend == "graphs"
+    executor = engine.executor
+    assert isinstance(executor, DeviceExecutor)
+    assert executor.runs_ahead
+    alone, _ = texts(engine, "coupled", NO_DRAFTER)
+    at_once = {drafter: texts(engine, "coupled", drafter) for drafter in DRAFTERS}
+    assert all(text == alone for text, _ in at_once.values())
+    assert at_once["same"][1] > at_once["near"][1] > at_once["far"][1]
+    with queued(monkeypatch):
+        assert texts(engine, "coupled", NO_DRAFTER)[0] == alone
+        assert texts(engine, "coupled", "near") == at_once["near"]
+        engine.scheduler._drafting._allocation = Whimsical(1)
+        assert texts(engine, "coupled", "near")[0] == alone
+    assert executor.num_rounds_ahead > 0.5 * executor.num_target_steps
+    target = executor.target
+    assert isinstance(target, GraphRunner)
+    assert target.recordings
+    assert all(recording._recorded is not None for recording in target.recordings)
+
+
+def test_negative_control_a_length_kept_from_the_host_is_caught(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A recording that takes a number from the host gives it for ever."""
+    alone, _ = texts(engine, "greedy", NO_DRAFTER)
+    settle = GraphRunner._settle
+
+    def kept(self: GraphRunner, step: graphs._Step, *, by_row: bool) -> None:
+        settle(self, step, by_row=by_row)
+        step.settled.seq_lens.copy_(torch.tensor(step.settled.seq_lens.numpy().copy()))
+
+    monkeypatch.setattr(GraphRunner, "_settle", kept)
+    for runner in (engine.executor.target, *(d.runner for d in engine.executor.drafters.values())):
+        runner._forwards.clear()
+        runner._drafts.clear()
+    assert texts(engine, "greedy", NO_DRAFTER)[0] != alone
+
+
+def test_negative_control_a_host_that_does_not_wait_is_caught(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before it writes where the device has yet to read."""
+    alone, _ = texts(engine, "greedy", NO_DRAFTER)
+    monkeypatch.setattr(graphs._Step, "writable", lambda self: None)
+    with queued(monkeypatch):
+        assert texts(engine, "greedy", "near")[0] != alone
+
+
+def test_negative_control_a_look_at_the_device_is_caught(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = GraphRunner._settle
+
+    def looking(self: GraphRunner, step: graphs._Step, *, by_row: bool) -> None:
+        settle(self, step, by_row=by_row)
+        assert int(step.settled.seq_lens.sum()) >= 0
+
+    monkeypatch.setattr(GraphRunner, "_settle", looking)
+    with pytest.raises(AssertionError, match="looks at what is not there yet"):
+        texts(engine, "greedy", NO_DRAFTER)
