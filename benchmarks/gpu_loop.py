@@ -80,12 +80,12 @@ class _Pass:
 
 def steady_rate(spec: LoopSpec, draft_lengths: Sequence[int], repeats: int) -> list[Rate]:
     """For every number of draft tokens (0: target only), passes in turn after one to warm up."""
-    engine = _load(spec)
+    engine = load(spec)
     passes: dict[int, list[_Pass]] = {k: [] for k in draft_lengths}
     steps: dict[int, list[float]] = {k: [] for k in draft_lengths}
     for number in range(max(1, repeats) + 1):
         for k in draft_lengths:
-            done, seconds = _pass(engine, spec, k)
+            done, seconds = run_pass(engine, spec, k)
             if number:
                 passes[k].append(done)
                 steps[k] += seconds
@@ -105,7 +105,7 @@ def _rate(k: int, passes: list[_Pass], steps: list[float]) -> Rate:
     )
 
 
-def _load(spec: LoopSpec) -> Engine:
+def load(spec: LoopSpec) -> Engine:
     blocks = spec.batch * (-(-spec.longest // BLOCK_SIZE) + 2)
     config = EngineConfig(
         target=Path(spec.target),
@@ -143,7 +143,7 @@ def _loop(engine: Engine, k: int) -> Loop:
     return Loop(scheduler, engine.executor, engine.clock)
 
 
-def _pass(engine: Engine, spec: LoopSpec, k: int) -> tuple[_Pass, list[float]]:
+def run_pass(engine: Engine, spec: LoopSpec, k: int) -> tuple[_Pass, list[float]]:
     """Bring all requests to their context, then measure until each has made its tokens."""
     loop, requests = _loop(engine, k), _requests(engine, spec, k)
     started: set[str] = set()

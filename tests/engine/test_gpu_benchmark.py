@@ -7,7 +7,7 @@ import sys
 
 import pytest
 import torch
-from benchmarks import gpu, gpu_numerics
+from benchmarks import gpu, gpu_host, gpu_numerics
 
 from penstock.engine.models import random as random_models
 
@@ -88,3 +88,11 @@ def test_says_that_there_is_no_gpu(
     monkeypatch.setattr(sys, "argv", ["gpu", "--items", "decode,speed"])
     assert gpu.main() == 2
     assert "no item 'speed'; allowed: numerics" in capsys.readouterr().err
+
+
+def test_the_hosts_work_is_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random_models, "_shapes", lambda: {"tiny": gpu_host.TINY})
+    for num_drafted in (0, 4):
+        row = gpu_host.row(3, num_drafted, passes=1)
+        assert 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
+        assert row["share_ahead"] > 0.8
