@@ -9,7 +9,7 @@ the target's samples, and compares. On the CPU the same code is simply carried o
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
 
@@ -49,10 +49,12 @@ from penstock.engine.steps import (
 
 @dataclass(frozen=True, slots=True)
 class _Started:
-    """Drafts that are being made. orders: those of each drafter; tokens: [orders, steps] each."""
+    """Drafts that are being made. request_ids: of each drafter; tokens: [requests, steps] each."""
 
-    request_ids: list[list[str]]
-    tokens: list[torch.Tensor]
+    watch: Stopwatch
+    drafted: DraftsAtHand = field(default_factory=DraftsAtHand)
+    request_ids: list[list[str]] = field(default_factory=list)
+    tokens: list[torch.Tensor] = field(default_factory=list)
 
     def places(self) -> dict[str, int]:
         """Where each request's draft begins once all are laid end to end."""
@@ -62,6 +64,15 @@ class _Started:
             place |= {id_: offset + i * tokens.shape[1] for i, id_ in enumerate(ids)}
             offset += tokens.numel()
         return place
+
+
+class _Behind(NamedTuple):
+    """What the device alone knows of the requests of the next round. known: their last two tokens;
+    short: by how much each is shorter than planned for, at most `most_short`; see `Outcome`."""
+
+    known: torch.Tensor
+    short: torch.Tensor | None
+    most_short: int
 
 
 class _Following(NamedTuple):
@@ -130,8 +141,8 @@ class DeviceExecutor(LocalExecutor):
     def _end(self, job: Job, begun: Round, mine: tuple[VerifyItem, ...]) -> Done:
         """Wait for a round that answers some items, with the next one behind it; and then, if
         there is more to the plan than these, do that."""
-        plan = job.plan
-        rest = tuple(i for i in plan.items if i not in mine)
+        plan, named = job.plan, {i.request_id for i in mine}
+        rest = tuple(i for i in plan.items if i.request_id not in named)
         if not rest and not plan.drafts:
             self._ahead = self._start_next(job, begun)
             return self._conclude(job, begun)
@@ -168,11 +179,10 @@ class DeviceExecutor(LocalExecutor):
 
     def _start_planned(self, job: Job) -> Round:
         started_at, items = self._clock.now(), job.plan.items
-        watch = Stopwatch(self._graphs.device, self._clock)
-        started, drafted = self._start_drafts(job, watch)
+        started = self._start_drafts(job)
         for held in job.recalled:
-            drafted.hold(*held)
-        drafts = [drafted.draft_of(item)[0] for item in items]
+            started.drafted.hold(*held)
+        drafts = [started.drafted.draft_of(item)[0] for item in items]
         batch = self._batch(job, drafts)
         places, place = np.full(batch.num_tokens, -1, dtype=np.int32), started.places()
         entries, row = [], 0
@@ -186,11 +196,12 @@ class DeviceExecutor(LocalExecutor):
             row += len(tokens) + 1
         late = Late(places, flat(started.tokens)) if started.tokens else None
         texts = [job.texts[i.request_id] for i in items]
-        return self._started(batch, texts, entries, late, started, drafted, watch, started_at)
+        return self._start_target(batch, texts, entries, late, started, started_at)
 
-    def _start_drafts(self, job: Job, watch: Stopwatch) -> tuple[_Started, DraftsAtHand]:
+    def _start_drafts(self, job: Job) -> _Started:
         """Have all drafts made. Those that will come later stand as zeros for the time being."""
-        drafted, started = DraftsAtHand(), _Started([], [])
+        started = _Started(Stopwatch(self._graphs.device, self._clock))
+        drafted = started.drafted
         orders = [i.draft for i in job.plan.items if i.draft is not None]
         for name, drafter in self.drafters.items():
             mine = [o for o in orders if o.drafter == name]
@@ -198,28 +209,26 @@ class DeviceExecutor(LocalExecutor):
                 continue
             texts = [job.texts[o.request_id] for o in mine]
             with drafted.without_if_failing(name):
-                with watch:
+                with started.watch:
                     tokens, drafts = _begin(drafter, mine, texts)
                 if tokens is not None:
                     started.request_ids.append([o.request_id for o in mine])
                     started.tokens.append(tokens)
                 drafted.add(mine, drafts)
                 drafted.times.append(draft_time(mine, 0.0))
-        return started, drafted
+        return started
 
-    def _started(
+    def _start_target(
         self,
         batch: RaggedBatch,
         texts: Sequence[TokenBuffer],
         entries: Sequence[Entry],
         late: Late | None,
         started: _Started,
-        drafted: DraftsAtHand,
-        watch: Stopwatch,
         started_at: float,
         most_short: int = 0,
     ) -> Round:
-        """Start the target on a batch."""
+        """Start the target on a batch, behind its drafts."""
         params, _ = self._sampling.of(list(texts))
         counts = [len(e.tokens) + 1 for e in entries]
         positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
@@ -233,8 +242,8 @@ class DeviceExecutor(LocalExecutor):
             stepped,
             Answer(tokens, self._graphs.device),
             num_drafted,
-            drafted,
-            watch,
+            started.drafted,
+            started.watch,
             started_at,
         )
 
@@ -274,25 +283,18 @@ class DeviceExecutor(LocalExecutor):
         ):
             return None
         following = self._following(job, before)
-        if not following:
-            return None
         counts = [f.num_drafted + 1 for f in following]
-        if not self._graphs.holds(sum(counts), max(counts)):
+        if not following or not self._graphs.holds(sum(counts), max(counts)):
             return None
-        watch, drafted = Stopwatch(self._graphs.device, self._clock), DraftsAtHand()
-        most_short = max(f.num_counted for f in following)
-        short, known = self._graphs.outcome(
-            before.stepped,
-            np.array([f.row for f in following], dtype=np.int32),
-            np.array([f.num_counted for f in following], dtype=np.int32),
-        )
-        late_short = short if most_short else None
-        started = self._start_next_drafts(following, known, late_short, most_short, drafted, watch)
-        if drafted.failed:
+        rows = np.array([f.row for f in following], dtype=np.int32)
+        limits = np.array([f.num_counted for f in following], dtype=np.int32)
+        most_short = int(limits.max())
+        short, known = self._graphs.outcome(before.stepped, rows, limits)
+        behind = _Behind(known, short if most_short else None, most_short)
+        started = self._start_next_drafts(following, behind)
+        if started.drafted.failed:
             return None
-        return self._start_next_step(
-            following, known, late_short, most_short, started, drafted, watch
-        )
+        return self._start_next_target(following, behind, started)
 
     def _following(self, job: Job, before: Round) -> list[_Following]:
         """Who goes on, those of one drafter side by side; nobody where memory does not hold all."""
@@ -321,48 +323,32 @@ class DeviceExecutor(LocalExecutor):
             )
         return sorted(following, key=lambda f: f.drafter)
 
-    def _start_next_drafts(
-        self,
-        following: Sequence[_Following],
-        known: torch.Tensor,
-        short: torch.Tensor | None,
-        most_short: int,
-        drafted: DraftsAtHand,
-        watch: Stopwatch,
-    ) -> _Started:
-        started, first = _Started([], []), 0
+    def _start_next_drafts(self, following: Sequence[_Following], behind: _Behind) -> _Started:
+        started, first = _Started(Stopwatch(self._graphs.device, self._clock)), 0
         for name, group in groupby(following, key=lambda f: f.drafter):
             mine = list(group)
             last = first + len(mine)
             drafter = self.drafters.get(name)
             if isinstance(drafter, GraphDrafter):
                 limits = np.array([f.num_drafted for f in mine], dtype=np.int32)
-                with drafted.without_if_failing(name), watch:
+                with started.drafted.without_if_failing(name), started.watch:
                     tokens = drafter.start_next(
                         [f.text for f in mine],
                         np.array([f.end for f in mine], dtype=np.int32),
                         limits,
-                        known[2 * first : 2 * last],
-                        None if short is None else short[first:last],
-                        most_short,
+                        behind.known[2 * first : 2 * last],
+                        None if behind.short is None else behind.short[first:last],
+                        behind.most_short,
                     )
                     started.request_ids.append([f.item.request_id for f in mine])
                     started.tokens.append(tokens)
-                    drafted.times.append(
-                        DraftTime(name, len(mine), int(limits.max()), 2 * len(mine), 0.0)
-                    )
+                    steps, num_read = int(limits.max()), 2 * len(mine)
+                    started.drafted.times.append(DraftTime(name, len(mine), steps, num_read, 0.0))
             first = last
         return started
 
-    def _start_next_step(
-        self,
-        following: Sequence[_Following],
-        known: torch.Tensor,
-        short: torch.Tensor | None,
-        most_short: int,
-        started: _Started,
-        drafted: DraftsAtHand,
-        watch: Stopwatch,
+    def _start_next_target(
+        self, following: Sequence[_Following], behind: _Behind, started: _Started
     ) -> Round:
         counts = np.array([f.num_drafted + 1 for f in following], dtype=np.int32)
         ends = np.array([f.end for f in following], dtype=np.int32)
@@ -370,7 +356,7 @@ class DeviceExecutor(LocalExecutor):
         tables = self._tables.gather([f.item.request_id for f in following], num_blocks)
         batch = next_batch(ends, counts, tables, last_only=False)
         places, place = np.empty(batch.num_tokens, dtype=np.int32), started.places()
-        entries, first_draft = [], known.numel()
+        entries, first_draft = [], behind.known.numel()
         for n, (f, row) in enumerate(zip(following, batch.query_start.tolist(), strict=False)):
             item = f.item
             entry = Entry(item.request_id, item.epoch, -1, row, [0] * f.num_drafted, f.drafter)
@@ -380,11 +366,9 @@ class DeviceExecutor(LocalExecutor):
                 first = first_draft + entry.place
                 places[row + 1 : row + 1 + f.num_drafted] = np.arange(first, first + f.num_drafted)
             entries.append(entry)
-        late = Late(places, flat([known, *started.tokens]), short)
-        texts = [f.text for f in following]
-        return self._started(
-            batch, texts, entries, late, started, drafted, watch, self._clock.now(), most_short
-        )
+        late = Late(places, flat([behind.known, *started.tokens]), behind.short)
+        texts, now = [f.text for f in following], self._clock.now()
+        return self._start_target(batch, texts, entries, late, started, now, behind.most_short)
 
 
 def _begin(
