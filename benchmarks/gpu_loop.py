@@ -27,7 +27,7 @@ from penstock.engine import graphs
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.models.random import shape
 
-_DRAFTER = "drafter"
+DRAFTER = "drafter"
 _ids = itertools.count()
 
 
@@ -109,7 +109,7 @@ def load(spec: LoopSpec) -> Engine:
     blocks = spec.batch * (-(-spec.longest // BLOCK_SIZE) + 2)
     config = EngineConfig(
         target=Path(spec.target),
-        drafters={_DRAFTER: spec.drafter},
+        drafters={DRAFTER: spec.drafter},
         dtype=str(spec.dtype).removeprefix("torch."),
         device=str(spec.device),
         backend="graphs" if spec.is_recorded else "eager",
@@ -117,9 +117,9 @@ def load(spec: LoopSpec) -> Engine:
         kv_tokens=blocks * BLOCK_SIZE,
         prefix_caching=False,
     )
-    shapes = {TARGET: shape(spec.target), _DRAFTER: shape(spec.drafter)}
+    shapes = {TARGET: shape(spec.target), DRAFTER: shape(spec.drafter)}
     engine = load_engine(config, shapes, spec.acceptance, calibrated=False)
-    for runner in (engine.executor.target, engine.executor.drafters[_DRAFTER].runner):
+    for runner in (engine.executor.target, engine.executor.drafters[DRAFTER].runner):
         fill_randomly(runner.cache)
     return engine
 
@@ -132,7 +132,7 @@ def _loop(engine: Engine, k: int) -> Loop:
     ]
     scheduler = Scheduler(
         pools[0],
-        [Drafter(_DRAFTER, pools[1])],
+        [Drafter(DRAFTER, pools[1])],
         admission=make_policy("admission", "vllm_v1", {"max_num_batched_tokens": 8192}),
         selection=make_policy("selection", "single", {}),
         allocation=make_policy("allocation", "fixed", {"k": k}),
@@ -164,7 +164,7 @@ def run_pass(engine: Engine, spec: LoopSpec, k: int) -> tuple[_Pass, list[float]
             done.accepted += sum(o.num_accepted for o in outputs)
         done.wall = sum(seconds)
     done.busy = sum(spans.values())
-    drafter = engine.executor.drafters[_DRAFTER].runner
+    drafter = engine.executor.drafters[DRAFTER].runner
     if isinstance(drafter, graphs.GraphRunner):
         done.drafting = sum(spans.get(graph, 0.0) for graph in drafter.recordings)
     loop.turn([Cancel(r.id) for r in requests])
@@ -183,7 +183,7 @@ def _requests(engine: Engine, spec: LoopSpec, k: int) -> list[Request]:
             prompt_token_ids=tuple(prompt),
             max_tokens=spec.num_tokens + 60,
             sampling=SamplingParams(temperature=0.0, seed=seed),
-            drafter=_DRAFTER if k else NO_DRAFTER,
+            drafter=DRAFTER if k else NO_DRAFTER,
         )
         for seed, prompt in enumerate(prompts.tolist())
     ]

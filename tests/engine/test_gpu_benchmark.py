@@ -93,6 +93,6 @@ def test_says_that_there_is_no_gpu(
 def test_the_hosts_work_is_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_models, "_shapes", lambda: {"tiny": gpu_host.TINY})
     for num_drafted in (0, 4):
-        row = gpu_host.row(3, num_drafted, passes=1)
+        row = gpu_host.row(3, num_drafted, gpu_host.Device(0.05, 0.01), passes=1)
         assert 0 < row["low_ms"] <= row["ms"] <= row["high_ms"]
-        assert row["share_ahead"] > 0.8
+        assert 0 <= row["idle_ahead"] < row["idle"] < 1
