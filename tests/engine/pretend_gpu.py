@@ -123,6 +123,11 @@ def _again(func: Any, args: Any, kwargs: Any, out: Any) -> None:
         old.copy_(new)
 
 
+class _Generator(torch.Generator):
+    def __new__(cls, device: Any = None) -> Any:
+        return super().__new__(cls, torch.device("cpu"))
+
+
 class _Event:
     def __init__(self, **_: Any) -> None:
         self._number = 0
@@ -219,10 +224,14 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "stream": stream,
         "current_stream": lambda device=None: _Stream(),
         "synchronize": lambda device=None: _finish(),
+        "empty_cache": lambda: None,
+        "_sleep": lambda cycles: None,
         "get_device_properties": lambda device: SimpleNamespace(multi_processor_count=132),
+        "get_device_name": lambda device: "a GPU that is none",
     }
     for name, stand_in in stands_for.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
+    monkeypatch.setattr(torch, "Generator", _Generator)
     # On the CPU NumPy does it, of which a recording sees nothing.
     monkeypatch.setattr(torch_operations, "lowest_argmax", lambda scores: scores.argmax(dim=-1))
     with _OnTheCpu():

@@ -26,30 +26,33 @@ TINY = {
 QWEN = {**TINY, "architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True}
 
 
+SMALL = gpu.Setting(
+    torch.device("cpu"),
+    torch.float32,
+    attention="packed",
+    target="tiny",
+    drafters=(("qwen", 1.3), ("tiny", None)),
+    loop_drafter="qwen",
+    decode_batches=(1, 3),
+    verify_batches=(3,),
+    context=60,
+    mean=50,
+    draft_batch=3,
+    loop_contexts=(40,),
+    loop_batch=3,
+    draft_lengths=(2, 3),
+    spin_batches=(2,),
+    spin_drafter="tiny",
+    loop_tokens=12,
+    repeats=3,
+    small=True,
+)
+
+
 @pytest.fixture
 def setting(monkeypatch: pytest.MonkeyPatch) -> gpu.Setting:
     monkeypatch.setattr(random_models, "_shapes", lambda: {"tiny": TINY, "qwen": QWEN})
-    return gpu.Setting(
-        torch.device("cpu"),
-        torch.float32,
-        attention="packed",
-        target="tiny",
-        drafters=(("qwen", 1.3), ("tiny", None)),
-        loop_drafter="qwen",
-        decode_batches=(1, 3),
-        verify_batches=(3,),
-        context=60,
-        mean=50,
-        draft_batch=3,
-        loop_contexts=(40,),
-        loop_batch=3,
-        draft_lengths=(2, 3),
-        spin_batches=(2,),
-        spin_drafter="tiny",
-        loop_tokens=12,
-        repeats=3,
-        small=True,
-    )
+    return SMALL
 
 
 def test_every_item_can_be_rehearsed(

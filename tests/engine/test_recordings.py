@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import gpu
 from tests.engine.pretend_gpu import pretended_gpu, queued
 from tests.engine.small_family import write_family
 from tests.engine.test_ahead import Whimsical
 from tests.engine.test_exactness import SAMPLINGS, make_requests
+from tests.engine.test_gpu_benchmark import QWEN, SMALL, TINY
+from typer.testing import CliRunner
 
-from penstock.config import EngineConfig, PolicyConfig
+from penstock.cli import app
+from penstock.config import EngineConfig, PolicyConfig, read_profile
 from penstock.core.types import NO_DRAFTER
 from penstock.engine import graphs
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.graphs import GraphRunner
+from penstock.engine.models import random as random_models
 from penstock.engine.speculation import DeviceExecutor
 from penstock.serving.offline import complete
 
@@ -112,3 +120,35 @@ def test_negative_control_a_look_at_the_device_is_caught(
     monkeypatch.setattr(GraphRunner, "_settle", looking)
     with pytest.raises(AssertionError, match="looks at what is not there yet"):
         texts(engine, "greedy", NO_DRAFTER)
+
+
+@pytest.mark.slow
+def test_the_benchmark_runs(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All of it, as on a GPU; its times mean nothing."""
+    monkeypatch.setattr(random_models, "_shapes", lambda: {"tiny": TINY, "qwen": QWEN})
+    monkeypatch.setattr(graphs, "why_not_triton", lambda device: "it would not be on the CPU")
+    setting = dataclasses.replace(SMALL, device=torch.device("cuda"))
+    with pretended_gpu(monkeypatch):
+        gpu.report(setting, gpu.ITEMS, as_json=True)
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert {row["item"] for row in rows} == set(gpu.ITEMS)
+    assert not [row for row in rows if row["case"] == "failed"]
+    assert all(row["passed"] is not False for row in rows if row["item"] == "numerics")
+
+
+@pytest.mark.slow
+def test_a_profile_is_measured(
+    tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = write_family(tmp_path_factory.mktemp("family"))
+    monkeypatch.setattr(graphs, "why_not_triton", lambda device: "it would not be on the CPU")
+    made = tmp_path / "profile.json"
+    options = "--device cuda --dtype float32 --batch 1,4 --contexts 32 --repeats 2 --kv-tokens 4096"
+    drafter = f"near={paths['near']}"
+    command = ["profile", "measure", str(paths["target"]), "--drafter", drafter, "--out", str(made)]
+    with pretended_gpu(monkeypatch):
+        result = CliRunner().invoke(app, [*command, *options.split()])
+    assert result.exit_code == 0, result.output
+    assert [d.name for d in read_profile(made).drafters] == ["near"]
