@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks import gpu
-from tests.engine.pretend_gpu import pretended_gpu, queued
+from tests.engine.pretend_gpu import Recording, pretended_gpu, queued
 from tests.engine.small_family import write_family
 from tests.engine.test_ahead import Whimsical
 from tests.engine.test_exactness import SAMPLINGS, make_requests
@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.config import EngineConfig, PolicyConfig, read_profile
 from penstock.core.types import NO_DRAFTER
-from penstock.engine import graphs
+from penstock.engine import calibrate, graphs
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.graphs import GraphRunner
 from penstock.engine.models import random as random_models
@@ -78,6 +78,30 @@ def test_output_is_the_targets_own(engine: Engine, monkeypatch: pytest.MonkeyPat
     assert isinstance(target, GraphRunner)
     assert target.recordings
     assert all(recording._recorded is not None for recording in target.recordings)
+
+
+def test_the_usual_sizes_are_recorded_before_they_are_measured(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long that takes: it is not part of any measurement, nor of the time for them."""
+    clock, record = engine.clock, graphs.Graph._record
+    now, slept = clock.now, [0.0]
+
+    def slowly(self: graphs.Graph) -> Recording:
+        slept[0] += 60.0
+        return record(self)  # type: ignore[return-value]
+
+    monkeypatch.setattr(graphs.Graph, "_record", slowly)
+    monkeypatch.setattr(type(clock), "now", lambda self: now() + slept[0])
+    monkeypatch.setattr(calibrate, "_ROWS", (1, 2, 5, 12))
+    monkeypatch.setattr(calibrate, "_BATCHES", (1, 2, 4))
+    calibrate.calibrate(engine.executor, engine.scheduler.estimators, clock, budget_s=200.0)
+    assert slept[0] > 60.0 * (1 + len(DRAFTERS))
+    times = engine.scheduler.estimators.step_times
+    assert [rows for rows, _ in times.target.points()] == [1, 2, 5, 12]
+    for name in DRAFTERS:
+        assert [n for n, _ in times.curve_of(name).points()] == [1, 2, 4]
+    assert all(seconds < 60.0 for _, seconds in times.target.points())
 
 
 def test_negative_control_a_length_kept_from_the_host_is_caught(

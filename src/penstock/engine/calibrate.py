@@ -3,6 +3,7 @@ a drafter, start from facts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from penstock.core.profiled import drafter_profiles, know_profile
 from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
+from penstock.engine.graphs import GraphRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.scratch import (
     best_seconds,
@@ -23,6 +25,8 @@ from penstock.engine.scratch import (
 )
 from penstock.engine.together import slowdowns
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
+
+_log = logging.getLogger(__name__)
 
 _ROWS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -44,7 +48,12 @@ def calibrate(
 ) -> None:
     """Fill the step times from a profile, and those of models that it does not know from a few
     steps of each on scratch blocks; stops growing when a model's share of `budget_s` seconds is
-    spent. together: measure such drafters beside the target, too. No request may be running."""
+    spent. together: measure such drafters beside the target, too. No request may be running.
+
+    On a GPU the usual sizes of steps are recorded before. Compiling and tuning their kernels takes
+    minutes on a new machine, and would otherwise happen to the first requests.
+    """
+    _record(executor)
     share = budget_s / (1 + len(executor.drafters))
     known: set[str] = set()
     if profile is not None:
@@ -58,6 +67,22 @@ def calibrate(
             _measure_drafter(drafter, estimators, clock, share, executor.max_model_len)
             if together:
                 _measure_together(executor, drafter, estimators, clock)
+
+
+def _record(executor: LocalExecutor) -> None:
+    target = executor.target
+    if isinstance(target, GraphRunner) and target.device.type == "cuda":
+        # A warning, because nothing is heard of the server meanwhile.
+        _log.warning("recording steps on %s, on a new machine for minutes", target.device)
+        for num in _fitting(target):
+            verify_scratch(target, [1] * num, _CONTEXT)
+        for rows in _ROWS:
+            _verify(target, rows)
+    for drafter in executor.drafters.values():
+        runner = getattr(drafter, "runner", None)
+        if isinstance(runner, GraphRunner) and runner.device.type == "cuda":
+            for num in _fitting(runner):
+                draft_scratch(drafter, num, _DRAFT_STEPS)
 
 
 def _measure_target(
@@ -80,16 +105,16 @@ def _measure_drafter(
 ) -> None:
     curve = estimators.step_times.curve_of(drafter.name)
     runner = getattr(drafter, "runner", None)
-    fits = max(_BATCHES) if runner is None else num_that_fit(runner, _TOKENS_EACH)
+    sizes = _BATCHES if runner is None else _fitting(runner)
     _grow(
         clock,
         budget_s,
-        [n for n in _BATCHES if n <= fits],
+        sizes,
         lambda n: draft_scratch(drafter, n, _DRAFT_STEPS),
         lambda n, seconds: curve.observe(n, seconds / _DRAFT_STEPS),
     )
     num_read = min(_CONTEXT, max_model_len - 2)
-    if fits and num_read > 0:
+    if sizes and num_read > 0:
         reading = read_seconds(clock, drafter, num_read, _REPEATS)
         estimators.step_times.note_catch_up(drafter.name, reading)
 
@@ -125,6 +150,11 @@ def _grow(
         observe(size, best_seconds(clock, partial(run, size), _REPEATS))
         if clock.now() - start > budget_s:
             return
+
+
+def _fitting(runner: ModelRunner) -> list[int]:
+    """Batches that a model's memory holds."""
+    return [n for n in _BATCHES if n <= num_that_fit(runner, _TOKENS_EACH)]
 
 
 def _verify(target: ModelRunner, rows: int) -> None:
