@@ -73,7 +73,7 @@ def _record(executor: LocalExecutor) -> None:
     target = executor.target
     if isinstance(target, GraphRunner) and target.device.type == "cuda":
         # A warning, because nothing is heard of the server meanwhile.
-        _log.warning("recording steps on %s, on a new machine for minutes", target.device)
+        _log.warning("recording steps on %s; may take minutes on a new machine", target.device)
         for num in _fitting(target):
             verify_scratch(target, [1] * num, _CONTEXT)
         for rows in _ROWS:
