@@ -134,7 +134,7 @@ def test_mostly_the_next_round_is_under_way_when_it_is_planned(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("kv_tokens", [32 * 256, 40 * 16])
 @pytest.mark.parametrize("drafter", ["near", "switching", "rotating"])
 def test_whatever_the_plan_asks_for(

@@ -46,24 +46,23 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["eager", "native", "graphs", "ahead"])
+@pytest.fixture(scope="module", params=["eager", "native", "graphs"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     if request.param == "native" and why_not_native() is not None:
         pytest.skip(f"no native kernels: {why_not_native()}")
     paths = write_family(tmp_path_factory.mktemp("family"))
     drafters = {name: str(paths[name]) for name in DRAFTERS[:3]} | {"ngram": NGRAM}
-    is_ahead = request.param == "ahead"
     engine = load_engine(
         EngineConfig(
             target=paths["target"],
             drafters=drafters,
             dtype="float32",
-            backend="graphs" if is_ahead else request.param,
+            backend=request.param,
             kv_tokens=32 * 256,
             num_threads=1,
         )
     )
-    engine.executor.runs_ahead = is_ahead  # as on a GPU
+    engine.executor.runs_ahead = request.param == "graphs"  # as on a GPU
     return engine
 
 

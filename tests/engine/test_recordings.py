@@ -93,14 +93,14 @@ def test_the_usual_sizes_are_recorded_before_they_are_measured(
 
     monkeypatch.setattr(graphs.Graph, "_record", slowly)
     monkeypatch.setattr(type(clock), "now", lambda self: now() + slept[0])
-    monkeypatch.setattr(calibrate, "_ROWS", (1, 2, 5, 12))
-    monkeypatch.setattr(calibrate, "_BATCHES", (1, 2, 4))
+    monkeypatch.setattr(calibrate, "_ROWS", (1, 2, 7))
+    monkeypatch.setattr(calibrate, "_BATCHES", (1, 3))
     calibrate.calibrate(engine.executor, engine.scheduler.estimators, clock, budget_s=200.0)
     assert slept[0] > 60.0 * (1 + len(DRAFTERS))
     times = engine.scheduler.estimators.step_times
-    assert [rows for rows, _ in times.target.points()] == [1, 2, 5, 12]
+    assert [rows for rows, _ in times.target.points()] == [1, 2, 7]
     for name in DRAFTERS:
-        assert [n for n, _ in times.curve_of(name).points()] == [1, 2, 4]
+        assert [n for n, _ in times.curve_of(name).points()] == [1, 3]
     assert all(seconds < 60.0 for _, seconds in times.target.points())
 
 
