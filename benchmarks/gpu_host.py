@@ -47,6 +47,8 @@ def main() -> int:
     parser.add_argument("--draft-ms", type=float, default=1.4, help="of a drafting loop (1.4)")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     options = parser.parse_args()
+    if not 0 < options.target_ms < 1e4 or not 0 <= options.draft_ms < 1e4:
+        parser.error("--target-ms and --draft-ms are milliseconds, between 0 and 10000")
     torch.set_num_threads(1)
     random_models._shapes = lambda: {"tiny": TINY}
     device = Device(options.target_ms / 1e3, options.draft_ms / 1e3)

@@ -50,8 +50,8 @@ def calibrate(
     steps of each on scratch blocks; stops growing when a model's share of `budget_s` seconds is
     spent. together: measure such drafters beside the target, too. No request may be running.
 
-    On a GPU the usual sizes of steps are recorded before. Compiling and tuning their kernels takes
-    minutes on a new machine, and would otherwise happen to the first requests.
+    On a GPU the usual sizes of steps are recorded before. Compiling and tuning their kernels may
+    take minutes on a new machine, and would otherwise happen to the first requests.
     """
     _record(executor)
     share = budget_s / (1 + len(executor.drafters))
