@@ -13,10 +13,12 @@ from penstock.cli import main
 from penstock.repro import (
     Effort,
     Entry,
+    Finding,
     ReproError,
     Run,
     Skipped,
     Verdict,
+    check,
     entries,
     entries_named,
     judge,
@@ -26,6 +28,8 @@ pytest.importorskip("matplotlib")
 
 TINY = Effort(arrivals=250, tolerance=0.5, curve_arrivals=60, shares=(0.3, 1.0), tries=0, seeds=1)
 MEASURED = {"wait_linear_model"}
+UNCONTROLLED = set(entries())
+"""Entries whose claims have no control yet."""
 
 
 @pytest.mark.parametrize("name", sorted(set(entries()) - MEASURED))
@@ -34,6 +38,8 @@ def test_an_entry_writes_its_files_and_judges_every_claim(name: str, tmp_path: P
     verdicts = entries()[name].run(Run(tmp_path, TINY, tell=told.append))
     assert verdicts
     assert all(v.claim and v.measured for v in verdicts)
+    if name not in UNCONTROLLED:
+        assert all(v.control is not None and v.control.measured for v in verdicts)
     assert told
     assert all(what.startswith(name) for what in told)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
@@ -63,6 +69,20 @@ def test_a_verdict_has_three_outcomes() -> None:
     assert judge(True, False) == "holds in part"
     assert judge(False) == "does not hold"
     assert Verdict("a", "b", judge(False)).line() == "[does not hold] a: b"
+
+
+def above_three(numbers: list[int]) -> Finding:
+    return Finding(f"the least is {min(numbers)}", (min(numbers) > 3,))
+
+
+def test_a_claim_that_its_control_passes_is_not_shown() -> None:
+    shown = check("all are above 3", above_three, [4, 5], "ones", [1, 1])
+    assert shown.outcome == "holds"
+    assert shown.line() == (
+        "[holds] all are above 3: the least is 4. Control, ones [does not hold]: the least is 1"
+    )
+    assert check("all are above 3", above_three, [4], "fives", [5]).outcome == "not shown"
+    assert check("all are above 3", above_three, [2], "ones", [1]).outcome == "does not hold"
 
 
 def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
@@ -96,6 +116,7 @@ def test_json_has_verdicts_files_and_reasons(
     assert _call(monkeypatch, "all", "--quick", "--json", "--out", str(out)) == 0
     toy, toyless = json.loads(capsys.readouterr().out)["entries"]
     assert toy["verdicts"][0]["outcome"] == "does not hold"
+    assert toy["verdicts"][0]["line"] == "[does not hold] claim: 60000 arrivals"
     assert toy["files"] == [str(out / "toy.csv")]
     assert (toyless["skipped"], toyless["verdicts"]) == ("no data", [])
 

@@ -65,7 +65,7 @@ def _outcome(entry: Entry, job: Run) -> dict[str, Any]:
     from penstock.repro import Skipped
 
     try:
-        verdicts = [asdict(verdict) for verdict in entry.run(job)]
+        verdicts = [asdict(verdict) | {"line": verdict.line()} for verdict in entry.run(job)]
         skipped = None
     except Skipped as reason:
         verdicts, skipped = [], str(reason)
@@ -80,13 +80,11 @@ def _outcome(entry: Entry, job: Run) -> dict[str, Any]:
 
 
 def _print(found: dict[str, Any]) -> None:
-    from penstock.repro import Verdict
-
     print(f"{found['name']}: {found['title']}")
     if found["skipped"]:
         print(f"  skipped: {found['skipped']}")
     for verdict in found["verdicts"]:
-        print(f"  {Verdict(**verdict).line()}")
+        print(f"  {verdict['line']}")
     for path in found["files"]:
         print(f"  wrote {path}")
 

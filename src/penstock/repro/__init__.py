@@ -10,9 +10,26 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-Outcome = Literal["holds", "holds in part", "does not hold"]
+from penstock.repro.claims import Control, Finding, Outcome, Verdict, check, judge
+
+__all__ = [
+    "FULL",
+    "QUICK",
+    "Control",
+    "Effort",
+    "Entry",
+    "Finding",
+    "Outcome",
+    "ReproError",
+    "Run",
+    "Skipped",
+    "Verdict",
+    "check",
+    "entries",
+    "entries_named",
+    "judge",
+]
 
 
 class ReproError(ValueError):
@@ -21,25 +38,6 @@ class ReproError(ValueError):
 
 class Skipped(Exception):
     """What an entry needs is not there. The message is one line."""
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a paper claims, what was measured here, and whether that agrees."""
-
-    claim: str
-    measured: str
-    outcome: Outcome
-
-    def line(self) -> str:
-        return f"[{self.outcome}] {self.claim}: {self.measured}"
-
-
-def judge(*parts: bool) -> Outcome:
-    """The outcome of a claim with several parts."""
-    if all(parts):
-        return "holds"
-    return "holds in part" if any(parts) else "does not hold"
 
 
 @dataclass(frozen=True, slots=True)
