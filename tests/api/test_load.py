@@ -95,6 +95,27 @@ def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
     eventually(lambda: is_free(slow_server))
 
 
+def test_a_stream_begins_before_its_first_token(
+    slow_server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its headers come, and then a sign of life now and again."""
+    monkeypatch.setattr("penstock.api.jobs._KEEP_ALIVE_S", 0.1)
+    url = f"{slow_server.url}/v1/completions"
+    body = {"prompt": "a", "max_tokens": 5, "stream": True}
+    os.kill(slow_server.engine_pid, signal.SIGSTOP)
+    try:
+        with httpx.stream("POST", url, json=body, timeout=10) as answer:
+            assert answer.status_code == 200
+            lines = answer.iter_lines()
+            assert [next(lines) for _ in range(4)] == [": keep-alive", ""] * 2
+            os.kill(slow_server.engine_pid, signal.SIGCONT)
+            rest = [line for line in lines if line not in ("", ": keep-alive")]
+    finally:
+        os.kill(slow_server.engine_pid, signal.SIGCONT)
+    assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
+    assert rest[-1] == "data: [DONE]"
+
+
 def test_more_choices_than_can_ever_wait(slow_server: RunningServer) -> None:
     with client_of(slow_server) as ai, pytest.raises(openai.BadRequestError) as refused:
         ai.completions.create(model="toy", prompt="a", n=9)

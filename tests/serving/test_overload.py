@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -81,13 +82,16 @@ async def test_users_hear_the_same_as_at_the_centre(
     verifier.refuse_opens = code
     body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5}
     async with edge(verifier, family["near"]) as http:
-        for wish in ({"n": 2}, {"stream": True}):
-            answer = await http.post("/v1/completions", json={**body, **wish})
-            assert answer.status_code == status
-            assert answer.headers.get("Retry-After") == retry_after
-            assert answer.headers["Content-Type"] == "application/json"
-            error = answer.json()["error"]
-            assert (error["message"], error["code"]) == ("not now", name)
+        answer = await http.post("/v1/completions", json={**body, "n": 2})
+        assert answer.status_code == status
+        assert answer.headers.get("Retry-After") == retry_after
+        error = answer.json()["error"]
+        assert (error["message"], error["code"]) == ("not now", name)
+        stream = await http.post("/v1/completions", json={**body, "stream": True})
+        assert stream.status_code == 200
+        event, done = stream.text.removeprefix("data: ").strip().split("\n\ndata: ")
+        assert json.loads(event)["error"] == error
+        assert done == "[DONE]"
         verifier.refuse_opens = None
         answer = await http.post("/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 5

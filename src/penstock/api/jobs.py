@@ -11,7 +11,7 @@ from typing import Self
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Choice, Delta, usage
@@ -21,6 +21,8 @@ from penstock.api.metrics import Metrics, RequestMeter
 from penstock.core.types import FinishReason
 from penstock.serving.client import EngineUnavailable, OutputStream, QueueFull
 from penstock.serving.ports import RequestClient
+
+_KEEP_ALIVE_S = 5.0
 
 
 class Job(AbstractContextManager["Job"]):
@@ -84,15 +86,14 @@ def _overload() -> Iterator[None]:
 
 
 class EventStream(StreamingResponse):
-    """A job's chunks as server-sent events; a client that goes away ends the job. It begins with
-    the first output: requests that nobody takes are refused like any others."""
+    """A job's chunks as server-sent events; a client that goes away ends the job. The headers go
+    out at once: a request that comes to nothing after that ends with an error event."""
 
     media_type = "text/event-stream"
 
     def __init__(self, job: Job, form: Format, body: GenerationBody) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        self._events = _events(job, form, body)
-        super().__init__(self._events, headers=headers)
+        super().__init__(_events(job, form, body), headers=headers)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -100,34 +101,50 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
+        kept_alive = _KeptAlive(send)
+        comments = asyncio.create_task(kept_alive.run())
         try:
-            first = await anext(self._events)
-        except ApiError as error:
-            refusal = error.response()
-            self.status_code, self.raw_headers = refusal.status_code, refusal.raw_headers
-            first = bytes(refusal.body)
-        self.body_iterator = _behind(first, self._events)
-        await super().stream_response(send)
+            await super().stream_response(kept_alive.send)
+        finally:
+            comments.cancel()
 
 
-async def _behind(first: bytes, events: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for event in events:
-        yield event
+class _KeptAlive:
+    """Sends a comment where nothing else was sent for a while: proxies close quiet connections."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._turn = asyncio.Lock()
+        self._clock = asyncio.get_running_loop().time
+        self._sent_at = self._clock()
+        self._is_over = False
+
+    async def send(self, message: Message) -> None:
+        async with self._turn:
+            if not self._is_over:
+                self._is_over = not message.get("more_body", True)
+                await self._send(message)
+                self._sent_at = self._clock()
+
+    async def run(self) -> None:
+        comment = {"type": "http.response.body", "body": b": keep-alive\n\n", "more_body": True}
+        while not self._is_over:
+            quiet_until = self._sent_at + _KEEP_ALIVE_S
+            if self._clock() < quiet_until:
+                await asyncio.sleep(quiet_until - self._clock())
+            else:
+                await self.send(comment)
 
 
 async def _events(job: Job, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
-    """Raises: ApiError, if there is no output at all."""
-    deltas = job.deltas()
-    delta = await anext(deltas, None)
-    for choice in job.choices:
-        opening = form.opening(choice)
-        if opening is not None:
-            yield _event(_with_usage(opening, job, body))
+    is_open = False
     try:
-        while delta is not None:
+        async for delta in job.deltas():
+            if not is_open:
+                for opening in filter(None, map(form.opening, job.choices)):
+                    yield _event(_with_usage(opening, job, body))
+                is_open = True
             yield _event(_with_usage(form.chunk(delta), job, body))
-            delta = await anext(deltas, None)
         if body.usage_at_end:
             yield _event(form.usage_chunk(job.choices))
     except ApiError as error:
