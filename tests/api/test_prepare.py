@@ -151,6 +151,32 @@ async def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
     assert prompts[0] == prompts[1]
 
 
+async def test_messages_as_the_template_gets_them(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[Any] = []
+
+    def noted(self: Tokenizer, messages: Any) -> list[int]:
+        seen.extend(messages)
+        return [5]
+
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", noted)
+    given = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "Hi", "name": "Ada"},
+    ]
+    await preparer(tokenizer).chat(ChatBody.model_validate({"messages": given}), "someone", "job")
+    assert seen == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "Hi", "name": "Ada"},
+    ]
+
+
+async def test_top_k_of_minus_one_is_off(tokenizer: Tokenizer) -> None:
+    (request,) = await completion(preparer(tokenizer), top_k=-1)
+    assert request.sampling.top_k == 0
+
+
 async def test_what_does_not_fit_the_context_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ApiError, match="context of 100 tokens") as refused:
         await completion(preparer(tokenizer), prompt=[5] * 100)

@@ -16,7 +16,9 @@ from penstock import __version__
 from penstock.api import errors
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
 from penstock.api.choices import Choice
+from penstock.api.foreign import header_value, ignored_fields
 from penstock.api.formats import ChatFormat, CompletionFormat, Format
+from penstock.api.headers import ResponseHeaders
 from penstock.api.jobs import EventStream, Job, collected
 from penstock.api.keys import Keyring
 from penstock.api.limits import BodyLimit
@@ -49,6 +51,18 @@ class Service:
             config.max_waiting_requests,
         )
 
+    async def read(self, model: type[_Body], http: Request) -> _Body:
+        """Validate a body. Not left to FastAPI: pydantic's own parser also refuses what is no valid
+        Unicode, and says what is wrong with broken JSON. Raises: ApiError."""
+        try:
+            body = model.model_validate_json(await http.body())
+        except ValidationError as error:
+            raise errors.from_validation(error) from error
+        ignored = ignored_fields(body)
+        self.metrics.count_ignored_fields(ignored)
+        http.state.ignored_fields = header_value(ignored)
+        return body
+
     async def answer(
         self, http: Request, body: GenerationBody, choices: list[Choice], form: Format
     ) -> Response:
@@ -66,6 +80,7 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     app = FastAPI(openapi_url=None)
     errors.install(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(ResponseHeaders)
     service = Service(config, client, tokenizer)
     app.state.metrics = service.metrics
     _add_openai(app, service, Keyring(config.engine.tenants))
@@ -79,7 +94,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
 
     @app.post("/v1/completions")
     async def completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
-        body = await _read(CompletionBody, http)
+        body = await service.read(CompletionBody, http)
         job_id = f"cmpl-{uuid4().hex}"
         choices = await service.prepare.completion(body, tenant, job_id)
         form = CompletionFormat(
@@ -89,7 +104,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
 
     @app.post("/v1/chat/completions")
     async def chat_completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
-        body = await _read(ChatBody, http)
+        body = await service.read(ChatBody, http)
         job_id = f"chatcmpl-{uuid4().hex}"
         choices = await service.prepare.chat(body, tenant, job_id)
         form = ChatFormat(job_id, service.model_name, service.tokenizer, logprobs=body.logprobs)
@@ -109,15 +124,6 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
         if engine.draft_model is not None:
             model["draft_model"] = engine.draft_model
         return {"object": "list", "data": [model]}
-
-
-async def _read(model: type[_Body], http: Request) -> _Body:
-    """Validate a body. Not left to FastAPI: pydantic's own parser also refuses what is no valid
-    Unicode, and says what is wrong with broken JSON. Raises: ApiError."""
-    try:
-        return model.model_validate_json(await http.body())
-    except ValidationError as error:
-        raise errors.from_validation(error) from error
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:

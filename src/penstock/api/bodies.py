@@ -1,12 +1,11 @@
-"""Request bodies. Unknown fields, wrong types and values out of range are refused; null is as if
-a field were not there."""
+"""Request bodies. Wrong types and values out of range are refused; null is as if a field were not
+there. Fields that are unknown here are kept for `penstock.api.foreign` to judge."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.core.types import AUTO_DRAFTER
 from penstock.transport.checks import MAX_LOGPROBS
@@ -19,19 +18,8 @@ _MAX_TOP_K = 2**31 - 1
 TokenId = Annotated[int, Field(ge=0)]
 
 
-def _only(neutral: object) -> Callable[[Any], Any]:
-    """For options that clients like to send but that are not offered."""
-
-    def check(value: Any) -> Any:
-        if value != neutral:
-            raise ValueError(f"only {neutral!r} is supported")
-        return value
-
-    return check
-
-
 class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     @model_validator(mode="before")
     @classmethod
@@ -51,7 +39,9 @@ class StreamOptions(_Body):
 
 class Speculation(_Body):
     """drafter: `auto` (the server selects), `none`, or a drafter's name.
-    max_draft_tokens: most draft tokens in a round."""
+    max_draft_tokens: most draft tokens in a round. No other engine has fields in here."""
+
+    model_config = ConfigDict(extra="forbid")
 
     drafter: str = AUTO_DRAFTER
     max_draft_tokens: int | None = Field(default=None, ge=0)
@@ -60,16 +50,17 @@ class Speculation(_Body):
 class GenerationBody(_Body):
     """What completions and chat completions have in common.
 
-    temperature: 0 is greedy. top_k: 0 is off, and so is the vocabulary's size or more. seed: the
-    output is a function of prompt and seed; without one it is drawn. n: choices, with seeds derived
-    from the first. user is ignored. ignore_eos: go on after the model's own end of text.
+    temperature: 0 is greedy. top_k: 0 and -1 are off, and so is the vocabulary's size or more.
+    seed: the output is a function of prompt and seed; without one it is drawn. n: choices, with
+    seeds derived from the first. user is ignored. ignore_eos: go on after the model's own end of
+    text.
     """
 
     model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
-    top_k: int = Field(default=0, ge=0, le=_MAX_TOP_K)
+    top_k: int = Field(default=0, ge=-1, le=_MAX_TOP_K)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
     stop: str | list[str] = Field(default_factory=list)
@@ -79,9 +70,6 @@ class GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     speculation: Speculation = Speculation()
     user: str | None = None
-    frequency_penalty: Annotated[float, AfterValidator(_only(0))] = 0
-    presence_penalty: Annotated[float, AfterValidator(_only(0))] = 0
-    repetition_penalty: Annotated[float, AfterValidator(_only(1))] = 1
 
     @field_validator("stop")
     @classmethod
@@ -116,7 +104,6 @@ class CompletionBody(GenerationBody):
 
     prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    echo: Annotated[bool, AfterValidator(_only(False))] = False
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -138,14 +125,24 @@ class TextPart(_Body):
 
 
 class Message(_Body):
-    role: Literal["system", "user", "assistant"]
+    """One turn. developer: OpenAI's later word for system. name: who speaks, for the chat template
+    to use."""
+
+    role: Literal["system", "developer", "user", "assistant"]
     content: str | list[TextPart]
+    name: str | None = None
 
     @property
     def text(self) -> str:
         if isinstance(self.content, str):
             return self.content
         return "".join(part.text for part in self.content)
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates take it."""
+        role = "system" if self.role == "developer" else self.role
+        named = {} if self.name is None else {"name": self.name}
+        return {"role": role, "content": self.text, **named}
 
 
 class ChatBody(GenerationBody):

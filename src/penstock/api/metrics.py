@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from penstock.api.foreign import UNNAMED
 from penstock.core.types import TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 from penstock.serving.verification import DraftHub
@@ -32,6 +33,9 @@ _REQUEST_S = (
     0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120,
     240, 480, 960,
 )  # fmt: skip
+
+MAX_IGNORED_FIELDS = 64
+"""Names of ignored fields that are told apart; clients make them up. The others count as one."""
 
 MAX_POSITIONS = 16
 """Positions of a draft that are told apart; longer drafts count in these alone."""
@@ -127,6 +131,12 @@ class Metrics:
         self.drafter_switches = self._counter(
             "drafter_switches", "Requests that came to it from another drafter.", drafter
         )
+        self._ignored_fields = self._counter(
+            "ignored_fields",
+            "Requests with a field that is ignored, by its name.",
+            ("model_name", "field"),
+        )
+        self._ignored_names: set[str] = set()
         self.drafters: dict[str, _Drafter] = {}
         self.registry.register(_PositionCollector(model_name, self.drafters))
         self.tenant = cache(lambda name: _Tenant(self, name))
@@ -137,6 +147,16 @@ class Metrics:
         if known is None:
             known = self.drafters[name] = _Drafter(self, name)
         return known
+
+    def count_ignored_fields(self, names: Iterable[str]) -> None:
+        """Count a request's ignored fields, each once."""
+        labels = set()
+        for name in names:
+            if len(self._ignored_names) < MAX_IGNORED_FIELDS:
+                self._ignored_names.add(name)
+            labels.add(name if name in self._ignored_names else UNNAMED)
+        for label in labels:
+            self._ignored_fields.labels(self.model_name, label).inc()
 
     def render(self, stats: EngineStats | None, *, is_up: bool, num_restarts: int) -> bytes:
         """The exposition text. `stats` is None while the engine cannot say."""

@@ -61,7 +61,7 @@ class Preparer:
         """Choices of a chat completion, by default as long as the context lets them. Raises:
         ApiError."""
         self._check(body, 1)
-        messages = [{"role": m.role, "content": m.text} for m in body.messages]
+        messages = [m.for_template() for m in body.messages]
         size = sum(len(m["content"]) for m in messages)
         try:
             if size > _LONG_TEXT:
@@ -187,7 +187,7 @@ class Preparer:
         return SamplingParams(
             temperature=body.temperature if body.temperature >= _GREEDY_BELOW else 0.0,
             top_p=body.top_p,
-            top_k=body.top_k,
+            top_k=max(0, body.top_k),
             seed=seed,
             verification=self.verification or by_seed,
             num_logprobs=body.num_logprobs,

@@ -88,6 +88,7 @@ class HttpServer(uvicorn.Server):
     ) -> None:
         settings = uvicorn.Config(
             app,
+            log_config=None,
             log_level="warning",
             access_log=False,
             lifespan="off",

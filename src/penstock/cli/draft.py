@@ -50,16 +50,16 @@ def draft(
 ) -> None:
     """Draft for a verification server, and serve own users over it."""
     import asyncio
-    import logging
 
     from penstock.api.edge import DraftSettings, serve_drafts
+    from penstock.api.headers import configure_logging
     from penstock.cli.models import drafter_folder
     from penstock.config import NGRAM, ConfigError
     from penstock.engine.models.config import CheckpointError
     from penstock.serving.drafters import DrafterOptions
     from penstock.serving.link import LinkRefused
 
-    logging.basicConfig(format="penstock: %(levelname)s: %(message)s")
+    configure_logging()
     with one_line(ConfigError, CheckpointError, LinkRefused):
         if dtype not in (dtypes := ("auto", "float32", "bfloat16", "float16")):
             raise ConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(dtypes)}")

@@ -108,14 +108,14 @@ def serve(
 ) -> None:
     """Serve a target, with drafters, by the OpenAI API."""
     import asyncio
-    import logging
 
     from penstock.api import server
+    from penstock.api.headers import configure_logging
     from penstock.cli.models import settings_in, with_models
     from penstock.config import ConfigError, parse_config, read_yaml
     from penstock.serving.client import EngineFailed
 
-    logging.basicConfig(format="penstock: %(levelname)s: %(message)s")
+    configure_logging()
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
         engine = _given(
