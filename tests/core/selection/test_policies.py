@@ -56,6 +56,22 @@ def test_capacities_hold_and_no_place_is_left_unused(
         assert max(drafting) == 5
 
 
+@pytest.mark.parametrize("first", range(5))
+@pytest.mark.parametrize("policy", [*LEARNING, "adaptive"])
+def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy: str, first: int) -> None:
+    """One request at a time: the first ones are too hard for the only drafter, all others easy.
+    Who gives it up must try it again."""
+
+    def rates(number: int) -> dict[str, float]:
+        return {"d0": 0.05 if number <= first else 0.9}
+
+    machine = Machine({"d0": 1e-3}, per_row=0.3e-3)
+    options = {"lbss": {"alpha": 2}}.get(policy, {})
+    world = play(policy, 2500, options, machine=machine, rates=rates, live=1, seed=first)
+    late = [name for chosen in world.played[-500:] for name in chosen.values()]
+    assert late.count("d0") > 0.7 * len(late)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_drafters_that_come_and_go_are_left_and_used_again(policy: str) -> None:
     world = play(policy, 0, live=6, machine=make_machine(beside=True, capacity=4))

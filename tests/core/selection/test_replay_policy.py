@@ -115,19 +115,21 @@ def test_an_answer_of_nothing_says_nothing() -> None:
     assert not policy._population
 
 
-def test_evidence_fades_by_token_however_it_is_cut() -> None:
+def test_evidence_fades_by_verified_token_whoever_drafted_it() -> None:
+    """All the same whether a text comes in one step or in many, and whether anybody drafts."""
     rates = []
-    for parts in ([(30, 40)], [(15, 20), (15, 20)]):
+    for steps in ((), (40,), (20, 20)):
         policy = Replay(Replay.Options(memory=50.0))
         state = RequestState(Request("r", 10, 400), 0)
         machine = Machine({"b": 1e-3})
-        policy.select([state], SelectionWork(machine.make_drafters(), machine.estimators()))
+        work = SelectionWork(machine.make_drafters(), machine.estimators())
+        policy.select([state], work)
         policy.replayed(state, Replayed("r", 0, "b", 100, 0))
-        for matched, tokens in parts:
-            policy.replayed(state, Replayed("r", 0, "b", tokens, matched))
+        for num_tokens in steps:
+            policy.observe([Outcome(state, Verdict("r", 0, 0, (0,) * num_tokens))], work)
         rates.append(policy._rate("r", "b", 0.0))
-    assert rates[0] == pytest.approx(rates[1], abs=0.05)
-    assert rates[0] > 0.3
+    assert rates[1] == pytest.approx(rates[2])
+    assert rates[1] > rates[0]
 
 
 def test_ratio_requests_learn_from_their_own_drafts_alone() -> None:

@@ -21,6 +21,8 @@ from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
 
 _KEEP = 0.999
+_OWN_KEEP = 0.995
+_FORGOTTEN = 1e-6
 
 
 def model_of(drafter: Drafter) -> str:
@@ -102,16 +104,22 @@ def _num_read(state: RequestState, drafter: Drafter) -> int:
 
 @dataclass(slots=True)
 class Mean:
-    """A mean and the spread around it; `keep` fades what is old."""
+    """A mean and the spread around it, in which what is old can fade."""
 
     count: float = 0.0
     total: float = 0.0
     squares: float = 0.0
 
-    def add(self, value: float, keep: float = 1.0) -> None:
-        self.count = keep * self.count + 1
-        self.total = keep * self.total + value
-        self.squares = keep * self.squares + value * value
+    def add(self, value: float) -> None:
+        self.count += 1
+        self.total += value
+        self.squares += value * value
+
+    def fade(self, keep: float) -> None:
+        """Count for less; the mean stays."""
+        self.count *= keep
+        self.total *= keep
+        self.squares *= keep
 
     @property
     def value(self) -> float:
@@ -124,7 +132,12 @@ class Mean:
 
 class ObservedGoodput:
     """Tokens per second of the rounds that were seen (r in the paper): of every request with each
-    model, and of every model over all requests."""
+    model, and of every model over all requests.
+
+    Every round makes ALL that is known count for less, whichever drafter it had (a discounted
+    bandit; Garivier and Moulines, 2008): a mean of a choice that nobody makes any more is old, and
+    must not be held against it for ever. What has faded away is forgotten.
+    """
 
     def __init__(self) -> None:
         self._by_request: defaultdict[str, dict[str, Mean]] = defaultdict(dict)
@@ -135,10 +148,12 @@ class ObservedGoodput:
         that only end a prompt, or that have lost their drafter, for none."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
         times = RoundTimes(work.estimators, len(outcomes), batches)
-        for state, verdict in outcomes:
+        decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
+        _fade(self.by_model, _KEEP ** len(decoding))
+        for state, verdict in decoding:
+            _fade(self._by_request.get(state.request.id, {}), _OWN_KEEP)
             drafter = work.drafters.get(state.drafter or "")
-            gone = drafter is None or not drafter.up or drafter.silent
-            if drafter is None or gone or state.num_output_tokens <= len(verdict.token_ids):
+            if drafter is None or not drafter.up or drafter.silent:
                 continue
             seconds = times.seconds(drafter, batches[drafter.name], verdict.num_proposed)
             if seconds:
@@ -146,7 +161,7 @@ class ObservedGoodput:
                 self._note(state, model_of(drafter), goodput)
 
     def _note(self, state: RequestState, model: str, goodput: float) -> None:
-        self.by_model.setdefault(model, Mean()).add(goodput, _KEEP)
+        self.by_model.setdefault(model, Mean()).add(goodput)
         if state.status is not Status.FINISHED:
             self._by_request[state.request.id].setdefault(model, Mean()).add(goodput)
 
@@ -162,3 +177,10 @@ class ObservedGoodput:
 
     def forget(self, request_id: str) -> None:
         self._by_request.pop(request_id, None)
+
+
+def _fade(means: dict[str, Mean], keep: float) -> None:
+    for model, mean in list(means.items()):
+        mean.fade(keep)
+        if mean.count < _FORGOTTEN:
+            del means[model]

@@ -19,20 +19,24 @@ from penstock.core.selection.staged import StagedPolicy, kept, rounds_ahead, ste
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
 
-_POPULATION_KEEP = 0.9998
+_POPULATION_KEEP = 0.999
 
 
 @dataclass(slots=True)
 class _Share:
-    """Accepted of decided tokens, what is old fading by token."""
+    """Accepted of decided tokens."""
 
     accepted: float = 0.0
     decided: float = 0.0
 
-    def add(self, accepted: float, decided: float, keep: float) -> None:
-        fade = keep**decided
-        self.accepted = fade * self.accepted + accepted
-        self.decided = fade * self.decided + decided
+    def add(self, accepted: float, decided: float) -> None:
+        self.accepted += accepted
+        self.decided += decided
+
+    def fade(self, keep: float) -> None:
+        """Count for less."""
+        self.accepted *= keep
+        self.decided *= keep
 
     def mean(self, prior: float, strength: float) -> float:
         """With a prior that is worth `strength` tokens; below 1."""
@@ -63,10 +67,10 @@ class Replay(StagedPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """first_gap, longest_gap: rounds between a request's decisions, at first and at most.
-        memory: tokens after which evidence has faded to 1/e. prior_tokens: of its own, what the
-        share of all requests counts as. optimism: standard deviations by which a drafter might be
-        better than it seems; one that even then would not pay for its reading is not asked. k_max:
-        the longest draft that a worth is computed for."""
+        memory: tokens of a request after which evidence has faded to 1/e. prior_tokens: of its own,
+        what the share of all requests counts as. optimism: standard deviations by which a drafter
+        might be better than it seems; one that even then would not pay for its reading is not
+        asked. k_max: the longest draft that a worth is computed for."""
 
         first_gap: int = 2
         longest_gap: int = 16
@@ -189,9 +193,21 @@ class Replay(StagedPolicy):
     def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
         for drafter in work.drafters.values():
             self._models[drafter.name] = model_of(drafter)
+        self._age(outcomes)
         for state, verdict in outcomes:
             if verdict.drafter is not None and verdict.num_decided:
                 self._note(state, verdict.drafter, verdict.evidence, verdict.num_decided)
+
+    def _age(self, outcomes: Sequence[Outcome]) -> None:
+        """Every verified token makes all that is known count for less, also of drafters that nobody
+        uses or asks: what they showed long ago must not be held against them for ever."""
+        num_tokens = sum(len(o.verdict.token_ids) for o in outcomes)
+        for share in self._population.values():
+            share.fade(_POPULATION_KEEP**num_tokens)
+        for state, verdict in outcomes:
+            record = self._records.get(state.request.id, _UNKNOWN)
+            for share in record.shares.values():
+                share.fade(self._keep ** len(verdict.token_ids))
 
     def replayed(self, state: RequestState, replayed: Replayed) -> None:
         if replayed.num_tokens:
@@ -199,10 +215,10 @@ class Replay(StagedPolicy):
 
     def _note(self, state: RequestState, drafter: str, accepted: float, decided: int) -> None:
         model = self._models.get(drafter, drafter)
-        self._population.setdefault(model, _Share()).add(accepted, decided, _POPULATION_KEEP)
+        self._population.setdefault(model, _Share()).add(accepted, decided)
         record = self._records.get(state.request.id)
         if record is not None:
-            record.shares.setdefault(model, _Share()).add(accepted, decided, self._keep)
+            record.shares.setdefault(model, _Share()).add(accepted, decided)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)
@@ -210,6 +226,7 @@ class Replay(StagedPolicy):
 
 
 _NOTHING = _Share()
+_UNKNOWN = _Record()
 _PRIOR_MEAN = 0.7
 
 POLICY = Replay

@@ -57,12 +57,11 @@ class Ucb(StagedPolicy):
     def _bound(self, state: RequestState, drafter: Drafter, times: RoundTimes) -> float:
         seen, model = self._observed.by_model, model_of(drafter)
         own = self._observed.of(state.request.id).get(model, _NOTHING)
-        if model in seen:
-            prior = seen[model].value
-        else:
-            # Somebody has to be the first.
-            prior = max([2 * times.alone, *(m.value for m in seen.values())])
-        strength = self.options.prior_rounds
+        others = seen.get(model, _NOTHING)
+        # Somebody has to be the first, and again when what was seen has faded.
+        hope = max([2 * times.alone, *(m.value for m in seen.values())])
+        prior = (others.total + hope) / (others.count + 1)
+        strength = min(self.options.prior_rounds, others.count + 1)
         mean = (own.total + strength * prior) / (own.count + strength)
         deviation = math.sqrt(_variance(seen.values()))
         width = math.sqrt(math.log(2 + state.round) / (own.count + strength))
@@ -75,9 +74,10 @@ class Ucb(StagedPolicy):
         return self._length(stages[arm] - 1)
 
     def _length(self, stage: int) -> int:
-        """τ(r + 1) − τ(r), with τ(r) = ⌈(1 + growth)^r⌉; at most what nobody lives to see."""
+        """τ(r + 1) − τ(r), with τ(r) = ⌈(1 + growth)^r⌉; no longer than means stay fresh."""
         base, stage = 1 + self.options.growth, min(stage, 60)
-        return min(max(1, math.ceil(base ** (stage + 1)) - math.ceil(base**stage)), 1 << 20)
+        length = math.ceil(base ** (stage + 1)) - math.ceil(base**stage)
+        return min(max(1, length), _LONGEST_STAGE)
 
     def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
         self._observed.observe(outcomes, work)
@@ -95,5 +95,6 @@ def _variance(means: Collection[Mean]) -> float:
 
 
 _NOTHING = Mean()
+_LONGEST_STAGE = 256
 
 POLICY = Ucb
