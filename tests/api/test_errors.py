@@ -6,6 +6,10 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from pydantic import ValidationError
+
+from penstock.api.bodies import CompletionBody
+from penstock.engine.tokenizer import Tokenizer
 
 USER = [{"role": "user", "content": "Hi"}]
 
@@ -135,6 +139,41 @@ def test_a_huge_body_is_refused_before_it_is_read(http: httpx.Client) -> None:
 def test_a_huge_body_of_unknown_size_is_refused(http: httpx.Client) -> None:
     pieces = (b" " * 100_000 for _ in range(50))
     refused(http.post("/v1/completions", content=pieces), 413, "4194304 bytes")
+
+
+@pytest.mark.parametrize("text", ["a" * 4_000_000, "word " * 800_000, " " * 4_000_000])
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_prompt_far_too_long_is_never_tokenised_whole(
+    http: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, text: str
+) -> None:
+    """The context has 512 tokens, and the longest token 14 characters."""
+    sizes: list[int] = []
+    encode = Tokenizer.encode
+
+    def noted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        sizes.append(len(text))
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(Tokenizer, "encode", noted)
+    bodies: list[dict[str, Any]] = [{"messages": [{"role": "user", "content": text}]}]
+    if path == "/v1/completions":
+        bodies = [{"prompt": text}, {"prompt": ["a", text]}]
+    for body in bodies:
+        error = refused(http.post(path, json=body), 400, "context of 512 tokens")
+        assert error["code"] == "context_length_exceeded"
+    assert sum(sizes) < 2 * 14 * 512
+
+
+@pytest.mark.parametrize("prompt", [[1] * 10_000, [[1]] * 10_000])
+def test_a_wrong_entry_is_one_complaint(prompt: list[Any]) -> None:
+    """Each costs memory, and a body has room for millions."""
+    with pytest.raises(ValidationError) as wrong:
+        CompletionBody.model_validate_json(json.dumps({"prompt": [*prompt, "x"]}))
+    assert wrong.value.error_count() < 8
+
+
+def test_more_prompts_than_anybody_takes(http: httpx.Client) -> None:
+    refused(http.post("/v1/completions", json={"prompt": [[1]] * 70_000}), 400, "at most 65536")
 
 
 def test_unknown_endpoints(http: httpx.Client) -> None:

@@ -103,9 +103,9 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:
     seen: list[threading.Thread] = []
     encode = Tokenizer.encode
 
-    def noted(self: Tokenizer, text: str) -> list[int]:
+    def noted(self: Tokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
         seen.append(threading.current_thread())
-        return encode(self, text)
+        return encode(self, text, add_special_tokens)
 
     monkeypatch.setattr(Tokenizer, "encode", noted)
     return seen

@@ -194,6 +194,15 @@ def test_chat_template(tmp_path: Path) -> None:
         strict.apply_chat_template(messages)
 
 
+@pytest.mark.parametrize("text", ["and " * 50, "a" * 300, "Straße € " * 20, "and"])
+def test_what_fits_is_encoded_as_ever(tmp_path: Path, text: str) -> None:
+    tokenizer = load_tokenizer(save(tmp_path, byte_level()))
+    ids = tokenizer.encode(text)
+    for special in (True, False):
+        assert tokenizer.encode_within(text, len(ids), special) == tokenizer.encode(text, special)
+    assert tokenizer.encode_within(text, len(ids) - 1) is None
+
+
 def test_unusable_tokenizers(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.json") as missing:
         load_tokenizer(tmp_path)

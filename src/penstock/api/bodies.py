@@ -12,10 +12,18 @@ from penstock.transport.checks import MAX_LOGPROBS
 
 _MAX_STOPS = 16
 _MAX_CHOICES = 128
+_MAX_PROMPTS = 2**16
 _MAX_TOP_K = 2**31 - 1
 """What everything behind can hold: a draft server's link has 32 bits for it."""
 
 TokenId = Annotated[int, Field(ge=0)]
+
+# Lists may be millions long: they are read once as what their first entry is, and a wrong entry is
+# one complaint, not one for each entry and shape.
+_Texts = Annotated[list[str], Field(fail_fast=True)]
+_TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+_Prompts = Annotated[list[_TokenIds], Field(fail_fast=True, max_length=_MAX_PROMPTS)]
+_Prompt = Annotated[str | _Texts | _TokenIds | _Prompts, Field(union_mode="left_to_right")]
 
 
 class _Body(BaseModel):
@@ -63,8 +71,8 @@ class GenerationBody(_Body):
     top_k: int = Field(default=0, ge=-1, le=_MAX_TOP_K)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
-    stop: str | list[str] = Field(default_factory=list)
-    stop_token_ids: list[TokenId] = Field(default_factory=list)
+    stop: str | _Texts = Field(default_factory=list)
+    stop_token_ids: _TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -102,7 +110,7 @@ class GenerationBody(_Body):
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`. logprobs: how many alternatives to report for each token."""
 
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: _Prompt
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
 
     @property

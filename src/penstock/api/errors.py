@@ -62,6 +62,7 @@ class ApiError(Exception):
 def from_validation(error: ValidationError) -> ApiError:
     """The first of pydantic's complaints, as one line."""
     details = error.errors(include_url=False, include_input=False)
+    details = [d for d in details if d["type"] == "too_long"] or details
     first, location = details[0], list(details[0]["loc"])
     if first["type"] == "json_invalid":
         return ApiError(400, f"the body is not JSON: {first['ctx']['error']}", code="invalid_json")

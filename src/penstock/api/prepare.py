@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
 from penstock.api.choices import Choice
@@ -18,6 +19,9 @@ from penstock.serving.messages import Ready
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
 
 _DEFAULT_COMPLETION_TOKENS = 16
 _GREEDY_BELOW = 1e-5
@@ -43,6 +47,10 @@ class Preparer:
     verification: Literal["coupled", "ratio"] | None
     drafters: Callable[[], tuple[str, ...]]
     max_choices: int
+    _one_at_a_time: Executor = field(
+        default_factory=lambda: ThreadPoolExecutor(1, "penstock-tokenizer")
+    )
+    """Long texts wait for each other: each takes up to a thousand times its size in memory."""
 
     async def completion(self, body: CompletionBody, tenant: str, job_id: str) -> list[Choice]:
         """Choices of a completion, those of the first prompt first. Raises: ApiError."""
@@ -51,10 +59,8 @@ class Preparer:
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
         size = sum(_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
-        if size > _LONG_TEXT:
-            prompts = await asyncio.to_thread(self._completion_prompts, given)
-        else:
-            prompts = self._completion_prompts(given)
+        # One by one, so that the texts of others can go between.
+        prompts = [await self._tokenise(size, self._completion_prompt, p) for p in given]
         return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, tenant, job_id)
 
     async def chat(self, body: ChatBody, tenant: str, job_id: str) -> list[Choice]:
@@ -62,16 +68,15 @@ class Preparer:
         ApiError."""
         self._check(body, 1)
         messages = [m.for_template() for m in body.messages]
-        size = sum(len(m["content"]) for m in messages)
-        try:
-            if size > _LONG_TEXT:
-                prompt = await asyncio.to_thread(self.tokenizer.apply_chat_template, messages)
-            else:
-                prompt = self.tokenizer.apply_chat_template(messages)
-        except ValueError as error:
-            raise ApiError(400, f"messages: {error}", param="messages") from error
-        self._check_prompt(prompt, "messages")
+        size = sum(_PER_TEXT + len(m["content"]) for m in messages)
+        prompt = await self._tokenise(size, self._chat_prompt, messages)
         return self._choices(body, [prompt], self.engine.max_request_tokens, tenant, job_id)
+
+    async def _tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
+        """Raises: as `work`."""
+        if size <= _LONG_TEXT:
+            return work(given)
+        return await asyncio.get_running_loop().run_in_executor(self._one_at_a_time, work, given)
 
     def _check(self, body: GenerationBody, num_prompts: int) -> None:
         """What can be said before anything is tokenised. Raises: ApiError."""
@@ -99,20 +104,32 @@ class Preparer:
             )
         self._check_ids(body.stop_token_ids, "stop_token_ids")
 
-    def _completion_prompts(self, given: Sequence[str | list[int]]) -> list[list[int]]:
-        prompts: list[list[int]] = []
-        for prompt in given:
-            token_ids = self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
-            self._check_prompt(token_ids, "prompt")
-            prompts.append(token_ids)
-        return prompts
+    def _completion_prompt(self, given: str | list[int]) -> list[int]:
+        if isinstance(given, str):
+            return self._encode(given, "prompt")
+        return self._checked(given, "prompt")
 
-    def _check_prompt(self, token_ids: Sequence[int], param: str) -> None:
+    def _chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+        try:
+            text = self.tokenizer.chat_text(messages)
+        except ValueError as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+        return self._encode(text, "messages", add_special_tokens=False)
+
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+        limit = self.engine.max_request_tokens
+        token_ids = self.tokenizer.encode_within(text, limit, add_special_tokens)
+        if token_ids is None:
+            raise self._too_long(f"{param}: {len(text)} characters leave no room", param)
+        return self._checked(token_ids, param)
+
+    def _checked(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:
             raise ApiError(400, f"{param}: must not be empty", param=param)
-        self._check_ids(token_ids, param)
         if len(token_ids) >= self.engine.max_request_tokens:
             raise self._too_long(f"{param}: {len(token_ids)} tokens leave no room", param)
+        self._check_ids(token_ids, param)
+        return token_ids
 
     def _check_ids(self, token_ids: Sequence[int], param: str) -> None:
         highest = self.engine.vocab_size - 1

@@ -15,6 +15,12 @@ from transformers import AutoTokenizer
 
 from penstock.engine.models.config import CheckpointError, one_line
 
+_HEAD_CHARS = 8
+"""Characters a token that the head of a text is taken to have: more than usual in any language."""
+
+_CUT_TOKENS = 16
+"""A head may have so many more tokens than its part of the whole text: it ends amid a word."""
+
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -63,6 +69,22 @@ class Tokenizer:
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens)
         return ids
 
+    def encode_within(
+        self, text: str, limit: int, add_special_tokens: bool = True
+    ) -> list[int] | None:
+        """As `encode`; None for a text of more than `limit` tokens, with no more work than for one
+        of about that many. A text of more characters than the longest tokens could spell is taken
+        to be too long, even if the tokenizer drops characters, such as repeated spaces.
+        """
+        if len(text) > limit * self._longest_token:
+            return None
+        if len(text) > limit * _HEAD_CHARS:
+            head = self.encode(text[: limit * _HEAD_CHARS], add_special_tokens)
+            if len(head) > limit + _CUT_TOKENS:
+                return None
+        ids = self.encode(text, add_special_tokens)
+        return ids if len(ids) <= limit else None
+
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         text: str = self._fast.decode(
             list(token_ids),
@@ -75,17 +97,24 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
         """Token ids of a conversation. Raises ValueError if the template lacks or refuses it."""
+        # The template writes special tokens itself.
+        return self.encode(self.chat_text(messages, add_generation_prompt), False)
+
+    def chat_text(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as the model reads it. Raises: as `apply_chat_template`."""
         if self._fast.chat_template is None:
             raise ValueError("the tokenizer has no chat template; send a text prompt instead")
         try:
-            ids: list[int] = self._fast.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, return_dict=False
+            text: str = self._fast.apply_chat_template(
+                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
             )
         except Exception as error:
             raise ValueError(
                 f"the chat template refuses the messages: {one_line(error)}"
             ) from error
-        return ids
+        return text
 
     def detokenizer(
         self, skip_special_tokens: bool = True, previous: int | None = None
@@ -120,6 +149,11 @@ class Tokenizer:
         before = self.decode(context, skip_special_tokens=False)
         after = self.decode([*context, token_id], skip_special_tokens=False)
         return after[len(before) :].encode()
+
+    @cached_property
+    def _longest_token(self) -> int:
+        """Characters, of which a byte-level vocabulary has one for each byte."""
+        return max(map(len, self._fast.get_vocab()))
 
     @cached_property
     def _definition(self) -> dict[str, Any]:
