@@ -156,11 +156,11 @@ async def test_messages_as_the_template_gets_them(
 ) -> None:
     seen: list[Any] = []
 
-    def noted(self: Tokenizer, messages: Any) -> list[int]:
+    def noted(self: Tokenizer, messages: Any) -> str:
         seen.extend(messages)
-        return [5]
+        return "a"
 
-    monkeypatch.setattr(Tokenizer, "apply_chat_template", noted)
+    monkeypatch.setattr(Tokenizer, "chat_text", noted)
     given = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "Hi", "name": "Ada"},
