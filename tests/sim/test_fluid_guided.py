@@ -192,9 +192,9 @@ def test_nobody_is_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_short_prompt_passes_a_long_one_in_a_queue() -> None:
     prompts = np.array([4000] * 12 + [50])
     workload = Workload("burst", prompts, np.full(13, 4), np.linspace(0.0, 0.1, 13))
-    by_stretch = fluid(workload).ttft[-1]
-    in_order = fluid(workload, options={"stretch": 0.0}).ttft[-1]
-    assert by_stretch < 0.5 * in_order
+    by_size = fluid(workload).ttft[-1]
+    in_order = fluid(workload, options={"order": "arrival"}).ttft[-1]
+    assert by_size < 0.5 * in_order
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,9 @@ class Scheduler:
         self.estimators = estimators or Estimators()
         self.tenants = {t.name: t for t in tenants}
         self.running: dict[str, RequestState] = {}
-        self.waiting = WaitingRequests(admission.queue_of)
+        self.waiting = WaitingRequests(
+            admission.queue_of, lambda: admission.new_queue(self.estimators)
+        )
         self.num_preemptions = 0
         self._counted = counted
         self._solo: dict[str, RequestState] = {}

@@ -208,7 +208,7 @@ class Step:
             kv.num_committed_blocks = len(cached)
             kv.num_computed_tokens = len(cached) * self.pool.block_size
         state.num_cached_tokens = kv.num_computed_tokens
-        self.waiting.remove(state)
+        self.waiting.admit(state)
         state.status = Status.RUNNING
         self.running[state.request.id] = self.solo[state.request.id] = state
         self.schedule(state, num_tokens)
@@ -221,24 +221,23 @@ class Step:
         max_num_seqs: int,
         num_kept_free: int = 0,
         *,
-        key: Hashable = None,
-        whole: bool = False,
-    ) -> bool:
-        """Admit waiting requests of a queue, oldest first, while the budget, `max_num_seqs` and
-        memory last; the last one in part. `whole`: memory must hold all that a request has to
-        compute, not only its first chunk. The spare blocks are not kept from a request that is
-        alone. Returns whether the queue is empty now."""
-        queue = self.waiting.queue(key)
-        while queue and budget > 0 and len(self.running) < max_num_seqs:
-            state = queue[0]
+        whole: bool = True,
+    ) -> None:
+        """Admit waiting requests, first in order first, while the budget, `max_num_seqs` and memory
+        last; the last one in part. `whole`: memory must hold all that a request has to compute, not
+        only its first chunk. The spare blocks are not kept from a request that is alone."""
+        queue = self.waiting.queue()
+        while budget > 0 and len(self.running) < max_num_seqs:
+            state = queue.first
+            if state is None:
+                return
             missing = self.num_missing_tokens(state)
             tokens = min(missing, budget)
             spare = num_kept_free if self.running else 0
             if not self.can_admit(state, missing if whole else tokens, spare):
-                return False
+                return
             self.admit(state, tokens)
             budget -= tokens
-        return not queue
 
     # --- memory ---------------------------------------------------------------------------------
 

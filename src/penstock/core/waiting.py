@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 
+from penstock.core.order import ArrivalQueue
 from penstock.core.state import RequestState
 
 
 class WaitingRequests:
-    """One deque for each key of the policy; a policy without keys has one queue."""
+    """One queue for each key of the policy; a policy without keys has one queue. What the order is
+    within a queue is the queue's own affair."""
 
-    def __init__(self, key_of: Callable[[RequestState], Hashable]) -> None:
+    def __init__(
+        self,
+        key_of: Callable[[RequestState], Hashable],
+        new_queue: Callable[[], ArrivalQueue] = ArrivalQueue,
+    ) -> None:
         self._key_of = key_of
-        self._queues: dict[Hashable, deque[RequestState]] = {}
+        self._new_queue = new_queue
+        self._queues: dict[Hashable, ArrivalQueue] = {}
         self._num = 0
 
     def __len__(self) -> int:
@@ -23,31 +29,29 @@ class WaitingRequests:
         for queue in self._queues.values():
             yield from queue
 
-    @property
-    def keys(self) -> list[Hashable]:
-        """Keys of the queues that are not empty."""
-        return [key for key, queue in self._queues.items() if queue]
-
-    def queue(self, key: Hashable = None) -> deque[RequestState]:
-        """The queue of a key, oldest first; preempted requests before all others. Look only."""
+    def queue(self, key: Hashable = None) -> ArrivalQueue:
+        """The queue of a key. Look only."""
         queue = self._queues.get(key)
         if queue is None:
-            queue = self._queues[key] = deque()
+            queue = self._queues[key] = self._new_queue()
         return queue
 
     def append(self, state: RequestState) -> None:
+        """A request arrives."""
         self.queue(self._key_of(state)).append(state)
         self._num += 1
 
     def appendleft(self, state: RequestState) -> None:
+        """A running request is preempted."""
         self.queue(self._key_of(state)).appendleft(state)
         self._num += 1
 
     def remove(self, state: RequestState) -> None:
-        """Take a request out. Raises: ValueError if it does not wait."""
-        queue = self.queue(self._key_of(state))
-        if queue and queue[0] is state:
-            queue.popleft()
-        else:
-            queue.remove(state)
+        """A request gives up. Raises: KeyError if it does not wait."""
+        self.queue(self._key_of(state)).remove(state)
+        self._num -= 1
+
+    def admit(self, state: RequestState) -> None:
+        """A request is admitted. Raises: KeyError if it does not wait."""
+        self.queue(self._key_of(state)).admit(state)
         self._num -= 1

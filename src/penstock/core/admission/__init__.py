@@ -10,6 +10,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import ClassVar
 
+from penstock.core.estimators import Estimators
+from penstock.core.order import ArrivalQueue, OrderName, make_queue
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
@@ -18,6 +20,8 @@ class AdmissionPolicy(ABC):
     """What an admission policy may say besides."""
 
     name: ClassVar[str]
+    order: OrderName = "arrival"
+    """In which order the requests of a queue are tried."""
 
     @abstractmethod
     def compose(self, step: Step) -> None:
@@ -30,3 +34,7 @@ class AdmissionPolicy(ABC):
     def queue_of(self, state: RequestState) -> Hashable:
         """Key of the queue in which a request waits."""
         return None
+
+    def new_queue(self, estimators: Estimators) -> ArrivalQueue:
+        """An empty queue, which keeps the order."""
+        return make_queue(self.order, estimators)

@@ -10,12 +10,13 @@ import bisect
 import heapq
 import itertools
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.growth import Refill, num_that_fit
+from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.core.types import Status
@@ -60,15 +61,15 @@ class FluidGuided(AdmissionPolicy):
         """max_num_batched_tokens: most positions in a step.
         confidence: standard deviations by which less memory may come free than is expected.
         horizon: steps in which waiting prompts should be computed.
-        stretch: seconds that a prompt may wait longer for each second of its own prefill.
         tolerance: share by which a step may be less efficient than the best, to be shorter.
+        order: in which order waiting requests are tried.
         ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
 
         max_num_batched_tokens: int = 8192
         confidence: float = 4.0
         horizon: float = 10.0
-        stretch: float = 200.0
         tolerance: float = 0.03
+        order: OrderName = "size_aware"
         ttft_p99: float | None = None
         tpot_p99: float | None = None
 
@@ -83,6 +84,7 @@ class FluidGuided(AdmissionPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.order = options.order
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
         self._turn = ("", -math.inf)
@@ -132,28 +134,12 @@ class FluidGuided(AdmissionPolicy):
         """Requests with prompt tokens to compute, in the order in which they get them: running
         ones, and as many waiting ones as memory is expected to hold and could matter now."""
         if self.options.ttft_p99 is None:
-            return step.prefills() + self._admissible(step, self._by_stretch(step))
+            return step.prefills() + self._admissible(step, step.waiting.queue())
         overdue, on_time, late = self._by_target(step, self.options.ttft_p99, pauses)
         in_order = overdue + on_time + late
         others = [s for s in in_order if s.status is not Status.RUNNING]
         admissible = set(map(id, self._admissible(step, others)))
         return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
-
-    def queue_of(self, state: RequestState) -> Hashable:
-        """Sizes of prompts are told apart by powers of two."""
-        return state.request.prompt_len.bit_length()
-
-    def _by_stretch(self, step: Step) -> Iterator[RequestState]:
-        """Waiting requests, as if each had arrived later by `stretch` times its own work: a long
-        prompt may wait longer than a short one, but nobody waits for ever."""
-        profile = step.estimators.step_model.profile
-        token = self._best_step(step)[1] + profile.per_prefill_token
-
-        def due(state: RequestState) -> float:
-            size: int = 1 << state.request.prompt_len.bit_length()
-            return state.request.arrival_time + self.options.stretch * token * size
-
-        return heapq.merge(*(step.waiting.queue(k) for k in step.waiting.keys), key=due)
 
     def _admissible(self, step: Step, waiting: Iterable[RequestState]) -> list[RequestState]:
         """The first of the waiting requests, as far as memory is expected to hold them, they could
@@ -187,7 +173,7 @@ class FluidGuided(AdmissionPolicy):
         oldest first. Whoever would make most others late is late: the fewest are that way (Moore
         and Hodgson). After `_PATIENCE` targets one of them every `_TURN` targets comes first:
         nobody is put off for ever, and under overload they do not make everybody late."""
-        waiting = itertools.islice(self._by_stretch(step), _LOOK_AHEAD)
+        waiting = itertools.islice(step.waiting.queue(), _LOOK_AHEAD)
         prompts = sorted([*step.prefills(), *waiting], key=lambda s: s.request.arrival_time)
         turn = self._turn_of(prompts, step.now, target)
         decoding = 0.0 if pauses else self._decode_seconds(step, 1)

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
@@ -13,8 +14,9 @@ from penstock.core.step import Step
 class GuaranteedNoEvict(AdmissionPolicy):
     """Memory is set aside for the longest output that a request may make.
 
-    Decoding and whole prompts share a step. `max_tokens` is what a request may make; where it says
-    much more than is made, memory stays empty.
+    Decoding requests come first in a step, then prompts, the last of them in part where the budget
+    ends (its chunked context, first come, first served). `max_tokens` is what a request may make;
+    where it says much more than is made, memory stays empty.
     """
 
     name: ClassVar[str] = "guaranteed_no_evict"
@@ -22,10 +24,12 @@ class GuaranteedNoEvict(AdmissionPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """max_num_tokens: positions a step.
-        max_batch_size: requests running at once."""
+        max_batch_size: requests running at once.
+        order: in which order waiting requests are tried."""
 
         max_num_tokens: int = 8192
         max_batch_size: int = 256
+        order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             if self.max_batch_size < 1 or self.max_num_tokens < self.max_batch_size:
@@ -36,6 +40,7 @@ class GuaranteedNoEvict(AdmissionPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.order = options.order
 
     def compose(self, step: Step) -> None:
         options = self.options
@@ -43,8 +48,7 @@ class GuaranteedNoEvict(AdmissionPolicy):
         budget -= step.schedule_decodes(budget)
         budget -= min(step.num_reserved, budget // 2)
         budget -= step.schedule_prefills(budget)
-        queue = step.waiting.queue()
-        if queue and len(step.running) < options.max_batch_size:
+        if step.waiting and len(step.running) < options.max_batch_size:
             self._admit(step, budget)
         step.repeatable = True
 
@@ -54,12 +58,13 @@ class GuaranteedNoEvict(AdmissionPolicy):
     def _admit(self, step: Step, budget: int) -> None:
         queue = step.waiting.queue()
         left = step.num_free_when_grown(_most_tokens)
-        while queue and len(step.running) < self.options.max_batch_size:
-            state = queue[0]
-            tokens = step.num_missing_tokens(state)
+        while budget > 0 and len(step.running) < self.options.max_batch_size:
+            state = queue.first
+            if state is None:
+                return
+            tokens = min(step.num_missing_tokens(state), budget)
             left -= step.pool.blocks_for(_most_tokens(state))
-            fits = tokens <= budget or not step.num_tokens
-            if left < 0 or not fits or not step.can_admit(state, tokens):
+            if left < 0 or not step.can_admit(state, tokens):
                 return
             step.admit(state, tokens)
             budget -= tokens

@@ -6,6 +6,8 @@ deadlock is reported, not hidden. `nested_wait_gated` is the version that serves
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sized
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -44,7 +46,7 @@ class NestedWait(AdmissionPolicy):
     def compose(self, step: Step) -> None:
         thresholds = self.options.thresholds
         paused = self._pause(step)
-        waiting = [step.waiting.queue(), *paused[1:]]
+        waiting: list[Sized] = [step.waiting.queue(), *paused[1:]]
         num = 0
         while num < len(thresholds) and len(waiting[num]) >= thresholds[num]:
             num += 1
@@ -81,7 +83,7 @@ class NestedWait(AdmissionPolicy):
             state.until = ends[segment] if segment < len(ends) - 1 else None
 
     def _admit(self, step: Step, threshold: int) -> None:
-        for state in list(step.waiting.queue())[:threshold]:
+        for state in list(itertools.islice(step.waiting.queue(), threshold)):
             missing = step.num_missing_tokens(state)
             if not step.can_admit(state, missing):
                 return

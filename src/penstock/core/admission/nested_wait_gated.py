@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.admission.wait import check_thresholds
+from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
@@ -29,13 +30,15 @@ class NestedWaitGated(AdmissionPolicy):
         thresholds: n_i for each segment, requests a stage.
         max_wait: seconds after which a prompt is admitted without its wave.
         slack: how far a segment may be over its threshold.
-        max_num_batched_tokens: positions a step."""
+        max_num_batched_tokens: positions a step.
+        order: in which order waiting requests are tried."""
 
         segment_ends: tuple[int, ...] = (64, 256, 1024)
         thresholds: tuple[float, ...] = (1.0, 1.0, 1.0)
         max_wait: float = 0.5
         slack: float = 1.5
         max_num_batched_tokens: int = 2048
+        order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             check_thresholds(self.segment_ends, self.thresholds)
@@ -46,6 +49,7 @@ class NestedWaitGated(AdmissionPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.order = options.order
         self._credit = 0.0
 
     def draft_budget(self, num_tokens: int) -> int:
@@ -60,10 +64,10 @@ class NestedWaitGated(AdmissionPolicy):
         threshold = self.options.thresholds[0]
         self._credit = min(self._credit + threshold, max(threshold, 1.0))
         queue = step.waiting.queue()
-        if not queue:
+        if queue.oldest is None:
             step.repeatable = self._credit >= max(threshold, 1.0)
             return
-        due = queue[0].request.arrival_time + self.options.max_wait
+        due = queue.oldest.request.arrival_time + self.options.max_wait
         if step.num_tokens and len(queue) < threshold and step.now < due:
             step.wake_at = due
             return
@@ -89,8 +93,10 @@ class NestedWaitGated(AdmissionPolicy):
 
     def _admit(self, step: Step, num: int, budget: int) -> None:
         queue = step.waiting.queue()
-        while queue and num > 0 and budget > 0:
-            state = queue[0]
+        while num > 0 and budget > 0:
+            state = queue.first
+            if state is None:
+                return
             grown = step.pool.blocks_for(self._expected(state))
             if step.running and step.num_free_when_grown(self._expected) < grown:
                 return

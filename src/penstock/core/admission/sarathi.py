@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.order import OrderName
 from penstock.core.step import Step
 
 
@@ -23,11 +24,13 @@ class Sarathi(AdmissionPolicy):
     class Options:
         """token_budget: positions a step, decoding ones included.
         max_num_seqs: requests running at once.
-        watermark: share of the KV blocks that admission leaves free."""
+        watermark: share of the KV blocks that admission leaves free.
+        order: in which order waiting requests are tried."""
 
         token_budget: int = 512
         max_num_seqs: int = 256
         watermark: float = 0.01
+        order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             if self.max_num_seqs < 1 or self.token_budget < self.max_num_seqs:
@@ -40,6 +43,7 @@ class Sarathi(AdmissionPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.order = options.order
 
     def compose(self, step: Step) -> None:
         options = self.options
@@ -49,7 +53,7 @@ class Sarathi(AdmissionPolicy):
         budget -= step.schedule_prefills(budget)
         if not step.num_preempted:
             kept_free = int(options.watermark * step.pool.num_blocks)
-            step.admit_in_order(budget, options.max_num_seqs, kept_free, whole=True)
+            step.admit_in_order(budget, options.max_num_seqs, kept_free)
             step.repeatable = True
 
     def draft_budget(self, num_tokens: int) -> int:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
-from penstock.core.state import RequestState
+from penstock.core.estimators import Estimators
+from penstock.core.order import ArrivalQueue, shortest_output_first
 from penstock.core.step import Step
 
 
@@ -39,8 +39,8 @@ class ShortestJobFirst(AdmissionPolicy):
     def __init__(self, options: Options) -> None:
         self.options = options
 
-    def queue_of(self, state: RequestState) -> Hashable:
-        return state.request.expected_output_tokens or state.request.max_tokens
+    def new_queue(self, estimators: Estimators) -> ArrivalQueue:
+        return shortest_output_first()
 
     def compose(self, step: Step) -> None:
         options = self.options
@@ -48,16 +48,10 @@ class ShortestJobFirst(AdmissionPolicy):
         budget -= step.schedule_decodes(budget)
         budget -= min(step.num_reserved, budget // 2)
         budget -= step.schedule_prefills(budget)
-        if step.num_preempted:
-            return
-        step.repeatable = True
-        kept_free = int(options.watermark * step.pool.num_blocks)
-        lengths: list[Any] = sorted(step.waiting.keys) if budget else []
-        for length in lengths:
-            before = step.num_tokens
-            if not step.admit_in_order(budget, options.max_num_seqs, kept_free, key=length):
-                return
-            budget -= step.num_tokens - before
+        if not step.num_preempted:
+            kept_free = int(options.watermark * step.pool.num_blocks)
+            step.admit_in_order(budget, options.max_num_seqs, kept_free)
+            step.repeatable = True
 
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_batched_tokens - num_tokens

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.order import OrderName
 from penstock.core.step import Step
 
 
@@ -23,11 +24,13 @@ class VllmV0(AdmissionPolicy):
     class Options:
         """max_num_batched_tokens: prompt tokens a step.
         max_num_seqs: requests running at once.
-        watermark: share of the KV blocks that admission leaves free."""
+        watermark: share of the KV blocks that admission leaves free.
+        order: in which order waiting requests are tried."""
 
         max_num_batched_tokens: int = 2048
         max_num_seqs: int = 256
         watermark: float = 0.01
+        order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
@@ -40,6 +43,7 @@ class VllmV0(AdmissionPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.order = options.order
 
     def compose(self, step: Step) -> None:
         self._admit_whole(step)
@@ -54,8 +58,10 @@ class VllmV0(AdmissionPolicy):
         options = self.options
         kept_free = int(options.watermark * step.pool.num_blocks)
         queue = step.waiting.queue()
-        while queue and len(step.running) < options.max_num_seqs:
-            state = queue[0]
+        while len(step.running) < options.max_num_seqs:
+            state = queue.first
+            if state is None:
+                return
             tokens = step.num_missing_tokens(state)
             if step.num_tokens and step.num_tokens + tokens > options.max_num_batched_tokens:
                 return

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.order import OrderName
 from penstock.core.step import Step
 
 
@@ -29,12 +30,14 @@ class VllmV1(AdmissionPolicy):
         watermark: share of the KV blocks that admission leaves free.
         reserve_full_prompt: whether memory must hold all of a prompt, not only its first chunk.
             Without it a long prompt that meets a full memory is begun, preempted and begun again,
-            as it was in vLLM before 0.19."""
+            as it was in vLLM before 0.19.
+        order: in which order waiting requests are tried."""
 
         max_num_batched_tokens: int = 2048
         max_num_seqs: int = 256
         watermark: float = 0.01
         reserve_full_prompt: bool = True
+        order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
@@ -47,6 +50,7 @@ class VllmV1(AdmissionPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.order = options.order
 
     def compose(self, step: Step) -> None:
         options = self.options

@@ -54,7 +54,7 @@ class Wait(AdmissionPolicy):
                 blocked = True
                 continue
             step.schedule_decodes(step.num_decodes(type_), type_)
-            for state in list(queue)[:threshold]:
+            for state in list(itertools.islice(queue, threshold)):
                 missing = step.num_missing_tokens(state)
                 if not step.can_admit(state, missing):
                     blocked = True

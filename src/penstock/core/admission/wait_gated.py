@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.admission.wait import check_thresholds, type_of
+from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
@@ -28,12 +29,14 @@ class WaitGated(AdmissionPolicy):
         """output_lens: the types' output lengths l'_j, rising.
         thresholds: n_j for each of them, prompts an iteration.
         max_wait: seconds after which a prompt is admitted without its wave.
-        max_num_batched_tokens: positions a step."""
+        max_num_batched_tokens: positions a step.
+        order: in which order waiting requests are tried."""
 
         output_lens: tuple[int, ...] = (64, 256, 1024)
         thresholds: tuple[float, ...] = (1.0, 1.0, 1.0)
         max_wait: float = 0.5
         max_num_batched_tokens: int = 2048
+        order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             check_thresholds(self.output_lens, self.thresholds)
@@ -44,6 +47,7 @@ class WaitGated(AdmissionPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
+        self.order = options.order
         self._credit = [0.0] * len(options.thresholds)
 
     def queue_of(self, state: RequestState) -> Hashable:
@@ -69,9 +73,9 @@ class WaitGated(AdmissionPolicy):
 
     def _admit_wave(self, step: Step, type_: int, threshold: float, budget: int) -> int:
         queue = step.waiting.queue(type_)
-        if not queue:
+        if queue.oldest is None:
             return 0
-        due = queue[0].request.arrival_time + self.options.max_wait
+        due = queue.oldest.request.arrival_time + self.options.max_wait
         if len(queue) < threshold and step.now < due:
             step.wake_at = due if step.wake_at is None else min(due, step.wake_at)
             return 0
@@ -84,8 +88,10 @@ class WaitGated(AdmissionPolicy):
         """Admit up to `num` prompts of a type; returns their tokens in this step."""
         before = step.num_tokens
         queue = step.waiting.queue(type_)
-        while queue and num > 0 and budget > 0:
-            state = queue[0]
+        while num > 0 and budget > 0:
+            state = queue.first
+            if state is None:
+                break
             if step.running and step.num_free_when_grown(_expected) < _grown(step, state):
                 break
             tokens = min(step.num_missing_tokens(state), budget)

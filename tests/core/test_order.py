@@ -1,0 +1,187 @@
+"""The order in which waiting requests are tried."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from penstock.core.estimators import Estimators
+from penstock.core.order import (
+    DELAY,
+    ArrivalQueue,
+    SizeAwareQueue,
+    make_queue,
+    shortest_output_first,
+)
+from penstock.core.state import RequestState
+from penstock.core.types import Request, Status
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+
+WORK = 100.0
+"""Tokens that a request is taken to be worth beside its prompt."""
+
+
+def by_prompt() -> SizeAwareQueue:
+    return SizeAwareQueue(
+        lambda s: s.request.prompt_len, lambda s: s.request.prompt_len + WORK, DELAY
+    )
+
+
+def state(i: int, prompt_len: int = 4, max_tokens: int = 4) -> RequestState:
+    return RequestState(Request(str(i), prompt_len, max_tokens), order=i)
+
+
+def served(queue: ArrivalQueue) -> list[str]:
+    """Admit everybody, as the queue says."""
+    ids = []
+    while (first := queue.first) is not None:
+        queue.admit(first)
+        ids.append(first.request.id)
+    return ids
+
+
+def test_in_order_of_arrival() -> None:
+    queue = make_queue("arrival", Estimators())
+    for i, length in enumerate((9, 3, 5)):
+        queue.append(state(i, length))
+    assert served(queue) == ["0", "1", "2"]
+
+
+def test_shortest_output_first_however_long_others_wait() -> None:
+    queue = shortest_output_first()
+    for i, tokens in enumerate((900, 3, 500, 3)):
+        queue.append(state(i, max_tokens=tokens))
+    assert served(queue) == ["1", "3", "2", "0"]
+
+
+def test_a_long_prompt_is_passed_by_a_quarter_of_its_work() -> None:
+    queue = by_prompt()
+    queue.append(state(0, 3900))
+    for i in range(1, 11):
+        queue.append(state(i, 100))
+    assert served(queue)[:6] == ["1", "2", "3", "4", "5", "0"], "5 times 200 of 4,000"
+
+
+def test_what_passed_too_much_is_made_up_for() -> None:
+    """The second long prompt was delayed by the same short ones as the first."""
+    queue = by_prompt()
+    for i in range(2):
+        queue.append(state(i, 700))
+    for i in range(2, 6):
+        queue.append(state(i, 200))
+    assert served(queue) == ["2", "0", "3", "1", "4", "5"]
+
+
+@pytest.mark.parametrize("new_queue", [ArrivalQueue, by_prompt, shortest_output_first])
+def test_preempted_requests_come_first(new_queue: Callable[[], ArrivalQueue]) -> None:
+    queue = new_queue()
+    states = [state(i, length) for i, length in enumerate((9, 3, 5, 900))]
+    for s in states:
+        queue.append(s)
+    for s in (states[3], states[1]):
+        queue.admit(s)
+        s.status = Status.PREEMPTED
+    for s in (states[3], states[1]):
+        queue.appendleft(s)
+    assert [s.request.id for s in queue][:2] == ["1", "3"]
+    assert served(queue)[:2] == ["1", "3"]
+
+
+@pytest.mark.parametrize("new_queue", [ArrivalQueue, by_prompt, shortest_output_first])
+def test_the_order_is_what_admitting_comes_to(new_queue: Callable[[], ArrivalQueue]) -> None:
+    """Whatever happens: arrivals, admissions out of turn, preemptions, cancellations."""
+    rng = random.Random(5)
+    queue, num = new_queue(), 0
+    waiting: list[RequestState] = []
+    running: list[RequestState] = []
+    for _ in range(600):
+        action = rng.random()
+        if action < 0.5 or not waiting:
+            waiting.append(state(num, int(rng.lognormvariate(6, 1.5)) + 1, rng.randint(1, 9)))
+            queue.append(waiting[-1])
+            num += 1
+        elif action < 0.75:
+            chosen = queue.first if rng.random() < 0.8 else rng.choice(waiting)
+            assert chosen is not None
+            queue.admit(chosen)
+            waiting.remove(chosen)
+            chosen.status = Status.RUNNING
+            running.append(chosen)
+        elif action < 0.85 and running:
+            victim = running.pop()
+            victim.status = Status.PREEMPTED
+            queue.appendleft(victim)
+            waiting.append(victim)
+        else:
+            queue.remove(waiting.pop(rng.randrange(len(waiting))))
+        assert len(queue) == len(waiting)
+        assert {s.request.id for s in queue} == {s.request.id for s in waiting}
+    expected = [s.request.id for s in queue]
+    assert len(expected) > 20
+    assert served(queue) == expected
+
+
+@given(st.lists(st.tuples(st.integers(1, 50_000), st.integers(0, 4)), min_size=1, max_size=80))
+@settings(max_examples=200, deadline=None)
+def test_nobody_is_delayed_by_more_than_a_quarter(load: list[tuple[int, int]]) -> None:
+    """load: prompt length of each arrival, and how many are admitted after it."""
+    queue, done, before, started = by_prompt(), 0.0, {}, {}
+    arrived = 0.0
+
+    def admit() -> None:
+        nonlocal done
+        first = queue.first
+        if first is not None:
+            started[first.request.id] = done
+            queue.admit(first)
+            done += first.request.prompt_len + WORK
+
+    for i, (length, num) in enumerate(load):
+        # Work that is there before the request, of which some may be done.
+        before[str(i)] = (arrived, arrived - done)
+        queue.append(state(i, length))
+        arrived += length + WORK
+        for _ in range(num):
+            admit()
+    while queue.first is not None:
+        admit()
+    largest = max(length for length, _ in load) + WORK
+    for i, (length, _) in enumerate(load):
+        due, backlog = before[str(i)]
+        allowed = DELAY * (backlog + length + WORK) + largest
+        assert started[str(i)] <= due + allowed + 1e-6
+
+
+def waits_in_a_lasting_queue(queue: ArrivalQueue, lengths: IntArray) -> FloatArray:
+    """Work done between a request's arrival and its admission, where as much work is done as
+    arrives once a thousand requests wait."""
+    done, since, waits = 0.0, {}, np.full(len(lengths), np.nan)
+    mean = lengths.mean() + WORK
+    for i, length in enumerate(lengths.tolist()):
+        since[str(i)] = done
+        queue.append(state(i, length))
+        while done < (i - 1000) * mean and (first := queue.first) is not None:
+            waits[first.order] = done - since[first.request.id]
+            queue.admit(first)
+            done += first.request.prompt_len + WORK
+    return waits[1500:4000]
+
+
+def test_in_a_lasting_queue_the_smallest_do_not_wait() -> None:
+    """A fifth of the capacity goes to them, and they are nearly half of the requests."""
+    rng = np.random.default_rng(0)
+    lengths = np.maximum(rng.lognormal(7.0, 1.0, 6000), 1).astype(np.int64)
+    fair = waits_in_a_lasting_queue(ArrivalQueue(), lengths)
+    ours = waits_in_a_lasting_queue(by_prompt(), lengths)
+    smallest = lengths[1500:4000] < np.quantile(lengths, 0.35)
+    assert ours[smallest].mean() < 0.05 * fair[smallest].mean()
+    assert ours.mean() < 0.75 * fair.mean()
+    assert ours.max() < 1.3 * fair.max()

@@ -1,0 +1,55 @@
+"""The policies that fluid_guided is compared with, where prompts are long."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Report, Setup, run
+from penstock.sim.workloads import Workload, make_workload
+
+A100 = load_profile("a100-llama2-7b")
+
+
+def served(admission: str, workload: Workload, **options: Any) -> Report:
+    return run(Setup(A100, admission, options), workload)
+
+
+def long_prompts(num: int, rate: float, seed: int = 0) -> Workload:
+    """Log-normal lengths, prompts of 12,000 tokens in the mean."""
+    rng = np.random.default_rng([seed, 7])
+    prompts = np.clip(rng.lognormal(np.log(12_000) - 0.5, 1.0, num), 16, 100_000)
+    outputs = np.clip(rng.lognormal(np.log(200) - 0.5, 1.0, num), 1, 2000)
+    lengths = Workload("long", prompts.astype(np.int64), outputs.astype(np.int64))
+    return make_workload(lengths, rate=rate, arrivals="poisson", seed=seed)
+
+
+def test_sjf_begins_a_prompt_only_where_memory_holds_it() -> None:
+    """Or long prompts that meet a full memory are begun, preempted and begun again."""
+    workload = long_prompts(250, 0.5)
+    report = served("sjf", workload)
+    assert report.figures()["preemptions"] < 10
+    assert report.result.finished_at < 1.1 * served("vllm_v1", workload).result.finished_at
+
+
+def test_guaranteed_no_evict_computes_a_long_prompt_beside_decoding() -> None:
+    """A prompt longer than the budget is cut, and does not wait until nobody decodes."""
+    workload = Workload("long", np.array([100, 20_000]), np.array([1000, 4]), np.array([0.0, 0.5]))
+    report = served("guaranteed_no_evict", workload)
+    assert report.ttft[1] < 5.0
+    assert report.finished_at[0] > report.finished_at[1]
+    assert report.figures()["preemptions"] == 0
+
+
+@pytest.mark.parametrize(
+    "admission", ["vllm_v0", "vllm_v1", "sarathi", "guaranteed_no_evict", "fluid_guided"]
+)
+def test_every_rival_takes_the_size_aware_order(admission: str) -> None:
+    """On long prompts the order is worth more than anything else."""
+    workload = long_prompts(250, 0.6)
+    in_order = served(admission, workload, order="arrival")
+    by_size = served(admission, workload, order="size_aware")
+    assert by_size.ttft.mean() < 0.85 * in_order.ttft.mean()
