@@ -69,7 +69,7 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
     finally:
         os.kill(engine, signal.SIGCONT)
     assert full.value.code == "queue_full"
-    assert full.value.response.headers["Retry-After"] == "1"
+    assert 1 <= int(full.value.response.headers["Retry-After"]) <= 60
 
 
 def test_a_stream_that_is_left_before_its_first_output_frees_its_place(

@@ -28,10 +28,10 @@ from tests.serving.scripted_verifier import (
 )
 
 from penstock.core.types import FinishReason, Output, Request, SamplingParams
-from penstock.serving.client import EngineUnavailable
 from penstock.serving.draft_server import DraftServer
 from penstock.serving.drafters import DrafterOptions, load_drafter
 from penstock.serving.link import Endpoint, Link, LinkRefused
+from penstock.serving.refusals import EngineUnavailable
 from penstock.transport.service import add_service
 from penstock.transport.v1 import drafting_pb2 as pb
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -26,16 +27,24 @@ _SHAPES = {
 
 
 class ApiError(Exception):
-    """What a client did wrong, or why it cannot be served; one line."""
+    """What a client did wrong, or why it cannot be served; one line. retry_after_s: when to come
+    again, if that may help."""
 
     def __init__(
-        self, status: int, message: str, *, param: str | None = None, code: str | None = None
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
         self.message = message
         self.param = param
         self.code = code
+        self.retry_after_s = retry_after_s
 
     def body(self) -> dict[str, Any]:
         kind = _TYPES.get(self.status)
@@ -52,8 +61,8 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         headers = {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
-        if self.status in (429, 503):
-            headers["Retry-After"] = "1"
+        if self.retry_after_s is not None:
+            headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         # Escaped: a message may quote what the client sent, and that need not be valid Unicode.
         body = json.dumps(self.body(), ensure_ascii=True)
         return Response(body, self.status, headers, media_type="application/json")
@@ -100,7 +109,9 @@ def install(app: FastAPI) -> None:
         message = error.detail
         if error.status_code in (404, 405):
             message = f"no endpoint {request.method} {request.url.path}"
-        return ApiError(error.status_code, message).response()
+        response = ApiError(error.status_code, message).response()
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
     async def unexpected(request: Request, error: Exception) -> Response:

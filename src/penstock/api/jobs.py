@@ -19,8 +19,9 @@ from penstock.api.errors import ApiError
 from penstock.api.formats import Format, JsonDict
 from penstock.api.metrics import Metrics, RequestMeter
 from penstock.core.types import FinishReason
-from penstock.serving.client import EngineUnavailable, OutputStream, QueueFull
+from penstock.serving.client import OutputStream
 from penstock.serving.ports import RequestClient
+from penstock.serving.refusals import EngineUnavailable, QueueFull
 
 _KEEP_ALIVE_S = 5.0
 
@@ -80,9 +81,11 @@ def _overload() -> Iterator[None]:
     try:
         yield
     except QueueFull as error:
-        raise ApiError(429, str(error), code="queue_full") from error
+        after = error.retry_after_s
+        raise ApiError(429, str(error), code="queue_full", retry_after_s=after) from error
     except EngineUnavailable as error:
-        raise ApiError(503, str(error), code="engine_unavailable") from error
+        after = error.retry_after_s
+        raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=after) from error
 
 
 class EventStream(StreamingResponse):

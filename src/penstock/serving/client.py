@@ -23,6 +23,7 @@ from penstock.serving.messages import (
 )
 from penstock.serving.ports import RequestClient
 from penstock.serving.process import EngineProcess
+from penstock.serving.refusals import Departures, EngineUnavailable, NotTaken, QueueFull
 
 LOAD_ENGINE = "penstock.engine.build:load_engine"
 """The factory of the real engine; named, so that only its own process imports torch."""
@@ -41,14 +42,6 @@ _log = logging.getLogger(__name__)
 
 class EngineFailed(Exception):
     """The engine could not be loaded; one line."""
-
-
-class EngineUnavailable(Exception):
-    """The engine takes no requests now; one line."""
-
-
-class QueueFull(Exception):
-    """Too many requests wait already; one line."""
 
 
 class OutputSink(Protocol):
@@ -92,12 +85,12 @@ class OutputStream:
     def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
         self._client = client
         self._open = set(request_ids)
-        self._outputs: asyncio.Queue[Output | QueueFull | EngineUnavailable] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Output | NotTaken] = asyncio.Queue()
 
     def put(self, output: Output) -> None:
         self._outputs.put_nowait(output)
 
-    def fail(self, error: QueueFull | EngineUnavailable) -> None:
+    def fail(self, error: NotTaken) -> None:
         """A request was not taken after all."""
         self._outputs.put_nowait(error)
 
@@ -157,7 +150,9 @@ class EngineClient:
         self._stopping = False
         self._streams: dict[str, OutputSink] = {}
         self._unanswered: set[str] = set()
+        self._departures = Departures()
         self._num_held_back = 0
+        self._load_s = 0.0
         self._events: list[Event | RemoteDraft] = []
         self._listener: EngineListener | None = None
         self._stats: EngineStats | None = None
@@ -259,14 +254,16 @@ class EngineClient:
         """Hand a request to an engine that is ready. Raises: QueueFull, EngineUnavailable."""
         self._check_room(1)
         if self.problem is not None:
-            raise EngineUnavailable(self.problem)
+            raise EngineUnavailable(self.problem, self._load_s)
         self._open([request], sink)
 
     def _check_room(self, num_requests: int) -> None:
-        if len(self._unanswered) + self._num_held_back + num_requests > self._max_waiting:
+        num_waiting = len(self._unanswered) + self._num_held_back
+        if num_waiting + num_requests > self._max_waiting:
             raise QueueFull(
-                f"{len(self._unanswered)} requests are waiting already, of at most "
-                f"{self._max_waiting}; try again later"
+                f"{num_waiting} requests are waiting already, of at most {self._max_waiting}; "
+                "try again later",
+                self._departures.seconds_for(num_waiting),
             )
 
     def _open(self, requests: Sequence[Request], sink: OutputSink) -> None:
@@ -303,7 +300,7 @@ class EngineClient:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ready.wait(), _RESTART_WAIT_S)
         if self.problem is not None:
-            raise EngineUnavailable(self.problem)
+            raise EngineUnavailable(self.problem, self._load_s)
 
     def post(self, event: Event | RemoteDraft) -> None:
         """Queue an event; all of one pass of the event loop go up as one message."""
@@ -342,7 +339,9 @@ class EngineClient:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
-        self._unanswered.discard(output.request_id)
+        if output.request_id in self._unanswered:
+            self._unanswered.discard(output.request_id)
+            self._departures.add()
         if output.finish_reason is not None:
             self._forget(output.request_id)
         stream.put(output)
@@ -381,6 +380,8 @@ class EngineClient:
 
     async def _run_process(self, loaded: asyncio.Future[None]) -> str:
         """One process from start to end; returns why it ended."""
+        clock = asyncio.get_running_loop().time
+        started_at = clock()
         try:
             process = await EngineProcess.spawn(self._factory, self._config, self._on_message)
         except OSError as error:
@@ -389,6 +390,7 @@ class EngineClient:
         answer = await process.ready
         if isinstance(answer, Ready):
             self._info = answer
+            self._load_s = clock() - started_at
             self._ready.set()
             if not loaded.done():
                 loaded.set_result(None)

@@ -22,8 +22,9 @@ from penstock.core.types import (
     TokenLogprob,
 )
 from penstock.serving.audits import Audits
-from penstock.serving.client import EngineClient, EngineUnavailable, QueueFull
+from penstock.serving.client import EngineClient
 from penstock.serving.messages import RemoteDraft
+from penstock.serving.refusals import EngineUnavailable, QueueFull
 from penstock.transport.checks import (
     ASSIGNED_PREFIX,
     Limits,

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
-from penstock.serving.client import EngineUnavailable, OutputStream, QueueFull
+from penstock.serving.client import OutputStream
 from penstock.serving.draft_server import DraftServer
 from penstock.serving.messages import EngineStats, Ready
+from penstock.serving.refusals import Departures, EngineUnavailable, NotTaken, QueueFull
 from penstock.serving.tracked import Tracked
 from penstock.serving.verified_text import Piece, VerifiedText
 from penstock.transport.checks import Limits, Refusal, check_open
@@ -25,7 +26,7 @@ _CONNECT_WAIT_S = 30.0
 _MAX_TRIES = 5
 """A request that the verification server gives up so often, with no token between, is hopeless."""
 
-_NOT_TAKEN: dict[pb.Refused.Code, type[QueueFull] | type[EngineUnavailable]] = {
+_NOT_TAKEN: dict[pb.Refused.Code, type[NotTaken]] = {
     pb.Refused.BUSY: QueueFull,
     pb.Refused.UNAVAILABLE: EngineUnavailable,
 }
@@ -69,6 +70,7 @@ class EdgeClient:
         self._max_waiting = max_waiting
         self._requests: dict[str, _EdgeRequest] = {}
         self._unanswered: set[str] = set()
+        self._departures = Departures()
         self._num_held_back = 0
         self._connected = asyncio.Event()
         self._idle = asyncio.Event()
@@ -108,10 +110,12 @@ class EdgeClient:
 
         Raises: QueueFull, EngineUnavailable.
         """
-        if len(self._unanswered) + self._num_held_back + len(requests) > self._max_waiting:
+        num_waiting = len(self._unanswered) + self._num_held_back
+        if num_waiting + len(requests) > self._max_waiting:
             raise QueueFull(
-                f"{len(self._unanswered)} requests are waiting already, of at most "
-                f"{self._max_waiting}; try again later"
+                f"{num_waiting} requests are waiting already, of at most {self._max_waiting}; "
+                "try again later",
+                self._departures.seconds_for(num_waiting),
             )
         self._num_held_back += len(requests)
         try:
@@ -207,7 +211,9 @@ class EdgeClient:
     def _take(self, edge: _EdgeRequest, piece: Piece, num_proposed: int) -> None:
         if piece.token_ids:
             edge.num_tries = 0
-            self._unanswered.discard(edge.request.id)
+            if edge.request.id in self._unanswered:
+                self._unanswered.discard(edge.request.id)
+                self._departures.add()
         if piece.finish_reason and self._is_passing(edge, piece.finish_reason):
             self._put(edge, piece, num_proposed, None)
             self._set_aside(edge, piece.reason)

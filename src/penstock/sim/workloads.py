@@ -212,6 +212,7 @@ def _lengths(spec: str | Path | Workload, num_requests: int | None, seed: int) -
     elif Path(spec).exists():
         known = load_workload(spec)
     else:
+        _refuse_missing_file(spec)
         raise WorkloadError(
             f"unknown workload {str(spec)!r}; choose from {', '.join(MIXES)}, or name a trace file"
         )
@@ -220,6 +221,12 @@ def _lengths(spec: str | Path | Workload, num_requests: int | None, seed: int) -
     if known.arrival_time is not None:
         return known.take(slice(num_requests))
     return known.take(np.arange(num_requests) % len(known))
+
+
+def _refuse_missing_file(given: str | Path) -> None:
+    """Raises: WorkloadError where what does not exist can only have been meant as a file."""
+    if isinstance(given, Path) or Path(given).suffix or "/" in given:
+        raise WorkloadError(f"there is no file {str(given)!r}")
 
 
 def _process(
@@ -232,6 +239,7 @@ def _process(
         return arrivals
     process = parse_arrivals(str(arrivals))
     if process is None and not Path(arrivals).exists():
+        _refuse_missing_file(arrivals)
         raise WorkloadError(f"unknown arrivals {str(arrivals)!r}; choose {SYNTAX}, or name a file")
     return process
 
