@@ -260,6 +260,7 @@ def is_loopback(host: str) -> bool:
 class ServeConfig(_Model):
     """The whole server: engine, address, limits.
 
+    cors_origins: web pages from these origins may call the API from a browser; `*` is any.
     max_waiting_requests: requests without a first token at once; more get HTTP status 429.
     drafters: where draft servers connect, if they may.
     """
@@ -268,6 +269,7 @@ class ServeConfig(_Model):
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     served_model_name: str | None = None
+    cors_origins: tuple[str, ...] = ()
     max_waiting_requests: int = Field(default=4096, ge=1)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     shutdown_grace_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)

@@ -11,14 +11,15 @@ from fastapi import Depends, FastAPI, Header, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import ValidationError
+from starlette.middleware.cors import CORSMiddleware
 
 from penstock import __version__
-from penstock.api import errors
+from penstock.api import errors, openapi
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
 from penstock.api.choices import Choice
 from penstock.api.foreign import header_value, ignored_fields
 from penstock.api.formats import ChatFormat, CompletionFormat, Format
-from penstock.api.headers import ResponseHeaders
+from penstock.api.headers import IGNORED_FIELDS, REQUEST_ID, ResponseHeaders
 from penstock.api.jobs import EventStream, Job, collected
 from penstock.api.keys import Keyring
 from penstock.api.limits import BodyLimit
@@ -63,6 +64,21 @@ class Service:
         http.state.ignored_fields = header_value(ignored)
         return body
 
+    def model_card(self) -> dict[str, Any]:
+        """The model as `/v1/models` lists it."""
+        engine = self.client.info
+        card = {
+            "id": self.model_name,
+            "object": "model",
+            "created": self.started_at,
+            "owned_by": "penstock",
+            "max_model_len": engine.max_request_tokens,
+            "drafters": list(self.client.drafters),
+        }
+        if engine.draft_model is not None:
+            card["draft_model"] = engine.draft_model
+        return card
+
     async def answer(
         self, http: Request, body: GenerationBody, choices: list[Choice], form: Format
     ) -> Response:
@@ -76,10 +92,19 @@ class Service:
 def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> FastAPI:
     """The application in front of a started client; `tokenizer` is the target's. Its state has
     `metrics`, for what is served in other ways."""
-    # OpenAI's API is documented elsewhere, and the documentation pages load scripts from elsewhere.
-    app = FastAPI(openapi_url=None)
+    # The documentation pages would load scripts from elsewhere.
+    app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None)
     errors.install(app)
+    openapi.install(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    if config.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=config.cors_origins,
+            allow_methods=["GET", "HEAD", "POST"],
+            allow_headers=["*"],
+            expose_headers=[REQUEST_ID, IGNORED_FIELDS, "Retry-After"],
+        )
     app.add_middleware(ResponseHeaders)
     service = Service(config, client, tokenizer)
     app.state.metrics = service.metrics
@@ -92,7 +117,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
     def tenant_of(authorization: Annotated[str | None, Header()] = None) -> str:
         return keyring.tenant(authorization)
 
-    @app.post("/v1/completions")
+    @app.post("/v1/completions", openapi_extra=openapi.body_of(CompletionBody))
     async def completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
         body = await service.read(CompletionBody, http)
         job_id = f"cmpl-{uuid4().hex}"
@@ -102,7 +127,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
         )
         return await service.answer(http, body, choices, form)
 
-    @app.post("/v1/chat/completions")
+    @app.post("/v1/chat/completions", openapi_extra=openapi.body_of(ChatBody))
     async def chat_completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
         body = await service.read(ChatBody, http)
         job_id = f"chatcmpl-{uuid4().hex}"
@@ -112,24 +137,19 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
 
     @app.get("/v1/models", dependencies=[Depends(tenant_of)])
     async def models() -> dict[str, Any]:
-        engine = service.client.info
-        model = {
-            "id": service.model_name,
-            "object": "model",
-            "created": service.started_at,
-            "owned_by": "penstock",
-            "max_model_len": engine.max_request_tokens,
-            "drafters": list(service.client.drafters),
-        }
-        if engine.draft_model is not None:
-            model["draft_model"] = engine.draft_model
-        return {"object": "list", "data": [model]}
+        return {"object": "list", "data": [service.model_card()]}
+
+    # A model's name may have slashes in it.
+    @app.get("/v1/models/{model_id:path}", dependencies=[Depends(tenant_of)])
+    async def model(model_id: str) -> dict[str, Any]:
+        service.prepare.check_model(model_id)
+        return service.model_card()
 
 
 def _add_operations(app: FastAPI, service: Service) -> None:
     dashboard = files("penstock.api").joinpath("dashboard.html").read_text(encoding="utf-8")
 
-    @app.get("/health")
+    @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> JSONResponse:
         problem = service.client.problem
         if problem is not None:

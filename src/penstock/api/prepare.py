@@ -78,15 +78,20 @@ class Preparer:
             return work(given)
         return await asyncio.get_running_loop().run_in_executor(self._one_at_a_time, work, given)
 
-    def _check(self, body: GenerationBody, num_prompts: int) -> None:
-        """What can be said before anything is tokenised. Raises: ApiError."""
-        if body.model not in (None, self.model_name):
+    def check_model(self, name: str) -> None:
+        """Raises: ApiError for any but this server's."""
+        if name != self.model_name:
             raise ApiError(
                 404,
-                f"model {body.model!r} does not exist; this server has {self.model_name!r}",
+                f"model {name!r} does not exist; this server has {self.model_name!r}",
                 param="model",
                 code="model_not_found",
             )
+
+    def _check(self, body: GenerationBody, num_prompts: int) -> None:
+        """What can be said before anything is tokenised. Raises: ApiError."""
+        if body.model is not None:
+            self.check_model(body.model)
         drafters = (AUTO_DRAFTER, NO_DRAFTER, *self.drafters())
         if body.speculation.drafter not in drafters:
             raise ApiError(

@@ -75,6 +75,13 @@ ConfigOption = Annotated[
     Path | None, typer.Option(help="YAML file with settings; options take precedence.")
 ]
 HostOption = Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")]
+CorsOriginOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="ORIGIN",
+        help="Let web pages from here call the API, as https://chat.example; may be repeated.",
+    ),
+]
 PortOption = Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [8000]")]
 
 _WITH_DRAFT_SERVERS = {
@@ -105,6 +112,7 @@ def serve(
     config: ConfigOption = None,
     host: HostOption = None,
     port: PortOption = None,
+    cors_origin: CorsOriginOption = None,
 ) -> None:
     """Serve a target, with drafters, by the OpenAI API."""
     import asyncio
@@ -134,7 +142,8 @@ def serve(
             settings["drafters"] = drafters
             engine = {**_WITH_DRAFT_SERVERS, **engine}
         engine = with_models(engine, target, drafter or (), speculate=not no_speculation)
-        parsed = parse_config({**_given(settings, host=host, port=port), "engine": engine})
+        settings = _given(settings, host=host, port=port, cors_origins=cors_origin or None)
+        parsed = parse_config({**settings, "engine": engine})
         asyncio.run(server.serve(parsed, _announce, announce_drafters=_announce_drafters))
 
 
