@@ -58,9 +58,10 @@ def test_simulate_reports_the_keys_that_scripts_rely_on(cli: Cli) -> None:
     report = report_of(cli, "simulate", *HIGH, "--admission", "sarathi")
     assert report["requests_completed"] == 200
     assert report["requests_refused"] == 0
-    for key in ("latency_s", "ttft_s", "tpot_s"):
-        assert set(report[key]) == {"mean", "p50", "p99"}
-        assert 0 < report[key]["mean"] <= report[key]["p99"]
+    for key in ("latency_s", "ttft_s", "tpot_s", "slowdown"):
+        assert set(report[key]) == {"mean", "p50", "p99", "p999", "max"}
+        assert 0 < report[key]["mean"] <= report[key]["p99"] <= report[key]["max"]
+    assert [g["requests"] for g in report["by_prompt_len"]] == [200]
     for key in ("throughput_requests_per_s", "throughput_tokens_per_s", "kv_peak_tokens", "wall_s"):
         assert report[key] > 0
     assert report["preemptions"] == 0
@@ -75,6 +76,22 @@ def test_simulate_prints_a_table(cli: Cli) -> None:
     assert code == 0
     for text in ("latency", "time per output token", "200 requests completed", "p99: ttft met"):
         assert text in out
+    for text in ("p99.9", "max", "slowdown"):
+        assert text in out
+
+
+def test_simulate_tells_long_prompts_from_short_ones(cli: Cli, tmp_path: Path) -> None:
+    rows = "\n".join(f"{100 * n},20" for n in range(1, 41))
+    path = tmp_path / "lengths.csv"
+    path.write_text(f"num_prefill_tokens,num_decode_tokens\n{rows}\n")
+    server = ("--profile", "a100-llama2-7b", "--admission", "vllm_v1")
+    load = ("--workload", path, *server, "--rate", 5)
+    groups = report_of(cli, "simulate", *load)["by_prompt_len"]
+    assert [g["prompt_len"] for g in groups][:2] == [[100, 400], [500, 800]]
+    assert groups[0]["ttft_s"] < groups[-1]["ttft_s"]
+    _, out, _ = cli("simulate", *load)
+    assert "means by prompt length" in out
+    assert "3,700 to 4,000" in out
 
 
 @pytest.mark.parametrize("admission", sorted(policies("admission")))

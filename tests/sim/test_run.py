@@ -57,6 +57,32 @@ def test_figures_by_hand() -> None:
     assert "tenants" not in figures
 
 
+def test_slowdown_is_against_the_request_alone() -> None:
+    """A request alone has about one; in a queue each has its latency over that of itself alone."""
+    lengths = Workload("w", np.array([2000]), np.array([300]), np.zeros(1))
+    alone = run(Setup(PROFILE, "guaranteed_no_evict"), lengths)
+    assert alone.slowdown == pytest.approx([1.0])
+    queue = make_workload(lengths, num_requests=200, rate=4.0, seed=1)
+    report = run(Setup(PROFILE, "guaranteed_no_evict"), queue)
+    assert report.slowdown == pytest.approx(report.latency / alone.latency)
+    figures = report.figures()
+    assert figures["slowdown"]["max"] == pytest.approx(report.slowdown.max())
+    assert figures["ttft_s"]["p999"] == pytest.approx(np.percentile(report.ttft, 99.9))
+    assert [g["prompt_len"] for g in figures["by_prompt_len"]] == [[2000, 2000]]
+
+
+def test_long_prompts_are_reported_apart() -> None:
+    rng = np.random.default_rng(3)
+    lengths = Workload("w", rng.permutation(np.arange(100, 2100)), np.full(2000, 20))
+    report = run(Setup(PROFILE, "vllm_v1"), make_workload(lengths, rate=6.0, seed=1))
+    groups = report.figures()["by_prompt_len"]
+    assert [g["prompt_len"] for g in groups] == [[100 + 200 * i, 299 + 200 * i] for i in range(10)]
+    assert [g["requests"] for g in groups] == [200] * 10
+    assert np.mean([g["slowdown"] for g in groups]) == pytest.approx(report.slowdown.mean())
+    longest = report.workload.prompt_len >= 1900
+    assert groups[-1]["ttft_s"] == pytest.approx(report.ttft[longest].mean())
+
+
 def test_targets_count_each_request_by_itself() -> None:
     report = run(Setup(PROFILE, "sarathi"), HIGH)
     ttft = report.first_token_at - report.arrived_at
@@ -89,7 +115,9 @@ def test_what_memory_cannot_hold_is_refused_and_counted() -> None:
     assert (figures["requests_completed"], figures["requests_refused"]) == (2, 1)
     none = run(Setup(PROFILE, "sarathi", kv_tokens=10), workload).figures()
     assert (none["requests_completed"], none["requests_refused"]) == (0, 3)
-    assert none["latency_s"] == {"mean": None, "p50": None, "p99": None}
+    nothing = dict.fromkeys(("mean", "p50", "p99", "p999", "max"))
+    assert none["latency_s"] == none["slowdown"] == nothing
+    assert none["by_prompt_len"] == []
 
 
 # --- capacity -------------------------------------------------------------------------------------

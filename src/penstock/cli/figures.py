@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_COLUMNS = {"mean": "mean", "p50": "p50", "p99": "p99", "p999": "p99.9", "max": "max"}
 
 
 def print_figures(figures: dict[str, Any], title: str) -> None:
@@ -12,20 +17,38 @@ def print_figures(figures: dict[str, Any], title: str) -> None:
     from rich.table import Table
 
     table = Table(title=title)
-    table.add_column("seconds")
-    for column in ("mean", "p50", "p99"):
-        table.add_column(column, justify="right")
+    table.add_column()
+    for name in _COLUMNS.values():
+        table.add_column(name, justify="right")
     for key, name in (
-        ("latency_s", "latency"),
-        ("ttft_s", "time to first token"),
-        ("tpot_s", "time per output token"),
+        ("latency_s", "latency, s"),
+        ("ttft_s", "time to first token, s"),
+        ("tpot_s", "time per output token, s"),
+        ("slowdown", "slowdown, times its time alone"),
     ):
-        values = [figures[key][column] for column in ("mean", "p50", "p99")]
+        values = [figures[key][column] for column in _COLUMNS]
         table.add_row(name, *("" if v is None else f"{v:.4g}" for v in values))
     console = Console(highlight=False)
     console.print(table)
+    if len(figures["by_prompt_len"]) > 1:
+        console.print(_by_prompt_len(figures["by_prompt_len"]))
     for line in _lines(figures):
         console.print(line, markup=False)
+
+
+def _by_prompt_len(groups: list[dict[str, Any]]) -> Table:
+    """Whether long prompts pay for short ones."""
+    from rich.table import Table
+
+    table = Table(title="means by prompt length")
+    for name in ("prompt tokens", "requests", "latency, s", "time to first token, s", "slowdown"):
+        table.add_column(name, justify="right")
+    for group in groups:
+        shortest, longest = group["prompt_len"]
+        values = (group["latency_s"], group["ttft_s"], group["slowdown"])
+        lengths = f"{shortest:,} to {longest:,}"
+        table.add_row(lengths, f"{group['requests']:,}", *(f"{v:.4g}" for v in values))
+    return table
 
 
 def _lines(figures: dict[str, Any]) -> Iterator[str]:

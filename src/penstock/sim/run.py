@@ -28,6 +28,7 @@ from penstock.sim.drafters import Capacity
 from penstock.sim.driver import SimulationResult, simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
 from penstock.sim.links import DraftServer, RemoteDrafting
+from penstock.sim.slowdown import by_prompt_len, seconds_alone
 from penstock.sim.workloads import Workload
 
 FloatArray = npt.NDArray[np.float64]
@@ -91,8 +92,9 @@ class Setup:
 @dataclass(frozen=True)
 class Report:
     """What a run came to, by request in order of arrival; times in seconds, NaN where a request
-    never came so far."""
+    never came so far. `profile` is that of the target."""
 
+    profile: StepProfile
     workload: Workload
     result: SimulationResult
     arrived_at: FloatArray
@@ -127,6 +129,14 @@ class Report:
         return np.asarray(decoding / np.maximum(self.num_tokens - 1, 1), dtype=np.float64)
 
     @property
+    def slowdown(self) -> FloatArray:
+        """Latency over what it would be alone on the server, without speculation, of completed
+        requests."""
+        lengths = self.workload.prompt_len[: len(self.arrived_at)]
+        alone = seconds_alone(self.profile, lengths, self.num_tokens)
+        return ((self.finished_at - self.arrived_at) / alone)[self.completed]
+
+    @property
     def backlog(self) -> float:
         """Share of the requests that were unfinished when the last one arrived."""
         end = self.arrived_at[-1]
@@ -139,7 +149,11 @@ class Report:
         """The keys of `penstock simulate --json`. With a target, in seconds, also what became of
         it; with tenants, their shares."""
         figures = self._figures(np.ones(len(self.arrived_at), dtype=bool))
+        lengths = self.workload.prompt_len[: len(self.arrived_at)][self.completed]
+        slowdown = self.slowdown
         figures |= {
+            "slowdown": _summary(slowdown),
+            "by_prompt_len": by_prompt_len(lengths, self.ttft, self.latency, slowdown),
             "preemptions": self.result.num_preemptions,
             "kv_peak_tokens": self.result.kv_peak_tokens,
             "steps": self.result.num_steps,
@@ -233,7 +247,7 @@ def run(
     finally:
         if collecting:
             gc.enable()
-    return _report(workload, result, time.perf_counter() - started)
+    return _report(setup.profile, workload, result, time.perf_counter() - started)
 
 
 def _executor(setup: Setup, workload: Workload, clock: VirtualClock) -> SimulatedExecutor:
@@ -296,9 +310,12 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
         )
 
 
-def _report(workload: Workload, result: SimulationResult, wall_s: float) -> Report:
+def _report(
+    profile: StepProfile, workload: Workload, result: SimulationResult, wall_s: float
+) -> Report:
     records = result.records.values()
     return Report(
+        profile=profile,
         workload=workload,
         result=result,
         arrived_at=np.array([r.request.arrival_time for r in records]),
@@ -315,7 +332,9 @@ def _or_nan(value: float | None) -> float:
 
 
 def _summary(values: FloatArray) -> dict[str, float | None]:
+    """Mean, percentiles and largest."""
     if not len(values):
-        return {"mean": None, "p50": None, "p99": None}
-    p50, p99 = np.percentile(values, [50, 99])
-    return {"mean": float(values.mean()), "p50": float(p50), "p99": float(p99)}
+        return dict.fromkeys(("mean", "p50", "p99", "p999", "max"))
+    p50, p99, p999 = np.percentile(values, [50, 99, 99.9]).tolist()
+    most = float(values.max())
+    return {"mean": float(values.mean()), "p50": p50, "p99": p99, "p999": p999, "max": most}
