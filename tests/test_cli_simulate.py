@@ -6,6 +6,7 @@ import gzip
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,7 +15,9 @@ import pytest
 from penstock.cli import main
 from penstock.cli.capacity import interval_95
 from penstock.cli.policy_settings import parse_value
+from penstock.core.options import PositiveInt
 from penstock.core.registry import policies
+from penstock.sim.profiles import load_profile, save_profile
 
 Cli = Callable[..., tuple[int, str, str]]
 HIGH = ("--workload", "high", "--profile", "a100-llama2-7b", "--rate", "15", "--requests", "200")
@@ -226,6 +229,41 @@ def test_plan_of_a_trace(cli: Cli, trace: Path) -> None:
         assert text in out
 
 
+@pytest.mark.parametrize("command", ["simulate", "capacity", "plan"])
+@pytest.mark.parametrize("kv_tokens", [10**9, 10**15])
+def test_memory_is_not_paid_for_before_it_is_used(
+    cli: Cli, tmp_path: Path, command: str, kv_tokens: int
+) -> None:
+    profile = tmp_path / "large.json"
+    save_profile(replace(load_profile("a100-llama2-7b"), kv_tokens=kv_tokens), profile)
+    admission = () if command == "plan" else ("--admission", "fluid_guided")
+    run = ("--workload", "low", "--rate", "5", "--requests", "50", "--profile", profile, *admission)
+    report = report_of(cli, command, *run)
+    assert report["kv_tokens"] == kv_tokens
+    report = report_of(cli, command, *run, "--kv-tokens", str(kv_tokens))
+    assert report["kv_tokens"] == kv_tokens
+
+
+ABSURD = {1e300: "nothing may take more than 100000 s", 1e-300: "a step of one token must take"}
+
+
+@pytest.mark.parametrize("factor", [1e300, 1e-300, 1e-3, 1e3])
+@pytest.mark.parametrize("command", ["simulate", "capacity"])
+def test_steps_of_absurd_length(cli: Cli, tmp_path: Path, command: str, factor: float) -> None:
+    profile = load_profile("a100-llama2-7b")
+    other = replace(
+        profile,
+        token_seconds=tuple(factor * s for s in profile.token_seconds),
+        per_prefill_token=factor * profile.per_prefill_token,
+    )
+    save_profile(other, tmp_path / "absurd.json")
+    run = ("--workload", "low", "--rate", "5", "--requests", "50", "--admission", "vllm_v1")
+    code, _, said = cli(command, *run, "--profile", tmp_path / "absurd.json")
+    assert code == (2 if factor in ABSURD else 0)
+    assert ABSURD.get(factor, "") in said
+    assert said.startswith("penstock: ") == (factor in ABSURD)
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 BAD_TRACES = {
@@ -242,6 +280,7 @@ SARATHI = ("--admission", "sarathi")
 
 
 LOW = ("--workload", "low", "--rate", "1", "--admission", "sarathi")
+FLUID = ("--workload", "low", "--rate", "1", "--admission", "fluid_guided")
 BAD_INPUT = [
     (("--workload", "columns.csv", *SARATHI), "has the columns a, b; a trace has"),
     (("--workload", "negative.csv", *SARATHI, "--rate", "1"), "'-3' is not a whole number"),
@@ -258,8 +297,14 @@ BAD_INPUT = [
     (("--workload", "low", "--rate", "1", "--admission", "fifo"), "choose from"),
     ((*LOW, "--selection", "x"), "unknown selection"),
     ((*LOW, "--set", "budget=1"), "token_budget, max"),
-    ((*LOW, "--set", "token_budget=x"), "must be int"),
-    ((*LOW, "--set", "token_budget=8"), "at least max"),
+    ((*LOW, "--set", "token_budget=x"), "must be a whole number from 1 to 1000000000, not 'x'"),
+    ((*FLUID, "--set", "horizon=0"), "horizon must be a finite number above 0, not 0.0"),
+    ((*FLUID, "--set", "horizon=-1"), "horizon must be a finite number above 0, not -1.0"),
+    ((*FLUID, "--set", "tolerance=-1"), "tolerance must be a finite number of at least 0"),
+    ((*FLUID, "--set", "horizon=inf"), "horizon must be a finite number above 0, not inf"),
+    ((*FLUID, "--set", "order=random"), "order must be arrival or size_aware, not 'random'"),
+    ((*FLUID, "--set", "confidence=nan"), "confidence must be a finite number of at least 0"),
+    ((*LOW, "--set", "token_budget=8"), "token_budget must be at least max_num_seqs"),
     ((*LOW, "--set", "k"), "OPTION=VALUE"),
     ((*LOW, "--set", "router.k=1"), "allocation."),
     ((*LOW, "--set", "allocation.x=1"), "k_max"),
@@ -270,7 +315,7 @@ BAD_INPUT = [
     (("--workload", "one.csv", *WAIT), "no arrivals to take a rate from"),
     (
         ("--workload", "low", "--rate", "9", *WAIT, "--set", "thresholds=1"),
-        "thresholds must be 3 positive numbers",
+        "thresholds must be 3 numbers, one for each length",
     ),
     (
         (
@@ -358,6 +403,7 @@ def test_without_matplotlib_the_message_says_what_to_install(
         ("1e-3", float | None, 1e-3),
         ("none", int | None, None),
         ("1, 2,3", tuple[int, ...], (1, 2, 3)),
+        ("[1, 2]", tuple[PositiveInt, ...], (1, 2)),
         ("", tuple[float, ...], ()),
         ("True", bool, True),
         ("abc", str | None, "abc"),
@@ -376,7 +422,6 @@ def test_values_take_the_type_of_their_option(text: str, wanted: Any, value: Any
     [
         ("3.5", int),
         ("x", float),
-        ("nan", float),
         ("1", bool),
         ("1,x", tuple[int, ...]),
         ("x", int | None),

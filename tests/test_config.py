@@ -66,11 +66,12 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         ),
         (
             engine(allocation={"name": "fixed", "options": {"k": "3"}}),
-            "engine: allocation policy 'fixed': k must be int, not '3'",
+            "engine: allocation policy 'fixed': k must be a whole number from 0 to 1024, not '3'",
         ),
         (
             engine(admission={"name": "vllm_v1", "options": {"watermark": 2}}),
-            "engine: admission policy 'vllm_v1': watermark must be in [0, 1), not 2",
+            "engine: admission policy 'vllm_v1': watermark must be a finite number from 0 "
+            "to below 1, not 2",
         ),
         (
             engine(selection={"name": "single", "options": {"drafter": "x"}}),

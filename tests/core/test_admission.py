@@ -131,10 +131,13 @@ def test_the_draft_budget_is_what_the_step_has_left() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"max_num_seqs": 0}, "max_num_seqs must be at least 1"),
-        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "not 8 and 4"),
-        ({"watermark": 1.0}, r"watermark must be in \[0, 1\), not 1.0"),
-        ({"watermark": float("nan")}, r"watermark must be in \[0, 1\), not nan"),
+        ({"max_num_seqs": 0}, "max_num_seqs must be a whole number from 1 to 1000000000, not 0"),
+        ({"max_num_batched_tokens": 4, "max_num_seqs": 8}, "not 4 against 8"),
+        ({"watermark": 1.0}, "watermark must be a finite number from 0 to below 1, not 1.0"),
+        (
+            {"watermark": float("nan")},
+            "watermark must be a finite number from 0 to below 1, not nan",
+        ),
     ],
 )
 def test_bad_options(options: dict[str, Any], said: str) -> None:

@@ -243,9 +243,13 @@ def test_throughput_charges_each_drafter_for_its_own_longest_draft() -> None:
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("fixed", {"k": -1}, "must not be negative, not -1, None"),
-        ("fixed", {"total": -2}, "must not be negative, not 4, -2"),
-        ("throughput", {"k_max": -1}, "k_max must not be negative, not -1"),
+        ("fixed", {"k": -1}, "k must be a whole number from 0 to 1024, not -1"),
+        (
+            "fixed",
+            {"total": -2},
+            "total must be a whole number from 0 to 1000000000, or null, not -2",
+        ),
+        ("throughput", {"k_max": -1}, "k_max must be a whole number from 0 to 1024, not -1"),
     ],
 )
 def test_bad_options(name: str, options: dict[str, Any], said: str) -> None:

@@ -137,3 +137,13 @@ def test_blocks_are_conserved(seed: int, num_blocks: int) -> None:
         pool.free(blocks)
     pool.check()
     assert pool.num_free_blocks == num_blocks
+
+
+def test_a_pool_costs_what_was_used_at_once_not_what_there_is() -> None:
+    pool = BlockPool(10**15, 16)
+    blocks = pool.allocate(3)
+    assert blocks == [0, 1, 2]
+    pool.free(blocks)
+    assert pool.allocate(1) == [0]
+    assert pool.num_free_blocks == 10**15 - 1
+    pool.check()

@@ -52,26 +52,42 @@ def test_options_reach_the_policy() -> None:
             {"length": 4},
             "allocation policy 'fixed' has no option 'length'; options: k, total",
         ),
-        ("allocation", "fixed", {"k": "4"}, "allocation policy 'fixed': k must be int, not '4'"),
-        ("allocation", "fixed", {"k": True}, "allocation policy 'fixed': k must be int, not True"),
-        ("allocation", "fixed", {"k": 2.5}, "allocation policy 'fixed': k must be int, not 2.5"),
+        (
+            "allocation",
+            "fixed",
+            {"k": "4"},
+            "allocation policy 'fixed': k must be a whole number from 0 to 1024, not '4'",
+        ),
+        (
+            "allocation",
+            "fixed",
+            {"k": True},
+            "allocation policy 'fixed': k must be a whole number from 0 to 1024, not True",
+        ),
+        (
+            "allocation",
+            "fixed",
+            {"k": 2.5},
+            "allocation policy 'fixed': k must be a whole number from 0 to 1024, not 2.5",
+        ),
         (
             "allocation",
             "fixed",
             {"total": "all"},
-            "allocation policy 'fixed': total must be int | None, not 'all'",
+            "allocation policy 'fixed': total must be a whole number from 0 to 1000000000, "
+            "or null, not 'all'",
         ),
         (
             "allocation",
             "throughput",
             {"margin": "1"},
-            "allocation policy 'throughput': margin must be float, not '1'",
+            "allocation policy 'throughput': margin must be a finite number of at least 0, not '1'",
         ),
         (
             "selection",
             "single",
             {"drafter": 3},
-            "selection policy 'single': drafter must be str | None, not 3",
+            "selection policy 'single': drafter must be a text, or null, not 3",
         ),
     ],
 )

@@ -157,7 +157,10 @@ def test_a_profile_survives_its_file(tmp_path: Path) -> None:
         ({"token_counts": [1, 2, 2, 3, 4]}, "must rise"),
         ({"per_kv_token": float("nan")}, "finite number"),
         ({"token_counts": [], "token_seconds": []}, "as many times as token counts"),
-        ({"token_counts": [0], "token_seconds": [0.0], "per_prefill_token": 0.0}, "some time"),
+        (
+            {"token_counts": [0], "token_seconds": [0.0], "per_prefill_token": 0.0},
+            "token must take",
+        ),
     ],
 )
 def test_bad_files_are_refused(tmp_path: Path, change: dict[str, object], complaint: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,13 +13,8 @@ def typed_settings(names: dict[str, str], settings: Sequence[str]) -> dict[str, 
 
     Raises: PolicyError.
     """
-    from typing import get_type_hints
+    from penstock.core.registry import PolicyError, make_policy, option_types
 
-    from penstock.core.registry import PolicyError, make_policy, policies
-
-    for kind, name in names.items():
-        if name not in policies(kind):
-            make_policy(kind, name)
     options: dict[str, dict[str, Any]] = {kind: {} for kind in names}
     for text in settings:
         key, given, value = text.partition("=")
@@ -32,27 +26,26 @@ def typed_settings(names: dict[str, str], settings: Sequence[str]) -> dict[str, 
                 f"--set takes OPTION=VALUE, with a prefix {' or '.join(f'{k}.' for k in _KINDS)} "
                 f"or none, not {text!r}"
             )
-        name = names[kind]
-        hints = get_type_hints(policies(kind)[name].Options)
-        if option not in hints:
-            make_policy(kind, name, {option: value})
+        wanted = option_types(kind, names[kind]).get(option)
         try:
-            options[kind][option] = parse_value(value.strip(), hints[option])
-        except ValueError as error:
-            wanted = policies(kind)[name].Options.__dataclass_fields__[option].type
-            raise PolicyError(
-                f"{kind} policy {name!r}: {option} must be {wanted}, not {value!r}"
-            ) from error
+            options[kind][option] = parse_value(value.strip(), wanted)
+        except ValueError:
+            # The policy says what it should have been.
+            options[kind][option] = value
+    for kind, name in names.items():
+        make_policy(kind, name, options[kind])
     return options
 
 
 def parse_value(text: str, wanted: Any) -> Any:
-    """Text as a value of a type: bool, int, float, str, None, a tuple of such, a Literal, or the
-    first of a union that fits. Raises: ValueError."""
+    """Text as a value of a declared type: bool, int, float, str, None, a tuple of such, a Literal,
+    or the first of a union that fits. Raises: ValueError where it is none."""
     from types import NoneType, UnionType
-    from typing import Literal, Union, get_args, get_origin
+    from typing import Annotated, Literal, Union, get_args, get_origin
 
     origin, inner = get_origin(wanted), get_args(wanted)
+    if origin is Annotated:
+        return parse_value(text, inner[0])
     if origin in (UnionType, Union):
         # A number before a text, None before both.
         for kind in sorted(inner, key=lambda t: (t is str, t is not NoneType)):
@@ -62,19 +55,19 @@ def parse_value(text: str, wanted: Any) -> Any:
                 continue
         raise ValueError(text)
     if origin is tuple:
-        return tuple(parse_value(part.strip(), inner[0]) for part in text.split(",") if part)
+        listed = text.removeprefix("[").removesuffix("]")
+        return tuple(parse_value(part.strip(), inner[0]) for part in listed.split(",") if part)
     choices: dict[str, Any] = {}
     if origin is Literal:
         choices = {str(choice): choice for choice in inner}
     elif wanted is bool:
         choices = {"true": True, "false": False}
     elif wanted is NoneType:
-        choices = {"none": None}
+        choices = {"none": None, "null": None}
     if choices:
         if text.lower() not in choices and text not in choices:
             raise ValueError(text)
         return choices[text] if text in choices else choices[text.lower()]
-    value = wanted(text)
-    if isinstance(value, float) and math.isnan(value):
+    if wanted not in (int, float, str):
         raise ValueError(text)
-    return value
+    return wanted(text)

@@ -1,8 +1,9 @@
 """KV block ids of one model: reference counts, and a prefix cache over verified full blocks.
 
-free_blocks (least recently used first)
-|<- never used ->|<- cached, nobody reads them: may be reclaimed ->|
-A block with ref > 0 is in no list. Cached blocks keep their hash until they are reclaimed.
+free blocks, in the order in which they are taken
+|<- empty, last freed first ->|<- never used ->|<- cached, nobody reads them, oldest first ->|
+A block with ref > 0 is in no list. Cached blocks keep their hash until they are reclaimed. Blocks
+that were never used are only counted: a pool takes memory for what was in use at once.
 """
 
 from __future__ import annotations
@@ -39,19 +40,21 @@ class BlockPool:
         self.block_size = block_size
         self._prefix_caching = prefix_caching
         self.peak_used_blocks = 0
-        self._num_counted = 0
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
-        self._refs = [0] * num_blocks
+        self._num_free = num_blocks
+        self._empty: list[int] = []
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._refs: list[int] = []
+        """Of every block that was ever used: ids are handed out from 0 on."""
         self._hash_of: dict[int, bytes] = {}
         self._block_of: dict[bytes, int] = {}
 
     @property
     def num_free_blocks(self) -> int:
-        return len(self._free) - self._num_counted
+        return self._num_free
 
     @property
     def num_used_blocks(self) -> int:
-        return self.num_blocks - self.num_free_blocks
+        return self.num_blocks - self._num_free
 
     @property
     def capacity_tokens(self) -> int:
@@ -62,17 +65,16 @@ class BlockPool:
         return -(-num_tokens // self.block_size)
 
     def can_allocate(self, num_blocks: int) -> bool:
-        return num_blocks <= len(self._free) - self._num_counted
+        return num_blocks <= self._num_free
 
     def count(self, num_blocks: int) -> None:
         """Take blocks (or give them back, if negative) without saying which: enough where nobody
         reads them. `can_allocate` first."""
-        self._num_counted += num_blocks
-        if num_blocks > 0:
-            self._note_peak()
+        self._take(num_blocks)
 
-    def _note_peak(self) -> None:
-        used = self.num_blocks - len(self._free) + self._num_counted
+    def _take(self, num_blocks: int) -> None:
+        self._num_free -= num_blocks
+        used = self.num_blocks - self._num_free
         if used > self.peak_used_blocks:
             self.peak_used_blocks = used
 
@@ -82,15 +84,22 @@ class BlockPool:
         Raises: RuntimeError if there are not enough.
         """
         if not self.can_allocate(num_blocks):
-            raise RuntimeError(f"{num_blocks} blocks wanted, {self.num_free_blocks} free")
-        taken = []
-        for _ in range(num_blocks):
-            block, _ = self._free.popitem(last=False)
-            self._forget_hash(block)
-            self._refs[block] = 1
-            taken.append(block)
-        self._note_peak()
+            raise RuntimeError(f"{num_blocks} blocks wanted, {self._num_free} free")
+        taken = [self._next_free() for _ in range(num_blocks)]
+        self._take(num_blocks)
         return taken
+
+    def _next_free(self) -> int:
+        if self._empty:
+            block = self._empty.pop()
+        elif len(self._refs) < self.num_blocks:
+            block = len(self._refs)
+            self._refs.append(0)
+        else:
+            block, _ = self._cached.popitem(last=False)
+            self._forget_hash(block)
+        self._refs[block] = 1
+        return block
 
     def match(self, hashes: Sequence[bytes]) -> list[int]:
         """Cached blocks of the longest known prefix of `hashes`; nothing is taken yet."""
@@ -104,10 +113,13 @@ class BlockPool:
 
     def share(self, blocks: Iterable[int]) -> None:
         """Add a reader to cached blocks that `match` has returned."""
+        num_idle = 0
         for block in blocks:
-            self._free.pop(block, None)
+            if self._refs[block] == 0:
+                del self._cached[block]
+                num_idle += 1
             self._refs[block] += 1
-        self._note_peak()
+        self._take(num_idle)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
         """How many of `blocks` nobody reads: sharing them takes them off the free list."""
@@ -132,13 +144,17 @@ class BlockPool:
             if self._refs[block] < 0:
                 raise RuntimeError(f"block {block} was freed twice")
             if self._refs[block] == 0:
-                self._free[block] = None
-                if block not in self._hash_of:
-                    self._free.move_to_end(block, last=False)
+                self._num_free += 1
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._empty.append(block)
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in exactly one place."""
-        assert all((self._refs[b] == 0) == (b in self._free) for b in range(self.num_blocks))
+        idle = sorted([*self._empty, *self._cached])
+        assert idle == [b for b, refs in enumerate(self._refs) if refs == 0]
+        assert len(self._refs) <= self.num_blocks
         assert all(self._block_of[h] == b for b, h in self._hash_of.items())
         assert len(self._hash_of) == len(self._block_of)
 

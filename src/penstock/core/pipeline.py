@@ -8,6 +8,7 @@ verifies together. It decides nothing else: who joins the step is admission's bu
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -29,6 +30,8 @@ from penstock.core.state import Drafter, RequestState
 from penstock.core.types import StepResult
 from penstock.fluid.step_profile import StepWork
 
+_MOST_CHOSEN = 64
+"""Micro-batches that somebody may ask for; `auto` tries fewer."""
 _OVERDUE = 0.25
 """Of the time that a draft has taken, once it is later than expected: how much is still to come."""
 
@@ -376,12 +379,12 @@ class Auto(Pipeline):
 
 def make_pipeline(name: str) -> Pipeline:
     """`off`, a number of micro-batches, `auto` or `async`. Raises: ValueError for another name."""
-    if name.isdecimal() and int(name) >= 2:
+    if re.fullmatch("[0-9]{1,3}", name) and 2 <= int(name) <= _MOST_CHOSEN:
         return MicroBatches(int(name))
     kinds: dict[str, type[Pipeline]] = {"off": Barrier, "auto": Auto, "async": Asynchronous}
     if name not in kinds:
         raise ValueError(
             f"unknown pipeline {name!r}; choose from off, auto, async, or a number of "
-            "micro-batches from 2 on"
+            f"micro-batches from 2 to {_MOST_CHOSEN}"
         )
     return kinds[name]()

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import importlib
 import pkgutil
-import types
 import typing
-from typing import Any, Literal
+from typing import Any
+
+from penstock.core.options import checked, described
 
 
 class PolicyError(ValueError):
@@ -28,41 +28,37 @@ def policies(kind: str) -> dict[str, type[Any]]:
     return dict(sorted(found.items()))
 
 
-def _fits(value: Any, wanted: Any) -> bool:
-    """Whether a value has an option's type; a whole number is a float too, a bool is no number.
-    What is inside a container is for the policy to check."""
-    alternatives = typing.get_args(wanted)
-    if isinstance(wanted, types.UnionType):
-        return any(_fits(value, alternative) for alternative in alternatives)
-    if typing.get_origin(wanted) is Literal:
-        return value in alternatives
-    if wanted is float:
-        return type(value) in (int, float)
-    return type(value) is (typing.get_origin(wanted) or wanted)
+def option_types(kind: str, name: str) -> dict[str, Any]:
+    """What a policy's options may be, by their names (`core/options.py`).
 
-
-def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> Any:
-    """Build a policy from its name and options.
-
-    Raises: PolicyError naming what was wrong and what is allowed.
+    Raises: PolicyError for a policy that does not exist.
     """
     known = policies(kind)
     if name not in known:
         raise PolicyError(f"unknown {kind} policy {name!r}; choose from {', '.join(known)}")
-    options = options or {}
-    fields = {f.name: f.type for f in dataclasses.fields(known[name].Options)}
-    hints = typing.get_type_hints(known[name].Options)
-    for option, value in options.items():
-        if option not in fields:
-            allowed = ", ".join(fields) or "none"
+    return typing.get_type_hints(known[name].Options, include_extras=True)
+
+
+def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> Any:
+    """Build a policy from its name and options, which may come from YAML or JSON.
+
+    Raises: PolicyError naming what was wrong and what is allowed.
+    """
+    allowed = option_types(kind, name)
+    fitting: dict[str, Any] = {}
+    for option, value in (options or {}).items():
+        if option not in allowed:
+            known = ", ".join(allowed) or "none"
+            raise PolicyError(f"{kind} policy {name!r} has no option {option!r}; options: {known}")
+        try:
+            fitting[option] = checked(value, allowed[option])
+        except (ValueError, OverflowError) as error:
             raise PolicyError(
-                f"{kind} policy {name!r} has no option {option!r}; options: {allowed}"
-            )
-        if not _fits(value, hints[option]):
-            raise PolicyError(
-                f"{kind} policy {name!r}: {option} must be {fields[option]}, not {value!r}"
-            )
+                f"{kind} policy {name!r}: {option} must be {described(allowed[option])}, "
+                f"not {value!r}"
+            ) from error
+    policy = policies(kind)[name]
     try:
-        return known[name](known[name].Options(**options))
+        return policy(policy.Options(**fitting))
     except (TypeError, ValueError) as error:
         raise PolicyError(f"{kind} policy {name!r}: {error}") from error

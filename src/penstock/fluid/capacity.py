@@ -111,21 +111,32 @@ def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> C
             f"{work.max_context + rows - 1:.0f} tokens"
         )
     columns = _columns(profile, work, kv_tokens)
-    prefills, decodes, held, seconds = columns.T
+    seconds, demand = columns[:, 3], columns[:, :3] / _per_request(work)
+    # Solved in steps that each do one request's worth of something, in the time of the fastest:
+    # in seconds and tokens a very fast machine, or a very large memory, defeats the solver.
+    sizes = demand.max(axis=1)
     share = _proportional_seconds(profile, work)
-    # Rows: time, prefill tokens, decodes, KV tokens; the last variable is requests/s.
-    constraints = np.vstack([seconds, -prefills, -decodes, -held])
-    demand = [share, work.prefill_tokens, work.decode_steps, work.kv_token_steps]
-    matrix = np.column_stack([constraints, demand])
+    unit = share + float((seconds / sizes).min())
+    time, done = seconds / sizes / unit, demand / sizes[:, None]
+    # Rows: time, prefill tokens, decodes, KV tokens; the last variable is requests a unit of time.
+    matrix = np.column_stack([np.vstack([time, -done.T]), [share / unit, 1.0, 1.0, 1.0]])
+    if not work.decode_steps:
+        matrix = matrix[:2]
     objective = np.zeros(len(columns) + 1)
     objective[-1] = -1.0
-    found = linprog(objective, A_ub=matrix, b_ub=[1.0, 0.0, 0.0, 0.0], method="highs")
+    limits = [1.0, 0.0, 0.0, 0.0][: len(matrix)]
+    found = linprog(objective, A_ub=matrix, b_ub=limits, method="highs")
     if found.x is None:
         raise ValueError(f"no schedule serves these lengths within {kv_tokens} KV tokens")
-    rates = found.x[:-1]
-    used = np.flatnonzero(rates > 1e-12)
+    used = np.flatnonzero(found.x[:-1] > 1e-12)
+    rates = found.x[:-1] / sizes / unit
     mixture = tuple(StepKind(float(rates[i]), *map(float, columns[i, :3])) for i in used)
-    return Capacity(requests_per_s=float(found.x[-1]), mixture=mixture)
+    return Capacity(requests_per_s=float(found.x[-1] / unit), mixture=mixture)
+
+
+def _per_request(work: RequestWork) -> FloatArray:
+    """(prefill tokens, decodes, KV tokens) of a request; 1 where it has none."""
+    return np.array([work.prefill_tokens, work.decode_steps or 1.0, work.kv_token_steps or 1.0])
 
 
 def paper_linear_capacity(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> float:

@@ -20,6 +20,9 @@ FOLDER = Path(__file__).with_name("profiles_data")
 
 Array = NDArray[np.float64]
 
+_SHORTEST_S, _LONGEST_S = 1e-7, 1e5
+"""Of a step. Beyond them a figure has been written in another unit."""
+
 
 class ProfileError(ValueError):
     """A profile, or what one is fitted to, cannot be used. The message is one line."""
@@ -64,8 +67,20 @@ def save_profile(profile: StepProfile, path: Path) -> None:
 
 
 def _check_steps_take_time(profile: StepProfile) -> None:
-    if not min(profile.seconds(StepWork(1)), profile.seconds(StepWork(num_decodes=1))) > 0:
-        raise ProfileError(f"profile {profile.name!r}: a step of one token must take some time")
+    shortest = min(profile.seconds(StepWork(1)), profile.seconds(StepWork(num_decodes=1)))
+    coefficients = (getattr(profile, term) for term in _TERMS)
+    drafting = (s for d in profile.drafters for s in (*d.batch_seconds, d.per_catch_up_token))
+    longest = max(*profile.token_seconds, *coefficients, *drafting)
+    if not shortest >= _SHORTEST_S:
+        raise ProfileError(
+            f"profile {profile.name!r}: a step of one token must take {_SHORTEST_S:g} s at least, "
+            f"not {shortest:g}"
+        )
+    if not longest <= _LONGEST_S:
+        raise ProfileError(
+            f"profile {profile.name!r}: nothing may take more than {_LONGEST_S:g} s, "
+            f"not {longest:g}"
+        )
 
 
 # Fitting

@@ -162,11 +162,11 @@ def test_a_round_without_a_draft_is_defined(on_empty: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beta": 0.0}, "beta must be above 0"),
-        ({"eta": 1.5}, "eta must be above 0"),
-        ({"beta_decay": 0.3}, "beta_decay must be 0"),
+        ({"beta": 0.0}, "beta must be a finite number above 0 to 1, not 0.0"),
+        ({"eta": 1.5}, "eta must be a finite number above 0 to 1, not 1.5"),
+        ({"beta_decay": 0.3}, "beta_decay must be 0, or a finite number above 0.5 to 1"),
         ({"beta_decay": 0.9, "eta_decay": 0.6}, "eta_decay must exceed"),
-        ({"total": -1}, "total must be 0 or more"),
+        ({"total": -1}, "total must be a whole number from 0"),
         ({"k_max": -1}, "k_max must be"),
         ({"fairness": -1.0}, "fairness must be"),
         ({"initial_acceptance": 1.0}, "initial_acceptance must be"),
@@ -272,8 +272,8 @@ def test_adaptive_tries_again_whom_luck_left() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"horizon": 0}, "horizon must be 1 step"),
-        ({"prior_mean": 0.0}, "prior_mean must be between"),
+        ({"horizon": 0}, "horizon must be a whole number from 1"),
+        ({"prior_mean": 0.0}, "prior_mean must be a finite number above 0 to below 1"),
         ({"fairness": 17.0}, "fairness must be"),
     ],
 )

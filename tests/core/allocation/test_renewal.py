@@ -105,5 +105,5 @@ def test_no_drafts_at_all() -> None:
 
 
 def test_options_that_cannot_be() -> None:
-    with pytest.raises(PolicyError, match="fairness must be from 0"):
+    with pytest.raises(PolicyError, match="fairness must be a finite number from 0 to 16"):
         make_policy("allocation", "renewal", {"fairness": -1.0})

@@ -119,9 +119,9 @@ def test_words_tell_topics_apart_before_a_request_has_drafted() -> None:
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"k_max": 0}, "k_max and first_gap must be at least 1"),
-        ({"explore": 1.0}, "explore must be from 0 to less than 1, not 1.0"),
-        ({"margin": -0.1}, "margin must be 0 or more and finite, not -0.1"),
+        ({"k_max": 0}, "k_max must be a whole number from 1 to 1024, not 0"),
+        ({"explore": 1.0}, "explore must be a finite number from 0 to below 1, not 1.0"),
+        ({"margin": -0.1}, "margin must be a finite number of at least 0, not -0.1"),
     ],
 )
 def test_bad_options(options: dict[str, Any], told: str) -> None:

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.growth import Refill, num_that_fit
+from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt
 from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -65,22 +66,13 @@ class FluidGuided(AdmissionPolicy):
         order: in which order waiting requests are tried.
         ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
 
-        max_num_batched_tokens: int = 8192
-        confidence: float = 4.0
-        horizon: float = 10.0
-        tolerance: float = 0.03
+        max_num_batched_tokens: PositiveInt = 8192
+        confidence: NonNegativeFloat = 4.0
+        horizon: PositiveFloat = 10.0
+        tolerance: NonNegativeFloat = 0.03
         order: OrderName = "size_aware"
-        ttft_p99: float | None = None
-        tpot_p99: float | None = None
-
-        def __post_init__(self) -> None:
-            if self.max_num_batched_tokens < 1:
-                raise ValueError("max_num_batched_tokens must be at least 1")
-            if not self.confidence >= 0:
-                raise ValueError(f"confidence must not be negative, not {self.confidence}")
-            for target in (self.ttft_p99, self.tpot_p99):
-                if target is not None and not target > 0:
-                    raise ValueError(f"a target must be positive, not {target}")
+        ttft_p99: PositiveFloat | None = None
+        tpot_p99: PositiveFloat | None = None
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.options import PositiveInt
 from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -27,15 +28,15 @@ class GuaranteedNoEvict(AdmissionPolicy):
         max_batch_size: requests running at once.
         order: in which order waiting requests are tried."""
 
-        max_num_tokens: int = 8192
-        max_batch_size: int = 256
+        max_num_tokens: PositiveInt = 8192
+        max_batch_size: PositiveInt = 256
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
-            if self.max_batch_size < 1 or self.max_num_tokens < self.max_batch_size:
+            if self.max_num_tokens < self.max_batch_size:
                 raise ValueError(
-                    "max_batch_size must be at least 1 and max_num_tokens at least "
-                    f"max_batch_size, not {self.max_batch_size} and {self.max_num_tokens}"
+                    "max_num_tokens must be at least max_batch_size, "
+                    f"not {self.max_num_tokens} against {self.max_batch_size}"
                 )
 
     def __init__(self, options: Options) -> None:

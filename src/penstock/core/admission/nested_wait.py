@@ -14,6 +14,7 @@ from typing import ClassVar
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.admission.wait import check_thresholds
 from penstock.core.cohort import CountedState
+from penstock.core.options import PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
@@ -34,8 +35,8 @@ class NestedWait(AdmissionPolicy):
         """segment_ends: output tokens with which a request leaves each segment, rising.
         thresholds: n_i for each segment."""
 
-        segment_ends: tuple[int, ...] = (64, 256, 1024)
-        thresholds: tuple[int, ...] = (1, 1, 1)
+        segment_ends: tuple[PositiveInt, ...] = (64, 256, 1024)
+        thresholds: tuple[PositiveInt, ...] = (1, 1, 1)
 
         def __post_init__(self) -> None:
             check_thresholds(self.segment_ends, self.thresholds)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import bisect
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.admission.wait import check_thresholds
+from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -33,19 +34,15 @@ class NestedWaitGated(AdmissionPolicy):
         max_num_batched_tokens: positions a step.
         order: in which order waiting requests are tried."""
 
-        segment_ends: tuple[int, ...] = (64, 256, 1024)
-        thresholds: tuple[float, ...] = (1.0, 1.0, 1.0)
-        max_wait: float = 0.5
-        slack: float = 1.5
-        max_num_batched_tokens: int = 2048
+        segment_ends: tuple[PositiveInt, ...] = (64, 256, 1024)
+        thresholds: tuple[PositiveFloat, ...] = (1.0, 1.0, 1.0)
+        max_wait: NonNegativeFloat = 0.5
+        slack: Annotated[float, Range(at_least=1)] = 1.5
+        max_num_batched_tokens: PositiveInt = 2048
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             check_thresholds(self.segment_ends, self.thresholds)
-            if not self.max_wait >= 0 or not self.slack >= 1:
-                raise ValueError("max_wait must not be negative and slack at least 1")
-            if self.max_num_batched_tokens < 1:
-                raise ValueError("max_num_batched_tokens must be at least 1")
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.options import PositiveInt, Share
 from penstock.core.order import OrderName
 from penstock.core.step import Step
 
@@ -33,20 +34,18 @@ class VllmV1(AdmissionPolicy):
             as it was in vLLM before 0.19.
         order: in which order waiting requests are tried."""
 
-        max_num_batched_tokens: int = 2048
-        max_num_seqs: int = 256
-        watermark: float = 0.01
+        max_num_batched_tokens: PositiveInt = 2048
+        max_num_seqs: PositiveInt = 256
+        watermark: Share = 0.01
         reserve_full_prompt: bool = True
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
-            if self.max_num_seqs < 1 or self.max_num_batched_tokens < self.max_num_seqs:
+            if self.max_num_batched_tokens < self.max_num_seqs:
                 raise ValueError(
-                    "max_num_seqs must be at least 1 and max_num_batched_tokens at least "
-                    f"max_num_seqs, not {self.max_num_seqs} and {self.max_num_batched_tokens}"
+                    "max_num_batched_tokens must be at least max_num_seqs, "
+                    f"not {self.max_num_batched_tokens} against {self.max_num_seqs}"
                 )
-            if not 0 <= self.watermark < 1:
-                raise ValueError(f"watermark must be in [0, 1), not {self.watermark}")
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
+from penstock.core.options import PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
@@ -32,8 +33,8 @@ class Wait(AdmissionPolicy):
         """output_lens: the types' output lengths l'_j, rising.
         thresholds: n_j for each of them, prompts a stage."""
 
-        output_lens: tuple[int, ...] = (64, 256, 1024)
-        thresholds: tuple[int, ...] = (1, 1, 1)
+        output_lens: tuple[PositiveInt, ...] = (64, 256, 1024)
+        thresholds: tuple[PositiveInt, ...] = (1, 1, 1)
 
         def __post_init__(self) -> None:
             check_thresholds(self.output_lens, self.thresholds)
@@ -71,15 +72,12 @@ class Wait(AdmissionPolicy):
 
 
 def check_thresholds(output_lens: tuple[int, ...], thresholds: tuple[float, ...]) -> None:
-    """Raises: ValueError unless both are as many, lengths rise and thresholds are positive."""
-    whole = all(type(length) is int for length in output_lens)
-    rising = all(a < b for a, b in itertools.pairwise(output_lens))
-    if not output_lens or not whole or not rising or output_lens[0] < 1:
-        raise ValueError(f"output_lens must be rising whole numbers from 1, not {output_lens}")
-    if len(thresholds) != len(output_lens) or not min(thresholds) > 0:
+    """Raises: ValueError unless both are as many, and lengths rise."""
+    if not output_lens or any(a >= b for a, b in itertools.pairwise(output_lens)):
+        raise ValueError(f"the lengths must rise, not {output_lens}")
+    if len(thresholds) != len(output_lens):
         raise ValueError(
-            f"thresholds must be {len(output_lens)} positive numbers, one for each of output_lens, "
-            f"not {thresholds}"
+            f"thresholds must be {len(output_lens)} numbers, one for each length, not {thresholds}"
         )
 
 

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.admission.wait import check_thresholds, type_of
+from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt
 from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -32,18 +33,14 @@ class WaitGated(AdmissionPolicy):
         max_num_batched_tokens: positions a step.
         order: in which order waiting requests are tried."""
 
-        output_lens: tuple[int, ...] = (64, 256, 1024)
-        thresholds: tuple[float, ...] = (1.0, 1.0, 1.0)
-        max_wait: float = 0.5
-        max_num_batched_tokens: int = 2048
+        output_lens: tuple[PositiveInt, ...] = (64, 256, 1024)
+        thresholds: tuple[PositiveFloat, ...] = (1.0, 1.0, 1.0)
+        max_wait: NonNegativeFloat = 0.5
+        max_num_batched_tokens: PositiveInt = 2048
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             check_thresholds(self.output_lens, self.thresholds)
-            if not self.max_wait >= 0:
-                raise ValueError(f"max_wait must not be negative, not {self.max_wait}")
-            if self.max_num_batched_tokens < 1:
-                raise ValueError("max_num_batched_tokens must be at least 1")
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -18,16 +18,15 @@ from numpy.typing import NDArray
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
+    Fairness,
     GoodputAverages,
     Streams,
-    check_caps,
-    check_fairness,
-    check_learning,
     draft_budget,
     tenant_weight,
     tokens_by_tenant,
 )
 from penstock.core.estimators import Estimators
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.state import Outcome, RequestState
 
 FloatArray = NDArray[np.float64]
@@ -49,16 +48,11 @@ class Deadline(AllocationPolicy):
         horizon: steps over which goodput is averaged, once so many are known.
         prior_mean: acceptance expected before anything is known, worth one token."""
 
-        fairness: float = 1.0
-        total: int | None = None
-        k_max: int = 16
-        horizon: int = 1000
-        prior_mean: float = 0.5
-
-        def __post_init__(self) -> None:
-            check_caps(self.total, self.k_max)
-            check_fairness(self.fairness)
-            check_learning(self.horizon, self.prior_mean)
+        fairness: Fairness = 1.0
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+        horizon: PositiveInt = 1000
+        prior_mean: Probability = 0.5
 
     def __init__(self, options: Options) -> None:
         self.options = options

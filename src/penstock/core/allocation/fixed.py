@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.options import MaxDraftTokens, NonNegativeInt
 from penstock.core.state import RequestState
 
 
@@ -20,12 +21,8 @@ class Fixed(AllocationPolicy):
         """k: draft tokens for each request.
         total: draft tokens a round, shared equally; the remainder goes round. None: no bound."""
 
-        k: int = 4
-        total: int | None = None
-
-        def __post_init__(self) -> None:
-            if self.k < 0 or (self.total is not None and self.total < 0):
-                raise ValueError(f"k and total must not be negative, not {self.k}, {self.total}")
+        k: MaxDraftTokens = 4
+        total: NonNegativeInt | None = None
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -9,21 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from penstock.core.acceptance import Evidence, Smoothed
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
-    check_caps,
-    check_fairness,
+    Fairness,
     draft_budget,
     tenant_weight,
     tokens_by_tenant,
 )
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveFloat, Probability, Range
 from penstock.core.state import Outcome, RequestState
 from penstock.fluid.fair import geometric_lengths
 
 _VARIANCE_STEP = 0.05
+
+
+Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]
+"""Exponent by which a step size falls; 0: it is constant."""
 
 
 class GoodSpeed(AllocationPolicy):
@@ -45,42 +49,24 @@ class GoodSpeed(AllocationPolicy):
         total: draft tokens a round at most (C). None: by the profile of step times.
         k_max: most draft tokens for one request in a round."""
 
-        beta: float = 0.5
-        eta: float = 0.1
-        beta_decay: float = 0.0
-        eta_decay: float = 0.0
-        variance_limit: float | None = None
+        beta: Annotated[float, Range(above=0, at_most=1)] = 0.5
+        eta: Annotated[float, Range(above=0, at_most=1)] = 0.1
+        beta_decay: Decay = 0.0
+        eta_decay: Decay = 0.0
+        variance_limit: PositiveFloat | None = None
         on_empty: Literal["hold", "zero"] = "hold"
-        initial_acceptance: float = 0.5
-        initial_goodput: float = 1.0
-        fairness: float = 1.0
-        total: int | None = None
-        k_max: int = 16
+        initial_acceptance: Probability = 0.5
+        initial_goodput: Annotated[float, Range(at_least=1e-6, at_most=1e6)] = 1.0
+        fairness: Fairness = 1.0
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
 
         def __post_init__(self) -> None:
-            check_caps(self.total, self.k_max)
-            check_fairness(self.fairness)
-            for name, value in (("beta", self.beta), ("eta", self.eta)):
-                if not 0 < value <= 1:
-                    raise ValueError(f"{name} must be above 0 and at most 1, not {value:g}")
-            for name, value in (("beta_decay", self.beta_decay), ("eta_decay", self.eta_decay)):
-                if value and not 0.5 < value <= 1:
-                    raise ValueError(
-                        f"{name} must be 0 (constant) or above 0.5 and at most 1, not {value:g}"
-                    )
             if self.beta_decay and self.eta_decay <= self.beta_decay:
                 raise ValueError(
                     f"eta_decay must exceed beta_decay (Assumption 3: η/β → 0), not "
                     f"{self.eta_decay:g} against {self.beta_decay:g}"
                 )
-            if not 0 < self.initial_acceptance < 1:
-                raise ValueError(
-                    f"initial_acceptance must be between 0 and 1, not {self.initial_acceptance:g}"
-                )
-            if self.initial_goodput <= 0:
-                raise ValueError(f"initial_goodput must be positive, not {self.initial_goodput:g}")
-            if self.variance_limit is not None and self.variance_limit <= 0:
-                raise ValueError(f"variance_limit must be positive, not {self.variance_limit:g}")
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -12,15 +12,14 @@ from typing import ClassVar, Literal
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
+    Fairness,
     GoodputAverages,
     Streams,
-    check_caps,
-    check_fairness,
-    check_learning,
     draft_budget,
     tenant_weight,
     tokens_by_tenant,
 )
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.state import Outcome, RequestState
 from penstock.fluid.fair import geometric_lengths
 
@@ -42,18 +41,13 @@ class GoodSpeedAdaptive(AllocationPolicy):
             confidence puts a token below it. What it leaves goes to nobody in that round: worth it
             only where verifying a position costs time."""
 
-        fairness: float = 1.0
-        total: int | None = None
-        k_max: int = 16
-        horizon: int = 1000
-        prior_mean: float = 0.5
+        fairness: Fairness = 1.0
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+        horizon: PositiveInt = 1000
+        prior_mean: Probability = 0.5
         estimator: Literal["beta", "discounts", "switching", "confident"] = "switching"
         prices: bool = False
-
-        def __post_init__(self) -> None:
-            check_caps(self.total, self.k_max)
-            check_fairness(self.fairness)
-            check_learning(self.horizon, self.prior_mean)
 
     def __init__(self, options: Options) -> None:
         self.options = options

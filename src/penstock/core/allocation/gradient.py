@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated
 
 from penstock.core.acceptance import ESTIMATORS, AcceptanceModel, Evidence, Population
 from penstock.core.allocation import DraftCandidate, StepWork
+from penstock.core.options import Range
 from penstock.core.state import Outcome, Tenant
 from penstock.fluid.step_profile import StepWork as TargetWork
 
@@ -16,28 +18,8 @@ _START_STEPS = 4.0
 _LEAST_WEIGHT = 1e-6
 
 
-def check_caps(total: int | None, k_max: int) -> None:
-    """Raises: ValueError for a cap that is none."""
-    if total is not None and total < 0:
-        raise ValueError(f"total must be 0 or more, or null for no bound, not {total}")
-    if k_max < 0:
-        raise ValueError(f"k_max must be 0 or more, not {k_max}")
-
-
-def check_fairness(fairness: float) -> None:
-    """Raises: ValueError for an exponent of no concave utility."""
-    if not 0 <= fairness <= 16:
-        raise ValueError(
-            f"fairness must be from 0 (total tokens) over 1 (proportional) to 16, not {fairness:g}"
-        )
-
-
-def check_learning(horizon: int, prior_mean: float) -> None:
-    """Raises: ValueError for an average over nothing, or for a certain prior."""
-    if horizon < 1:
-        raise ValueError(f"horizon must be 1 step or more, not {horizon}")
-    if not 0 < prior_mean < 1:
-        raise ValueError(f"prior_mean must be between 0 and 1, not {prior_mean:g}")
+Fairness = Annotated[float, Range(at_least=0, at_most=16)]
+"""Exponent of a concave utility: 0 total tokens, 1 proportional; beyond 16 floats give out."""
 
 
 def draft_budget(total: int | None, work: StepWork) -> int:

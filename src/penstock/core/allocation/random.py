@@ -9,7 +9,8 @@ from random import Random
 from typing import ClassVar
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
-from penstock.core.allocation.gradient import check_caps, draft_budget
+from penstock.core.allocation.gradient import draft_budget
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, Seed
 from penstock.core.state import RequestState
 
 
@@ -24,12 +25,9 @@ class RandomLengths(AllocationPolicy):
         k_max: most draft tokens for one request in a round.
         seed: of the random numbers."""
 
-        total: int | None = None
-        k_max: int = 16
-        seed: int = 0
-
-        def __post_init__(self) -> None:
-            check_caps(self.total, self.k_max)
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+        seed: Seed = 0
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -21,13 +21,12 @@ from numpy.typing import NDArray
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.allocation.gradient import (
+    Fairness,
     Streams,
-    check_caps,
-    check_fairness,
-    check_learning,
     draft_budget,
     tenant_weight,
 )
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.state import Outcome, RequestState
 from penstock.fluid.step_profile import StepWork as TargetWork
 
@@ -55,16 +54,11 @@ class Renewal(AllocationPolicy):
             first, each time twice as many.
         prior_mean: acceptance expected before anything is known, worth one token."""
 
-        fairness: float = 1.0
-        total: int | None = None
-        k_max: int = 16
-        probe_every: int = 256
-        prior_mean: float = 0.5
-
-        def __post_init__(self) -> None:
-            check_caps(self.total, self.k_max)
-            check_fairness(self.fairness)
-            check_learning(self.probe_every, self.prior_mean)
+        fairness: Fairness = 1.0
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+        probe_every: PositiveInt = 256
+        prior_mean: Probability = 0.5
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -7,12 +7,12 @@ at nothing.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import RequestState
 
 _LEAST_OVERHEAD_S = 1e-6
@@ -36,14 +36,8 @@ class Throughput(AllocationPolicy):
         margin: speculate only where it promises this share more: estimates err, and what looks
             best of many is most likely to have been flattered."""
 
-        k_max: int = 8
-        margin: float = 0.05
-
-        def __post_init__(self) -> None:
-            if self.k_max < 0:
-                raise ValueError(f"k_max must not be negative, not {self.k_max}")
-            if not 0 <= self.margin < math.inf:
-                raise ValueError(f"margin must be 0 or more and finite, not {self.margin}")
+        k_max: MaxDraftTokens = 8
+        margin: NonNegativeFloat = 0.05
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -20,12 +20,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.estimators import Estimators
+from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveInt, Range, Seed, Share
 from penstock.core.prior import AcceptancePrior, Posterior
 from penstock.core.selection import ReplayWish, SelectionPolicy, SelectionWork, usable
 from penstock.core.selection.matching import assign
@@ -139,19 +140,11 @@ class Adaptive(SelectionPolicy):
             requests. 0 never explores.
         seed: of what is drawn."""
 
-        k_max: int = 8
-        first_gap: int = 2
-        margin: float = 0.04
-        explore: float = 0.1
-        seed: int = 0
-
-        def __post_init__(self) -> None:
-            if self.k_max < 1 or self.first_gap < 1:
-                raise ValueError("k_max and first_gap must be at least 1")
-            if not 0 <= self.margin < math.inf:
-                raise ValueError(f"margin must be 0 or more and finite, not {self.margin}")
-            if not 0 <= self.explore < 1:
-                raise ValueError(f"explore must be from 0 to less than 1, not {self.explore}")
+        k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
+        first_gap: PositiveInt = 2
+        margin: NonNegativeFloat = 0.04
+        explore: Share = 0.1
+        seed: Seed = 0
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -5,8 +5,9 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from penstock.core.options import Range, Seed
 from penstock.core.selection import SelectionPolicy, SelectionWork
 from penstock.core.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.selection.places import Places
@@ -26,12 +27,8 @@ class EpsilonGreedy(SelectionPolicy):
         sets ε = 0.2, which is 0.8 here; the usual meaning of the name is 0.2. seed: of the
         draws."""
 
-        explore: float = 0.2
-        seed: int = 0
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.explore <= 1:
-                raise ValueError(f"explore must be from 0 to 1, not {self.explore}")
+        explore: Annotated[float, Range(at_least=0, at_most=1)] = 0.2
+        seed: Seed = 0
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from penstock.core.options import PositiveInt
 from penstock.core.selection import SelectionPolicy, SelectionWork
 from penstock.core.selection.goodput import model_of
 from penstock.core.selection.places import Places
@@ -28,18 +29,16 @@ class Greedy(SelectionPolicy):
         fewer than models; empty divides the lengths of the last `memory` prompts evenly."""
 
         order: tuple[str, ...] = ()
-        boundaries: tuple[int, ...] = ()
-        memory: int = 512
+        boundaries: tuple[PositiveInt, ...] = ()
+        memory: PositiveInt = 512
 
         def __post_init__(self) -> None:
             if len(set(self.order)) < len(self.order):
                 raise ValueError(f"order names a model twice: {', '.join(self.order)}")
-            if any(b <= a for a, b in itertools.pairwise((0, *self.boundaries))):
-                raise ValueError("boundaries must be positive and rise")
+            if any(b <= a for a, b in itertools.pairwise(self.boundaries)):
+                raise ValueError(f"boundaries must rise, not {self.boundaries}")
             if self.order and self.boundaries and len(self.boundaries) + 1 != len(self.order):
                 raise ValueError("there must be one boundary fewer than models in order")
-            if self.memory < 1:
-                raise ValueError(f"memory must be at least 1, not {self.memory}")
 
     def __init__(self, options: Options) -> None:
         self.options = options

@@ -16,6 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from penstock.core.options import NonNegativeFloat, PositiveInt, Seed
 from penstock.core.selection import ReplayWish, SelectionPolicy, SelectionWork
 from penstock.core.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.selection.matching import assign
@@ -50,20 +51,17 @@ class Lbss(SelectionPolicy):
         fast_switch: have drafters of their own lane read it before the switch. seed: of the
         draws."""
 
-        alpha: int = 6
-        beta: int = 2
-        switching_weight: float = 1.0
+        alpha: PositiveInt = 6
+        beta: PositiveInt = 2
+        switching_weight: NonNegativeFloat = 1.0
         fast_switch: bool = True
-        seed: int = 0
+        seed: Seed = 0
 
         def __post_init__(self) -> None:
-            if self.beta < 1 or self.alpha < self.beta or self.alpha % self.beta:
+            if self.alpha % self.beta:
                 raise ValueError(
-                    f"alpha must be a multiple of beta, and beta at least 1, not {self.alpha} "
-                    f"and {self.beta}"
+                    f"alpha must be a multiple of beta, not {self.alpha} against {self.beta}"
                 )
-            if not 0 <= self.switching_weight < float("inf"):
-                raise ValueError("switching_weight must be 0 or more and finite")
 
     def __init__(self, options: Options) -> None:
         self.options = options

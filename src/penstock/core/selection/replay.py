@@ -11,8 +11,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveFloat, PositiveInt, Range
 from penstock.core.selection import ReplayWish, SelectionWork, usable
 from penstock.core.selection.goodput import RoundTimes, model_of
 from penstock.core.selection.staged import StagedPolicy, kept, rounds_ahead, step_times
@@ -72,20 +73,19 @@ class Replay(StagedPolicy):
         might be better than it seems; one that even then would not pay for its reading is not
         asked. k_max: the longest draft that a worth is computed for."""
 
-        first_gap: int = 2
-        longest_gap: int = 16
-        memory: float = 200.0
-        prior_tokens: float = 8.0
-        optimism: float = 1.0
-        k_max: int = 8
+        first_gap: PositiveInt = 2
+        longest_gap: PositiveInt = 16
+        memory: Annotated[float, Range(at_least=1)] = 200.0
+        prior_tokens: PositiveFloat = 8.0
+        optimism: NonNegativeFloat = 1.0
+        k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
 
         def __post_init__(self) -> None:
-            if not 1 <= self.first_gap <= self.longest_gap:
-                raise ValueError("first_gap must be at least 1 and at most longest_gap")
-            if not (1 <= self.memory < math.inf and 0 < self.prior_tokens < math.inf):
-                raise ValueError("memory must be at least 1, prior_tokens positive; both finite")
-            if not 0 <= self.optimism < math.inf or self.k_max < 1:
-                raise ValueError("optimism must be 0 or more and finite, k_max at least 1")
+            if self.first_gap > self.longest_gap:
+                raise ValueError(
+                    "first_gap must be at most longest_gap, "
+                    f"not {self.first_gap} against {self.longest_gap}"
+                )
 
     def __init__(self, options: Options) -> None:
         super().__init__()

@@ -11,8 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
+from penstock.core.options import NonNegativeFloat, PositiveFloat, Range
 from penstock.core.selection import SelectionWork
 from penstock.core.selection.goodput import Mean, ObservedGoodput, RoundTimes, model_of
 from penstock.core.selection.staged import StagedPolicy, kept, rounds_ahead
@@ -30,17 +31,9 @@ class Ucb(StagedPolicy):
         the stages of a drafter, each time it is chosen. prior_rounds: of its own rounds, what the
         mean of all requests counts as."""
 
-        optimism: float = 0.5
-        growth: float = 1.0
-        prior_rounds: float = 4.0
-
-        def __post_init__(self) -> None:
-            if not 0 <= self.optimism < math.inf:
-                raise ValueError(f"optimism must be 0 or more and finite, not {self.optimism}")
-            if not 0 < self.growth <= 10:
-                raise ValueError(f"growth must be above 0 and at most 10, not {self.growth}")
-            if not 0 < self.prior_rounds < math.inf:
-                raise ValueError("prior_rounds must be positive and finite")
+        optimism: NonNegativeFloat = 0.5
+        growth: Annotated[float, Range(above=0, at_most=10)] = 1.0
+        prior_rounds: PositiveFloat = 4.0
 
     def __init__(self, options: Options) -> None:
         super().__init__()
