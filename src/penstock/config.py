@@ -57,11 +57,13 @@ class TenantConfig(_Model):
     """A tenant: the API keys that stand for it, and its weight in every fair share.
 
     share_prompts: draft servers of other tenants may draft for its requests, and so see them.
+    max_waiting_requests: without a first token at once; None is the share of any client.
     """
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     api_keys: tuple[str, ...] = ()
     share_prompts: bool = False
+    max_waiting_requests: int | None = Field(default=None, ge=1)
 
 
 class EngineConfig(_Model):
@@ -261,7 +263,11 @@ class ServeConfig(_Model):
     """The whole server: engine, address, limits.
 
     cors_origins: web pages from these origins may call the API from a browser; `*` is any.
-    max_waiting_requests: requests without a first token at once; more get HTTP status 429.
+    max_waiting_requests: requests without a first token at once; more get HTTP status 429. A client
+        (a tenant where there are API keys, else a network address) may have no more of them than
+        it leaves free.
+    header_timeout_s, body_timeout_s: for all of a request's head and body to come
+    write_timeout_s: a client that reads nothing of its answer for so long has its request cancelled
     drafters: where draft servers connect, if they may.
     """
 
@@ -272,6 +278,9 @@ class ServeConfig(_Model):
     cors_origins: tuple[str, ...] = ()
     max_waiting_requests: int = Field(default=4096, ge=1)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    header_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
+    body_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
+    write_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     shutdown_grace_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     drafters: DraftersConfig | None = None
 

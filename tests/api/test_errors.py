@@ -45,7 +45,7 @@ COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": "a", "seed": 1.5}, 400, "seed: "),
     ({"prompt": "a", "n": 0}, 400, "n: "),
     ({"prompt": "a", "n": 1000}, 400, "n: "),
-    ({"prompt": ["a"] * 33, "n": 128}, 400, "choices each are 4224; together at most 4096 are"),
+    ({"prompt": ["a"] * 33, "n": 128}, 400, "choices each are 4224; together at most 2048 are"),
     ({"prompt": "a", "stop": 3}, 400, "stop: must be a string or a list of strings"),
     ({"prompt": "a", "stop": [""]}, 400, "stop: a stop string must not be empty"),
     ({"prompt": "a", "stop": ""}, 400, "stop: a stop string must not be empty"),

@@ -61,7 +61,7 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
     os.kill(engine, signal.SIGSTOP)
     try:
         with (
-            connect(slow_server, {"prompt": "a", "n": 8}),
+            connect(slow_server, {"prompt": "a", "n": 4}),
             client_of(slow_server) as ai,
             pytest.raises(openai.RateLimitError) as full,
         ):
@@ -75,7 +75,7 @@ def test_too_many_waiting_requests(slow_server: RunningServer) -> None:
 def test_a_stream_that_is_left_before_its_first_output_frees_its_place(
     slow_server: RunningServer,
 ) -> None:
-    body: dict[str, Any] = {"prompt": "a", "n": 8}
+    body: dict[str, Any] = {"prompt": "a", "n": 4}
 
     def is_refused(timeout: float) -> bool:
         """Whether all places are taken; if not, the request is left after that time."""
@@ -118,7 +118,7 @@ def test_a_stream_begins_before_its_first_token(
 
 def test_more_choices_than_can_ever_wait(slow_server: RunningServer) -> None:
     with client_of(slow_server) as ai, pytest.raises(openai.BadRequestError) as refused:
-        ai.completions.create(model="toy", prompt="a", n=9)
+        ai.completions.create(model="toy", prompt="a", n=5)
     assert refused.value.param == "n"
 
 

@@ -8,23 +8,27 @@ from tests.serving.fakes import TOKENIZER
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
+from penstock.api.keys import Caller
 from penstock.api.prepare import Preparer, derived_seed
 from penstock.core.types import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.serving.messages import Ready
 
+SOMEONE = Caller("someone", "someone")
 READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})
 
 
 def preparer(
     tokenizer: Tokenizer, verification: Literal["coupled", "ratio"] | None = None
 ) -> Preparer:
-    return Preparer("toy", tokenizer, READY, verification, lambda: READY.drafters, 64)
+    return Preparer(
+        "toy", tokenizer, READY, verification, lambda: READY.drafters, lambda client: 64
+    )
 
 
 async def completion(preparer: Preparer, **fields: Any) -> list[Request]:
     body = CompletionBody.model_validate({"prompt": [5, 6, 7], **fields})
-    return [c.request for c in await preparer.completion(body, "someone", "job")]
+    return [c.request for c in await preparer.completion(body, SOMEONE, "job")]
 
 
 async def test_defaults_are_openais(tokenizer: Tokenizer) -> None:
@@ -84,7 +88,7 @@ async def test_length_by_default_is_what_fits(tokenizer: Tokenizer) -> None:
     (request,) = await completion(preparer(tokenizer), prompt=[5] * 90)
     assert request.max_tokens == 10
     body = ChatBody.model_validate({"messages": [{"role": "user", "content": "Hi"}]})
-    (choice,) = await preparer(tokenizer).chat(body, "someone", "job")
+    (choice,) = await preparer(tokenizer).chat(body, SOMEONE, "job")
     assert choice.request.max_tokens == 100 - choice.request.prompt_len
 
 
@@ -92,7 +96,8 @@ async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
     ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
     text = "some words " * 2000
     (request,) = await completion(
-        Preparer("toy", tokenizer, ready, None, lambda: ready.drafters, 64), prompt=text
+        Preparer("toy", tokenizer, ready, None, lambda: ready.drafters, lambda client: 64),
+        prompt=text,
     )
     assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)
 
@@ -146,7 +151,7 @@ async def test_text_parts_are_joined(tokenizer: Tokenizer) -> None:
     prompts = []
     for content in ("Hello", parts):
         body = ChatBody.model_validate({"messages": [{"role": "user", "content": content}]})
-        (choice,) = await preparer(tokenizer).chat(body, "someone", "job")
+        (choice,) = await preparer(tokenizer).chat(body, SOMEONE, "job")
         prompts.append(choice.request.prompt_token_ids)
     assert prompts[0] == prompts[1]
 
@@ -165,7 +170,7 @@ async def test_messages_as_the_template_gets_them(
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": "Hi", "name": "Ada"},
     ]
-    await preparer(tokenizer).chat(ChatBody.model_validate({"messages": given}), "someone", "job")
+    await preparer(tokenizer).chat(ChatBody.model_validate({"messages": given}), SOMEONE, "job")
     assert seen == [
         {"role": "system", "content": "Be brief."},
         {"role": "user", "content": "Hi", "name": "Ada"},

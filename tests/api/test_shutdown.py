@@ -11,7 +11,7 @@ import httpx
 import psutil
 import pytest
 from tests.serving.fakes import SLOW_FACTORY
-from tests.serving.harness import engine_pids, eventually, server_process
+from tests.serving.harness import engine_pid, eventually, server_process
 
 BODY = {"prompt": [50, 60, 70], "max_tokens": 60, "stream": True}
 
@@ -35,7 +35,7 @@ def exit_code(process: BaseProcess, timeout: float) -> int | None:
 @pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
 def test_what_runs_is_finished_and_nothing_new_is_taken(sig: signal.Signals) -> None:
     with server_process(SLOW_FACTORY) as (process, url):
-        (engine,) = engine_pids(process.pid)
+        engine = engine_pid(url)
         with httpx.stream("POST", f"{url}/v1/completions", json=BODY, timeout=20) as answer:
             stream = chunks(answer.iter_lines())
             next(stream)
@@ -62,7 +62,7 @@ def test_what_outlasts_the_grace_period_ends_with_an_error() -> None:
 
 def test_a_second_signal_ends_it_at_once() -> None:
     with server_process(SLOW_FACTORY) as (process, url):
-        (engine,) = engine_pids(process.pid)
+        engine = engine_pid(url)
         body = {**BODY, "max_tokens": 500}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
             stream = chunks(answer.iter_lines())
@@ -78,7 +78,7 @@ def test_a_second_signal_ends_it_at_once() -> None:
 
 def test_the_engine_does_not_outlive_the_server() -> None:
     with server_process(SLOW_FACTORY) as (process, url):
-        (engine,) = engine_pids(process.pid)
+        engine = engine_pid(url)
         assert httpx.get(f"{url}/health").status_code == 200
         process.kill()
         eventually(lambda: not psutil.pid_exists(engine), timeout=5)

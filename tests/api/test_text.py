@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tests.engine.test_tokenizer import CHAT, metaspace, save
 
 from penstock.api.bodies import ChatBody, CompletionBody
+from penstock.api.keys import Caller
 from penstock.api.prepare import Preparer
 from penstock.api.text import TextStream
 from penstock.core.types import Output, TokenLogprob
@@ -16,6 +17,8 @@ from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.serving.messages import Ready
 
 LOGPROB = TokenLogprob(-1.0, ())
+
+SOMEONE = Caller("someone", "someone")
 
 
 def cut(text: str, stops: list[str]) -> str:
@@ -86,11 +89,11 @@ def test_a_text_may_go_on_from_another(tmp_path: Path) -> None:
 async def test_completions_go_on_from_their_prompt_and_assistants_begin(tmp_path: Path) -> None:
     spelled = load_tokenizer(save(tmp_path, metaspace(), chat_template=CHAT))
     engine = Ready(tmp_path, 1000, 4096, frozenset(), (), {})
-    prepare = Preparer("toy", spelled, engine, None, lambda: (), 8)
+    prepare = Preparer("toy", spelled, engine, None, lambda: (), lambda client: 8)
     body: dict[str, Any] = {"prompt": "The quick"}
-    (completion,) = await prepare.completion(CompletionBody.model_validate(body), "someone", "job")
+    (completion,) = await prepare.completion(CompletionBody.model_validate(body), SOMEONE, "job")
     body = {"messages": [{"role": "user", "content": "The quick"}]}
-    (answer,) = await prepare.chat(ChatBody.model_validate(body), "someone", "job")
+    (answer,) = await prepare.chat(ChatBody.model_validate(body), SOMEONE, "job")
     for choice, expected in ((completion, " brown fox"), (answer, "brown fox")):
         delta = choice.take(Output("job", tuple(spelled.encode("brown fox"))))
         assert delta is not None

@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-import psutil
+import httpx
 from tests.serving.fakes import FACTORY, TOKENIZER
 
 from penstock.api.server import serve
@@ -29,14 +29,10 @@ def serve_config(engine: dict[str, Any] | None = None, **settings: Any) -> Serve
     return parse_config({"engine": {**toy, **(engine or {})}, "port": 0, **settings})
 
 
-def engine_pids(parent: int | None = None) -> set[int]:
-    """Engine processes of a process, by default this one."""
-    pids = set()
-    for child in psutil.Process(parent).children():
-        with suppress(psutil.NoSuchProcess):
-            if "spawn_main" in " ".join(child.cmdline()):
-                pids.add(child.pid)
-    return pids
+def engine_pid(url: str) -> int:
+    """Of a server whose engine is up."""
+    answer = httpx.get(f"{url}/health", timeout=20)
+    return int(answer.json()["engine"]["pid"]) if answer.is_success else 0
 
 
 def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
@@ -51,19 +47,17 @@ def eventually(condition: Callable[[], Any], timeout: float = 20.0) -> Any:
 class RunningServer:
     """`url`, and the engine's pid."""
 
-    def __init__(self, url: str, other_engines: set[int]) -> None:
+    def __init__(self, url: str) -> None:
         self.url = url
-        self._others = other_engines
 
     @property
     def engine_pid(self) -> int:
-        return next(iter(eventually(lambda: engine_pids() - self._others)))
+        return int(eventually(lambda: engine_pid(self.url)))
 
 
 @contextmanager
 def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[RunningServer]:
     """Serve in a thread until the block ends."""
-    others = engine_pids()
     started = threading.Event()
     address: list[str] = []
     stop: list[Callable[[], object]] = []
@@ -88,7 +82,7 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
     assert started.wait(60), "the server did not start"
     assert address, "the server failed to start"
     try:
-        yield RunningServer(address[0], others)
+        yield RunningServer(address[0])
     finally:
         stop[0]()
         thread.join(20)

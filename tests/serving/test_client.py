@@ -18,10 +18,9 @@ from penstock.core.types import FinishReason, Output, Request
 from penstock.serving.client import (
     EngineClient,
     EngineFailed,
-    EngineUnavailable,
     OutputStream,
-    QueueFull,
 )
+from penstock.serving.refusals import EngineUnavailable, QueueFull
 
 PROMPT = (5, 6, 7, 8, 9)
 
@@ -65,7 +64,7 @@ async def until_free(client: EngineClient) -> None:
 
 async def test_requests_share_a_stream_and_are_all_finished() -> None:
     async with client_of(FACTORY) as client:
-        with await client.submit([request("a"), request("b", 12, (1, 2))]) as stream:
+        with await client.submit("someone", [request("a"), request("b", 12, (1, 2))]) as stream:
             outputs = await read(stream)
         for name, prompt, length in (("a", PROMPT, 30), ("b", (1, 2), 12)):
             mine = [o for o in outputs if o.request_id == name]
@@ -77,7 +76,7 @@ async def test_requests_share_a_stream_and_are_all_finished() -> None:
 
 async def test_an_idle_engine_does_not_spin() -> None:
     async with client_of(FACTORY) as client:
-        with await client.submit([request("a")]) as stream:
+        with await client.submit("someone", [request("a")]) as stream:
             await read(stream)
         process = psutil.Process(client.pid)
         before = process.cpu_times()
@@ -87,7 +86,7 @@ async def test_an_idle_engine_does_not_spin() -> None:
 
 
 async def test_leaving_a_stream_cancels_its_requests(slow: EngineClient) -> None:
-    with await slow.submit([request("a", 400), request("b", 400)]) as stream:
+    with await slow.submit("someone", [request("a", 400), request("b", 400)]) as stream:
         await anext(stream)
         stats = await slow.stats()
         assert stats is not None
@@ -98,7 +97,7 @@ async def test_leaving_a_stream_cancels_its_requests(slow: EngineClient) -> None
 
 
 async def test_one_of_a_streams_requests_can_be_cancelled(slow: EngineClient) -> None:
-    with await slow.submit([request("a", 400), request("b", 20)]) as stream:
+    with await slow.submit("someone", [request("a", 400), request("b", 20)]) as stream:
         await anext(stream)
         stream.cancel("a")
         rest = await read(stream)
@@ -107,27 +106,27 @@ async def test_one_of_a_streams_requests_can_be_cancelled(slow: EngineClient) ->
 
 
 async def test_too_many_waiting_requests_are_refused() -> None:
-    async with client_of(SLOW_FACTORY, max_waiting=3) as client:
-        with await client.submit([request("a"), request("b")]) as stream:
+    async with client_of(SLOW_FACTORY, max_waiting=5) as client:
+        with await client.submit("someone", [request("a"), request("b")]) as stream:
             with pytest.raises(QueueFull, match="2 requests are waiting"):
-                await client.submit([request("c"), request("d")])
+                await client.submit("someone", [request("c"), request("d")])
             await anext(stream)
             await anext(stream)
-            with await client.submit([request("c"), request("d")]) as second:
+            with await client.submit("someone", [request("c"), request("d")]) as second:
                 assert len(await read(second)) > 2
 
 
 async def test_a_killed_engine_fails_its_requests_and_is_restarted(slow: EngineClient) -> None:
     pid = slow.pid
     assert pid is not None
-    with await slow.submit([request("a", 400), request("b", 400)]) as stream:
+    with await slow.submit("someone", [request("a", 400), request("b", 400)]) as stream:
         await anext(stream)
         os.kill(pid, signal.SIGKILL)
         failed = [o for o in await read(stream) if o.finish_reason]
     assert {o.request_id for o in failed} == {"a", "b"}
     assert all(o.finish_reason is FinishReason.ERROR for o in failed)
     assert all("died" in str(o.error) for o in failed)
-    with await slow.submit([request("c", 8)]) as stream:
+    with await slow.submit("someone", [request("c", 8)]) as stream:
         outputs = await read(stream)
     assert [t for o in outputs for t in o.token_ids] == expected_tokens(list(PROMPT), 8)
     assert slow.pid != pid
@@ -165,23 +164,23 @@ async def test_an_engine_that_cannot_be_restarted_is_tried_again(tmp_path: Path)
         await until(says_so)
         assert await client.stats() is None
         (tmp_path / "broken").unlink()
-        with await client.submit([request("a", 8)]) as stream:
+        with await client.submit("someone", [request("a", 8)]) as stream:
             assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
 
 
 async def test_draining_lets_requests_finish(slow: EngineClient) -> None:
-    with await slow.submit([request("a", 40)]) as stream:
+    with await slow.submit("someone", [request("a", 40)]) as stream:
         await anext(stream)
         draining = asyncio.create_task(slow.drain(10.0))
         await asyncio.sleep(0)
         with pytest.raises(EngineUnavailable, match="shutting down"):
-            await slow.submit([request("b")])
+            await slow.submit("someone", [request("b")])
         assert (await read(stream))[-1].finish_reason is FinishReason.LENGTH
     await asyncio.wait_for(draining, 1)
 
 
 async def test_draining_cancels_what_outlasts_the_grace_period(slow: EngineClient) -> None:
-    with await slow.submit([request("a", 500)]) as stream:
+    with await slow.submit("someone", [request("a", 500)]) as stream:
         await anext(stream)
         await slow.drain(0.1)
         last = (await read(stream))[-1]
@@ -195,7 +194,7 @@ async def test_closing_ends_the_process_quickly() -> None:
     await client.start()
     pid = client.pid
     assert pid is not None
-    stream = await client.submit([request("a", 500)])
+    stream = await client.submit("someone", [request("a", 500)])
     await anext(stream)
     started_at = time.monotonic()
     await client.close()
@@ -217,7 +216,7 @@ async def test_closing_while_the_engine_loads() -> None:
 
 async def test_the_engine_ignores_signals_meant_for_the_server(slow: EngineClient) -> None:
     assert slow.pid is not None
-    with await slow.submit([request("a", 20)]) as stream:
+    with await slow.submit("someone", [request("a", 20)]) as stream:
         await anext(stream)
         os.kill(slow.pid, signal.SIGINT)
         os.kill(slow.pid, signal.SIGTERM)

@@ -70,7 +70,7 @@ async def test_edge_requests(family: dict[str, Path], oracle: Oracle, model: str
     verifier = ScriptedVerifier(oracle)
     async with verifier.serving() as port, drafting(port, family[model]) as server:
         client = edge_client(server, family[model])
-        with await client.submit(REQUESTS) as stream:
+        with await client.submit("someone", REQUESTS) as stream:
             outputs = await read(stream)
         assert client.num_open == 0
         check_outputs(oracle, outputs)
@@ -97,7 +97,7 @@ async def test_repeated_and_reordered_messages(
         client = edge_client(server, family["near"])
         for n in range(4):
             verifier.assign(f"@{n}", list(range(n, n + 12)), 20, SEEDED)
-        with await client.submit(REQUESTS) as stream:
+        with await client.submit("someone", REQUESTS) as stream:
             outputs = await read(stream)
         check_outputs(oracle, outputs)
         await until(lambda: not verifier.jobs)
@@ -115,7 +115,7 @@ async def test_logprobs(family: dict[str, Path], oracle: Oracle, num_logprobs: i
     made = request("a", replace(SEEDED, num_logprobs=num_logprobs), max_tokens=60)
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        with await client.submit([made]) as stream:
+        with await client.submit("someone", [made]) as stream:
             outputs = await read(stream)
     assert len(verifier.opens) == 2
     tokens = tokens_of(outputs, "a")
@@ -151,7 +151,7 @@ async def test_whoever_takes_no_assignments_sends_nothing(
         assert not verifier.hellos[0].takes_assignments
         verifier.assign("@1", [1, 2, 3], 5, GREEDY)
         client = edge_client(server, family["same"])
-        with await client.submit([request("own")]) as stream:
+        with await client.submit("someone", [request("own")]) as stream:
             await read(stream)
         assert all(d.request_id != "@1" for d in verifier.drafts)
         assert len(verifier.drafts) > 0
@@ -162,7 +162,7 @@ async def test_a_broken_stream_is_a_pause(family: dict[str, Path], oracle: Oracl
     verifier.break_after = 9
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        with await client.submit(REQUESTS) as stream:
+        with await client.submit("someone", REQUESTS) as stream:
             outputs = await read(stream)
         check_outputs(oracle, outputs)
         assert client.num_restarts == 1
@@ -208,7 +208,7 @@ async def restart_in_the_middle(
         stack = drafting(port, family["near"])
         server = await stack.__aenter__()
         client = edge_client(server, family["near"])
-        stream = await client.submit([made])
+        stream = await client.submit("someone", [made])
         while len(tokens_of(outputs, made.id)) < 15:
             outputs.append(await anext(stream))
     await until(lambda: client.problem is not None)
@@ -227,7 +227,7 @@ async def test_a_user_who_leaves_closes_the_request(
     verifier.delay_s = 0.05
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        with await client.submit([request("a", max_tokens=200)]) as stream:
+        with await client.submit("someone", [request("a", max_tokens=200)]) as stream:
             await anext(stream)
         await until(lambda: verifier.closes)
         assert verifier.closes == [verifier.opens[0].request_id]
@@ -247,7 +247,9 @@ async def test_requests_beyond_the_limit_wait_here(
     most = 0
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        with await client.submit([request(f"r{n}", first=40 + n) for n in range(6)]) as stream:
+        with await client.submit(
+            "someone", [request(f"r{n}", first=40 + n) for n in range(6)]
+        ) as stream:
             async with asyncio.timeout(30):
                 async for _ in stream:
                     most = max(most, len(verifier.jobs))
@@ -271,7 +273,7 @@ async def test_a_refusal_after_a_welcome_may_pass(family: dict[str, Path], oracl
     verifier.delay_s = 0.01
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        with await client.submit([request("a")]) as stream:
+        with await client.submit("someone", [request("a")]) as stream:
             outputs = [await anext(stream)]
             verifier.refuse = "not now"
             await until(lambda: client.problem is not None and "not now" in client.problem)
@@ -338,7 +340,7 @@ async def test_without_a_stream_requests_are_refused_after_a_while(
         client = edge_client(server, family["near"])
     await until(lambda: client.problem is not None)
     with pytest.raises(EngineUnavailable, match="no connection to the verification server at"):
-        await client.submit([request("a")])
+        await client.submit("someone", [request("a")])
     await stack.__aexit__(None, None, None)
 
 
@@ -352,7 +354,7 @@ async def test_requests_that_are_given_up_are_opened_again(
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
         outputs = []
-        with await client.submit([made]) as stream:
+        with await client.submit("someone", [made]) as stream:
             for reason in ("cancelled", "error"):
                 outputs.append(await anext(stream))
                 job = next(iter(verifier.jobs.values()))
@@ -386,7 +388,7 @@ async def test_a_hopeless_request_ends_in_an_error(
     verifier._open = give_up
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        with await client.submit([request("a")]) as stream:
+        with await client.submit("someone", [request("a")]) as stream:
             (output,) = await read(stream)
         assert output.finish_reason is FinishReason.ERROR
         assert output.error == "it died again"
@@ -415,7 +417,7 @@ async def test_a_refused_request_is_tried_again_for_a_while(
         verifier._open = refuse
         async with verifier.serving() as port, drafting(port, family["near"]) as server:
             client = edge_client(server, family["near"])
-            with await client.submit([request("a")]) as stream:
+            with await client.submit("someone", [request("a")]) as stream:
                 outputs = await read(stream)
         if times == 3:
             assert tokens_of(outputs, "a") == expected(oracle, request("a"))
@@ -440,7 +442,7 @@ async def test_what_would_never_be_taken_is_refused_here(
     verifier = ScriptedVerifier(oracle)
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        with await client.submit([made]) as stream:
+        with await client.submit("someone", [made]) as stream:
             (output,) = await read(stream)
         assert output.finish_reason is FinishReason.REFUSED
         assert (output.error or "").startswith(why)
@@ -457,7 +459,7 @@ async def test_ratio_drafts_bring_their_distributions_to_whom_is_trusted(
         verifier.trusted = trusted
         async with verifier.serving() as port, drafting(port, family["near"]) as server:
             client = edge_client(server, family["near"])
-            with await client.submit([request("a", ratio)]) as stream:
+            with await client.submit("someone", [request("a", ratio)]) as stream:
                 await read(stream)
             assert verifier.opens[0].sampling.ratio
             assert verifier.problems == []
@@ -473,7 +475,7 @@ async def test_users_say_how_far_to_draft(
     made = request("a", drafter=drafter, max_draft_tokens=longest)
     async with verifier.serving() as port, drafting(port, family["same"]) as server:
         client = edge_client(server, family["same"])
-        with await client.submit([made]) as stream:
+        with await client.submit("someone", [made]) as stream:
             outputs = await read(stream)
         assert tokens_of(outputs, "a") == expected(oracle, made)
         assert max(len(d.token_ids) for d in verifier.drafts) == most
@@ -487,7 +489,7 @@ async def test_verification_that_does_not_wait(family: dict[str, Path], oracle: 
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
         verifier.assign("@1", [1, 2, 3], 20, GREEDY)
-        with await client.submit(REQUESTS) as stream:
+        with await client.submit("someone", REQUESTS) as stream:
             check_outputs(oracle, await read(stream))
         await until(lambda: not verifier.jobs)
         num_rounds = sum(job.num_rounds for job in verifier.finished.values())
@@ -525,14 +527,14 @@ async def test_draining(family: dict[str, Path], oracle: Oracle) -> None:
     verifier.delay_s = 0.05
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
-        stream = await client.submit([request("a", max_tokens=200)])
+        stream = await client.submit("someone", [request("a", max_tokens=200)])
         await anext(stream)
         await client.drain(0.1)
         outputs = await read(stream)
         assert outputs[-1].finish_reason is FinishReason.CANCELLED
         await until(lambda: verifier.closes)
         with pytest.raises(EngineUnavailable, match="shutting down"):
-            await client.submit([request("b")])
+            await client.submit("someone", [request("b")])
 
 
 async def test_a_drafter_that_breaks_ends_the_server(

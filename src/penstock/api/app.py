@@ -21,8 +21,8 @@ from penstock.api.foreign import header_value, ignored_fields
 from penstock.api.formats import ChatFormat, CompletionFormat, Format
 from penstock.api.headers import IGNORED_FIELDS, REQUEST_ID, ResponseHeaders
 from penstock.api.jobs import EventStream, Job, collected
-from penstock.api.keys import Keyring
-from penstock.api.limits import BodyLimit
+from penstock.api.keys import Caller, Keyring
+from penstock.api.limits import BodyLimit, client_network
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import Preparer
 from penstock.config import ServeConfig
@@ -49,7 +49,7 @@ class Service:
             client.info,
             config.engine.verification,
             lambda: client.drafters,
-            config.max_waiting_requests,
+            client.room.most_of,
         )
 
     async def read(self, model: type[_Body], http: Request) -> _Body:
@@ -80,10 +80,15 @@ class Service:
         return card
 
     async def answer(
-        self, http: Request, body: GenerationBody, choices: list[Choice], form: Format
+        self,
+        http: Request,
+        caller: Caller,
+        body: GenerationBody,
+        choices: list[Choice],
+        form: Format,
     ) -> Response:
         """Run the choices. Raises: ApiError."""
-        job = await Job.start(self.client, self.metrics, choices)
+        job = await Job.start(self.client, self.metrics, choices, caller.client)
         if body.stream:
             return EventStream(job, form, body)
         return await collected(job, form, http)
@@ -96,7 +101,7 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None)
     errors.install(app)
     openapi.install(app)
-    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     if config.cors_origins:
         app.add_middleware(
             CORSMiddleware,
@@ -114,33 +119,33 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
 
 
 def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
-    def tenant_of(authorization: Annotated[str | None, Header()] = None) -> str:
-        return keyring.tenant(authorization)
+    def caller_of(http: Request, authorization: Annotated[str | None, Header()] = None) -> Caller:
+        return keyring.caller(authorization, client_network(http.scope))
 
     @app.post("/v1/completions", openapi_extra=openapi.body_of(CompletionBody))
-    async def completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
+    async def completions(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         body = await service.read(CompletionBody, http)
         job_id = f"cmpl-{uuid4().hex}"
-        choices = await service.prepare.completion(body, tenant, job_id)
+        choices = await service.prepare.completion(body, caller, job_id)
         form = CompletionFormat(
             job_id, service.model_name, service.tokenizer, logprobs=body.logprobs is not None
         )
-        return await service.answer(http, body, choices, form)
+        return await service.answer(http, caller, body, choices, form)
 
     @app.post("/v1/chat/completions", openapi_extra=openapi.body_of(ChatBody))
-    async def chat_completions(http: Request, tenant: str = Depends(tenant_of)) -> Response:
+    async def chat_completions(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         body = await service.read(ChatBody, http)
         job_id = f"chatcmpl-{uuid4().hex}"
-        choices = await service.prepare.chat(body, tenant, job_id)
+        choices = await service.prepare.chat(body, caller, job_id)
         form = ChatFormat(job_id, service.model_name, service.tokenizer, logprobs=body.logprobs)
-        return await service.answer(http, body, choices, form)
+        return await service.answer(http, caller, body, choices, form)
 
-    @app.get("/v1/models", dependencies=[Depends(tenant_of)])
+    @app.get("/v1/models", dependencies=[Depends(caller_of)])
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_card()]}
 
     # A model's name may have slashes in it.
-    @app.get("/v1/models/{model_id:path}", dependencies=[Depends(tenant_of)])
+    @app.get("/v1/models/{model_id:path}", dependencies=[Depends(caller_of)])
     async def model(model_id: str) -> dict[str, Any]:
         service.prepare.check_model(model_id)
         return service.model_card()

@@ -41,13 +41,14 @@ class Job(AbstractContextManager["Job"]):
 
     @classmethod
     async def start(
-        cls, client: RequestClient, metrics: Metrics, choices: Sequence[Choice]
+        cls, client: RequestClient, metrics: Metrics, choices: Sequence[Choice], asker: str
     ) -> Self:
-        """Hand the choices' requests to the engine. Raises: ApiError if it cannot take them."""
+        """Hand the choices' requests to the engine. asker: the client whose they are. Raises:
+        ApiError if it cannot take them."""
         requests = [choice.request for choice in choices]
         meters = [RequestMeter(metrics, request) for request in requests]
         with _overload():
-            return cls(choices, await client.submit(requests), meters)
+            return cls(choices, await client.submit(asker, requests), meters)
 
     def __exit__(
         self,

@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from typing import NamedTuple
 
 from penstock.api.errors import ApiError
 from penstock.config import DEFAULT_TENANT, TenantConfig
+
+
+class Caller(NamedTuple):
+    """tenant: whose requests they are. client: who shares the server with others: a tenant where
+    there are keys, else a network."""
+
+    tenant: str
+    client: str
 
 
 class Keyring:
@@ -18,10 +27,10 @@ class Keyring:
             _digest(key): name for name, tenant in tenants.items() for key in tenant.api_keys
         }
 
-    def tenant(self, authorization: str | None) -> str:
-        """The tenant of an `Authorization` header. Raises: ApiError with 401."""
+    def caller(self, authorization: str | None, network: str) -> Caller:
+        """Who an `Authorization` header from a network stands for. Raises: ApiError with 401."""
         if not self._tenants:
-            return DEFAULT_TENANT
+            return Caller(DEFAULT_TENANT, network)
         scheme, _, key = (authorization or "").partition(" ")
         if scheme.lower() != "bearer" or not key:
             message = "an API key is required: send the header Authorization: Bearer KEY"
@@ -29,7 +38,7 @@ class Keyring:
         tenant = self._tenants.get(_digest(key.strip()))
         if tenant is None:
             raise ApiError(401, "the API key is not known", code="invalid_api_key")
-        return tenant
+        return Caller(tenant, tenant)
 
 
 def _digest(key: str) -> bytes:

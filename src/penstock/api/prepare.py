@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
 from penstock.api.choices import Choice
 from penstock.api.errors import ApiError
+from penstock.api.keys import Caller
 from penstock.api.text import TextStream
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
 from penstock.serving.messages import Ready
@@ -38,7 +39,7 @@ class Preparer:
 
     verification: of every request, or None: `coupled` with a seed, `ratio` without.
     drafters: names that a request may ask for now; draft servers come and go.
-    max_choices: of one body, over all its prompts: what can wait at once.
+    max_choices: of one body of a client, over all its prompts: what can wait at once.
     """
 
     model_name: str
@@ -46,31 +47,31 @@ class Preparer:
     engine: Ready
     verification: Literal["coupled", "ratio"] | None
     drafters: Callable[[], tuple[str, ...]]
-    max_choices: int
+    max_choices: Callable[[str], int]
     _one_at_a_time: Executor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "penstock-tokenizer")
     )
     """Long texts wait for each other: each takes up to a thousand times its size in memory."""
 
-    async def completion(self, body: CompletionBody, tenant: str, job_id: str) -> list[Choice]:
+    async def completion(self, body: CompletionBody, caller: Caller, job_id: str) -> list[Choice]:
         """Choices of a completion, those of the first prompt first. Raises: ApiError."""
         given = body.prompts
-        self._check(body, len(given))
+        self._check(body, caller, len(given))
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
         size = sum(_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
         # One by one, so that the texts of others can go between.
         prompts = [await self._tokenise(size, self._completion_prompt, p) for p in given]
-        return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, tenant, job_id)
+        return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, caller.tenant, job_id)
 
-    async def chat(self, body: ChatBody, tenant: str, job_id: str) -> list[Choice]:
+    async def chat(self, body: ChatBody, caller: Caller, job_id: str) -> list[Choice]:
         """Choices of a chat completion, by default as long as the context lets them. Raises:
         ApiError."""
-        self._check(body, 1)
+        self._check(body, caller, 1)
         messages = [m.for_template() for m in body.messages]
         size = sum(_PER_TEXT + len(m["content"]) for m in messages)
         prompt = await self._tokenise(size, self._chat_prompt, messages)
-        return self._choices(body, [prompt], self.engine.max_request_tokens, tenant, job_id)
+        return self._choices(body, [prompt], self.engine.max_request_tokens, caller.tenant, job_id)
 
     async def _tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
         """Raises: as `work`."""
@@ -88,7 +89,7 @@ class Preparer:
                 code="model_not_found",
             )
 
-    def _check(self, body: GenerationBody, num_prompts: int) -> None:
+    def _check(self, body: GenerationBody, caller: Caller, num_prompts: int) -> None:
         """What can be said before anything is tokenised. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
@@ -100,11 +101,12 @@ class Preparer:
                 f"choose from {', '.join(drafters)}",
                 param="speculation.drafter",
             )
-        if num_prompts * body.n > self.max_choices:
+        most = self.max_choices(caller.client)
+        if num_prompts * body.n > most:
             raise ApiError(
                 400,
                 f"n: {num_prompts} prompts with {body.n} choices each are {num_prompts * body.n}; "
-                f"together at most {self.max_choices} are allowed",
+                f"together at most {most} are allowed",
                 param="n",
             )
         self._check_ids(body.stop_token_ids, "stop_token_ids")

@@ -14,6 +14,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.api.app import create_app
+from penstock.api.connections import Connection
 from penstock.api.metrics import RequestMeter
 from penstock.config import ConfigError, ServeConfig
 from penstock.serving.client import LOAD_ENGINE, EngineClient
@@ -89,6 +90,7 @@ class HttpServer(uvicorn.Server):
         settings = uvicorn.Config(
             app,
             log_config=None,
+            http=Connection.with_timeouts(config.header_timeout_s, config.write_timeout_s),
             log_level="warning",
             access_log=False,
             lifespan="off",

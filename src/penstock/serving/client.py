@@ -23,7 +23,8 @@ from penstock.serving.messages import (
 )
 from penstock.serving.ports import RequestClient
 from penstock.serving.process import EngineProcess
-from penstock.serving.refusals import Departures, EngineUnavailable, NotTaken, QueueFull
+from penstock.serving.refusals import EngineUnavailable, NotTaken
+from penstock.serving.waiting_room import WaitingRoom
 
 LOAD_ENGINE = "penstock.engine.build:load_engine"
 """The factory of the real engine; named, so that only its own process imports torch."""
@@ -137,9 +138,10 @@ class EngineClient:
     def __init__(
         self, config: EngineConfig, *, max_waiting: int, factory: str = LOAD_ENGINE
     ) -> None:
+        limits = {name: t.max_waiting_requests for name, t in config.tenants.items()}
+        self.room = WaitingRoom(max_waiting, {n: most for n, most in limits.items() if most})
         self._config = config
         self._factory = factory
-        self._max_waiting = max_waiting
         self._info: Ready | None = None
         self._failure = "the engine is not running"
         self._process: EngineProcess | None = None
@@ -149,9 +151,6 @@ class EngineClient:
         self._idle.set()
         self._stopping = False
         self._streams: dict[str, OutputSink] = {}
-        self._unanswered: set[str] = set()
-        self._departures = Departures()
-        self._num_held_back = 0
         self._load_s = 0.0
         self._events: list[Event | RemoteDraft] = []
         self._listener: EngineListener | None = None
@@ -235,41 +234,31 @@ class EngineClient:
 
     # --- requests -------------------------------------------------------------------------------
 
-    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+    async def submit(self, client: str, requests: Sequence[Request]) -> OutputStream:
         """Hand requests to the engine, after waiting a while for it if it is being restarted.
 
         Raises: QueueFull, EngineUnavailable.
         """
-        self._check_room(len(requests))
-        self._num_held_back += len(requests)
+        ids = [request.id for request in requests]
+        self.room.enter(client, ids)
         try:
             await self._wait_until_ready()
-        finally:
-            self._num_held_back -= len(requests)
-        stream = OutputStream(self, [request.id for request in requests])
+        except BaseException:
+            self.room.leave(ids)
+            raise
+        stream = OutputStream(self, ids)
         self._open(requests, stream)
         return stream
 
-    def submit_now(self, request: Request, sink: OutputSink) -> None:
+    def submit_now(self, client: str, request: Request, sink: OutputSink) -> None:
         """Hand a request to an engine that is ready. Raises: QueueFull, EngineUnavailable."""
-        self._check_room(1)
         if self.problem is not None:
             raise EngineUnavailable(self.problem, self._load_s)
+        self.room.enter(client, [request.id])
         self._open([request], sink)
 
-    def _check_room(self, num_requests: int) -> None:
-        num_waiting = len(self._unanswered) + self._num_held_back
-        if num_waiting + num_requests > self._max_waiting:
-            raise QueueFull(
-                f"{num_waiting} requests are waiting already, of at most {self._max_waiting}; "
-                "try again later",
-                self._departures.seconds_for(num_waiting),
-            )
-
     def _open(self, requests: Sequence[Request], sink: OutputSink) -> None:
-        ids = [request.id for request in requests]
-        self._streams.update(dict.fromkeys(ids, sink))
-        self._unanswered.update(ids)
+        self._streams.update((request.id, sink) for request in requests)
         self._idle.clear()
         for request in requests:
             self.post(Arrive(request))
@@ -339,16 +328,14 @@ class EngineClient:
         stream = self._streams.get(output.request_id)
         if stream is None:
             return
-        if output.request_id in self._unanswered:
-            self._unanswered.discard(output.request_id)
-            self._departures.add()
+        self.room.answered(output.request_id)
         if output.finish_reason is not None:
             self._forget(output.request_id)
         stream.put(output)
 
     def _forget(self, request_id: str) -> None:
         del self._streams[request_id]
-        self._unanswered.discard(request_id)
+        self.room.leave([request_id])
         if not self._streams:
             self._idle.set()
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 import grpc
 
+from penstock.config import DEFAULT_TENANT
 from penstock.core.types import (
     DraftOrder,
     FinishReason,
@@ -52,6 +53,11 @@ class Identity(NamedTuple):
     name: str
     tenant: str
     trusted: bool = False
+
+    @property
+    def client(self) -> str:
+        """Who shares the waiting room with others: its tenant, if it has one."""
+        return self.name if self.tenant == DEFAULT_TENANT else self.tenant
 
 
 class End(NamedTuple):
@@ -237,7 +243,7 @@ class DraftStream:
             meter=self._hub.new_meter(request),
         )
         try:
-            self._hub.client.submit_now(request, opened)
+            self._hub.client.submit_now(self.identity.client, request, opened)
         except QueueFull as error:
             raise Refusal(str(error), message.request_id, pb.Refused.BUSY) from error
         except EngineUnavailable as error:

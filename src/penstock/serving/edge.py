@@ -16,9 +16,10 @@ from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
 from penstock.serving.client import OutputStream
 from penstock.serving.draft_server import DraftServer
 from penstock.serving.messages import EngineStats, Ready
-from penstock.serving.refusals import Departures, EngineUnavailable, NotTaken, QueueFull
+from penstock.serving.refusals import EngineUnavailable, NotTaken, QueueFull
 from penstock.serving.tracked import Tracked
 from penstock.serving.verified_text import Piece, VerifiedText
+from penstock.serving.waiting_room import WaitingRoom
 from penstock.transport.checks import Limits, Refusal, check_open
 from penstock.transport.v1 import drafting_pb2 as pb
 
@@ -66,12 +67,9 @@ class EdgeClient:
 
     def __init__(self, server: DraftServer, info: Ready, *, max_waiting: int) -> None:
         self.info = info
+        self.room = WaitingRoom(max_waiting)
         self._server = server
-        self._max_waiting = max_waiting
         self._requests: dict[str, _EdgeRequest] = {}
-        self._unanswered: set[str] = set()
-        self._departures = Departures()
-        self._num_held_back = 0
         self._connected = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
@@ -105,24 +103,19 @@ class EdgeClient:
         for edge in list(self._requests.values()):
             self._end(edge, Output(edge.request.id, (), 0, FinishReason.CANCELLED, _STOPPED))
 
-    async def submit(self, requests: Sequence[Request]) -> OutputStream:
+    async def submit(self, client: str, requests: Sequence[Request]) -> OutputStream:
         """Have requests made, after waiting a while for the link if it is broken.
 
         Raises: QueueFull, EngineUnavailable.
         """
-        num_waiting = len(self._unanswered) + self._num_held_back
-        if num_waiting + len(requests) > self._max_waiting:
-            raise QueueFull(
-                f"{num_waiting} requests are waiting already, of at most {self._max_waiting}; "
-                "try again later",
-                self._departures.seconds_for(num_waiting),
-            )
-        self._num_held_back += len(requests)
+        ids = [request.id for request in requests]
+        self.room.enter(client, ids)
         try:
             await self._wait_until_connected()
-        finally:
-            self._num_held_back -= len(requests)
-        stream = OutputStream(self, [request.id for request in requests])
+        except BaseException:
+            self.room.leave(ids)
+            raise
+        stream = OutputStream(self, ids)
         for request in requests:
             self._add(request, stream)
         self._open_waiting()
@@ -155,11 +148,11 @@ class EdgeClient:
         edge = _EdgeRequest(request, stream, tracked)
         problem = self._problem_of(edge)
         if problem is not None:
+            self.room.leave([request.id])
             stream.put(Output(request.id, (), 0, FinishReason.REFUSED, problem))
             return
         tracked.listener = lambda piece, num_proposed: self._take(edge, piece, num_proposed)
         self._requests[request.id] = edge
-        self._unanswered.add(request.id)
         self._idle.clear()
 
     def _problem_of(self, edge: _EdgeRequest) -> str | None:
@@ -211,9 +204,7 @@ class EdgeClient:
     def _take(self, edge: _EdgeRequest, piece: Piece, num_proposed: int) -> None:
         if piece.token_ids:
             edge.num_tries = 0
-            if edge.request.id in self._unanswered:
-                self._unanswered.discard(edge.request.id)
-                self._departures.add()
+            self.room.answered(edge.request.id)
         if piece.finish_reason and self._is_passing(edge, piece.finish_reason):
             self._put(edge, piece, num_proposed, None)
             self._set_aside(edge, piece.reason)
@@ -268,7 +259,7 @@ class EdgeClient:
 
     def _forget(self, edge: _EdgeRequest) -> None:
         del self._requests[edge.request.id]
-        self._unanswered.discard(edge.request.id)
+        self.room.leave([edge.request.id])
         if edge.retry is not None:
             edge.retry.cancel()
         self._server.close(edge.tracked)

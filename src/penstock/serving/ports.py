@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from penstock.core.types import Request
 from penstock.serving.messages import EngineStats, Ready
+from penstock.serving.waiting_room import WaitingRoom
 
 if TYPE_CHECKING:
     from penstock.serving.client import OutputStream
@@ -16,6 +17,7 @@ class RequestClient(Protocol):
     """Takes requests, and gives their outputs as they come."""
 
     num_restarts: int
+    room: WaitingRoom
 
     @property
     def info(self) -> Ready:
@@ -37,8 +39,9 @@ class RequestClient(Protocol):
         """Requests that have not finished."""
         ...
 
-    async def submit(self, requests: Sequence[Request]) -> OutputStream:
-        """Raises: QueueFull, EngineUnavailable."""
+    async def submit(self, client: str, requests: Sequence[Request]) -> OutputStream:
+        """client: whose places in the waiting room they take. Raises: QueueFull,
+        EngineUnavailable."""
         ...
 
     def cancel(self, request_id: str) -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import importlib
 import logging
+import os
 import select
 import signal
 import socket
@@ -243,7 +244,7 @@ def describe(engine: Engine) -> Ready:
         vocab_size=engine.vocab_size,
         eos_token_ids=frozenset(engine.eos_token_ids),
         drafters=tuple(description["drafters"]),
-        description=description,
+        description={**description, "pid": os.getpid()},
     )
 
 

@@ -126,11 +126,15 @@ def network_of(peer: str) -> str:
     """Of gRPC's words for a peer, as in `ipv4:192.0.2.1:50100`; what is no such address is one
     network with all of its kind."""
     kind, _, rest = unquote(peer).partition(":")
-    host = rest.rpartition(":")[0].strip("[]").partition("%")[0]
+    return network_of_host(rest.rpartition(":")[0]) or kind
+
+
+def network_of_host(host: str) -> str:
+    """Of an address, perhaps in brackets and with a zone; empty for what is none."""
     try:
-        address = ip_address(host)
+        address = ip_address(host.strip("[]").partition("%")[0])
     except ValueError:
-        return kind
+        return ""
     if not isinstance(address, IPv6Address):
         return str(address)
     mapped = address.ipv4_mapped
