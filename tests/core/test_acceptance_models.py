@@ -41,12 +41,18 @@ def models() -> dict[str, AcceptanceModel]:
 def test_evidence_is_what_the_verdict_decided() -> None:
     verdict = Verdict("r", 0, 0, (1, 2, 3), "d", 5, 2, 3, 2.4)
     assert Evidence.of(verdict) == Evidence(5, 3, 2.4)
+    over_all = Evidence.of(verdict._replace(evidence_all=3.1))
+    assert over_all == Evidence(5, 3, 2.4, successes_all=3.1)
 
 
 def test_smoothing_is_equation_3() -> None:
+    shown = drafted(4, 2)._replace(successes_all=2.7)
+    decided = Smoothed(0.5, 0.1, decided_only=True)
+    decided.observe(shown)
+    assert decided.rate() == pytest.approx(0.9 * 0.5 + 0.1 * 2 / 3)
     model = Smoothed(0.5, 0.1)
-    model.observe(drafted(4, 2))
-    assert model.rate() == pytest.approx(0.9 * 0.5 + 0.1 * 2 / 3)
+    model.observe(shown)
+    assert model.rate() == pytest.approx(0.9 * 0.5 + 0.1 * 2.7 / 4)
     held = model.rate()
     model.observe(NOTHING)
     assert model.rate() == held

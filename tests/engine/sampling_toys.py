@@ -23,7 +23,7 @@ from penstock.engine.sampling import (
     verify,
 )
 from penstock.engine.sampling.filters import filtered_probs
-from penstock.engine.sampling.params import IntArray
+from penstock.engine.sampling.params import FloatArray, IntArray
 
 PROMPT = (0, 1)
 MAX_DRAFT = 4
@@ -58,24 +58,25 @@ class Drafts:
 
 
 DraftStep = Callable[
-    [torch.Tensor, SamplingRows, IntArray], tuple[torch.Tensor, torch.Tensor | None]
+    [torch.Tensor, SamplingRows, IntArray, IntArray], tuple[torch.Tensor, torch.Tensor | None]
 ]
+"""Logits, rows, positions, and where each row's draft begins."""
 
 
 def draft_by_sampling(
-    logits: torch.Tensor, rows: SamplingRows, positions: IntArray
+    logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return sample_draft(logits, rows, positions)
+    return sample_draft(logits, rows, positions, starts)
 
 
 def draft_greedily(
-    logits: torch.Tensor, rows: SamplingRows, positions: IntArray
+    logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     return logits.argmax(dim=-1), None
 
 
 def draft_coupled(
-    logits: torch.Tensor, rows: SamplingRows, positions: IntArray
+    logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     return sample_coupled(logits, rows, positions), None
 
@@ -85,6 +86,8 @@ class Loop:
     """One way to speculate; the fields that controls replace have the right thing by default.
 
     shorten: cuts draft lengths [n] after sampling, as an exact system must not do by token value
+    allocate: draft lengths [n] of the requests `active`, which have `emitted` so many tokens and of
+              whose last draft `share` was good, in the mean over all its positions
     """
 
     target: torch.Tensor
@@ -95,23 +98,29 @@ class Loop:
     draft_step: DraftStep
     shorten: Callable[[Drafts, IntArray], IntArray] = lambda drafts, lengths: lengths
     verify: Callable[[VerifyBatch], VerifyResult] = verify
+    allocate: Callable[[IntArray, IntArray, FloatArray], IntArray] = lambda active, emitted, _: (
+        1 + (active + 2 * emitted) % MAX_DRAFT
+    )
 
     def draft(self, text: IntArray, positions: IntArray, rows: SamplingRows) -> Drafts:
         tokens, probs = [], []
         previous, last = text[:, 0], text[:, 1]
         for offset in range(MAX_DRAFT):
-            token, prob = self.draft_step(self.drafter[previous, last], rows, positions + offset)
+            logits = self.drafter[previous, last]
+            token, prob = self.draft_step(logits, rows, positions + offset, positions)
             tokens.append(token.numpy())
             if prob is not None:
                 probs.append(prob)
             previous, last = last, tokens[-1]
         return Drafts(np.stack(tokens, axis=1), torch.stack(probs, dim=1) if probs else None)
 
-    def round(self, active: IntArray, text: IntArray, emitted: IntArray) -> VerifyResult:
+    def round(
+        self, active: IntArray, text: IntArray, emitted: IntArray, granted: IntArray
+    ) -> VerifyResult:
         """One round of the requests ``active``, whose last two tokens are ``text`` [n, 2]."""
         positions = emitted + len(PROMPT)
         drafts = self.draft(text, positions, self.draft_params.take(active))
-        lengths = self.shorten(drafts, 1 + (active + 2 * emitted) % MAX_DRAFT)
+        lengths = self.shorten(drafts, granted)
         steps = np.arange(MAX_DRAFT + 1)
         rows = steps <= lengths[:, None]
         drafted = steps[:-1] < lengths[:, None]
@@ -137,9 +146,12 @@ class Loop:
         text = np.zeros((num_requests, len(PROMPT) + num_tokens + MAX_DRAFT + 1), dtype=np.int64)
         text[:, : len(PROMPT)] = PROMPT
         emitted = np.zeros(num_requests, dtype=np.int64)
+        share = np.ones(num_requests)
         while (active := np.flatnonzero(emitted < num_tokens)).size:
             recent = text[active[:, None], emitted[active, None] + np.arange(2)]
-            result = self.round(active, recent, emitted[active])
+            granted = self.allocate(active, emitted[active], share[active])
+            result = self.round(active, recent, emitted[active], granted)
+            share[active] = np.where(granted, result.evidence_all / np.maximum(granted, 1), 1.0)
             counts = np.diff(result.token_start)
             owner = np.repeat(active, counts)
             offset = np.arange(owner.size) - np.repeat(result.token_start[:-1], counts)

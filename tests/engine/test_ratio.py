@@ -19,9 +19,9 @@ from tests.engine.sampling_toys import (
     toy_table,
 )
 
-from penstock.engine.sampling import VerifyBatch, VerifyResult, sample_coupled, verify
+from penstock.engine.sampling import SamplingRows, VerifyBatch, VerifyResult, sample_coupled, verify
 from penstock.engine.sampling.filters import filtered_probs
-from penstock.engine.sampling.params import IntArray
+from penstock.engine.sampling.params import FloatArray, IntArray
 
 NUM_SAMPLES = 50_000
 VOCAB_SIZE = 6
@@ -127,6 +127,38 @@ def test_dropping_a_sampled_token_by_its_own_probability_is_caught() -> None:
     assert p_value(replace(loop, shorten=drop_by_own_probability)) < REJECTED
 
 
+def none_where_the_last_was_bad(active: IntArray, emitted: IntArray, share: FloatArray) -> IntArray:
+    """Allocation by evidence over all positions, as `goodspeed` does it, only more abruptly."""
+    return np.where(share > 0.5, 2, 0)
+
+
+def draft_with_old_noise(
+    logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """A position has the same noise in every draft that reaches it."""
+    return draft_by_sampling(logits, rows, positions, np.zeros_like(starts))
+
+
+def without_context(table: torch.Tensor) -> torch.Tensor:
+    """The same distribution behind every text, so that the old noise gives the old token again."""
+    return table[0, 0].expand_as(table).contiguous()
+
+
+def test_lengths_by_evidence_behind_a_rejection_are_exact_with_fresh_noise_only() -> None:
+    """With old noise the next draft would be made just where its tokens are good."""
+    plain = make_loop()
+    loop = replace(
+        plain,
+        target=without_context(plain.target),
+        drafter=without_context(plain.drafter),
+        allocate=none_where_the_last_was_bad,
+    )
+    assert p_value(loop) > EXACT
+    assert p_value(replace(loop, draft_step=draft_with_old_noise)) < REJECTED
+    even = replace(loop, allocate=Loop.allocate)
+    assert p_value(replace(even, draft_step=draft_with_old_noise)) > EXACT, "lengths betray nothing"
+
+
 def test_cutting_by_a_grammar_after_sampling_is_caught() -> None:
     plain = make_loop()
     loop = replace(plain, target=masked(plain.target))
@@ -173,6 +205,29 @@ def test_evidence_is_the_overlap_up_to_the_first_rejection() -> None:
     )
 
 
+def test_evidence_over_all_positions_is_that_of_equation_3() -> None:
+    target = toy_table(VOCAB_SIZE, 0)[0, :4]
+    draft_probs = torch.softmax(toy_table(VOCAB_SIZE, 1)[0, :3], dim=-1)
+    tokens = [0, 3, 5]
+    result = verify(one_request(target, tokens, draft_probs, num_copies=200))
+    assert set(result.num_accepted.tolist()) > {0}, "some end at their first token"
+    own = target[:3].softmax(-1)[range(3), tokens] / draft_probs[range(3), tokens]
+    np.testing.assert_allclose(result.evidence_all, float(own.clamp(max=1).sum()), rtol=1e-5)
+
+
+def test_coupled_evidence_over_all_positions_counts_what_equals_the_samples() -> None:
+    """Also behind the first draft token that does not."""
+    target = toy_table(VOCAB_SIZE, 0)[0, :4]
+    batch = one_request(target, [0, 3, 5], None, num_copies=400)
+    batch = replace(batch, ratio=np.zeros(400, dtype=np.bool_))
+    result = verify(batch)
+    rows = batch.params.take(batch.request_of_row)
+    samples = sample_coupled(batch.logits, rows, batch.row_positions).numpy().reshape(400, 4)
+    equal = samples[:, :3] == [0, 3, 5]
+    np.testing.assert_array_equal(result.evidence_all, equal.sum(axis=1))
+    assert (result.evidence_all > result.num_accepted).any()
+
+
 def test_evidence_of_a_point_mass_is_the_targets_probability_of_it() -> None:
     target = toy_table(VOCAB_SIZE, 0)[0, :2]
     result = verify(one_request(target, [3], None, num_copies=2000))
@@ -187,7 +242,7 @@ def test_acceptance_rate_is_the_overlap() -> None:
     rows = loop.params
     positions = np.full(NUM_SAMPLES, 7)
     logits = loop.drafter[0, 1].expand(NUM_SAMPLES, -1).contiguous()
-    tokens, draft_probs = draft_by_sampling(logits, rows, positions)
+    tokens, draft_probs = draft_by_sampling(logits, rows, positions, positions)
     batch = VerifyBatch(
         logits=loop.target[0, :2].repeat(NUM_SAMPLES, 1),
         row_start=2 * np.arange(NUM_SAMPLES + 1),

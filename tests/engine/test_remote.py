@@ -30,7 +30,7 @@ from penstock.engine.drafters.base import Draft
 from penstock.engine.remote import HeldDrafts
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling.filters import filtered_probs
-from penstock.engine.sampling.noise import Salt, row_keys, uniform
+from penstock.engine.sampling.noise import Salt, draft_seeds, row_keys, uniform
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import TokenBuffer
 from penstock.transport.wire import WEIGHT_SUM, sample_weights, truncate
@@ -199,14 +199,20 @@ def test_weighted_drafts_from_end_to_end(engine: Engine) -> None:
 
 
 def over_the_wire(
-    logits: torch.Tensor, rows: SamplingRows, positions: IntArray, k: int, *, honest: bool
+    logits: torch.Tensor,
+    rows: SamplingRows,
+    positions: IntArray,
+    starts: IntArray,
+    k: int,
+    *,
+    honest: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Cut to k tokens, draw from the integers and report them. Not honest: draws from the whole
     distribution, as a drafter does that truncates only what it sends."""
     probs = filtered_probs(logits, rows).numpy()
     reported = truncate(probs, k)
     token_ids, weights = reported if honest else truncate(probs, probs.shape[1])
-    draws = uniform(row_keys(rows.seed, positions, Salt.DRAFT))
+    draws = uniform(row_keys(draft_seeds(rows.seed, starts), positions, Salt.DRAFT))
     tokens = sample_weights(token_ids, weights, draws)
     dense = np.zeros_like(probs)
     np.put_along_axis(dense, reported[0], (reported[1] / WEIGHT_SUM).astype(np.float32), axis=1)
@@ -222,9 +228,7 @@ def p_value(k: int, *, honest: bool) -> float:
         params=params,
         draft_params=params,
         ratio=True,
-        draft_step=lambda logits, rows, positions: over_the_wire(
-            logits, rows, positions, k, honest=honest
-        ),
+        draft_step=lambda *drafting: over_the_wire(*drafting, k, honest=honest),
     )
     return joint_p_value(loop.generate(3), loop.target, loop.params)
 

@@ -15,10 +15,8 @@ from penstock.engine.audit import Audit, Auditor
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.remote import Weights
-from penstock.engine.sampling import SamplingRows, sample_coupled
-from penstock.engine.sampling.coupled import gumbel_argmax
+from penstock.engine.sampling import SamplingRows, draw_draft, sample_coupled
 from penstock.engine.sampling.filters import filtered_probs
-from penstock.engine.sampling.noise import Salt
 from penstock.engine.sequences import TokenBuffer
 from penstock.transport.wire import decode_weights, encode_weights, truncate
 
@@ -70,7 +68,7 @@ def drafted(
         scores = torch.full((1, VOCAB), -torch.inf)
         ids, values = weights[-1]
         scores[0, list(ids)] = torch.tensor(values, dtype=torch.float32).log()
-        tokens.append(int(gumbel_argmax(scores, rows, position, Salt.DRAFT)))
+        tokens.append(int(draw_draft(scores, rows, position, np.array([len(TEXT)]))))
     return tuple(tokens), None if k is None else tuple(weights)
 
 

@@ -159,7 +159,7 @@ def mixed_batch(vocab_size: int, num_requests: int = 24) -> VerifyBatch:
     draft_logits = logits[row_of_draft] + 0.2 * random_logits(owner.size, vocab_size, seed=5)
     draft_params = params.take(owner)
     ratio = rng.random(num_requests) < 0.5
-    sampled, probs = draft_by_sampling(draft_logits, draft_params, draft_positions)
+    sampled, probs = draft_by_sampling(draft_logits, draft_params, draft_positions, draft_positions)
     foreseen = sample_coupled(draft_logits, draft_params, draft_positions)
     point_mass = (rng.random(num_requests) < 0.3) | ~ratio
     return VerifyBatch(

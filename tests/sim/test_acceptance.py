@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from penstock.core.types import VerifyItem
@@ -53,6 +54,21 @@ def test_a_longer_draft_never_keeps_less() -> None:
             for length in range(4):
                 kept = model.num_accepted(item(round_=i, length=length), i)
                 assert kept == min(length, longest)
+
+
+def test_behind_a_rejection_tokens_are_right_as_often_as_before_it() -> None:
+    geometric = GeometricAcceptance({"a": 0.7}, 1)
+    curve = CurveAcceptance({"a": (0.8, 0.6, 0.3, 0.3)}, 1)
+    right = [geometric.num_right_behind(item(round_=i, length=20), 0, 3) for i in range(800)]
+    assert np.mean(right) / 16 == pytest.approx(0.7, abs=0.02)
+    assert np.std(right) > 1
+    last = [curve.num_right_behind(item(round_=i), 0, 1) for i in range(2000)]
+    assert np.mean(last) == pytest.approx(0.5 + 1.0, abs=0.04)
+    recorded = RecordedAcceptance({"a": [[3, 2, 1, 5, 4, 3, 2, 1]]})
+    assert recorded.num_right_behind(item(length=6), 0, 2) == 3
+    for model in (geometric, curve, recorded):
+        assert model.num_right_behind(item(length=4), 0, 3) == 0
+        assert model.num_right_behind(item(length=4), 0, 4) == 0
 
 
 @pytest.mark.parametrize("curve", [(), (1.2,), (0.5, 0.6), (0.5, -0.1), (float("nan"),)])

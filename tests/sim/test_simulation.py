@@ -326,6 +326,7 @@ class HandExecutor:
             accepted,
             accepted + (accepted < proposed),
             float(accepted),
+            float(accepted + ACCEPTANCE.num_right_behind(item, 0, accepted)),
         )
 
 

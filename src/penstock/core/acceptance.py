@@ -1,10 +1,10 @@
 """How likely the next draft token is accepted, learned from verdicts: one interface, several
 estimators.
 
-Only positions up to and including the first rejection say anything about a drafter:
-later drafts stand on a prefix that the target did not choose. An estimator belongs to one stream of
-drafts, such as a tenant's with one drafter, and is told of every round, also of those without a
-draft.
+Positions up to and including the first rejection say what a drafter is worth: later drafts stand on
+a prefix that the target did not choose. Only `Smoothed` can go by all of them. An estimator belongs
+to one stream of drafts, such as a tenant's with one drafter, and is told of every round, also of
+those without a draft.
 """
 
 from __future__ import annotations
@@ -24,16 +24,23 @@ _MOST = 0.99
 class Evidence(NamedTuple):
     """What one verification showed: of `num_proposed` draft tokens the first `num_decided` were
     decided, with `successes` among them (accepted ones, or Σ min(target, draft)). `confidence`:
-    the drafter's own probability of being right, of each decided token, where it is known."""
+    the drafter's own probability of being right, of each decided token, where it is known.
+    `successes_all`: among all proposed, whatever prefix they stand on."""
 
     num_proposed: int
     num_decided: int
     successes: float
     confidence: tuple[float, ...] = ()
+    successes_all: float = 0.0
 
     @classmethod
     def of(cls, verdict: Verdict) -> Evidence:
-        return cls(verdict.num_proposed, verdict.num_decided, verdict.evidence)
+        return cls(
+            verdict.num_proposed,
+            verdict.num_decided,
+            verdict.evidence,
+            successes_all=verdict.evidence_all,
+        )
 
 
 class AcceptanceModel(ABC):
@@ -49,23 +56,37 @@ class AcceptanceModel(ABC):
 
 
 class Smoothed(AcceptanceModel):
-    """Exponential smoothing (GoodSpeed eq. 3): α̂ ← (1 − η) α̂ + η successes / decided.
+    """Exponential smoothing (GoodSpeed eq. 3): α̂ ← (1 − η) α̂ + η · mean of min(1, target / draft)
+    over the S positions of the draft; with `decided_only` over those up to the first rejection.
 
-    Eq. 3 divides by S = 0 where nothing was drafted. `on_empty`: the acceptance that such a round
-    counts as; None leaves the estimate as it is. `step` is η, which its owner may change.
+    least: α̂ never falls below it: at 0 nothing would ever be drafted again. on_empty: the
+    acceptance that a round without a draft counts as, where eq. 3 divides by S = 0; None leaves α̂
+    as it is. `step` is η, which its owner may change.
     """
 
-    def __init__(self, rate: float, step: float, on_empty: float | None = None) -> None:
+    def __init__(
+        self,
+        rate: float,
+        step: float,
+        on_empty: float | None = None,
+        *,
+        least: float = 0.0,
+        decided_only: bool = False,
+    ) -> None:
         self.step = step
         self._rate = rate
+        self._least = least
         self._on_empty = on_empty
+        self._decided_only = decided_only
 
     def observe(self, evidence: Evidence) -> None:
         observed = self._on_empty
-        if evidence.num_decided:
+        if self._decided_only and evidence.num_decided:
             observed = evidence.successes / evidence.num_decided
+        elif evidence.num_proposed:
+            observed = evidence.successes_all / evidence.num_proposed
         if observed is not None:
-            self._rate += self.step * (observed - self._rate)
+            self._rate = max(self._least, self._rate + self.step * (observed - self._rate))
 
     def rate(self) -> float:
         return min(self._rate, _MOST)

@@ -246,7 +246,9 @@ class Verdict(NamedTuple):
     """What a verify item came to. `token_ids` are the accepted drafts and the recovered or bonus
     token; empty for a chunk of prefill. `num_decided` are the draft positions up to and including
     the first rejection, `evidence` the successes among them: the accepted ones, or where the
-    executor can know it (`ratio` mode) the less noisy sum of Σ min(target, draft)."""
+    executor can know it (`ratio` mode) the less noisy sum of Σ min(target, draft). `evidence_all`
+    is over all proposed positions, whatever prefix they stand on: min(1, target / draft) of each
+    drafted token (GoodSpeed, eq. 3), or 1 where it equals the target's own sample."""
 
     request_id: str
     epoch: int
@@ -257,6 +259,7 @@ class Verdict(NamedTuple):
     num_accepted: int = 0
     num_decided: int = 0
     evidence: float = 0.0
+    evidence_all: float = 0.0
     logprobs: tuple[TokenLogprob, ...] = ()
 
 

@@ -22,10 +22,8 @@ from penstock.core.types import SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.remote import Weights
-from penstock.engine.sampling import SamplingRows, sample_coupled
-from penstock.engine.sampling.coupled import gumbel_argmax
+from penstock.engine.sampling import SamplingRows, draw_draft, sample_coupled
 from penstock.engine.sampling.filters import filtered_probs
-from penstock.engine.sampling.noise import Salt
 from penstock.engine.sequences import TokenBuffer
 
 MAX_TOKENS = 4096
@@ -118,7 +116,8 @@ class Auditor:
             reported = torch.zeros_like(logits)
             for row, (ids, values) in zip(reported, audit.weights, strict=True):
                 row[list(ids)] = torch.tensor(values, dtype=torch.float32)
-            expected = gumbel_argmax(reported.log(), rows, positions, Salt.DRAFT)
+            starts = np.full(num_tokens, len(audit.text))
+            expected = draw_draft(reported.log(), rows, positions, starts)
             reported /= reported.sum(dim=-1, keepdim=True)
             own = _cut(filtered_probs(logits, rows), [len(ids) for ids, _ in audit.weights])
             distance = float((own - reported).abs().sum(dim=-1).mean()) / 2

@@ -166,6 +166,7 @@ def verdicts_of(
                 num_accepted=answer.num_accepted,
                 num_decided=answer.num_decided,
                 evidence=answer.evidence,
+                evidence_all=answer.evidence_all,
                 logprobs=answer.logprobs,
             )
         )

@@ -36,6 +36,7 @@ class Decided(NamedTuple):
     num_accepted: int
     num_decided: int
     evidence: float
+    evidence_all: float
     logprobs: tuple[TokenLogprob, ...] = ()
 
 
@@ -108,6 +109,7 @@ class Verifier:
                     int(result.num_accepted[n]),
                     int(result.num_decided[n]),
                     float(result.evidence[n]),
+                    float(result.evidence_all[n]),
                     _logprobs(rows, tokens, _num_logprobs(d)),
                 )
             )
@@ -134,6 +136,7 @@ def _compare(samples: list[int], first: int, draft: list[int]) -> Decided:
         num_accepted,
         min(num_accepted + 1, len(draft)),
         float(num_accepted),
+        float(sum(samples[first + n] == token for n, token in enumerate(draft))),
     )
 
 

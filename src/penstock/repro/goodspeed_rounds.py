@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from penstock.core.acceptance import Evidence
 from penstock.core.allocation import AllocationPolicy, DraftCandidate, StepWork
 from penstock.core.estimators import Estimators
 from penstock.core.state import Outcome, RequestState, Tenant
@@ -30,9 +31,8 @@ class Client(Protocol):
         one."""
         ...
 
-    def evidence(self, num_draft_tokens: int, num_accepted: int) -> tuple[int, float]:
-        """How many positions of the round that has ended were decided, and the successes among
-        them."""
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> Evidence:
+        """What the verification of the round that has ended showed."""
         ...
 
 
@@ -40,9 +40,9 @@ class GeometricClients:
     """Clients whose draft tokens are accepted one by one with probability `rates[round, client]`.
 
     Every (round, client, position) has a random number of its own, so that all policies meet the
-    same luck. overlaps: evidence is Σ min(1, target/draft) over all positions, as in eq. 3, of a
-    Beta distribution with mean `rates` and four tokens' worth of concentration; otherwise it is
-    what was accepted, up to the first rejection.
+    same luck. overlaps: min(1, target/draft) of a draft token comes from a Beta distribution with
+    mean `rates` and four tokens' worth of concentration, and evidence over all positions is its
+    sum, as in `ratio` mode; otherwise it is 0 or 1, as in `coupled` mode.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class GeometricClients:
         kept: list[bool] = (self._draws[round_index, client] < limit).tolist()
         return kept
 
-    def overlap(self, round_index: int, client: int, num_tokens: int) -> float | None:
-        """Σ min(1, target/draft) of a draft, where that is the evidence."""
+    def over_all(self, round_index: int, client: int, num_tokens: int) -> float:
+        """Σ min(1, target/draft) of a draft."""
         if self._overlaps is None:
-            return None
+            return float(sum(self.accepts(round_index, client)[:num_tokens]))
         return float(self._overlaps[round_index, client, :num_tokens].sum())
 
 
@@ -84,11 +84,14 @@ class _Geometric:
         self._round += 1
         return kept.index(False) if False in kept else len(kept)
 
-    def evidence(self, num_draft_tokens: int, num_accepted: int) -> tuple[int, float]:
-        overlap = self._world.overlap(self._round - 1, self._client, num_draft_tokens)
-        if overlap is not None:
-            return num_draft_tokens, overlap
-        return min(num_draft_tokens, num_accepted + 1), float(num_accepted)
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> Evidence:
+        over_all = self._world.over_all(self._round - 1, self._client, num_draft_tokens)
+        return _evidence(num_draft_tokens, num_accepted, over_all)
+
+
+def _evidence(num_draft_tokens: int, num_accepted: int, over_all: float) -> Evidence:
+    decided = min(num_draft_tokens, num_accepted + 1)
+    return Evidence(num_draft_tokens, decided, float(num_accepted), successes_all=over_all)
 
 
 @dataclass(frozen=True)
@@ -178,11 +181,20 @@ def _measure(
 
 
 def _verdict(
-    state: RequestState, t: int, length: int, accepted: int, evidence: tuple[int, float]
+    state: RequestState, t: int, length: int, accepted: int, evidence: Evidence
 ) -> Verdict:
-    drafter = state.request.tenant if length else None
-    tokens = (0,) * (accepted + 1)
-    return Verdict(state.request.id, 0, t, tokens, drafter, length, accepted, *evidence)
+    return Verdict(
+        state.request.id,
+        0,
+        t,
+        token_ids=(0,) * (accepted + 1),
+        drafter=state.request.tenant if length else None,
+        num_proposed=length,
+        num_accepted=accepted,
+        num_decided=evidence.num_decided,
+        evidence=evidence.successes,
+        evidence_all=evidence.successes_all,
+    )
 
 
 class RecordedClient:
@@ -193,6 +205,7 @@ class RecordedClient:
         self._order = np.random.default_rng(seed).permutation(len(rows))
         self._next_row = 0
         self._position = 0
+        self._right_behind = 0
 
     def most_accepted(self) -> int:
         """How many draft tokens the target would keep in this round, however many there were."""
@@ -200,14 +213,20 @@ class RecordedClient:
 
     def num_accepted(self, num_draft_tokens: int) -> int:
         accepted = min(self.most_accepted(), num_draft_tokens)
+        behind = range(self._position + accepted + 1, self._position + num_draft_tokens)
+        row = self._row()
+        self._right_behind = sum(row[p % len(row)] > 1 for p in behind)
         self._position += accepted + 1
         if self._position >= len(self._row()):
             self._next_row += 1
             self._position = 0
         return accepted
 
-    def evidence(self, num_draft_tokens: int, num_accepted: int) -> tuple[int, float]:
-        return min(num_draft_tokens, num_accepted + 1), float(num_accepted)
+    def evidence(self, num_draft_tokens: int, num_accepted: int) -> Evidence:
+        """Behind a rejection a token counts as right where a draft that begins there would be: what
+        a wrong prefix makes of it was not recorded."""
+        over_all = float(num_accepted + self._right_behind)
+        return _evidence(num_draft_tokens, num_accepted, over_all)
 
     def _row(self) -> Sequence[int]:
         return self._rows[self._order[self._next_row % len(self._order)]]

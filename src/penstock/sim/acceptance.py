@@ -38,6 +38,11 @@ class AcceptanceModel(Protocol):
         request has before."""
         ...
 
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        """How many draft tokens behind the first rejected one, of which none is kept, equal what
+        the target would say there."""
+        ...
+
     def num_matched(self, order: DraftOrder, positions: range) -> int:
         """How many of a request's output tokens at those positions the order's drafter, behind the
         true text, would have guessed."""
@@ -65,6 +70,12 @@ class GeometricAcceptance:
         run = math.log(_draw(self.seed, item)) / math.log(rate)
         return min(item.num_draft_tokens, int(run))
 
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        num_behind = item.num_draft_tokens - num_accepted - 1
+        if num_behind <= 0 or item.drafter is None:
+            return 0
+        return _num_right(self.seed, item, [self.rates[item.drafter]] * num_behind)
+
     def num_matched(self, order: DraftOrder, positions: range) -> int:
         return _num_matched(self.seed, order, positions, self.rates[order.drafter])
 
@@ -85,6 +96,12 @@ class DriftingAcceptance:
         if not item.num_draft_tokens or item.drafter is None:
             return 0
         return self._now(item.drafter, item.round).num_accepted(item, position)
+
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        if item.drafter is None:
+            return 0
+        now = self._now(item.drafter, item.round)
+        return now.num_right_behind(item, position, num_accepted)
 
     def num_matched(self, order: DraftOrder, positions: range) -> int:
         return self._now(order.drafter, order.round).num_matched(order, positions)
@@ -127,6 +144,14 @@ class CurveAcceptance:
         draw = _draw(self.seed, item)
         return sum(draw <= g for g in curve)
 
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        """As likely at each place of the draft as if all before it were right."""
+        if item.drafter is None:
+            return 0
+        curve = (1.0, *self.survival[item.drafter][: item.num_draft_tokens])
+        rates = [b / a if a else 0.0 for a, b in pairwise(curve)]
+        return _num_right(self.seed, item, rates[num_accepted + 1 :])
+
     def num_matched(self, order: DraftOrder, positions: range) -> int:
         return _num_matched(self.seed, order, positions, self.survival[order.drafter][0])
 
@@ -153,6 +178,15 @@ class RecordedAcceptance:
             return 0
         row = self._row(item.drafter, item.request_id)
         return min(row[position % len(row)] - 1, item.num_draft_tokens)
+
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        """Counts where a draft that begins there would be right at once: what a wrong prefix makes
+        of it was not recorded."""
+        if item.drafter is None:
+            return 0
+        row = self._row(item.drafter, item.request_id)
+        behind = range(position + num_accepted + 1, position + item.num_draft_tokens)
+        return sum(row[p % len(row)] > 1 for p in behind)
 
     def num_matched(self, order: DraftOrder, positions: range) -> int:
         row = self._row(order.drafter, order.request_id)
@@ -194,6 +228,10 @@ class DomainAcceptance:
             return 0
         rates = self.rates(item.request_id)
         return GeometricAcceptance(rates, self.seed).num_accepted(item, position)
+
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        model = GeometricAcceptance(self.rates(item.request_id), self.seed)
+        return model.num_right_behind(item, position, num_accepted)
 
     def num_matched(self, order: DraftOrder, positions: range) -> int:
         rates = self.rates(order.request_id)
@@ -269,6 +307,11 @@ class AcceptanceByDrafter:
         if not item.num_draft_tokens or item.drafter is None:
             return 0
         return self.models[item.drafter].num_accepted(item, position)
+
+    def num_right_behind(self, item: VerifyItem, position: int, num_accepted: int) -> int:
+        if item.drafter is None:
+            return 0
+        return self.models[item.drafter].num_right_behind(item, position, num_accepted)
 
     def num_matched(self, order: DraftOrder, positions: range) -> int:
         return self.models[order.drafter].num_matched(order, positions)
@@ -389,6 +432,15 @@ def _probability(logits: _Array) -> _Array:
 def _draw(seed: int, item: VerifyItem) -> float:
     """Uniform in (0, 1], one for each (seed, request, round, drafter)."""
     return (_digest(f"{seed}/{item.request_id}/{item.round}/{item.drafter}") + 1) / 2**64
+
+
+def _num_right(seed: int, item: VerifyItem, rates: Sequence[float]) -> int:
+    """Of tokens that are right with these probabilities, each by itself."""
+    if not rates:
+        return 0
+    key = f"{seed}/{item.request_id}/{item.round}/{item.drafter}/behind"
+    draws = np.frombuffer(hashlib.shake_128(key.encode()).digest(4 * len(rates)), dtype="<u4")
+    return sum((draw + 1) / 2**32 <= rate for draw, rate in zip(draws.tolist(), rates, strict=True))
 
 
 def _num_matched(seed: int, order: DraftOrder, positions: range, rate: float) -> int:

@@ -312,6 +312,9 @@ class SimulatedExecutor:
             num_accepted=accepted,
             num_decided=min(accepted + 1, item.num_draft_tokens),
             evidence=float(accepted),
+            evidence_all=float(
+                accepted + self._acceptance.num_right_behind(modelled, position, accepted)
+            ),
         )
 
 

@@ -16,7 +16,7 @@ from google.protobuf.message import DecodeError
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 
 ASSIGNED_PREFIX = "@"
 """First character of the ids that the verification server gives to requests of central ingress."""

@@ -1,8 +1,7 @@
 """GoodSpeed's gradient scheduling to the letter (eqs. 3 to 5, Algorithm 1); a client is a tenant.
 
 Kept for reproduction; `goodspeed_adaptive` is what serves. What the paper leaves open is defined
-here: a round in which a client drafts nothing leaves its α̂ (eq. 3 would divide by 0), and eq. 3's
-mean is over the positions that were decided.
+here: what a round without a draft does to α̂ (eq. 3 divides by 0), and the least that α̂ falls to.
 """
 
 from __future__ import annotations
@@ -19,11 +18,19 @@ from penstock.core.allocation.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveFloat, Probability, Range
+from penstock.core.options import (
+    MaxDraftTokens,
+    NonNegativeInt,
+    PositiveFloat,
+    Probability,
+    Range,
+    Share,
+)
 from penstock.core.state import Outcome, RequestState
 from penstock.fluid.fair import geometric_lengths
 
 _VARIANCE_STEP = 0.05
+_ON_EMPTY = {"hold": None, "zero": 0.0, "full": 1.0}
 
 
 Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]
@@ -42,8 +49,12 @@ class GoodSpeed(AllocationPolicy):
         0: constant. Assumption 3 wants η/β → 0.
         variance_limit: η is lowered in proportion while the variance of α̂ exceeds this; null: it
         is not.
-        on_empty: what eq. 3 makes of a round without a draft: `hold` α̂, or count it as `zero`
-        acceptance.
+        evidence: what eq. 3 averages min(1, target / draft) over: `all` positions of a draft, as it
+        is printed, or only the `decided` ones, up to the first rejection.
+        on_empty: what eq. 3 makes of a round without a draft: count it as `full` acceptance, so
+        that α̂ rises until the client is tried again; or as `zero`; or `hold` α̂.
+        least_acceptance: α̂ never falls below it; `hold` needs that, or a client that was unlucky
+        once is never tried again.
         initial_acceptance, initial_goodput: α̂(0) and X(0).
         fairness: exponent a of the utility, U' = x^(−a): 0 total, 1 proportional.
         total: draft tokens a round at most (C). None: by the profile of step times.
@@ -54,7 +65,9 @@ class GoodSpeed(AllocationPolicy):
         beta_decay: Decay = 0.0
         eta_decay: Decay = 0.0
         variance_limit: PositiveFloat | None = None
-        on_empty: Literal["hold", "zero"] = "hold"
+        evidence: Literal["all", "decided"] = "all"
+        on_empty: Literal["hold", "zero", "full"] = "full"
+        least_acceptance: Share = 0.0
         initial_acceptance: Probability = 0.5
         initial_goodput: Annotated[float, Range(at_least=1e-6, at_most=1e6)] = 1.0
         fairness: Fairness = 1.0
@@ -95,17 +108,25 @@ class GoodSpeed(AllocationPolicy):
         proposed = dict.fromkeys(tokens, 0)
         decided = dict.fromkeys(tokens, 0)
         successes = dict.fromkeys(tokens, 0.0)
+        over_all = dict.fromkeys(tokens, 0.0)
         for state, verdict in outcomes:
             proposed[state.request.tenant] += verdict.num_proposed
             decided[state.request.tenant] += verdict.num_decided
             successes[state.request.tenant] += verdict.evidence
+            over_all[state.request.tenant] += verdict.evidence_all
         for name, realised in tokens.items():
-            evidence = Evidence(proposed[name], decided[name], successes[name])
+            evidence = Evidence(
+                proposed[name], decided[name], successes[name], successes_all=over_all[name]
+            )
             self._client(name).observe(evidence, realised)
 
     def goodput(self, tenant: str) -> float:
         """X of eq. 4: the estimate that figure 2 compares with what is realised."""
         return self._client(tenant).goodput
+
+    def acceptance(self, tenant: str) -> float:
+        """α̂ of eq. 3."""
+        return self._client(tenant).acceptance.rate()
 
     def _client(self, tenant: str) -> _Client:
         client = self._clients.get(tenant)
@@ -119,8 +140,13 @@ class _Client:
 
     def __init__(self, options: GoodSpeed.Options) -> None:
         self._options = options
-        on_empty = 0.0 if options.on_empty == "zero" else None
-        self.acceptance = Smoothed(options.initial_acceptance, options.eta, on_empty)
+        self.acceptance = Smoothed(
+            options.initial_acceptance,
+            options.eta,
+            _ON_EMPTY[options.on_empty],
+            least=options.least_acceptance,
+            decided_only=options.evidence == "decided",
+        )
         self.goodput = options.initial_goodput
         self._rounds = 0
         self._mean = options.initial_acceptance

@@ -14,7 +14,7 @@ from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled, sample_draft
-from penstock.engine.sampling.noise import Salt
+from penstock.engine.sampling.noise import Salt, draft_seeds
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
@@ -139,7 +139,8 @@ class ModelDrafter:
                 tokens = [builder.token_ids[i][-1] for i in alive]
                 logits = self._logits(self._one_more(orders, alive, tokens, ends + step - 1))
             positions = ends[alive] + step
-            self._sample(builder, alive, logits, params.take(alive), positions, ratio[alive])
+            rows = params.take(alive)
+            self._sample(builder, alive, logits, rows, positions, ends[alive], ratio[alive])
         return builder.build()
 
     def _sample(
@@ -149,19 +150,19 @@ class ModelDrafter:
         logits: torch.Tensor,
         params: SamplingRows,
         positions: IntArray,
+        starts: IntArray,
         ratio: BoolArray,
     ) -> None:
         if ratio.all():
-            tokens, probs = sample_draft(logits, params, positions)
+            tokens, probs = sample_draft(logits, params, positions, starts)
             builder.add(jobs, tokens.tolist(), probs)
         elif not ratio.any():
             builder.add(jobs, self._sampler(logits, params, positions).tolist())
         else:
             for part in (np.flatnonzero(ratio), np.flatnonzero(~ratio)):
                 rows = logits[torch.from_numpy(part).to(logits.device)]
-                self._sample(
-                    builder, jobs[part], rows, params.take(part), positions[part], ratio[part]
-                )
+                own = params.take(part), positions[part], starts[part], ratio[part]
+                self._sample(builder, jobs[part], rows, *own)
 
     def _logits(self, batch: RaggedBatch) -> torch.Tensor:
         """Of the tokens that the target has, too."""
@@ -213,8 +214,10 @@ def _draft_natively(
 ) -> Drafts:
     """The whole loop in one call."""
     salts = np.where(ratio, int(Salt.DRAFT), int(Salt.TARGET)).astype(np.int32)
+    starts = first.seq_lens.astype(np.int64)
+    seeds = np.where(ratio, draft_seeds(params.seed, starts), params.seed)
     drafted = runner.draft(
-        first, limits, params.temperature, params.seed, salts, return_logits=bool(ratio.any())
+        first, limits, params.temperature, seeds, salts, return_logits=bool(ratio.any())
     )
     tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
     prob_rows = [[-1] * len(t) for t in tokens]

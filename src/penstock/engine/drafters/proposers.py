@@ -14,10 +14,8 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.ngram import NgramIndex
 from penstock.engine.drafters.sessions import Guess, Session, TopWeights
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled
-from penstock.engine.sampling.coupled import gumbel_argmax
+from penstock.engine.sampling import Sampler, SamplingRows, draw_draft, sample_coupled
 from penstock.engine.sampling.filters import filtered_probs
-from penstock.engine.sampling.noise import Salt
 from penstock.engine.sampling.params import IntArray
 
 _CHUNK = 256
@@ -158,16 +156,19 @@ class ModelProposer:
             seed=np.array([p.seed for p in params], dtype=np.uint64),
         )
         positions = np.array([s.length for s in sessions], dtype=np.int64)
+        starts = np.array([s.draft_start for s in sessions], dtype=np.int64)
         drawn = np.array([s.samples_next for s in sessions])
         guesses: list[Guess | None] = [None] * len(sessions)
         for draw, chosen in ((True, np.flatnonzero(drawn)), (False, np.flatnonzero(~drawn))):
             if chosen.size:
-                guess = self._draw if draw else self._foresee
                 part = logits[torch.from_numpy(chosen).to(logits.device)]
-                for i, made in zip(
-                    chosen, guess(part, rows.take(chosen), positions[chosen]), strict=True
-                ):
-                    guesses[i] = made
+                own, at = rows.take(chosen), positions[chosen]
+                if draw:
+                    made = self._draw(part, own, at, starts[chosen])
+                else:
+                    made = self._foresee(part, own, at)
+                for i, guess in zip(chosen, made, strict=True):
+                    guesses[i] = guess
         return [g for g in guesses if g is not None]
 
     def _foresee(
@@ -181,14 +182,16 @@ class ModelProposer:
         confidence = (chosen - scores.logsumexp(dim=-1)).exp()
         return [Guess(t, c) for t, c in zip(tokens.tolist(), confidence.tolist(), strict=True)]
 
-    def _draw(self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> list[Guess]:
+    def _draw(
+        self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
+    ) -> list[Guess]:
         """Samples from truncated distributions. Confidence is that in the likeliest token: it must
         not depend on which one is drawn."""
         sources = self._quantise(filtered_probs(logits, rows))
         scores = torch.full(logits.shape, -torch.inf)
         for row, source in zip(scores, sources, strict=True):
             row[list(source.token_ids)] = torch.tensor(source.weights, dtype=torch.float32).log()
-        tokens = gumbel_argmax(scores, rows, positions, Salt.DRAFT).tolist()
+        tokens = draw_draft(scores, rows, positions, starts).tolist()
         return [
             Guess(token, max(source.weights) / sum(source.weights), source)
             for token, source in zip(tokens, sources, strict=True)

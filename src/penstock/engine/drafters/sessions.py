@@ -7,11 +7,12 @@
 While a draft is under way its session goes on guessing: the token that verification will add, and
 then the next draft. What the verdict confirms is kept, the rest is thrown away.
 
-A guess is a function of (text before it, seed, position, purpose) alone, because all noise is. So a
-draft that was made ahead is the one that would have been made after the verdict, and keeping or
-dropping it changes no distribution: the condition of `engine.sampling.ratio` holds. Two things must
-be seen to in `ratio` mode: the bonus token is guessed under the target's noise, and is never sent
-as part of a draft, which must be sampled under the drafter's own; and whether to stop before a
+A guess is a function of (text before it, seed, position, purpose) and in `ratio` mode of where its
+draft begins, because all noise is. So a draft that was made ahead is the one that would have been
+made after the verdict, and keeping or dropping it changes no distribution: the condition of
+`engine.sampling.ratio` holds. Three things must be seen to in `ratio` mode: the bonus token is
+guessed under the target's noise, and is never sent as part of a draft, which must be sampled under
+the drafter's own; what was guessed for another beginning is not kept; and whether to stop before a
 token is read off its distribution, not off its value.
 """
 
@@ -103,6 +104,14 @@ class Session:
         foresees the target's sample."""
         return self.is_ratio and len(self.guesses) != self.num_sent
 
+    @property
+    def draft_start(self) -> int:
+        """Position of the first token of the draft that the next guess is for: the one at hand, or
+        behind it and the bonus token the next."""
+        if self.num_sent is None or len(self.guesses) < self.num_sent:
+            return len(self.text)
+        return len(self.text) + self.num_sent + 1
+
     def span(self, start: int, end: int) -> list[int]:
         """Token ids of text and guesses."""
         known = len(self.text)
@@ -177,7 +186,8 @@ class DraftingSessions:
                 break
             matched += 1
         self._learn(session, matched, len(token_ids), num_accepted)
-        if matched == len(token_ids):
+        is_ahead = session.num_sent is not None and matched == session.num_sent + 1
+        if matched == len(token_ids) and (is_ahead or not session.is_ratio):
             del guesses[:matched]
         else:
             self.proposer.cut(session, len(session.text) + matched)

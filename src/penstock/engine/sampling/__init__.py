@@ -3,7 +3,7 @@
 from penstock.engine.sampling.coupled import Sampler, sample_coupled
 from penstock.engine.sampling.logprobs import TokenLogprobs, token_logprobs
 from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
-from penstock.engine.sampling.ratio import sample_draft
+from penstock.engine.sampling.ratio import draw_draft, sample_draft
 from penstock.engine.sampling.verify import verify
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "TokenLogprobs",
     "VerifyBatch",
     "VerifyResult",
+    "draw_draft",
     "sample_coupled",
     "sample_draft",
     "token_logprobs",

@@ -1,7 +1,8 @@
 """Counter-based noise: every draw is a pure function of (seed, position, salt, token id).
 
-No state advances between draws, so a sample does not depend on the batch it was taken in, on how
-often a position was drafted before, or on which machine takes it. The integers below are the same
+No state advances between draws, so a sample does not depend on the batch it was taken in or on
+which machine takes it, and but for drafts in `ratio` mode (`draft_seeds`) not on how often its
+position was drafted before. The integers below are the same
 everywhere, bit for bit; the two logarithms may differ by a rounding between devices.
 
 With wrapping unsigned arithmetic (``mix64`` is the finaliser of splitmix64)::
@@ -71,6 +72,17 @@ def row_keys(
     counter = (positions * 4 + (salt + 1)).astype(np.uint64)
     key = _mix64(_mix64(seeds + _GOLDEN_64) + _GOLDEN_64 * counter)
     return key.astype("<u8").view("<u4").reshape(-1, 2)
+
+
+def draft_seeds(
+    seeds: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64]
+) -> npt.NDArray[np.uint64]:
+    """Seeds [rows] of the samples in `ratio` drafts that begin at positions ``starts`` [rows].
+
+    A position behind a rejection is drafted again, from the next position on. Its new draft must
+    not meet the noise of the old one, which evidence over all positions has told about.
+    """
+    return seeds + _mix64(_GOLDEN_64 * (starts + 1).astype(np.uint64))
 
 
 @lru_cache(maxsize=8)

@@ -179,11 +179,16 @@ class Decisions:
     evidence:     [n] float64, successes among the draft positions up to and including the first
                   rejection: for samples in `ratio` mode the sum over those positions of
                   Σ_x min(target(x), draft(x)), otherwise (and for greedy) the count accepted
+    evidence_all: [n] float64, over ALL draft positions, those behind the first rejection too: in
+                  `ratio` mode the sum of min(1, target(x) / draft(x)) of the drafted tokens x
+                  (GoodSpeed, eq. 3), otherwise how many equal the target's own samples behind the
+                  draft as it is
     """
 
     num_accepted: IntArray
     last_token: IntArray
     evidence: FloatArray
+    evidence_all: FloatArray
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,8 +197,9 @@ class VerifyResult:
 
     num_accepted: [n] int64
     num_decided:  [n] int64, draft positions up to and including the first rejection; the later
-                  ones stood on a wrong prefix and say nothing
+                  ones stood on a wrong prefix
     evidence:     [n] float64, see `Decisions`; at most num_decided
+    evidence_all: [n] float64, likewise; at most the number of draft positions
     token_ids:    [Σ (num_accepted + 1)] int64, every request's accepted tokens and then its
                   recovered or bonus token
     token_start:  [n + 1] int64, offsets into token_ids
@@ -202,6 +208,7 @@ class VerifyResult:
     num_accepted: IntArray
     num_decided: IntArray
     evidence: FloatArray
+    evidence_all: FloatArray
     token_ids: IntArray
     token_start: IntArray
 

@@ -6,23 +6,26 @@ after full acceptance a bonus token follows. A point mass (a greedy or looked-up
 draft(x) = 1. Exact only if x was sampled from the very ``draft_probs`` that are reported: whoever
 drops a token because of its own value or probability has sampled from something else.
 
-All noise is a function of (seed, position, purpose), so a position that is drafted, left undecided
-behind a rejection, and drafted again meets the same noise twice. That is harmless. What a round
-emits is a function of the noise at the positions it decides; the draws behind its first rejection
-enter nothing, and given all that was emitted they are as fresh in the next round as a new draw.
-It rests on one condition, which fresh noise would need just as much: whether a position is drafted,
-and whether its draft is then verified, may depend on earlier tokens but not on what was sampled at
-that position or behind it (a draft thrown away because its late tokens made it slow, say).
+Noise is a function of (seed, position, purpose), and for the draft's own samples of where the draft
+begins. A position that is drafted, left undecided behind a rejection, and drafted again therefore
+meets new noise: `evidence_all` says how good the tokens behind the rejection were, allocation goes
+by it, and with the old noise the next draft would be long just where it is good (a test shows that
+this is not exact). The noise of accepting, recovering and the bonus token may stay the same, since
+what is undecided enters nothing. One condition remains: whether a position is drafted, and whether
+its draft is then verified, may depend on earlier tokens and rounds but not on what this draft has
+there or behind it (a draft thrown away because its late tokens made it slow, say).
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import numpy as np
 import torch
 
 from penstock.engine.sampling.coupled import gumbel_argmax
 from penstock.engine.sampling.filters import filter_logits, filtered_probs
-from penstock.engine.sampling.noise import Salt, row_keys, uniform
+from penstock.engine.sampling.noise import Salt, draft_seeds, row_keys, uniform
 from penstock.engine.sampling.params import (
     BoolArray,
     Decisions,
@@ -32,18 +35,29 @@ from penstock.engine.sampling.params import (
     as_index,
 )
 
+_LEAST_PROBABILITY = np.finfo(np.float32).tiny
+
 
 def sample_draft(
-    logits: torch.Tensor, rows: SamplingRows, positions: IntArray
+    logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A drafter's samples and the distributions that they were sampled from.
 
-    logits: [rows, V] float32; positions: [rows] int64, absolute. Returns tokens [rows] int64 and
-    draft_probs [rows, V] float32; at temperature 0 the latter is one point.
+    logits: [rows, V] float32; positions: [rows] int64, absolute; starts: [rows] int64, position of
+    the first token of each row's draft. Returns tokens [rows] int64 and draft_probs [rows, V]
+    float32; at temperature 0 the latter is one point.
     """
     scores = filter_logits(logits, rows)
     draft_probs = scores.softmax(dim=-1)
-    return gumbel_argmax(scores, rows, positions, Salt.DRAFT), draft_probs
+    return draw_draft(scores, rows, positions, starts), draft_probs
+
+
+def draw_draft(
+    scores: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
+) -> torch.Tensor:
+    """Samples [rows] int64 of a draft from softmax(scores), which are overwritten."""
+    fresh = replace(rows, seed=draft_seeds(rows.seed, starts))
+    return gumbel_argmax(scores, fresh, positions, Salt.DRAFT)
 
 
 def _compare(
@@ -116,10 +130,13 @@ def verify_ratio(batch: VerifyBatch) -> Decisions:
     accepted = (chance * draft_of_token < target_of_token) & (draft_of_token > 0.0)
     num_accepted = count_accepted(batch, accepted)
     decided = np.arange(of_draft.shape[0]) <= (batch.draft_start[:-1] + num_accepted)[of_draft]
-    evidence = np.zeros(batch.num_requests, dtype=np.float64)
+    evidence, evidence_all = np.zeros((2, batch.num_requests), dtype=np.float64)
     np.add.at(evidence, of_draft[decided], overlap[decided])
+    possible = np.maximum(draft_of_token, _LEAST_PROBABILITY)
+    np.add.at(evidence_all, of_draft, np.minimum(1.0, target_of_token / possible))
     return Decisions(
         num_accepted=num_accepted,
         last_token=_sample_last(batch, target_probs, num_accepted).cpu().numpy(),
         evidence=evidence,
+        evidence_all=evidence_all,
     )

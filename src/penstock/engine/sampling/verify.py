@@ -20,12 +20,14 @@ def _decide(batch: VerifyBatch, sample: Sampler) -> Decisions:
         num_accepted=np.empty(batch.num_requests, dtype=np.int64),
         last_token=np.empty(batch.num_requests, dtype=np.int64),
         evidence=np.empty(batch.num_requests, dtype=np.float64),
+        evidence_all=np.empty(batch.num_requests, dtype=np.float64),
     )
     for chosen in (np.flatnonzero(by_ratio), np.flatnonzero(~by_ratio)):
         part = _decide(batch.take(chosen), sample)
         merged.num_accepted[chosen] = part.num_accepted
         merged.last_token[chosen] = part.last_token
         merged.evidence[chosen] = part.evidence
+        merged.evidence_all[chosen] = part.evidence_all
     return merged
 
 
@@ -50,6 +52,7 @@ def verify(batch: VerifyBatch, sample: Sampler = sample_coupled) -> VerifyResult
         num_accepted=decisions.num_accepted,
         num_decided=np.minimum(decisions.num_accepted + 1, batch.num_draft),
         evidence=decisions.evidence,
+        evidence_all=decisions.evidence_all,
         token_ids=np.array(token_ids, dtype=np.int64),
         token_start=np.array(token_start, dtype=np.int64),
     )
