@@ -30,6 +30,7 @@ from tests.serving.verified import (
 
 from penstock.serving import draft_streams
 from penstock.serving.draft_streams import DraftStream
+from penstock.transport.checks import PROTOCOL_VERSION
 from penstock.transport.service import MAX_MESSAGE_BYTES
 from penstock.transport.v1 import drafting_pb2 as pb
 
@@ -95,7 +96,11 @@ async def test_no_identity(guarded: World, token: str | None) -> None:
 
 
 def hello(**changes: Any) -> bytes:
-    fields = {"protocol_version": 1, "tokenizer_digest": "DIGEST", "max_draft_tokens": 4}
+    fields = {
+        "protocol_version": PROTOCOL_VERSION,
+        "tokenizer_digest": "DIGEST",
+        "max_draft_tokens": 4,
+    }
     return pb.Up(hello=pb.Hello(**{**fields, **changes})).SerializeToString()
 
 

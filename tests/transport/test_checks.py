@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.transport.checks import (
+    PROTOCOL_VERSION,
     Limits,
     Order,
     Quota,
@@ -105,7 +106,11 @@ def mutated(data: bytes, rng: random.Random) -> bytes:
 def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
     """No other exception, and nothing gets through that the engine could choke on."""
     messages = [
-        pb.Up(hello=pb.Hello(protocol_version=1, tokenizer_digest="d", max_draft_tokens=4)),
+        pb.Up(
+            hello=pb.Hello(
+                protocol_version=PROTOCOL_VERSION, tokenizer_digest="d", max_draft_tokens=4
+            )
+        ),
         pb.Up(
             open=pb.Open(
                 request_id="r",
