@@ -2,9 +2,9 @@
 
     python -m benchmarks.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
 
-Parts: capacity, memory, trace, slo, robust, speed, speculation; without a name, all. A line of JSON
-for each run goes to FILE (default admission.jsonl); what is there already is not run again, so that
-a long comparison can be stopped and continued. `--report` prints tables of what FILE holds.
+Parts: capacity, order, memory, trace, slo, robust, speed, speculation; without a name, all. A line
+of JSON for each run goes to FILE (default admission.jsonl); what is there already is not run again,
+so that a long comparison can be stopped and continued. `--report` prints tables of what FILE holds.
 
 Capacity is the largest load, by bisection, at which Poisson arrivals leave a backlog under 1.5% and
 at least 96% of the offered tokens are delivered when the last request arrives. `sarathi*` is
@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmarks.figures import interval
 
 from penstock.fluid.capacity import capacity_bound, output_work
@@ -53,6 +54,13 @@ WORKLOADS = {
     "ten_bins": (30.0, 60_000),
     "conversation": (5.2, 19_366),
     "sharegpt": (1.6, 12_000),
+}
+# For the part `order`: what fluid_guided carries in order of arrival, in requests/s, and arrivals.
+QUEUES = {
+    "conversation": (5.2, 19_366),
+    "sharegpt": (1.6, 12_000),
+    "long": (0.41, 6_000),
+    "high": (37.0, 40_000),
 }
 FILES = {
     "sharegpt": "etalon_sharegpt_8k_stats.csv.gz",
@@ -127,11 +135,28 @@ def find_capacity(
     return (first and search(0.97, 1.03)) or search(0.7, 1.1)
 
 
+def long_prompts(seed: int, num: int) -> Workload:
+    """Log-normal lengths: prompts of 12,000 tokens in the mean, outputs of 200."""
+    rng = np.random.default_rng([seed, 7])
+    prompts = np.clip(rng.lognormal(math.log(12_000) - 0.5, 1.0, num), 16, 100_000)
+    outputs = np.clip(rng.lognormal(math.log(200) - 0.5, 1.0, num), 1, 2000)
+    return Workload("long", prompts.astype(np.int64), outputs.astype(np.int64))
+
+
 def latency(report: Report) -> dict[str, Any]:
+    """Means, and beside them what the last requests and the longest prompts pay."""
     figures = report.figures()
+    longest = figures["by_prompt_len"][-1]
     return {
         "latency": figures["latency_s"]["mean"],
+        "ttft": figures["ttft_s"]["mean"],
         "ttft_p99": figures["ttft_s"]["p99"],
+        "ttft_p999": figures["ttft_s"]["p999"],
+        "ttft_max": figures["ttft_s"]["max"],
+        "slowdown": figures["slowdown"]["mean"],
+        "slowdown_longest": longest["slowdown"],
+        "ttft_longest": longest["ttft_s"],
+        "by_prompt_len": figures["by_prompt_len"],
         "tpot_p99": figures["tpot_s"]["p99"],
         "preemptions": figures["preemptions"],
         "requests_per_s": figures["throughput_requests_per_s"],
@@ -189,6 +214,36 @@ def part_capacity(bench: Bench) -> None:
                     f"latency/{name}/{share}/{label}/{seed}",
                     lambda p=policy, w=workload: latency(run(setup_of(p), w)),
                 )
+
+
+def part_order(bench: Bench) -> None:
+    """What the order of the waiting requests is worth, and what the rest of a policy: each policy
+    in both orders, at 0.8 and 0.95 of what fluid_guided carries in order of arrival."""
+    policies = {
+        "fluid_guided": OURS,
+        "sarathi 384/320": TUNED_A100,
+        **{n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0", "guaranteed_no_evict")},
+    }
+    in_order = [
+        (f"{label}, {order}", (name, {**options, "order": order}))
+        for order in ("arrival", "size_aware")
+        for label, (name, options) in policies.items()
+    ]
+    cases = itertools.product((0.95, 0.8), range(bench.seeds), QUEUES)
+    for share, seed, name in cases:
+        if name in FILES and not (bench.data / FILES[name]).exists():
+            continue
+        rate, full = QUEUES[name]
+        num = max(2000, int(full * bench.scale))
+        lengths = long_prompts(seed, num) if name == "long" else bench.spec(name)
+        workload = make_workload(
+            lengths, num_requests=num, rate=share * rate, arrivals="poisson", seed=seed
+        )
+        for label, policy in (*in_order, ("sjf", ("sjf", {}))):
+            bench.cell(
+                f"order/{name}/{share}/{label}/{seed}",
+                lambda p=policy, w=workload: latency(run(setup_of(p), w)),
+            )
 
 
 def part_memory(bench: Bench) -> None:
@@ -332,6 +387,7 @@ def part_speculation(bench: Bench) -> None:
 PARTS = {
     "speed": part_speed,
     "trace": part_trace,
+    "order": part_order,
     "memory": part_memory,
     "slo": part_slo,
     "robust": part_robust,
@@ -340,15 +396,26 @@ PARTS = {
 }
 
 
+def _ratio(bench: Bench, key: str, others: list[str], figure: str) -> float:
+    """A figure over the least of the others', NaN without any."""
+    known = (bench.done.get(other) for other in others)
+    least = min((o[figure] for o in known if o is not None), default=math.nan)
+    return float(bench.done[key][figure] / least)
+
+
 def _compare(bench: Bench) -> None:
-    """Beside the mean latencies of `robust`: ours over that of the best of the others."""
+    """Beside the figures of `robust`: our mean latency over that of the best of the others; of
+    `order`: each figure over the same policy's in order of arrival."""
     for key, figures in list(bench.done.items()):
         part, _, rest = key.partition("/")
         name, _, seed = rest.rpartition("/fluid_guided/")
         if part == "robust" and name:
-            others = (bench.done.get(f"robust/{name}/{label}/{seed}") for label in SHIPPED)
-            best = min((o["latency"] for o in others if o is not None), default=math.nan)
-            figures["latency_over_the_best"] = figures["latency"] / best
+            others = [f"robust/{name}/{label}/{seed}" for label in SHIPPED]
+            figures["latency_over_the_best"] = _ratio(bench, key, others, "latency")
+        if part == "order" and ", size_aware/" in key:
+            arrival = [key.replace(", size_aware/", ", arrival/")]
+            for figure in ("latency", "ttft", "ttft_p999", "ttft_max", "slowdown_longest"):
+                figures[f"{figure}_over_arrival"] = _ratio(bench, key, arrival, figure)
 
 
 def report(bench: Bench) -> None:

@@ -45,3 +45,14 @@ def test_follows_a_change() -> None:
         lengths.ended(length)
         survival = lengths.survival(NOBODY)
     assert survival[50] > 0.95
+
+
+def test_the_mean_of_what_has_ended_needs_no_curve() -> None:
+    lengths = OutputLengths(memory=100.0)
+    assert lengths.mean_ended == 200.0
+    for n in (40, 60) * 2000:
+        lengths.ended(n)
+    assert lengths.mean_ended == pytest.approx(50.0, abs=0.2)
+    for _ in range(1000):
+        lengths.ended(400)
+    assert lengths.mean_ended == pytest.approx(400.0, rel=0.001)

@@ -398,3 +398,17 @@ def test_steps_of_nothing_but_decodes_take_what_they_take_one_by_one(profile: St
         for context in (num, 1009, 54_321):
             work = StepWork(num_decodes=num, num_kv_tokens=context)
             assert alone + per_kv_token * context == profile.seconds(work)
+
+
+def test_what_a_request_adds_to_well_filled_steps() -> None:
+    """Its prompt in steps of the best size takes just that, any other way takes longer."""
+    profile = load_profile("a100-llama2-7b")
+    counts, seconds = profile.token_counts, profile.token_seconds
+    best = min((s / c, c) for s, c in zip(seconds, counts, strict=True) if c)[1]
+    steps = [StepWork(best, best * (i + 0.5) * best) for i in range(3)]
+    assert profile.request_seconds(3 * best, 0) == pytest.approx(sum(map(profile.seconds, steps)))
+    assert profile.request_seconds(100, 0) < profile.seconds(StepWork(100, 5000.0))
+    # Another 50 tokens with about 1,025 of context each, in a step with 63 others like it.
+    batch = profile.seconds(StepWork(0, 0.0, 64, 64 * 1025)) - profile.decode_fixed
+    token = (profile.request_seconds(1000, 50) - profile.request_seconds(1000, 0)) / 50
+    assert token < batch / 64 < 2.5 * token

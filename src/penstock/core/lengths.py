@@ -24,6 +24,8 @@ class OutputLengths:
         self._growth = 1 + 1 / memory
         self._weight = 1.0
         self._ends = np.zeros(_MOST + 1)
+        self._weights = self._weight * _PRIOR_WEIGHT
+        self._tokens = self._weights * _PRIOR_MEAN
         self._num_since = 0
         self._next_draw = 1
         self._survival = np.exp(-np.arange(_MOST + 1) / _PRIOR_MEAN)
@@ -36,10 +38,19 @@ class OutputLengths:
         """A request has made its last token."""
         self._weight *= self._growth
         self._ends[min(num_output_tokens, _MOST)] += self._weight
+        self._weights += self._weight
+        self._tokens += self._weight * num_output_tokens
         self._num_since += 1
         if self._weight > 1e9:
             self._ends /= self._weight
+            self._weights /= self._weight
+            self._tokens /= self._weight
             self._weight = 1.0
+
+    @property
+    def mean_ended(self) -> float:
+        """Discounted mean of the outputs that have ended, for whom that is enough."""
+        return self._tokens / self._weights
 
     def survival(self, running: npt.NDArray[np.int64]) -> FloatArray:
         """P(output > n) for n = 0, 1, …; `running` are the output tokens of running requests. Drawn

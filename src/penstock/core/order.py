@@ -14,7 +14,6 @@ from typing import Literal
 
 from penstock.core.estimators import Estimators
 from penstock.core.state import RequestState
-from penstock.core.types import Status
 
 OrderName = Literal["arrival", "size_aware"]
 """`arrival`: first come, first served. `size_aware`: shortest prompt first, as far as it delays
@@ -74,7 +73,8 @@ class SizeAwareQueue(ArrivalQueue):
     comes near to the least mean wait, which gives a share delay / (1 + delay) of the capacity to
     the smallest requests, where it serves most of them, and the rest to the oldest.
 
-    size_of: what is small, not changing while a request waits. work_of: what it costs to serve.
+    size_of: what is small. work_of: seconds, or anything like it, to serve a request; asked once,
+    when it arrives.
     """
 
     def __init__(
@@ -88,62 +88,61 @@ class SizeAwareQueue(ArrivalQueue):
         self._work_of = work_of
         self._delay = delay
         self._by_size: list[tuple[float, int, RequestState]] = []
+        self._work: dict[str, float] = {}
+        """Of those in `_by_size`: all but the preempted ones."""
         self._balance = 0.0
-        """Work by which the oldest requests may still be delayed, less that by which they were."""
+        """Work by which the next requests are to be passed the less: 0, or negative."""
 
     def __iter__(self) -> Iterator[RequestState]:
-        balance = self._balance
+        balance, work = self._balance, self._work
         by_size = iter(self._by_size)
         taken: set[str] = set()
-        for oldest in self._by_age.values():
-            if oldest.request.id in taken:
+        for name, oldest in self._by_age.items():
+            if name in taken:
                 continue
-            if oldest.status is not Status.PREEMPTED:
-                while self._may_be_passed(oldest, balance):
-                    smallest = next(s for _, _, s in by_size if s.request.id not in taken)
-                    taken.add(smallest.request.id)
+            if name in work:
+                allowed = self._delay * work[name]
+                while balance + allowed > 0:
+                    _, _, smallest = next(by_size)
                     if smallest is oldest:
                         break
-                    balance -= self._work_of(smallest)
-                    yield smallest
-                balance = self._balance_after(oldest, balance)
-                taken.add(oldest.request.id)
+                    if smallest.request.id not in taken:
+                        taken.add(smallest.request.id)
+                        balance -= work[smallest.request.id]
+                        yield smallest
+                balance = min(0.0, balance + allowed)
+                taken.add(name)
             yield oldest
 
     @property
     def first(self) -> RequestState | None:
         oldest = self.oldest
-        if oldest is None or oldest.status is Status.PREEMPTED:
+        if oldest is None or oldest.request.id not in self._work:
             return oldest
-        return self._by_size[0][2] if self._may_be_passed(oldest, self._balance) else oldest
+        may_be_passed = self._balance + self._delay * self._work[oldest.request.id] > 0
+        return self._by_size[0][2] if may_be_passed else oldest
 
     def append(self, state: RequestState) -> None:
         super().append(state)
+        self._work[state.request.id] = self._work_of(state)
         bisect.insort(self._by_size, (self._size_of(state), state.order, state))
 
     def remove(self, state: RequestState) -> None:
         super().remove(state)
-        if state.status is not Status.PREEMPTED:
-            del self._by_size[bisect.bisect_left(self._by_size, self._entry(state))]
-        if not self._by_size:
+        if self._work.pop(state.request.id, None) is not None:
+            entry = (self._size_of(state), state.order, state)
+            del self._by_size[bisect.bisect_left(self._by_size, entry)]
+        if not self._work:
             self._balance = 0.0
 
     def admit(self, state: RequestState) -> None:
-        if state.status is not Status.PREEMPTED:
+        work = self._work.get(state.request.id)
+        if work is not None:
             if state is self.oldest:
-                self._balance = self._balance_after(state, self._balance)
+                self._balance = min(0.0, self._balance + self._delay * work)
             else:
-                self._balance -= self._work_of(state)
+                self._balance -= work
         self.remove(state)
-
-    def _entry(self, state: RequestState) -> tuple[float, int, RequestState]:
-        return self._size_of(state), state.order, state
-
-    def _may_be_passed(self, oldest: RequestState, balance: float) -> bool:
-        return balance + self._delay * self._work_of(oldest) > 0
-
-    def _balance_after(self, oldest: RequestState, balance: float) -> float:
-        return min(0.0, balance + self._delay * self._work_of(oldest))
 
 
 def shortest_output_first() -> SizeAwareQueue:
@@ -160,12 +159,12 @@ def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
     """An empty queue."""
     if order == "arrival":
         return ArrivalQueue()
-    lengths = estimators.lengths
 
     def prompt(state: RequestState) -> float:
         return state.request.prompt_len
 
-    def tokens(state: RequestState) -> float:
-        return state.request.prompt_len + lengths.mean
+    def work(state: RequestState) -> float:
+        profile, lengths = estimators.step_model.profile, estimators.lengths
+        return profile.request_seconds(state.request.prompt_len, lengths.mean_ended)
 
-    return SizeAwareQueue(prompt, tokens)
+    return SizeAwareQueue(prompt, work)

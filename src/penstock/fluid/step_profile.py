@@ -118,6 +118,20 @@ class StepProfile:
         attention = self.decode_fixed + self.per_decode * num_decodes
         return self.linear(num_decodes) + attention, self.per_kv_token
 
+    @cached_property
+    def per_position(self) -> float:
+        """Seconds of a position in the most efficient step of the table, attention apart."""
+        pairs = zip(self.token_counts, self.token_seconds, strict=True)
+        return min((seconds / count for count, seconds in pairs if count), default=0.0)
+
+    def request_seconds(self, prompt_len: float, output_len: float) -> float:
+        """What a whole request adds to steps that are as efficient as any."""
+        prompt = prompt_len * (self.per_position + self.per_prefill_token)
+        prompt += self.per_prefill_context * prompt_len * prompt_len / 2
+        context = prompt_len + output_len / 2
+        token = self.per_position + self.per_decode + self.per_kv_token * context
+        return prompt + output_len * token
+
     def slower(self, seconds: float) -> StepProfile:
         """The same machine with a constant added to every step."""
         table = tuple(s + seconds for s in self.token_seconds)
