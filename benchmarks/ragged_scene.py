@@ -12,12 +12,9 @@ import torch.nn.functional as F
 
 from penstock.core.packing import (
     LAYOUTS,
-    Decomposition,
     KVShape,
-    decompose,
 )
 from penstock.engine.attention import make_backend
-from penstock.engine.attention.decomposed import Backend as Decomposed
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.rehearsal import (
@@ -63,11 +60,6 @@ def kv_shape(name: str) -> KVShape:
     return KVShape(layers, sizes["kv_heads"], sizes["head_dim"], 4, BLOCK_SIZE)
 
 
-def as_many_rows(lengths: list[int], window: int) -> Decomposition:
-    """Spin's setting: B is the batch."""
-    return decompose(lengths, len(lengths))
-
-
 class Contest:
     """Contenders on one batch; `calls` run all measured layers, `prepare` is timed apart."""
 
@@ -76,7 +68,7 @@ class Contest:
         rows = verification_batch(self.lengths, WINDOW, cache.num_blocks, seed)
         q = random_queries(config, rows.num_tokens)
         backends = {name: make_backend(name, cache, config.num_heads) for name in LAYOUTS}
-        backends["decomposed, B = n"] = Decomposed(cache, config.num_heads, as_many_rows)
+        backends["decomposed, B = n"] = make_backend("decomposed_spin", cache, config.num_heads)
         self.prepare_ms: dict[str, float] = {}
         self.calls: dict[str, Callable[[], object]] = {}
         for name, backend in backends.items():

@@ -369,3 +369,11 @@ def test_cache_of_no_blocks() -> None:
 
 def test_bytes_per_token() -> None:
     assert kv_bytes_per_token(small_config(), torch.bfloat16) == 2 * 2 * KV_HEADS * HEAD_DIM * 2
+
+
+def test_spins_setting_has_as_many_rows_as_requests() -> None:
+    scene = make_scene([(200, 4), (30, 4), (25, 4), (100, 4)])
+    backend: Any = make_backend("decomposed_spin", scene.cache, HEADS)
+    plans = [call.plan for call in backend.prepare(scene.batch)]
+    assert [p.num_rows for p in plans] == [4]
+    assert plans[0].padding < 4
