@@ -24,7 +24,7 @@ def print_figures(figures: dict[str, Any], title: str) -> None:
         ("latency_s", "latency, s"),
         ("ttft_s", "time to first token, s"),
         ("tpot_s", "time per output token, s"),
-        ("slowdown", "slowdown, times its time alone"),
+        ("slowdown", "slowdown"),
     ):
         values = [figures[key][column] for column in _COLUMNS]
         table.add_row(name, *("" if v is None else f"{v:.4g}" for v in values))
