@@ -2,9 +2,10 @@
 
     python -m benchmarks.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
 
-Parts: capacity, order, memory, trace, slo, robust, speed, speculation; without a name, all. A line
-of JSON for each run goes to FILE (default admission.jsonl); what is there already is not run again,
-so that a long comparison can be stopped and continued. `--report` prints tables of what FILE holds.
+Parts: capacity, order, memory, trace, slo, targets, robust, speed, speculation; without a name,
+all. A line of JSON for each run goes to FILE (default admission.jsonl); what is there already is
+not run again, so that a long comparison can be stopped and continued. `--report` prints tables of
+what FILE holds.
 
 Capacity is the largest load, by bisection, at which Poisson arrivals leave a backlog under 1.5% and
 at least 96% of the offered tokens are delivered when the last request arrives. `sarathi*` is
@@ -26,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.figures import interval
+from benchmarks.targets import Case, cases, share_within
 
 from penstock.fluid.capacity import capacity_bound, output_work
 from penstock.sim.acceptance import GeometricAcceptance
@@ -303,6 +305,37 @@ def part_slo(bench: Bench) -> None:
             )
 
 
+def part_targets(bench: Bench) -> None:
+    """Share of the requests within both targets: `fluid_guided` told of them and not told, and
+    Sarathi with the budget and cap of a grid that are best for each load in hindsight."""
+    profile = load_profile("a100-llama2-7b")
+    for seed in range(bench.seeds):
+        for case in cases(bench.data / FILES["conversation"], profile, seed):
+            told = {"ttft_p99": case.ttft_p99, "tpot_p99": case.tpot_p99}
+            policies = {"fluid_guided, told": ("fluid_guided", told), "fluid_guided": OURS}
+            for label, policy in policies.items():
+                bench.cell(
+                    f"targets/{case.name}/{label}/{seed}",
+                    lambda p=policy, c=case: {"within": _within(p, c)},
+                )
+            bench.cell(f"targets/{case.name}/sarathi*/{seed}", lambda c=case: _best_sarathi(c))
+
+
+def _within(policy: tuple[str, dict[str, Any]], case: Case) -> float:
+    report = run(setup_of(policy, kv_tokens=case.kv_tokens), case.workload)
+    return share_within(report, case.ttft_p99, case.tpot_p99)
+
+
+def _best_sarathi(case: Case) -> dict[str, Any]:
+    best: dict[str, Any] = {"within": -1.0}
+    for budget, cap in itertools.product((128, *BUDGETS), (8, 32, 128)):
+        options = {"token_budget": budget, "max_num_seqs": cap}
+        within = _within(("sarathi", options), case)
+        if within > best["within"]:
+            best = {"within": within, "options": options}
+    return best
+
+
 def robust_workloads(bench: Bench, seed: int) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
     num = max(2000, int(20_000 * bench.scale))
     for rate in (2.5, 4.5):
@@ -390,6 +423,7 @@ PARTS = {
     "order": part_order,
     "memory": part_memory,
     "slo": part_slo,
+    "targets": part_targets,
     "robust": part_robust,
     "speculation": part_speculation,
     "capacity": part_capacity,

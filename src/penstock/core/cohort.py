@@ -123,8 +123,6 @@ class Cohort:
         self.ticks = 0
         self.num_kv_tokens = 0
         """Positions whose KV the target holds for the members."""
-        self.num_output_tokens = 0
-        self.sum_first_token_at = 0.0
         self.members: dict[str, CountedState] = {}
         self.plan_id: int | None = None
         # Known and output tokens of each member when its cohort was at tick 0.
@@ -143,8 +141,6 @@ class Cohort:
         self.num_kv_tokens += computed
         self._phases[(computed - self.ticks) % self._block_size] += 1
         num_output = state.num_output_tokens
-        self.num_output_tokens += num_output
-        self.sum_first_token_at += state.first_token_at
         left = state.request.max_tokens - num_output
         if state.until is not None and num_output < state.until:
             left = min(left, state.until - num_output)
@@ -164,8 +160,6 @@ class Cohort:
         computed, num_output = known + self.ticks - 1, num_output + self.ticks
         state.exit(num_output)
         self.num_kv_tokens -= computed
-        self.num_output_tokens -= num_output
-        self.sum_first_token_at -= state.first_token_at
         self._phases[(computed - self.ticks) % self._block_size] -= 1
         held = computed
         if self.plan_id is not None:
@@ -177,6 +171,10 @@ class Cohort:
         """[members, 2]: known and output tokens of each."""
         origins = chain.from_iterable(self._origins.values())
         return np.fromiter(origins, np.int64).reshape(-1, 2) + self.ticks
+
+    def first_token_times(self) -> npt.NDArray[np.float64]:
+        """[members]: when each had its first token, in the order of `lengths`."""
+        return np.fromiter((s.first_token_at for s in self.members.values()), np.float64)
 
     def num_new_blocks(self, ticks: int = 1) -> int:
         """Blocks that the next `ticks` tokens of every member need."""
@@ -205,9 +203,7 @@ class Cohort:
         """Give every member `ticks` tokens, no more than `ticks_left`. Members whose time has come
         leave, and are returned in the order of their arrival."""
         self.ticks += ticks
-        num_tokens = ticks * len(self.members)
-        self.num_kv_tokens += num_tokens
-        self.num_output_tokens += num_tokens
+        self.num_kv_tokens += ticks * len(self.members)
         left: list[CountedState] = []
         leaving = self._leaving
         while leaving and leaving[0][0] <= self.ticks:

@@ -83,16 +83,22 @@ class Step:
         total = sum(s.num_known_tokens for s in self.solo.values())
         return total + sum(c.num_kv_tokens + len(c) for c in self.cohorts.values())
 
-    def seconds_per_token(self) -> float:
-        """Mean over the output of the decoding requests, after their first tokens; 0 if there is
-        none."""
+    @property
+    def num_decoding_tokens(self) -> int:
+        """Of the decoding requests alone: what a step that decodes attends to."""
+        total = sum(s.num_known_tokens for s in self.solo.values() if s.is_decoding)
+        return total + sum(c.num_kv_tokens + len(c) for c in self.cohorts.values())
+
+    def output_times(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
+        """Of every running request with output, in no order: when its first token came, and its
+        output tokens so far."""
         solo = [s for s in self.solo.values() if s.num_output_tokens]
-        since = sum(self.now - s.first_token_at for s in solo)
-        tokens = sum(s.num_output_tokens - 1 for s in solo)
+        times = [np.array([s.first_token_at for s in solo])]
+        tokens = [np.array([s.num_output_tokens for s in solo], dtype=np.int64)]
         for cohort in self.cohorts.values():
-            since += len(cohort) * self.now - cohort.sum_first_token_at
-            tokens += cohort.num_output_tokens - len(cohort)
-        return since / tokens if tokens else 0.0
+            times.append(cohort.first_token_times())
+            tokens.append(cohort.lengths()[:, 1])
+        return np.concatenate(times), np.concatenate(tokens)
 
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """[running, 2]: known and output tokens of every running request, in no order."""

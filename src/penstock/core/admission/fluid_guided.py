@@ -7,10 +7,9 @@ is expected of memory from the output lengths seen so far.
 from __future__ import annotations
 
 import bisect
-import heapq
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -20,23 +19,17 @@ from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt
 from penstock.core.order import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
+from penstock.core.targets import Targets
 from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
 _URGENT = 0.25
 """Share of the target for the first token after which a waiting request is hurried."""
-_PATIENCE = 20.0
-"""Targets for the first token after which a late request comes before all others, if it is its
-turn."""
-_TURN = 2.0
-"""Targets for the first token between two turns: late requests do not make all others late."""
 _LOOK_AHEAD = 256
 """Waiting requests that are looked at."""
-_AT_EASE = 0.6
-"""Share of the target for later tokens under which the running requests can wait for a prompt that
-would be late otherwise."""
-_WELL_AT_EASE = 0.3
-"""The same, for any prompt."""
+_SPARE = 0.7
+"""Load, of what the server could do, up to which decoding may wait for a prompt that is on time
+anyway: a step without the requests that decode costs throughput."""
 _LONGER = 0.1
 """Share by which a step may get longer for each prompt that it finishes instead of cutting it."""
 _FIRST_TOKEN = 6.0
@@ -79,7 +72,7 @@ class FluidGuided(AdmissionPolicy):
         self.order = options.order
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
-        self._turn = ("", -math.inf)
+        self._targets = Targets(options.ttft_p99, options.tpot_p99)
         self._refill = Refill()
         self._best = (-math.inf, (1, 0.0))
 
@@ -89,17 +82,15 @@ class FluidGuided(AdmissionPolicy):
     def compose(self, step: Step) -> None:
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
         self._refill.is_pausing = False
-        pauses = self._may_pause(step)
-        prompts = self._prompts(step, pauses) if pauses else []
-        num_decodes = 0 if prompts else step.schedule_decodes(budget)
-        if not pauses and not step.num_preempted:
-            prompts = self._prompts(step, pauses)
-        if not prompts:
+        in_order, pauses = self._in_order(step)
+        num_decodes = 0 if pauses else step.schedule_decodes(budget)
+        prompts = [] if step.num_preempted else self._prompts(step, in_order)
+        if prompts:
+            self._schedule_prompts(step, num_decodes, prompts)
+        else:
             # With a target for the first token the order of those who wait changes with time.
             changes = step.waiting and self.options.ttft_p99 is not None
             step.repeatable = not (step.num_preempted or self._refill.is_pausing or changes)
-            return
-        self._schedule_prompts(step, num_decodes, prompts)
         if pauses and not step.scheduled:
             step.schedule_decodes(budget)
 
@@ -122,13 +113,36 @@ class FluidGuided(AdmissionPolicy):
 
     # --- whose prompts --------------------------------------------------------------------------
 
-    def _prompts(self, step: Step, pauses: bool) -> list[RequestState]:
+    def _in_order(self, step: Step) -> tuple[list[RequestState] | None, bool]:
+        """With a target for the first token: running and waiting prompts in their order, and
+        whether decoding leaves out a step for them. It does where more of them are on time then
+        than requests are expected to miss the other target; where there is time to spare, seconds
+        gained before a first token count as their share of its target."""
+        targets, ttft = self._targets, self.options.ttft_p99
+        if ttft is None:
+            return None, False
+        prompts = [*step.prefills(), *itertools.islice(step.waiting.queue(), _LOOK_AHEAD)]
+        num_decodes = step.num_decodes()
+        beside = targets.order(prompts, step.now, self._seconds_of_prompt(step, num_decodes))
+        if not prompts or not num_decodes or self.options.tpot_p99 is None:
+            return beside.prompts, False
+        has_time = self._load(step) < _SPARE
+        if not beside.num_late and not has_time:
+            return beside.prompts, False
+        alone = targets.order(prompts, step.now, self._seconds_of_prompt(step, 0))
+        gained: float = beside.num_late - alone.num_late
+        if not gained and has_time:
+            gained = (beside.seconds - alone.seconds) / ttft
+        decoding = self._decode_only_seconds(step, num_decodes)
+        if gained > 0 and gained > targets.num_lost(step, alone.seconds, decoding):
+            return alone.prompts, True
+        return beside.prompts, False
+
+    def _prompts(self, step: Step, in_order: list[RequestState] | None) -> list[RequestState]:
         """Requests with prompt tokens to compute, in the order in which they get them: running
         ones, and as many waiting ones as memory is expected to hold and could matter now."""
-        if self.options.ttft_p99 is None:
+        if in_order is None:
             return step.prefills() + self._admissible(step, step.waiting.queue())
-        overdue, on_time, late = self._by_target(step, self.options.ttft_p99, pauses)
-        in_order = overdue + on_time + late
         others = [s for s in in_order if s.status is not Status.RUNNING]
         admissible = set(map(id, self._admissible(step, others)))
         return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
@@ -158,56 +172,29 @@ class FluidGuided(AdmissionPolicy):
         began = self._refill.note(num_fit < len(soon))
         return admissible[:1] if began else admissible
 
-    def _by_target(
-        self, step: Step, target: float, pauses: bool
-    ) -> tuple[list[RequestState], list[RequestState], list[RequestState]]:
-        """Prompts whose turn it is though they are late, who can be on time, and the others, each
-        oldest first. Whoever would make most others late is late: the fewest are that way (Moore
-        and Hodgson). After `_PATIENCE` targets one of them every `_TURN` targets comes first:
-        nobody is put off for ever, and under overload they do not make everybody late."""
-        waiting = itertools.islice(step.waiting.queue(), _LOOK_AHEAD)
-        prompts = sorted([*step.prefills(), *waiting], key=lambda s: s.request.arrival_time)
-        turn = self._turn_of(prompts, step.now, target)
-        decoding = 0.0 if pauses else self._decode_seconds(step, 1)
-        on_time: list[tuple[float, int, RequestState]] = []
-        late: list[tuple[int, RequestState]] = []
-        finished_at = step.now
-        for i, state in enumerate(prompts[len(turn) :]):
+    def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
+        """What the rest of a prompt takes beside requests that decode in each of its steps."""
+        profile = step.estimators.step_model.profile
+        size, _ = self._best_step(step)
+        decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
+        share = 0.0
+        if self.options.tpot_p99 is not None:
+            share = min(0.95, decoding / self.options.tpot_p99)
+
+        def seconds(state: RequestState) -> float:
             tokens = _missing(step, state)
             context = tokens * (state.num_known_tokens - 0.5 * tokens)
-            seconds = decoding + step.estimators.step_model.profile.seconds(
-                StepWork(tokens, context)
-            )
-            heapq.heappush(on_time, (-seconds, i, state))
-            finished_at += seconds
-            if finished_at > state.request.arrival_time + target:
-                longest, i, state = heapq.heappop(on_time)
-                finished_at += longest
-                late.append((i, state))
-        in_time = [state for _, _, state in sorted(on_time, key=lambda entry: entry[1])]
-        return turn, in_time, [state for _, state in sorted(late, key=lambda entry: entry[0])]
+            alone = profile.seconds(StepWork(tokens, context))
+            return max(alone + decoding * max(1.0, tokens / size), alone / (1 - share))
 
-    def _turn_of(
-        self, prompts: list[RequestState], now: float, target: float
-    ) -> list[RequestState]:
-        """The oldest of the prompts, if it waits for too long and it is its turn."""
-        if not prompts or now <= prompts[0].request.arrival_time + _PATIENCE * target:
-            return []
-        first = prompts[0].request.id
-        if first != self._turn[0]:
-            if now < self._turn[1]:
-                return []
-            self._turn = (first, now + _TURN * target)
-        return prompts[:1]
+        return seconds
 
-    def _may_pause(self, step: Step) -> bool:
-        """Whether the running requests can do without a step, so that a prompt is not late."""
-        ttft, tpot = self.options.ttft_p99, self.options.tpot_p99
-        if ttft is None or tpot is None or not self._is_at_ease(step):
-            return False
-        if step.seconds_per_token() < _WELL_AT_EASE * tpot:
-            return True
-        return bool(self._by_target(step, ttft, pauses=False)[2])
+    def _load(self, step: Step) -> float:
+        """Work that arrives in a second, in seconds of the most efficient steps."""
+        traffic, lengths = step.estimators.traffic, step.estimators.lengths
+        prompt, decode = self._work(step)
+        per_token = prompt + decode * lengths.mean / traffic.mean_prompt_len
+        return traffic.prompt_tokens_per_s(step.now) * per_token
 
     # --- how many prompt tokens -----------------------------------------------------------------
 
@@ -222,7 +209,7 @@ class FluidGuided(AdmissionPolicy):
             # Of the first prompt, and not more: others would make it wait for them.
             most = max(most, self._soonest(step, num_decodes, _missing(step, first)))
         most = min(most, backlog, self.options.max_num_batched_tokens - num_decodes)
-        most = self._most_in_time(step, num_decodes, most)
+        most = self._most_in_time(step, num_decodes, prompts, most)
         if most <= 0:
             return 0
         hull = self._envelope(step.estimators.step_model.profile, num_decodes, most)
@@ -274,33 +261,27 @@ class FluidGuided(AdmissionPolicy):
         target = self.options.ttft_p99
         if target is None:
             return False
-        if self.options.tpot_p99 is not None and self._is_at_ease(step):
-            return True
         ahead = backlog * self._best_step(step)[1]
         return step.now - first.request.arrival_time + ahead > _URGENT * target
 
-    def _most_in_time(self, step: Step, num_decodes: int, most: int) -> int:
-        """At most `most` prompt tokens, so that the running requests keep the target for later
-        tokens. It is a mean: while they are well within it, single steps may take longer."""
-        target, profile = self.options.tpot_p99, step.estimators.step_model.profile
-        if target is None or not num_decodes or most <= 0:
+    def _most_in_time(
+        self, step: Step, num_decodes: int, prompts: list[RequestState], most: int
+    ) -> int:
+        """At most `most` prompt tokens, so that the next tokens of the running requests are in
+        time."""
+        if self.options.tpot_p99 is None or not num_decodes or most <= 0:
             return most
-        if self._is_at_ease(step):
-            return most
-        left = target - self._decode_seconds(step, num_decodes)
+        profile = step.estimators.step_model.profile
+        decoding = self._decode_seconds(step, num_decodes)
+        left = self._targets.time_left(step, self._decode_only_seconds(step, num_decodes))
 
         def is_late(tokens: int) -> bool:
-            return profile.linear(num_decodes + tokens) + profile.per_prefill_token * tokens > left
+            seconds = profile.linear(num_decodes + tokens) + decoding
+            seconds += profile.per_prefill_token * tokens
+            seconds += profile.per_prefill_context * _context(step, prompts, tokens)
+            return seconds > left
 
-        if is_late(0):
-            # No prompt is to blame, and none is helped by waiting.
-            return most
         return bisect.bisect_left(range(1, most + 1), True, key=is_late)
-
-    def _is_at_ease(self, step: Step) -> bool:
-        """Whether the running requests are well within the target for later tokens."""
-        target = self.options.tpot_p99
-        return target is not None and step.seconds_per_token() < _AT_EASE * target
 
     def _envelope(
         self, profile: StepProfile, num_decodes: int, most: int
@@ -341,21 +322,32 @@ class FluidGuided(AdmissionPolicy):
         """What share of a request's end a prompt token and a decoded token bring about. A decoded
         token brings the end nearer by one of those that are left; a prompt token by its share of
         all the work that the request is."""
+        lengths = step.estimators.lengths
+        prompt, decode = self._work(step)
+        work = step.estimators.traffic.mean_prompt_len * prompt + lengths.mean * decode
+        return prompt / work, 1 / lengths.mean_residual
+
+    def _work(self, step: Step) -> tuple[float, float]:
+        """Seconds of a prompt token and of a decoded token, in the most efficient steps."""
         profile, lengths = step.estimators.step_model.profile, step.estimators.lengths
         prompt_len = step.estimators.traffic.mean_prompt_len
         position = self._best_step(step)[1]
         prompt = position + profile.per_prefill_token
+        prompt += profile.per_prefill_context * prompt_len / 2
         context = prompt_len + lengths.mean / 2
-        decode = position + profile.per_decode + profile.per_kv_token * context
-        work = prompt_len * prompt + lengths.mean * decode
-        return prompt / work, 1 / lengths.mean_residual
+        return prompt, position + profile.per_decode + profile.per_kv_token * context
 
     def _decode_seconds(self, step: Step, num_decodes: int) -> float:
         """What decoding adds to a step whatever its positions are."""
         model = step.estimators.step_model
-        attention = model.profile.per_kv_token * step.num_known_tokens
+        attention = model.profile.per_kv_token * step.num_decoding_tokens
         fixed = model.profile.decode_fixed if num_decodes else 0.0
         return max(0.0, fixed + model.profile.per_decode * num_decodes + attention + model.shift)
+
+    def _decode_only_seconds(self, step: Step, num_decodes: int) -> float:
+        """Of a step in which nothing else is computed."""
+        profile = step.estimators.step_model.profile
+        return profile.linear(num_decodes) + self._decode_seconds(step, num_decodes)
 
     def _best_step(self, step: Step) -> tuple[int, float]:
         """Positions of the step worth striving for, and its seconds a position, constant costs
@@ -391,6 +383,19 @@ def _missing(step: Step, state: RequestState) -> int:
     if state.status is Status.RUNNING:
         return state.num_due_tokens
     return step.num_missing_tokens(state)
+
+
+def _context(step: Step, prompts: Iterable[RequestState], tokens: int) -> float:
+    """Token pairs of the first `tokens` tokens of some prompts (`prefill_context` of StepWork)."""
+    pairs = 0.0
+    for state in prompts:
+        missing = _missing(step, state)
+        chunk = min(missing, tokens)
+        pairs += chunk * (state.num_known_tokens - missing + 0.5 * chunk)
+        tokens -= chunk
+        if not tokens:
+            break
+    return pairs
 
 
 def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:

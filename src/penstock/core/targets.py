@@ -1,0 +1,134 @@
+"""Targets in seconds: which prompts can be on time, and how long a step may last.
+
+TTFT is met or missed once. TPOT is a mean over a request's output: its token n + 1 is in time if it
+comes within n times the target after the first one. A request whose tokens are all in time is
+within the target wherever it ends. So a step may last until the first of these deadlines: what the
+requests are ahead of them can be spent on prompts.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+_PATIENCE = 20.0
+"""Targets for the first token after which a late request comes before all others, if it is its
+turn."""
+_TURN = 2.0
+"""Targets for the first token between two turns: late requests do not make all others late."""
+_AIM = 0.95
+"""Share of the target for later tokens that is aimed at: steps are not quite as predicted."""
+
+
+class Order(NamedTuple):
+    """Prompts in the order in which they get their tokens. num_late: how many cannot be on time;
+    seconds: until all that can be are computed."""
+
+    prompts: list[RequestState]
+    num_late: int
+    seconds: float
+
+
+@dataclass(slots=True)
+class Targets:
+    """ttft_p99, tpot_p99: seconds; None asks for nothing."""
+
+    ttft_p99: float | None
+    tpot_p99: float | None
+    _turn: tuple[str, float] = ("", -math.inf)
+
+    def order(
+        self, prompts: Iterable[RequestState], now: float, seconds: Callable[[RequestState], float]
+    ) -> Order:
+        """Whose next token is waited for already, and whose turn it is though it is late; then
+        those that can be on time, then the others, each oldest first. Whoever would make most
+        others late is late: the fewest are that way (Moore and Hodgson). After `_PATIENCE` targets
+        one of them every `_TURN` targets comes first: nobody is put off for ever, and under
+        overload they do not make everybody late.
+
+        seconds: that the rest of a prompt takes."""
+        assert self.ttft_p99 is not None
+        oldest = sorted(prompts, key=lambda s: s.request.arrival_time)
+        first = [s for s in oldest if s.num_output_tokens]
+        fresh = [s for s in oldest if not s.num_output_tokens]
+        turn = self._turn_of(fresh, now, self.ttft_p99)
+        first += turn
+        on_time: list[tuple[float, int, RequestState]] = []
+        late: list[tuple[int, RequestState]] = []
+        finished_at = now + sum(map(seconds, first))
+        for i, state in enumerate(fresh[len(turn) :]):
+            due = state.request.arrival_time + self.ttft_p99
+            if due <= now:
+                late.append((i, state))
+                continue
+            taken = seconds(state)
+            heapq.heappush(on_time, (-taken, i, state))
+            finished_at += taken
+            if finished_at > due:
+                longest, i, state = heapq.heappop(on_time)
+                finished_at += longest
+                late.append((i, state))
+        on_time.sort(key=lambda entry: entry[1])
+        late.sort(key=lambda entry: entry[0])
+        in_order = [*first, *(entry[2] for entry in on_time), *(entry[1] for entry in late)]
+        return Order(in_order, len(late), finished_at - now)
+
+    def _turn_of(self, oldest: list[RequestState], now: float, target: float) -> list[RequestState]:
+        """The oldest of the prompts, if it waits for too long and it is its turn."""
+        if not oldest or now <= oldest[0].request.arrival_time + _PATIENCE * target:
+            return []
+        first = oldest[0].request.id
+        if first != self._turn[0]:
+            if now < self._turn[1]:
+                return []
+            self._turn = (first, now + _TURN * target)
+        return oldest[:1]
+
+    def time_left(self, step: Step, decoding: float) -> float:
+        """Seconds until the first deadline of a next token that can be kept, or made up for.
+
+        decoding: seconds of a step that only decodes. Who is so far behind that it is not expected
+        to catch up does not hold up anybody."""
+        if self.tpot_p99 is None:
+            return math.inf
+        ahead, _ = self._ahead(step)
+        gained = max(0.0, _AIM * self.tpot_p99 - decoding)
+        ahead = ahead[ahead + gained * step.estimators.lengths.mean_residual >= decoding]
+        return float(ahead.min()) if len(ahead) else math.inf
+
+    def num_lost(self, step: Step, seconds: float, decoding: float) -> float:
+        """Expected number of running requests that end before they have made up for `seconds`
+        without a token, though they would be within the target without."""
+        assert self.tpot_p99 is not None
+        gained = _AIM * self.tpot_p99 - decoding
+        if gained <= 0:
+            return math.inf
+        ahead, num_tokens = self._ahead(step)
+        survival = step.estimators.lengths.survival(num_tokens)
+
+        def catch_up(behind: FloatArray) -> FloatArray:
+            missing = np.ceil(np.maximum(behind, 0.0) / gained).astype(np.int64)
+            return survival.take(num_tokens + missing, mode="clip")
+
+        without, with_it = catch_up(decoding - ahead), catch_up(decoding - ahead + seconds)
+        now = np.maximum(survival.take(num_tokens, mode="clip"), 1e-12)
+        return float(((without - with_it) / now).sum())
+
+    def _ahead(self, step: Step) -> tuple[FloatArray, IntArray]:
+        """Of every running request with output: seconds until its next token is due, and its output
+        tokens so far."""
+        assert self.tpot_p99 is not None
+        first_at, num_tokens = step.output_times()
+        return first_at + _AIM * self.tpot_p99 * num_tokens - step.now, num_tokens
