@@ -80,6 +80,8 @@ class EngineConfig(_Model):
         once for each size on a GPU, and replayed) or auto (the first that can be had: graphs on a
         GPU, native or eager on a CPU).
     kv_dtype: of keys and values in the cache; auto is that of the weights, float8 is e4m3.
+    heartbeat_timeout_s: an engine process without a sign of life for so long is killed and started
+        again; for a quarter of it, it takes no requests.
     attention: of eager and graphs, by name; auto is triton_paged on a GPU with Triton, else packed.
     """
 
@@ -102,6 +104,7 @@ class EngineConfig(_Model):
     selection: PolicyConfig = PolicyConfig(name="single")
     allocation: PolicyConfig = PolicyConfig(name="throughput")
     pipeline: str = "off"
+    heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
     @field_validator("drafters")
@@ -266,6 +269,7 @@ class ServeConfig(_Model):
     max_waiting_requests: requests without a first token at once; more get HTTP status 429. A client
         (a tenant where there are API keys, else a network address) may have no more of them than
         it leaves free.
+    request_timeout_s: longest time that a request may take, however long it asks for itself.
     header_timeout_s, body_timeout_s: for all of a request's head and body to come
     write_timeout_s: a client that reads nothing of its answer for so long has its request cancelled
     drafters: where draft servers connect, if they may.
@@ -278,6 +282,7 @@ class ServeConfig(_Model):
     cors_origins: tuple[str, ...] = ()
     max_waiting_requests: int = Field(default=4096, ge=1)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
+    request_timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     header_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     body_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     write_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)

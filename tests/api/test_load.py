@@ -170,5 +170,6 @@ def test_an_engine_killed_under_a_whole_answer() -> None:
         eventually(lambda: not is_free(server))
         os.kill(server.engine_pid, signal.SIGKILL)
         answer = asked.result(20)
-    assert answer.status_code == 500
+    assert answer.status_code == 503
+    assert int(answer.headers["Retry-After"]) >= 1
     assert "the engine process died" in answer.json()["error"]["message"]

@@ -124,7 +124,7 @@ async def test_a_killed_engine_fails_its_requests_and_is_restarted(slow: EngineC
         os.kill(pid, signal.SIGKILL)
         failed = [o for o in await read(stream) if o.finish_reason]
     assert {o.request_id for o in failed} == {"a", "b"}
-    assert all(o.finish_reason is FinishReason.ERROR for o in failed)
+    assert all(o.finish_reason is FinishReason.CANCELLED for o in failed)
     assert all("died" in str(o.error) for o in failed)
     with await slow.submit("someone", [request("c", 8)]) as stream:
         outputs = await read(stream)

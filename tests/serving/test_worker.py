@@ -10,6 +10,7 @@ from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.loop import Turn
 from penstock.core.types import Arrive, Cancel, Request
 from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop, frame
+from penstock.serving.watchdog import Pulse
 from penstock.serving.worker import Channel, EngineServer, PeerGone, describe, idle_seconds
 
 
@@ -36,7 +37,7 @@ def test_how_long_the_loop_may_sleep(engine: ToyEngine) -> None:
 def test_a_turn_is_one_message(engine: ToyEngine) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        server = EngineServer(engine, Channel(theirs))
+        server = EngineServer(engine, Channel(theirs), Pulse(20.0, [].append))
         thread = threading.Thread(target=server.serve)
         thread.start()
         channel = Channel(ours)
@@ -63,7 +64,7 @@ def test_a_turn_is_one_message(engine: ToyEngine) -> None:
 def test_events_in_one_frame_keep_their_order(engine: ToyEngine) -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
-        server = EngineServer(engine, Channel(theirs))
+        server = EngineServer(engine, Channel(theirs), Pulse(20.0, [].append))
         both = frame(Events((Arrive(request()), Cancel("a"), Arrive(request("b")))))
         ours.sendall(both + frame(Stop()))
         server.serve()
@@ -75,7 +76,7 @@ def test_the_loop_ends_with_its_peer(engine: ToyEngine) -> None:
     with theirs:
         ours.close()
         with pytest.raises(PeerGone):
-            EngineServer(engine, Channel(theirs)).serve()
+            EngineServer(engine, Channel(theirs), Pulse(20.0, [].append)).serve()
 
 
 def test_what_the_other_process_is_told(engine: ToyEngine) -> None:

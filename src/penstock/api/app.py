@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
@@ -42,6 +43,7 @@ class Service:
         self.tokenizer = tokenizer
         self.model_name = config.served_model_name or config.engine.target.name
         self.started_at = int(time.time())
+        self._timeout_s = config.request_timeout_s
         self.metrics = Metrics(self.model_name)
         self.prepare = Preparer(
             self.model_name,
@@ -88,7 +90,9 @@ class Service:
         form: Format,
     ) -> Response:
         """Run the choices. Raises: ApiError."""
-        job = await Job.start(self.client, self.metrics, choices, caller.client)
+        limits = [t for t in (body.timeout, self._timeout_s) if t is not None]
+        deadline = asyncio.get_running_loop().time() + min(limits) if limits else None
+        job = await Job.start(self.client, self.metrics, choices, caller.client, deadline)
         if body.stream:
             return EventStream(job, form, body)
         return await collected(job, form, http)

@@ -60,8 +60,8 @@ class GenerationBody(_Body):
 
     temperature: 0 is greedy. top_k: 0 and -1 are off, and so is the vocabulary's size or more.
     seed: the output is a function of prompt and seed; without one it is drawn. n: choices, with
-    seeds derived from the first. user is ignored. ignore_eos: go on after the model's own end of
-    text.
+    seeds derived from the first. user is ignored. timeout: seconds until the request is
+    given up. ignore_eos: go on after the model's own end of text.
     """
 
     model: str | None = None
@@ -78,6 +78,7 @@ class GenerationBody(_Body):
     stream_options: StreamOptions | None = None
     speculation: Speculation = Speculation()
     user: str | None = None
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
     @field_validator("stop")
     @classmethod

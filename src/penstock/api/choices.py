@@ -48,7 +48,10 @@ class Choice:
         if output.finish_reason in _STATUS:
             self.finish_reason = output.finish_reason
             status = _STATUS[output.finish_reason]
-            raise ApiError(status, output.error or str(output.finish_reason), code="engine_error")
+            message = output.error or str(output.finish_reason)
+            if status == 503:
+                raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
+            raise ApiError(status, message, code="engine_error")
         self.num_cached_tokens += output.num_cached_tokens
         self.speculated.observe(output)
         self._add(output)

@@ -30,9 +30,16 @@ class Job(AbstractContextManager["Job"]):
     """The choices of one response, fed by the engine. Leaving it cancels what still runs."""
 
     def __init__(
-        self, choices: Sequence[Choice], stream: OutputStream, meters: Sequence[RequestMeter]
+        self,
+        choices: Sequence[Choice],
+        stream: OutputStream,
+        meters: Sequence[RequestMeter],
+        deadline: float | None,
     ) -> None:
         self.choices = choices
+        self._expiry: asyncio.TimerHandle | None = None
+        if deadline is not None:
+            self._expiry = asyncio.get_running_loop().call_at(deadline, stream.expire)
         self._stream = stream
         self._by_request = {
             choice.request.id: (choice, meter)
@@ -41,14 +48,21 @@ class Job(AbstractContextManager["Job"]):
 
     @classmethod
     async def start(
-        cls, client: RequestClient, metrics: Metrics, choices: Sequence[Choice], asker: str
+        cls,
+        client: RequestClient,
+        metrics: Metrics,
+        choices: Sequence[Choice],
+        asker: str,
+        deadline: float | None,
     ) -> Self:
-        """Hand the choices' requests to the engine. asker: the client whose they are. Raises:
-        ApiError if it cannot take them."""
+        """Hand the choices' requests to the engine. asker: the client whose they are. deadline: of
+        the event loop's clock. Raises: ApiError if it cannot take them."""
         requests = [choice.request for choice in choices]
         meters = [RequestMeter(metrics, request) for request in requests]
         with _overload():
-            return cls(choices, await client.submit(asker, requests), meters)
+            async with asyncio.timeout_at(deadline):
+                stream = await client.submit(asker, requests)
+        return cls(choices, stream, meters, deadline)
 
     def __exit__(
         self,
@@ -56,6 +70,8 @@ class Job(AbstractContextManager["Job"]):
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._stream.__exit__(exc_type, exc, traceback)
         for choice, meter in self._by_request.values():
             meter.finish(choice.finish_reason or FinishReason.CANCELLED)
@@ -78,7 +94,7 @@ class Job(AbstractContextManager["Job"]):
 
 @contextmanager
 def _overload() -> Iterator[None]:
-    """What is said of requests that are not taken. Raises: ApiError."""
+    """What is said of requests that are not taken, or not made in time. Raises: ApiError."""
     try:
         yield
     except QueueFull as error:
@@ -87,6 +103,9 @@ def _overload() -> Iterator[None]:
     except EngineUnavailable as error:
         after = error.retry_after_s
         raise ApiError(503, str(error), code="engine_unavailable", retry_after_s=after) from error
+    except TimeoutError as error:
+        late = "the request took longer than it may, and was cancelled"
+        raise ApiError(504, late, code="timeout") from error
 
 
 class EventStream(StreamingResponse):

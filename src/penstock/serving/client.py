@@ -16,6 +16,7 @@ from penstock.serving.messages import (
     DraftOrders,
     EngineStats,
     Events,
+    Heartbeat,
     Outputs,
     Ready,
     RemoteDraft,
@@ -25,6 +26,7 @@ from penstock.serving.ports import RequestClient
 from penstock.serving.process import EngineProcess
 from penstock.serving.refusals import EngineUnavailable, NotTaken
 from penstock.serving.waiting_room import WaitingRoom
+from penstock.serving.watchdog import Watchdog
 
 LOAD_ENGINE = "penstock.engine.build:load_engine"
 """The factory of the real engine; named, so that only its own process imports torch."""
@@ -35,7 +37,10 @@ _FIRST_DELAY_S = 0.2
 _LONGEST_DELAY_S = 30.0
 _STABLE_S = 60.0
 
-_DIED = "the engine process died while it was working on this request; it is being restarted"
+_DIED = (
+    "the engine process died while it was working on this request; it is being restarted, try again"
+)
+_SILENT = "the engine gives no sign of life"
 _STOPPED = "the server was stopped before this request was finished"
 
 _log = logging.getLogger(__name__)
@@ -80,19 +85,25 @@ class OutputStream:
     """Outputs of some requests as they come, until all have finished. Leaving cancels the rest.
 
     Iteration raises: QueueFull, EngineUnavailable where the requests were handed on, and whoever
-    they went to says so.
+    they went to says so; TimeoutError after `expire`.
     """
 
     def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
         self._client = client
         self._open = set(request_ids)
-        self._outputs: asyncio.Queue[Output | NotTaken] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Output | NotTaken | TimeoutError] = asyncio.Queue()
 
     def put(self, output: Output) -> None:
         self._outputs.put_nowait(output)
 
-    def fail(self, error: NotTaken) -> None:
-        """A request was not taken after all."""
+    def expire(self) -> None:
+        """Cancel what is still open; there was no more time."""
+        for request_id in self._open:
+            self._client.cancel(request_id)
+        self.fail(TimeoutError())
+
+    def fail(self, error: NotTaken | TimeoutError) -> None:
+        """A request was not taken after all, or will not be finished."""
         self._outputs.put_nowait(error)
 
     def cancel(self, request_id: str) -> None:
@@ -145,6 +156,7 @@ class EngineClient:
         self._info: Ready | None = None
         self._failure = "the engine is not running"
         self._process: EngineProcess | None = None
+        self._watchdog = Watchdog(config.heartbeat_timeout_s, self._on_silence)
         self._supervisor: asyncio.Task[None] | None = None
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
@@ -175,6 +187,8 @@ class EngineClient:
         self._stopping = True
         if self._listener is not None:
             self._listener.on_drain()
+        if self._process is not None and self._watchdog.is_silent:
+            self._process.kill()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         self._fail_streams(FinishReason.CANCELLED, _STOPPED)
@@ -320,6 +334,8 @@ class EngineClient:
         elif isinstance(message, AuditFinding):
             if self._listener is not None:
                 self._listener.on_finding(message)
+        elif isinstance(message, Heartbeat):
+            self._watchdog.heard(message)
         elif isinstance(message, EngineStats):
             self._stats = message
             self._answer_stats()
@@ -367,17 +383,26 @@ class EngineClient:
 
     async def _run_process(self, loaded: asyncio.Future[None]) -> str:
         """One process from start to end; returns why it ended."""
-        clock = asyncio.get_running_loop().time
-        started_at = clock()
+        started_at = asyncio.get_running_loop().time()
+        self._watchdog = Watchdog(self._config.heartbeat_timeout_s, self._on_silence)
         try:
             process = await EngineProcess.spawn(self._factory, self._config, self._on_message)
-        except OSError as error:
-            return f"the engine process cannot be started: {error.strerror}"
+        except (OSError, EOFError) as error:
+            return f"the engine process cannot be started: {error}"
         self._process = process
+        watch = asyncio.create_task(self._watch(process, self._watchdog))
+        try:
+            return await self._attend(process, loaded, started_at)
+        finally:
+            watch.cancel()
+
+    async def _attend(
+        self, process: EngineProcess, loaded: asyncio.Future[None], started_at: float
+    ) -> str:
         answer = await process.ready
         if isinstance(answer, Ready):
             self._info = answer
-            self._load_s = clock() - started_at
+            self._load_s = asyncio.get_running_loop().time() - started_at
             self._ready.set()
             if not loaded.done():
                 loaded.set_result(None)
@@ -388,6 +413,24 @@ class EngineClient:
         await process.reap()
         return answer.message
 
+    async def _watch(self, process: EngineProcess, watchdog: Watchdog) -> None:
+        """Kill a process that is frozen."""
+        _log.error("the engine %s; killing it", await watchdog.until_frozen())
+        process.kill()
+
+    def _on_silence(self, is_silent: bool) -> None:
+        """No requests are taken meanwhile. One that is only slow is ready again later; at the end
+        there is no time for that."""
+        if self._info is None or self._process is None or not self._process.ready.done():
+            return
+        if is_silent and self._stopping:
+            self._process.kill()
+        elif is_silent:
+            self._failure = _SILENT
+            self._ready.clear()
+        else:
+            self._ready.set()
+
     def _lose_engine(self, failure: str) -> None:
         self._failure = failure
         self._ready.clear()
@@ -395,7 +438,7 @@ class EngineClient:
         self._stats = None
         if self._listener is not None:
             self._listener.on_engine_lost()
-        self._fail_streams(FinishReason.ERROR, _DIED)
+        self._fail_streams(FinishReason.CANCELLED, _DIED)
         self._answer_stats()
 
     def _fail_streams(self, reason: FinishReason, error: str) -> None:

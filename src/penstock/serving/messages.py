@@ -1,8 +1,9 @@
 """What the HTTP process and the engine process tell each other, and how it is framed.
 
 Up go `Events`, `StatsRequest` and `Stop`; down come `Ready` or `Failed`, then `Outputs` (one
-message a turn), `DraftOrders`, `AuditFinding` and `EngineStats`. A frame is a 4-byte length and a
-pickle; the socket is private to the two processes, so that pickles are safe here.
+message a turn), `DraftOrders`, `AuditFinding` and `EngineStats`; and `Heartbeat` all the time. A
+frame is a 4-byte length and a pickle; the socket is private to the two processes, so that pickles
+are safe here.
 """
 
 from __future__ import annotations
@@ -117,6 +118,13 @@ class AuditFinding:
     num_tokens: int
     num_false_draws: int
     distance: float
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """The engine process lives. step_s: seconds that the loop's present step has taken so far."""
+
+    step_s: float
 
 
 @dataclass(frozen=True, slots=True)

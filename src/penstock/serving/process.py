@@ -7,6 +7,7 @@ import atexit
 import multiprocessing
 import socket
 from collections.abc import Callable
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Self, cast
 
 from penstock.config import EngineConfig
@@ -15,6 +16,18 @@ from penstock.serving.worker import run_engine
 
 _EXIT_S = 3.0
 """A process that has been told to stop, or has closed its socket, is killed after this long."""
+
+
+def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerContext:
+    """Where processes come from. Importing the libraries is most of an engine's start: they are
+    imported once, in a process from which each engine is forked. On a GPU each imports its own,
+    since no library that has touched the driver may be forked.
+    """
+    if config.device != "cpu":
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["penstock.serving.fork_server", factory.partition(":")[0]])
+    return context
 
 
 class EngineProcess(asyncio.Protocol):
@@ -38,12 +51,12 @@ class EngineProcess(asyncio.Protocol):
     ) -> Self:
         """Start a process that builds its engine with `factory` ("package.module:function")."""
         self = cls(on_message)
-        context = multiprocessing.get_context("spawn")
         ours, theirs = socket.socketpair()
-        process = context.Process(
+        process = _context(factory, config).Process(
             target=run_engine, args=(theirs, factory, config), name="penstock-engine"
         )
-        process.start()
+        # The first one waits for the libraries.
+        await asyncio.to_thread(process.start)
         theirs.close()
         # At exit multiprocessing joins its children for ever; a forgotten one must not hang that.
         atexit.register(process.kill)

@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -35,6 +36,7 @@ from penstock.serving.messages import (
     Stop,
     frame,
 )
+from penstock.serving.watchdog import Pulse
 
 if TYPE_CHECKING:
     from penstock.engine.audit import Auditor
@@ -101,12 +103,15 @@ class Channel:
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
         self._sock.setblocking(True)
+        self._sending = threading.Lock()
         self._deframer = Deframer()
 
     def send(self, message: object) -> None:
-        """Raises: PeerGone."""
+        """From any thread. Raises: PeerGone."""
+        data = frame(message)
         try:
-            self._sock.sendall(frame(message))
+            with self._sending:
+                self._sock.sendall(data)
         except OSError as error:
             raise PeerGone from error
 
@@ -132,9 +137,10 @@ class Channel:
 class EngineServer:
     """Runs an engine's loop between messages, until it is told to stop."""
 
-    def __init__(self, engine: Engine, channel: Channel) -> None:
+    def __init__(self, engine: Engine, channel: Channel, pulse: Pulse) -> None:
         self._engine = engine
         self._channel = channel
+        self._pulse = pulse
         self._started_at = engine.clock.now()
         self._num_steps = 0
         self._busy_s = 0.0
@@ -145,7 +151,9 @@ class EngineServer:
         """Raises: PeerGone."""
         timeout: float | None = None
         while True:
+            self._pulse.step_ends()
             messages = self._channel.receive(timeout, self._engine.executor)
+            self._pulse.step_begins()
             if any(isinstance(m, Stop) for m in messages):
                 return
             turn = self._turn([*self._events(messages), *self._broken()])
@@ -251,12 +259,14 @@ def describe(engine: Engine) -> Ready:
 def run_engine(sock: socket.socket, factory: str, config: EngineConfig) -> None:
     """Body of the engine process. `factory`: as for `import_factory`.
 
-    It ignores SIGINT and SIGTERM: a terminal or a service manager sends them to both processes, and
-    requests that run must outlive them. It ends when the other process says so, or is gone.
+    It ignores SIGINT, SIGTERM and SIGHUP: a terminal or a service manager sends them to both
+    processes, and requests that run must outlive them. It ends when the other process says so, or
+    is gone.
     """
-    for ignored in (signal.SIGINT, signal.SIGTERM):
+    for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     channel = Channel(sock)
+    pulse = Pulse(config.heartbeat_timeout_s, channel.send)
     with contextlib.suppress(PeerGone):
         try:
             engine = import_factory(factory)(config)
@@ -269,7 +279,7 @@ def run_engine(sock: socket.socket, factory: str, config: EngineConfig) -> None:
         # What is loaded stays; otherwise every full collection walks it in the middle of a step.
         gc.collect()
         gc.freeze()
-        EngineServer(engine, channel).serve()
+        EngineServer(engine, channel, pulse).serve()
 
 
 def _one_line(error: Exception) -> str:
