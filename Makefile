@@ -1,25 +1,35 @@
-# make serve   set everything up and serve the bundled family on http://127.0.0.1:8000
-# make test    set everything up and run the tests
+# make serve   sets up what serving needs, then serves the bundled family on http://127.0.0.1:8000
+# make test    sets up the rest, too, then runs the tests
+# On Linux without a GPU: make serve TORCH_INDEX=https://download.pytorch.org/whl/cpu
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
+TORCH_INDEX ?=
 # Tests of one file stay together; every worker has a core of its own (tests/conftest.py).
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup serve test test-slow check format docs clean
 
 setup: $(VENV)/.ready
 
-# torch comes first and alone: on a machine without a GPU, an unpinned torch that another package
-# pulls in brings gigabytes of CUDA along.
-$(VENV)/.ready: pyproject.toml constraints.txt
+# PyTorch comes first and alone, so that its build can be chosen: another package that needs it would
+# bring the default one, on Linux with gigabytes of CUDA.
+$(VENV)/.serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install -q --disable-pip-version-check -c constraints.txt -e '.[serve,plot,docs,dev]'
+	@echo "1 of 2: PyTorch (200 MB; 2 GB to download where its build is the one with CUDA)"
+	$(PIP) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) torch
+	@echo "2 of 2: Penstock and what serving needs"
+	$(PIP) -e '.[serve]'
 	touch $@
 
-serve: setup
+$(VENV)/.ready: $(VENV)/.serve
+	@echo "What tests and documentation need"
+	$(PIP) -e '.[serve,plot,docs,dev]'
+	touch $@
+
+serve: $(VENV)/.serve
 	$(BIN)/penstock serve --port $(PORT)
 
 test: setup

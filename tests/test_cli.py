@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import io
 import json
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,9 +14,11 @@ import httpx
 import pytest
 from tests.engine.small_family import write_family
 
+import penstock
 from penstock.cli import main
 from penstock.cli.models import with_models
 from penstock.config import NGRAM, ConfigError
+from penstock.core.registry import policies
 from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
 
 Cli = Callable[..., tuple[int, str, str]]
@@ -67,6 +71,19 @@ def test_help_is_fast_and_loads_no_library() -> None:
     assert done.stdout.splitlines()[-1] == "[]"
 
 
+def test_the_version(cli: Cli) -> None:
+    assert cli("--version") == (0, f"penstock {penstock.__version__}\n", "")
+
+
+@pytest.mark.parametrize("command", ["serve", "simulate", "capacity"])
+def test_help_names_the_policies(cli: Cli, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    code, out, _ = cli(command, "--help")
+    assert code == 0
+    for kind in ("admission", "allocation", "selection"):
+        assert ", ".join(policies(kind)) in out
+
+
 def test_without_arguments_there_is_help(cli: Cli) -> None:
     code, out, _ = cli()
     assert code == 0
@@ -93,6 +110,8 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--drafter", "auto=ngram"], "a drafter cannot be called 'auto'"),
         (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["serve", "--host", "not a host"], "cannot listen on not a host:8000"),
+        (["serve", "--max-model-len", "1"], "engine.max_model_len: "),
+        (["serve", "--api-key", ""], "engine.tenants: API keys must not be empty"),
         (["serve", "--host", ".."], "cannot listen on ..:8000: that is no host's name"),
         (["generate"], "Missing argument"),
         (["generate", "Hi", "--drafter", "draft-huge"], "nor a bundled drafter"),
@@ -226,15 +245,88 @@ def test_generate(cli: Cli, family: dict[str, ModelCard]) -> None:
     assert "tokens/s, mean acceptance length 1.00, drafter none" in err
 
 
+def test_generate_with_a_seed_and_a_target(cli: Cli, checkpoints: dict[str, Path]) -> None:
+    far = str(checkpoints["far"])
+    sampled = ("generate", "Once upon", "--max-tokens", "24", "--dtype", "float32", "--json")
+    sampled += ("--temperature", "1", "--target", str(checkpoints["target"]))
+
+    def tokens(*more: str) -> list[int]:
+        code, out, err = cli(*sampled, *more)
+        assert code == 0, err
+        made: list[int] = json.loads(out)["token_ids"]
+        return made
+
+    seeded = tokens("--seed", "7")
+    assert tokens("--seed", "7", "--drafter", f"near={checkpoints['near']}") == seeded
+    assert tokens("--seed", "8") != seeded
+    assert tokens("--seed", "7", "--target", far) != seeded
+
+
+def _give_template(checkpoint: Path) -> None:
+    template = (
+        "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }};{% endfor %}"
+        "{% if add_generation_prompt %}a:{% endif %}"
+    )
+    (checkpoint / "chat_template.jinja").write_text(template)
+
+
+@pytest.fixture
+def chatty(checkpoints: dict[str, Path], tmp_path: Path) -> str:
+    """A target with a chat template."""
+    folder = tmp_path / "chatty"
+    shutil.copytree(checkpoints["target"], folder)
+    _give_template(folder)
+    return str(folder)
+
+
+def test_generate_applies_the_chat_template(cli: Cli, chatty: str) -> None:
+    options = ("--target", chatty, "--max-tokens", "16", "--dtype", "float32", "--json")
+    made = [
+        json.loads(cli("generate", *arguments, *options)[1])["token_ids"]
+        for arguments in (("Hi",), ("u:Hi;a:", "--raw"), ("Hi", "--raw"))
+    ]
+    assert made[0] == made[1] != made[2]
+
+
+def test_chat_piped(cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--target", chatty, "--max-tokens", "8", "--dtype", "float32")
+
+    def says(said: str, *more: str) -> tuple[str, int]:
+        """What it prints, and how often it says how fast it was."""
+        monkeypatch.setattr(sys, "stdin", io.StringIO(said))
+        code, out, err = cli("chat", *options, *more)
+        assert code == 0, err
+        return out, err.count("tokens/s")
+
+    def text_after(raw: str) -> str:
+        made: str = json.loads(cli("generate", raw, "--raw", *options, "--json")[1])["text"]
+        return made
+
+    first = text_after("u:Hi;a:")
+    second = text_after(f"u:Hi;a:{first};u:Ho;a:")
+    assert says("Hi\n\nHo\n/exit\nHu\n") == (f"{first}\n{second}\n", 0)
+    assert says("Hi\n/clear\nHi", "--stats") == (f"{first}\n{first}\n", 2)
+    assert says("") == ("", 0)
+
+
+def test_chat_needs_a_template(cli: Cli, family: dict[str, ModelCard]) -> None:
+    code, _, err = cli("chat", "--dtype", "float32")
+    assert code == 2
+    assert "has no chat template; use penstock generate" in err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["", "--max-tokens", "5"], "the prompt must not be empty"),
         (["\udcff\udcfe"], "the prompt is not valid UTF-8"),
-        (["Hi", "--max-tokens", "0"], "--max-tokens must be at least 1"),
+        (["Hi", "--max-tokens", "0"], "--max-tokens"),
         (["Hi", "--max-tokens", "100000"], "context of 512 tokens"),
-        (["Hi", "--temperature", "-1"], "--temperature must be 0 or more"),
-        (["Hi", "--temperature", "nan"], "--temperature must be 0 or more"),
+        (["Hi", "--temperature", "-1"], "--temperature"),
+        (["Hi", "--temperature", "nan"], "--temperature"),
+        (["Hi", "--temperature", "inf"], "--temperature must be finite, not inf"),
+        (["Hi", "--seed", "-1"], "--seed"),
+        (["Hi", "--target", "gpt-5"], "'gpt-5' is neither a checkpoint folder nor a bundled"),
     ],
 )
 def test_bad_input_to_generate(
@@ -249,14 +341,19 @@ def test_bad_input_to_generate(
 def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None:
     command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
     command += [str(checkpoints["target"]), "--drafter", f"near={checkpoints['near']}"]
-    command += ["--port", "0", "--kv-tokens", "2048", "--dtype", "float32"]
+    command += ["--port", "0", "--kv-tokens", "2048", "--dtype", "float32", "--device", "cpu"]
+    command += ["--served-model-name", "small", "--api-key", "k1", "--max-model-len", "100"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert line.startswith("penstock: serving on http://127.0.0.1:")
         url = line.split()[-1]
         body = {"prompt": "Hi", "max_tokens": 5}
-        answer = httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+        assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 401
+        key = {"Authorization": "Bearer k1"}
+        (model,) = httpx.get(f"{url}/v1/models", headers=key, timeout=30).json()["data"]
+        assert (model["id"], model["max_model_len"]) == ("small", 100)
+        answer = httpx.post(f"{url}/v1/completions", json=body, headers=key, timeout=30)
         assert answer.json()["usage"]["completion_tokens"] == 5
         process.terminate()
         assert process.wait(10) == 0

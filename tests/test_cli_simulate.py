@@ -12,7 +12,6 @@ from typing import Any, Literal
 
 import pytest
 
-from penstock.cli import main
 from penstock.cli.capacity import interval_95
 from penstock.cli.policy_settings import parse_value
 from penstock.core.options import PositiveInt
@@ -24,20 +23,6 @@ HIGH = ("--workload", "high", "--profile", "a100-llama2-7b", "--rate", "15", "--
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens,tenant\n" + "".join(
     f"{0.2 * i:.1f},{40 + 10 * (i % 7)},{20 + 5 * (i % 9)},{'ab'[i % 2]}\n" for i in range(120)
 )
-
-
-@pytest.fixture
-def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
-    """Runs the program here; returns exit code, standard output and standard error."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["penstock", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capsys.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 def report_of(cli: Cli, *arguments: object) -> dict[str, Any]:
@@ -197,36 +182,6 @@ def test_a_picture_of_the_capacity(cli: Cli, tmp_path: Path) -> None:
 def test_interval() -> None:
     assert interval_95([1.0]) is None
     assert interval_95([1.0, 2.0, 3.0]) == pytest.approx([2 - 2.4841, 2 + 2.4841], abs=1e-3)
-
-
-def test_plan_of_a_mix(cli: Cli) -> None:
-    report = report_of(cli, "plan", *HIGH)
-    assert report["thresholds"]["algorithm"] == "wait"
-    assert report["thresholds"]["output_lens"] == [100, 200, 300]
-    assert report["token_budget"] == 768
-    assert 0 < report["kv_bound_tokens"] < 111_580
-    assert report["delta"] == 0.0
-    assert report["expected"]["requests_completed"] == 200
-    flags = report["serve_flags"]
-    assert "--max-num-batched-tokens 768" in flags["vllm"]
-    assert "--max-num-seqs" in flags["vllm"]
-    assert "--admission fluid_guided" in flags["penstock"]
-    # The configuration is one that the server takes.
-    admission = flags["penstock_config"]["engine"]["admission"]
-    policy = policies("admission")[admission["name"]]
-    policy(policy.Options(**{k: v for k, v in admission["options"].items()}))
-
-
-def test_plan_of_a_trace(cli: Cli, trace: Path) -> None:
-    arguments = ("--workload", trace, "--profile", "a100-llama2-7b", "--delta", "0.01")
-    report = report_of(cli, "plan", *arguments)
-    assert report["thresholds"]["segment_ends"][-1] == 60
-    assert report["delta"] == 0.01
-    assert report["rate_requests_per_s"] == pytest.approx(5.0)
-    code, out, _ = cli("plan", *arguments)
-    assert code == 0
-    for text in ("vllm serve", "penstock serve", "static server", "nested_wait", "expected"):
-        assert text in out
 
 
 @pytest.mark.parametrize("command", ["simulate", "capacity", "plan"])

@@ -53,3 +53,34 @@ def test_every_rival_takes_the_size_aware_order(admission: str) -> None:
     in_order = served(admission, workload, order="arrival")
     by_size = served(admission, workload, order="size_aware")
     assert by_size.ttft.mean() < 0.85 * in_order.ttft.mean()
+
+
+@pytest.mark.parametrize("admission", ["fluid_guided", "sarathi"])
+def test_the_size_aware_order_leaves_the_tail_where_it_was(admission: str) -> None:
+    """It halves the mean wait of a long queue; the longest tenth and the last requests pay no more
+    than a quarter."""
+    ratios = []
+    for seed in range(5):
+        workload = long_prompts(120, 0.7, seed)
+        arrival, by_size = (
+            served(admission, workload, order=order).figures()
+            for order in ("arrival", "size_aware")
+        )
+        longest = [f["by_prompt_len"][-1]["slowdown"] for f in (by_size, arrival)]
+        ratios.append(
+            (
+                by_size["ttft_s"]["p999"] / arrival["ttft_s"]["p999"],
+                longest[0] / longest[1],
+                by_size["ttft_s"]["mean"] / arrival["ttft_s"]["mean"],
+            )
+        )
+    last, slowdown, mean = np.array(ratios).T
+    assert last.max() < 1.25
+    assert slowdown.mean() < 1.25
+    assert mean.mean() < 0.7
+
+
+def test_the_order_of_fluid_guided_is_size_aware() -> None:
+    workload = long_prompts(100, 0.6)
+    default = served("fluid_guided", workload).finished_at
+    assert (default == served("fluid_guided", workload, order="size_aware").finished_at).all()

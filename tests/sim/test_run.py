@@ -255,8 +255,9 @@ def test_a_plan_for_recorded_lengths_has_segments_and_a_chance() -> None:
     assert light.thresholds["algorithm"] == "nested_wait"
     assert light.thresholds["segment_ends"][-1] >= 399
     surer = plan_deployment(PROFILE, lengths, 0.3 * bound, PROFILE.kv_tokens, 1e-6)
-    assert surer.kv_bound_tokens > light.kv_bound_tokens
-    assert (light.delta, surer.delta) == (1e-3, 1e-6)
+    assert surer.memory.bound > light.memory.bound
+    assert light.memory.mean < light.memory.batch < light.memory.bound
+    assert (light.memory.delta, surer.memory.delta) == (1e-3, 1e-6)
     heavy = plan_deployment(PROFILE, lengths, 0.95 * bound, PROFILE.kv_tokens)
     starts = [p.thresholds["thresholds"][0] / p.thresholds["stage_steps"] for p in (light, heavy)]
     assert starts[0] < starts[1]
@@ -274,7 +275,7 @@ def test_the_bound_of_a_plan_holds_in_simulation() -> None:
         Setup(PROFILE, policy["name"], policy["options"]), make_workload(lengths, rate=rate)
     )
     assert report.completed.all()
-    assert report.result.kv_peak_tokens <= plan.kv_bound_tokens
+    assert report.result.kv_peak_tokens <= plan.memory.bound
 
 
 def test_length_classes() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sys
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
+from penstock import __version__
 from penstock.cli import bench, profile, zoo
 from penstock.cli.capacity import capacity
+from penstock.cli.chat import chat
 from penstock.cli.draft import draft
+from penstock.cli.failures import what_to_install
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.reproduce import reproduce
@@ -18,13 +21,13 @@ from penstock.cli.simulate import simulate
 
 app = typer.Typer(
     name="penstock",
-    help="Serve a large language model that verifies what small ones draft.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.command()(serve)
 app.command()(draft)
 app.command()(generate)
+app.command()(chat)
 app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)
@@ -32,6 +35,23 @@ app.command()(reproduce)
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app, name="profile")
 app.add_typer(zoo.app, name="zoo")
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"penstock {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Serve a large language model that verifies what small ones draft."""
+
 
 # Typer has carried a copy of click since 0.20; the class must come from the one that it uses.
 _ClickException: Any = next(c for c in typer.BadParameter.__mro__ if c.__name__ == "ClickException")
@@ -46,5 +66,11 @@ def main() -> None:
     except _ClickException as error:
         message = " ".join(error.format_message().split())
         print(f"penstock: {message}", file=sys.stderr)
+        code = 2
+    except ModuleNotFoundError as error:
+        missing = what_to_install(error)
+        if missing is None:
+            raise
+        print(f"penstock: {missing}", file=sys.stderr)
         code = 2
     sys.exit(code)

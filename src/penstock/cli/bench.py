@@ -79,10 +79,9 @@ def engine(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
+    from penstock.cli.models import with_models
     from penstock.cli.numbers import whole_numbers
     from penstock.config import ConfigError
-    from penstock.engine.models.config import CheckpointError
-    from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
 
     settings: dict[str, Any] = {
         "dtype": dtype,
@@ -93,10 +92,18 @@ def engine(
     }
     if random_weights is not None or synthetic_acceptance is not None:
         settings["backend"] = "graphs"
-    with one_line(ConfigError, CheckpointError):
+    with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
+        if random_weights is None:
+            _check_domain(domain)
+            settings = with_models(settings, target, drafter or (), speculate=True)
+
+    from penstock.engine.models.config import CheckpointError
+    from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
+
+    with one_line(ConfigError, CheckpointError):
         settings, prompts, shapes = (
-            _checkpoints(settings, target, drafter or (), domain)
+            (settings, _prompts(settings["target"], domain), None)
             if random_weights is None
             else _shapes(settings, target, random_weights, drafter or (), domain)
         )
@@ -129,16 +136,6 @@ def _built(
             f"{engine.max_model_len}"
         )
     return engine
-
-
-def _checkpoints(
-    settings: dict[str, Any], target: str | None, drafters: Sequence[str], domain: str | None
-) -> tuple[dict[str, Any], list[Prompt], None]:
-    """Settings with real models, and prompts of the bundled domains."""
-    from penstock.cli.models import with_models
-
-    settings = with_models(settings, target, drafters, speculate=True)
-    return settings, _prompts(settings["target"], domain), None
 
 
 def _shapes(
@@ -174,14 +171,19 @@ def _named(text: str) -> tuple[str, str]:
     return name, config if given else name
 
 
-def _prompts(target: Path, domain: str | None) -> list[Prompt]:
+def _check_domain(domain: str | None) -> None:
     from penstock.config import ConfigError
+    from penstock.zoo.registry import DOMAINS
+
+    if domain is not None and domain not in DOMAINS:
+        raise ConfigError(f"unknown domain {domain!r}; choose from {', '.join(DOMAINS)}")
+
+
+def _prompts(target: Path, domain: str | None) -> list[Prompt]:
     from penstock.engine.tokenizer import load_tokenizer
     from penstock.serving.bench import Prompt
     from penstock.zoo.registry import DOMAINS, load_prompts
 
-    if domain is not None and domain not in DOMAINS:
-        raise ConfigError(f"unknown domain {domain!r}; choose from {', '.join(DOMAINS)}")
     tokenizer = load_tokenizer(target)
     by_domain = [load_prompts(d) for d in ((domain,) if domain else DOMAINS)]
     return [

@@ -51,22 +51,27 @@ def draft(
     """Draft for a verification server, and serve own users over it."""
     import asyncio
 
-    from penstock.api.edge import DraftSettings, serve_drafts
-    from penstock.api.headers import configure_logging
     from penstock.cli.models import drafter_folder
     from penstock.config import NGRAM, ConfigError
+
+    with one_line(ConfigError):
+        if dtype not in (dtypes := ("auto", "float32", "bfloat16", "float16")):
+            raise ConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(dtypes)}")
+        if no_assignments and listen is None:
+            raise ConfigError("--no-assignments without --listen leaves nothing to draft for")
+        address = None if listen is None else _listen_address(listen)
+        name, folder = drafter_folder(model)
+        endpoint = _endpoint(connect, token, cert, key, ca)
+
+    # What takes seconds to import comes after everything that can be wrong.
+    from penstock.api.edge import DraftSettings, serve_drafts
+    from penstock.api.headers import configure_logging
     from penstock.engine.models.config import CheckpointError
     from penstock.serving.drafters import DrafterOptions
     from penstock.serving.link import LinkRefused
 
     configure_logging()
     with one_line(ConfigError, CheckpointError, LinkRefused):
-        if dtype not in (dtypes := ("auto", "float32", "bfloat16", "float16")):
-            raise ConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(dtypes)}")
-        if no_assignments and listen is None:
-            raise ConfigError("--no-assignments without --listen leaves nothing to draft for")
-        endpoint = _endpoint(connect, token, cert, key, ca)
-        name, folder = drafter_folder(model)
         options = DrafterOptions(
             name=name,
             model=folder,
@@ -75,7 +80,6 @@ def draft(
             max_draft_tokens=max_draft_tokens,
             takes_assignments=not no_assignments,
         )
-        address = None if listen is None else _listen_address(listen)
         asyncio.run(serve_drafts(DraftSettings(endpoint, options, address), _announce))
 
 

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 DTYPE_HELP = "auto, float32, bfloat16 or float16."
+DEVICE_HELP = "cpu, cuda or cuda:N."
 
 TargetArgument = Annotated[
     str | None, typer.Argument(help="Checkpoint folder or bundled target.", show_default=False)
@@ -17,5 +18,5 @@ DrafterOption = Annotated[
 ]
 NoSpeculationOption = Annotated[bool, typer.Option("--no-speculation", help="Load no drafters.")]
 DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
-DeviceOption = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+DeviceOption = Annotated[str, typer.Option(help=DEVICE_HELP)]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]

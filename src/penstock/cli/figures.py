@@ -24,7 +24,7 @@ def print_figures(figures: dict[str, Any], title: str) -> None:
         ("latency_s", "latency, s"),
         ("ttft_s", "time to first token, s"),
         ("tpot_s", "time per output token, s"),
-        ("slowdown", "slowdown, times its time alone"),
+        ("slowdown", "slowdown"),
     ):
         values = [figures[key][column] for column in _COLUMNS]
         table.add_row(name, *("" if v is None else f"{v:.4g}" for v in values))
@@ -34,6 +34,42 @@ def print_figures(figures: dict[str, Any], title: str) -> None:
         console.print(_by_prompt_len(figures["by_prompt_len"]))
     for line in _lines(figures):
         console.print(line, markup=False)
+
+
+_TIMES = {"latency_s": "latency", "ttft_s": "time to first token", "tpot_s": "per output token"}
+_COUNTS = {
+    "throughput_requests_per_s": "requests/s",
+    "throughput_tokens_per_s": "tokens/s",
+    "slo_goodput": "requests/s within their targets",
+    "requests_refused": "refused",
+    "requests_unfinished": "unfinished",
+    "preemptions": "preemptions",
+    "kv_peak_tokens": "KV peak, tokens",
+}
+
+
+def print_side_by_side(runs: dict[str, dict[str, Any]], title: str) -> None:
+    """A table with a column for each run, by its name."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    table.add_column()
+    for name in runs:
+        table.add_column(name, justify="right")
+    for key, name in _TIMES.items():
+        for column in ("mean", "p99"):
+            values = [figures[key][column] for figures in runs.values()]
+            cells = ("" if v is None else f"{v:.4g}" for v in values)
+            table.add_row(f"{name}, {_COLUMNS[column]}, s", *cells)
+    for key, name in _COUNTS.items():
+        if all(key in figures for figures in runs.values()):
+            table.add_row(name, *(_number(figures[key]) for figures in runs.values()))
+    Console(highlight=False).print(table)
+
+
+def _number(value: float) -> str:
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
 def _by_prompt_len(groups: list[dict[str, Any]]) -> Table:

@@ -1,4 +1,4 @@
-"""`penstock generate`: one completion, without a server."""
+"""`penstock generate`: one text, without a server."""
 
 from __future__ import annotations
 
@@ -8,48 +8,60 @@ import typer
 
 from penstock.cli.engine_options import DtypeOption, NoSpeculationOption
 from penstock.cli.failures import one_line
+from penstock.cli.text_options import (
+    OneDrafterOption,
+    SeedOption,
+    StatsOption,
+    TargetOption,
+    TemperatureOption,
+    check_text,
+    engine_of,
+    sampling_of,
+)
 
 
 def generate(
-    prompt: Annotated[str, typer.Argument(help="Text to go on from.", metavar="PROMPT")],
-    max_tokens: Annotated[int, typer.Option(help="Most tokens to make.")] = 128,
-    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
-    dtype: DtypeOption = "auto",
-    drafter: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME|NAME=PATH",
-            help="Use this drafter only; a bare NAME is a bundled one or `ngram`.",
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            help="A user's message where the model has a chat template, else a text to go on from.",
+            metavar="PROMPT",
         ),
-    ] = None,
-    no_speculation: NoSpeculationOption = False,
-    stats: Annotated[
-        bool, typer.Option("--stats", help="Say how fast it was, on standard error.")
+    ],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Go on from PROMPT as it is, without a chat template.")
     ] = False,
+    target: TargetOption = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = 128,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = None,
+    dtype: DtypeOption = "auto",
+    drafter: OneDrafterOption = None,
+    no_speculation: NoSpeculationOption = False,
+    stats: StatsOption = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
-    """Complete PROMPT with the bundled family, as the tokens come."""
+    """Answer PROMPT with the bundled family or any target, as the tokens come."""
     import json
     import sys
 
-    from penstock.cli.generation import Generation
-    from penstock.cli.models import with_models
-    from penstock.config import ConfigError, parse_config
+    from penstock.config import ConfigError
 
     with one_line(ConfigError):
-        engine = with_models(
-            {"dtype": dtype}, None, (drafter,) if drafter else (), speculate=not no_speculation
-        )
-        generation = Generation(parse_config({"engine": engine}).engine)
-        generation.run(prompt, max_tokens, temperature, _ignore if as_json else _show)
-    report = generation.report()
-    print(json.dumps(report) if as_json else "")
+        check_text(prompt)
+        sampling = sampling_of(temperature, seed)
+        config = engine_of(target, drafter, dtype, speculate=not no_speculation)
+
+        from penstock.cli.generation import Generator
+
+        generator = Generator(config)
+        messages = [{"role": "user", "content": prompt}]
+        is_chat = generator.has_chat_template and not raw
+        given = generator.chat(messages) if is_chat else generator.text(prompt)
+        made = generator.run(given, max_tokens, sampling, _ignore if as_json else _show)
+    print(json.dumps(made.report()) if as_json else "")
     if stats:
-        print(
-            f"{report['tokens_per_s']:.1f} tokens/s, mean acceptance length "
-            f"{report['mean_acceptance_length']:.2f}, drafter {report['drafter'] or 'none'}",
-            file=sys.stderr,
-        )
+        print(made.stats(), file=sys.stderr)
 
 
 def _show(text: str) -> None:

@@ -1,11 +1,10 @@
-"""One completion by an engine in this process."""
+"""Texts by an engine in this process, one at a time."""
 
 from __future__ import annotations
 
-import math
-import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from penstock.config import ConfigError, EngineConfig
@@ -17,8 +16,44 @@ from penstock.serving.offline import complete
 from penstock.serving.speculated import Speculated
 
 
-class Generation:
-    """Loads an engine, makes one completion, and keeps account of it.
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """previous: the last token of the text that is gone on from; None where a new one begins."""
+
+    token_ids: tuple[int, ...]
+    previous: int | None = None
+
+
+@dataclass(slots=True)
+class Generated:
+    """One text. seconds: with the prompt's time, without loading."""
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    seconds: float = 0.0
+    speculated: Speculated = field(default_factory=Speculated)
+
+    def report(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "drafter": self.speculated.drafter,
+            "tokens_per_s": len(self.token_ids) / max(self.seconds, 1e-9),
+            "mean_acceptance_length": self.speculated.mean_acceptance_length,
+        }
+
+    def stats(self) -> str:
+        """What `--stats` says."""
+        report = self.report()
+        return (
+            f"{report['tokens_per_s']:.1f} tokens/s, mean acceptance length "
+            f"{report['mean_acceptance_length']:.2f}, drafter {report['drafter'] or 'none'}"
+        )
+
+
+class Generator:
+    """Loads an engine, and makes texts with it.
 
     Raises: ConfigError for anything that the user can mend.
     """
@@ -29,63 +64,57 @@ class Generation:
             self._tokenizer = load_tokenizer(self._engine.tokenizer_path)
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
-        self._pieces: list[str] = []
-        self._token_ids: list[int] = []
-        self._speculated = Speculated()
-        self._seconds = 0.0
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.has_chat_template
+
+    def text(self, text: str) -> Prompt:
+        """A text to go on from."""
+        token_ids = tuple(self._tokenizer.encode(text))
+        return Prompt(token_ids, self._tokenizer.last_of_text(token_ids))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> Prompt:
+        """A conversation, for the assistant's turn. Raises: ConfigError."""
+        try:
+            return Prompt(tuple(self._tokenizer.apply_chat_template(messages)))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
 
     def run(
-        self, prompt: str, max_tokens: int, temperature: float, on_text: Callable[[str], object]
-    ) -> None:
-        """Make the completion; `on_text` gets its text as it comes. Raises: ConfigError."""
-        request = self._request(prompt, max_tokens, temperature)
-        previous = self._tokenizer.last_of_text(request.prompt_token_ids or ())
-        detokenizer = self._tokenizer.detokenizer(previous=previous)
+        self,
+        prompt: Prompt,
+        max_tokens: int | None,
+        sampling: SamplingParams,
+        on_text: Callable[[str], object],
+    ) -> Generated:
+        """Make a text; `on_text` gets it as it comes. max_tokens: None is what the context holds.
+
+        Raises: ConfigError.
+        """
+        request = Request(
+            id="text",
+            prompt_len=len(prompt.token_ids),
+            max_tokens=max_tokens or max(1, self._engine.max_model_len - len(prompt.token_ids)),
+            prompt_token_ids=prompt.token_ids,
+            stop_token_ids=frozenset(self._engine.eos_token_ids),
+            sampling=sampling,
+        )
+        detokenizer = self._tokenizer.detokenizer(previous=prompt.previous)
+        made = Generated()
         started_at = time.perf_counter()
 
         def take(output: Output) -> None:
-            self._seconds = time.perf_counter() - started_at
-            self._speculated.observe(output)
-            self._token_ids += output.token_ids
+            made.seconds = time.perf_counter() - started_at
+            made.speculated.observe(output)
+            made.token_ids += output.token_ids
             text = "".join(map(detokenizer.add, output.token_ids))
             if output.finish_reason is not None:
                 text += detokenizer.finish()
-            self._pieces.append(text)
+            made.text += text
             on_text(text)
 
         (completion,) = complete(self._engine.loop, [request], 1, take)
         if completion.error is not None:
             raise ConfigError(completion.error)
-
-    def report(self) -> dict[str, Any]:
-        """What `--json` prints. The rate counts the prompt's time, but not loading."""
-        return {
-            "text": "".join(self._pieces),
-            "token_ids": self._token_ids,
-            "drafter": self._speculated.drafter,
-            "tokens_per_s": len(self._token_ids) / max(self._seconds, 1e-9),
-            "mean_acceptance_length": self._speculated.mean_acceptance_length,
-        }
-
-    def _request(self, prompt: str, max_tokens: int, temperature: float) -> Request:
-        if not 0 <= temperature < math.inf:
-            raise ConfigError(f"--temperature must be 0 or more, not {temperature}")
-        if max_tokens < 1:
-            raise ConfigError(f"--max-tokens must be at least 1, not {max_tokens}")
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise ConfigError("the prompt is not valid UTF-8") from error
-        token_ids = tuple(self._tokenizer.encode(prompt))
-        if not token_ids:
-            raise ConfigError("the prompt must not be empty")
-        return Request(
-            id="generate",
-            prompt_len=len(token_ids),
-            max_tokens=max_tokens,
-            prompt_token_ids=token_ids,
-            stop_token_ids=frozenset(self._engine.eos_token_ids),
-            sampling=SamplingParams(
-                temperature=temperature, seed=secrets.randbits(64), verification="ratio"
-            ),
-        )
+        return made

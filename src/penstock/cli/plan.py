@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.drafter_options import DrafterTexts
-from penstock.cli.figures import print_figures
-from penstock.cli.progress import progress
-from penstock.cli.simulator import Load, Targets, bad_input, make_server
+from penstock.cli.figures import print_side_by_side
+from penstock.cli.progress import FinishedRequests, progress
+from penstock.cli.simulator import Load, Server, Targets, bad_input, make_server
 from penstock.cli.simulator_options import (
     ArrivalsOption,
     JsonOption,
@@ -26,8 +27,18 @@ from penstock.cli.simulator_options import (
 
 if TYPE_CHECKING:
     from penstock.sim.planner import DeploymentPlan
+    from penstock.sim.workloads import Workload
 
 DEFAULT_REQUESTS = 5000
+_BASES = {
+    "stages": "the algorithm to the letter, with every stage full at once; the runs below are of "
+    "policies without that limit",
+    "queues": "the algorithm to the letter, with every stage full and the longest queue of an hour "
+    "before every segment, all at one moment; the runs below pause nobody between segments",
+    "arrivals": "Poisson arrivals at their worst moment of an hour, if nobody ever waits; the runs "
+    "below are shorter, and admit as memory allows",
+}
+"""What the memory bound is of, and why runs come to another peak."""
 _POLICIES = {"admission": "fluid_guided", "allocation": "throughput", "selection": "single"}
 
 
@@ -53,11 +64,11 @@ def plan(
     """Plan a deployment for a workload at its rate.
 
     Thresholds, the limits of a static server and the memory bound are the fluid model's; what to
-    expect is a short run of the policy that finds all that by itself, fluid_guided.
+    expect of each configuration is a short run of it.
     """
     from penstock.sim.planner import DELTA, PlanError, mean_rate, plan_deployment
-    from penstock.sim.run import run
 
+    targets = Targets(ttft_p99, tpot_p99)
     with bad_input():
         if delta is not None and not 0 < delta < 1:
             raise PlanError(f"--delta is a probability between 0 and 1, not {delta:g}")
@@ -68,7 +79,7 @@ def plan(
             DrafterTexts(),
             kv_tokens=kv_tokens,
             block_size=1,
-            targets=Targets(ttft_p99, tpot_p99),
+            targets=targets,
             seed=seed,
         )
         load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
@@ -78,44 +89,81 @@ def plan(
             server.base.profile, made, offered, server.kv_tokens, delta or DELTA
         )
         shown = made.take(slice(requests or DEFAULT_REQUESTS))
-        setup = server.setup(shown)
-    with progress(None, "simulating"):
-        expected = run(setup, shown).figures(ttft_p99, tpot_p99)
+        server.setup(shown)
+    expected = _expected(server, planned, shown, targets)
     if as_json:
-        print(json.dumps({**_figures(planned, offered), "expected": expected}, allow_nan=False))
+        figures = _figures(planned, offered)
+        figures |= {"expected": expected["penstock"], "expected_by_configuration": expected}
+        print(json.dumps(figures, allow_nan=False))
         return
-    _print(planned, offered)
-    print_figures(expected, f"expected of fluid_guided at {offered:.4g} requests/s")
+    _print(planned, offered, expected)
+
+
+def _expected(
+    server: Server, planned: DeploymentPlan, workload: Workload, targets: Targets
+) -> dict[str, dict[str, Any]]:
+    """Figures of a run of every configuration, under the names of `serve_flags`."""
+    from penstock.core.registry import option_types
+    from penstock.sim.run import run
+
+    configurations = planned.configurations
+    expected = {}
+    with progress(len(configurations) * len(workload), "simulating") as advance:
+        for name, chosen in configurations.items():
+            known = option_types("admission", chosen.admission)
+            told = {target: s for target, s in targets.given.items() if target in known}
+            options = {**told, **chosen.options}
+            setup = replace(server.base, admission=chosen.admission, admission_options=options)
+            report = run(setup, workload, instruments=(FinishedRequests(advance),))
+            figures = report.figures(targets.ttft_p99, targets.tpot_p99)
+            expected[name] = {"admission": chosen.admission, "options": options, **figures}
+    return expected
 
 
 def _figures(planned: DeploymentPlan, rate: float) -> dict[str, Any]:
+    memory = planned.memory
     return {
         "rate_requests_per_s": rate,
         "thresholds": planned.thresholds,
         "token_budget": planned.static.token_budget,
         "max_num_seqs": planned.static.max_num_seqs,
-        "kv_bound_tokens": planned.kv_bound_tokens,
+        "kv_mean_tokens": memory.mean,
+        "kv_batch_tokens": memory.batch,
+        "kv_bound_tokens": memory.bound,
+        "kv_bound_basis": memory.basis,
         "kv_tokens": planned.kv_tokens,
-        "delta": planned.delta,
+        "delta": memory.delta,
         "serve_flags": planned.serve_flags,
     }
 
 
-def _print(planned: DeploymentPlan, rate: float) -> None:
+def _print(planned: DeploymentPlan, rate: float, expected: dict[str, dict[str, Any]]) -> None:
     thresholds = dict(planned.thresholds)
     algorithm, steps = thresholds.pop("algorithm"), thresholds.pop("stage_steps")
     print(f"{algorithm} at {rate:.4g} requests/s, stages of {steps} steps")
     for name, values in thresholds.items():
         print(f"  {name:13}{', '.join(f'{v:.4g}' for v in values)}")
-    chance = f"but for a probability {planned.delta:g} within an hour" if planned.delta else "ever"
-    print(f"memory         at most {planned.kv_bound_tokens:,.0f} KV tokens {chance}")
-    if planned.kv_bound_tokens > planned.kv_tokens:
-        print(
-            f"               more than the {planned.kv_tokens:,} there are: preemptions may occur"
-        )
+    _print_memory(planned, expected)
     print(f"static server  {planned.static.token_budget} tokens a step, ", end="")
     print(f"{planned.static.max_num_seqs} requests at once")
     flags = planned.serve_flags
     print(f"penstock serve {flags['penstock']}")
     print(f"  or --config FILE with {json.dumps(flags['penstock_config'])}")
     print(f"vllm serve     {flags['vllm']}")
+    print_side_by_side(
+        {figures["admission"]: figures for figures in expected.values()},
+        f"expected at {rate:.4g} requests/s, each simulated",
+    )
+
+
+def _print_memory(planned: DeploymentPlan, expected: dict[str, dict[str, Any]]) -> None:
+    memory = planned.memory
+    peaks = (f"{e['kv_peak_tokens']:,} of {e['admission']}" for e in expected.values())
+    chance = f"but for a probability {memory.delta:g} within an hour" if memory.delta else "ever"
+    print(f"KV tokens      {memory.mean:,.0f} in the mean of the fluid model (M*)")
+    print(f"               {memory.batch:,.0f} in a full batch (M^π)")
+    print(f"               {memory.bound:,.0f} at most, {chance}:")
+    print(f"               {_BASES[memory.basis]}")
+    print(f"               {', '.join(peaks)}: peaks of the runs below")
+    if memory.bound > planned.kv_tokens:
+        print(f"               there are {planned.kv_tokens:,}: preemptions may occur")

@@ -116,26 +116,27 @@ def measure(
     from penstock.cli.numbers import whole_numbers
     from penstock.cli.progress import progress
     from penstock.config import ConfigError, parse_config
-    from penstock.engine.build import load_engine
-    from penstock.engine.measure import Grid, num_measurements
-    from penstock.engine.measure import measure as measure_engine
-    from penstock.engine.models.config import CheckpointError
     from penstock.sim.profiles import ProfileError, fit_steps, save_profile
 
-    with one_line(ConfigError, CheckpointError):
-        grid = Grid(
-            batches=whole_numbers("--batch", batch),
-            contexts=whole_numbers("--contexts", contexts),
-            repeats=repeats,
-        )
+    with one_line(ConfigError):
+        batches = whole_numbers("--batch", batch)
+        all_contexts = whole_numbers("--contexts", contexts)
         settings = with_models(
             {"dtype": dtype, "device": device, "num_threads": threads},
             target,
             drafter or (),
             speculate=True,
         )
-        settings["kv_tokens"] = grid.kv_tokens
-        engine = load_engine(parse_config({"engine": settings}).engine)
+        config = parse_config({"engine": settings}).engine
+
+    from penstock.engine.build import load_engine
+    from penstock.engine.measure import Grid, num_measurements
+    from penstock.engine.measure import measure as measure_engine
+    from penstock.engine.models.config import CheckpointError
+
+    grid = Grid(batches=batches, contexts=all_contexts, repeats=repeats)
+    with one_line(ConfigError, CheckpointError):
+        engine = load_engine(config.model_copy(update={"kv_tokens": grid.kv_tokens}))
     with progress(num_measurements(engine, grid), "measuring") as advance:
         measured = measure_engine(engine, grid, lambda: advance(1))
     with one_line(ProfileError, OSError):

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.engine_options import DTYPE_HELP, NoSpeculationOption
+from penstock.cli.engine_options import DEVICE_HELP, DTYPE_HELP, NoSpeculationOption
 from penstock.cli.failures import one_line
+from penstock.cli.policy_options import policy_option
 
 TargetArgument = Annotated[
     str | None,
@@ -21,12 +23,17 @@ DrafterOption = Annotated[
         help="A drafter; may be repeated. A bare NAME is a bundled one or `ngram`.",
     ),
 ]
-AdmissionOption = Annotated[str | None, typer.Option(help="Admission policy.")]
-SelectionOption = Annotated[str | None, typer.Option(help="Drafter selection policy.")]
+AdmissionOption = Annotated[
+    str | None, policy_option("admission", "Admission policy, by default vllm_v1")
+]
+SelectionOption = Annotated[
+    str | None, policy_option("selection", "Drafter selection policy, by default single")
+]
 AllocationOption = Annotated[
     str | None,
-    typer.Option(
-        help="Draft-length policy. Default: renewal with --drafters-listen, otherwise throughput."
+    policy_option(
+        "allocation",
+        "Draft-length policy, by default renewal with --drafters-listen, otherwise throughput",
     ),
 ]
 VerificationOption = Annotated[
@@ -38,6 +45,21 @@ VerificationOption = Annotated[
     ),
 ]
 DtypeOption = Annotated[str | None, typer.Option(help=DTYPE_HELP)]
+DeviceOption = Annotated[str | None, typer.Option(help=f"{DEVICE_HELP} [cpu]")]
+MaxModelLenOption = Annotated[
+    int | None,
+    typer.Option(help="Most tokens of a request, prompt and output. Default: the target's own."),
+]
+ServedModelNameOption = Annotated[
+    str | None, typer.Option(help="Name of the model in the API. Default: the target folder's.")
+]
+ApiKeyOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        envvar="PENSTOCK_API_KEY",
+        help="Key that clients must send, as those of the default tenant; may be repeated.",
+    ),
+]
 KvTokensOption = Annotated[
     int | None, typer.Option(help="KV memory in tokens. Default: a share of what is free.")
 ]
@@ -102,6 +124,8 @@ def serve(
     verification: VerificationOption = None,
     no_speculation: NoSpeculationOption = False,
     dtype: DtypeOption = None,
+    device: DeviceOption = None,
+    max_model_len: MaxModelLenOption = None,
     kv_tokens: KvTokensOption = None,
     profile: ProfileOption = None,
     drafters_listen: DraftersListenOption = None,
@@ -112,24 +136,25 @@ def serve(
     config: ConfigOption = None,
     host: HostOption = None,
     port: PortOption = None,
+    served_model_name: ServedModelNameOption = None,
+    api_key: ApiKeyOption = None,
     cors_origin: CorsOriginOption = None,
 ) -> None:
     """Serve a target, with drafters, by the OpenAI API."""
     import asyncio
 
-    from penstock.api import server
-    from penstock.api.headers import configure_logging
     from penstock.cli.models import settings_in, with_models
     from penstock.config import ConfigError, parse_config, read_yaml
     from penstock.serving.client import EngineFailed
 
-    configure_logging()
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
         engine = _given(
             settings_in(settings.pop("engine", None), "engine"),
             verification=verification,
             dtype=dtype,
+            device=device,
+            max_model_len=max_model_len,
             kv_tokens=kv_tokens,
             profile=profile,
             pipeline=pipeline,
@@ -138,12 +163,25 @@ def serve(
         drafters = settings_in(settings.pop("drafters", None), "drafters")
         drafters = _given(drafters, listen=drafters_listen, tls=tls or None)
         _name_policies(engine, admission=admission, selection=selection, allocation=allocation)
+        _add_keys(engine, api_key or ())
         if drafters:
             settings["drafters"] = drafters
             engine = {**_WITH_DRAFT_SERVERS, **engine}
         engine = with_models(engine, target, drafter or (), speculate=not no_speculation)
-        settings = _given(settings, host=host, port=port, cors_origins=cors_origin or None)
+        settings = _given(
+            settings,
+            host=host,
+            port=port,
+            served_model_name=served_model_name,
+            cors_origins=cors_origin or None,
+        )
         parsed = parse_config({**settings, "engine": engine})
+
+        # What takes seconds to import comes after everything that can be wrong.
+        from penstock.api import server
+        from penstock.api.headers import configure_logging
+
+        configure_logging()
         asyncio.run(server.serve(parsed, _announce, announce_drafters=_announce_drafters))
 
 
@@ -165,6 +203,18 @@ def _name_policies(engine: dict[str, Any], **names: str | None) -> None:
             continue
         if settings_in(engine.get(kind), f"engine.{kind}").get("name") != name:
             engine[kind] = {"name": name}
+
+
+def _add_keys(engine: dict[str, Any], keys: Sequence[str]) -> None:
+    """Let these keys stand for the default tenant. Raises: ConfigError."""
+    from penstock.cli.models import settings_in
+    from penstock.config import DEFAULT_TENANT
+
+    if keys:
+        tenants = settings_in(engine.get("tenants"), "engine.tenants")
+        default = settings_in(tenants.get(DEFAULT_TENANT), f"engine.tenants.{DEFAULT_TENANT}")
+        own = {**default, "api_keys": [*default.get("api_keys", ()), *keys]}
+        engine["tenants"] = {**tenants, DEFAULT_TENANT: own}
 
 
 def _announce_drafters(address: str) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,7 +15,7 @@ from penstock.cli.drafter_options import (
     DrafterTexts,
 )
 from penstock.cli.figures import print_figures
-from penstock.cli.progress import progress
+from penstock.cli.progress import FinishedRequests, progress
 from penstock.cli.simulator import Load, Targets, bad_input, describe, make_server
 from penstock.cli.simulator_options import (
     AdmissionOption,
@@ -41,7 +39,6 @@ from penstock.cli.simulator_options import (
 )
 
 if TYPE_CHECKING:
-    from penstock.core.types import Output, StepPlan, StepResult
     from penstock.sim.plots import Sampler
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
@@ -132,7 +129,7 @@ def _run(
         return samplers[0]
 
     with progress(len(workload), "simulating") as advance:
-        instruments = (_Finished(advance), drafting)
+        instruments = (FinishedRequests(advance), drafting)
         report = run(setup, workload, instruments=instruments, watch=watch if is_sampled else None)
     figures = report.figures(targets.ttft_p99, targets.tpot_p99)
     if setup.drafters or setup.draft_servers:
@@ -141,23 +138,3 @@ def _run(
         figures["draft_tokens_accepted"] = sum(r.num_accepted for r in records)
         figures |= drafting.figures(len(records))
     return figures, samplers[0] if samplers else None
-
-
-@dataclass(slots=True)
-class _Finished:
-    """An instrument that tells of finished requests, a hundred at a time."""
-
-    advance: Callable[[int], None]
-    _num: int = 0
-
-    def on_plan(self, plan: StepPlan) -> None:
-        """Nothing finishes here."""
-
-    def on_result(self, plan: StepPlan, result: StepResult) -> None:
-        """Outputs say more."""
-
-    def on_output(self, output: Output) -> None:
-        self._num += output.finish_reason is not None
-        if self._num == 100:
-            self.advance(100)
-            self._num = 0

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from penstock.cli.policy_options import policy_option
+
 WorkloadOption = Annotated[
     str,
     typer.Option(
@@ -16,9 +18,9 @@ WorkloadOption = Annotated[
 ProfileOption = Annotated[
     str, typer.Option(metavar="NAME|FILE", help="Step-time profile; see `penstock profile`.")
 ]
-AdmissionOption = Annotated[str, typer.Option(help="Admission policy.")]
-AllocationOption = Annotated[str, typer.Option(help="Draft-length policy.")]
-SelectionOption = Annotated[str, typer.Option(help="Drafter selection policy.")]
+AdmissionOption = Annotated[str, policy_option("admission", "Admission policy")]
+AllocationOption = Annotated[str, policy_option("allocation", "Draft-length policy")]
+SelectionOption = Annotated[str, policy_option("selection", "Drafter selection policy")]
 RateOption = Annotated[
     float | None, typer.Option(help="Requests a second, for arrivals that are generated.")
 ]

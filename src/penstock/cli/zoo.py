@@ -24,13 +24,15 @@ def train(
     """Train the family from text that the trainer makes; an interrupted run continues."""
     from penstock.config import ConfigError
     from penstock.zoo.recipe import FULL
-    from penstock.zoo.train import train as run
 
     known = [spec.name for spec in FULL.models]
     unknown = [name for name in only or () if name not in known]
     with one_line(ConfigError):
         if unknown:
             raise ConfigError(f"unknown model {unknown[0]!r}; choose from {', '.join(known)}")
+
+    from penstock.zoo.train import train as run
+
     run(out, only, quick, threads=threads)
 
 
@@ -43,10 +45,12 @@ def info(
 ) -> None:
     """Acceptance, speed and the worth of choosing, for every domain and drafter."""
     from penstock.config import ConfigError
-    from penstock.zoo.report import report
 
     with one_line(ConfigError, FileNotFoundError):
         _check_target(target)
+
+    from penstock.zoo.report import report
+
     report(target=target, per_domain=per_domain, limit=new_tokens, as_json=as_json)
 
 
@@ -60,11 +64,13 @@ def fit(
     """Fit how requests of each domain differ in acceptance, for the simulator; takes minutes."""
     from penstock.cli.progress import progress
     from penstock.config import ConfigError
-    from penstock.zoo.fit import measure_acceptance, write_acceptance
     from penstock.zoo.registry import DOMAINS
 
     with one_line(ConfigError, FileNotFoundError):
         _check_target(target)
+
+    from penstock.zoo.fit import measure_acceptance, write_acceptance
+
     with progress(2 * len(DOMAINS), "measuring") as advance, one_line(ValueError):
         fits = measure_acceptance(target, per_domain, new_tokens, on_domain=lambda: advance(1))
     origin = (

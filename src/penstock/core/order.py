@@ -16,11 +16,11 @@ from penstock.core.estimators import Estimators
 from penstock.core.state import RequestState
 
 OrderName = Literal["arrival", "size_aware"]
-"""`arrival`: first come, first served. `size_aware`: shortest prompt first, as far as it delays
-nobody by more than `DELAY` of what it would wait in order of arrival."""
+"""`arrival`: first come, first served. `size_aware`: shortest prompt first, as far as that delays
+nobody by more than the share `DELAY` of its wait in order of arrival."""
 
 DELAY = 0.25
-"""Share of the work ahead of a request, and of its own, that may be put before it besides."""
+"""Work that may pass a request, as a share of the work before it and of its own."""
 
 
 class ArrivalQueue:
@@ -63,15 +63,15 @@ class ArrivalQueue:
 
 
 class SizeAwareQueue(ArrivalQueue):
-    """The smallest first, as long as the oldest may be passed: while a request is the oldest,
-    others may pass it with up to `delay` times its own work, and what was more is made up for
-    before the next is passed.
+    """The smallest first, as far as the oldest may be passed: while a request is the oldest, others
+    pass it with up to `delay` times its own work. What the last of them took beyond that is
+    deducted from what may pass the next.
 
-    Whoever waits is therefore delayed, beyond the work that was there before it, by at most `delay`
-    times that work and its own, and one request: in a lasting queue nobody waits for longer than
-    1 + `delay` times what it would in order of arrival. Among all rules with that bound this one
-    comes near to the least mean wait, which gives a share delay / (1 + delay) of the capacity to
-    the smallest requests, where it serves most of them, and the rest to the oldest.
+    So a request starts after at most 1 + `delay` times the work that was there before it, besides
+    `delay` times its own and one other request. In a lasting queue the smallest get a share
+    delay / (1 + delay) of the capacity and do not wait; the rest is served in order of arrival. In
+    the fluid limit no rule with that bound has a lower mean wait, because the delay that each may
+    suffer is spent on as many others as possible.
 
     size_of: what is small. work_of: seconds, or anything like it, to serve a request; asked once,
     when it arrives.

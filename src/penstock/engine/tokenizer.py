@@ -93,6 +93,10 @@ class Tokenizer:
         )
         return text
 
+    @property
+    def has_chat_template(self) -> bool:
+        return self._fast.chat_template is not None
+
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> list[int]:
@@ -104,7 +108,7 @@ class Tokenizer:
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
     ) -> str:
         """A conversation as the model reads it. Raises: as `apply_chat_template`."""
-        if self._fast.chat_template is None:
+        if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template; send a text prompt instead")
         try:
             text: str = self._fast.apply_chat_template(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from scipy.optimize import minimize_scalar
@@ -335,37 +335,77 @@ def _balanced_step(work: RequestWork, budget: int) -> tuple[StepWork, float]:
 
 
 @dataclass(frozen=True)
+class Configuration:
+    """An admission policy with its options."""
+
+    admission: str
+    options: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PlannedMemory:
+    """KV tokens of the fluid model.
+
+    mean: M* of eq. 5, what requests hold in the mean at this load.
+    batch: M^π, what they hold when every stage is as full as the thresholds let it be.
+    bound: the most that is held, but for a probability `delta` within an hour (0: never more). It
+        may exceed what there is.
+    basis: of the bound: every stage full (`stages`), and every queue between segments as long as
+        it gets (`queues`, theorem 5.1), for the literal algorithms; or Poisson arrivals of whom
+        nobody waits (`arrivals`).
+    """
+
+    mean: float
+    batch: float
+    bound: float
+    delta: float
+    basis: Literal["stages", "queues", "arrivals"]
+
+
+@dataclass(frozen=True)
 class DeploymentPlan:
     """thresholds: an algorithm and its figures: prompts of each type, or in each segment, at every
         stage of `stage_steps` steps.
-    kv_bound_tokens: the memory that the thresholds need at most, but for a probability `delta`
-        within an hour (0: never more). It may exceed what there is.
     static: for servers without thresholds.
+    kv_tokens: the memory that there is.
     """
 
     thresholds: dict[str, Any]
-    kv_bound_tokens: float
-    delta: float
+    memory: PlannedMemory
     static: StaticBudget
     kv_tokens: int
 
     @property
+    def configurations(self) -> dict[str, Configuration]:
+        """What can be served with, by the names of `serve_flags`: Penstock's own policy, which
+        needs no figures; the thresholds, in the version that serves; vLLM's rule with the static
+        limits."""
+        limits = asdict(self.static)
+        limits["max_num_batched_tokens"] = limits.pop("token_budget")
+        return {
+            "penstock": Configuration("fluid_guided", {}),
+            "penstock_config": self._gated(),
+            "vllm": Configuration("vllm_v1", limits),
+        }
+
+    @property
     def serve_flags(self) -> dict[str, Any]:
-        """For Penstock the flags of its own policy, which needs no figures, or a configuration that
-        sets the thresholds; for vLLM the flags that set the static limits."""
+        """For Penstock flags, or a configuration file; for vLLM its own flags."""
+        gated = self._gated()
+        admission = {"name": gated.admission, "options": gated.options}
         budget, seqs = self.static.token_budget, self.static.max_num_seqs
         return {
             "penstock": f"--admission fluid_guided --kv-tokens {self.kv_tokens}",
-            "penstock_config": {"engine": {"admission": self._gated_policy(budget)}},
+            "penstock_config": {"engine": {"kv_tokens": self.kv_tokens, "admission": admission}},
             "vllm": f"--max-num-batched-tokens {budget} --max-num-seqs {seqs}",
         }
 
-    def _gated_policy(self, budget: int) -> dict[str, Any]:
+    def _gated(self) -> Configuration:
         options = dict(self.thresholds)
         algorithm, steps = options.pop("algorithm"), options.pop("stage_steps")
         options["thresholds"] = tuple(n / steps for n in options["thresholds"])
-        options["max_num_batched_tokens"] = budget
-        return {"name": f"{algorithm}_gated", "options": options}
+        options["max_num_batched_tokens"] = self.static.token_budget
+        return Configuration(f"{algorithm}_gated", options)
 
 
 def plan_deployment(
@@ -379,23 +419,27 @@ def plan_deployment(
     traffic = traffic_of(served, rate)
     static = static_budget(profile, output_work(served.prompt_len, served.output_len), kv_tokens)
     try:
+        mean = equilibrium(profile, traffic).kv_tokens
         if workload.mix is not None:
             wait = best_wait_thresholds(profile, traffic, kv_tokens)
             thresholds = {"algorithm": "wait", "stage_steps": wait.wave}
             thresholds |= _wait_options(wait, wait.thresholds)
-            return DeploymentPlan(thresholds, wait.kv_tokens, 0.0, static, kv_tokens)
+            memory = PlannedMemory(mean, wait.kv_tokens, wait.kv_tokens, 0.0, "stages")
+            return DeploymentPlan(thresholds, memory, static, kv_tokens)
         nested = _least_nested(profile, traffic, kv_tokens, delta)
         thresholds = {"algorithm": "nested_wait"}
         if nested is None:
             thresholds |= {"stage_steps": 1, **_nested_gated(profile, traffic, kv_tokens)}
             bound = _fluid_kv_bound(profile, traffic, delta)
+            memory = PlannedMemory(mean, mean, bound, delta, "arrivals")
         else:
             thresholds |= {
                 "stage_steps": nested.segments.wave,
                 "segment_ends": _segment_ends(nested),
                 "thresholds": nested.thresholds,
             }
-            bound = nested.kv_bound_tokens
-        return DeploymentPlan(thresholds, bound, delta, static, kv_tokens)
+            batch, bound = nested.batch_kv_tokens, nested.kv_bound_tokens
+            memory = PlannedMemory(mean, batch, bound, delta, "queues")
+        return DeploymentPlan(thresholds, memory, static, kv_tokens)
     except ValueError as error:
         raise PlanError(f"at {rate:g} requests a second: {error}") from error

@@ -1,0 +1,105 @@
+"""`penstock chat`: a conversation in the terminal, without a server."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from penstock.cli.engine_options import DtypeOption, NoSpeculationOption
+from penstock.cli.failures import one_line
+from penstock.cli.text_options import (
+    OneDrafterOption,
+    SeedOption,
+    StatsOption,
+    TargetOption,
+    TemperatureOption,
+    check_text,
+    engine_of,
+    sampling_of,
+)
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+_HELP = "/clear begins a new conversation, /exit or Ctrl-D ends."
+
+
+def chat(
+    target: TargetOption = None,
+    drafter: OneDrafterOption = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, help="Most tokens of an answer. Default: what the context holds."),
+    ] = None,
+    temperature: TemperatureOption = 0.0,
+    seed: SeedOption = None,
+    dtype: DtypeOption = "auto",
+    no_speculation: NoSpeculationOption = False,
+    stats: StatsOption = False,
+) -> None:
+    """Talk with the bundled family or any target that has a chat template.
+
+    Each line is a message; piped input works, too.
+    """
+    from rich.console import Console
+
+    from penstock.config import ConfigError
+
+    console = Console(highlight=False, soft_wrap=True)
+    with one_line(ConfigError):
+        sampling = sampling_of(temperature, seed)
+        config = engine_of(target, drafter, dtype, speculate=not no_speculation)
+
+        from penstock.cli.generation import Generator
+
+        with Console(stderr=True).status("loading the models"):
+            generator = Generator(config)
+        if not generator.has_chat_template:
+            raise ConfigError(f"{config.target} has no chat template; use penstock generate")
+        conversation: list[dict[str, str]] = []
+        for line in _lines(console):
+            if line == "/clear":
+                conversation.clear()
+                continue
+            try:
+                check_text(line)
+                messages = [*conversation, {"role": "user", "content": line}]
+                made = generator.run(generator.chat(messages), max_tokens, sampling, _show)
+            except ConfigError as error:
+                if not console.is_terminal:
+                    raise
+                print(f"penstock: {error}", file=sys.stderr)
+                continue
+            print()
+            conversation = [*messages, {"role": "assistant", "content": made.text}]
+            if stats:
+                print(made.stats(), file=sys.stderr)
+
+
+def _lines(console: Console) -> Iterator[str]:
+    """What the user says, until the end."""
+    for line in _asked(console) if sys.stdin.isatty() else sys.stdin:
+        said = line.strip()
+        if said == "/exit":
+            return
+        if said:
+            yield said
+
+
+def _asked(console: Console) -> Iterator[str]:
+    import readline  # noqa: F401  (line editing and history)
+
+    console.print(_HELP, style="dim")
+    while True:
+        try:
+            yield console.input("[bold cyan]>[/] ")
+        except EOFError:
+            print()
+            return
+
+
+def _show(text: str) -> None:
+    print(text, end="", flush=True)

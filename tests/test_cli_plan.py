@@ -1,0 +1,210 @@
+"""`penstock plan`, and that what it prints can be served with."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.engine.small_family import write_family
+
+from penstock.config import ServeConfig
+from penstock.core.admission import AdmissionPolicy
+from penstock.engine.build import load_engine
+
+Cli = Callable[..., tuple[int, str, str]]
+
+PROFILE = ("--profile", "a100-llama2-7b")
+MIX = ("--workload", "high", *PROFILE, "--rate", "15", "--requests", "200")
+TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens\n" + "".join(
+    f"{0.2 * i:.1f},{40 + 10 * (i % 7)},{20 + 5 * (i % 9)}\n" for i in range(120)
+)
+
+
+@pytest.fixture(scope="module")
+def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("trace") / "trace.csv"
+    path.write_text(TRACE)
+    return path
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny checkpoint."""
+    return write_family(tmp_path_factory.mktemp("family"))["target"]
+
+
+def plan(cli: Cli, *arguments: object) -> dict[str, Any]:
+    code, out, err = cli("plan", *arguments, "--json")
+    assert code == 0, err
+    report: dict[str, Any] = json.loads(out)
+    return report
+
+
+def test_plan_of_a_mix(cli: Cli) -> None:
+    report = plan(cli, *MIX)
+    assert report["thresholds"]["algorithm"] == "wait"
+    assert report["thresholds"]["output_lens"] == [100, 200, 300]
+    assert report["token_budget"] == 768
+    assert 0 < report["kv_mean_tokens"] < report["kv_batch_tokens"]
+    assert report["kv_batch_tokens"] == report["kv_bound_tokens"] < 111_580
+    assert report["delta"] == 0.0
+    assert report["kv_bound_basis"] == "stages"
+    flags = report["serve_flags"]
+    assert "--max-num-batched-tokens 768" in flags["vllm"]
+    assert "--max-num-seqs" in flags["vllm"]
+    assert "--admission fluid_guided" in flags["penstock"]
+
+
+def test_plan_of_a_trace(cli: Cli, trace: Path) -> None:
+    arguments = ("--workload", trace, *PROFILE, "--delta", "0.01")
+    report = plan(cli, *arguments)
+    assert report["thresholds"]["segment_ends"][-1] == 60
+    assert report["delta"] == 0.01
+    assert report["rate_requests_per_s"] == pytest.approx(5.0)
+    mean, batch, bound = (report[f"kv_{what}_tokens"] for what in ("mean", "batch", "bound"))
+    assert 0 < mean <= batch <= bound
+    code, out, _ = cli("plan", *arguments)
+    assert code == 0
+    for text in ("vllm serve", "penstock serve", "static server", "nested_wait", "expected"):
+        assert text in out
+    assert f"{bound:,.0f} at most" in out
+    assert "the runs below" in out, "why they come to another peak"
+    for policy in ("fluid_guided", "nested_wait_gated", "vllm_v1"):
+        assert f" of {policy}" in out, "its simulated peak"
+
+
+def test_every_configuration_is_expected_by_its_own_run(cli: Cli) -> None:
+    report = plan(cli, *MIX)
+    runs = report["expected_by_configuration"]
+    assert runs.keys() == report["serve_flags"].keys()
+    assert report["expected"] == runs["penstock"]
+    policies = {name: figures["admission"] for name, figures in runs.items()}
+    assert policies == {
+        "penstock": "fluid_guided",
+        "penstock_config": "wait_gated",
+        "vllm": "vllm_v1",
+    }
+    for figures in runs.values():
+        options = [x for n, v in figures["options"].items() for x in ("--set", f"{n}={_text(v)}")]
+        alone = ("simulate", *MIX, "--admission", figures["admission"], *options, "--json")
+        code, out, err = cli(*alone)
+        assert code == 0, err
+        same = json.loads(out)
+        assert same["requests_completed"] == figures["requests_completed"] == 200
+        assert same["latency_s"] == figures["latency_s"]
+        assert same["kv_peak_tokens"] == figures["kv_peak_tokens"]
+    assert len({figures["latency_s"]["mean"] for figures in runs.values()}) == 3
+
+
+def _text(value: Any) -> str:
+    """As `--set` takes it."""
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def test_targets_reach_the_policy_that_knows_them(cli: Cli) -> None:
+    runs = plan(cli, *MIX, "--ttft-p99", "2")["expected_by_configuration"]
+    assert runs["penstock"]["options"] == {"ttft_p99": 2.0}
+    assert "ttft_p99" not in runs["vllm"]["options"]
+    assert all("slo_goodput" in figures for figures in runs.values())
+
+
+# --- what is printed can be served with -----------------------------------------------------------
+
+
+def configurations(cli: Cli, trace: Path) -> Iterator[tuple[str, list[str], dict[str, Any] | None]]:
+    """(policy, flags, settings file) of what two plans print, and of the literal algorithms with
+    the same thresholds."""
+    small = ("--kv-tokens", "8192")
+    for workload in (("--workload", "low", "--rate", "60"), ("--workload", trace)):
+        report = plan(cli, *workload, *PROFILE, *small)
+        flags = report["serve_flags"]
+        yield "fluid_guided", flags["penstock"].split(), None
+        settings = flags["penstock_config"]
+        yield settings["engine"]["admission"]["name"], [], settings
+        literal = dict(report["thresholds"])
+        del literal["stage_steps"]
+        name = literal.pop("algorithm")
+        yield name, [], {"engine": {"admission": {"name": name, "options": literal}}}
+
+
+@pytest.fixture
+def admission_of(
+    cli: Cli, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., AdmissionPolicy]:
+    """The policy of the scheduler that `penstock serve` would have built."""
+    served: list[ServeConfig] = []
+
+    async def note(config: ServeConfig, *_: object, **__: object) -> None:
+        served.append(config)
+
+    monkeypatch.setattr("penstock.api.server.serve", note)
+
+    def build(flags: list[str], settings: dict[str, Any] | None) -> AdmissionPolicy:
+        if settings is not None:
+            path = tmp_path / "settings.yaml"
+            path.write_text(json.dumps(settings))
+            flags = [*flags, "--config", str(path)]
+        code, _, err = cli("serve", target, *flags)
+        assert code == 0, err
+        engine = served[-1].engine
+        load_engine(engine, calibrated=False)
+        policy: AdmissionPolicy = engine.admission.make("admission")
+        return policy
+
+    return build
+
+
+def test_the_server_takes_what_is_printed(
+    cli: Cli, trace: Path, admission_of: Callable[..., AdmissionPolicy]
+) -> None:
+    taken = set()
+    for name, flags, settings in configurations(cli, trace):
+        policy = admission_of(flags, settings)
+        assert policy.name == name
+        if settings is not None:
+            for option, value in settings["engine"]["admission"]["options"].items():
+                got = getattr(policy.options, option)  # type: ignore[attr-defined]
+                assert got == (tuple(value) if isinstance(value, list) else value)
+        taken.add(name)
+    assert taken == {"fluid_guided", "wait", "wait_gated", "nested_wait", "nested_wait_gated"}
+
+
+@contextmanager
+def serving(*arguments: str) -> Iterator[str]:
+    """The address of a real `penstock serve` with the bundled family."""
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
+    command += ["--port", "0", "--no-speculation", *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            line = process.stdout.readline()
+            assert line.startswith("penstock: serving on http://127.0.0.1:")
+            yield line.split()[-1]
+        finally:
+            process.terminate()
+
+
+@pytest.mark.slow
+def test_a_real_server_answers_with_what_is_printed(cli: Cli, trace: Path, tmp_path: Path) -> None:
+    by_policy = {name: rest for name, *rest in configurations(cli, trace)}
+    for name, (flags, settings) in by_policy.items():
+        if settings is not None:
+            path = tmp_path / f"{name}.yaml"
+            path.write_text(json.dumps(settings))
+            flags = [*flags, "--config", str(path)]
+        with serving(*flags, "--kv-tokens", "8192") as url:
+            if name in ("wait", "nested_wait"):
+                # To the letter they wait until enough prompts have come: nothing to ask for.
+                assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+                continue
+            body = {"prompt": "def add(a, b):", "max_tokens": 8}
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == 8
