@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.acceptance import Evidence
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, StepWork
+from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.estimators import Estimators
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
@@ -165,6 +165,25 @@ def play(
         policy.observe(outcomes, now)
         watch()
     return Played(lengths, tokens, seconds)
+
+
+class Misled(AllocationPolicy):
+    """A policy that is told of every client what the next one did: a control, since whoever gains
+    by learning must lose by learning this."""
+
+    def __init__(self, policy: AllocationPolicy) -> None:
+        self._policy = policy
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        return self._policy.allocate(candidates, work)
+
+    def reserve(self, state: RequestState) -> int:
+        return self._policy.reserve(state)
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        verdicts = [o.verdict for o in outcomes]
+        turned = zip(outcomes, verdicts[1:] + verdicts[:1], strict=True)
+        self._policy.observe([Outcome(o.state, verdict) for o, verdict in turned], now)
 
 
 def _measure(

@@ -1,11 +1,16 @@
-"""Tables and pictures of a reproduction. matplotlib is imported when one is drawn."""
+"""Tables, pictures and intervals of a reproduction. matplotlib is imported when one is drawn."""
 
 from __future__ import annotations
 
 import csv
+import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import numpy as np
+from scipy import stats
 
 from penstock.repro import ReproError
 
@@ -35,3 +40,25 @@ def save_figure(figure: Any, path: Path) -> None:
     """Write a picture and forget it. Raises: OSError."""
     figure.savefig(path, dpi=150)
     pyplot().close(figure)
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with its interval of 95%."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def student(values: Sequence[float]) -> Interval:
+    """Of a mean, by Student's t; of a single value nothing can be said."""
+    mean = float(np.mean(values))
+    if len(values) < 2:
+        return Interval(mean, -math.inf, math.inf)
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    half = float(stats.t.ppf(0.975, len(values) - 1)) * error
+    return Interval(mean, mean - half, mean + half)
