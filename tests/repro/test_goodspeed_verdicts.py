@@ -9,6 +9,7 @@ from penstock.core.registry import make_policy
 from penstock.repro import goodspeed_fig2, goodspeed_fig4, goodspeed_theorems
 from penstock.repro.goodspeed_rounds import (
     GeometricClients,
+    Misled,
     RecordedClient,
     RoundTimes,
     jumping_rates,
@@ -68,23 +69,64 @@ def test_overlaps_are_evidence_over_all_positions() -> None:
     assert all(shown.num_decided <= 3 for shown in found)
 
 
-def test_figure_2_sees_a_biased_estimate() -> None:
-    real = 15 + 2 * np.sin(np.arange(400) / 20)
-    assert goodspeed_fig2.verdict(16, goodspeed_fig2.Curve(real, real)).outcome == "holds"
-    biased = goodspeed_fig2.verdict(16, goodspeed_fig2.Curve(real, 1.5 * real))
+def drifting(seed: int) -> np.ndarray:
+    rng = np.random.default_rng(seed)
+    return 15 + 4 * np.sin(np.arange(600) / 40) + rng.normal(0, 1, 600)
+
+
+def curve(forecast: np.ndarray, real: np.ndarray) -> goodspeed_fig2.Curve:
+    return goodspeed_fig2.Curve(real, forecast)
+
+
+def test_figure_2_knows_a_forecast_from_what_contains_the_round() -> None:
+    """Smoothed goodput that changes at random says nothing of the next round, though it follows
+    every round that it contains."""
+    real = [drifting(seed) for seed in range(5)]
+    good = goodspeed_fig2.verdict(16, [curve(np.roll(r, 1), r) for r in real])
+    assert good.outcome == "holds"
+    assert good.control is not None
+    assert good.control.outcome == "holds in part"
+    biased = goodspeed_fig2.verdict(16, [curve(1.5 * np.roll(r, 1), r) for r in real])
     assert biased.outcome == "holds in part"
-    lost = goodspeed_fig2.verdict(16, goodspeed_fig2.Curve(real, 40 - real))
-    assert lost.outcome == "does not hold"
+    noise = [np.random.default_rng(seed).normal(15, 3, 600) for seed in range(5)]
+    smoothed = [curve((np.roll(r, 1) + np.roll(r, 2)) / 2, r) for r in noise]
+    assert goodspeed_fig2.forecasts(smoothed).parts == (True, False, False)
+
+
+def test_shuffled_rounds_are_smoothed_by_equation_4_again() -> None:
+    real = drifting(0)
+    found = curve(np.roll(real, 1), real).shuffled(3)
+    assert sorted(found.real) == sorted(real)
+    assert found.forecast[1] == pytest.approx((found.forecast[0] + found.real[0]) / 2)
+    assert abs(found.correlation) < 0.15
+
+
+def figure_4(**utilities: np.ndarray) -> list[str]:
+    named = {name.replace("_", ", "): values for name, values in utilities.items()}
+    return [v.outcome for v in goodspeed_fig4.verdicts({(8, 16): named})]
 
 
 def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
-    flat = np.full((1, 600), 5.0)
-    curves = {"fixed": flat - 1, "random": flat - 2, "goodspeed": flat}
-    assert goodspeed_fig4.verdicts({(8, 16): curves})[0].outcome == "holds"
-    curves["fixed"] = flat + 1
-    assert goodspeed_fig4.verdicts({(8, 16): curves})[0].outcome == "holds in part"
-    rising = {"fixed": flat + 9, "random": flat + 9, "goodspeed": flat + np.arange(600) / 300}
-    assert goodspeed_fig4.verdicts({(8, 16): rising})[0].outcome == "does not hold"
+    flat = np.full((5, 600), 5.0)
+    rising = flat + np.arange(600) / 300
+    known = {"fixed": flat - 1, "random": rising - 3, "goodspeed_misled": flat - 4}
+    assert figure_4(**known, goodspeed=flat) == ["holds", "holds"]
+    assert figure_4(**known | {"random": flat - 3}, goodspeed=flat)[0] == "not shown"
+    assert figure_4(**known, goodspeed=rising)[0] == "does not hold"
+    assert figure_4(**known | {"fixed": flat + 1}, goodspeed=flat)[1] == "holds in part"
+    assert figure_4(**known | {"goodspeed_misled": flat}, goodspeed=flat)[1] == "not shown"
+
+
+def test_a_misled_policy_is_told_of_others() -> None:
+    rates = np.tile([0.9, 0.2], (400, 1))
+    lengths = {}
+    for misled in (False, True):
+        policy = make_policy("allocation", "goodspeed", {"evidence": "all"})
+        world = GeometricClients(rates, seed=1)
+        played = play(Misled(policy) if misled else policy, world.clients(), 6, 400)
+        lengths[misled] = played.lengths[200:].mean(axis=0)
+    assert lengths[False][0] > lengths[False][1]
+    assert lengths[True][0] < lengths[True][1]
 
 
 def test_theorems_see_what_does_not_converge() -> None:
@@ -95,3 +137,5 @@ def test_theorems_see_what_does_not_converge() -> None:
     assert goodspeed_theorems.averages(good).outcome == "holds"
     assert goodspeed_theorems.concentration(stuck).outcome == "does not hold"
     assert goodspeed_theorems.averages(stuck).outcome == "does not hold"
+    near = [sample(0.5, 0.01, 0.01), sample(0.1, 0.0, 0.005)]
+    assert goodspeed_theorems.concentration(near).outcome == "not shown", "the control is near, too"

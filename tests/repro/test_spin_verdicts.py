@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.repro import spin_fig11
+from penstock.repro import spin_fig11, spin_fig13
 from penstock.repro.spin_fig11 import Goodput, Ratio, goodput, profile, verdicts, workload
 
 
@@ -72,3 +72,41 @@ def test_a_run_keeps_eight_requests_live_and_is_reproducible() -> None:
     assert rate != goodput("7B", "mix", "LBSS", 1.0, 1)
     # Eight requests, at least a token in each step of 23 ms, and at most five.
     assert 150 < rate < 8 * 5 / 0.02
+
+
+def curve(gains: dict[int, float], spin: int = 9, planned: int = 4) -> spin_fig13.Curve:
+    """Gains over no micro-batches; of the others 0.8."""
+    return spin_fig13.Curve(
+        {1: 100.0} | {n: 100.0 * gains.get(n, 0.8) for n in range(2, 10)}, 0.0, spin, planned
+    )
+
+
+def figure_13(hard: spin_fig13.Curve, easy: spin_fig13.Curve) -> list[str]:
+    names = [f"{times}, {text}" for times in ("rows", "streaming") for text in ("hard", "easy")]
+    curves = dict(zip(names, (hard, easy, hard, easy), strict=True))
+    flat = dict.fromkeys(names, curve({}))
+    return [v.outcome for v in spin_fig13.verdicts(curves, flat)]
+
+
+def test_figure_13_wants_the_papers_gain_and_not_just_any() -> None:
+    easy = curve({2: 1.1, 3: 1.2, 4: 1.1}, planned=3)
+    assert figure_13(curve({4: 1.29}), easy) == [
+        *["holds", "holds", "holds"],
+        *["does not hold", "holds"],
+    ]
+    assert figure_13(curve({4: 1.17}), easy)[1] == "holds in part"
+    assert figure_13(curve({4: 1.17, 9: 1.0}), easy)[1] == "does not hold"
+    assert figure_13(easy, easy)[2] == "does not hold"
+
+
+def test_a_control_with_a_gain_shows_nothing() -> None:
+    gains = curve({4: 1.29})
+    names = [f"{times}, {text}" for times in ("rows", "streaming") for text in ("hard", "easy")]
+    same = dict.fromkeys(names, gains)
+    assert [v.outcome for v in spin_fig13.verdicts(same, same)][:2] == ["not shown", "not shown"]
+
+
+def test_figure_11_sets_rivals_against_themselves() -> None:
+    for verdict in verdicts(figures(LBSS=130.0)):
+        assert verdict.control is not None
+        assert verdict.control.outcome == "does not hold"

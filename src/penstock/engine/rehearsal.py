@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -125,22 +125,30 @@ class Rehearsal:
         }
 
     @torch.inference_mode()
-    def times(self, lengths: Sequence[int], window: int, turns: int) -> dict[Layout, StepTimes]:
-        """Best of `turns` of each, layouts in turn, on as many threads as torch is set to."""
+    def times(
+        self, lengths: Sequence[int], window: int, turns: int
+    ) -> dict[Layout, list[StepTimes]]:
+        """So many turns of each, after one to warm up, on as many threads as torch is set to. Each
+        turn begins with another layout, so that none always follows the same."""
         batch = verification_batch(lengths, window, self._cache.num_blocks, seed=0)
         q = random_queries(self._config, batch.num_tokens)
-        best = dict.fromkeys(self._backends, StepTimes(math.inf, math.inf))
-        for _ in range(turns):
-            for layout, backend in self._backends.items():
-                started = time.process_time()
-                self._decoder.forward(batch, self._cache, backend)
-                forward = time.process_time()
-                metadata = backend.prepare(batch)
-                for layer in range(self._config.num_layers):
-                    backend.attend(q, layer, metadata)
-                attention = time.process_time() - forward
-                so_far = best[layout]
-                best[layout] = StepTimes(
-                    min(so_far.step, forward - started), min(so_far.attention, attention)
-                )
-        return best
+        found: dict[Layout, list[StepTimes]] = {layout: [] for layout in self._backends}
+        layouts = deque(self._backends)
+        for turn in range(turns + 1):
+            for layout in layouts:
+                times = self._once(self._backends[layout], batch, q)
+                if turn:
+                    found[layout].append(times)
+            layouts.rotate(1)
+        return found
+
+    def _once(
+        self, backend: AttentionBackend[Any], batch: RaggedBatch, q: torch.Tensor
+    ) -> StepTimes:
+        started = time.process_time()
+        self._decoder.forward(batch, self._cache, backend)
+        forward = time.process_time()
+        metadata = backend.prepare(batch)
+        for layer in range(self._config.num_layers):
+            backend.attend(q, layer, metadata)
+        return StepTimes(forward - started, time.process_time() - forward)

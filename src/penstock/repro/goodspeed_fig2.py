@@ -1,10 +1,10 @@
 """GoodSpeed, figure 2: the smoothed goodput estimate (eq. 4) as a forecast of what is realised.
 
 Sums over eight clients. The estimate that a round is compared with is the one before it: one that
-contains the round follows it whatever happens, also where goodput is drawn anew in every round. As a
-control the same rounds in random order are smoothed again, of which no forecast can know anything.
-The paper's prompts change their domain; here acceptance jumps by 0.3 every hundred rounds, each
-client in its own time.
+contains the round follows it whatever happens, also where goodput is drawn anew in every round. As
+a control the same rounds in random order are smoothed again, of which no forecast can know
+anything. The paper's prompts change their domain; here acceptance jumps by 0.3 every hundred
+rounds, each client in its own time.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ def run(job: Run) -> list[Verdict]:
     curves = {}
     for budget in _BUDGETS:
         job.tell(f"{NAME}: C = {budget}")
-        curves[budget] = [curve(budget, rounds, seed) for seed in range(max(_SEEDS, job.effort.seeds))]
+        curves[budget] = [
+            curve(budget, rounds, seed) for seed in range(max(_SEEDS, job.effort.seeds))
+        ]
     write_table(
         job.out / f"{NAME}.csv",
         ("C", "seed", "round", "real_tokens", "forecast_tokens"),
@@ -110,8 +112,8 @@ def forecasts(found: Sequence[Curve]) -> Finding:
     error = float(np.mean([_error(c.forecast, c.real) for c in found]))
     constant = float(np.mean([_error(_mean_so_far(c), c.real) for c in found]))
     return Finding(
-        f"means differ by at most {bias:.1%}, correlation with the next round {together}; root mean "
-        f"square error {error:.2f} tokens, that of the mean so far {constant:.2f}",
+        f"means differ by at most {bias:.1%}, correlation with the next round {together}; root "
+        f"mean square error {error:.2f} tokens, that of the mean so far {constant:.2f}",
         (bias <= _CLOSE, together.low > 0, error < constant),
     )
 

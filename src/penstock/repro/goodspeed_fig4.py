@@ -47,7 +47,10 @@ def run(job: Run) -> list[Verdict]:
         job.tell(f"{NAME}: {clients} clients, C = {budget}")
         curves[clients, budget] = {
             name: np.stack(
-                [utility(name, clients, budget, seed) for seed in range(max(_SEEDS, job.effort.seeds))]
+                [
+                    utility(name, clients, budget, seed)
+                    for seed in range(max(_SEEDS, job.effort.seeds))
+                ]
             )
             for name in _POLICIES
         }
