@@ -3,15 +3,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import AsyncMock
 
 import httpx
 import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.api.samples import samples
+from tests.serving.fakes import TOKENIZER
 from tests.serving.harness import RunningServer, running_server, serve_config
 
 import penstock
+from penstock.api.app import create_app
+from penstock.engine.tokenizer import load_tokenizer
+from penstock.serving.messages import Ready
+from penstock.serving.waiting_room import WaitingRoom
 
 METRICS = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
@@ -128,13 +136,59 @@ def test_keys_are_asked_for(
     assert httpx.get(f"{keyed_server.url}/health").status_code == 200
 
 
+def bare_get(server: RunningServer, key: str | None, path: str = "/metrics") -> httpx.Response:
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    return httpx.get(f"{server.url}{path}", headers=headers)
+
+
+def test_metrics_are_behind_the_keys(keyed_server: RunningServer) -> None:
+    """They name the tenants. The page itself knows nothing: it asks for a key."""
+    for key in (None, "key"):
+        answer = bare_get(keyed_server, key)
+        assert answer.status_code == 401
+        assert answer.headers["WWW-Authenticate"] == "Bearer"
+        assert "penstock:" not in answer.text
+    assert "penstock:engine_up" in bare_get(keyed_server, "key-s").text
+    page = bare_get(keyed_server, None, "/dashboard").text
+    assert not any(tenant in page for tenant in KEYED["tenants"])
+    assert "Authorization: `Bearer ${key}`" in page
+
+
+@pytest.mark.parametrize(
+    ("settings", "key", "status"),
+    [
+        ({"metrics_keys": ["key-m"]}, "key-m", 200),
+        ({"metrics_keys": ["key-m"]}, "key-s", 401),
+        ({"metrics_keys": ["key-m"]}, None, 401),
+        ({"open_metrics": True}, None, 200),
+    ],
+)
+async def test_operators_keys(settings: dict[str, Any], key: str | None, status: int) -> None:
+    client = SimpleNamespace(
+        info=Ready(TOKENIZER, 100, 4096, frozenset(), (), {}),
+        room=WaitingRoom(8),
+        problem=None,
+        num_restarts=0,
+        drafters=(),
+        stats=AsyncMock(return_value=None),
+    )
+    app = create_app(serve_config(KEYED, **settings), client, load_tokenizer(TOKENIZER))  # type: ignore[arg-type]
+    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    async with httpx.AsyncClient(
+        transport=httpx.ASGITransport(app), base_url="http://toy", headers=headers
+    ) as http:
+        assert (await http.get("/metrics")).status_code == status
+        of_a_model = await http.get("/v1/models")
+        assert of_a_model.status_code == (200 if key == "key-s" else 401)
+
+
 def test_keys_stand_for_tenants(keyed_server: RunningServer) -> None:
     for key in ("key-n1", "key-n2", "key-s"):
         with openai.OpenAI(base_url=f"{keyed_server.url}/v1", api_key=key) as ai:
             ai.completions.create(model="toy", prompt="abc", max_tokens=7)
     by_tenant = {
         sample.labels["tenant"]: sample.value
-        for family in text_string_to_metric_families(httpx.get(f"{keyed_server.url}/metrics").text)
+        for family in text_string_to_metric_families(bare_get(keyed_server, "key-s").text)
         for sample in family.samples
         if sample.name == "penstock:generation_tokens_total"
     }

@@ -32,7 +32,7 @@ def exit_code(process: BaseProcess, timeout: float) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_what_runs_is_finished_and_nothing_new_is_taken(sig: signal.Signals) -> None:
     with server_process(SLOW_FACTORY) as (process, url):
         engine = engine_pid(url)

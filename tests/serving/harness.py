@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import multiprocessing
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -104,6 +105,8 @@ def server_process(factory: str, **settings: Any) -> Iterator[tuple[BaseProcess,
 
 
 def _serve(pipe: Connection, factory: str, settings: dict[str, Any]) -> None:
+    # As in a process that was not forked: the one behind it may be that of an engine.
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     asyncio.run(serve(serve_config(**settings), pipe.send, factory))
 
 

@@ -117,8 +117,9 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     app.add_middleware(ResponseHeaders)
     service = Service(config, client, tokenizer)
     app.state.metrics = service.metrics
-    _add_openai(app, service, Keyring(config.engine.tenants))
-    _add_operations(app, service)
+    keyring = Keyring(config.engine.tenants, config.metrics_keys)
+    _add_openai(app, service, keyring)
+    _add_operations(app, service, Keyring({}) if config.open_metrics else keyring)
     return app
 
 
@@ -155,7 +156,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
         return service.model_card()
 
 
-def _add_operations(app: FastAPI, service: Service) -> None:
+def _add_operations(app: FastAPI, service: Service, keyring: Keyring) -> None:
     dashboard = files("penstock.api").joinpath("dashboard.html").read_text(encoding="utf-8")
 
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
@@ -170,7 +171,8 @@ def _add_operations(app: FastAPI, service: Service) -> None:
         return {"version": __version__}
 
     @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(authorization: Annotated[str | None, Header()] = None) -> Response:
+        keyring.check_operator(authorization)
         client = service.client
         text = service.metrics.render(
             await client.stats(), is_up=client.problem is None, num_restarts=client.num_restarts

@@ -30,7 +30,7 @@ class DraftSettings:
 
 
 async def serve_drafts(settings: DraftSettings, announce: Callable[[str], None]) -> None:
-    """Draft, and serve own users if a port is given, until SIGTERM or SIGINT.
+    """Draft, and serve own users if a port is given, until SIGTERM, SIGINT or SIGHUP.
 
     announce: called with one line when the verification server has taken this one, and one when
     users are
@@ -40,7 +40,9 @@ async def serve_drafts(settings: DraftSettings, announce: Callable[[str], None])
     """
     stopped = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue
         loop.add_signal_handler(number, stopped.set)
     with nullcontext() if settings.listen is None else bind(*settings.listen) as sock:
         drafter = await asyncio.to_thread(load_drafter, settings.drafter)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import importlib
+import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from types import FrameType
 
@@ -31,7 +34,7 @@ async def serve(
     factory: str = LOAD_ENGINE,
     announce_drafters: Callable[[str], None] = lambda address: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT; a second one ends it at once.
+    """Serve until SIGTERM, SIGINT or SIGHUP; a second one ends it at once.
 
     announce: called with the address when requests are taken
     factory:  what the engine process builds its engine with, "package.module:function"
@@ -116,6 +119,13 @@ class HttpServer(uvicorn.Server):
         finally:
             draining.cancel()
 
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """A terminal that is closed ends the server like any other signal, unless it was told to
+        outlive it (nohup)."""
+        with super().capture_signals(), on_hang_up(self.handle_exit):
+            yield
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
             self.force_exit = True
@@ -125,6 +135,20 @@ class HttpServer(uvicorn.Server):
     def _abort(self) -> None:
         for connection in tuple(self.server_state.connections):
             connection.transport.abort()
+
+
+@contextmanager
+def on_hang_up(handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Handle SIGHUP, unless it is ignored, or this is not the main thread."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        yield
+        return
+    before = signal.signal(signal.SIGHUP, handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def bind(host: str, port: int) -> socket.socket:
