@@ -1,7 +1,6 @@
 """Profiles that come with the program, profile files, and their fit to measurements."""
 
 import csv
-import itertools
 import json
 import os
 from dataclasses import asdict, replace
@@ -69,7 +68,7 @@ def test_the_names_are_those_of_the_profiles() -> None:
 )
 def test_the_a100_has_the_designs_figures(tokens: int, milliseconds: float) -> None:
     assert load_profile("a100-llama2-7b").linear(tokens) * 1e3 == pytest.approx(
-        milliseconds, abs=0.05
+        milliseconds, abs=0.06
     )
 
 
@@ -80,8 +79,14 @@ def test_the_a100_goes_on_with_the_same_slope() -> None:
         slope = (a100.linear(tokens) - a100.linear(512)) / (tokens - 512)
         assert slope * 1e3 == pytest.approx(0.065, abs=0.003)
     assert a100.linear(65) == a100.linear(72) > 1.1 * a100.linear(64)
-    times = [a100.linear(n) for n in range(1, 5000)]
-    assert all(a <= b for a, b in itertools.pairwise(times))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "milliseconds"), [(136, 17.584), (160, 17.824), (184, 15.808), (192, 15.92)]
+)
+def test_the_a100_takes_what_was_measured(tokens: int, milliseconds: float) -> None:
+    """Also where a larger step was measured to be faster."""
+    assert load_profile("a100-llama2-7b").linear(tokens) * 1e3 == pytest.approx(milliseconds)
 
 
 def test_the_a100_computes_attention() -> None:
@@ -106,13 +111,12 @@ def test_what_is_shipped_agrees_with_the_measurements(gpu: str) -> None:
     )
     (quality,) = fitted.quality
     assert quality.num_measurements == 261
-    assert quality.r_squared > 0.999
-    assert quality.max_relative_error < 0.12
+    assert quality.r_squared > 0.9999
+    # One token takes as long as eight here, and was measured to take 2% longer.
+    assert quality.max_relative_error < 0.025
     shipped = load_profile(f"{gpu}-llama2-7b")
     ratios = [fitted.profile.linear(n) / shipped.linear(n) for n in range(1, 4097)]
-    # The design's A100 table follows the lower edge of the measurements.
-    assert min(ratios) == pytest.approx(1, abs=2e-3)
-    assert max(ratios) < (1.08 if gpu == "a100" else 1.002)
+    assert min(ratios) == max(ratios) == 1
 
 
 def test_attention_fitted_anew_is_near_the_designs() -> None:

@@ -47,6 +47,8 @@ class DrafterProfile:
 
     def __post_init__(self) -> None:
         _check_table(f"drafter {self.name!r}", self.batch_counts, self.batch_seconds)
+        if any(b < a for a, b in itertools.pairwise(self.batch_seconds)):
+            raise ValueError(f"drafter {self.name!r}: a larger step cannot be faster")
         if self.per_catch_up_token < 0 or min(self.slowdown, self.target_slowdown) <= 0:
             raise ValueError(f"drafter {self.name!r}: times and slowdowns cannot be negative")
 
@@ -61,8 +63,9 @@ class StepProfile:
     """Time of a step: a table over its positions for everything that is linear in them, and
     attention on top. All times in seconds.
 
-    token_counts, token_seconds: the table, both non-decreasing; interpolated between its points,
-        and beyond the last one continued with the slope of its upper half.
+    token_counts, token_seconds: the table, interpolated between its points, and beyond the last one
+        continued with the slope of its upper half. A larger step may be faster, as where a better
+        kernel begins: the table is what was measured.
     granularity: positions are rounded up to a multiple of it first.
     decode_fixed: added once if any request decodes.
     kv_tokens: KV memory of the machine that was measured.
@@ -155,8 +158,10 @@ def _check_table(what: str, counts: Sequence[int], seconds: Sequence[float]) -> 
         raise ValueError(f"{what}: a table needs as many times as token counts")
     if any(b <= a for a, b in itertools.pairwise(counts)) or counts[0] < 0:
         raise ValueError(f"{what}: token counts must rise from 0 or more")
-    if any(b < a for a, b in itertools.pairwise(seconds)) or seconds[0] < 0:
-        raise ValueError(f"{what}: a larger step cannot be faster")
+    if min(seconds) < 0:
+        raise ValueError(f"{what}: no step can take less than no time")
+    if _tail_slope(counts, seconds) < 0:
+        raise ValueError(f"{what}: beyond the table a larger step cannot be faster")
 
 
 def _interpolate(counts: Sequence[int], seconds: Sequence[float], size: int) -> float:
@@ -166,9 +171,15 @@ def _interpolate(counts: Sequence[int], seconds: Sequence[float], size: int) -> 
     if i < len(counts):
         share = (size - counts[i - 1]) / (counts[i] - counts[i - 1])
         return seconds[i - 1] + share * (seconds[i] - seconds[i - 1])
+    return seconds[-1] + _tail_slope(counts, seconds) * (size - counts[-1])
+
+
+def _tail_slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
+    """Seconds a position of the table's upper half; 0 where there is but one point."""
+    if len(counts) == 1:
+        return 0.0
     middle = len(counts) // 2 if len(counts) > 2 else 0
-    slope = (seconds[-1] - seconds[middle]) / (counts[-1] - counts[middle])
-    return seconds[-1] + slope * (size - counts[-1])
+    return (seconds[-1] - seconds[middle]) / (counts[-1] - counts[middle])
 
 
 PAPER_LINEAR = StepProfile(

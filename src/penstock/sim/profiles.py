@@ -165,10 +165,12 @@ def fit_profile(
         left out.
     granularity: token counts are rounded up to a multiple of it.
 
-    The table is the isotonic regression over token counts, less the points that interpolation
-    gives back within 0.1%; attention terms are non-negative. For whole steps all of it is one
-    non-negative least-squares problem. What the steps cannot tell apart (decodes from positions, in
-    steps without prefill) is ascribed to the table; the profile is good for such steps only.
+    The table of operators interpolates what was measured, where a larger step may be faster; that
+    of whole steps, which are noisier, is the isotonic regression over token counts. Points that
+    interpolation gives back within 0.1% are left out. Attention terms are non-negative. For whole
+    steps all of it is one non-negative least-squares problem. What the steps cannot tell apart
+    (decodes from positions, in steps without prefill) is ascribed to the table; the profile is good
+    for such steps only.
 
     Raises: ProfileError.
     """
@@ -304,8 +306,10 @@ def _fit_operators(
     granularity: int,
 ) -> Fit:
     tokens, seconds = operators
-    knots, basis = _rising_basis(tokens, granularity)
-    counts, times = _compact(knots, np.cumsum(_relative_nnls(basis, seconds, seconds)))
+    measured = np.unique(tokens)
+    means = [seconds[tokens == count].mean() for count in measured]
+    knots = np.unique(np.ceil(measured / granularity) * granularity)
+    counts, times = _compact(knots, np.interp(knots, measured, means))
     profile = StepProfile(
         name,
         kv_tokens,
