@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from penstock.cli.capacity import interval_95
@@ -409,3 +410,48 @@ def test_draft_servers_across_links(cli: Cli, tmp_path: Path) -> None:
     code, _, said = cli(*run, "--pipeline", "both")
     assert code == 2
     assert "choose from off, auto, async" in said
+
+
+def tenants_trace(path: Path, requests: int = 3000) -> Path:
+    """27 tenants, of which the k-th asks for 1/k of what the first does."""
+    rng = np.random.default_rng(0)
+    shares = 1 / np.arange(1, 28)
+    rows = zip(
+        np.cumsum(rng.exponential(1 / 7.0, requests)),
+        np.clip(np.exp(rng.normal(6.6, 1, requests)), 16, 14_000).astype(int),
+        np.clip(np.exp(rng.normal(5, 0.9, requests)), 4, 1000).astype(int),
+        rng.choice(27, requests, p=shares / shares.sum()),
+        strict=True,
+    )
+    text = "".join(f"{t:.6f},{p},{o},t{k + 1:02d}\n" for t, p, o, k in rows)
+    path.write_text("arrived_at,num_prefill_tokens,num_decode_tokens,tenant\n" + text)
+    return path
+
+
+@pytest.mark.parametrize("admission", ["vllm_v1", "fluid_guided"])
+def test_fairness_between_27_tenants(cli: Cli, tmp_path: Path, admission: str) -> None:
+    """At one and a half times the capacity the small ones do not notice."""
+    trace = tenants_trace(tmp_path / "trace.csv")
+    arguments = ("--workload", trace, "--profile", "a100-llama2-7b", "--admission", admission)
+    unfair = report_of(cli, "simulate", *arguments)
+    fair = report_of(cli, "simulate", *arguments, "--fairness")
+    small = [f"t{k}" for k in range(12, 28)]
+    waited = {
+        name: [report["tenants"][t]["ttft_s"]["mean"] for t in small]
+        for name, report in (("fair", fair), ("unfair", unfair))
+    }
+    assert min(waited["unfair"]) > 20
+    assert max(waited["fair"]) < 5
+    assert unfair["jain"] < 0.9 < 0.97 < fair["jain"]
+    assert fair["throughput_tokens_per_s"] > 0.97 * unfair["throughput_tokens_per_s"]
+    weighed = report_of(cli, "simulate", *arguments, "--fairness", "--tenant-weight", "t01=9")
+    first = [r["tenants"]["t01"]["latency_s"]["mean"] for r in (fair, weighed)]
+    assert first[1] < 0.7 * first[0]
+
+
+def test_weights_that_are_none(cli: Cli, trace: Path) -> None:
+    arguments = ("--workload", trace, "--profile", "paper-linear", "--admission", "vllm_v1")
+    for text in ("a", "a=", "=2", "a=0", "a=-1", "a=nan", "a=inf", "a=x"):
+        status, _, error = cli("simulate", *arguments, "--fairness", "--tenant-weight", text)
+        assert status == 2
+        assert "NAME=WEIGHT" in error

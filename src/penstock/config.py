@@ -58,12 +58,14 @@ class TenantConfig(_Model):
 
     share_prompts: draft servers of other tenants may draft for its requests, and so see them.
     max_waiting_requests: without a first token at once; None is the share of any client.
+    max_running_requests: so many of its requests run at once, the others wait.
     """
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     api_keys: tuple[str, ...] = ()
     share_prompts: bool = False
     max_waiting_requests: int | None = Field(default=None, ge=1)
+    max_running_requests: int | None = Field(default=None, ge=1)
 
 
 class EngineConfig(_Model):
@@ -83,6 +85,7 @@ class EngineConfig(_Model):
     heartbeat_timeout_s: an engine process without a sign of life for so long is killed and started
         again; for a quarter of it, it takes no requests.
     attention: of eager and graphs, by name; auto is triton_paged on a GPU with Triton, else packed.
+    fairness: between tenants, by weight, in who is admitted, keeps its memory and decodes.
     """
 
     target: Path
@@ -105,6 +108,7 @@ class EngineConfig(_Model):
     allocation: PolicyConfig = PolicyConfig(name="throughput")
     pipeline: str = "off"
     heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    fairness: bool = True
     tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
     @field_validator("drafters")

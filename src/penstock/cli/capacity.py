@@ -26,6 +26,7 @@ from penstock.cli.simulator_options import (
     AllocationOption,
     ArrivalsOption,
     BlockSizeOption,
+    FairnessOption,
     JsonOption,
     KvTokensOption,
     PlotOption,
@@ -33,6 +34,7 @@ from penstock.cli.simulator_options import (
     SeedOption,
     SelectionOption,
     SetOption,
+    TenantWeightOption,
     TimeScaleOption,
     TpotOption,
     TtftOption,
@@ -72,6 +74,8 @@ def capacity(
     kv_tokens: KvTokensOption = None,
     block_size: BlockSizeOption = 1,
     settings: SetOption = None,
+    fairness: FairnessOption = False,
+    tenant_weight: TenantWeightOption = None,
     drafter: DrafterOption = None,
     acceptance: AcceptanceOption = None,
     drafter_seconds: DrafterSecondsOption = None,
@@ -102,6 +106,8 @@ def capacity(
             block_size=block_size,
             targets=targets,
             seed=seed,
+            fairness=fairness,
+            tenant_weights=tenant_weight or (),
         )
         load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
         lengths = LoadedWorkload.of(load)

@@ -36,6 +36,10 @@ AllocationOption = Annotated[
         "Draft-length policy, by default renewal with --drafters-listen, otherwise throughput",
     ),
 ]
+FairnessOption = Annotated[
+    bool | None,
+    typer.Option("--fairness/--no-fairness", help="Between tenants, by weight. [--fairness]"),
+]
 VerificationOption = Annotated[
     str | None,
     typer.Option(
@@ -121,6 +125,7 @@ def serve(
     admission: AdmissionOption = None,
     selection: SelectionOption = None,
     allocation: AllocationOption = None,
+    fairness: FairnessOption = None,
     verification: VerificationOption = None,
     no_speculation: NoSpeculationOption = False,
     dtype: DtypeOption = None,
@@ -151,6 +156,7 @@ def serve(
         settings = read_yaml(config) if config is not None else {}
         engine = _given(
             settings_in(settings.pop("engine", None), "engine"),
+            fairness=fairness,
             verification=verification,
             dtype=dtype,
             device=device,

@@ -120,6 +120,8 @@ def make_server(
     seed: int,
     draft_servers: Path | None = None,
     pipeline: str = "off",
+    fairness: bool = False,
+    tenant_weights: Sequence[str] = (),
 ) -> Server:
     """From the command line; names: of the policies, by kind.
 
@@ -165,9 +167,30 @@ def make_server(
         capacities=parse_capacities(drafters.capacities or (), tuple(acceptance.models)),
         draft_servers=servers,
         pipeline=pipeline,
+        fairness=fairness,
+        tenant_weights=_weights(tenant_weights),
         seed=seed,
     )
     return Server(setup, targets)
+
+
+def _weights(texts: Sequence[str]) -> dict[str, float]:
+    """`NAME=WEIGHT` texts. Raises: WorkloadError."""
+    from penstock.sim.workloads import WorkloadError
+
+    weights = {}
+    for text in texts:
+        name, _, number = text.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = math.nan
+        if not name or not 0 < weight < math.inf:
+            raise WorkloadError(
+                f"--tenant-weight takes NAME=WEIGHT with a weight over 0, not {text!r}"
+            )
+        weights[name] = weight
+    return weights
 
 
 def describe(setup: Setup, workload: Workload) -> dict[str, Any]:
@@ -179,4 +202,5 @@ def describe(setup: Setup, workload: Workload) -> dict[str, Any]:
         "kv_tokens": setup.num_blocks * setup.block_size,
         "admission": setup.admission,
         "options": setup.admission_options,
+        "fairness": setup.fairness,
     }

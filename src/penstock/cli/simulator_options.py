@@ -39,6 +39,13 @@ KvTokensOption = Annotated[
     int | None, typer.Option(min=1, help="KV memory in tokens. Default: the profile's.")
 ]
 BlockSizeOption = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")]
+FairnessOption = Annotated[
+    bool, typer.Option("--fairness", help="Between the tenants of a trace, by weight.")
+]
+TenantWeightOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=WEIGHT", help="A tenant's weight, otherwise 1; may be repeated."),
+]
 SetOption = Annotated[
     list[str] | None,
     typer.Option(

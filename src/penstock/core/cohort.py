@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
@@ -115,11 +116,34 @@ class CountedState(RequestState):
         self._num_output = num_output_tokens
 
 
+@dataclass(slots=True)
+class _Decoded:
+    """What a cohort's members of one tenant have decoded. `kv_tokens` is their context at tick
+    `tick`; `num_rows` tokens, behind `num_kv_tokens` of context, are not accounted for yet."""
+
+    tick: int
+    num: int = 0
+    kv_tokens: int = 0
+    num_rows: int = 0
+    num_kv_tokens: int = 0
+
+    def advance(self, tick: int) -> None:
+        ticks = tick - self.tick
+        if not ticks:
+            return
+        self.num_rows += ticks * self.num
+        growth = self.num * ticks * (ticks + 1) // 2
+        self.num_kv_tokens += ticks * self.kv_tokens + growth
+        self.kv_tokens += ticks * self.num
+        self.tick = tick
+
+
 class Cohort:
     """Requests that decode one token each in every step that the cohort is in."""
 
-    def __init__(self, group: Hashable, block_size: int) -> None:
+    def __init__(self, group: Hashable, block_size: int, *, keeps_accounts: bool = False) -> None:
         self.group = group
+        self._keeps_accounts = keeps_accounts
         self.ticks = 0
         self.num_kv_tokens = 0
         """Positions whose KV the target holds for the members."""
@@ -131,6 +155,7 @@ class Cohort:
         # Members by when they begin a block: a tick needs as many blocks as one entry says.
         self._phases = [0] * block_size
         self._leaving: list[tuple[int, int, CountedState]] = []
+        self._by_tenant: dict[str, _Decoded] = {}
 
     def __len__(self) -> int:
         return len(self.members)
@@ -149,6 +174,8 @@ class Cohort:
         state.leaves_at = ticks + left
         state.enter(self)
         self.members[request_id] = state
+        if self._keeps_accounts:
+            self._count(state.request.tenant, 1, computed)
         heapq.heappush(self._leaving, (state.leaves_at, state.order, state))
 
     def leave(self, state: CountedState) -> None:
@@ -159,6 +186,8 @@ class Cohort:
         known, num_output = self._origins.pop(request_id)
         computed, num_output = known + self.ticks - 1, num_output + self.ticks
         state.exit(num_output)
+        if self._keeps_accounts:
+            self._count(state.request.tenant, -1, -computed)
         self.num_kv_tokens -= computed
         self._phases[(computed - self.ticks) % self._block_size] -= 1
         held = computed
@@ -166,6 +195,33 @@ class Cohort:
             held += 1
             state.plans[self.plan_id] = (TARGET,)
         state.kv[TARGET] = CountedKV(computed, -(-held // self._block_size))
+
+    def _count(self, tenant: str, num: int, kv_tokens: int) -> None:
+        """So many members of a tenant more, and tokens of their context."""
+        decoded = self._by_tenant.get(tenant)
+        if decoded is None:
+            decoded = self._by_tenant[tenant] = _Decoded(self.ticks)
+        decoded.advance(self.ticks)
+        decoded.num += num
+        decoded.kv_tokens += kv_tokens
+
+    def take_decoded(self) -> list[tuple[str, int, int]]:
+        """By tenant: tokens decoded since the last call, and the sum of their contexts."""
+        taken = []
+        for tenant, decoded in list(self._by_tenant.items()):
+            decoded.advance(self.ticks)
+            if decoded.num_rows:
+                taken.append((tenant, decoded.num_rows, decoded.num_kv_tokens))
+                decoded.num_rows = decoded.num_kv_tokens = 0
+            if not decoded.num:
+                del self._by_tenant[tenant]
+        return taken
+
+    def kv_tokens_by_tenant(self) -> dict[str, int]:
+        """Context of each tenant's members."""
+        for decoded in self._by_tenant.values():
+            decoded.advance(self.ticks)
+        return {tenant: d.kv_tokens for tenant, d in self._by_tenant.items()}
 
     def lengths(self) -> npt.NDArray[np.int64]:
         """[members, 2]: known and output tokens of each."""

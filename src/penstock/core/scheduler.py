@@ -5,21 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterable
 
+from penstock.core.accounts import Accounts
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.allocation import AllocationPolicy
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.cohort import Cohort, CountedState, decode_run, num_later_blocks
 from penstock.core.drafting import Drafting
 from penstock.core.estimators import Estimators
+from penstock.core.fairness import Fairness
 from penstock.core.items import ItemWriter
 from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
 from penstock.core.pipeline import Barrier, Pipeline
+from penstock.core.refusal import refusal
 from penstock.core.selection import SelectionPolicy
 from penstock.core.state import Drafter, Outcome, RequestState, Tenant
-from penstock.core.step import Step
+from penstock.core.step import Step, newest
 from penstock.core.types import (
-    AUTO_DRAFTER,
     NO_DRAFTER,
     TARGET,
     Arrive,
@@ -68,15 +70,13 @@ class Scheduler:
         estimators: Estimators | None = None,
         counted: bool = False,
         runs_ahead: bool = False,
+        fairness: bool = False,
     ) -> None:
         self.pool = pool
         self.max_model_len = max_model_len
         self.estimators = estimators or Estimators()
         self.tenants = {t.name: t for t in tenants}
         self.running: dict[str, RequestState] = {}
-        self.waiting = WaitingRequests(
-            admission.queue_of, lambda: admission.new_queue(self.estimators)
-        )
         self.num_preemptions = 0
         self._counted = counted
         self._solo: dict[str, RequestState] = {}
@@ -111,6 +111,13 @@ class Scheduler:
             self.running,
             self._states.values,
         )
+        is_fair = fairness and admission.knows_tenants
+        self._accounts = Accounts(self.tenants, self.estimators, self._cohorts, is_fair=is_fair)
+        self._fairness = Fairness(self._accounts, self.estimators) if is_fair else None
+        self.waiting = WaitingRequests(
+            admission.queue_of,
+            self._accounts.queues(lambda: admission.new_queue(self.estimators)),
+        )
         self._item_writer = ItemWriter(pool, self._drafting, admission, runs_ahead=runs_ahead)
         self._step = Step(
             pool=pool,
@@ -122,6 +129,9 @@ class Scheduler:
             may_run=self._may_run,
             draft_reserve=self._drafting.reserve,
             release=self._preempt,
+            leave_cohort=self._leave_cohort,
+            accounts=self._accounts,
+            choose_victim=newest if self._fairness is None else self._fairness.victim,
         )
         self._in_flight: set[int] = set()
         self._num_plans = 0
@@ -158,10 +168,11 @@ class Scheduler:
                 self._draft_lanes.down(name)
             case Reconfigure(tenant, weight):
                 self._tenant(tenant).weight = weight
+                self._accounts.num_changes += 1
         return []
 
     def _arrive(self, request: Request, now: float) -> list[Output]:
-        error = self._refusal(request)
+        error = refusal(request, self._states, self.max_model_len, self.pool, self._drafters)
         if error is not None:
             return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
         kind = CountedState if self._can_count(request) else RequestState
@@ -186,28 +197,6 @@ class Scheduler:
             and not request.stop_token_ids
             and (request.drafter == NO_DRAFTER or not self._drafters)
         )
-
-    def _refusal(self, request: Request) -> str | None:
-        total = request.prompt_len + request.max_tokens
-        if request.id in self._states:
-            return f"a request with id {request.id!r} is already running"
-        if request.prompt_len < 1 or request.max_tokens < 1:
-            return "a request needs at least 1 prompt token and at least 1 token to make"
-        if total > self.max_model_len:
-            return (
-                f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
-                f"than the context of {self.max_model_len} tokens"
-            )
-        if total > self.pool.capacity_tokens:
-            return (
-                f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
-                f"than the KV memory of {self.pool.capacity_tokens} tokens"
-            )
-        known = request.drafter in (AUTO_DRAFTER, NO_DRAFTER) or request.drafter in self._drafters
-        if not known:
-            allowed = ", ".join((AUTO_DRAFTER, NO_DRAFTER, *self._drafters))
-            return f"unknown drafter {request.drafter!r}; choose from {allowed}"
-        return None
 
     def _cancel(self, request_id: str) -> list[Output]:
         state = self._states.get(request_id)
@@ -239,7 +228,7 @@ class Scheduler:
             if step.scheduled:
                 items = self._items(step, plan_id)
                 if self._drafters:
-                    orders = self._drafting.replays(lane, _states(step), plan_id, now)
+                    orders = self._drafting.replays(lane, step.scheduled_states, plan_id, now)
             if step.decoding:
                 decodes = self._decodes(step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
@@ -290,12 +279,17 @@ class Scheduler:
     def _compose(self, step: Step) -> None:
         """Let the admission policy choose who runs."""
         woken = step.wake_at
-        self._admission.compose(step)
+        if self._fairness is None:
+            self._admission.compose(step)
+        else:
+            # A drafter with a lane would wait for a paused request, not the target.
+            may_pause = not self._draft_lanes.are_used
+            self._fairness.compose(step, self._admission, may_pause=may_pause)
         if step.wake_at is not None or woken is not None:
             step.wake_at = _earlier(step.wake_at, woken)
-        self.num_preemptions += step.num_preempted
+        self.num_preemptions += step.num_preempted + step.num_displaced
         if self._drafters:
-            self._drafting.select(_states(step), step.now)
+            self._drafting.select(step.scheduled_states, step.now)
 
     def _items(self, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
         items = self._item_writer.items(step)
@@ -310,7 +304,7 @@ class Scheduler:
         return decode_run(step.decoding, self.pool, plan_id, repeatable, step.wake_at)
 
     def _may_run(self, state: RequestState) -> bool:
-        return self._has_draft(state) and self._pipeline.joins(state)
+        return not state.is_paused and self._has_draft(state) and self._pipeline.joins(state)
 
     def _has_draft(self, state: RequestState) -> bool:
         """Whether a request waits for nothing but its verification, or its prefill."""
@@ -389,6 +383,8 @@ class Scheduler:
             if state.block_hashes or state.request.prompt_token_ids is not None:
                 self.memory.commit(state)
             return None
+        if self._accounts.are_kept and item.num_scheduled_tokens == 1 and state.num_output_tokens:
+            self._accounts.charge_decode(state, known, verdict.num_proposed)
         state.round += 1
         self.estimators.acceptance.observe(verdict)
         new_tokens, reason = self._cut(state, verdict.token_ids)
@@ -404,7 +400,6 @@ class Scheduler:
         else:
             state.append(new_tokens)
             self.memory.commit(state)
-        self._tenant(state.request.tenant).num_tokens_served += num_new
         if reason is not None:
             self.estimators.lengths.ended(state.num_output_tokens)
             self._forget(state)
@@ -429,7 +424,12 @@ class Scheduler:
             self.pool.count(num_later_blocks(cohorts, result.repeats))
         for cohort in cohorts:
             cohort.plan_id = None
-            for state in cohort.advance(result.repeats):
+            left = cohort.advance(result.repeats)
+            if len(left) > 1:
+                # In the order of admission, as they would end one by one.
+                ids = {state.request.id: state for state in left}
+                left = [ids[i] for i in self.running if i in ids]
+            for state in left:
                 self._solo[state.request.id] = state
                 num_output = state.num_output_tokens
                 if num_output == state.request.max_tokens:
@@ -458,6 +458,7 @@ class Scheduler:
 
     def _preempt(self, state: RequestState) -> None:
         self._leave_cohort(state)
+        state.num_charged_tokens = max(state.num_charged_tokens, state.num_computed_tokens)
         self.memory.release(state)
         state.epoch = self._next_epoch()
         state.held = None
@@ -472,7 +473,6 @@ class Scheduler:
         if isinstance(state, CountedState):
             self._leave_cohort(state)
             num_tokens = state.num_output_tokens - state.num_announced
-            self._tenant(state.request.tenant).num_tokens_served += num_tokens
         self._forget(state)
         return Output(state.request.id, (), num_tokens, reason, error)
 
@@ -485,6 +485,7 @@ class Scheduler:
         if state.status is Status.RUNNING:
             del self.running[state.request.id]
             del self._solo[state.request.id]
+            self._accounts.moved(state, running=-1)
         else:
             self.waiting.remove(state)
         state.status = Status.FINISHED
@@ -495,10 +496,6 @@ class Scheduler:
         if self._new_requests.pop(state.request.id, None) is None:
             self._forgotten.append(state.request.id)
         del self._states[state.request.id]
-
-
-def _states(step: Step) -> list[RequestState]:
-    return [s.state for s in step.scheduled.values()]
 
 
 def _earlier(a: float | None, b: float | None) -> float | None:

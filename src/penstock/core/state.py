@@ -43,13 +43,16 @@ class HeldDraft:
 
 @dataclass(slots=True)
 class Tenant:
-    """Who fairness is between."""
+    """Who fairness is between.
+
+    shares_prompts: draft servers of others may see its prompts.
+    max_running_requests: so many of its requests may run at once; None is no limit.
+    """
 
     name: str
     weight: float = 1.0
-    num_tokens_served: int = 0
     shares_prompts: bool = False
-    """Whether draft servers of others may see its prompts."""
+    max_running_requests: int | None = None
 
 
 @dataclass(slots=True)
@@ -116,8 +119,10 @@ class RequestState:
         "group",
         "held",
         "in_flight",
+        "is_paused",
         "kv",
         "num_cached_tokens",
+        "num_charged_tokens",
         "num_known_tokens",
         "num_output_tokens",
         "order",
@@ -157,6 +162,10 @@ class RequestState:
         self.selected_round = -1
         self.undrafted_round = -1
         self.num_cached_tokens = 0
+        self.num_charged_tokens = 0
+        """Tokens of which the computation was charged to the tenant before a preemption."""
+        self.is_paused = False
+        """It keeps its memory, but does not run for now: other tenants' turn."""
         self.seen_token_ids = (0, -1)
         """Output tokens that `highest_token_id` has looked at, and what it has found."""
 

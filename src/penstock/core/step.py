@@ -7,12 +7,14 @@ then makes no difference to a policy, nor to its cost where a cohort counts for 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.accounts import Accounts
 from penstock.core.blocks import BlockPool
 from penstock.core.cohort import Cohort, CountedState
 from penstock.core.estimators import Estimators
@@ -54,6 +56,9 @@ class Step:
     may_run: Callable[[RequestState], bool]
     draft_reserve: Callable[[RequestState], int]
     release: Callable[[RequestState], None]
+    leave_cohort: Callable[[RequestState], None]
+    accounts: Accounts
+    choose_victim: Callable[[Step], RequestState | None]
     now: float = 0.0
     scheduled: dict[str, ScheduledTokens] = field(default_factory=dict)
     decoding: list[Cohort] = field(default_factory=list)
@@ -62,6 +67,8 @@ class Step:
     num_reserved: int = 0
     """Draft positions that the scheduled decoding requests would like to use."""
     num_preempted: int = 0
+    num_displaced: int = 0
+    """Preempted for a waiting request, before anything was scheduled."""
     wake_at: float | None = None
     repeatable: bool = False
     stalled: str | None = None
@@ -71,11 +78,15 @@ class Step:
         self.now = now
         self.scheduled = {}
         self.decoding = []
-        self.num_tokens = self.num_reserved = self.num_preempted = 0
+        self.num_tokens = self.num_reserved = self.num_preempted = self.num_displaced = 0
         self.wake_at = self.stalled = None
         self.repeatable = False
 
     # --- who is there ---------------------------------------------------------------------------
+
+    @property
+    def scheduled_states(self) -> list[RequestState]:
+        return [s.state for s in self.scheduled.values()]
 
     @property
     def num_known_tokens(self) -> int:
@@ -133,10 +144,15 @@ class Step:
         Returns the tokens scheduled."""
         before = self.num_tokens
         cohort = self.cohorts.get(group)
-        for state in self.solo_decodes(group) if self.solo else ():
+        solo = self.solo_decodes(group) if self.solo else []
+        if self.pool.num_free_blocks < len(solo):
+            self._make_room_together([s for s in solo if not isinstance(s, CountedState)][:budget])
+        for state in solo:
             if isinstance(state, CountedState):
                 if cohort is None:
-                    cohort = self.cohorts[group] = Cohort(group, self.pool.block_size)
+                    cohort = self.cohorts[group] = Cohort(
+                        group, self.pool.block_size, keeps_accounts=self.accounts.are_kept
+                    )
                 cohort.join(state)
                 del self.solo[state.request.id]
             elif state.status is Status.RUNNING and before + budget > self.num_tokens:
@@ -144,6 +160,16 @@ class Step:
         if cohort is not None and cohort.members and cohort.plan_id is None:
             self._schedule_cohort(cohort, budget)
         return self.num_tokens - before
+
+    def _make_room_together(self, states: list[RequestState]) -> None:
+        """For the next token of each, so that nobody is spared for having come first."""
+        while not self.pool.can_allocate(
+            sum(self._missing_blocks(s, 1) for s in states if s.status is Status.RUNNING)
+        ):
+            victim = self.choose_victim(self)
+            if victim is None:
+                return
+            self.preempt(victim)
 
     def _schedule_decode(self, state: RequestState) -> None:
         if self.make_room(state, 1):
@@ -155,7 +181,7 @@ class Step:
         if num > budget:
             raise ValueError(f"{num} decoding requests exceed a budget of {budget} tokens")
         while not self.pool.can_allocate(wanted := cohort.num_new_blocks()):
-            victim = self._victim()
+            victim = self.choose_victim(self)
             if victim is None:
                 return
             self.preempt(victim)
@@ -197,12 +223,26 @@ class Step:
     def can_admit(self, state: RequestState, num_tokens: int, num_kept_free: int = 0) -> bool:
         """Whether memory holds the first `num_tokens` tokens beyond the cached prefix of a waiting
         request, with `num_kept_free` blocks to spare."""
+        return self.pool.can_allocate(self._wanted_blocks(state, num_tokens) + num_kept_free)
+
+    def _wanted_blocks(self, state: RequestState, num_tokens: int) -> int:
+        """Free blocks that a waiting request takes for its first `num_tokens` tokens beyond the
+        cached prefix."""
         if not state.block_hashes:
-            return self.pool.can_allocate(self.pool.blocks_for(num_tokens) + num_kept_free)
+            return self.pool.blocks_for(num_tokens)
         cached = self.cached_blocks(state)
         length = len(cached) * self.pool.block_size + num_tokens
-        wanted = self.pool.blocks_for(length) - len(cached) + self.pool.num_idle(cached)
-        return self.pool.can_allocate(wanted + num_kept_free)
+        return self.pool.blocks_for(length) - len(cached) + self.pool.num_idle(cached)
+
+    def shortage(
+        self, state: RequestState, max_num_seqs: float = math.inf, num_kept_free: int = 0
+    ) -> tuple[int, int]:
+        """How many blocks, and running requests, are too few and too many for a waiting request to
+        be admitted; none is 0 or less."""
+        wanted = self._wanted_blocks(state, self.num_missing_tokens(state))
+        wanted += num_kept_free if self.running else 0
+        too_many = len(self.running) + 1 - max_num_seqs
+        return wanted - self.pool.num_free_blocks, 0 if too_many < 0 else int(too_many)
 
     def admit(self, state: RequestState, num_tokens: int) -> None:
         """Move a waiting request to the running ones and schedule its first tokens."""
@@ -259,6 +299,8 @@ class Step:
     def schedule(self, state: RequestState, num_tokens: int) -> None:
         """Compute `num_tokens` more known tokens of a running request. Ask `can_schedule` first."""
         kv = state.kv_of(TARGET)
+        if self.accounts.are_kept and not state.is_decoding:
+            self.accounts.charge_prompt(state, kv.num_computed_tokens, num_tokens)
         missing = self.pool.blocks_for(kv.num_computed_tokens + num_tokens) - kv.num_blocks
         new_blocks = kv.grow(self.pool, missing) if missing > 0 else []
         self.num_tokens += num_tokens
@@ -270,7 +312,7 @@ class Step:
         """Preempt the newest running requests until a running one can be scheduled; False if it had
         to go itself, or nobody can."""
         while not self.can_schedule(state, num_tokens):
-            victim = self._victim()
+            victim = self.choose_victim(self)
             if victim is None:
                 return False
             self.preempt(victim)
@@ -284,18 +326,32 @@ class Step:
             return state.cohort.plan_id is None and state.cohort not in self.decoding
         return not state.in_flight and state.request.id not in self.scheduled
 
+    def pause(self, state: RequestState) -> None:
+        """Let a running request keep its memory, but not run."""
+        self.leave_cohort(state)
+        state.is_paused = True
+
+    def displace(self, state: RequestState) -> None:
+        """Preempt a running request for one that waits, before anything is scheduled."""
+        self.preempt(state)
+        self.num_preempted -= 1
+        self.num_displaced += 1
+
     def preempt(self, state: RequestState) -> None:
         """Give up a running request's memory; it is recomputed later, first in the queue."""
         self.release(state)
+        state.is_paused = False
         state.status = Status.PREEMPTED
         del self.running[state.request.id]
         del self.solo[state.request.id]
         self.waiting.appendleft(state)
         self.num_preempted += 1
 
-    def _victim(self) -> RequestState | None:
-        return next((s for s in reversed(self.running.values()) if self.can_preempt(s)), None)
-
     def _missing_blocks(self, state: RequestState, num_tokens: int) -> int:
         kv = state.kv_of(TARGET)
         return max(0, self.pool.blocks_for(kv.num_computed_tokens + num_tokens) - kv.num_blocks)
+
+
+def newest(step: Step) -> RequestState | None:
+    """The newest running request that can be preempted."""
+    return next((s for s in reversed(step.running.values()) if step.can_preempt(s)), None)

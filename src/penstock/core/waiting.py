@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 
 from penstock.core.order import ArrivalQueue
 from penstock.core.state import RequestState
@@ -35,6 +35,10 @@ class WaitingRequests:
         if queue is None:
             queue = self._queues[key] = self._new_queue()
         return queue
+
+    @property
+    def queues(self) -> Iterable[ArrivalQueue]:
+        return self._queues.values()
 
     def append(self, state: RequestState) -> None:
         """A request arrives."""

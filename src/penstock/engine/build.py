@@ -159,7 +159,8 @@ def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Sch
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.drafters]
     tenants = [
-        Tenant(name, t.weight, shares_prompts=t.share_prompts) for name, t in config.tenants.items()
+        Tenant(name, t.weight, t.share_prompts, t.max_running_requests)
+        for name, t in config.tenants.items()
     ]
     return Scheduler(
         _pool(config, models.num_blocks),
@@ -171,6 +172,7 @@ def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Sch
         max_model_len=models.max_model_len,
         tenants=tenants,
         runs_ahead=runs_ahead,
+        fairness=config.fairness,
     )
 
 

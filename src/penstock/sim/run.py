@@ -19,8 +19,9 @@ from penstock.core.ports import Instrument
 from penstock.core.profiled import drafter_profiles, know_profile
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter
+from penstock.core.state import Drafter, Tenant
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, FinishReason, Request
+from penstock.fluid.shares import jain_index, max_min_shares
 from penstock.fluid.step_profile import StepProfile
 from penstock.sim.acceptance import AcceptanceModel, of_tenants
 from penstock.sim.clock import VirtualClock
@@ -45,6 +46,7 @@ class Setup:
     capacities: of drafters, by name. With a pipeline drafters work beside the target.
     draft_servers: machines that draft beside the target; `acceptance` must know them too. Requests
     of a server's tenant are that server's own; the others go where selection sends them.
+    fairness: between tenants, which weigh 1 but for those in `tenant_weights`.
     """
 
     profile: StepProfile
@@ -62,6 +64,8 @@ class Setup:
     draft_share: float = 0.05
     draft_servers: tuple[DraftServer, ...] = ()
     pipeline: str = "off"
+    fairness: bool = False
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     seed: int = 0
     counted: bool = True
 
@@ -103,6 +107,7 @@ class Report:
     num_tokens: npt.NDArray[np.int64]
     refused: npt.NDArray[np.bool_]
     wall_s: float
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def completed(self) -> npt.NDArray[np.bool_]:
@@ -200,16 +205,28 @@ class Report:
         return {"slo_goodput": float(within.sum() / self._seconds), "slo_met": met}
 
     def _by_tenant(self, tenants: npt.NDArray[np.str_]) -> dict[str, Any]:
-        """Figures of each tenant; Jain's index and the sum of logarithms of their tokens a second
-        (None where a tenant got none)."""
+        """Figures of each tenant; `jain`, Jain's index of what each was served over its weighted
+        max-min fair share of what all were served; `sum_log_rate`, of their tokens a second, by
+        weight (None where a tenant was served none).
+
+        Served is what was asked for and finished while there was something to share out: until
+        the last request arrived, or through half of the run if that is longer. In the end
+        everybody has been served what it asked for, whatever the policy did.
+        """
         tenants = tenants[: len(self.arrived_at)]
-        by_tenant = {str(name): self._figures(tenants == name) for name in np.unique(tenants)}
-        rates = np.array([f["throughput_tokens_per_s"] for f in by_tenant.values()])
-        squares = float((rates**2).sum())
+        names, owner = np.unique(tenants, return_inverse=True)
+        until = max(float(self.arrived_at[-1]), 0.5 * self._seconds)
+        asked = np.where(self.refused, 0, self.workload.output_len[: len(owner)])
+        in_time = self.completed & (self.finished_at <= until)
+        demand = np.bincount(owner, asked).astype(np.float64)
+        served = np.bincount(owner, np.where(in_time, self.num_tokens, 0)).astype(np.float64)
+        weights = np.array([self.tenant_weights.get(str(name), 1.0) for name in names])
+        fair = max_min_shares(float(served.sum()), demand, weights)
+        rates = served / until
         return {
-            "tenants": by_tenant,
-            "jain": float(rates.sum() ** 2 / (len(rates) * squares)) if squares else None,
-            "sum_log_rate": float(np.log(rates).sum()) if (rates > 0).all() else None,
+            "tenants": {str(name): self._figures(tenants == name) for name in names},
+            "jain": jain_index(served[fair > 0] / fair[fair > 0]),
+            "sum_log_rate": float(weights @ np.log(rates)) if (rates > 0).all() else None,
         }
 
 
@@ -247,7 +264,7 @@ def run(
     finally:
         if collecting:
             gc.enable()
-    return _report(setup.profile, workload, result, time.perf_counter() - started)
+    return _report(setup, workload, result, time.perf_counter() - started)
 
 
 def _executor(setup: Setup, workload: Workload, clock: VirtualClock) -> SimulatedExecutor:
@@ -283,6 +300,8 @@ def make_scheduler(setup: Setup) -> Scheduler:
         max_model_len=setup.num_blocks * setup.block_size,
         estimators=estimators,
         counted=setup.counted,
+        tenants=[Tenant(name, weight) for name, weight in setup.tenant_weights.items()],
+        fairness=setup.fairness,
     )
 
 
@@ -310,12 +329,10 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
         )
 
 
-def _report(
-    profile: StepProfile, workload: Workload, result: SimulationResult, wall_s: float
-) -> Report:
+def _report(setup: Setup, workload: Workload, result: SimulationResult, wall_s: float) -> Report:
     records = result.records.values()
     return Report(
-        profile=profile,
+        profile=setup.profile,
         workload=workload,
         result=result,
         arrived_at=np.array([r.request.arrival_time for r in records]),
@@ -324,6 +341,7 @@ def _report(
         num_tokens=np.array([r.num_tokens for r in records], dtype=np.int64),
         refused=np.array([r.finish_reason is FinishReason.REFUSED for r in records], dtype=bool),
         wall_s=wall_s,
+        tenant_weights=setup.tenant_weights,
     )
 
 

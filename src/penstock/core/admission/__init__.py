@@ -20,6 +20,8 @@ class AdmissionPolicy(ABC):
     """What an admission policy may say besides."""
 
     name: ClassVar[str]
+    knows_tenants: ClassVar[bool] = True
+    """Whether fairness between tenants goes with it; not with a paper's rule to the letter."""
     order: OrderName = "arrival"
     """In which order the requests of a queue are tried."""
 
@@ -34,6 +36,10 @@ class AdmissionPolicy(ABC):
     def queue_of(self, state: RequestState) -> Hashable:
         """Key of the queue in which a request waits."""
         return None
+
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        """What keeps a waiting request out for longer than a step, as `Step.shortage`."""
+        return step.shortage(state)
 
     def new_queue(self, estimators: Estimators) -> ArrivalQueue:
         """An empty queue, which keeps the order."""

@@ -79,6 +79,12 @@ class FluidGuided(AdmissionPolicy):
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_batched_tokens - num_tokens
 
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        """Memory is short where it is not expected to hold the request as it grows."""
+        if num_that_fit(step, [state], self.options.confidence):
+            return 0, 0
+        return step.pool.blocks_for(state.num_known_tokens + int(step.estimators.lengths.mean)), 0
+
     def compose(self, step: Step) -> None:
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
         self._refill.is_pausing = False

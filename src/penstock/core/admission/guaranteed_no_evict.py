@@ -53,6 +53,11 @@ class GuaranteedNoEvict(AdmissionPolicy):
             self._admit(step, budget)
         step.repeatable = True
 
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        _, places = step.shortage(state, self.options.max_batch_size)
+        left = step.num_free_when_grown(_most_tokens)
+        return step.pool.blocks_for(_most_tokens(state)) - left, places
+
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_tokens - num_tokens
 

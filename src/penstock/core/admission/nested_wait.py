@@ -29,6 +29,7 @@ class NestedWait(AdmissionPolicy):
     """
 
     name: ClassVar[str] = "nested_wait"
+    knows_tenants: ClassVar[bool] = False
 
     @dataclass(frozen=True, slots=True)
     class Options:

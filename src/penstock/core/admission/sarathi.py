@@ -8,6 +8,7 @@ from typing import ClassVar
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.options import PositiveInt, Share
 from penstock.core.order import OrderName
+from penstock.core.state import RequestState
 from penstock.core.step import Step
 
 
@@ -51,9 +52,15 @@ class Sarathi(AdmissionPolicy):
         budget -= min(step.num_reserved, budget // 2)
         budget -= step.schedule_prefills(budget)
         if not step.num_preempted:
-            kept_free = int(options.watermark * step.pool.num_blocks)
+            kept_free = self._kept_free(step)
             step.admit_in_order(budget, options.max_num_seqs, kept_free)
             step.repeatable = True
+
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        return step.shortage(state, self.options.max_num_seqs, self._kept_free(step))
+
+    def _kept_free(self, step: Step) -> int:
+        return int(self.options.watermark * step.pool.num_blocks)
 
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.token_budget - num_tokens

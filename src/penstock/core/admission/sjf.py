@@ -9,6 +9,7 @@ from penstock.core.admission import AdmissionPolicy
 from penstock.core.estimators import Estimators
 from penstock.core.options import PositiveInt, Share
 from penstock.core.order import ArrivalQueue, shortest_output_first
+from penstock.core.state import RequestState
 from penstock.core.step import Step
 
 
@@ -48,9 +49,15 @@ class ShortestJobFirst(AdmissionPolicy):
         budget -= min(step.num_reserved, budget // 2)
         budget -= step.schedule_prefills(budget)
         if not step.num_preempted:
-            kept_free = int(options.watermark * step.pool.num_blocks)
+            kept_free = self._kept_free(step)
             step.admit_in_order(budget, options.max_num_seqs, kept_free)
             step.repeatable = True
+
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        return step.shortage(state, self.options.max_num_seqs, self._kept_free(step))
+
+    def _kept_free(self, step: Step) -> int:
+        return int(self.options.watermark * step.pool.num_blocks)
 
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_batched_tokens - num_tokens

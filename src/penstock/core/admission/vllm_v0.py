@@ -8,6 +8,7 @@ from typing import ClassVar
 from penstock.core.admission import AdmissionPolicy
 from penstock.core.options import PositiveInt, Share
 from penstock.core.order import OrderName
+from penstock.core.state import RequestState
 from penstock.core.step import Step
 
 
@@ -50,12 +51,18 @@ class VllmV0(AdmissionPolicy):
             step.schedule_decodes(self.options.max_num_seqs)
             step.repeatable = not step.num_preempted
 
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        return step.shortage(state, self.options.max_num_seqs, self._kept_free(step))
+
+    def _kept_free(self, step: Step) -> int:
+        return int(self.options.watermark * step.pool.num_blocks)
+
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_batched_tokens - num_tokens
 
     def _admit_whole(self, step: Step) -> None:
         options = self.options
-        kept_free = int(options.watermark * step.pool.num_blocks)
+        kept_free = self._kept_free(step)
         queue = step.waiting.queue()
         while len(step.running) < options.max_num_seqs:
             state = queue.first

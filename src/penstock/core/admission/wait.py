@@ -27,6 +27,7 @@ class Wait(AdmissionPolicy):
     """
 
     name: ClassVar[str] = "wait"
+    knows_tenants: ClassVar[bool] = False
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -1,0 +1,320 @@
+"""What every tenant has been served: virtual token counters, and the queue that goes by them.
+
+Service is counted as it is given and for what it costs, over the tenant's weight (Sheng et al.,
+"Fairness in Serving Large Language Models", OSDI'24), with a step-time profile's prices in the
+place of fixed ones. Of the tenants that wait the one with the least comes first; one that did not
+wait starts again at the least of those that do: nobody saves up credit.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from typing import NamedTuple
+
+from penstock.core.cohort import Cohort
+from penstock.core.estimators import Estimators
+from penstock.core.order import ArrivalQueue
+from penstock.core.state import RequestState, Tenant
+from penstock.fluid.step_profile import StepProfile
+
+UNITS = 1e12
+"""Service is counted in whole picoseconds: it makes no difference then whether steps are charged
+one by one, or a run of them at once."""
+
+
+class Prices(NamedTuple):
+    """What is charged for service, in units.
+
+    position: for each position of a step, at the rate of an efficient one. prefill, decode: for
+    each token of a prompt, and each decoding request, besides its context. prefill_context,
+    kv_token: for what attention reads, in token pairs and tokens.
+    """
+
+    position: int
+    prefill: int
+    decode: int
+    prefill_context: float
+    kv_token: int
+
+    @classmethod
+    def of(cls, profile: StepProfile) -> Prices:
+        """From a profile; where it knows no times, one for a prompt's token and two for a decoded
+        one (as in the paper)."""
+        most = profile.token_counts[-1]
+        position = profile.linear(most) / most if most else 0.0
+        prefill, decode = position + profile.per_prefill_token, position + profile.per_decode
+        if not prefill + profile.per_prefill_context + decode + profile.per_kv_token:
+            return cls(1, 1, 2, 0.0, 0)
+        return cls(
+            round(UNITS * position),
+            round(UNITS * prefill),
+            round(UNITS * decode),
+            UNITS * profile.per_prefill_context,
+            round(UNITS * profile.per_kv_token),
+        )
+
+    def prompt(self, start: int, num_tokens: int) -> int:
+        """`num_tokens` tokens behind a context of `start`."""
+        context = num_tokens * (start + 0.5 * num_tokens)
+        return self.prefill * num_tokens + round(self.prefill_context * context)
+
+    def decodes(self, num_rows: int, num_kv_tokens: int) -> int:
+        """So many decoded tokens, with `num_kv_tokens` of context together."""
+        return self.decode * num_rows + self.kv_token * num_kv_tokens
+
+
+class Account:
+    """What a tenant has been served, and what it asks for.
+
+    most_at_work: requests that may run at once, as the others' service would suffer from more.
+    """
+
+    __slots__ = (
+        "_served",
+        "_start",
+        "_weight",
+        "most_at_work",
+        "num_running",
+        "num_waiting",
+        "tenant",
+    )
+
+    def __init__(self, tenant: Tenant) -> None:
+        self.tenant = tenant
+        self.num_waiting = 0
+        self.num_running = 0
+        self.most_at_work = math.inf
+        self._weight = tenant.weight
+        self._start = 0.0
+        self._served = 0
+
+    @property
+    def counter(self) -> float:
+        """Service over weight, in units."""
+        return self._start + self._served / self._weight
+
+    def charge(self, units: int) -> None:
+        """So much service was given. A new weight holds for what is given from now on."""
+        if self._weight != self.tenant.weight:
+            self._start, self._served, self._weight = self.counter, 0, self.tenant.weight
+        self._served += units
+
+    def lift(self, counter: float) -> None:
+        """To no less than that."""
+        self._start += max(0.0, counter - self.counter)
+
+    @property
+    def num_requests(self) -> int:
+        return self.num_waiting + self.num_running
+
+    def may_admit(self, num_others: int = 0) -> bool:
+        """Whether another of its requests may run, beside `num_others` that are admitted before."""
+        most = self.tenant.max_running_requests
+        allowed = self.most_at_work if most is None else min(self.most_at_work, most)
+        return self.num_running + num_others < allowed
+
+
+class Accounts:
+    """Those of all tenants. `present` are the ones with unfinished requests, by name.
+
+    is_fair: whether they decide who comes first. are_kept: otherwise nobody asks.
+    """
+
+    def __init__(
+        self,
+        tenants: Mapping[str, Tenant],
+        estimators: Estimators,
+        cohorts: Mapping[Hashable, Cohort],
+        *,
+        is_fair: bool,
+    ) -> None:
+        self.is_fair = is_fair
+        is_limited = any(t.max_running_requests is not None for t in tenants.values())
+        self.are_kept = is_fair or is_limited
+        self.present: dict[str, Account] = {}
+        self.num_changes = 0
+        """Arrivals, ends and whatever else changes who is present with how many requests."""
+        self._tenants = tenants
+        self._cohorts = cohorts
+        self._step_model = estimators.step_model
+        self._accounts: dict[str, Account] = {}
+        self._returned: dict[str, Account] = {}
+        self._prices: tuple[StepProfile | None, Prices] = (None, Prices(1, 1, 2, 0.0, 0))
+
+    @property
+    def prices(self) -> Prices:
+        profile = self._step_model.profile
+        if self._prices[0] is not profile:
+            self._prices = (profile, Prices.of(profile))
+        return self._prices[1]
+
+    def of(self, state: RequestState) -> Account:
+        """The account of a request's tenant."""
+        name = state.request.tenant
+        account = self._accounts.get(name)
+        if account is None:
+            account = self._accounts[name] = Account(self._tenants[name])
+        return account
+
+    def queues(self, new_queue: Callable[[], ArrivalQueue]) -> Callable[[], ArrivalQueue]:
+        """What makes queues of those who wait: of one of the policy's for each tenant, or for
+        all."""
+        if not self.are_kept:
+            return new_queue
+        return lambda: TenantQueue(self, new_queue)
+
+    def settle(self) -> None:
+        """Charge what was decoded in cohorts."""
+        prices = self.prices
+        for cohort in self._cohorts.values():
+            for name, rows, kv_tokens in cohort.take_decoded():
+                self._accounts[name].charge(prices.decodes(rows, kv_tokens))
+
+    # --- service --------------------------------------------------------------------------------
+
+    def charge_prompt(self, state: RequestState, start: int, num_tokens: int) -> None:
+        """Tokens of a prompt are computed; those that were computed before a preemption are not
+        charged again."""
+        again = max(0, min(num_tokens, state.num_charged_tokens - start))
+        if again < num_tokens:
+            self.of(state).charge(self.prices.prompt(start + again, num_tokens - again))
+
+    def charge_decode(self, state: RequestState, num_kv_tokens: int, num_drafts: int) -> None:
+        """A request has decoded behind so much context, with drafts that were verified."""
+        prices = self.prices
+        units = prices.decodes(1, num_kv_tokens) + prices.position * num_drafts
+        self.of(state).charge(units)
+
+    def rank(self, state: RequestState, num_units: int = 0) -> tuple[float, float, int]:
+        """Who comes before whom, if so much more had been charged: less is earlier. Of equals
+        whoever has less at work: one that has just come back is not behind those that were always
+        there. Where fairness is off, whoever came first."""
+        if not self.is_fair:
+            return (0.0, 0.0, state.order)
+        account = self.of(state)
+        weight = account.tenant.weight
+        return (account.counter + num_units / weight, account.num_running / weight, state.order)
+
+    # --- who is there ---------------------------------------------------------------------------
+
+    def arrived(self, state: RequestState) -> None:
+        """A request comes."""
+        account = self.of(state)
+        if not account.num_waiting:
+            self._returned[state.request.tenant] = account
+        account.num_waiting += 1
+        self.present[state.request.tenant] = account
+        self.num_changes += 1
+
+    def lift_returned(self) -> None:
+        """Let those who have begun to wait since the last call start at the least of those who
+        waited before, or of those present; if nobody is, all start alike. To be called where all
+        service until then is known."""
+        if not self._returned:
+            return
+        self.settle()
+        others = [a for name, a in self.present.items() if name not in self._returned]
+        waiting = [a.counter for a in others if a.num_waiting]
+        if others:
+            floor = min(waiting or [a.counter for a in others])
+        else:
+            floor = max(a.counter for a in self._returned.values())
+        for account in self._returned.values():
+            account.lift(floor)
+        self._returned.clear()
+
+    def moved(self, state: RequestState, *, waiting: int = 0, running: int = 0) -> None:
+        """A request changes from waiting to running or back, or is gone."""
+        if not self.are_kept:
+            return
+        account = self.of(state)
+        account.num_waiting += waiting
+        account.num_running += running
+        if not account.num_requests:
+            del self.present[state.request.tenant]
+        self.num_changes += 1
+
+
+class TenantQueue(ArrivalQueue):
+    """A queue for each tenant; of those that may admit another request, the least served comes
+    first."""
+
+    def __init__(self, accounts: Accounts, new_queue: Callable[[], ArrivalQueue]) -> None:
+        self._accounts = accounts
+        self._new_queue = new_queue
+        self._queues: dict[str, ArrivalQueue] = {}
+
+    def __len__(self) -> int:
+        return sum(len(q) for q in self._queues.values())
+
+    def __iter__(self) -> Iterator[RequestState]:
+        """As if everyone were charged for the prompt at once."""
+        self._accounts.settle()
+        requests = {name: iter(queue) for name, queue in self._queues.items()}
+        admitted = dict.fromkeys(requests, 0)
+        charged = dict.fromkeys(requests, 0)
+        heads: list[tuple[float, float, int, RequestState]] = []
+
+        def push(name: str) -> None:
+            state = next(requests[name], None)
+            if state is not None and self._accounts.of(state).may_admit(admitted[name]):
+                counter, running, order = self._accounts.rank(state, charged[name])
+                heapq.heappush(heads, (counter, running, order, state))
+
+        for name in requests:
+            push(name)
+        while heads:
+            state = heapq.heappop(heads)[-1]
+            yield state
+            name = state.request.tenant
+            admitted[name] += 1
+            charged[name] += self._accounts.prices.prompt(0, state.num_known_tokens)
+            push(name)
+
+    @property
+    def oldest(self) -> RequestState | None:
+        oldest = [s for q in self._queues.values() if (s := q.oldest) is not None]
+        return min(oldest, key=lambda s: s.order, default=None)
+
+    @property
+    def first(self) -> RequestState | None:
+        firsts = [
+            s
+            for q in self._queues.values()
+            if (s := q.first) is not None and self._accounts.of(s).may_admit()
+        ]
+        if len(firsts) < 2:
+            return firsts[0] if firsts else None
+        self._accounts.settle()
+        return min(firsts, key=self._accounts.rank)
+
+    def append(self, state: RequestState) -> None:
+        self._accounts.arrived(state)
+        self._of(state).append(state)
+
+    def appendleft(self, state: RequestState) -> None:
+        self._accounts.moved(state, waiting=1, running=-1)
+        self._of(state).appendleft(state)
+
+    def remove(self, state: RequestState) -> None:
+        self._accounts.moved(state, waiting=-1)
+        self._of(state).remove(state)
+        self._drop_empty(state)
+
+    def admit(self, state: RequestState) -> None:
+        self._accounts.moved(state, waiting=-1, running=1)
+        self._of(state).admit(state)
+        self._drop_empty(state)
+
+    def _of(self, state: RequestState) -> ArrivalQueue:
+        name = state.request.tenant
+        queue = self._queues.get(name)
+        if queue is None:
+            queue = self._queues[name] = self._new_queue()
+        return queue
+
+    def _drop_empty(self, state: RequestState) -> None:
+        if not self._queues[state.request.tenant]:
+            del self._queues[state.request.tenant]

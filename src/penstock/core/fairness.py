@@ -1,0 +1,198 @@
+"""Weighted fairness between tenants, whatever the admission policy.
+
+The order of those who wait goes by the tenants' counters (`core.accounts`). Two things it cannot
+settle. Long outputs may hold the memory, or the places, that a tenant's request needs: then others
+make way, as soon as they have been served more for as long as it costs to compute them again. And
+where nobody waits, whoever sends most requests slows all the others: then requests of tenants with
+more than their share are paused.
+"""
+
+from __future__ import annotations
+
+import math
+
+from penstock.core.accounts import UNITS, Account, Accounts
+from penstock.core.admission import AdmissionPolicy
+from penstock.core.estimators import Estimators
+from penstock.core.state import RequestState
+from penstock.core.step import Step, newest
+from penstock.fluid.step_profile import StepWork
+
+_SLOWER = 0.25
+"""How far others may slow a tenant that has less than its share, of how much slower a server of its
+share would be: with half a server by a tenth, with a tenth of one by nine tenths."""
+_GROWTH = 1.25
+"""By which more requests go to work a step when there is room for them again: tenants with little
+to do come and go, and a hundred prompts at once would be in their way."""
+_ROUNDS = 16
+"""Of bisection."""
+
+
+class Fairness:
+    """Between the tenants of a scheduler."""
+
+    def __init__(self, accounts: Accounts, estimators: Estimators) -> None:
+        self._accounts = accounts
+        self._estimators = estimators
+        self._seen = -1
+        self._is_growing = False
+        self._num_paused = 0
+
+    def compose(self, step: Step, admission: AdmissionPolicy, *, may_pause: bool) -> None:
+        """Let the admission policy choose who runs, once those who must make way have done so."""
+        accounts = self._accounts
+        accounts.lift_returned()
+        if self._is_growing or self._seen != accounts.num_changes:
+            self._pace(step, may_pause=may_pause)
+            self._seen = accounts.num_changes
+        if step.waiting and len(accounts.present) > 1:
+            self._make_way(step, admission)
+        admission.compose(step)
+        # While anybody waits beside others, who is the next changes with what those are served.
+        changes = self._is_growing or (step.waiting and len(accounts.present) > 1)
+        step.repeatable = step.repeatable and not changes
+
+    # --- memory and places ----------------------------------------------------------------------
+
+    def victim(self, step: Step) -> RequestState | None:
+        """Who is preempted when memory runs out: the newest of those who are paused, else of the
+        tenant that holds most for its weight."""
+        if len(self._accounts.present) < 2:
+            return newest(step)
+        held = self._held(step)
+        last: dict[str, RequestState] = {}
+        for state in reversed(step.running.values()):
+            if step.can_preempt(state):
+                if state.is_paused:
+                    return state
+                last.setdefault(state.request.tenant, state)
+        return max(last.values(), key=lambda s: held[s.request.tenant], default=None)
+
+    def _held(self, step: Step) -> dict[str, float]:
+        """KV tokens of each tenant's running requests, over its weight."""
+        held: dict[str, float] = dict.fromkeys(self._accounts.present, 0.0)
+        for state in step.solo.values():
+            held[state.request.tenant] += state.num_computed_tokens
+        for cohort in step.cohorts.values():
+            for name, tokens in cohort.kv_tokens_by_tenant().items():
+                held[name] = held.get(name, 0.0) + tokens
+        present = self._accounts.present
+        return {n: tokens / present[n].tenant.weight for n, tokens in held.items() if n in present}
+
+    def _make_way(self, step: Step, admission: AdmissionPolicy) -> None:
+        """Preempt for the first of those who wait, if memory or places keep it out for longer than
+        it would wait for its own prompt on a server of its tenant's share, and it asks for no more
+        than that share: the newest requests of the tenant that is furthest over its own, once
+        it has been served more by what they cost to compute again. The other pays for that."""
+        firsts = [s for q in step.waiting.queues if (s := q.first) is not None]
+        if not firsts:
+            return
+        first = min(firsts, key=self._accounts.rank)
+        own = self._accounts.of(first)
+        prices, present = self._accounts.prices, self._accounts.present
+        share = own.tenant.weight / sum(a.tenant.weight for a in present.values())
+        prompt = prices.prompt(0, first.num_known_tokens)
+        if (step.now - first.request.arrival_time) * UNITS * share < prompt:
+            return
+        blocks, places = admission.shortage(step, first)
+        if blocks <= 0 and places <= 0:
+            return
+        held = self._held(step)
+        wanted = held.get(first.request.tenant, 0.0) * own.tenant.weight + first.num_known_tokens
+        if wanted > share * step.pool.capacity_tokens:
+            return
+        if own.num_running + 1 > max(1.0, share * len(step.running)):
+            return
+        most = max(held, key=held.__getitem__, default="")
+        if present.get(most, own) is own:
+            return
+        victims, cost = [], 0
+        for state in reversed(step.running.values()):
+            if blocks <= 0 and places <= 0:
+                break
+            if state.request.tenant == most and step.can_preempt(state):
+                victims.append(state)
+                if not state.is_paused:
+                    cost += prices.prompt(0, state.num_known_tokens)
+                blocks -= step.pool.blocks_for(state.num_known_tokens)
+                places -= 1
+        self._accounts.settle()
+        owed = (present[most].counter - own.counter) * own.tenant.weight
+        if blocks > 0 or places > 0 or (cost and owed < cost):
+            return
+        own.charge(cost)
+        for state in victims:
+            step.displace(state)
+
+    # --- who decodes ----------------------------------------------------------------------------
+
+    def _pace(self, step: Step, *, may_pause: bool) -> None:
+        """Say how many requests of each tenant may be at work, and pause the newest of the
+        others."""
+        present = self._accounts.present.values()
+        level = self._level(list(present), step) if may_pause else math.inf
+        self._is_growing = False
+        for account in present:
+            most = max(1.0, level * account.tenant.weight + 1e-9)
+            most = math.floor(most) if most < account.num_requests else math.inf
+            allowed = max(account.most_at_work * _GROWTH, account.most_at_work + 1)
+            if most > allowed:
+                self._is_growing = allowed < account.num_requests
+                most = allowed if self._is_growing else math.inf
+            account.most_at_work = most
+        self._pause(step)
+
+    def _pause(self, step: Step) -> None:
+        limited = [a for a in self._accounts.present.values() if a.most_at_work < math.inf]
+        if not limited and not self._num_paused:
+            return
+        left = {a.tenant.name: a.most_at_work for a in limited}
+        self._num_paused = 0
+        for state in list(step.running.values()):
+            name = state.request.tenant
+            pauses = name in left and left[name] < 1
+            if name in left:
+                left[name] -= 1
+            if pauses and not state.is_paused:
+                step.pause(state)
+            state.is_paused = pauses
+            self._num_paused += pauses
+
+    def _level(self, accounts: list[Account], step: Step) -> float:
+        """Requests at work for a weight of 1, as many as slow no tenant that has all of its own at
+        work by more than its share allows; but no fewer than the tenant with the fewest has."""
+        if len(accounts) < 2:
+            return math.inf
+        weights = [a.tenant.weight for a in accounts]
+        demands = [a.num_requests for a in accounts]
+        whole = sum(weights)
+        allowed = [
+            (1 + _SLOWER * (whole / w - 1)) * self._seconds(d, step)
+            for w, d in zip(weights, demands, strict=True)
+        ]
+
+        def is_kind(level: float) -> bool:
+            num = sum(min(d, max(1.0, level * w)) for w, d in zip(weights, demands, strict=True))
+            seconds = self._seconds(num, step)
+            return all(
+                seconds <= most
+                for most, w, d in zip(allowed, weights, demands, strict=True)
+                if d <= level * w
+            )
+
+        levels = [d / w for w, d in zip(weights, demands, strict=True)]
+        low, high = min(levels), max(levels)
+        if is_kind(high):
+            return math.inf
+        for _ in range(_ROUNDS):
+            middle = 0.5 * (low + high)
+            low, high = (middle, high) if is_kind(middle) else (low, middle)
+        return low
+
+    def _seconds(self, num_requests: float, step: Step) -> float:
+        """Of a step in which so many ordinary requests decode, or as many as memory holds."""
+        lengths, traffic = self._estimators.lengths, self._estimators.traffic
+        context = traffic.mean_prompt_len + 0.5 * lengths.mean
+        num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))
+        work = StepWork(num_decodes=num, num_kv_tokens=round(num * context))
+        return self._estimators.step_model.seconds(work)

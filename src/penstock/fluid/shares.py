@@ -1,0 +1,31 @@
+"""Weighted max-min fair shares: nobody gets more than it asks for, and what is left over goes to
+the others by weight."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+FloatArray = npt.NDArray[np.float64]
+
+
+def max_min_shares(total: float, demands: FloatArray, weights: FloatArray) -> FloatArray:
+    """Shares of `total`, by progressive filling: all levels share / weight rise together, and a
+    share stops rising when it meets its demand.
+
+    demands, weights: [claimants], not negative and positive. Shares sum to the lesser of `total`
+    and the demands.
+    """
+    shares = np.zeros(len(demands))
+    left, weight = float(total), float(weights.sum())
+    for i in np.argsort(demands / weights, kind="stable"):
+        shares[i] = min(float(demands[i]), left * float(weights[i]) / weight)
+        left, weight = left - shares[i], weight - float(weights[i])
+    return shares
+
+
+def jain_index(values: FloatArray) -> float | None:
+    """(Σ x)² / (n Σ x²): 1 where all are equal, 1/n where one has everything; None if all are 0.
+    Source: Jain, Chiu and Hawe, DEC-TR-301 (1984)."""
+    squares = float((values**2).sum())
+    return float(values.sum()) ** 2 / (len(values) * squares) if squares else None
