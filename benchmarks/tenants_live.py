@@ -23,7 +23,6 @@ from penstock.zoo.registry import load_prompts
 CASES = ((80, 1.0), (400, 1.0), (80, 10.0), (400, 10.0))
 """Greedy clients, and the weight of the quiet tenant, whose clients are four."""
 QUIET = 4
-_START_S = 300
 _DOMAINS = ("instruction", "chat", "qa", "math")
 
 
@@ -36,11 +35,10 @@ class Seconds:
 
 
 @contextmanager
-def serving(fairness: str, weight: float, port: int) -> Iterator[int]:
+def serving(weight: float) -> Iterator[int]:
     """`penstock serve` with the keys of two tenants; its port."""
     settings = {
         "engine": {
-            "fairness": fairness,
             "tenants": {
                 "quiet": {"weight": weight, "api_keys": ["quiet-key"]},
                 "greedy": {"weight": 1.0, "api_keys": ["greedy-key"]},
@@ -51,9 +49,7 @@ def serving(fairness: str, weight: float, port: int) -> Iterator[int]:
         config = Path(folder) / "tenants.yaml"
         config.write_text(yaml.safe_dump(settings))
         command = [sys.executable, "-m", "penstock.cli", "serve", "--config", str(config)]
-        server = subprocess.Popen(
-            [*command, "--port", str(port)], stdout=subprocess.PIPE, text=True
-        )
+        server = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
         assert server.stdout is not None
         try:
             for line in server.stdout:
@@ -83,7 +79,7 @@ def load(port: int, seconds: Seconds, shift: int, **clients: int) -> dict[str, A
         capture_output=True,
         text=True,
         check=True,
-        timeout=_START_S,
+        timeout=300,
     )
     figures: dict[str, Any] = json.loads(done.stdout)
     return figures
