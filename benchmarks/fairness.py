@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures, jain
-from benchmarks.fairness_learning import drift, estimators, stationary
+from benchmarks.fairness_learning import EMPTY, drift, estimators, stationary
 from benchmarks.fairness_oracles import Clairvoyant
 from benchmarks.figures import interval, line
 
@@ -111,22 +111,32 @@ def recorded(quick: bool, data: Path) -> Figures:
     budget = 20
     policies: dict[str, Callable[[list[RecordedClient]], AllocationPolicy]] = {
         "fixed, rotating": lambda _: make_policy("allocation", "fixed", {"total": budget}),
-        "goodspeed": lambda _: make_policy("allocation", "goodspeed"),
-        "goodspeed_adaptive": lambda _: make_policy("allocation", "goodspeed_adaptive"),
+        **{name: _named(name, options) for name, options in EMPTY.items()},
         "clairvoyant": Clairvoyant,
     }
     utility: dict[str, list[float]] = {name: [] for name in policies}
     rates: dict[str, list[FloatArray]] = {name: [] for name in policies}
+    undrafted: dict[str, list[FloatArray]] = {name: [] for name in policies}
     for (name, make), seed in itertools.product(policies.items(), SEEDS):
         clients = [RecordedClient(rows[i // 2], (seed, i)) for i in range(CLIENTS)]
-        tokens = play(make(clients), clients, budget, rounds).tokens
-        rates[name].append(tokens.mean(axis=0))
+        played = play(make(clients), clients, budget, rounds)
+        rates[name].append(played.tokens.mean(axis=0))
         utility[name].append(fair_utility(rates[name][-1]))
-    return _recorded_figures(utility, rates)
+        # The first half of the clients look up.
+        undrafted[name].append((played.lengths[:, : CLIENTS // 2] == 0).mean(axis=0))
+    return _recorded_figures(utility, rates, undrafted)
+
+
+def _named(
+    name: str, options: dict[str, Any]
+) -> Callable[[list[RecordedClient]], AllocationPolicy]:
+    return lambda _: make_policy("allocation", name.partition(" ")[0], options)
 
 
 def _recorded_figures(
-    utility: dict[str, list[float]], rates: dict[str, list[FloatArray]]
+    utility: dict[str, list[float]],
+    rates: dict[str, list[FloatArray]],
+    undrafted: dict[str, list[FloatArray]],
 ) -> Figures:
     gains = {
         name: interval([a - b for a, b in zip(values, utility["goodspeed"], strict=True)])
@@ -141,6 +151,11 @@ def _recorded_figures(
             "total": float(np.mean([r.sum() for r in rates[name]])),
             "jain": float(np.mean([jain(r) for r in rates[name]])),
             "clients": np.mean(rates[name], axis=0).round(3).tolist(),
+            "look_up_without_draft": [
+                float(np.min(undrafted[name])),
+                float(np.mean(undrafted[name])),
+                float(np.max(undrafted[name])),
+            ],
         }
         for name, values in utility.items()
     ]
@@ -155,7 +170,14 @@ def _recorded_figures(
             line(
                 mean > half,
                 f"recorded: Σ log {mean:+.3f} ± {half:.3f} against goodspeed (beside it: {text})",
-            )
+            ),
+            *(
+                f"[info] recorded, {c['policy']}: Σ log {c['sum_log']:.3f}; look-up clients have "
+                "no draft in {:.0%} to {:.0%} of the rounds, {:.0%} in the mean".format(
+                    *(c["look_up_without_draft"][i] for i in (0, 2, 1))
+                )
+                for c in cells
+            ),
         ],
     }
 

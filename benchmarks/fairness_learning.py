@@ -55,9 +55,13 @@ def stationary(quick: bool, data: Path) -> Figures:
 
 EMPTY: dict[str, dict[str, Any]] = {
     "goodspeed_adaptive": {},
-    "goodspeed": {"on_empty": "hold"},
+    "goodspeed": {},
+    "goodspeed hold": {"on_empty": "hold"},
+    "goodspeed hold, floor 0.2": {"on_empty": "hold", "least_acceptance": 0.2},
+    "goodspeed hold, decided": {"on_empty": "hold", "evidence": "decided"},
     "goodspeed zero": {"on_empty": "zero"},
 }
+"""What rounds without a draft are to `goodspeed`, and what it needs then."""
 
 
 def _undrafted(name: str, options: dict[str, Any]) -> tuple[float, float]:

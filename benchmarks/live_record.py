@@ -156,11 +156,12 @@ def estimates(record: Record) -> dict[str, float]:
 
     total, worst_client: relative difference of the means of X (eq. 4) and goodput
     correlation: of ten-round moving averages of the sums
-    expected: worst client's difference where goodput is what α̂ (eq. 3) makes of the draft's length
+    expected: worst client's difference where goodput is what α̂ makes of the draft's length (eq. 3
+        over the decided positions: the record has no others)
     """
     policy = GoodSpeed(GoodSpeed.Options())
     start, step_size = policy.options.initial_acceptance, policy.options.eta
-    acceptance = {n: Smoothed(start, step_size) for n in record.clients}
+    acceptance = {n: Smoothed(start, step_size, decided_only=True) for n in record.clients}
     states = {n: RequestState(Request(n, 1, 1, tenant=n), i) for i, n in enumerate(record.clients)}
     rows = []
     sums: dict[str, list[tuple[float, float]]] = {n: [] for n in record.clients}
