@@ -46,7 +46,7 @@ SHIPPED = {
     "guaranteed_no_evict": ("guaranteed_no_evict", {}),
 }
 TUNED_A100 = ("sarathi", {"token_budget": 384, "max_num_seqs": 320})
-BUDGETS = (256, 384, 512, 768, 1024, 2048)
+BUDGETS = (256, 376, 384, 512, 768, 1024, 2048)
 CAPS = (128, 256, 320, 512)
 # Where to begin the search, in requests/s, and how many arrivals one run has.
 WORKLOADS = {
