@@ -7,9 +7,9 @@ all. A line of JSON for each run goes to FILE (default admission.jsonl); what is
 not run again, so that a long comparison can be stopped and continued. `--report` prints tables of
 what FILE holds.
 
-Capacity is the largest load, by bisection, at which Poisson arrivals leave a backlog under 1.5% and
-at least 96% of the offered tokens are delivered when the last request arrives. `sarathi*` is
-Sarathi with token budget and cap tuned in hindsight: the best of a grid for each workload.
+Capacity is the largest load, by bisection, at which the backlog of Poisson arrivals does not grow
+(`penstock.sim.capacity`). `sarathi*` is Sarathi with token budget and cap tuned in hindsight: the
+best of a grid for each workload.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def find_capacity(
             high * (first or guess),
             criterion=criterion,
             tolerance=0.005,
-        )
+        ).requests_per_s
 
     return (first and search(0.97, 1.03)) or search(0.7, 1.1)
 

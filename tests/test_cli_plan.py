@@ -50,7 +50,7 @@ def plan(cli: Cli, *arguments: object) -> dict[str, Any]:
 def test_plan_of_a_mix(cli: Cli) -> None:
     report = plan(cli, *MIX)
     assert report["thresholds"]["algorithm"] == "wait"
-    assert report["thresholds"]["output_lens"] == [100, 200, 300]
+    assert report["thresholds"]["output_lens"] == [101, 201, 301]
     assert report["token_budget"] == 768
     assert 0 < report["kv_mean_tokens"] < report["kv_batch_tokens"]
     assert report["kv_batch_tokens"] == report["kv_bound_tokens"] < 111_580

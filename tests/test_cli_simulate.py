@@ -13,7 +13,6 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from penstock.cli.capacity import interval_95
 from penstock.cli.policy_settings import parse_value
 from penstock.core.options import PositiveInt
 from penstock.core.registry import policies
@@ -94,7 +93,7 @@ def test_every_admission_runs_as_it_is(cli: Cli, admission: str) -> None:
 
 def test_thresholds_come_from_the_planner_unless_they_are_set(cli: Cli) -> None:
     report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", "--set", "max_wait=2")
-    assert report["options"]["output_lens"] == [100, 200, 300]
+    assert report["options"]["output_lens"] == [101, 201, 301]
     assert report["options"]["max_wait"] == 2.0
     given = ("--set", "output_lens=100,200,300", "--set", "thresholds=1,0.5,.5")
     report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", *given)
@@ -156,33 +155,49 @@ def test_blocks_and_memory(cli: Cli) -> None:
 # --- capacity and plan ----------------------------------------------------------------------------
 
 
-def test_capacity_of_a_mix_and_of_a_trace(cli: Cli, trace: Path, tmp_path: Path) -> None:
-    low = ("--workload", "low", "--profile", "a100-llama2-7b", "--requests", 1500)
-    report = report_of(cli, "capacity", *low, "--admission", "sarathi", "--seeds", 2)
+def test_capacity_of_a_mix_and_of_a_trace(cli: Cli, tmp_path: Path) -> None:
+    low = ("--workload", "low", "--profile", "a100-llama2-7b", "--requests", 2000)
+    report = report_of(cli, "capacity", *low, "--admission", "fluid_guided", "--seeds", 2)
     assert 0 < report["capacity_requests_per_s"] < report["bound_requests_per_s"]
     ratio = report["capacity_requests_per_s"] / report["bound_requests_per_s"]
     assert report["fraction"] == pytest.approx(ratio)
     assert len(report["by_seed"]) == 2
     low_end, high_end = report["interval_95"]
     assert low_end <= report["capacity_requests_per_s"] <= high_end
+    lengths = tmp_path / "lengths.csv"
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n40,20\n50,25\n60,30\n")
+    recorded = ("--workload", lengths, "--profile", "paper-linear", "--admission", "wait_gated")
+    code, out, err = cli("capacity", *recorded, "--arrivals", "poisson", "--requests", 8000)
+    assert code == 0, err
+    for text in ("fluid bound", "95% interval"):
+        assert text in out
+
+
+def test_a_trace_that_is_too_short_is_refused_with_the_length_needed(cli: Cli, trace: Path) -> None:
+    high = ("--workload", "high", "--profile", "a100-llama2-7b", "--admission", "fluid_guided")
+    code, out, err = cli("capacity", *high, "--requests", 500)
+    assert (code, out) == (2, "")
+    (complaint,) = err.splitlines()
+    assert "500 requests are too few to tell which load is sustained" in complaint
+    needed = int(complaint.rsplit(maxsplit=1)[1])
+    report = report_of(cli, "capacity", *high, "--requests", needed)
+    low_end, high_end = report["interval_95"]
+    # With 20,000 requests it is 36.8.
+    assert low_end <= 36.8 <= high_end
+    assert high_end - low_end < 0.2 * report["capacity_requests_per_s"]
     recorded = ("--workload", trace, "--profile", "paper-linear", "--admission", "wait_gated")
-    code, out, _ = cli("capacity", *recorded)
-    assert code == 0
-    assert "fluid bound" in out
+    code, _, err = cli("capacity", *recorded)
+    assert code == 2
+    assert "120 requests are too few" in err
 
 
 def test_a_picture_of_the_capacity(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "capacity.png"
-    low = ("--workload", "low", "--profile", "a100-llama2-7b", "--requests", 600)
-    code, _, err = cli("capacity", *low, "--admission", "sarathi", "--plot", path)
+    low = ("--workload", "low", "--profile", "a100-llama2-7b", "--requests", 2000)
+    code, _, err = cli("capacity", *low, "--admission", "fluid_guided", "--plot", path)
     assert code == 0, err
     assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_interval() -> None:
-    assert interval_95([1.0]) is None
-    assert interval_95([1.0, 2.0, 3.0]) == pytest.approx([2 - 2.4841, 2 + 2.4841], abs=1e-3)
 
 
 @pytest.mark.parametrize("command", ["simulate", "capacity", "plan"])
@@ -193,7 +208,8 @@ def test_memory_is_not_paid_for_before_it_is_used(
     profile = tmp_path / "large.json"
     save_profile(replace(load_profile("a100-llama2-7b"), kv_tokens=kv_tokens), profile)
     admission = () if command == "plan" else ("--admission", "fluid_guided")
-    run = ("--workload", "low", "--rate", "5", "--requests", "50", "--profile", profile, *admission)
+    num = 3000 if command == "capacity" else 50
+    run = ("--workload", "low", "--rate", 5, "--requests", num, "--profile", profile, *admission)
     report = report_of(cli, command, *run)
     assert report["kv_tokens"] == kv_tokens
     report = report_of(cli, command, *run, "--kv-tokens", str(kv_tokens))
@@ -213,7 +229,8 @@ def test_steps_of_absurd_length(cli: Cli, tmp_path: Path, command: str, factor: 
         per_prefill_token=factor * profile.per_prefill_token,
     )
     save_profile(other, tmp_path / "absurd.json")
-    run = ("--workload", "low", "--rate", "5", "--requests", "50", "--admission", "vllm_v1")
+    num = 3000 if command == "capacity" else 50
+    run = ("--workload", "low", "--rate", 5, "--requests", num, "--admission", "vllm_v1")
     code, _, said = cli(command, *run, "--profile", tmp_path / "absurd.json")
     assert code == (2 if factor in ABSURD else 0)
     assert ABSURD.get(factor, "") in said

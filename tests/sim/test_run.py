@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from penstock.core.scheduler import Scheduler
 from penstock.fluid.capacity import output_work
 from penstock.sim.acceptance import GeometricAcceptance
-from penstock.sim.capacity import Criterion, capacity
 from penstock.sim.planner import (
     PlanError,
     check_thresholds_fit,
@@ -121,51 +119,6 @@ def test_what_memory_cannot_hold_is_refused_and_counted() -> None:
     assert none["by_prompt_len"] == []
 
 
-# --- capacity -------------------------------------------------------------------------------------
-
-
-def test_capacity_is_where_the_criterion_turns() -> None:
-    def at(rate: float) -> Workload:
-        return make_workload("low", num_requests=3000, rate=rate, seed=2)
-
-    def sustained(rate: float) -> bool:
-        workload = at(rate)
-        assert workload.arrival_time is not None
-        return Criterion().holds(run(setup, workload, until=float(workload.arrival_time[-1])))
-
-    setup = Setup(PROFILE, "sarathi", {"token_budget": 768, "max_num_seqs": 320})
-    found = capacity(setup, at, 40.0, 120.0, tolerance=0.02)
-    assert found > 120, "the range is widened"
-    assert sustained(found)
-    assert not sustained(1.03 * found)
-    assert found < load_bound(PROFILE, at(1.0), PROFILE.kv_tokens)
-
-
-def test_who_is_never_served_is_late() -> None:
-    workload = make_workload("low", num_requests=2000, rate=20.0, seed=2)
-    assert workload.arrival_time is not None
-    report = run(Setup(PROFILE, "sarathi"), workload, until=float(workload.arrival_time[-1]))
-    criterion = Criterion(ttft_p99=1.0)
-    assert criterion.holds(report)
-    starved = [column.copy() for column in (report.first_token_at, report.finished_at)]
-    for column in starved:
-        column[:22] = np.nan  # 1.1%: neither a backlog nor, of those that finish, a late one
-    report = replace(report, first_token_at=starved[0], finished_at=starved[1])
-    assert np.percentile(report.ttft, 99) < 1.0
-    assert not criterion.holds(report)
-    assert Criterion().holds(report), "negative control: it is the wait that tells"
-
-
-def test_a_load_without_a_setup_is_not_sustained() -> None:
-    def setup_at(rate: float) -> Setup | None:
-        return Setup(PROFILE, "sarathi") if rate < 12 else None
-
-    def at(rate: float) -> Workload:
-        return make_workload("low", num_requests=400, rate=rate)
-
-    assert capacity(setup_at, at, 5.0, 40.0, tolerance=0.01) == pytest.approx(12, rel=0.02)
-
-
 # --- planner --------------------------------------------------------------------------------------
 
 
@@ -189,7 +142,7 @@ def test_the_bound_counts_refused_requests_as_load() -> None:
 def test_traffic_of_a_mix_is_exact() -> None:
     traffic = traffic_of(HIGH, 12.0)
     assert [t.rate for t in traffic] == pytest.approx([6.0, 4.0, 2.0])
-    assert [t.output_len for t in traffic] == [100, 200, 300]
+    assert [t.decode_len for t in traffic] == [100, 200, 300]
     assert mean_rate(make_workload("high", num_requests=20_000, rate=7)) == pytest.approx(
         7, rel=0.03
     )
@@ -215,10 +168,10 @@ def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
 def test_planned_thresholds_of_the_literal_algorithms_are_whole() -> None:
     paper = load_profile("paper-linear")
     wait = threshold_options("wait", paper, HIGH, 30.0, paper.kv_tokens)
-    assert wait["output_lens"] == (100, 200, 300)
+    assert wait["output_lens"] == (101, 201, 301)
     assert all(type(n) is int for n in wait["thresholds"])
     nested = threshold_options("nested_wait", paper, HIGH, 30.0, paper.kv_tokens)
-    assert nested["segment_ends"][-1] == 300
+    assert nested["segment_ends"][-1] == 301
     assert all(type(n) is int for n in nested["thresholds"])
     assert threshold_options("sarathi", paper, HIGH, 30.0, paper.kv_tokens) == {}
     with pytest.raises(PlanError, match="wait at 70 requests a second: no thresholds fit"):
@@ -226,7 +179,7 @@ def test_planned_thresholds_of_the_literal_algorithms_are_whole() -> None:
 
 
 def test_thresholds_that_cannot_fit_are_refused() -> None:
-    options = {"output_lens": (100, 200, 300), "thresholds": (1, 1, 1)}
+    options = {"output_lens": (101, 201, 301), "thresholds": (1, 1, 1)}
     check_thresholds_fit("wait", options, HIGH, 160_000)
     check_thresholds_fit("wait_gated", options, HIGH, 100)
     with pytest.raises(PlanError, match=r"thresholds 1,1,1 hold up to 1\d{5} KV tokens"):
@@ -281,7 +234,7 @@ def test_the_bound_of_a_plan_holds_in_simulation() -> None:
 
 def test_length_classes() -> None:
     assert length_classes({"segment_ends": (10, 20)}, HIGH) == [10, 20]
-    assert length_classes({}, HIGH) == [100, 200, 300]
+    assert length_classes({}, HIGH) == [101, 201, 301]
     assert len(length_classes({"output_lens": tuple(range(1, 60))}, HIGH)) <= 4
 
 

@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 
 from penstock.sim.arrivals import ArrivalProcess, RateChange, parse_arrivals
+from penstock.sim.planner import load_bound, traffic_of
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Setup, run
 from penstock.sim.traces import WorkloadError, read_arrivals, read_trace
 from penstock.sim.workloads import (
     MIXES,
@@ -58,10 +61,22 @@ def test_a_mix_is_drawn_in_its_shares(name: str) -> None:
     assert set(drawn.prompt_len) == {62}
     assert drawn.prompt_len.dtype == drawn.output_len.dtype == np.int64
     mix = MIXES[name]
-    counts = np.array([(drawn.output_len == length).sum() for length in mix.output_lens])
+    counts = np.array([(drawn.output_len == length + 1).sum() for length in mix.decode_lens])
     assert counts.sum() == num
     p = mix.probabilities
     assert (np.abs(counts - num * p) < 5 * np.sqrt(num * p * (1 - p))).all()
+
+
+@pytest.mark.parametrize(("name", "closed_form"), [("low", 1800.9), ("high", 74.60)])
+def test_a_request_has_the_papers_stages(name: str, closed_form: float) -> None:
+    """l' + 1 of them, the prefill's among them: in the simulator as in the fluid model."""
+    paper, mix = load_profile("paper-linear"), MIXES[name]
+    drawn = make_workload(name, num_requests=100_000, rate=1.0)
+    assert load_bound(paper, drawn, paper.kv_tokens) == pytest.approx(closed_form, rel=0.005)
+    assert [t.decode_len for t in traffic_of(drawn, 1.0)] == list(mix.decode_lens)
+    alone = make_workload(name, num_requests=1, rate=1.0)
+    steps = run(Setup(paper, "vllm_v1"), alone).result.num_steps
+    assert steps in [length + 1 for length in mix.decode_lens]
 
 
 def test_the_shares_are_the_papers() -> None:
@@ -368,8 +383,8 @@ def test_lengths_may_shift_halfway() -> None:
     made = make_workload(both, rate=2.0, seed=1)
     assert len(made) == 70
     assert made.name == "low+high"
-    assert set(made.output_len[:30]) == {10, 20}
-    assert set(made.output_len[30:]) == {100, 200, 300}
+    assert set(made.output_len[:30]) == {11, 21}
+    assert set(made.output_len[30:]) == {101, 201, 301}
 
 
 def test_recorded_workloads_follow_one_another(tmp_path: Path) -> None:

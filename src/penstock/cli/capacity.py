@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -19,6 +19,7 @@ from penstock.cli.drafter_options import (
     DrafterSecondsOption,
     DrafterTexts,
 )
+from penstock.cli.failures import one_line
 from penstock.cli.progress import progress
 from penstock.cli.simulator import Load, Server, Targets, bad_input, describe, make_server
 from penstock.cli.simulator_options import (
@@ -42,6 +43,7 @@ from penstock.cli.simulator_options import (
 )
 
 if TYPE_CHECKING:
+    from penstock.sim.capacity import Capacity
     from penstock.sim.plots import LoadPoint
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
@@ -90,8 +92,9 @@ def capacity(
 ) -> None:
     """The largest stable load, by bisection, and the fluid bound beside it.
 
-    Stable: when the last request arrives fewer than 1.5% of all are unfinished, and at least 96% of
-    the offered tokens delivered; and p99 of TTFT and TPOT are within the targets that are given.
+    Stable: the backlog does not grow over the second half of the arrivals (95% interval), and p99
+    of TTFT and TPOT are within the targets that are given. A trace that is too short to tell is
+    refused.
     """
     from penstock.sim.plots import check_target
 
@@ -120,7 +123,7 @@ def capacity(
     loads = (load.with_seed(number) for number in range(seed, seed + seeds))
     found = _search_each(server, loads, highest, targets)
     if plot is not None:
-        _plot(server, lengths, statistics.fmean(found), bound, plot)
+        _plot(server, lengths, _mean(found), bound, plot)
     figures = _figures(found, bound)
     if as_json:
         print(json.dumps({**describe(server.base, lengths.workload), **figures}, allow_nan=False))
@@ -177,9 +180,11 @@ def _bound(server: Server, workload: Workload) -> float:
 
 def _search_each(
     server: Server, loads: Iterable[Load], highest: float, targets: Targets
-) -> list[float]:
-    """The capacity of every load."""
-    with progress(None, "searching") as advance:
+) -> list[Capacity]:
+    """The capacity of every load. A trace that is too short is refused."""
+    from penstock.sim.capacity import TooShort
+
+    with one_line(TooShort), progress(None, "searching") as advance:
         return [
             search(server, LoadedWorkload.of(load).at, highest, targets, lambda: advance(1))
             for load in loads
@@ -192,10 +197,9 @@ def search(
     highest: float,
     targets: Targets,
     on_try: Callable[[], None],
-) -> float:
-    """Capacity in requests a second. Thresholds are planned anew for every load, and a load for
-    which none fit is not sustained. The search goes on below its range a few times before it gives
-    up with 0: a short run ends with unfinished requests at loads that a long one sustains."""
+) -> Capacity:
+    """Thresholds are planned anew for every load, and a load for which none fit is not sustained.
+    The search goes on below its range a few times before it gives up with 0. Raises: TooShort."""
     from penstock.sim import capacity as bisection
     from penstock.sim.planner import PlanError
 
@@ -205,19 +209,17 @@ def search(
         except PlanError:
             return None
 
-    found = 0.0
-    for _ in range(_DESCENTS):
+    for descent in range(_DESCENTS):
         found = bisection.capacity(
             setup_at,
             workload_at,
-            _LEAST * highest,
-            highest,
+            highest * _LEAST ** (descent + 1),
+            highest * _LEAST**descent,
             criterion=bisection.Criterion(**targets.given),
             on_try=lambda *_: on_try(),
         )
-        if found > 0:
+        if found.requests_per_s > 0:
             break
-        highest *= _LEAST
     return found
 
 
@@ -258,34 +260,33 @@ def _plot(
         plot_load(points, capacity, bound, path, title)
 
 
-def _figures(found: list[float], bound: float) -> dict[str, Any]:
-    """Of the capacities with several seeds."""
-    mean = statistics.fmean(found)
+def _mean(found: Sequence[Capacity]) -> float:
+    return statistics.fmean(capacity.requests_per_s for capacity in found)
+
+
+def _figures(found: list[Capacity], bound: float) -> dict[str, Any]:
+    """The mean of the seeds with its interval; of a single one the interval of its own run."""
+    from penstock.sim.capacity import Estimate
+
+    by_seed = [capacity.requests_per_s for capacity in found]
+    if len(found) > 1:
+        mean = Estimate.of(by_seed)
+        interval = [mean.low, mean.high]
+    else:
+        interval = [found[0].low, found[0].high]
     return {
-        "capacity_requests_per_s": mean,
+        "capacity_requests_per_s": _mean(found),
         "bound_requests_per_s": bound,
-        "fraction": mean / bound,
-        "interval_95": interval_95(found),
-        "by_seed": found,
+        "fraction": _mean(found) / bound,
+        "interval_95": interval,
+        "by_seed": by_seed,
     }
 
 
-def interval_95(values: list[float]) -> list[float] | None:
-    """Student's interval of the mean; None for a single value."""
-    if len(values) < 2:
-        return None
-    from scipy.stats import t
-
-    mean = statistics.fmean(values)
-    error = statistics.stdev(values) / math.sqrt(len(values))
-    half = float(t.ppf(0.975, len(values) - 1)) * error
-    return [mean - half, mean + half]
-
-
 def _print(figures: dict[str, Any]) -> None:
+    low, high = figures["interval_95"]
+    seeds = f", {len(figures['by_seed'])} seeds" if len(figures["by_seed"]) > 1 else ""
     print(f"capacity     {figures['capacity_requests_per_s']:.4g} requests/s")
-    if figures["interval_95"] is not None:
-        low, high = figures["interval_95"]
-        print(f"95% interval {low:.4g} to {high:.4g}, {len(figures['by_seed'])} seeds")
+    print(f"95% interval {low:.4g} to {high:.4g}{seeds}")
     print(f"fluid bound  {figures['bound_requests_per_s']:.4g} requests/s")
     print(f"fraction     {figures['fraction']:.1%}")

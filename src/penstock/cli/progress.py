@@ -13,11 +13,12 @@ if TYPE_CHECKING:
 
 @contextmanager
 def progress(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
-    """A bar on standard error; yields what moves it on."""
+    """A bar on standard error, where that is a terminal; yields what moves it on."""
     from rich.console import Console
     from rich.progress import Progress
 
-    with Progress(console=Console(stderr=True), transient=True) as bar:
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(what, total=total)
         yield lambda num: bar.advance(task, num)
 

@@ -11,7 +11,7 @@ from typing import Any
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.repro import Effort
 from penstock.repro.output import pyplot, save_figure, write_table
-from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.capacity import capacity, judge_load
 from penstock.sim.planner import load_bound
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -81,9 +81,7 @@ def bound_of(name: str, num_requests: int) -> float:
 
 def sustains(setup: Setup, at: Callable[[float], Workload], rate: float) -> bool:
     """Whether a server keeps up with a load, by the criterion of `capacity`."""
-    workload = at(rate)
-    assert workload.arrival_time is not None
-    return Criterion().holds(run(setup, workload, until=float(workload.arrival_time[-1])))
+    return judge_load(setup, at(rate)).sustained
 
 
 def capacity_of(choice: Choice, name: str, effort: Effort, least: float = 0.0) -> Sustained:
@@ -94,7 +92,7 @@ def capacity_of(choice: Choice, name: str, effort: Effort, least: float = 0.0) -
     if low > least and not sustains(choice.setup, at, low):
         return Sustained(choice.setup, 0.0)
     found = capacity(choice.setup, at, low, high, tolerance=effort.tolerance)
-    return Sustained(choice.setup, found)
+    return Sustained(choice.setup, found.requests_per_s)
 
 
 def best_of(

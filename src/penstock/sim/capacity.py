@@ -1,53 +1,193 @@
-"""The largest load that a policy sustains, by bisection on the virtual clock."""
+"""The largest load that a policy sustains, by bisection on the virtual clock.
+
+A load is judged on the second half of its arrivals; the first fills the server. It is sustained
+unless the backlog grows: the tokens, prompts and outputs, of requests that have arrived and are not
+finished. Batch means tell growth from chance: over ten equal spans of time, the mean increment of
+the backlog has a Student interval. Increments of a queue at its limit are as good as independent;
+those of a stable one take each other back, so that it is not taken for a growing one.
+
+Within that interval a load above the capacity looks sustained, but no more than the capacity is
+completed in it. So the answer is not the largest such load, it is the work that is completed at it
+each second, which hardly depends on chance, with the Student interval of the same ten spans.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import t as student
 
 from penstock.sim.run import FloatArray, Report, Setup, run
 from penstock.sim.workloads import Workload
 
+_SPANS = 10
+_TURNOVERS = 5
+"""The second half must be so many times as long as a request is served."""
+_LEAST_REQUESTS = 400
+_LEAST_LATE = 10
+"""Requests beyond the 99th percentile that its estimate rests on."""
+_PRECISION = 0.1
+"""Half-width of the interval, as a share of the answer, beyond which it is none."""
+_STEP_DOWN, _LOWEST = 0.95, 0.5
+"""Steps from the answer to a load at which targets are surely met, and where they end."""
+_MARGIN = 3
+"""What is in service in a trace that is too short may still be growing."""
+
+
+class TooShort(ValueError):
+    """A trace cannot tell which loads are sustained. The message is one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """A mean, and half the width of its interval at 95% by Student's t (NaN for one value)."""
+
+    mean: float
+    half: float
+
+    @classmethod
+    def of(cls, values: Sequence[float] | FloatArray) -> Estimate:
+        num = len(values)
+        if num < 2:
+            return cls(float(np.mean(values)), math.nan)
+        error = float(np.std(values, ddof=1)) / math.sqrt(num)
+        return cls(float(np.mean(values)), float(student.ppf(0.975, num - 1)) * error)
+
+    @property
+    def low(self) -> float:
+        return self.mean - self.half
+
+    @property
+    def high(self) -> float:
+        return self.mean + self.half
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What the second half of a run's arrivals says of its load.
+
+    growth: of the backlog, as a share of the offered work. completed: work a second, in requests
+    of the mean size. beyond: by target, how much more than 1% of the requests are beyond it.
+    in_service: the mean number of requests between their first token and their last.
+    """
+
+    growth: Estimate
+    completed: Estimate
+    beyond: tuple[Estimate, ...]
+    in_service: float
+
+    @property
+    def sustained(self) -> bool:
+        """Where most of the work is left behind, that is overload however wide the interval."""
+        keeps_up = self.growth.low <= 0 and self.growth.mean < 0.5 and self.completed.mean > 0
+        return keeps_up and all(share.mean <= 0 for share in self.beyond)
+
+    def requests_needed(self, margin: float = 1.0) -> int:
+        """So long must a trace at least be for a load like this, with `margin` times as many in
+        service."""
+        served = margin * 2 * _TURNOVERS * self.in_service
+        return math.ceil(max(served, _LEAST_REQUESTS, 200 * _LEAST_LATE if self.beyond else 0))
+
 
 @dataclass(frozen=True)
 class Criterion:
-    """What counts as sustained: a backlog under `max_backlog` of the requests when the last one
-    arrives, and at least `min_delivered` of the offered tokens delivered by then; where asked for,
-    p99 of TTFT, as far as it is known, and of TPOT within targets, in seconds."""
+    """What counts as sustained: a backlog that does not grow; where asked for, p99 of TTFT, as far
+    as it is known, and of TPOT within targets, in seconds."""
 
-    max_backlog: float = 0.015
-    min_delivered: float = 0.96
     ttft_p99: float | None = None
     tpot_p99: float | None = None
 
-    def holds(self, report: Report) -> bool:
-        if report.backlog >= self.max_backlog:
-            return False
-        if _delivered(report) < self.min_delivered:
-            return False
-        waits = _waits(report)
-        within = self.ttft_p99 is None or np.percentile(waits, 99) <= self.ttft_p99
-        if within and self.tpot_p99 is not None and len(report.tpot):
-            within = np.percentile(report.tpot, 99) <= self.tpot_p99
-        return bool(within)
+    def judge(self, report: Report) -> Verdict:
+        """The verdict on a run that was ended with its last arrival."""
+        end = float(report.arrived_at[-1])
+        spans = np.linspace(end / 2, end, _SPANS + 1)
+        size = np.where(
+            report.refused, 0, report.workload.prompt_len + report.workload.output_len
+        ).astype(np.float64)
+        finished = np.where(np.isnan(report.finished_at), math.inf, report.finished_at)
+        arrived = np.diff(_total(report.arrived_at, size, spans))
+        completed = np.diff(_total(finished, size, spans))
+        offered = max(float(arrived.mean()), 1e-12)
+        seconds_a_request = max(float(size.mean()), 1e-12) * end / (2 * _SPANS)
+        speed = Estimate.of(completed / seconds_a_request)
+        # What ends in one step is in one span or the next.
+        step = _largest_step(finished, size, spans) / _SPANS / seconds_a_request
+        return Verdict(
+            growth=Estimate.of((arrived - completed) / offered),
+            completed=Estimate(speed.mean, speed.half + step),
+            beyond=tuple(self._beyond(report, spans)),
+            in_service=_in_service(report, finished, end),
+        )
+
+    def _beyond(self, report: Report, spans: FloatArray) -> list[Estimate]:
+        known = []
+        if self.ttft_p99 is not None:
+            known.append((~report.refused, _waits(report) > self.ttft_p99))
+        if self.tpot_p99 is not None:
+            several = report.completed & (report.num_tokens > 1)
+            known.append((several, report.token_seconds > self.tpot_p99))
+        return [_share(report.arrived_at, spans, among, late) for among, late in known]
+
+
+def _total(times: FloatArray, size: FloatArray, until: FloatArray) -> FloatArray:
+    """The size of all that happened up to each of some times."""
+    order = np.argsort(times, kind="stable")
+    sums = np.concatenate([[0.0], np.cumsum(size[order])])
+    return np.asarray(sums[np.searchsorted(times[order], until, side="right")])
+
+
+def _largest_step(finished: FloatArray, size: FloatArray, spans: FloatArray) -> float:
+    """The size of the most that ends at one time within the spans."""
+    inside = (finished > spans[0]) & (finished <= spans[-1])
+    if not inside.any():
+        return 0.0
+    _, step = np.unique(finished[inside], return_inverse=True)
+    return float(np.bincount(step, size[inside]).max())
+
+
+def _in_service(report: Report, finished: FloatArray, end: float) -> float:
+    first = np.where(np.isnan(report.first_token_at), math.inf, report.first_token_at)
+    inside = np.minimum(finished, end) - np.maximum(first, end / 2)
+    return float(inside.clip(0).sum() / max(end / 2, 1e-12))
 
 
 def _waits(report: Report) -> FloatArray:
     """Arrival to first token, or to the last arrival where none has come by then: a policy must not
     look punctual because it never serves those that are late."""
     until = np.where(np.isnan(report.first_token_at), report.arrived_at[-1], report.first_token_at)
-    waits: FloatArray = (until - report.arrived_at)[~report.refused]
-    return waits
+    return np.asarray(until - report.arrived_at)
 
 
-def _delivered(report: Report) -> float:
-    """Share of the offered tokens that belong to requests finished when the last one arrives."""
-    end = report.arrived_at[-1]
-    offered = np.where(report.refused, 0, report.workload.output_len)
-    delivered = np.where(report.finished_at <= end, report.workload.output_len, 0)
-    return float(delivered.sum() / max(offered.sum(), 1))
+def _share(
+    arrived_at: FloatArray, spans: FloatArray, among: NDArray[np.bool_], late: NDArray[np.bool_]
+) -> Estimate:
+    """Of some requests how many are late, above 1%, by when they arrived."""
+    all_, beyond = (
+        np.diff(_total(arrived_at, rows.astype(np.float64), spans))
+        for rows in (among, among & late)
+    )
+    return Estimate.of(beyond / max(float(all_.mean()), 1e-12) - 0.01)
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """The answer in requests a second, 0 where not even the least load is sustained, and the
+    interval (95%) that it is in."""
+
+    requests_per_s: float
+    low: float
+    high: float
+
+
+def judge_load(setup: Setup, workload: Workload, criterion: Criterion = Criterion()) -> Verdict:
+    """Raises: ValueError without arrivals."""
+    if workload.arrival_time is None:
+        raise ValueError(f"workload {workload.name!r} has no arrival times")
+    return criterion.judge(run(setup, workload, until=float(workload.arrival_time[-1])))
 
 
 def capacity(
@@ -59,31 +199,118 @@ def capacity(
     criterion: Criterion = Criterion(),
     tolerance: float = 0.005,
     on_try: Callable[[float, bool], None] | None = None,
-) -> float:
-    """Largest load in requests per second between `low` and `high` that is sustained, to within a
-    relative `tolerance`; `workload_at(rate)` must be the same requests at another rate. 0 if not
-    even `low` is; the range is widened upwards where `high` still is. A setup that depends on the
-    load is a function of it; None: there is none, so the load is not sustained."""
+) -> Capacity:
+    """The largest load in requests per second that is sustained, searched between `low` and `high`
+    to within a relative `tolerance`, and what is completed at it. `workload_at(rate)` must be the
+    same requests at another rate. 0 if not even `low` is; the range is widened upwards where `high`
+    still is. A setup that depends on the load is a function of it; None: there is none, so the load
+    is not sustained.
 
-    def holds(rate: float) -> bool:
-        workload = workload_at(rate)
-        assert workload.arrival_time is not None
-        server = setup if isinstance(setup, Setup) else setup(rate)
-        end = float(workload.arrival_time[-1])
-        sustained = server is not None and criterion.holds(run(server, workload, until=end))
-        if on_try is not None:
-            on_try(rate, sustained)
-        return sustained
-
-    while holds(high):
+    Raises: TooShort.
+    """
+    search = _Search(setup, workload_at, criterion, on_try)
+    while search.sustains(high):
         low, high = high, 2 * high
-    best = 0.0
     while high - low > tolerance * high:
         middle = 0.5 * (low + high)
-        if holds(middle):
-            best = low = middle
+        if search.sustains(middle):
+            low = middle
         else:
             high = middle
-    if best == 0.0 and holds(low):
-        best = low
-    return best
+    return search.answer(low if search.sustains(low) else 0.0, high)
+
+
+class _Search:
+    """The loads that were tried, and what came of them."""
+
+    def __init__(
+        self,
+        setup: Setup | Callable[[float], Setup | None],
+        workload_at: Callable[[float], Workload],
+        criterion: Criterion,
+        on_try: Callable[[float, bool], None] | None,
+    ) -> None:
+        self._setup = setup
+        self._workload_at = workload_at
+        self._criterion = criterion
+        self._on_try = on_try
+        self._tried: dict[float, Verdict | None] = {}
+        self._num_requests = 0
+
+    def sustains(self, rate: float) -> bool:
+        if rate not in self._tried:
+            self._tried[rate] = self._judge(rate)
+            if self._on_try is not None:
+                self._on_try(rate, self.sustains(rate))
+        verdict = self._tried[rate]
+        return verdict is not None and verdict.sustained
+
+    def _judge(self, rate: float) -> Verdict | None:
+        workload = self._workload_at(rate)
+        self._num_requests = len(workload)
+        self._refuse_below(_LEAST_REQUESTS)
+        server = self._setup if isinstance(self._setup, Setup) else self._setup(rate)
+        return None if server is None else judge_load(server, workload, self._criterion)
+
+    def answer(self, best: float, beyond: float) -> Capacity:
+        """Between the largest load that is sustained and the smallest that is not.
+        Raises: TooShort."""
+        at_best, at_beyond = self._tried.get(best), self._tried[beyond]
+        for verdict in (at_best, at_beyond):
+            if verdict is not None and self._num_requests < verdict.requests_needed():
+                self._refuse_below(verdict.requests_needed(_MARGIN))
+        if at_best is None:
+            return Capacity(0.0, 0.0, beyond)
+        found = self._completed(at_best, at_beyond)
+        width = found.half / found.mean
+        if width > _PRECISION:
+            self._refuse_below(math.ceil((width / _PRECISION) ** 2 * self._num_requests))
+        # More than the load is completed where a recorded trace has more to do in its second half.
+        answer = min(best, found.mean)
+        if at_beyond is not None and at_beyond.growth.low > 0:
+            return Capacity(answer, answer * (1 - width), answer * (1 + width))
+        return self._between_targets(best, answer)
+
+    @staticmethod
+    def _completed(at_best: Verdict, at_beyond: Verdict | None) -> Estimate:
+        """A server that is always busy tells its speed best; but not one that collapses under more
+        than its capacity."""
+        found = at_best.completed
+        if at_beyond is not None and at_beyond.growth.low > 0:
+            busy = at_beyond.completed
+            if busy.half < found.half and busy.high >= found.low:
+                return busy
+        return found
+
+    def _between_targets(self, best: float, answer: float) -> Capacity:
+        """Where targets end the search, by the loads at which they are surely met, and missed."""
+        met = best
+        while met > _LOWEST * best and not self._surely_met(met):
+            met *= _STEP_DOWN
+        missed = [
+            rate
+            for rate, verdict in self._tried.items()
+            if verdict is None or any(share.low > 0 for share in verdict.beyond)
+        ]
+        if not missed:
+            self._refuse_below(2 * self._num_requests)
+        return Capacity(answer, min(met, answer), max(min(missed), answer))
+
+    def _surely_met(self, rate: float) -> bool:
+        if not self.sustains(rate):
+            return False
+        verdict = self._tried[rate]
+        return verdict is not None and all(share.high <= 0 for share in verdict.beyond)
+
+    def _refuse_below(self, needed: int) -> None:
+        if self._num_requests < needed:
+            raise TooShort(
+                f"{self._num_requests} requests are too few to tell which load is sustained: "
+                f"it takes about {_rounded_up(needed)}"
+            )
+
+
+def _rounded_up(number: int) -> int:
+    """To two digits."""
+    unit: int = 10 ** max(len(str(number)) - 2, 0)
+    return math.ceil(number / unit) * unit

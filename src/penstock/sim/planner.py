@@ -25,7 +25,6 @@ from penstock.fluid.traffic import (
     Speculation,
     Traffic,
     TrafficType,
-    decode_len,
     traffic_from_lengths,
 )
 from penstock.fluid.wait import (
@@ -74,8 +73,8 @@ def traffic_of(workload: Workload, rate: float) -> Traffic:
     if mix is None:
         return traffic_from_lengths(workload.prompt_len, workload.output_len, rate)
     return tuple(
-        TrafficType(rate * float(p), mix.prompt_len, decode_len(length))
-        for length, p in zip(mix.output_lens, mix.probabilities, strict=True)
+        TrafficType(rate * float(p), mix.prompt_len, length)
+        for length, p in zip(mix.decode_lens, mix.probabilities, strict=True)
     )
 
 

@@ -126,10 +126,11 @@ class Report:
     @property
     def tpot(self) -> FloatArray:
         """Seconds a token after the first, of completed requests with more than one."""
-        return self._token_seconds[self.completed & (self.num_tokens > 1)]
+        return self.token_seconds[self.completed & (self.num_tokens > 1)]
 
     @property
-    def _token_seconds(self) -> FloatArray:
+    def token_seconds(self) -> FloatArray:
+        """Seconds a token after the first, of all requests."""
         decoding = self.finished_at - self.first_token_at
         return np.asarray(decoding / np.maximum(self.num_tokens - 1, 1), dtype=np.float64)
 
@@ -140,13 +141,6 @@ class Report:
         lengths = self.workload.prompt_len[: len(self.arrived_at)]
         alone = seconds_alone(self.profile, lengths, self.num_tokens)
         return ((self.finished_at - self.arrived_at) / alone)[self.completed]
-
-    @property
-    def backlog(self) -> float:
-        """Share of the requests that were unfinished when the last one arrived."""
-        end = self.arrived_at[-1]
-        unfinished = ~self.refused & ~(self.finished_at <= end)
-        return float(unfinished.mean())
 
     def figures(
         self, ttft_p99: float | None = None, tpot_p99: float | None = None
@@ -188,7 +182,7 @@ class Report:
             "throughput_tokens_per_s": float(self.num_tokens[chosen].sum() / seconds),
             "latency_s": _summary((self.finished_at - self.arrived_at)[completed]),
             "ttft_s": _summary((self.first_token_at - self.arrived_at)[completed]),
-            "tpot_s": _summary(self._token_seconds[several]),
+            "tpot_s": _summary(self.token_seconds[several]),
         }
 
     def _against_targets(self, ttft_p99: float | None, tpot_p99: float | None) -> dict[str, Any]:
@@ -200,7 +194,7 @@ class Report:
             within = within & (self.first_token_at - self.arrived_at <= ttft_p99)
             met["ttft"] = bool(len(self.ttft) and np.percentile(self.ttft, 99) <= ttft_p99)
         if tpot_p99 is not None:
-            within = within & ((self.num_tokens < 2) | (self._token_seconds <= tpot_p99))
+            within = within & ((self.num_tokens < 2) | (self.token_seconds <= tpot_p99))
             met["tpot"] = not len(self.tpot) or bool(np.percentile(self.tpot, 99) <= tpot_p99)
         return {"slo_goodput": float(within.sum() / self._seconds), "slo_met": met}
 

@@ -25,13 +25,13 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Types of requests, told apart by their output lengths, and their shares (relative).
+    """Types of requests, told apart by their decode lengths, and their shares (relative).
 
-    An output length is the paper's l'. It counts l' + 1 iterations, a prefill that yields no token
-    among them; where the prefill yields the first token, there are l'.
+    A decode length is the WAIT paper's l': iterations after the prefill. The prefill yields a token
+    too, so an output has l' + 1 tokens (eq. 6) and a request as many iterations and stages.
     """
 
-    output_lens: tuple[int, ...]
+    decode_lens: tuple[int, ...]
     shares: tuple[float, ...]
     prompt_len: int = 62
 
@@ -113,8 +113,8 @@ def synthetic(name: str, num_requests: int, seed: int) -> Workload:
     _check_num_requests(num_requests)
     mix = MIXES[name]
     rng = _stream(seed, "lengths")
-    output_len = rng.choice(np.array(mix.output_lens), size=num_requests, p=mix.probabilities)
-    return Workload(name, np.full(num_requests, mix.prompt_len), output_len, mix=mix)
+    decode_len = rng.choice(np.array(mix.decode_lens), size=num_requests, p=mix.probabilities)
+    return Workload(name, np.full(num_requests, mix.prompt_len), decode_len + 1, mix=mix)
 
 
 def load_workload(path: str | Path) -> Workload:
