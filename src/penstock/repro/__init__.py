@@ -59,9 +59,8 @@ class Effort:
 
 
 FULL = Effort(60_000, 0.005, 20_000, (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 1.05), 12, 12)
-# Fewer arrivals would not do: literal WAIT on the high workload keeps 600 requests at its stages,
-# which is a backlog of 1% of 60,000 and counts as overload where it is more than 1.5%.
-QUICK = Effort(60_000, 0.03, 4_000, (0.1, 0.4, 0.7, 0.9, 1.05), 2, 4)
+# Fewer arrivals would not do: literal WAIT on the low workload serves 1,300 requests at once.
+QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.4, 0.7, 0.9, 1.05), 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
