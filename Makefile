@@ -10,7 +10,7 @@ TORCH_INDEX ?=
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup serve test test-slow check format docs clean
+.PHONY: setup serve test test-slow test-kernels check format docs clean
 
 setup: $(VENV)/.ready
 
@@ -29,6 +29,11 @@ $(VENV)/.ready: $(VENV)/.serve
 	$(PIP) -e '.[serve,plot,docs,dev]'
 	touch $@
 
+# PyTorch's build with CUDA brings the Triton that fits it; other builds bring none.
+$(VENV)/.kernels: $(VENV)/.ready
+	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.9.0
+	touch $@
+
 serve: $(VENV)/.serve
 	$(BIN)/penstock serve --port $(PORT)
 
@@ -37,6 +42,10 @@ test: setup
 
 test-slow: setup
 	$(BIN)/python -m pytest -m "slow and not gpu"
+
+# Triton's kernels in its interpreter, on the CPU: a download of 290 MB, and minutes.
+test-kernels: $(VENV)/.kernels
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) tests/engine/test_triton_paged.py tests/engine/test_kernels.py tests/engine/test_attention.py
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -1,7 +1,6 @@
 """Split-KV attention by Triton: what the suite of all backends does not reach.
 
-On a machine without a GPU run it with TRITON_INTERPRET=1 (and numpy before 2.4, which Triton's
-interpreter needs); without triton everything here is skipped.
+On a machine without a GPU `make test-kernels` runs it in the interpreter; `make test` skips it.
 """
 
 from __future__ import annotations
