@@ -38,6 +38,7 @@ class Seconds:
 def serving(weight: float) -> Iterator[int]:
     """`penstock serve` with the keys of two tenants; its port."""
     settings = {
+        "open_metrics": True,
         "engine": {
             "tenants": {
                 "quiet": {"weight": weight, "api_keys": ["quiet-key"]},
@@ -105,13 +106,13 @@ def measure(port: int, greedy: int, weight: float, seconds: Seconds, seed: int) 
     made = quiet["tokens_per_s"] + other["tokens_per_s"]
     share = weight / (weight + 1.0)
     due = min(alone["tokens_per_s"], share * made)
-    ttft_alone, ttft = (float(np.percentile(f["ttft_s"] or [np.nan], 99)) for f in (alone, quiet))
+    ttft_alone, ttft = (float(np.percentile(f["ttft_s"] or [1e9], 99)) for f in (alone, quiet))
     return {
         "alone_tokens_per_s": alone["tokens_per_s"],
         "quiet_tokens_per_s": quiet["tokens_per_s"],
         "greedy_tokens_per_s": other["tokens_per_s"],
-        "of_what_is_due": quiet["tokens_per_s"] / due,
-        "of_all_tokens": quiet["tokens_per_s"] / made,
+        "of_what_is_due": quiet["tokens_per_s"] / max(due, 1e-9),
+        "of_all_tokens": quiet["tokens_per_s"] / max(made, 1e-9),
         "ttft_p99_s": ttft,
         "step_s": step_s,
         "ttft_over_bar": ttft / (1.5 * ttft_alone / share + 2 * step_s),

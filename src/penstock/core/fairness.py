@@ -190,9 +190,10 @@ class Fairness:
         return low
 
     def _seconds(self, num_requests: float, step: Step) -> float:
-        """Of a step in which so many ordinary requests decode, or as many as memory holds."""
+        """Of a step in which so many ordinary requests decode, or as many as memory holds; as in
+        the profile, since what is slower than that by another's work is so by a factor."""
         lengths, traffic = self._estimators.lengths, self._estimators.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
         num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))
         work = StepWork(num_decodes=num, num_kv_tokens=round(num * context))
-        return self._estimators.step_model.seconds(work)
+        return self._estimators.step_model.profile.seconds(work)
