@@ -18,9 +18,9 @@ from penstock.core.state import RequestState
 from penstock.core.step import Step, newest
 from penstock.fluid.step_profile import StepWork
 
-_SLOWER = 0.25
+_SLOWER = 0.15
 """How far others may slow a tenant that has less than its share, of how much slower a server of its
-share would be: with half a server by a tenth, with a tenth of one by nine tenths."""
+share would be: with half a server by 15%, with a tenth of one by 135%."""
 _GROWTH = 1.25
 """By which more requests go to work a step when there is room for them again: tenants with little
 to do come and go, and a hundred prompts at once would be in their way."""
@@ -190,10 +190,13 @@ class Fairness:
         return low
 
     def _seconds(self, num_requests: float, step: Step) -> float:
-        """Of a step in which so many ordinary requests decode, or as many as memory holds; as in
-        the profile, since what is slower than that by another's work is so by a factor."""
+        """Of a step in which so many ordinary requests decode, or as many as memory holds: as
+        measured, else as in the profile."""
         lengths, traffic = self._estimators.lengths, self._estimators.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
         num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))
+        measured = self._estimators.step_times.target
+        if measured.points():
+            return measured(num)
         work = StepWork(num_decodes=num, num_kv_tokens=round(num * context))
         return self._estimators.step_model.profile.seconds(work)
