@@ -77,7 +77,8 @@ def test_words_help_a_learner() -> None:
 
 def rates(**gains: float) -> Rates:
     """Over one drafter for all, which is twice as good as none."""
-    return Rates(50.0, 100.0, {c: 100.0 * gains.get(c.split(",")[0], 1.0) for c in CHOOSERS})
+    chosen = {c: 100.0 * gains.get(c.split(",")[0], 1.0) for c in CHOOSERS}
+    return Rates(50.0, 100.0, {**chosen, "at random": 100.0 * gains.get("random", 0.9)})
 
 
 def test_verdicts_say_where_it_pays_and_who_gains() -> None:
@@ -92,6 +93,14 @@ def test_verdicts_say_where_it_pays_and_who_gains() -> None:
     assert "one device, batch 2: contrast 0.2 at 0.05, never at 0.5" in clairvoyant.measured
     assert (words.outcome, words_elsewhere.outcome) == ("holds", "holds")
     assert (lbss.outcome, lbss_elsewhere.outcome) == ("does not hold", "does not hold")
+
+
+def test_what_chance_gains_too_is_not_shown() -> None:
+    found = {
+        Cell(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, adaptive=1.2, random=1.2),
+        Cell(INSIDE, 0.5, 0.2): rates(random=0.96),
+    }
+    assert [v.outcome for v in verdicts(found)[1:5]] == ["not shown"] * 4
 
 
 def test_gains_are_over_the_better_of_one_drafter_and_none() -> None:

@@ -31,8 +31,6 @@ pytest.importorskip("matplotlib")
 
 TINY = Effort(arrivals=250, tolerance=0.5, curve_arrivals=60, shares=(0.3, 1.0), tries=0, seeds=1)
 MEASURED = {"wait_linear_model"}
-UNCONTROLLED = {n for n in entries() if not n.startswith(("goodspeed_", "spin_"))}
-"""Entries whose claims have no control yet."""
 
 
 @pytest.fixture
@@ -52,8 +50,7 @@ def test_an_entry_writes_its_files_and_judges_every_claim(name: str, tmp_path: P
     verdicts = entries()[name].run(Run(tmp_path, TINY, tell=told.append))
     assert verdicts
     assert all(v.claim and v.measured for v in verdicts)
-    if name not in UNCONTROLLED:
-        assert all(v.control is not None and v.control.measured for v in verdicts)
+    assert all(v.control is not None and v.control.measured for v in verdicts)
     assert told
     assert all(what.startswith(name) for what in told)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")

@@ -15,7 +15,7 @@ from penstock.repro import wait_fig1_nested as nested
 from penstock.repro import wait_fig4_6 as memory
 from penstock.repro import wait_linear_model as linear
 from penstock.repro import wait_theorems as theorems
-from penstock.repro.wait_loads import Choice, Sustained, best_of, setup_of
+from penstock.repro.wait_loads import Choice, Sustained, best_of, gain_verdict, setup_of
 from penstock.repro.wait_policies import (
     nested_choices,
     nested_kv,
@@ -33,13 +33,29 @@ DATA = Path(os.environ.get("PENSTOCK_DATA", Path(__file__).parents[2] / "../shar
 
 def test_the_ratio_is_judged_within_five_per_cent() -> None:
     vllm = Sustained(setup_of("vllm_v0"), 100.0)
-    for ratio, outcome in ((1.38, "holds"), (1.44, "holds"), (1.5, "does not hold")):
-        wait = Sustained(wait_choice(unit_traffic("high"), (1, 1, 1)).setup, 100 * ratio)
-        verdict = known.ratio_verdict("high", {"vllm_v0": vllm, "wait": wait}, QUICK)
-        assert verdict.outcome == outcome, verdict
+    wait_setup = wait_choice(unit_traffic("high"), (1, 1, 1)).setup
+
+    def outcome(ratio: float, sarathis: float) -> str:
+        wait = Sustained(wait_setup, 100 * ratio)
+        sarathi = Sustained(setup_of("sarathi"), 100 * sarathis)
+        found = {"vllm_v0": vllm, "sarathi": sarathi, "wait": wait}
+        return known.ratio_verdict("high", found, QUICK).outcome
+
+    assert outcome(1.38, 1.2) == outcome(1.32, 1.2) == "holds"
+    assert outcome(1.28, 1.2) == "does not hold"
+    assert outcome(1.38, 1.4) == "not shown"
 
 
-def test_ten_segments_are_judged_by_whether_they_run() -> None:
+def test_a_gain_is_over_every_rival() -> None:
+    rivals = {"vllm_v0": Sustained(setup_of("vllm_v0"), 100.0)}
+    for ratio, outcome in ((1.25, "holds"), (1.1, "does not hold")):
+        verdict = gain_verdict("ahead", Sustained(setup_of("wait"), 100 * ratio), rivals)
+        assert verdict.outcome == outcome
+        assert verdict.control is not None
+        assert verdict.control.outcome == "does not hold"
+
+
+def test_ten_segments_are_judged_by_whether_they_fit() -> None:
     traffic = unit_traffic("ten_bins")
 
     def outcomes(ten: float) -> list[str]:
@@ -49,7 +65,7 @@ def test_ten_segments_are_judged_by_whether_they_run() -> None:
         return [v.outcome for v in nested.verdicts(found, traffic)]
 
     assert outcomes(0.0) == ["does not hold", "does not hold", "does not hold", "holds in part"]
-    assert outcomes(20.0) == ["holds", "holds", "holds", "holds in part"]
+    assert outcomes(20.0) == ["does not hold", "holds", "holds", "holds in part"]
 
 
 def test_a_monotone_bound_is_not_u_shaped() -> None:
@@ -81,6 +97,9 @@ def test_eq_1_on_the_measurements(tmp_path: Path) -> None:
         pytest.skip("the data folder is not there (set PENSTOCK_DATA)")
     pytest.importorskip("matplotlib")
     decode, mixed = entries()["wait_linear_model"].run(Run(tmp_path, data=DATA))
+    for verdict in (decode, mixed):
+        assert verdict.control is not None
+        assert verdict.control.outcome == "does not hold"
     assert (decode.outcome, mixed.outcome) == ("holds in part", "does not hold")
     assert (tmp_path / "wait_linear_model.png").exists()
 
@@ -94,12 +113,16 @@ def _samples(power: float, latency_growth: float) -> list[theorems.Sample]:
 def test_decay_is_judged_by_its_exponent() -> None:
     flat, root, fast = _samples(0.0, 1.0), _samples(-0.5, 0.0), _samples(-1.0, 0.0)
     assert theorems.slope(root) == pytest.approx(-0.5)
-    assert [v.outcome for v in theorems.verdicts(fast, root)] == ["holds"] * 3
-    assert [v.outcome for v in theorems.verdicts(root, flat)] == [
-        "does not hold",
-        "does not hold",
-        "holds in part",
-    ]
+
+    def outcomes(*curves: list[theorems.Sample]) -> list[str]:
+        return [v.outcome for v in theorems.verdicts(*curves)]
+
+    assert outcomes(fast, root, flat) == ["holds"] * 3
+    assert outcomes(root, flat, flat) == ["does not hold", "not shown", "holds in part"]
+    # What decays like 1/T does not decay like 1/√T, and without its control nothing is shown.
+    assert outcomes(fast, fast, flat) == ["not shown", "does not hold", "holds"]
+    assert outcomes(root, root, flat)[1] == "not shown"
+    assert outcomes(fast, root, fast)[2] == "not shown"
 
 
 def test_a_stall_at_the_last_arrival_is_no_failure() -> None:

@@ -7,14 +7,17 @@ iteration that takes one unit of time whatever is in it.
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
+
+import numpy as np
 
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.nested import NestedThresholds, nested_thresholds, segments_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.fluid.traffic import Traffic, TrafficType
-from penstock.repro import Entry, Run, Verdict, judge
+from penstock.repro import Entry, Finding, Run, Verdict, check
 from penstock.repro.output import pyplot, save_figure, write_table
 
 NAME = "wait_fig4_6"
@@ -28,6 +31,7 @@ _UNLIMITED = 10**15
 _PRACTICAL = 10
 _FIRST_SHARE = 0.5
 _MARGINAL = 0.1
+_GRAIN = 0.01
 
 
 @dataclass(frozen=True)
@@ -101,37 +105,86 @@ def terms(bound: NestedThresholds) -> tuple[float, float, float]:
 def verdicts(curves: dict[Panel, list[NestedThresholds]]) -> list[Verdict]:
     """What the curves, each by rising number of segments, say about the paper's claims."""
     best = {p: min(c, key=lambda b: b.kv_bound_tokens) for p, c in curves.items()}
-    u_shaped, at_best, first, over, practical = [], [], [], [], []
-    for panel, curve in curves.items():
-        least = best[panel].kv_bound_tokens
-        u_shaped.append(least < min(curve[0].kv_bound_tokens, curve[-1].kv_bound_tokens))
-        at_best.append(best[panel].batch_kv_tokens / least)
-        first.append(min(b.batch_kv_tokens / b.kv_bound_tokens for b in curve))
-        fluid = equilibrium(UNIT_STEP, traffic_of(panel.rate)).kv_tokens
-        over.append(least / fluid - 1)
-        practical.append(
-            next(b.kv_bound_tokens for b in curve if len(b.thresholds) >= _PRACTICAL) / least - 1
+    one = {p: c[0] for p, c in curves.items()}
+    ten = {
+        p: next((b for b in c if len(b.thresholds) >= _PRACTICAL), c[-1]) for p, c in curves.items()
+    }
+    totals = {p: [b.kv_bound_tokens for b in c] for p, c in curves.items()}
+    counts = {p: [len(b.thresholds) for b in c] for p, c in curves.items()}
+
+    def u_shaped(heights: dict[Panel, list[float]]) -> Finding:
+        least = {p: int(np.argmin(h)) for p, h in heights.items()}
+        at = ", ".join(f"{p.figure}: L = {counts[p][i]}" for p, i in least.items())
+        return Finding(
+            f"smallest at (figure) {at}",
+            tuple(_falls_and_rises(h, least[p]) for p, h in heights.items()),
         )
-    at = ", ".join(f"{p.figure}: L = {len(b.thresholds)}" for p, b in best.items())
-    return [
-        Verdict("the bound is U-shaped in L", f"smallest at (figure) {at}", judge(*u_shaped)),
-        Verdict(
-            "the first term, the batch's memory, is most of the bound",
+
+    def most(shares: list[list[float]]) -> Finding:
+        at_best, least = shares
+        return Finding(
             f"its share at the best L is {_percents(at_best)}, the least over all L "
-            + _percents(first),
-            judge(*(share > _FIRST_SHARE for share in (*at_best, *first))),
+            + _percents(least),
+            tuple(share > _FIRST_SHARE for share in (*at_best, *least)),
+        )
+
+    def close_to_the_fluid(bounds: dict[Panel, NestedThresholds]) -> Finding:
+        fluid = {p: equilibrium(UNIT_STEP, traffic_of(p.rate)).kv_tokens for p in bounds}
+        return _excess(
+            "the bound exceeds it by", [b.kv_bound_tokens / fluid[p] - 1 for p, b in bounds.items()]
+        )
+
+    def close_to_the_best(bounds: dict[Panel, NestedThresholds]) -> Finding:
+        return _excess(
+            "its bound is higher by",
+            [b.kv_bound_tokens / best[p].kv_bound_tokens - 1 for p, b in bounds.items()],
+        )
+
+    first = [
+        [b.batch_kv_tokens / b.kv_bound_tokens for b in best.values()],
+        [min(b.batch_kv_tokens / b.kv_bound_tokens for b in c) for c in curves.values()],
+    ]
+    return [
+        check(
+            "the bound is U-shaped in L",
+            u_shaped,
+            totals,
+            "the same bounds dealt to other L",
+            {p: np.random.default_rng(0).permutation(h).tolist() for p, h in totals.items()},
         ),
-        Verdict(
+        check(
+            "the first term, the batch's memory, is most of the bound",
+            most,
+            first,
+            "the other two terms",
+            [[1 - share for share in shares] for shares in first],
+        ),
+        check(
             f"only marginally more than the fluid's M* (at most {_MARGINAL:.0%} at the best L)",
-            "the bound exceeds it by " + _percents(over),
-            judge(*(excess <= _MARGINAL for excess in over)),
+            close_to_the_fluid,
+            best,
+            "one segment",
+            one,
         ),
-        Verdict(
+        check(
             f"L = {_PRACTICAL} is sufficient (within {_MARGINAL:.0%} of the best L)",
-            "its bound is higher by " + _percents(practical),
-            judge(*(excess <= _MARGINAL for excess in practical)),
+            close_to_the_best,
+            ten,
+            "one segment",
+            one,
         ),
     ]
+
+
+def _falls_and_rises(heights: list[float], least: int) -> bool:
+    """Whether it falls to an inner minimum and rises behind it, but for the grain of thresholds."""
+    falls = all(b <= (1 + _GRAIN) * a for a, b in itertools.pairwise(heights[: least + 1]))
+    rises = all(b >= (1 - _GRAIN) * a for a, b in itertools.pairwise(heights[least:]))
+    return 0 < least < len(heights) - 1 and falls and rises
+
+
+def _excess(what: str, excess: list[float]) -> Finding:
+    return Finding(f"{what} {_percents(excess)}", tuple(e <= _MARGINAL for e in excess))
 
 
 def _percents(values: list[float]) -> str:
@@ -140,8 +193,19 @@ def _percents(values: list[float]) -> str:
 
 def _seconds_verdict() -> Verdict:
     """The same rates as requests a second of the machine that section 6 names."""
+    rates = sorted({panel.rate for panel in PANELS})
+    return check(
+        "the rates, 50 and 500, can be requests a second of paper-linear",
+        _bearable,
+        rates,
+        "a hundred times the rates",
+        [100 * rate for rate in rates],
+    )
+
+
+def _bearable(rates: list[float]) -> Finding:
     parts, found = [], []
-    for rate in sorted({panel.rate for panel in PANELS}):
+    for rate in rates:
         try:
             fluid = equilibrium(PAPER_LINEAR, traffic_of(rate)).kv_tokens
         except ValueError:
@@ -150,11 +214,7 @@ def _seconds_verdict() -> Verdict:
         else:
             found.append(fluid <= PAPER_LINEAR.kv_tokens)
             parts.append(f"{rate:g}/s needs {fluid:,.0f} of {PAPER_LINEAR.kv_tokens:,} KV tokens")
-    return Verdict(
-        "the rates, 50 and 500, can be requests a second of paper-linear",
-        "; ".join(parts) + "; taken as requests an iteration",
-        judge(*found),
-    )
+    return Finding("; ".join(parts) + "; taken as requests an iteration", tuple(found))
 
 
 def _draw(job: Run, curves: dict[Panel, list[NestedThresholds]]) -> None:

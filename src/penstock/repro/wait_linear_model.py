@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.repro import Entry, Run, Skipped, Verdict, judge
+from penstock.repro import Entry, Finding, Run, Skipped, Verdict, check
 from penstock.repro.output import pyplot, save_figure, write_table
 from penstock.sim.profiles import fit_profile
 from penstock.sim.traces import Table, numbers, read_table
@@ -107,28 +107,51 @@ def r_squared(batches: Array, coefficients: tuple[float, float]) -> float:
 
 
 def verdicts(decode: Array, mixed: Array) -> list[Verdict]:
-    """Whether eq. 1 explains decode batches, and mixed ones."""
-    fitted, refitted = fit(decode), fit(mixed)
-    own, given = r_squared(decode, fitted), r_squared(decode, _PAPER)
-    other, best = r_squared(mixed, fitted), r_squared(mixed, refitted)
-    prefill, kv = np.linalg.lstsq(
-        np.column_stack([mixed[:, :2], np.ones(len(mixed))]), mixed[:, 2], rcond=None
-    )[0][:2]
-    return [
-        Verdict(
-            f"eq. 1 fits decode batches (R² {_PUBLISHED} where paper-linear was fitted)",
-            f"R² {own:.3f} on {len(decode)} batches ({_text(fitted)}); {given:.3f} with "
+    """Whether eq. 1 explains decode batches, and mixed ones. Controls have the times of others."""
+    fitted = fit(decode)
+
+    def explains_decodes(batches: Array) -> Finding:
+        own, given = r_squared(batches, fit(batches)), r_squared(batches, _PAPER)
+        return Finding(
+            f"R² {own:.3f} on {len(batches)} batches ({_text(fit(batches))}); {given:.3f} with "
             f"paper-linear's coefficients ({_text(_PAPER)})",
-            judge(own >= _GOOD, given >= _GOOD),
-        ),
-        Verdict(
-            "eq. 1 with one coefficient for prefill and KV tokens fits mixed batches",
+            (own >= _GOOD, given >= _GOOD),
+        )
+
+    def explains_mixed(batches: Array) -> Finding:
+        refitted = fit(batches)
+        other, best = r_squared(batches, fitted), r_squared(batches, refitted)
+        prefill, kv = np.linalg.lstsq(
+            np.column_stack([batches[:, :2], np.ones(len(batches))]), batches[:, 2], rcond=None
+        )[0][:2]
+        return Finding(
             f"R² {other:.2f} with the coefficients of decode batches; {best:.2f} fitted anew on "
-            f"{len(mixed)} mixed ones ({_text(refitted)}); with two coefficients a prefill token "
+            f"{len(batches)} mixed ones ({_text(refitted)}); with two coefficients a prefill token "
             f"costs {prefill / kv:.0f} KV tokens",
-            judge(other > _USELESS, best > _USELESS),
+            (other > _USELESS, best > _USELESS),
+        )
+
+    return [
+        check(
+            f"eq. 1 fits decode batches (R² {_PUBLISHED} where paper-linear was fitted)",
+            explains_decodes,
+            decode,
+            "times shuffled",
+            _shuffled(decode),
+        ),
+        check(
+            "eq. 1 with one coefficient for prefill and KV tokens fits mixed batches",
+            explains_mixed,
+            mixed,
+            "times shuffled",
+            _shuffled(mixed),
         ),
     ]
+
+
+def _shuffled(batches: Array) -> Array:
+    seconds = np.random.default_rng(0).permutation(batches[:, 2])
+    return np.column_stack([batches[:, :2], seconds])
 
 
 def _text(coefficients: tuple[float, float]) -> str:

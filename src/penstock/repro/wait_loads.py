@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.repro import Effort
+from penstock.repro import Effort, Finding, Verdict, check
 from penstock.repro.output import pyplot, save_figure, write_table
 from penstock.sim.capacity import capacity, judge_load
 from penstock.sim.planner import load_bound
@@ -17,6 +17,7 @@ from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
 SEED = 0
+_CLAIMED_GAIN = 1.2
 UNCAPPED = {"token_budget": 4096, "max_num_seqs": 2048}
 """Sarathi with limits that do not bind where a step costs the same for any token."""
 
@@ -52,6 +53,21 @@ class Point:
     rate: float
     tokens_per_s: float
     latency_s: float | None
+
+
+def gain_verdict(claim: str, mine: Sustained, rivals: Mapping[str, Sustained]) -> Verdict:
+    """Whether a policy carries a fifth more than each rival. The control is the best rival."""
+
+    def ahead(policy: Sustained) -> Finding:
+        gains = {rival: policy.over(s) for rival, s in rivals.items()}
+        parts = ", ".join(f"{gain - 1:+.0%} over {rival}" for rival, gain in gains.items())
+        return Finding(
+            f"{policy.requests_per_s:.4g} requests/s, {parts}",
+            tuple(gain >= _CLAIMED_GAIN for gain in gains.values()),
+        )
+
+    best = max(rivals, key=lambda rival: rivals[rival].requests_per_s)
+    return check(claim, ahead, mine, f"{best} in its place", rivals[best])
 
 
 def setup_of(admission: str, **options: Any) -> Setup:
