@@ -76,6 +76,9 @@ def server() -> Iterator[Server]:
             process.wait(60)
         except subprocess.TimeoutExpired:
             process.kill()
+            process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
 
 
 # --- clients ------------------------------------------------------------------------------------

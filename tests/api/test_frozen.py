@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import signal
+import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
+from benchmarks.bad_clients import server as bundled_server
 from tests.api.samples import samples
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import (
@@ -135,3 +138,17 @@ def test_time_runs_while_the_engine_stands_still(slow_server: RunningServer) -> 
 def running(server: RunningServer) -> float:
     found = samples(httpx.get(f"{server.url}/metrics", timeout=20).text)
     return found["penstock:num_requests_running"] + found["penstock:num_requests_waiting"]
+
+
+@pytest.mark.slow
+def test_a_restart_loads_no_libraries_again() -> None:
+    """With the bundled family: compared with the first start, and so on any machine."""
+    with bundled_server() as running:
+        times = []
+        for _ in range(3):
+            first = running.engine_pid()
+            began = time.perf_counter()
+            os.kill(first, signal.SIGKILL)
+            eventually(lambda first=first: engine_pid(running.url) not in (0, first), timeout=120)  # type: ignore[misc]
+            times.append(time.perf_counter() - began)
+        assert statistics.median(times) < 0.4 * running.start_s
