@@ -284,23 +284,24 @@ class _Search:
 
     def _between_targets(self, best: float, answer: float) -> Capacity:
         """Where targets end the search, by the loads at which they are surely met, and missed."""
-        met = best
-        while met > _LOWEST * best and not self._surely_met(met):
+        met = missed = best
+        while met > _LOWEST * best and not self._surely(met, meets=True):
             met *= _STEP_DOWN
-        missed = [
-            rate
-            for rate, verdict in self._tried.items()
-            if verdict is None or any(share.low > 0 for share in verdict.beyond)
-        ]
-        if not missed:
-            self._refuse_below(2 * self._num_requests)
-        return Capacity(answer, min(met, answer), max(min(missed), answer))
+        while not self._surely(missed, meets=False):
+            missed /= _STEP_DOWN
+            if missed > best / _LOWEST:
+                self._refuse_below(2 * self._num_requests)
+        return Capacity(answer, min(met, answer), max(missed, answer))
 
-    def _surely_met(self, rate: float) -> bool:
-        if not self.sustains(rate):
-            return False
+    def _surely(self, rate: float, *, meets: bool) -> bool:
+        """Whether targets are met at a load, or missed, beyond chance."""
+        sustained = self.sustains(rate)
         verdict = self._tried[rate]
-        return verdict is not None and all(share.high <= 0 for share in verdict.beyond)
+        if verdict is None or verdict.growth.low > 0:
+            return not meets
+        if meets:
+            return sustained and all(share.high <= 0 for share in verdict.beyond)
+        return any(share.low > 0 for share in verdict.beyond)
 
     def _refuse_below(self, needed: int) -> None:
         if self._num_requests < needed:
