@@ -138,7 +138,7 @@ def test_text_has_one_line_for_each_claim(
 ) -> None:
     assert _call(monkeypatch, "toy", "--out", str(tmp_path)) == 0
     said = capsys.readouterr()
-    assert "[does not hold] claim: 20000 arrivals" in said.out
+    assert "[does not hold] claim: 60000 arrivals" in said.out
     assert said.err == "half of [it]\n", "without a terminal there is a line for each step"
 
 
