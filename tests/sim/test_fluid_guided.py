@@ -98,7 +98,9 @@ def test_at_half_load_prompts_are_hardly_cut() -> None:
     def of_sarathis(name: str, **options: int) -> list[float]:
         ratios = []
         for seed in range(5):
-            load = make_workload("high", num_requests=1500, rate=18.0, arrivals="poisson", seed=seed)
+            load = make_workload(
+                "high", num_requests=1500, rate=18.0, arrivals="poisson", seed=seed
+            )
             mine, theirs = other(name, load, options=options), other("sarathi", load)
             assert mine.latency.mean() < 1.005 * theirs.latency.mean()
             ratios.append(np.percentile(mine.ttft, 99) / np.percentile(theirs.ttft, 99))
