@@ -83,6 +83,8 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         *map(str, arguments),
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
+        # Tests that were started in the background hand an ignored SIGINT down.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         yield Running(process)
