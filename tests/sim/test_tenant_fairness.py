@@ -185,3 +185,41 @@ def test_who_sends_most_does_not_slow_the_others() -> None:
     alone = float(np.mean(report.finished_at - report.first_token_at))
     assert seconds[False] > 2 * alone
     assert seconds[True] < 1.35 * alone
+
+
+@pytest.mark.parametrize("num_quiet", [2, 4])
+def test_a_tenant_may_have_less_than_one_request_at_work(num_quiet: int) -> None:
+    """Where every row costs time: beside two, or four, requests of a tenant with ten times the
+    weight, one of another's in every step would be a third, or a fifth, of the rows."""
+    num = 40
+    workload = Workload(
+        "weights",
+        np.r_[np.full(num, 64), np.full(num_quiet, 64)],
+        np.r_[np.full(num, 50), np.full(num_quiet, 2000)],
+        np.zeros(num + num_quiet),
+        np.array(["greedy"] * num + ["quiet"] * num_quiet),
+    )
+    weights = {"quiet": 10.0}
+    setup = Setup(load_profile("zoo-large"), "vllm_v1", fairness=True, tenant_weights=weights)
+    report = run(setup, workload)
+    assert report.completed.all()
+    until = report.finished_at[num:].max()
+    greedy = 50 * (report.finished_at[:num] < until).sum()
+    quiet = 2000 * num_quiet
+    assert quiet / (quiet + greedy) == pytest.approx(10 / 11, abs=0.03)
+
+
+def test_turns_are_no_reason_to_stand_still() -> None:
+    """A tenant that may run in a tenth of the steps runs in all of them while the other's only
+    request waits for the memory that it holds."""
+    workload = Workload(
+        "memory",
+        np.array([1000, 3900]),
+        np.array([200, 20]),
+        np.array([0.0, 0.5]),
+        np.array(["greedy", "quiet"]),
+    )
+    setup = Setup(load_profile("zoo-large"), "vllm_v1", kv_tokens=4096)
+    fair = run(replace(setup, fairness=True, tenant_weights={"quiet": 10.0}), workload)
+    assert fair.completed.all()
+    np.testing.assert_allclose(fair.finished_at, run(setup, workload).finished_at, rtol=0.05)

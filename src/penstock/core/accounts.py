@@ -68,7 +68,8 @@ class Prices(NamedTuple):
 class Account:
     """What a tenant has been served, and what it asks for.
 
-    most_at_work: requests that may run at once, as the others' service would suffer from more.
+    most_at_work: requests that may run at once, as the others' service would suffer from more;
+        under 1 the share of the steps in which one may. turn: the sum of those shares since.
     """
 
     __slots__ = (
@@ -79,6 +80,7 @@ class Account:
         "num_running",
         "num_waiting",
         "tenant",
+        "turn",
     )
 
     def __init__(self, tenant: Tenant) -> None:
@@ -86,6 +88,7 @@ class Account:
         self.num_waiting = 0
         self.num_running = 0
         self.most_at_work = math.inf
+        self.turn = 0.0
         self._weight = tenant.weight
         self._start = 0.0
         self._served = 0

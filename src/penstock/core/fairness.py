@@ -4,7 +4,7 @@ The order of those who wait goes by the tenants' counters (`core.accounts`). Two
 settle. Long outputs may hold the memory, or the places, that a tenant's request needs: then others
 make way, as soon as they have been served more for as long as it costs to compute them again. And
 where nobody waits, whoever sends most requests slows all the others: then requests of tenants with
-more than their share are paused.
+more than their share are paused, or run in some of the steps only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Fairness:
         self._estimators = estimators
         self._seen = -1
         self._is_growing = False
-        self._num_paused = 0
+        self._has_paused = False
+        self._taking_turns: list[Account] = []
 
     def compose(self, step: Step, admission: AdmissionPolicy, *, may_pause: bool) -> None:
         """Let the admission policy choose who runs, once those who must make way have done so."""
@@ -47,9 +48,16 @@ class Fairness:
             self._seen = accounts.num_changes
         if step.waiting and len(accounts.present) > 1:
             self._make_way(step, admission)
+        if self._taking_turns:
+            self._take_turns(step)
         admission.compose(step)
+        if self._taking_turns and not step.num_tokens:
+            # Nobody else can run now.
+            self._take_turns(step, at_once=True)
+            admission.compose(step)
         # While anybody waits beside others, who is the next changes with what those are served.
-        changes = self._is_growing or (step.waiting and len(accounts.present) > 1)
+        is_contested = step.waiting and len(accounts.present) > 1
+        changes = self._is_growing or self._taking_turns or is_contested
         step.repeatable = step.repeatable and not changes
 
     # --- memory and places ----------------------------------------------------------------------
@@ -133,21 +141,39 @@ class Fairness:
         level = self._level(list(present), step) if may_pause else math.inf
         self._is_growing = False
         for account in present:
-            most = max(1.0, level * account.tenant.weight + 1e-9)
-            most = math.floor(most) if most < account.num_requests else math.inf
+            most = level * account.tenant.weight + 1e-9
+            if most >= 1:
+                most = math.floor(most) if most < account.num_requests else math.inf
             allowed = max(account.most_at_work * _GROWTH, account.most_at_work + 1)
             if most > allowed:
                 self._is_growing = allowed < account.num_requests
                 most = allowed if self._is_growing else math.inf
             account.most_at_work = most
+        self._taking_turns = [a for a in present if a.most_at_work < 1]
         self._pause(step)
+
+    def _take_turns(self, step: Step, *, at_once: bool = False) -> None:
+        """Let the oldest request of each tenant with less than one at work run when its turn has
+        come."""
+        turns = {}
+        for account in self._taking_turns:
+            account.turn = 1.0 if at_once else account.turn + account.most_at_work
+            turns[account.tenant.name] = account.turn >= 1
+            account.turn -= turns[account.tenant.name]
+        for state in step.running.values():
+            runs = turns.pop(state.request.tenant, None)
+            if runs is True:
+                state.is_paused = False
+            elif runs is False and not state.is_paused:
+                step.pause(state)
+                self._has_paused = True
 
     def _pause(self, step: Step) -> None:
         limited = [a for a in self._accounts.present.values() if a.most_at_work < math.inf]
-        if not limited and not self._num_paused:
+        if not limited and not self._has_paused:
             return
-        left = {a.tenant.name: a.most_at_work for a in limited}
-        self._num_paused = 0
+        left = {a.tenant.name: max(1.0, a.most_at_work) for a in limited}
+        self._has_paused = False
         for state in list(step.running.values()):
             name = state.request.tenant
             pauses = name in left and left[name] < 1
@@ -156,7 +182,7 @@ class Fairness:
             if pauses and not state.is_paused:
                 step.pause(state)
             state.is_paused = pauses
-            self._num_paused += pauses
+            self._has_paused |= pauses
 
     def _level(self, accounts: list[Account], step: Step) -> float:
         """Requests at work for a weight of 1, as many as slow no tenant that has all of its own at
@@ -172,7 +198,7 @@ class Fairness:
         ]
 
         def is_kind(level: float) -> bool:
-            num = sum(min(d, max(1.0, level * w)) for w, d in zip(weights, demands, strict=True))
+            num = sum(min(d, level * w) for w, d in zip(weights, demands, strict=True))
             seconds = self._seconds(num, step)
             return all(
                 seconds <= most
