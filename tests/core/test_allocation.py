@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from penstock.core.allocation import DraftCandidate, StepWork
 from penstock.core.estimators import Estimators
 from penstock.core.registry import PolicyError, make_policy
-from penstock.core.state import RequestState
+from penstock.core.state import RequestState, Tenant
 from penstock.core.types import Request, Verdict
 
 
@@ -267,3 +267,55 @@ def test_a_margin_keeps_off_what_hardly_pays() -> None:
     # A draft token takes the step from 2.3 to 3.3 ms: it must be right in over 43%.
     assert [drafted(0.0, rate) for rate in (0.40, 0.46, 0.60)] == [0, 1, 1]
     assert [drafted(0.1, rate) for rate in (0.40, 0.46, 0.60)] == [0, 0, 1]
+
+
+# --- tenants --------------------------------------------------------------------------------------
+
+
+def of_tenants(num: dict[str, int], limit: int = 8) -> list[DraftCandidate]:
+    names = [name for name, n in num.items() for _ in range(n)]
+    return [
+        DraftCandidate(RequestState(Request(f"r{i}", 4, 100, tenant=name), i), "d", limit)
+        for i, name in enumerate(names)
+    ]
+
+
+@pytest.mark.parametrize("policy", ["throughput", "fixed"])
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [((1.0, 1.0), (12, 28)), ((1.0, 9.0), (4, 36)), ((9.0, 1.0), (12, 28))],
+)
+def test_a_short_budget_is_shared_out_by_weight(
+    policy: str, weights: tuple[float, float], expected: tuple[int, int]
+) -> None:
+    """Two requests of a tenant, whose drafts are seldom accepted, could use 12 positions; ten of
+    another's 60. Of 40 each tenant has its share by weight, or all that it wants."""
+    offered = of_tenants({"quiet": 2, "greedy": 10}, limit=6)
+    estimators = learned([0.5] * 2 + [0.9] * 10, verify=FLAT)
+    tenants = {n: Tenant(n, w) for n, w in zip(("quiet", "greedy"), weights, strict=True)}
+    options = {"k": 6} if policy == "fixed" else {"k_max": 6}
+
+    def drafted(budget: int, *, is_fair: bool) -> tuple[int, int]:
+        step = StepWork(budget, 12, 12, estimators, tenants=tenants, is_fair=is_fair)
+        lengths = lengths_of(make_policy("allocation", policy, options), offered, step)
+        return sum(lengths[:2]), sum(lengths[2:])
+
+    assert drafted(40, is_fair=True) == expected
+    assert drafted(40, is_fair=False) == ((0, 40) if policy == "throughput" else (8, 32))
+    assert drafted(100, is_fair=True) == (12, 60), "nothing is short"
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.integers(1, 6), min_size=1),
+    st.lists(st.floats(0.1, 10), min_size=4, max_size=4),
+    st.integers(0, 60),
+)
+def test_shares_of_a_budget_use_all_of_it(
+    num: dict[str, int], weights: list[float], budget: int
+) -> None:
+    offered = of_tenants(num)
+    tenants = {n: Tenant(n, w) for n, w in zip("abcd", weights, strict=True)}
+    step = StepWork(budget, 4, 4, Estimators(), tenants=tenants, is_fair=True)
+    lengths = lengths_of(make_policy("allocation", "fixed", {"k": 8}), offered, step)
+    assert sum(lengths) == min(budget, 8 * len(offered))

@@ -30,8 +30,10 @@ class Drafting:
         live_states: Callable[[], Iterable[RequestState]],
         *,
         runs_ahead: bool = False,
+        is_fair: bool = False,
     ) -> None:
         self._runs_ahead = runs_ahead
+        self._is_fair = is_fair
         self.drafters = drafters
         self._memory = memory
         self._selection = selection
@@ -137,7 +139,14 @@ class Drafting:
             return {}
         beside = frozenset(n for n, d in self.drafters.items() if d.own_lane)
         work = StepWork(
-            max(0, budget), num_rows, num_sampled, self._estimators, now, self._tenants, beside
+            max(0, budget),
+            num_rows,
+            num_sampled,
+            self._estimators,
+            now,
+            self._tenants,
+            beside,
+            self._is_fair,
         )
         grants = self._allocation.allocate(candidates, work)
         return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}

@@ -91,6 +91,7 @@ class Scheduler:
         self._admission = admission
         self._selection = selection
         self._pipeline = pipeline or Barrier()
+        is_fair = fairness and admission.knows_tenants
         self._drafting = Drafting(
             self._drafters,
             self.memory,
@@ -101,6 +102,7 @@ class Scheduler:
             self.running,
             self._states.values,
             runs_ahead=runs_ahead,
+            is_fair=is_fair,
         )
         self._draft_lanes = DraftLanes(
             self._drafters,
@@ -111,7 +113,6 @@ class Scheduler:
             self.running,
             self._states.values,
         )
-        is_fair = fairness and admission.knows_tenants
         self._accounts = Accounts(self.tenants, self.estimators, self._cohorts, is_fair=is_fair)
         self._fairness = Fairness(self._accounts, self.estimators) if is_fair else None
         self.waiting = WaitingRequests(

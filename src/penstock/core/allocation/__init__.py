@@ -12,8 +12,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
+import numpy as np
+
 from penstock.core.estimators import Estimators
 from penstock.core.state import Outcome, RequestState, Tenant
+from penstock.fluid.shares import max_min_shares
+
+_ROUNDING = 1e-9
 
 
 class DraftCandidate(NamedTuple):
@@ -36,7 +41,7 @@ class Grant(NamedTuple):
 class StepWork:
     """What the step holds besides drafts: `budget` draft positions may join the `num_rows` target
     positions that are certain, of which `num_sampled` end in a token. `drafters_beside` have lanes
-    of their own and work at the same time."""
+    of their own and work at the same time. is_fair: a short budget is shared out by weight."""
 
     budget: int
     num_rows: int
@@ -45,6 +50,30 @@ class StepWork:
     now: float = 0.0
     tenants: Mapping[str, Tenant] = field(default_factory=dict)
     drafters_beside: frozenset[str] = frozenset()
+    is_fair: bool = False
+
+    def budgets(
+        self, candidates: Sequence[DraftCandidate], wanted: Sequence[int]
+    ) -> list[tuple[list[int], int]]:
+        """Groups of candidates, by index, each with its part of the budget: one group with all of
+        it, or where it is short of what is wanted and tenants share it, weighted max-min fair
+        parts of a group for each tenant."""
+        everybody = [(list(range(len(candidates))), self.budget)]
+        if not self.is_fair or sum(wanted) <= self.budget:
+            return everybody
+        groups: dict[str, list[int]] = {}
+        for i, candidate in enumerate(candidates):
+            groups.setdefault(candidate.state.request.tenant, []).append(i)
+        if len(groups) == 1:
+            return everybody
+        demands = np.array([sum(wanted[i] for i in g) for g in groups.values()], dtype=float)
+        weights = np.array([self.tenants[name].weight for name in groups])
+        shares = max_min_shares(self.budget, demands, weights)
+        budgets = np.floor(shares + _ROUNDING)
+        # What rounding leaves goes to those from whom it took most.
+        for i in np.argsort(budgets - shares, kind="stable")[: self.budget - int(budgets.sum())]:
+            budgets[i] += 1
+        return [(g, int(b)) for g, b in zip(groups.values(), budgets, strict=True)]
 
 
 class AllocationPolicy(ABC):

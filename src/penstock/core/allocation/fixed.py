@@ -33,7 +33,11 @@ class Fixed(AllocationPolicy):
         if self.options.total is not None and candidates:
             wanted = self._share(self.options.total, len(candidates))
         lengths = [min(w, c.limit) for w, c in zip(wanted, candidates, strict=True)]
-        return [Grant(n) for n in cut_to_budget(lengths, work)]
+        for group, budget in work.budgets(candidates, lengths):
+            cut = cut_to_budget([lengths[i] for i in group], budget)
+            for i, length in zip(group, cut, strict=True):
+                lengths[i] = length
+        return [Grant(n) for n in lengths]
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k
@@ -45,13 +49,13 @@ class Fixed(AllocationPolicy):
         return [each + (i in lucky) for i in range(num)]
 
 
-def cut_to_budget(lengths: list[int], work: StepWork) -> list[int]:
-    """Shorten the longest drafts until their sum fits the step's budget."""
+def cut_to_budget(lengths: Sequence[int], budget: int) -> list[int]:
+    """Shorten the longest drafts until their sum fits."""
     cap = max(lengths, default=0)
-    while sum(min(n, cap) for n in lengths) > work.budget:
+    while sum(min(n, cap) for n in lengths) > budget:
         cap -= 1
     cut = [min(n, cap) for n in lengths]
-    spare = work.budget - sum(cut)
+    spare = budget - sum(cut)
     for i, length in enumerate(lengths):
         if spare and length > cap:
             cut[i] += 1

@@ -77,16 +77,21 @@ class Throughput(AllocationPolicy):
         """What the budget can buy, likeliest first: minus the probability that the draft token is
         accepted, its candidate, and the length that the draft then has. Survival falls along a
         draft, so token s + 1 is never bought before token s."""
-        purchases = []
-        for index, candidate in enumerate(candidates):
-            survival = work.estimators.acceptance.survival(
-                candidate.state.request.id,
-                candidate.drafter,
-                min(candidate.limit, self.options.k_max),
-            )
-            purchases += [(-g, index, length) for length, g in enumerate(survival, 1)]
+        survival_of = work.estimators.acceptance.survival
+        longest = [min(c.limit, self.options.k_max) for c in candidates]
+        purchases: list[Purchase] = []
+        for group, budget in work.budgets(candidates, longest):
+            own = []
+            for index in group:
+                candidate = candidates[index]
+                survival = survival_of(
+                    candidate.state.request.id, candidate.drafter, longest[index]
+                )
+                own += [(-g, index, length) for length, g in enumerate(survival, 1)]
+            own.sort()
+            purchases += own[:budget]
         purchases.sort()
-        return purchases[: work.budget]
+        return purchases
 
     def _num_worthwhile(
         self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], work: StepWork
