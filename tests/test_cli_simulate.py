@@ -191,6 +191,20 @@ def test_a_trace_that_is_too_short_is_refused_with_the_length_needed(cli: Cli, t
     assert "120 requests are too few" in err
 
 
+def test_capacity_is_of_the_whole_trace(cli: Cli, tmp_path: Path) -> None:
+    """A load is judged by the second half of its arrivals. This trace's own is lighter: in order of
+    the trace more than the bound would seem to be sustained."""
+    rows = ["500,220\n"] * 3000 + ["500,180\n"] * 3000
+    lengths = tmp_path / "lighter.csv"
+    lengths.write_text("num_prefill_tokens,num_decode_tokens\n" + "".join(rows))
+    report = report_of(
+        cli,
+        *("capacity", "--workload", lengths, "--arrivals", "poisson"),
+        *("--profile", "a100-llama2-7b", "--admission", "fluid_guided"),
+    )
+    assert 0.95 < report["fraction"] < 1
+
+
 def test_a_picture_of_the_capacity(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "capacity.png"

@@ -220,6 +220,19 @@ def test_a_recorded_trace_has_tenants_and_is_played_once(tmp_path: Path) -> None
     assert (len(cut), cut.tenants.tolist()) == (2, ["a", "b"])
 
 
+def test_requests_in_random_order(tmp_path: Path) -> None:
+    recorded = load_workload(write(tmp_path, RECORDED))
+    mixed = recorded.shuffled(3)
+    assert mixed.tenants is not None
+    rows = zip(mixed.prompt_len, mixed.output_len, mixed.tenants, strict=True)
+    assert sorted(rows) == [(10, 1, "a"), (20, 2, "b"), (30, 3, "a"), (40, 4, "a")]
+    assert list(mixed.prompt_len) != [10, 20, 30, 40]
+    assert (mixed.arrival_time == recorded.arrival_time).all()
+    assert (mixed.prompt_len == recorded.shuffled(3).prompt_len).all()
+    drawn = make_workload("high", num_requests=10, rate=1.0)
+    assert drawn.shuffled(3) is drawn
+
+
 def test_a_recorded_trace_may_arrive_otherwise(tmp_path: Path) -> None:
     made = make_workload(write(tmp_path, RECORDED), rate=3.0, seed=5)
     assert made.output_len.tolist() == [1, 2, 3, 4]

@@ -142,7 +142,8 @@ class LoadedWorkload:
 
     @classmethod
     def of(cls, load: Load) -> LoadedWorkload:
-        """Recorded arrivals are made faster or slower, others generated anew.
+        """Recorded arrivals are made faster or slower, others generated anew, with the requests in
+        random order then: a load is judged by the second half, which may be lighter in a trace.
 
         Raises: WorkloadError, PlanError.
         """
@@ -166,7 +167,7 @@ class LoadedWorkload:
         check_positive("rate", rate)
         times = self.workload.arrival_time
         if self.recorded_rate is None or times is None:
-            return self.load.make(rate)
+            return self.load.make(rate).shuffled(self.load.seed)
         return replace(self.workload, arrival_time=times * (self.recorded_rate / rate))
 
 

@@ -90,6 +90,15 @@ class Workload:
             self.mix,
         )
 
+    def shuffled(self, seed: int) -> Workload:
+        """The same requests in random order, at the same times. What was drawn from a mix has no
+        order, and stays as it is."""
+        if self.mix is not None:
+            return self
+        order = _stream(seed, "order").permutation(len(self))
+        requests = replace(self, arrival_time=None).take(order)
+        return replace(requests, arrival_time=self.arrival_time)
+
 
 _BINS = tuple(range(50, 501, 50))
 # WAIT paper, section 5: low and high demand, four nested types, and a stand-in for ten bins of
@@ -252,4 +261,4 @@ def _check_num_requests(num_requests: int) -> None:
 def _stream(seed: int, purpose: str) -> np.random.Generator:
     if seed < 0:
         raise WorkloadError(f"a seed is 0 or more, not {seed}")
-    return np.random.default_rng([seed, {"lengths": 0, "arrivals": 1}[purpose]])
+    return np.random.default_rng([seed, {"lengths": 0, "arrivals": 1, "order": 2}[purpose]])
