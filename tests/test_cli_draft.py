@@ -67,7 +67,9 @@ class Running:
     async def line(self) -> str:
         assert self.process.stdout is not None
         async with asyncio.timeout(60):
-            return (await self.process.stdout.readline()).decode().rstrip("\n")
+            line = (await self.process.stdout.readline()).decode()
+        assert line, await self.ended()
+        return line.rstrip("\n")
 
     async def ended(self) -> tuple[int | None, str, str]:
         """Exit code, the rest of standard output, and standard error."""
