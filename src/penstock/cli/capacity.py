@@ -94,7 +94,7 @@ def capacity(
 
     Stable: the backlog does not grow over the second half of the arrivals (95% interval), and p99
     of TTFT and TPOT are within the targets that are given. A trace that is too short to tell is
-    refused.
+    refused. Where arrivals are generated, the requests of a trace come in random order.
     """
     from penstock.sim.plots import check_target
 
