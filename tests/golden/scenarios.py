@@ -37,6 +37,13 @@ def simulated(setup: Setup, workload: Workload, events: tuple[Any, ...] = ()) ->
     return [*recorder.lines, end]
 
 
+def counted(setup: Setup, workload: Workload) -> list[str]:
+    """Of requests that are advanced together only times are known: those of every request."""
+    report = run(setup, workload)
+    times = zip(report.first_token_at, report.finished_at, strict=True)
+    return [f"{i}: {first:.9g} {last:.9g}" for i, (first, last) in enumerate(times)]
+
+
 # --- admission ------------------------------------------------------------------------------------
 
 
@@ -71,16 +78,19 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
     for admission in sorted(policies("admission")):
         for name, (workload, kv_tokens, block_size) in workloads.items():
             options = admission_options(admission, name)
-            setup = Setup(
-                PROFILE, admission, options, kv_tokens=kv_tokens, block_size=block_size
-            )
+            setup = Setup(PROFILE, admission, options, kv_tokens=kv_tokens, block_size=block_size)
             yield f"admission {admission}, {name}", lambda s=setup, w=workload: simulated(s, w)
+            yield f"counted {admission}, {name}", lambda s=setup, w=workload: counted(s, w)
             if admission in LITERAL or name == "long":
                 continue
             fair = replace(setup, fairness=True, tenant_weights={"t1": 3.0, "t3": 0.2})
             yield (
                 f"admission {admission}, tenants",
                 lambda s=fair, w=with_tenants(workload): simulated(s, w),
+            )
+            yield (
+                f"counted {admission}, tenants",
+                lambda s=fair, w=with_tenants(workload): counted(s, w),
             )
     for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi", "guaranteed_no_evict"):
         by_size = Setup(PROFILE, admission, {"order": "size_aware"}, kv_tokens=4256)
@@ -89,9 +99,26 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
     in_order = Setup(PROFILE, "fluid_guided", {**TARGETS, "order": "arrival"}, kv_tokens=9000)
     yield "admission fluid_guided, targets", lambda: simulated(told, long_prompts())
     yield "admission fluid_guided, targets in order", lambda: simulated(in_order, long_prompts())
-    yield "admission fluid_guided, turns", lambda: simulated(
-        Setup(SMALL, "fluid_guided", fairness=True, tenant_weights={"t1": 10.0}),
-        with_tenants(make_workload("low", num_requests=120, rate=80, seed=3), 2),
+    yield (
+        "admission fluid_guided, turns",
+        lambda: simulated(
+            Setup(SMALL, "fluid_guided", fairness=True, tenant_weights={"t1": 10.0}),
+            with_tenants(make_workload("low", num_requests=120, rate=80, seed=3), 2),
+        ),
+    )
+    waiting = Workload(
+        "memory",
+        np.array([1000, 3900, 20, 3000]),
+        np.array([200, 20, 90, 10]),
+        np.array([0.0, 0.5, 0.6, 0.7]),
+        np.array(["t0", "t1", "t0", "t1"]),
+    )
+    yield (
+        "admission vllm_v1, turns without memory",
+        lambda: simulated(
+            Setup(SMALL, "vllm_v1", kv_tokens=4096, fairness=True, tenant_weights={"t1": 10.0}),
+            waiting,
+        ),
     )
 
 
@@ -143,6 +170,17 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
     for allocation in sorted(policies("allocation")):
         shared = drafting(selection="adaptive", allocation=allocation, kv_tokens=1600)
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
+    for estimator in ("beta", "discounts", "confident"):
+        learned = drafting(
+            allocation="goodspeed_adaptive",
+            allocation_options={"estimator": estimator, "total": 12, "prices": True},
+        )
+        yield f"estimator {estimator}", lambda s=learned: simulated(s, short_texts())
+    for evidence in ("hold", "zero"):
+        literal = drafting(
+            allocation="goodspeed", allocation_options={"on_empty": evidence, "total": 12}
+        )
+        yield f"goodspeed, {evidence}", lambda s=literal: simulated(s, short_texts())
     for pipeline in ("off", "async", "2", "4", "auto"):
         beside = drafting(selection="adaptive", pipeline=pipeline)
         yield f"pipeline {pipeline}", lambda s=beside: simulated(s, short_texts(), COMINGS)
@@ -186,9 +224,7 @@ OUTAGES = (
 def at_the_edge(num: int = 24) -> Workload:
     rng = np.random.default_rng(4)
     owners = np.array([("near", "far", "lossy", "nobody")[i % 4] for i in range(num)])
-    lengths = Workload(
-        "edge", rng.integers(8, 60, num), rng.integers(10, 80, num), tenants=owners
-    )
+    lengths = Workload("edge", rng.integers(8, 60, num), rng.integers(10, 80, num), tenants=owners)
     return make_workload(lengths, rate=12.0, seed=1)
 
 
