@@ -83,14 +83,15 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
             yield f"counted {admission}, {name}", lambda s=setup, w=workload: counted(s, w)
             if admission in LITERAL or name == "long":
                 continue
+            shared = with_tenants(workload)
             fair = replace(setup, fairness=True, tenant_weights={"t1": 3.0, "t3": 0.2})
             yield (
                 f"admission {admission}, tenants",
-                lambda s=fair, w=with_tenants(workload): simulated(s, w),
+                lambda s=fair, w=shared: simulated(s, w),
             )
             yield (
                 f"counted {admission}, tenants",
-                lambda s=fair, w=with_tenants(workload): counted(s, w),
+                lambda s=fair, w=shared: counted(s, w),
             )
     for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi", "guaranteed_no_evict"):
         by_size = Setup(PROFILE, admission, {"order": "size_aware"}, kv_tokens=4256)
