@@ -40,8 +40,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from penstock.core.policies.selection.adaptive import Adaptive
 from penstock.core.registry import policies
-from penstock.core.selection.adaptive import Adaptive
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 from penstock.engine.build import Engine

@@ -25,7 +25,7 @@ from benchmarks.fairness_learning import EMPTY, drift, estimators, stationary
 from benchmarks.fairness_oracles import Clairvoyant
 from benchmarks.figures import interval, line
 
-from penstock.core.allocation import AllocationPolicy
+from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.registry import make_policy
 from penstock.fluid.fair import geometric_lengths
 from penstock.fluid.fair_path import expected_goodput, fair_optimum, fair_utility

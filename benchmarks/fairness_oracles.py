@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
-from penstock.core.allocation.goodspeed_adaptive import GoodSpeedAdaptive
-from penstock.core.allocation.gradient import GoodputAverages, tokens_by_tenant
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
+from penstock.core.policies.allocation.gradient import GoodputAverages, tokens_by_tenant
 from penstock.core.state import Outcome, RequestState
 from penstock.fluid.fair import draft_lengths
 from penstock.repro.goodspeed_rounds import FloatArray, RecordedClient

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.acceptance import Evidence, Smoothed
-from penstock.core.allocation.goodspeed import GoodSpeed
+from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 from penstock.fluid.step_profile import StepProfile, StepWork

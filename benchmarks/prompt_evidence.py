@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from penstock.core.selection.words import Words
+from penstock.core.policies.selection.words import Words
 from penstock.zoo.evidence import answer_logits
 from penstock.zoo.modeling import load_model
 from penstock.zoo.registry import DOMAINS, bundled_models

@@ -36,8 +36,8 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
+from penstock.core.policies.selection.adaptive import Adaptive
 from penstock.core.registry import PolicyError, policies
-from penstock.core.selection.adaptive import Adaptive
 from penstock.core.state import RequestState
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile

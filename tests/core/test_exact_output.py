@@ -15,9 +15,9 @@ from penstock.core import scheduler as scheduler_module
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
+from penstock.core.policies.selection import SelectionPolicy, SelectionWork
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.selection import SelectionPolicy, SelectionWork
 from penstock.core.state import HeldDraft, RequestState
 from penstock.core.types import (
     DraftReady,

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.core.admission.vllm_v1 import VllmV1
+from penstock.core.policies.admission.vllm_v1 import VllmV1
 from penstock.core.registry import PolicyError, make_policy, policies
 
 

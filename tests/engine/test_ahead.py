@@ -15,9 +15,9 @@ from tests.engine.small_family import write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
 
 from penstock.config import NGRAM, EngineConfig
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.loop import Loop
-from penstock.core.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.selection import SelectionPolicy, SelectionWork
 from penstock.core.types import (
     NO_DRAFTER,
     Arrive,

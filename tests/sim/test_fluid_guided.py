@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.admission.fluid_guided import _lower_hull
+from penstock.core.policies.admission.fluid_guided import _lower_hull
 from penstock.core.types import StepPlan, StepResult
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run

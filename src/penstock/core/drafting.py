@@ -4,10 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
-from penstock.core.selection import Loads, ReplayWish, SelectionPolicy, SelectionWork, usable
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.selection import (
+    Loads,
+    ReplayWish,
+    SelectionPolicy,
+    SelectionWork,
+    usable,
+)
 from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV, Tenant
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, DraftOrder, Replayed
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 import math
 
 from penstock.core.accounts import UNITS, Account, Accounts
-from penstock.core.admission import AdmissionPolicy
 from penstock.core.estimators import Estimators
+from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.state import RequestState
 from penstock.core.step import Step, newest
 from penstock.fluid.step_profile import StepWork

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from penstock.core.admission import AdmissionPolicy
-from penstock.core.allocation import Grant
 from penstock.core.blocks import BlockPool
 from penstock.core.drafting import Drafting
+from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.allocation import Grant
 from penstock.core.step import ScheduledTokens, Step
 from penstock.core.types import TARGET, DraftOrder, DraftSource, VerifyItem
 

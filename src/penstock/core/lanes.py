@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
-from penstock.core.allocation import Grant
 from penstock.core.drafting import Drafting
 from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.pipeline import Drafts, Pipeline
+from penstock.core.policies.allocation import Grant
 from penstock.core.state import Drafter, HeldDraft, RequestState
 from penstock.core.types import TARGET, DrafterUp, DraftOrder, DraftReady, StepPlan, StepResult
 

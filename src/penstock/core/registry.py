@@ -20,18 +20,18 @@ class PolicyError(ValueError):
 @functools.cache
 def policy_names(kind: str) -> tuple[str, ...]:
     """Names of a kind's policies, from their files: none is imported."""
-    folder = Path(__file__).parent / kind
-    files = (f for f in folder.glob("*.py") if "\nPOLICY = " in f.read_text(encoding="utf-8"))
+    folder = Path(__file__).parent / "policies" / kind
+    files = (f for f in folder.rglob("*.py") if "\nPOLICY = " in f.read_text(encoding="utf-8"))
     return tuple(sorted(file.stem for file in files))
 
 
 @functools.cache
 def policies(kind: str) -> dict[str, type[Any]]:
     """Name to class for a kind: "admission", "allocation" or "selection"."""
-    package = importlib.import_module(f"penstock.core.{kind}")
+    package = importlib.import_module(f"penstock.core.policies.{kind}")
     found: dict[str, type[Any]] = {}
-    for module_info in pkgutil.iter_modules(package.__path__):
-        module = importlib.import_module(f"{package.__name__}.{module_info.name}")
+    for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+        module = importlib.import_module(module_info.name)
         policy = getattr(module, "POLICY", None)
         if policy is not None:
             found[policy.name] = policy

@@ -6,8 +6,6 @@ import math
 from collections.abc import Hashable, Iterable
 
 from penstock.core.accounts import Accounts
-from penstock.core.admission import AdmissionPolicy
-from penstock.core.allocation import AllocationPolicy
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.cohort import Cohort, CountedState, decode_run, num_later_blocks
 from penstock.core.drafting import Drafting
@@ -17,8 +15,10 @@ from penstock.core.items import ItemWriter
 from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
 from penstock.core.pipeline import Barrier, Pipeline
+from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.allocation import AllocationPolicy
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.refusal import refusal
-from penstock.core.selection import SelectionPolicy
 from penstock.core.state import Drafter, Outcome, RequestState, Tenant
 from penstock.core.step import Step, newest
 from penstock.core.types import (

@@ -25,8 +25,8 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from penstock.core.policies.selection import SelectionPolicy, SelectionWork
 from penstock.core.registry import policies
-from penstock.core.selection import SelectionPolicy, SelectionWork
 from penstock.core.state import RequestState
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.repro import Effort, Entry, Finding, Run, Verdict, check

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core.allocation.goodspeed import GoodSpeed
+from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.repro import Entry, Finding, Run, Verdict, check
 from penstock.repro.goodspeed_rounds import FloatArray, GeometricClients, jumping_rates, play
 from penstock.repro.output import pyplot, save_figure, student, write_table

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.allocation.goodspeed import GoodSpeed
+from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.fluid.fair_path import FluidPath, fair_optimum, fluid_path
 from penstock.repro import Entry, Finding, Run, Verdict, check
 from penstock.repro.goodspeed_rounds import FloatArray, GeometricClients, play

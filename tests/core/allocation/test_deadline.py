@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.estimators import Estimators
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.registry import make_policy
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict

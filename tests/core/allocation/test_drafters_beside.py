@@ -7,8 +7,8 @@ from dataclasses import replace
 
 from tests.core.test_allocation import candidates, lengths_of, work
 
-from penstock.core.allocation.throughput import Throughput
 from penstock.core.estimators import Estimators
+from penstock.core.policies.allocation.throughput import Throughput
 
 NAMES = ("a", "b", "c", "d")
 

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.allocation import (
+from penstock.core.estimators import Estimators
+from penstock.core.policies.allocation import (
     AllocationPolicy,
     DraftCandidate,
     Grant,
     Outcome,
     StepWork,
 )
-from penstock.core.estimators import Estimators
 from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import RequestState, Tenant
 from penstock.core.types import Request, Verdict

@@ -6,9 +6,9 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.core.allocation import DraftCandidate, StepWork
-from penstock.core.allocation.gradient import draft_budget
 from penstock.core.estimators import Estimators
+from penstock.core.policies.allocation import DraftCandidate, StepWork
+from penstock.core.policies.allocation.gradient import draft_budget
 from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict

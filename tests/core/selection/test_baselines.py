@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
+from penstock.core.policies.selection import SelectionWork
 from penstock.core.registry import make_policy
-from penstock.core.selection import SelectionWork
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
 

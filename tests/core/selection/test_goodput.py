@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 from tests.core.selection.rounds import Machine
 
-from penstock.core.selection import SelectionWork
-from penstock.core.selection.goodput import ObservedGoodput, RoundTimes, model_of
+from penstock.core.policies.selection import SelectionWork
+from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import TARGET, Request, Status, Verdict
 

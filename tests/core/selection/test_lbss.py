@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
+from penstock.core.policies.selection import SelectionWork
+from penstock.core.policies.selection.papers.lbss import Lbss
 from penstock.core.registry import make_policy
-from penstock.core.selection import SelectionWork
-from penstock.core.selection.lbss import Lbss
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
 
@@ -89,7 +89,7 @@ def test_exploitation_is_the_matching_of_the_estimates() -> None:
 
 
 def _exploited() -> Any:
-    from penstock.core.selection.lbss import _Course
+    from penstock.core.policies.selection.papers.lbss import _Course
 
     return _Course(epoch=1, exploring=True)
 

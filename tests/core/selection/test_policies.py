@@ -10,10 +10,10 @@ import pytest
 from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
 
 from penstock.core.estimators import Estimators
+from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import staged as staged_module
+from penstock.core.policies.selection.goodput import RoundTimes
 from penstock.core.registry import PolicyError, make_policy
-from penstock.core.selection import SelectionPolicy, SelectionWork
-from penstock.core.selection import staged as staged_module
-from penstock.core.selection.goodput import RoundTimes
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 
@@ -206,8 +206,8 @@ def test_on_most_rounds_nothing_is_decided(policy: str, monkeypatch: pytest.Monk
         calls.append(len(values))
         return honest(values, *rest)
 
-    monkeypatch.setattr("penstock.core.selection.staged.assign", counting)
-    monkeypatch.setattr("penstock.core.selection.lbss.assign", counting)
+    monkeypatch.setattr("penstock.core.policies.selection.staged.assign", counting)
+    monkeypatch.setattr("penstock.core.policies.selection.papers.lbss.assign", counting)
     world = play(policy, 300, max_tokens=400)
     rounds = sum(len(chosen) for chosen in world.played)
     assert 0 < sum(calls) < 0.25 * rounds

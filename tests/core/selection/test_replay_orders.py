@@ -12,7 +12,7 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core.drafting import Drafting
-from penstock.core.selection import ReplayWish, SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Cancel, DrafterDown, DraftOrder, Replayed
 

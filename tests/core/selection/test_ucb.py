@@ -5,9 +5,9 @@ from typing import Any
 
 from tests.core.selection.rounds import Machine, Rounds
 
+from penstock.core.policies.selection import SelectionWork
+from penstock.core.policies.selection.ucb import Ucb
 from penstock.core.registry import make_policy
-from penstock.core.selection import SelectionWork
-from penstock.core.selection.ucb import Ucb
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 

@@ -6,8 +6,8 @@ import itertools
 
 from tests.core.selection.rounds import Machine
 
-from penstock.core.selection import SelectionWork
-from penstock.core.selection.adaptive import Adaptive
+from penstock.core.policies.selection import SelectionWork
+from penstock.core.policies.selection.adaptive import Adaptive
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 

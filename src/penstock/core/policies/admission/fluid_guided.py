@@ -1,0 +1,420 @@
+"""Penstock's own admission: prompts bought at the fluid price, memory kept for expected growth.
+
+Nothing is tuned for a workload: the price of a prompt token comes from the step-time profile, what
+is expected of memory from the output lengths seen so far.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.growth import Refill, num_that_fit
+from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt
+from penstock.core.order import OrderName
+from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+from penstock.core.targets import Targets
+from penstock.core.types import Status
+from penstock.fluid.step_profile import StepProfile, StepWork
+
+_URGENT = 0.25
+"""Share of the target for the first token after which a waiting request is hurried."""
+_LOOK_AHEAD = 256
+"""Waiting requests that are looked at."""
+_SPARE = 0.7
+"""Load, of what the server could do, up to which decoding may wait for a prompt that is on time
+anyway: a step without the requests that decode costs throughput."""
+_LONGER = 0.1
+"""Share by which a step may get longer for each prompt that it finishes instead of cutting it."""
+_FIRST_TOKEN = 6.0
+"""Seconds that decoding requests together may lose for a second gained before a first token."""
+
+
+class FluidGuided(AdmissionPolicy):
+    """Decode always; add prompt tokens while they are cheap for what waits; never admit what memory
+    is not expected to hold.
+
+    The time of a step is a staircase in its positions, so the next prompt tokens are sometimes
+    free and sometimes dear, while every prompt has to be computed at some time. In the fluid model
+    the best mixture of steps lies on the lower convex envelope of the staircase above the
+    decoding requests, and its slope where it meets the prompts' arrival is their price: a step
+    takes the prompt tokens that cost less than that. Under overload the price is that of the most
+    efficient step there is.
+    """
+
+    name: ClassVar[str] = "fluid_guided"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """max_num_batched_tokens: most positions in a step.
+        confidence: standard deviations by which less memory may come free than is expected.
+        horizon: steps in which waiting prompts should be computed.
+        tolerance: share by which a step may be less efficient than the best, to be shorter.
+        order: in which order waiting requests are tried.
+        ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
+
+        max_num_batched_tokens: PositiveInt = 8192
+        confidence: NonNegativeFloat = 4.0
+        horizon: PositiveFloat = 10.0
+        tolerance: NonNegativeFloat = 0.03
+        order: OrderName = "size_aware"
+        ttft_p99: PositiveFloat | None = None
+        tpot_p99: PositiveFloat | None = None
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.order = options.order
+        self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
+        self._blocked: tuple[str, int] | None = None
+        self._targets = Targets(options.ttft_p99, options.tpot_p99)
+        self._refill = Refill()
+        self._best = (-math.inf, (1, 0.0))
+
+    def draft_budget(self, num_tokens: int) -> int:
+        return self.options.max_num_batched_tokens - num_tokens
+
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        """Memory is short where it is not expected to hold the request as it grows."""
+        if num_that_fit(step, [state], self.options.confidence):
+            return 0, 0
+        return step.pool.blocks_for(state.num_known_tokens + int(step.estimators.lengths.mean)), 0
+
+    def compose(self, step: Step) -> None:
+        budget = max(self.options.max_num_batched_tokens, step.num_decodes())
+        self._refill.is_pausing = False
+        in_order, pauses = self._in_order(step)
+        num_decodes = 0 if pauses else step.schedule_decodes(budget)
+        prompts = [] if step.num_preempted else self._prompts(step, in_order)
+        if prompts:
+            self._schedule_prompts(step, num_decodes, prompts)
+        else:
+            # With a target for the first token the order of those who wait changes with time.
+            changes = step.waiting and self.options.ttft_p99 is not None
+            step.repeatable = not (step.num_preempted or self._refill.is_pausing or changes)
+        if pauses and not step.scheduled:
+            step.schedule_decodes(budget)
+
+    def _schedule_prompts(self, step: Step, num_decodes: int, prompts: list[RequestState]) -> None:
+        backlog = sum(_missing(step, state) for state in prompts)
+        left = self._prompt_tokens(step, num_decodes, prompts, backlog)
+        for state in prompts:
+            tokens = min(_missing(step, state), left)
+            if tokens <= 0:
+                return
+            if state.status is Status.RUNNING:
+                if step.make_room(state, tokens):
+                    step.schedule(state, tokens)
+            elif step.num_preempted or not step.can_admit(state, tokens):
+                return
+            else:
+                self._refill.spend(step.num_missing_tokens(state))
+                step.admit(state, tokens)
+            left -= tokens
+
+    # --- whose prompts --------------------------------------------------------------------------
+
+    def _in_order(self, step: Step) -> tuple[list[RequestState] | None, bool]:
+        """With a target for the first token: running and waiting prompts in their order, and
+        whether decoding leaves out a step for them. It does where more of them are on time then
+        than requests are expected to miss the other target; where there is time to spare, seconds
+        gained before a first token count as their share of its target."""
+        targets, ttft = self._targets, self.options.ttft_p99
+        if ttft is None:
+            return None, False
+        prompts = [*step.prefills(), *itertools.islice(step.waiting.queue(), _LOOK_AHEAD)]
+        num_decodes = step.num_decodes()
+        beside = targets.order(prompts, step.now, self._seconds_of_prompt(step, num_decodes))
+        if not prompts or not num_decodes or self.options.tpot_p99 is None:
+            return beside.prompts, False
+        has_time = self._load(step) < _SPARE
+        if not beside.num_late and not has_time:
+            return beside.prompts, False
+        alone = targets.order(prompts, step.now, self._seconds_of_prompt(step, 0))
+        gained: float = beside.num_late - alone.num_late
+        if not gained and has_time:
+            gained = (beside.seconds - alone.seconds) / ttft
+        decoding = self._decode_only_seconds(step, num_decodes)
+        if gained > 0 and gained > targets.num_lost(step, alone.seconds, decoding):
+            return alone.prompts, True
+        return beside.prompts, False
+
+    def _prompts(self, step: Step, in_order: list[RequestState] | None) -> list[RequestState]:
+        """Requests with prompt tokens to compute, in the order in which they get them: running
+        ones, and as many waiting ones as memory is expected to hold and could matter now."""
+        if in_order is None:
+            return step.prefills() + self._admissible(step, step.waiting.queue())
+        others = [s for s in in_order if s.status is not Status.RUNNING]
+        admissible = set(map(id, self._admissible(step, others)))
+        return [s for s in in_order if s.status is Status.RUNNING or id(s) in admissible]
+
+    def _admissible(self, step: Step, waiting: Iterable[RequestState]) -> list[RequestState]:
+        """The first of the waiting requests, as far as memory is expected to hold them, they could
+        matter soon and, where memory is short, it is their turn."""
+        waiting = iter(waiting)
+        first = next(waiting, None)
+        if first is None or self._blocked == (first.request.id, len(step.running)):
+            return []
+        if not self._refill.earn(step):
+            return []
+        enough = self.options.horizon * self._best_step(step)[0]
+        soon: list[RequestState] = []
+        num_turns, tokens = 0, 0
+        for state in itertools.chain([first], waiting):
+            num_turns += not soon or tokens < self._refill.credit
+            soon.append(state)
+            tokens += step.num_missing_tokens(state)
+            if tokens >= enough:
+                break
+        num_fit = num_that_fit(step, soon, self.options.confidence)
+        admissible = soon[: min(num_turns, num_fit if step.running else max(1, num_fit))]
+        # Without an end there will not be more room for the first of them.
+        self._blocked = None if admissible else (first.request.id, len(step.running))
+        began = self._refill.note(num_fit < len(soon))
+        return admissible[:1] if began else admissible
+
+    def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
+        """What the rest of a prompt takes beside requests that decode in each of its steps."""
+        profile = step.estimators.step_model.profile
+        size, _ = self._best_step(step)
+        decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
+        share = 0.0
+        if self.options.tpot_p99 is not None:
+            share = min(0.95, decoding / self.options.tpot_p99)
+
+        def seconds(state: RequestState) -> float:
+            tokens = _missing(step, state)
+            context = tokens * (state.num_known_tokens - 0.5 * tokens)
+            alone = profile.seconds(StepWork(tokens, context))
+            return max(alone + decoding * max(1.0, tokens / size), alone / (1 - share))
+
+        return seconds
+
+    def _load(self, step: Step) -> float:
+        """Work that arrives in a second, in seconds of the most efficient steps."""
+        traffic, lengths = step.estimators.traffic, step.estimators.lengths
+        prompt, decode = self._work(step)
+        per_token = prompt + decode * lengths.mean / traffic.mean_prompt_len
+        return traffic.prompt_tokens_per_s(step.now) * per_token
+
+    # --- how many prompt tokens -----------------------------------------------------------------
+
+    def _prompt_tokens(
+        self, step: Step, num_decodes: int, prompts: list[RequestState], backlog: int
+    ) -> int:
+        """Prompt tokens worth computing in this step."""
+        first = prompts[0]
+        urgent = self._is_urgent(step, first, backlog)
+        most = self._best_step(step)[0] - num_decodes
+        if urgent:
+            # Of the first prompt, and not more: others would make it wait for them.
+            most = max(most, self._soonest(step, num_decodes, _missing(step, first)))
+        most = min(most, backlog, self.options.max_num_batched_tokens - num_decodes)
+        most = self._most_in_time(step, num_decodes, prompts, most)
+        if most <= 0:
+            return 0
+        hull = self._envelope(step.estimators.step_model.profile, num_decodes, most)
+        if urgent or len(hull) == 1:
+            return most
+        price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
+        # The price is often just that of the last tokens worth buying.
+        price *= 1 + 1e-6
+        cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
+        if self._refill.is_short:
+            return cheap
+        totals = itertools.accumulate(_missing(step, state) for state in prompts)
+        ends = itertools.takewhile(lambda total: total <= most, totals)
+        return self._uncut(step, num_decodes, cheap, ends, price)
+
+    def _uncut(
+        self, step: Step, num_decodes: int, cheap: int, ends: Iterable[int], price: float
+    ) -> int:
+        """`cheap` prompt tokens, or more, up to where one of the prompts ends, where that makes the
+        step but little longer, beyond what the tokens are worth, for each prompt that it finishes.
+        What the decoding requests lose by it together grows with their number."""
+        profile = step.estimators.step_model.profile
+        seconds = profile.linear(num_decodes + cheap)
+        share = min(_LONGER, _FIRST_TOKEN / max(num_decodes, 1))
+        allowed = share * (seconds + self._decode_seconds(step, num_decodes))
+        best = cheap
+        for i, end in enumerate((end for end in ends if end > cheap), 1):
+            longer = profile.linear(num_decodes + end) - seconds
+            if longer - price * (end - cheap) <= i * allowed:
+                best = end
+        return best
+
+    def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
+        """Tokens a step with which a prompt is computed soonest: all of it, or as many as make a
+        step more efficient, if that is worth more than decoding more often costs."""
+        profile = step.estimators.step_model.profile
+        decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
+
+        def seconds(tokens: int) -> float:
+            whole, rest = divmod(missing, tokens)
+            total = whole * (profile.linear(num_decodes + tokens) + decoding)
+            return total + (profile.linear(num_decodes + rest) + decoding if rest else 0.0)
+
+        sizes = (count - num_decodes for count, _ in self._corners_of(profile))
+        return min([missing, *(n for n in sizes if 0 < n < missing)], key=seconds)
+
+    def _is_urgent(self, step: Step, first: RequestState, backlog: int) -> bool:
+        """Whether the target for the first token asks for all that the other one allows."""
+        target = self.options.ttft_p99
+        if target is None:
+            return False
+        ahead = backlog * self._best_step(step)[1]
+        return step.now - first.request.arrival_time + ahead > _URGENT * target
+
+    def _most_in_time(
+        self, step: Step, num_decodes: int, prompts: list[RequestState], most: int
+    ) -> int:
+        """At most `most` prompt tokens, so that the next tokens of the running requests are in
+        time."""
+        if self.options.tpot_p99 is None or not num_decodes or most <= 0:
+            return most
+        profile = step.estimators.step_model.profile
+        decoding = self._decode_seconds(step, num_decodes)
+        left = self._targets.time_left(step, self._decode_only_seconds(step, num_decodes))
+
+        def is_late(tokens: int) -> bool:
+            seconds = profile.linear(num_decodes + tokens) + decoding
+            seconds += profile.per_prefill_token * tokens
+            seconds += profile.per_prefill_context * _context(step, prompts, tokens)
+            return seconds > left
+
+        return bisect.bisect_left(range(1, most + 1), True, key=is_late)
+
+    def _envelope(
+        self, profile: StepProfile, num_decodes: int, most: int
+    ) -> list[tuple[int, float]]:
+        """Corners of the lower convex envelope of a step's time over 0 to `most` prompt tokens."""
+        # Without anybody who decodes a step without prompts would be no step.
+        points = [(0, profile.linear(num_decodes))] if num_decodes else []
+        corners = self._corners_of(profile)
+        first = bisect.bisect_right(corners, (num_decodes, math.inf))
+        for count, seconds in itertools.islice(corners, first, None):
+            if count >= num_decodes + most:
+                break
+            points.append((count - num_decodes, seconds))
+        points.append((most, profile.linear(num_decodes + most)))
+        return _lower_hull(points)
+
+    def _price(
+        self, step: Step, num_decodes: int, hull: list[tuple[int, float]], overdue: float
+    ) -> float:
+        """Seconds that a prompt token is worth: at least what it costs in the mixture of steps that
+        keeps up with arrivals and with `overdue` tokens a step, but never more than in the best
+        step; and what its share in an end is worth where time is spent on ends."""
+        arriving = step.estimators.traffic.prompt_tokens_per_s(step.now)
+        decoding = self._decode_seconds(step, num_decodes)
+        slope = 0.0
+        for (p0, t0), (p1, t1) in itertools.pairwise(hull):
+            slope = (t1 - t0) / (p1 - p0)
+            if p1 >= arriving * (t1 + decoding) and p1 >= overdue:
+                break
+        prompt_value, decode_value = self._values(step)
+        ends_per_s = max(
+            (prompt_value * tokens + decode_value * num_decodes) / (seconds + decoding)
+            for tokens, seconds in hull
+        )
+        return max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
+
+    def _values(self, step: Step) -> tuple[float, float]:
+        """What share of a request's end a prompt token and a decoded token bring about. A decoded
+        token brings the end nearer by one of those that are left; a prompt token by its share of
+        all the work that the request is."""
+        lengths = step.estimators.lengths
+        prompt, decode = self._work(step)
+        work = step.estimators.traffic.mean_prompt_len * prompt + lengths.mean * decode
+        return prompt / work, 1 / lengths.mean_residual
+
+    def _work(self, step: Step) -> tuple[float, float]:
+        """Seconds of a prompt token and of a decoded token, in the most efficient steps."""
+        profile, lengths = step.estimators.step_model.profile, step.estimators.lengths
+        prompt_len = step.estimators.traffic.mean_prompt_len
+        position = self._best_step(step)[1]
+        prompt = position + profile.per_prefill_token
+        prompt += profile.per_prefill_context * prompt_len / 2
+        context = prompt_len + lengths.mean / 2
+        return prompt, position + profile.per_decode + profile.per_kv_token * context
+
+    def _decode_seconds(self, step: Step, num_decodes: int) -> float:
+        """What decoding adds to a step whatever its positions are."""
+        model = step.estimators.step_model
+        attention = model.profile.per_kv_token * step.num_decoding_tokens
+        fixed = model.profile.decode_fixed if num_decodes else 0.0
+        return max(0.0, fixed + model.profile.per_decode * num_decodes + attention + model.shift)
+
+    def _decode_only_seconds(self, step: Step, num_decodes: int) -> float:
+        """Of a step in which nothing else is computed."""
+        profile = step.estimators.step_model.profile
+        return profile.linear(num_decodes) + self._decode_seconds(step, num_decodes)
+
+    def _best_step(self, step: Step) -> tuple[int, float]:
+        """Positions of the step worth striving for, and its seconds a position, constant costs
+        included: the smallest that is nearly as efficient as any. Larger ones would make everybody
+        wait longer for next to nothing."""
+        model = step.estimators.step_model
+        constant = model.profile.decode_fixed + max(model.shift, 0.0)
+        if abs(constant - self._best[0]) > 1e-4:
+            most = self.options.max_num_batched_tokens
+            corners = self._corners_of(model.profile)
+            prices = [(count, (s + constant) / count) for count, s in corners if count <= most]
+            least = min(price for _, price in prices)
+            good = next(p for p in prices if p[1] <= (1 + self.options.tolerance) * least)
+            self._best = (constant, good)
+        return self._best[1]
+
+    def _corners_of(self, profile: StepProfile) -> list[tuple[int, float]]:
+        """Sizes of a step just before it would take longer, and their seconds."""
+        if self._corners is None or self._corners[0] is not profile:
+            counts, seconds = profile.token_counts, profile.token_seconds
+            ends = [
+                (counts[i], seconds[i])
+                for i in range(len(counts) - 1)
+                if counts[i] > 0 and seconds[i + 1] > 1.002 * seconds[i]
+            ]
+            most = max(self.options.max_num_batched_tokens, 1)
+            self._corners = (profile, [*ends, (most, profile.linear(most))])
+        return self._corners[1]
+
+
+def _missing(step: Step, state: RequestState) -> int:
+    """Prompt tokens that a running or waiting request has to compute."""
+    if state.status is Status.RUNNING:
+        return state.num_due_tokens
+    return step.num_missing_tokens(state)
+
+
+def _context(step: Step, prompts: Iterable[RequestState], tokens: int) -> float:
+    """Token pairs of the first `tokens` tokens of some prompts (`prefill_context` of StepWork)."""
+    pairs = 0.0
+    for state in prompts:
+        missing = _missing(step, state)
+        chunk = min(missing, tokens)
+        pairs += chunk * (state.num_known_tokens - missing + 0.5 * chunk)
+        tokens -= chunk
+        if not tokens:
+            break
+    return pairs
+
+
+def _lower_hull(points: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Lower convex envelope of points with rising first coordinates."""
+    hull: list[tuple[int, float]] = []
+    for x, y in points:
+        while len(hull) > 1:
+            (x0, y0), (x1, y1) = hull[-2], hull[-1]
+            if (y1 - y0) * (x - x0) < (y - y0) * (x1 - x0):
+                break
+            hull.pop()
+        hull.append((x, y))
+    return hull
+
+
+POLICY = FluidGuided

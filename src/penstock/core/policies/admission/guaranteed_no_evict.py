@@ -1,0 +1,83 @@
+"""TensorRT-LLM's default rule: admit only what can never have to be evicted."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.options import PositiveInt
+from penstock.core.order import OrderName
+from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+
+
+class GuaranteedNoEvict(AdmissionPolicy):
+    """Memory is set aside for the longest output that a request may make.
+
+    Decoding requests come first in a step, then prompts, the last of them in part where the budget
+    ends (its chunked context, first come, first served). `max_tokens` is what a request may make;
+    where it says much more than is made, memory stays empty.
+    """
+
+    name: ClassVar[str] = "guaranteed_no_evict"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """max_num_tokens: positions a step.
+        max_batch_size: requests running at once.
+        order: in which order waiting requests are tried."""
+
+        max_num_tokens: PositiveInt = 8192
+        max_batch_size: PositiveInt = 256
+        order: OrderName = "arrival"
+
+        def __post_init__(self) -> None:
+            if self.max_num_tokens < self.max_batch_size:
+                raise ValueError(
+                    "max_num_tokens must be at least max_batch_size, "
+                    f"not {self.max_num_tokens} against {self.max_batch_size}"
+                )
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self.order = options.order
+
+    def compose(self, step: Step) -> None:
+        options = self.options
+        budget = options.max_num_tokens
+        budget -= step.schedule_decodes(budget)
+        budget -= min(step.num_reserved, budget // 2)
+        budget -= step.schedule_prefills(budget)
+        if step.waiting and len(step.running) < options.max_batch_size:
+            self._admit(step, budget)
+        step.repeatable = True
+
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        _, places = step.shortage(state, self.options.max_batch_size)
+        left = step.num_free_when_grown(_most_tokens)
+        return step.pool.blocks_for(_most_tokens(state)) - left, places
+
+    def draft_budget(self, num_tokens: int) -> int:
+        return self.options.max_num_tokens - num_tokens
+
+    def _admit(self, step: Step, budget: int) -> None:
+        queue = step.waiting.queue()
+        left = step.num_free_when_grown(_most_tokens)
+        while budget > 0 and len(step.running) < self.options.max_batch_size:
+            state = queue.first
+            if state is None:
+                return
+            tokens = min(step.num_missing_tokens(state), budget)
+            left -= step.pool.blocks_for(_most_tokens(state))
+            if left < 0 or not step.can_admit(state, tokens):
+                return
+            step.admit(state, tokens)
+            budget -= tokens
+
+
+def _most_tokens(state: RequestState) -> int:
+    return state.request.prompt_len + state.request.max_tokens
+
+
+POLICY = GuaranteedNoEvict

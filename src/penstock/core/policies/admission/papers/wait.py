@@ -1,0 +1,91 @@
+"""WAIT (Algorithm 1), to the letter: a type of request is processed only while enough of it wait.
+
+Literal means that it idles: at light load a prompt waits until its type has gathered, and running
+requests of that type wait with it. `wait_gated` is the version that serves.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Hashable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.options import PositiveInt
+from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+
+
+class Wait(AdmissionPolicy):
+    """For every type j with at least n_j prompts at stage 0: n_j prompts and, at every later stage,
+    all requests of the type (never more than n_j) join the batch. Nothing is ever preempted.
+
+    A type is an expected output length (`expected_output_tokens`, else `max_tokens`), rounded up to
+    the next of `output_lens`; stages are output tokens.
+    """
+
+    name: ClassVar[str] = "wait"
+    knows_tenants: ClassVar[bool] = False
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """output_lens: the types' output lengths l'_j, rising.
+        thresholds: n_j for each of them, prompts a stage."""
+
+        output_lens: tuple[PositiveInt, ...] = (64, 256, 1024)
+        thresholds: tuple[PositiveInt, ...] = (1, 1, 1)
+
+        def __post_init__(self) -> None:
+            check_thresholds(self.output_lens, self.thresholds)
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def queue_of(self, state: RequestState) -> Hashable:
+        return type_of(state, self.options.output_lens)
+
+    def compose(self, step: Step) -> None:
+        blocked = False
+        for type_, threshold in enumerate(self.options.thresholds):
+            queue = step.waiting.queue(type_)
+            if len(queue) < threshold:
+                continue
+            if not step.can_schedule_decodes(type_):
+                blocked = True
+                continue
+            step.schedule_decodes(step.num_decodes(type_), type_)
+            for state in list(itertools.islice(queue, threshold)):
+                missing = step.num_missing_tokens(state)
+                if not step.can_admit(state, missing):
+                    blocked = True
+                    break
+                state.group = type_
+                step.admit(state, missing)
+        if not step.num_tokens and (step.running or step.waiting):
+            step.stalled = (
+                f"deadlock: {len(step.running)} running requests fill the memory, no type can go on"
+                if blocked
+                else f"{len(step.waiting)} prompts wait and {len(step.running)} requests run, "
+                "of no type enough to go on"
+            )
+
+
+def check_thresholds(output_lens: tuple[int, ...], thresholds: tuple[float, ...]) -> None:
+    """Raises: ValueError unless both are as many, and lengths rise."""
+    if not output_lens or any(a >= b for a, b in itertools.pairwise(output_lens)):
+        raise ValueError(f"the lengths must rise, not {output_lens}")
+    if len(thresholds) != len(output_lens):
+        raise ValueError(
+            f"thresholds must be {len(output_lens)} numbers, one for each length, not {thresholds}"
+        )
+
+
+def type_of(state: RequestState, output_lens: tuple[int, ...]) -> int:
+    """Index of the first length that covers the request's expected output."""
+    expected = state.request.expected_output_tokens or state.request.max_tokens
+    return min(bisect.bisect_left(output_lens, expected), len(output_lens) - 1)
+
+
+POLICY = Wait

@@ -1,0 +1,162 @@
+"""Fair draft lengths per second, where a round waits for its slowest draft.
+
+Per round a longer draft never costs anything; per second it keeps everybody waiting. By the
+renewal-reward rule a round is worth Σ U'(x_i) [μ_i(S_i) − x_i T], with x_i in tokens a second and
+T = max_i(S_i t_i + rtt_i) + verify(rows); for logarithmic utility a second costs exactly the number
+of tenants. Given the deadline of the drafts and their total, the largest gains are best: both are
+enumerated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from penstock.core.estimators import Estimators
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation.gradient import (
+    Fairness,
+    GoodputAverages,
+    Streams,
+    draft_budget,
+    tenant_weight,
+    tokens_by_tenant,
+)
+from penstock.core.state import Outcome, RequestState
+
+FloatArray = NDArray[np.float64]
+
+_MAX_DEADLINES = 64
+_LEAST_SECONDS = 1e-4
+
+
+class Deadline(AllocationPolicy):
+    """As much speculation as its time is worth to all tenants together."""
+
+    name: ClassVar[str] = "deadline"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
+        total: draft tokens a round at most (C). None: by the profile of step times.
+        k_max: most draft tokens for one request in a round.
+        horizon: steps over which goodput is averaged, once so many are known.
+        prior_mean: acceptance expected before anything is known, worth one token."""
+
+        fairness: Fairness = 1.0
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+        horizon: PositiveInt = 1000
+        prior_mean: Probability = 0.5
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._averages = GoodputAverages(options.horizon)
+        self._streams = Streams(options.prior_mean)
+        self._since: float | None = None
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        if not candidates:
+            return []
+        if self._since is None:
+            self._since = work.now
+        slopes, charge = self._utility(candidates, work)
+        lengths = _best_lengths(
+            self._tokens(candidates, slopes, work),
+            len(candidates),
+            charge,
+            verify_seconds(work, draft_budget(self.options.total, work)),
+        )
+        return [Grant(n) for n in lengths]
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k_max
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._streams.observe(outcomes)
+        if self._since is not None:
+            seconds = max(now - self._since, _LEAST_SECONDS)
+            self._averages.observe(tokens_by_tenant(outcomes), seconds)
+        self._since = now
+
+    def _utility(
+        self, candidates: Sequence[DraftCandidate], work: StepWork
+    ) -> tuple[dict[str, float], float]:
+        """U' by tenant, and what a second costs: Σ U'(x) x."""
+        names = dict.fromkeys(c.state.request.tenant for c in candidates)
+        weights = {name: tenant_weight(work.tenants, name) for name in names}
+        estimators = work.estimators
+        waits = max(draft_seconds(estimators, c.drafter, 1) for c in candidates)
+        step = max(waits + float(verify_seconds(work, 0)[0]), _LEAST_SECONDS)
+        self._averages.meet(weights, step)
+        slopes = {n: w / self._averages.of(n) ** self.options.fairness for n, w in weights.items()}
+        return slopes, sum(slope * self._averages.of(n) for n, slope in slopes.items())
+
+    def _tokens(
+        self, candidates: Sequence[DraftCandidate], slopes: dict[str, float], work: StepWork
+    ) -> _Tokens:
+        owners, gains, ready = [], [], []
+        rates = self._streams.rates(candidates)
+        for index, (candidate, rate) in enumerate(zip(candidates, rates, strict=True)):
+            most = min(candidate.limit, self.options.k_max)
+            start = draft_seconds(work.estimators, candidate.drafter, 0)
+            each = draft_seconds(work.estimators, candidate.drafter, 1) - start
+            places = np.arange(1, most + 1)
+            owners.append(np.full(most, index))
+            gains.append(slopes[candidate.state.request.tenant] * rate**places)
+            ready.append(start + each * places)
+        return _Tokens(np.concatenate(owners), np.concatenate(gains), np.concatenate(ready))
+
+
+@dataclass(frozen=True, slots=True)
+class _Tokens:
+    """Draft tokens that could be bought: whose, what each gains, and when it would be here."""
+
+    owners: NDArray[np.int64]
+    gains: FloatArray
+    ready: FloatArray
+
+
+def draft_seconds(estimators: Estimators, drafter: str, num_tokens: int) -> float:
+    """Seconds until a draft is here: measured on the link, or the steps of a local drafter."""
+    curve = estimators.step_times.by_drafter.get(drafter)
+    if curve is not None and not curve.is_empty:
+        return curve(1) * num_tokens
+    return estimators.links.seconds(drafter, num_tokens)
+
+
+def verify_seconds(work: StepWork, budget: int) -> FloatArray:
+    """Seconds of the target's step with 0, 1, …, `budget` draft positions."""
+    rows = work.num_rows + np.arange(budget + 1, dtype=np.int64)
+    return work.estimators.step_times.target.at(rows)
+
+
+def _best_lengths(
+    tokens: _Tokens, num_candidates: int, charge: float, verify: FloatArray
+) -> list[int]:
+    """Lengths that are worth most. verify: seconds by number of draft tokens."""
+    order = np.argsort(-tokens.gains, kind="stable")
+    owners, gains, ready = tokens.owners[order], tokens.gains[order], tokens.ready[order]
+    deadlines = np.unique(ready)
+    if len(deadlines) > _MAX_DEADLINES:
+        deadlines = np.quantile(deadlines, np.linspace(0, 1, _MAX_DEADLINES))
+    in_time = ready <= deadlines[:, None]
+    bought = in_time.cumsum(axis=1)
+    affordable = in_time & (bought < len(verify))
+    seconds = deadlines[:, None] + verify[np.minimum(bought, len(verify) - 1)]
+    worth = np.where(in_time, gains, 0.0).cumsum(axis=1) - charge * seconds
+    worth[~affordable] = -np.inf
+    if not worth.size or worth.max() <= -charge * verify[0]:
+        return [0] * num_candidates
+    deadline, last = np.unravel_index(int(worth.argmax()), worth.shape)
+    chosen = owners[: last + 1][in_time[deadline, : last + 1]]
+    lengths: list[int] = np.bincount(chosen, minlength=num_candidates).tolist()
+    return lengths
+
+
+POLICY = Deadline

@@ -1,0 +1,66 @@
+"""Equal draft lengths: k for each request, or C shared with a rotating remainder (Fixed-S)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.options import MaxDraftTokens, NonNegativeInt
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.state import RequestState
+
+
+class Fixed(AllocationPolicy):
+    """The same draft length for everybody, whatever it brings."""
+
+    name: ClassVar[str] = "fixed"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """k: draft tokens for each request.
+        total: draft tokens a round, shared equally; the remainder goes round. None: no bound."""
+
+        k: MaxDraftTokens = 4
+        total: NonNegativeInt | None = None
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._turn = 0
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        wanted = [self.options.k] * len(candidates)
+        if self.options.total is not None and candidates:
+            wanted = self._share(self.options.total, len(candidates))
+        lengths = [min(w, c.limit) for w, c in zip(wanted, candidates, strict=True)]
+        for group, budget in work.budgets(candidates, lengths):
+            cut = cut_to_budget([lengths[i] for i in group], budget)
+            for i, length in zip(group, cut, strict=True):
+                lengths[i] = length
+        return [Grant(n) for n in lengths]
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k
+
+    def _share(self, total: int, num: int) -> list[int]:
+        each, extra = divmod(total, num)
+        lucky = {(self._turn + i) % num for i in range(extra)}
+        self._turn += extra
+        return [each + (i in lucky) for i in range(num)]
+
+
+def cut_to_budget(lengths: Sequence[int], budget: int) -> list[int]:
+    """Shorten the longest drafts until their sum fits."""
+    cap = max(lengths, default=0)
+    while sum(min(n, cap) for n in lengths) > budget:
+        cap -= 1
+    cut = [min(n, cap) for n in lengths]
+    spare = budget - sum(cut)
+    for i, length in enumerate(lengths):
+        if spare and length > cap:
+            cut[i] += 1
+            spare -= 1
+    return cut
+
+
+POLICY = Fixed

@@ -1,0 +1,89 @@
+"""GoodSpeed's gradient scheduling with estimates that come to rest and still follow drift.
+
+Acceptance is learned for each tenant and drafter (`core/acceptance.py`), goodput is an average over
+all that is known (`GoodputAverages`), and the price of eq. 5 can go out with every grant.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation.gradient import (
+    Fairness,
+    GoodputAverages,
+    Streams,
+    draft_budget,
+    tenant_weight,
+    tokens_by_tenant,
+)
+from penstock.core.state import Outcome, RequestState
+from penstock.fluid.fair import geometric_lengths
+
+
+class GoodSpeedAdaptive(AllocationPolicy):
+    """Fair shares of the verification budget, learned while serving."""
+
+    name: ClassVar[str] = "goodspeed_adaptive"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
+        total: draft tokens a round at most (C). None: by the profile of step times.
+        k_max: most draft tokens for one request in a round.
+        horizon: steps over which goodput is averaged, once so many are known.
+        prior_mean: acceptance expected before anything is known, worth one token.
+        estimator: how acceptance is learned (`core/acceptance.py`).
+        prices: send the price of a position with every grant, so that a drafter stops where its own
+            confidence puts a token below it. What it leaves goes to nobody in that round: worth it
+            only where verifying a position costs time."""
+
+        fairness: Fairness = 1.0
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+        horizon: PositiveInt = 1000
+        prior_mean: Probability = 0.5
+        estimator: Literal["beta", "discounts", "switching", "confident"] = "switching"
+        prices: bool = False
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._averages = GoodputAverages(options.horizon)
+        self._streams = Streams(options.prior_mean, options.estimator)
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        options = self.options
+        names = dict.fromkeys(c.state.request.tenant for c in candidates)
+        weights = {name: tenant_weight(work.tenants, name) for name in names}
+        self._averages.meet(weights)
+        slopes = {n: w / self._averages.of(n) ** options.fairness for n, w in weights.items()}
+        each = [slopes[c.state.request.tenant] for c in candidates]
+        lengths, price = geometric_lengths(
+            each,
+            self.rates(candidates),
+            draft_budget(options.total, work),
+            [min(c.limit, options.k_max) for c in candidates],
+        )
+        if not options.prices:
+            price = 0.0
+        return [
+            Grant(n, min(1.0, price / slope))
+            for n, slope in zip(lengths.tolist(), each, strict=True)
+        ]
+
+    def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
+        """Probability for each candidate that its next draft token is accepted."""
+        return self._streams.rates(candidates)
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k_max
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._streams.observe(outcomes)
+        self._averages.observe(tokens_by_tenant(outcomes))
+
+
+POLICY = GoodSpeedAdaptive

@@ -1,0 +1,1 @@
+"""To the letter of their papers."""

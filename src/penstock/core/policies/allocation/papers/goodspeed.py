@@ -1,0 +1,177 @@
+"""GoodSpeed's gradient scheduling to the letter (eqs. 3 to 5, Algorithm 1); a client is a tenant.
+
+Kept for reproduction; `goodspeed_adaptive` is what serves. What the paper leaves open is defined
+here: what a round without a draft does to α̂ (eq. 3 divides by 0), and the least that α̂ falls to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar, Literal
+
+from penstock.core.acceptance import Evidence, Smoothed
+from penstock.core.options import (
+    MaxDraftTokens,
+    NonNegativeInt,
+    PositiveFloat,
+    Probability,
+    Range,
+    Share,
+)
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation.gradient import (
+    Fairness,
+    draft_budget,
+    tenant_weight,
+    tokens_by_tenant,
+)
+from penstock.core.state import Outcome, RequestState
+from penstock.fluid.fair import geometric_lengths
+
+_VARIANCE_STEP = 0.05
+_ON_EMPTY = {"hold": None, "zero": 0.0, "full": 1.0}
+
+
+Decay = Literal[0] | Annotated[float, Range(above=0.5, at_most=1)]
+"""Exponent by which a step size falls; 0: it is constant."""
+
+
+class GoodSpeed(AllocationPolicy):
+    """Maximise the gradient of the utility at smoothed goodput, for smoothed acceptance."""
+
+    name: ClassVar[str] = "goodspeed"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """beta, eta: smoothing of goodput (eq. 4) and of acceptance (eq. 3).
+        beta_decay, eta_decay: exponents by which they fall with a client's rounds, in (0.5, 1];
+        0: constant. Assumption 3 wants η/β → 0.
+        variance_limit: η is lowered in proportion while the variance of α̂ exceeds this; null: it
+        is not.
+        evidence: what eq. 3 averages min(1, target / draft) over: `all` positions of a draft, as it
+        is printed, or only the `decided` ones, up to the first rejection.
+        on_empty: what eq. 3 makes of a round without a draft: count it as `full` acceptance, so
+        that α̂ rises until the client is tried again; or as `zero`; or `hold` α̂.
+        least_acceptance: α̂ never falls below it; `hold` needs that, or a client that was unlucky
+        once is never tried again.
+        initial_acceptance, initial_goodput: α̂(0) and X(0).
+        fairness: exponent a of the utility, U' = x^(−a): 0 total, 1 proportional.
+        total: draft tokens a round at most (C). None: by the profile of step times.
+        k_max: most draft tokens for one request in a round."""
+
+        beta: Annotated[float, Range(above=0, at_most=1)] = 0.5
+        eta: Annotated[float, Range(above=0, at_most=1)] = 0.1
+        beta_decay: Decay = 0.0
+        eta_decay: Decay = 0.0
+        variance_limit: PositiveFloat | None = None
+        evidence: Literal["all", "decided"] = "all"
+        on_empty: Literal["hold", "zero", "full"] = "full"
+        least_acceptance: Share = 0.0
+        initial_acceptance: Probability = 0.5
+        initial_goodput: Annotated[float, Range(at_least=1e-6, at_most=1e6)] = 1.0
+        fairness: Fairness = 1.0
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+
+        def __post_init__(self) -> None:
+            if self.beta_decay and self.eta_decay <= self.beta_decay:
+                raise ValueError(
+                    f"eta_decay must exceed beta_decay (Assumption 3: η/β → 0), not "
+                    f"{self.eta_decay:g} against {self.beta_decay:g}"
+                )
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._clients: dict[str, _Client] = {}
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        options = self.options
+        clients = [self._client(c.state.request.tenant) for c in candidates]
+        weights = [
+            tenant_weight(work.tenants, c.state.request.tenant) / client.goodput**options.fairness
+            for c, client in zip(candidates, clients, strict=True)
+        ]
+        lengths, _ = geometric_lengths(
+            weights,
+            [client.acceptance.rate() for client in clients],
+            draft_budget(options.total, work),
+            [min(c.limit, options.k_max) for c in candidates],
+        )
+        return [Grant(n) for n in lengths.tolist()]
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k_max
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        tokens = tokens_by_tenant(outcomes)
+        proposed = dict.fromkeys(tokens, 0)
+        decided = dict.fromkeys(tokens, 0)
+        successes = dict.fromkeys(tokens, 0.0)
+        over_all = dict.fromkeys(tokens, 0.0)
+        for state, verdict in outcomes:
+            proposed[state.request.tenant] += verdict.num_proposed
+            decided[state.request.tenant] += verdict.num_decided
+            successes[state.request.tenant] += verdict.evidence
+            over_all[state.request.tenant] += verdict.evidence_all
+        for name, realised in tokens.items():
+            evidence = Evidence(
+                proposed[name], decided[name], successes[name], successes_all=over_all[name]
+            )
+            self._client(name).observe(evidence, realised)
+
+    def goodput(self, tenant: str) -> float:
+        """X of eq. 4: the estimate that figure 2 compares with what is realised."""
+        return self._client(tenant).goodput
+
+    def acceptance(self, tenant: str) -> float:
+        """α̂ of eq. 3."""
+        return self._client(tenant).acceptance.rate()
+
+    def _client(self, tenant: str) -> _Client:
+        client = self._clients.get(tenant)
+        if client is None:
+            client = self._clients[tenant] = _Client(self.options)
+        return client
+
+
+class _Client:
+    """α̂ and X of a tenant, and how many rounds it has taken part in."""
+
+    def __init__(self, options: GoodSpeed.Options) -> None:
+        self._options = options
+        self.acceptance = Smoothed(
+            options.initial_acceptance,
+            options.eta,
+            _ON_EMPTY[options.on_empty],
+            least=options.least_acceptance,
+            decided_only=options.evidence == "decided",
+        )
+        self.goodput = options.initial_goodput
+        self._rounds = 0
+        self._mean = options.initial_acceptance
+        self._variance = 0.0
+
+    def observe(self, evidence: Evidence, realised: float) -> None:
+        options = self._options
+        self._rounds += 1
+        self.acceptance.step = options.eta * self._rounds**-options.eta_decay * self._calm()
+        self.acceptance.observe(evidence)
+        self._track(self.acceptance.rate())
+        beta = options.beta * self._rounds**-options.beta_decay
+        self.goodput += beta * (realised - self.goodput)
+
+    def _calm(self) -> float:
+        limit = self._options.variance_limit
+        if limit is None or self._variance <= limit:
+            return 1.0
+        return limit / self._variance
+
+    def _track(self, rate: float) -> None:
+        """Smoothed variance of α̂ around its smoothed mean."""
+        error = rate - self._mean
+        self._mean += _VARIANCE_STEP * error
+        self._variance += _VARIANCE_STEP * (error * error - self._variance)
+
+
+POLICY = GoodSpeed

@@ -1,0 +1,48 @@
+"""Random draft lengths (GoodSpeed's baseline Random-S)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from random import Random
+from typing import ClassVar
+
+from penstock.core.options import MaxDraftTokens, NonNegativeInt, Seed
+from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation.gradient import draft_budget
+from penstock.core.state import RequestState
+
+
+class RandomLengths(AllocationPolicy):
+    """All lengths whose sum is at most the budget are equally likely; then limits cut."""
+
+    name: ClassVar[str] = "random"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """total: draft tokens a round at most (C). None: by the profile of step times.
+        k_max: most draft tokens for one request in a round.
+        seed: of the random numbers."""
+
+        total: NonNegativeInt | None = None
+        k_max: MaxDraftTokens = 16
+        seed: Seed = 0
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._random = Random(options.seed)
+
+    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+        most = [min(c.limit, self.options.k_max) for c in candidates]
+        # What limits would cut anyway is no use as budget.
+        budget = min(draft_budget(self.options.total, work), sum(most))
+        bars = sorted(self._random.sample(range(budget + len(candidates)), len(candidates)))
+        lengths = [b - a - 1 for a, b in pairwise((-1, *bars))]
+        return [Grant(min(n, m)) for n, m in zip(lengths, most, strict=True)]
+
+    def reserve(self, state: RequestState) -> int:
+        return self.options.k_max
+
+
+POLICY = RandomLengths

@@ -1,0 +1,459 @@
+"""The drafter that promises a request the most, from everything that is known of it.
+
+For every drafter a request has a posterior of its acceptance, whether or not it has ever used it
+(`core.prior`): from its prompt's words, from its tenant, from what its own drafts have shown, and
+from what is known to go together. Drafters are compared by the seconds that they save the request
+to its end: those of a step with their drafts, over the tokens that it yields, against those of a
+step without, for all the tokens that are to come, less the reading of the text so far. A step's
+seconds are those for which everybody in it waits; no drafter at all saves 0.
+
+Decisions are few: at the start, and after rounds that double. A drafter that little is known of,
+for requests like this one, is evaluated by replay: it reads a request's text and says what it would
+have drafted. That is no risk to the request, stops by itself when nothing new is learned, and takes
+no more than a share of the time. Where a replay can tell nothing (draft servers, `ratio`), what is
+not known is explored by drawing from it (Thompson).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Annotated, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.estimators import Estimators
+from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveInt, Range, Seed, Share
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork, usable
+from penstock.core.policies.selection.matching import assign
+from penstock.core.policies.selection.words import NUM_WORDS, Words
+from penstock.core.prior import AcceptancePrior, Posterior
+from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.types import Replayed
+
+FloatArray = npt.NDArray[np.float64]
+
+_KEEP = 0.98
+_PACE_KEEP = 0.99
+_DEMAND_WEIGHT = 0.05
+_EVALUATED = 24
+"""Output tokens from which on a replay says enough."""
+_EARLY = 64.0
+"""Requests after which the time for replays is not a fixed share any more."""
+_LEAST_DOUBT = 0.6
+"""Standard deviation of a prior's mean that is worth a replay."""
+_MOST_OVERHEAD = 2.0
+"""Most time of a step that counts, over what its rows and drafts should take: more is no work."""
+_LEAST_STRENGTH = 2.0
+_MOST_STRENGTH = 100.0
+"""Tokens that what selection knows may be worth to allocation."""
+_BEST_RATE = 0.9
+"""Acceptance of a draft token that hardly any drafter exceeds."""
+_UNDRAFTED = 0.1
+"""Of a step without drafts, towards the time for replays, which hardly pay where drafts do not."""
+_LONGEST_GAP = 64
+"""Rounds between decisions: what a replay has shown fades, and must not be gone by the next."""
+_IDLE_GAP = 16
+"""Rounds until it is looked again whether any drafter pays."""
+
+
+@dataclass(slots=True)
+class _Known:
+    """One running request.
+
+    features: [F]. mean: [J] prior log-odds; doubt: [J] their standard deviation as far as it could
+    be learned. counts: [2, J] accepted and rejected tokens, faded by rounds. next_round: when to
+    decide again, `gap` rounds after the last time. evaluated: drafters that
+    inside a step have been asked for a replay. posterior: of the last decision.
+    """
+
+    features: FloatArray
+    mean: FloatArray
+    doubt: FloatArray
+    counts: FloatArray
+    gap: int
+    next_round: int
+    evaluated: set[str] = field(default_factory=set)
+    posterior: Posterior | None = None
+
+    def note(self, column: int, accepted: float, rejected: float) -> None:
+        """Draft tokens, really made or imagined, that were decided on."""
+        self.counts *= _KEEP
+        self.counts[:, column] += accepted, rejected
+
+    def grow(self, num_models: int) -> None:
+        missing = num_models - self.counts.shape[1]
+        self.counts = np.pad(self.counts, ((0, 0), (0, missing)))
+
+
+@dataclass(slots=True)
+class _Pace:
+    """What the target's decoding steps are like: rows and requests, faded; and their seconds in
+    all, each step counting for no more than twice what its rows and drafts take by themselves, and
+    for little where nobody drafted: then there is little to find out about drafters."""
+
+    rows: float = 0.0
+    requests: float = 0.0
+    steps: float = 0.0
+    total_s: float = 0.0
+    last: float | None = None
+
+    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
+        passed = math.inf if self.last is None else work.now - self.last
+        self.last = work.now
+        rows = 0
+        drafts: dict[str, list[int]] = {}
+        for state, verdict in outcomes:
+            if state.num_output_tokens == len(verdict.token_ids):
+                return
+            rows += 1 + verdict.num_proposed
+            if verdict.drafter is not None:
+                drafts.setdefault(verdict.drafter, []).append(verdict.num_proposed)
+        if not outcomes:
+            return
+        times = work.estimators.step_times
+        seconds = times.target(rows)
+        for drafter, lengths in drafts.items():
+            seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
+        counted = 1.0 if drafts else _UNDRAFTED
+        self.total_s += counted * min(passed, _MOST_OVERHEAD * seconds)
+        self.rows = _PACE_KEEP * self.rows + rows
+        self.requests = _PACE_KEEP * self.requests + len(outcomes)
+        self.steps = _PACE_KEEP * self.steps + 1
+
+
+class Adaptive(SelectionPolicy):
+    """Bayesian choice over requests and drafters together."""
+
+    name: ClassVar[str] = "adaptive"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """k_max: most draft tokens that a drafter's worth counts on.
+        first_gap: rounds after which a request's first choice is looked at again; the gap doubles,
+            up to 64.
+        margin: a change must promise this share of the time beyond staying.
+        explore: share of the time that replays may take at first; it falls with the number of
+            requests. 0 never explores.
+        seed: of what is drawn."""
+
+        k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
+        first_gap: PositiveInt = 2
+        margin: NonNegativeFloat = 0.04
+        explore: Share = 0.1
+        seed: Seed = 0
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._rng = np.random.default_rng(options.seed)
+        self._prior = AcceptancePrior(NUM_WORDS + 1)
+        self._columns: dict[str, int] = {}
+        self._models: dict[str, int] = {}
+        self._known: dict[str, _Known] = {}
+        self._words = Words()
+        self._pace = _Pace()
+        self._demand: dict[str, float] = {}
+        self._wishes: dict[tuple[str, str], ReplayWish] = {}
+        self._replayed_s = 0.0
+        self._num_ended = 0
+
+    # --- choosing -------------------------------------------------------------------------------
+
+    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+        open_to = usable(work.drafters)
+        chosen: dict[str, str | None] = {}
+        due = []
+        for state in states:
+            known = self._known.get(state.request.id)
+            stays = state.drafter is None or state.drafter in open_to
+            if known is not None and state.round < known.next_round and stays:
+                chosen[state.request.id] = state.drafter
+            else:
+                due.append(state)
+        if due:
+            self._decide(due, open_to, work, chosen)
+        return chosen
+
+    def _decide(
+        self,
+        states: Sequence[RequestState],
+        drafters: Mapping[str, Drafter],
+        work: SelectionWork,
+        chosen: dict[str, str | None],
+    ) -> None:
+        for drafter in drafters.values():
+            self._column(drafter)
+        self._prior.grow(len(self._models))
+        drafters = self._worthwhile(drafters, work)
+        names = list(drafters)
+        columns = [self._columns[n] for n in names]
+        values = np.zeros((len(states), len(names)))
+        for i, state in enumerate(states):
+            known = self._know(state, drafters)
+            if names:
+                self._wish(state, known, drafters, work.estimators)
+                rates = self._rates(state, known)[columns].tolist()
+                values[i] = self._worth(state, list(drafters.values()), rates, work)
+        room = [
+            None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, work.loads)
+            for d in drafters.values()
+        ]
+        for state, index in zip(states, assign(values, room), strict=True):
+            name = None if index is None else names[index]
+            chosen[state.request.id] = name
+            known = self._known[state.request.id]
+            if name is not None:
+                self._tell(known, state.request.id, name, work.estimators)
+            elif not any((state.request.id, n) in self._wishes for n in names):
+                # Nobody drafts, and nobody reads: nothing will be learned of the request.
+                known.next_round = max(known.next_round, state.round + _IDLE_GAP)
+
+    def _worthwhile(
+        self, drafters: Mapping[str, Drafter], work: SelectionWork
+    ) -> dict[str, Drafter]:
+        """Those that would pay if nearly all that they draft were accepted: under load mostly none,
+        and then nothing more need be found out."""
+        base = self._base(work.estimators)
+        tokens, survival = [], 1.0
+        for length in range(1, self.options.k_max + 1):
+            survival += _BEST_RATE**length
+            tokens.append(survival)
+        steps = [base + v for v in self._verification(self.options.k_max, work.estimators)]
+        times, sharing = work.estimators.step_times, self._num_sharing
+        most = base / (1 + self.options.margin)
+        return {
+            n: d
+            for n, d in drafters.items()
+            if _least_per_token(steps, times.curve_of(n)(sharing), tokens) < most
+        }
+
+    def _rates(self, state: RequestState, known: _Known) -> FloatArray:
+        """[J] expected acceptance of a request."""
+        known.posterior = self._prior.posterior(known.mean, *known.counts)
+        return known.posterior.rates()
+
+    def _worth(
+        self,
+        state: RequestState,
+        drafters: Sequence[Drafter],
+        rates: Sequence[float],
+        work: SelectionWork,
+    ) -> list[float]:
+        """[drafters] seconds that each saves the request to its end, against none."""
+        limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
+        base = self._base(work.estimators)
+        steps = [base + v for v in self._verification(limit, work.estimators)]
+        remaining = self._remaining(state, work.estimators)
+        step_times, sharing = work.estimators.step_times, self._num_sharing
+        gained, saved = [], []
+        for drafter, rate in zip(drafters, rates, strict=True):
+            name = drafter.name
+            survival = work.estimators.acceptance.shape_of(name).survival(rate, limit)
+            tokens = list(accumulate(survival, initial=1.0))[1:]
+            curve = step_times.curve_of(name)
+            users = work.loads.get(name, 0) + (state.drafter != name)
+            users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
+            # Inside a step all wait for a drafter; beside it only those that use it.
+            waiting = 1 if drafter.own_lane else sharing
+            share = 1.0 if drafter.own_lane else sharing / users
+            per_token = _least_per_token(steps, curve(users) * share, tokens)
+            if name != state.drafter:
+                per_token *= 1 + self.options.margin
+            unread = state.num_known_tokens - self._num_read(state, drafter)
+            reading = waiting * step_times.catch_up_of(name) * unread
+            gained.append(base - _least_per_token(steps, curve(sharing), tokens))
+            saved.append(remaining * (base - per_token) - reading)
+        self._want(drafters, gained)
+        return saved
+
+    def _want(self, drafters: Sequence[Drafter], gained: Sequence[float]) -> None:
+        """Note which drafter a request would have if everybody shared its time. Of one that none
+        uses yet each would have to bear the whole step, and none would ever begin."""
+        most = max(gained)
+        favourite = drafters[gained.index(most)].name if most > 0 else None
+        for drafter in drafters:
+            known = self._demand.get(drafter.name, 0.0)
+            wanted = float(drafter.name == favourite)
+            self._demand[drafter.name] = known + _DEMAND_WEIGHT * (wanted - known)
+
+    def _base(self, estimators: Estimators) -> float:
+        """Seconds of a step without any draft."""
+        times = estimators.step_times
+        return times.overhead + times.target(self._num_sharing)
+
+    def _verification(self, limit: int, estimators: Estimators) -> list[float]:
+        """[limit] seconds by which so many more rows of the target hold up all requests, and the
+        host's work on drafts."""
+        pace = self._pace
+        rows = 1
+        if pace.requests:
+            drafted = pace.rows / pace.requests - 1
+            rows = max(1, round(pace.rows / pace.steps - drafted))
+        target, sharing = estimators.step_times.target, self._num_sharing
+        alone = target(rows)
+        host = estimators.step_times.draft_overhead
+        return [host + sharing * (target(rows + n) - alone) for n in range(1, limit + 1)]
+
+    @property
+    def _num_sharing(self) -> int:
+        """Requests of a target step."""
+        pace = self._pace
+        return max(1, round(pace.requests / pace.steps)) if pace.steps else 1
+
+    def _num_read(self, state: RequestState, drafter: Drafter) -> int:
+        if drafter.pool is None and not drafter.remote:
+            return state.num_known_tokens
+        kv = state.kv.get(drafter.name)
+        return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
+
+    def _remaining(self, state: RequestState, estimators: Estimators) -> float:
+        """Expected tokens that the request has yet to make."""
+        survival = estimators.lengths.survival(np.empty(0, dtype=np.int64))
+        made = min(state.num_output_tokens, len(survival) - 1)
+        most = made + max(1, state.num_remaining_tokens)
+        left = float(survival[made:most].sum() / max(survival[made], 1e-9))
+        return max(1.0, left)
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
+        self._pace.observe(outcomes, work)
+        for state, verdict in outcomes:
+            column = self._columns.get(verdict.drafter or "")
+            known = self._known.get(state.request.id)
+            if column is not None and known is not None and verdict.num_decided:
+                known.note(column, verdict.evidence, verdict.num_decided - verdict.evidence)
+
+    def replayed(self, state: RequestState, replayed: Replayed) -> None:
+        self._wishes.pop((state.request.id, replayed.drafter), None)
+        column = self._columns.get(replayed.drafter)
+        known = self._known.get(state.request.id)
+        if column is not None and known is not None and replayed.num_tokens:
+            missed = replayed.num_tokens - replayed.num_matched
+            known.note(column, replayed.num_matched, missed)
+
+    def forget(self, request_id: str) -> None:
+        known = self._known.pop(request_id, None)
+        for key in [k for k in self._wishes if k[0] == request_id]:
+            del self._wishes[key]
+        self._num_ended += known is not None
+        if known is not None and known.counts.any():
+            known.grow(len(self._models))
+            self._prior.learn(known.features, *known.counts)
+
+    def _know(self, state: RequestState, drafters: Mapping[str, Drafter]) -> _Known:
+        """What is known of a request that is about to be decided on."""
+        known = self._known.get(state.request.id)
+        gap = self.options.first_gap
+        if known is None:
+            features = self._words.features(state.request)
+            nothing = np.empty(0)
+            counts = np.zeros((2, 0))
+            soon = any(d.own_lane for d in drafters.values())
+            # Idle drafters can read as soon as there is anything to read.
+            first = 1 if soon else 1 + gap
+            known = _Known(features, nothing, nothing, counts, max(1, gap // 2), 0)
+            known.next_round = state.round + first
+            self._known[state.request.id] = known
+        elif state.round >= known.next_round:
+            known.gap = min(2 * known.gap, _LONGEST_GAP)
+            known.next_round = state.round + known.gap
+        if len(known.mean) < len(self._models):
+            known.grow(len(self._models))
+            known.mean = self._prior.mean(known.features)
+            known.doubt = self._prior.doubt(known.features)
+            untold = [self._columns[n] for n, d in drafters.items() if not _can_replay(d, state)]
+            if untold and self.options.explore:
+                draws = self._rng.standard_normal(len(untold))
+                known.mean[untold] += known.doubt[untold] * draws
+        return known
+
+    def _column(self, drafter: Drafter) -> int:
+        """Instances of one model share what is known of it."""
+        column = self._columns.get(drafter.name)
+        if column is None:
+            model = drafter.model or drafter.name
+            column = self._models.setdefault(model, len(self._models))
+            self._columns[drafter.name] = column
+        return column
+
+    def _tell(self, known: _Known, request_id: str, drafter: str, estimators: Estimators) -> None:
+        """Allocation counts a request's own drafts itself; it is told what the rest says."""
+        column = self._columns[drafter]
+        rest = known.posterior
+        if rest is None or known.counts[:, column].any():
+            counts = known.counts.copy()
+            counts[:, column] = 0.0
+            rest = self._prior.posterior(known.mean, *counts)
+        rate, variance = float(rest.rates()[column]), float(rest.variance[column])
+        strength = 1 / (rate * (1 - rate) * max(variance, 1e-3)) - 1
+        strength = min(max(strength, _LEAST_STRENGTH), _MOST_STRENGTH)
+        estimators.acceptance.expect(request_id, drafter, rate, strength)
+
+    # --- replays --------------------------------------------------------------------------------
+
+    @property
+    def has_wishes(self) -> bool:
+        return bool(self._wishes)
+
+    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+        return list(self._wishes.values())
+
+    def _wish(
+        self,
+        state: RequestState,
+        known: _Known,
+        drafters: Mapping[str, Drafter],
+        estimators: Estimators,
+    ) -> None:
+        """Have drafters read the request: those beside the target whenever they are idle, look-up
+        always, for it costs nothing, and the others if it would teach something about them."""
+        if not state.num_output_tokens or not self.options.explore:
+            return
+        for name, drafter in drafters.items():
+            if name == state.drafter or not _can_replay(drafter, state):
+                continue
+            if not drafter.own_lane and drafter.pool is not None:
+                if state.num_output_tokens < _EVALUATED or name in known.evaluated:
+                    continue
+                if known.doubt[self._columns[name]] < _LEAST_DOUBT:
+                    continue
+                unread = state.num_known_tokens - self._num_read(state, drafter)
+                seconds = estimators.step_times.catch_up_of(name) * unread
+                if self._replayed_s + seconds > self._exploration_s():
+                    continue
+                self._replayed_s += seconds
+                known.evaluated.add(name)
+            self._wishes[state.request.id, name] = ReplayWish(state, name, evaluate=True)
+
+    def _exploration_s(self) -> float:
+        """Seconds that replays may have taken by now: at first a share of all decoding, then, as
+        there is less to learn, a share that falls with the number of requests."""
+        ended = self._num_ended / _EARLY
+        share = math.log1p(ended) / ended if ended else 1.0
+        return self.options.explore * share * self._pace.total_s
+
+
+def _least_per_token(steps: Sequence[float], drafting: float, tokens: Sequence[float]) -> float:
+    """Seconds a token with the best draft length. steps: of a step by the draft's length, without
+    drafting; drafting: of one draft token; tokens: that a round then yields."""
+    return min(
+        (s + drafting * n) / t for n, (s, t) in enumerate(zip(steps, tokens, strict=True), 1)
+    )
+
+
+def _can_replay(drafter: Drafter, state: RequestState) -> bool:
+    sampling = state.request.sampling
+    is_ratio = sampling.verification == "ratio" and sampling.temperature > 0
+    return not drafter.remote and not is_ratio
+
+
+def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str, int]) -> int:
+    """Requests that keep the drafter whatever is decided for `states`."""
+    return loads.get(drafter.name, 0) - sum(s.drafter == drafter.name for s in states)
+
+
+POLICY = Adaptive

@@ -1,0 +1,71 @@
+"""The drafter that is best over all requests, or now and then another (Spin, section VI-B2)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from penstock.core.options import Range, Seed
+from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
+from penstock.core.policies.selection.places import Places
+from penstock.core.state import Drafter, Outcome, RequestState
+
+
+class EpsilonGreedy(SelectionPolicy):
+    """In every round each request explores, with a drafter drawn evenly from all, or uses what has
+    been best on average. Nobody's own difficulty is looked at, and switching costs nothing here:
+    that is the baseline which the paper compares with."""
+
+    name: ClassVar[str] = "epsilon_greedy"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """explore: probability of a random drafter. The paper exploits "with probability ε" and
+        sets ε = 0.2, which is 0.8 here; the usual meaning of the name is 0.2. seed: of the
+        draws."""
+
+        explore: Annotated[float, Range(at_least=0, at_most=1)] = 0.2
+        seed: Seed = 0
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+        self._rng = random.Random(options.seed)
+        self._observed = ObservedGoodput()
+
+    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+        places = Places(states, work)
+        names = list(places.drafters)
+        if not names:
+            return {s.request.id: None for s in states}
+        best = self._best_first(places.drafters, work, len(states))
+        chosen: dict[str, str | None] = {}
+        for state in states:
+            if self._rng.random() < self.options.explore:
+                first = self._rng.randrange(len(names))
+                name = places.first_with_room(names[first:] + names[:first])
+            else:
+                name = places.by_preference(state, best)
+            chosen[state.request.id] = name
+        return chosen
+
+    def _best_first(
+        self, drafters: Mapping[str, Drafter], work: SelectionWork, num_requests: int
+    ) -> list[str]:
+        """Models that are better than none by what was seen; those never seen come first."""
+        seen = self._observed.by_model
+        alone = RoundTimes(work.estimators, num_requests, work.loads).alone
+        models = dict.fromkeys(map(model_of, drafters.values()))
+        worth = {m: seen[m].value if m in seen else float("inf") for m in models}
+        return sorted((m for m in worth if worth[m] >= alone), key=worth.__getitem__, reverse=True)
+
+    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
+        self._observed.observe(outcomes, work)
+
+    def forget(self, request_id: str) -> None:
+        self._observed.forget(request_id)
+
+
+POLICY = EpsilonGreedy

@@ -1,0 +1,60 @@
+"""Room that drafters have (B_j), for the requests that choose now."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from penstock.core.policies.selection import SelectionWork, usable
+from penstock.core.policies.selection.goodput import model_of
+from penstock.core.state import Drafter, RequestState
+
+
+class Places:
+    """Whoever is not among `states` keeps its place; those who are take one as they are decided."""
+
+    def __init__(self, states: Sequence[RequestState], work: SelectionWork) -> None:
+        self.drafters = usable(work.drafters)
+        self._left: dict[str, int | None] = {}
+        loads = work.loads
+        for name, drafter in self.drafters.items():
+            most = drafter.max_num_seqs
+            self._left[name] = None if most is None else most - loads.get(name, 0)
+        for state in states:
+            left = self._left.get(state.drafter or "")
+            if left is not None and state.drafter is not None:
+                self._left[state.drafter] = left + 1
+
+    def take(self, name: str | None) -> bool:
+        """Take a place, if the drafter is there and has one; there is always room for none."""
+        if name is None:
+            return True
+        if name not in self._left:
+            return False
+        left = self._left[name]
+        if left is None:
+            return True
+        self._left[name] = left - 1 if left > 0 else left
+        return left > 0
+
+    def room(self, drafters: Iterable[str]) -> list[int | None]:
+        """Places left of each, None for any number."""
+        return [self._left[n] for n in drafters]
+
+    def first_with_room(self, names: Iterable[str]) -> str | None:
+        """Take a place with the first that has one."""
+        return next((n for n in names if self.take(n)), None)
+
+    def by_preference(self, state: RequestState, models: Iterable[str]) -> str | None:
+        """Take a place with a drafter of the first model that has one: with the request's own
+        drafter if it runs that model, else with the one that has the most room."""
+        for model in models:
+            instances = [d for d in self.drafters.values() if model_of(d) == model]
+            instances.sort(key=lambda d: (d.name != state.drafter, -self._free(d)))
+            name = self.first_with_room(d.name for d in instances)
+            if name is not None:
+                return name
+        return None
+
+    def _free(self, drafter: Drafter) -> float:
+        left = self._left[drafter.name]
+        return float("inf") if left is None else left

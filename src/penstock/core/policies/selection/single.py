@@ -1,0 +1,56 @@
+"""One drafter for everybody: the Spin paper's Vanilla."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.policies.selection import SelectionPolicy, SelectionWork, usable
+from penstock.core.state import Drafter, RequestState
+
+
+class Single(SelectionPolicy):
+    """Every request that leaves the choice open gets the same drafter."""
+
+    name: ClassVar[str] = "single"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """drafter: its name, or the model that several of them run; None takes the first that is
+        configured, or of several draft servers the one with the fewest requests."""
+
+        drafter: str | None = None
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+        wanted = self.options.drafter
+        if wanted is None and not any(d.remote for d in work.drafters.values()):
+            first = next(iter(work.drafters.values()), None)
+            wanted = None if first is None else first.model or first.name
+        open_to = usable(work.drafters)
+        if wanted is not None:
+            open_to = {n: d for n, d in open_to.items() if wanted in (n, d.model)}
+        return _spread(states, open_to, work.loads)
+
+
+def _spread(
+    states: Sequence[RequestState], drafters: Mapping[str, Drafter], loads: Mapping[str, int]
+) -> dict[str, str | None]:
+    """Keep to the drafter that holds a request's text, else take the least loaded with room."""
+    left = {n: loads.get(n, 0) for n in drafters}
+    chosen: dict[str, str | None] = {}
+    for state in states:
+        name = state.drafter
+        if name not in left:
+            free = [n for n, d in drafters.items() if left[n] < (d.max_num_seqs or left[n] + 1)]
+            name = min(free, key=left.__getitem__, default=None)
+            if name is not None:
+                left[name] += 1
+        chosen[state.request.id] = name
+    return chosen
+
+
+POLICY = Single
