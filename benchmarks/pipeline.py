@@ -29,14 +29,13 @@ from rich.table import Table
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.pipeline import make_pipeline
-from penstock.core.pipeline_planner import (
+from penstock.core.policies.pipeline.planner import (
     MOST_MICRO_BATCHES,
     Setting,
     cycle_seconds,
     spin_setting,
 )
-from penstock.core.registry import make_policy
+from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, Output, Request, SamplingParams, StepPlan, StepResult

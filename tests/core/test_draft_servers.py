@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.blocks import BlockPool
-from penstock.core.pipeline import make_pipeline
 from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
-from penstock.core.registry import make_policy
+from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import (

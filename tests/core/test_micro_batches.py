@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Rotating, World, make_request, make_scheduler
 
-from penstock.core.division import Division
 from penstock.core.estimators import Estimators
-from penstock.core.pipeline import Auto, MicroBatches, make_pipeline
+from penstock.core.policies.pipeline.auto import Auto
+from penstock.core.policies.pipeline.division import Division
+from penstock.core.policies.pipeline.micro_batches import MicroBatches
+from penstock.core.registry import make_pipeline
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import (
     TARGET,
@@ -200,7 +202,7 @@ def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
 
 def test_auto_gives_up_a_pipeline_that_is_slower_than_promised() -> None:
     """The profile promises twice the rate; steps beside drafters take four times as long."""
-    pipeline = Auto()
+    pipeline = Auto(Auto.Options())
     estimators = Estimators(A_DEVICE_EACH)
     drafters = {"d": Drafter("d")}
     running = [state(i, "d", is_free=True) for i in range(8)]
@@ -264,7 +266,7 @@ def test_divisions_are_balanced_as_far_as_requests_may_move(
 
 
 def test_a_newcomer_goes_where_there_are_fewest() -> None:
-    pipeline = MicroBatches(3)
+    pipeline = MicroBatches(MicroBatches.Options(3))
     states = [state(i, "a", is_free=True) for i in range(5)]
     for count in range(1, 6):
         pipeline.divide(states[:count])

@@ -7,7 +7,10 @@ import math
 import pytest
 
 from penstock.core.estimators import Estimators
-from penstock.core.pipeline import Asynchronous, Barrier, Drafts, make_pipeline
+from penstock.core.policies.pipeline import Drafts
+from penstock.core.policies.pipeline.asynchronous import Asynchronous
+from penstock.core.policies.pipeline.barrier import Barrier
+from penstock.core.registry import make_pipeline
 from penstock.core.state import HeldDraft, RequestState
 from penstock.core.types import DraftOrder, Request
 from penstock.fluid.step_profile import StepProfile
@@ -42,13 +45,16 @@ def hold(step_s: float, draft_s: float, ready: str, pending: dict[str, float]) -
         [coming(n, at) for n, at in pending.items()],
         estimators(step_s, draft_s),
     )
-    return Asynchronous().hold_until(drafts)
+    return Asynchronous(Asynchronous.Options()).hold_until(drafts)
 
 
 def test_a_barrier_waits_for_everything() -> None:
     known = estimators(0.03, 0.1)
-    assert Barrier().hold_until(Drafts(0.0, [held("a")], [coming("b", 0.0)], known)) == math.inf
-    assert Barrier().hold_until(Drafts(0.0, [held("a")], [], known)) is None
+    assert (
+        Barrier(Barrier.Options()).hold_until(Drafts(0.0, [held("a")], [coming("b", 0.0)], known))
+        == math.inf
+    )
+    assert Barrier(Barrier.Options()).hold_until(Drafts(0.0, [held("a")], [], known)) is None
 
 
 def test_a_cheap_step_goes_at_once_and_a_dear_one_waits() -> None:
@@ -79,5 +85,5 @@ def test_nothing_ready_is_nothing_to_start() -> None:
 
 
 def test_unknown_pipelines_are_named() -> None:
-    with pytest.raises(ValueError, match="choose from off, auto, async, or a number"):
+    with pytest.raises(ValueError, match="choose from async, auto, off, or a number of"):
         make_pipeline("sometimes")

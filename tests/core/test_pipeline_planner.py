@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.pipeline_planner import (
+from penstock.core.policies.pipeline.planner import (
     Lane,
     Round,
     Setting,

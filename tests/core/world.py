@@ -12,9 +12,8 @@ from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from penstock.core.blocks import BlockPool
 from penstock.core.estimators import Estimators
 from penstock.core.loop import Loop
-from penstock.core.pipeline import make_pipeline
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork
-from penstock.core.registry import make_policy
+from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import (

@@ -18,8 +18,7 @@ from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.blocks import BlockPool
 from penstock.core.estimators import Estimators
 from penstock.core.loop import Loop
-from penstock.core.pipeline import make_pipeline
-from penstock.core.registry import make_policy
+from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import Arrive, Cancel, Request, SamplingParams

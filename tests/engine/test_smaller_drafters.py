@@ -19,8 +19,7 @@ from transformers import LlamaForCausalLM
 from penstock.config import EngineConfig
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.pipeline import make_pipeline
-from penstock.core.registry import make_policy
+from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.build import Engine, load_engine

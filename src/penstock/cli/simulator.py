@@ -127,8 +127,7 @@ def make_server(
 
     Raises: ProfileError, PolicyError, WorkloadError, PlanError.
     """
-    from penstock.core.pipeline import make_pipeline
-    from penstock.core.registry import policies
+    from penstock.core.registry import make_pipeline, policies
     from penstock.sim.acceptance import AcceptanceByDrafter
     from penstock.sim.drafters import parse_capacities
     from penstock.sim.planner import PlanError

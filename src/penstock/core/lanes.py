@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from penstock.core.drafting import Drafting
 from penstock.core.estimators import Estimators
 from penstock.core.memory import KVMemory
-from penstock.core.pipeline import Drafts, Pipeline
 from penstock.core.policies.allocation import Grant
+from penstock.core.policies.pipeline import Drafts, Pipeline
 from penstock.core.state import Drafter, HeldDraft, RequestState
 from penstock.core.types import TARGET, DrafterUp, DraftOrder, DraftReady, StepPlan, StepResult
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
+import re
 import typing
 from pathlib import Path
 from typing import Any
 
 from penstock.core.options import checked, described
+
+_NAME = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"$', re.MULTILINE)
 
 
 class PolicyError(ValueError):
@@ -21,13 +24,14 @@ class PolicyError(ValueError):
 def policy_names(kind: str) -> tuple[str, ...]:
     """Names of a kind's policies, from their files: none is imported."""
     folder = Path(__file__).parent / "policies" / kind
-    files = (f for f in folder.rglob("*.py") if "\nPOLICY = " in f.read_text(encoding="utf-8"))
-    return tuple(sorted(file.stem for file in files))
+    texts = (file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
+    names = (_NAME.search(text) for text in texts if "\nPOLICY = " in text)
+    return tuple(sorted(found[1] for found in names if found))
 
 
 @functools.cache
 def policies(kind: str) -> dict[str, type[Any]]:
-    """Name to class for a kind: "admission", "allocation" or "selection"."""
+    """Name to class for a kind: "admission", "selection", "allocation" or "pipeline"."""
     package = importlib.import_module(f"penstock.core.policies.{kind}")
     found: dict[str, type[Any]] = {}
     for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
@@ -72,3 +76,16 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
         return policy(policy.Options(**fitting))
     except (TypeError, ValueError) as error:
         raise PolicyError(f"{kind} policy {name!r}: {error}") from error
+
+
+def make_pipeline(text: str) -> Any:
+    """A pipeline by its name, or a number of micro-batches. Raises: PolicyError."""
+    if text.isdecimal():
+        return make_policy("pipeline", "micro_batches", {"num": int(text)})
+    known = sorted(set(policies("pipeline")) - {"micro_batches"})
+    if text not in known:
+        names = ", ".join(known)
+        raise PolicyError(
+            f"unknown pipeline {text!r}; choose from {names}, or a number of micro-batches"
+        )
+    return make_policy("pipeline", text)

@@ -14,9 +14,10 @@ from penstock.core.fairness import Fairness
 from penstock.core.items import ItemWriter
 from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
-from penstock.core.pipeline import Barrier, Pipeline
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.allocation import AllocationPolicy
+from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.refusal import refusal
 from penstock.core.state import Drafter, Outcome, RequestState, Tenant
@@ -90,7 +91,7 @@ class Scheduler:
         self._states: dict[str, RequestState] = {}
         self._admission = admission
         self._selection = selection
-        self._pipeline = pipeline or Barrier()
+        self._pipeline = pipeline or Barrier(Barrier.Options())
         is_fair = fairness and admission.knows_tenants
         self._drafting = Drafting(
             self._drafters,

@@ -13,7 +13,7 @@ import torch
 from penstock.config import NGRAM, ConfigError, EngineConfig, read_profile
 from penstock.core.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.pipeline import make_pipeline
+from penstock.core.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
 from penstock.core.types import TARGET

@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from penstock.core.pipeline_planner import (
+from penstock.core.policies.pipeline.planner import (
     Setting,
     best_setting,
     cycle_seconds,

@@ -14,10 +14,9 @@ import numpy.typing as npt
 
 from penstock.core.blocks import BlockPool
 from penstock.core.estimators import Estimators
-from penstock.core.pipeline import make_pipeline
 from penstock.core.ports import Instrument
 from penstock.core.profiled import drafter_profiles, know_profile
-from penstock.core.registry import make_policy
+from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, FinishReason, Request

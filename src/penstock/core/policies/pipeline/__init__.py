@@ -1,0 +1,65 @@
+"""When drafters draft and the target verifies: in rounds, in micro-batches, or whatever is ready.
+One file a policy.
+
+A pipeline looks at the requests that draft, at the drafts that are held and at those that are on
+their way. It says for whom a lane drafts next, whether the target should wait, and whose drafts it
+verifies together. It decides nothing else: who joins the step is admission's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from penstock.core.estimators import Estimators
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class Drafts:
+    """The moment at which the target could start. `ready`: decoding requests that it could verify,
+    with or without a draft; `pending`: requests whose drafts are on their way."""
+
+    now: float
+    ready: Sequence[RequestState]
+    pending: Sequence[RequestState]
+    estimators: Estimators
+
+
+class Pipeline(ABC):
+    """Decides whom a lane drafts for, whether the target waits for drafts, and for which."""
+
+    name: ClassVar[str]
+
+    @property
+    def drafts_beside(self) -> bool:
+        """Whether the drafters of this machine that have lanes use them; else they draft inside the
+        target's step. It may change when a step has ended."""
+        return True
+
+    def divide(self, states: Sequence[RequestState]) -> None:  # noqa: B027
+        """Take in who drafts in a lane now: decoding requests with their drafters."""
+
+    def next_drafts(self, lane: str, due: Sequence[RequestState]) -> Sequence[RequestState]:
+        """For whom a lane drafts in its next step, of those whose drafts are due."""
+        return due
+
+    @abstractmethod
+    def hold_until(self, drafts: Drafts) -> float | None:
+        """Until when to wait, unless a draft comes or is given up before; None: verify now."""
+
+    def joins(self, state: RequestState) -> bool:
+        """Whether a request may be verified in the step that `hold_until` let start."""
+        return True
+
+    def stepped(  # noqa: B027
+        self,
+        states: Iterable[RequestState],
+        drafters: Mapping[str, Drafter],
+        estimators: Estimators,
+        result: StepResult,
+    ) -> None:
+        """A target step has ended; `states` are the running requests."""

@@ -1,0 +1,93 @@
+"""Verify what is ready, or wait for some of the drafts that are coming."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from penstock.core.estimators import Estimators
+from penstock.core.policies.pipeline import Drafts, Pipeline
+from penstock.core.state import RequestState
+from penstock.fluid.step_profile import StepWork
+
+_OVERDUE = 0.25
+"""Of the time that a draft has taken, once it is later than expected: how much is still to come."""
+
+
+class Asynchronous(Pipeline):
+    """Verify what is ready, or wait for some of the drafts that are coming.
+
+    Waiting delays those that are ready; going without the others makes each of them wait for the
+    whole step that it has missed. Of all moments at which another draft is expected, and now, the
+    one is taken that makes the sum of all delays smallest, each weighted with the tokens that its
+    request can expect. Where a step costs little that is mostly now; where it costs much more than
+    drafting, it is when the last draft has come: the barrier.
+    """
+
+    name: ClassVar[str] = "async"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """None."""
+
+    def __init__(self, options: Options) -> None:
+        self.options = options
+
+    def hold_until(self, drafts: Drafts) -> float | None:
+        if not drafts.ready or not drafts.pending:
+            return None
+        coming = sorted(self._coming(drafts, state) for state in drafts.pending)
+        after, tokens, rows = np.array(coming).T
+        first = [self._held(drafts.estimators, state) for state in drafts.ready]
+        waits = np.concatenate(([0.0], after))
+        joined = np.cumsum(np.concatenate(([sum(t for t, _ in first)], tokens)))
+        positions = np.cumsum(np.concatenate(([sum(n for _, n in first)], rows)))
+        delays = np.empty(len(waits))
+        for i, wait in enumerate(waits):
+            end = wait + _step_seconds(drafts.estimators, len(first) + i, positions[i])
+            delays[i] = joined[i] * end
+            if i < len(after):
+                missed = positions[-1] - positions[i]
+                next_step = _step_seconds(drafts.estimators, len(after) - i, missed)
+                delays[i] += tokens[i:] @ (np.maximum(end, after[i:]) + next_step)
+        best = int(np.argmin(delays))
+        return drafts.now + float(waits[best]) if best else None
+
+    def _coming(self, drafts: Drafts, state: RequestState) -> tuple[float, float, int]:
+        """Seconds until a draft is here, the tokens it promises, and its positions."""
+        order = state.draft_order
+        assert order is not None
+        elapsed = drafts.now - state.ordered_at
+        left = drafts.estimators.links.seconds(order.drafter, order.max_draft_tokens) - elapsed
+        if left <= 0:
+            # The longer it is overdue, the longer it will still take.
+            left = _OVERDUE * elapsed
+        num = order.max_draft_tokens
+        return left, expected_tokens(drafts.estimators, state, order.drafter, num), num + 1
+
+    def _held(self, estimators: Estimators, state: RequestState) -> tuple[float, int]:
+        """The tokens that a request promises, and its positions."""
+        if state.held is None:
+            return 1.0, 1
+        num = state.held.num_draft_tokens
+        return expected_tokens(estimators, state, state.held.drafter, num), num + 1
+
+
+def expected_tokens(
+    estimators: Estimators, state: RequestState, drafter: str, num_draft_tokens: int
+) -> float:
+    """Accepted + 1, by what is known of the request and the drafter."""
+    rate = estimators.acceptance.mean(state.request.id, drafter)
+    return (1 - rate ** (num_draft_tokens + 1)) / (1 - rate)
+
+
+def _step_seconds(estimators: Estimators, num_requests: int, num_positions: float) -> float:
+    drafted = int(num_positions) - num_requests
+    return estimators.step_model.seconds(
+        StepWork(num_decodes=num_requests, num_draft_tokens=drafted)
+    )
+
+
+POLICY = Asynchronous

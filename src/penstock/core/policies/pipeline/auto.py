@@ -1,0 +1,190 @@
+"""The number of micro-batches with the best throughput by measured step times, or no pipeline."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
+
+from penstock.core.estimators import Estimators
+from penstock.core.options import Range
+from penstock.core.policies.pipeline import Drafts, Pipeline
+from penstock.core.policies.pipeline.barrier import Barrier
+from penstock.core.policies.pipeline.micro_batches import MicroBatches
+from penstock.core.policies.pipeline.planner import (
+    MOST_MICRO_BATCHES,
+    Round,
+    Setting,
+    best_setting,
+    cycle_seconds,
+    round_of,
+)
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import StepResult
+
+_GAIN = 0.005
+"""Micro-batches must promise so much more before they are begun, or ended."""
+_CHANGED = 0.1
+"""The batch has changed much when so large a share of it has come, gone or changed drafters."""
+_LENGTH_KEEP = 0.9
+_PACE_KEEP = 0.95
+_MOST_PACE = 4.0
+_TOLERATED = 1.1
+_FADING = 2e-4
+_HOST_WEIGHT = 0.1
+_MOST_HOST_S = 2e-3
+"""A longer break between two steps is no plan being written."""
+_EVERY_STEPS = 64
+
+
+class Auto(Pipeline):
+    """The setting with the best throughput by step times, no pipeline among them.
+
+    It is chosen again when the batch on the drafters or their draft lengths have changed much, and
+    now and then because measured times move. Before anything is known there is no pipeline.
+    """
+
+    name: ClassVar[str] = "auto"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """most: micro-batches that are considered."""
+
+        most: Annotated[int, Range(at_least=1, at_most=64)] = MOST_MICRO_BATCHES
+
+    def __init__(self, options: Options) -> None:
+        self.setting = Setting()
+        self._most = options.most
+        self._inner: Pipeline = _Inline()
+        self._lengths: dict[str, float] = {}
+        self._decided: dict[str, float] = {}
+        self._num_steps = 0
+        self._host: float | None = None
+        self._last_end = math.inf
+        self._predicted = 0.0
+        self._taken = {False: 0.0, True: 0.0}
+        self._promised = {False: 0.0, True: 0.0}
+
+    @property
+    def drafts_beside(self) -> bool:
+        return self._inner.drafts_beside
+
+    def divide(self, states: Sequence[RequestState]) -> None:
+        self._inner.divide(states)
+
+    def next_drafts(self, lane: str, due: Sequence[RequestState]) -> Sequence[RequestState]:
+        return self._inner.next_drafts(lane, due)
+
+    def hold_until(self, drafts: Drafts) -> float | None:
+        return self._inner.hold_until(drafts)
+
+    def joins(self, state: RequestState) -> bool:
+        return self._inner.joins(state)
+
+    def stepped(
+        self,
+        states: Iterable[RequestState],
+        drafters: Mapping[str, Drafter],
+        estimators: Estimators,
+        result: StepResult,
+    ) -> None:
+        self._num_steps += 1
+        running = list(states)
+        self._learn_pace(result)
+        self._learn_host(result, is_idle=not running)
+        for verdict in result.verdicts:
+            if verdict.drafter is not None:
+                length = self._lengths.setdefault(verdict.drafter, verdict.num_proposed)
+                length += (1 - _LENGTH_KEEP) * (verdict.num_proposed - length)
+                self._lengths[verdict.drafter] = length
+        drafting = [s for s in running if s.is_decoding and s.drafter in self._lengths]
+        loads = Counter(s.drafter for s in drafting if s.drafter is not None)
+        positions = {name: n * (1 + self._lengths[name]) for name, n in loads.items()}
+        if positions and self._has_changed(positions):
+            self._decided, self._num_steps = positions, 0
+            work = round_of(drafting, drafters, estimators, self._lengths, self._host or 0.0)
+            self._set(self._choose(work))
+
+    def _learn_pace(self, result: StepResult) -> None:
+        """How many times as long as predicted a request's share of a step takes, apart without a
+        pipeline and with one. Where one was never tried it is taken to be the same; a bad
+        experience fades."""
+        since, num = result.finished_at - self._last_end, len(result.verdicts)
+        beside = self.setting.num > 0
+        has_prefill = not all(v.num_proposed for v in result.verdicts)
+        if since <= 0 or not num or not self._predicted or has_prefill:
+            return
+        promised = num * self._predicted
+        self._taken[beside] *= _PACE_KEEP
+        self._promised[beside] *= _PACE_KEEP
+        self._taken[beside] += min(since, _MOST_PACE * promised)
+        self._promised[beside] += promised
+        if not beside:
+            usual = self._promised[True] * self._taken[False] / self._promised[False]
+            self._taken[True] += _FADING * (usual - self._taken[True])
+
+    @property
+    def _worse(self) -> float:
+        """How much worse a pipeline keeps its promise; what was not tried is taken to keep it."""
+        pace = {
+            beside: self._taken[beside] / promised if promised else 1.0
+            for beside, promised in self._promised.items()
+        }
+        return pace[True] / pace[False] if self._promised[True] else 1.0
+
+    def _learn_host(self, result: StepResult, *, is_idle: bool) -> None:
+        """Without a pipeline the next step follows as soon as the engine has written its plan."""
+        gap = result.started_at - self._last_end
+        if self.setting.num == 0 and gap >= 0:
+            gap = min(gap, _MOST_HOST_S)
+            before = gap if self._host is None else self._host
+            self._host = before + _HOST_WEIGHT * (gap - before)
+        self._last_end = math.inf if is_idle else result.finished_at
+
+    def _has_changed(self, positions: Mapping[str, float]) -> bool:
+        """positions: of each drafter's batch in a verification."""
+        before = self._decided
+        moved = sum(abs(positions.get(n, 0) - before.get(n, 0)) for n in {*positions, *before})
+        return moved > _CHANGED * sum(before.values()) or self._num_steps >= _EVERY_STEPS
+
+    def _choose(self, work: Round) -> Setting:
+        """The present setting, unless another is better by more than noise."""
+        most = max(1, min(self._most, work.batch))
+
+        worse = self._worse
+
+        def seconds(setting: Setting) -> float:
+            alone = cycle_seconds(work, setting)
+            return alone * worse if setting.num and worse > _TOLERATED else alone
+
+        best = best_setting(seconds, most, _GAIN)
+        if self.setting.num <= most and seconds(best) > (1 - _GAIN) * seconds(self.setting):
+            best = self.setting
+        self._predicted = cycle_seconds(work, best) / work.batch
+        return best
+
+    def _set(self, setting: Setting) -> None:
+        if setting == self.setting:
+            return
+        self.setting = setting
+        if setting.num > 1:
+            self._inner = MicroBatches(MicroBatches.Options(setting.num, setting.share))
+        else:
+            self._inner = Barrier(Barrier.Options()) if setting.num else _Inline()
+
+
+class _Inline(Barrier):
+    """No pipeline: drafters of this machine draft inside the target's step; for those elsewhere
+    there are rounds."""
+
+    def __init__(self) -> None:
+        super().__init__(Barrier.Options())
+
+    @property
+    def drafts_beside(self) -> bool:
+        return False
+
+
+POLICY = Auto
