@@ -49,12 +49,9 @@ def hold(step_s: float, draft_s: float, ready: str, pending: dict[str, float]) -
 
 
 def test_a_barrier_waits_for_everything() -> None:
-    known = estimators(0.03, 0.1)
-    assert (
-        Barrier(Barrier.Options()).hold_until(Drafts(0.0, [held("a")], [coming("b", 0.0)], known))
-        == math.inf
-    )
-    assert Barrier(Barrier.Options()).hold_until(Drafts(0.0, [held("a")], [], known)) is None
+    known, barrier = estimators(0.03, 0.1), Barrier(Barrier.Options())
+    assert barrier.hold_until(Drafts(0.0, [held("a")], [coming("b", 0.0)], known)) == math.inf
+    assert barrier.hold_until(Drafts(0.0, [held("a")], [], known)) is None
 
 
 def test_a_cheap_step_goes_at_once_and_a_dear_one_waits() -> None:
