@@ -13,7 +13,7 @@ from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures
 from benchmarks.fairness_oracles import Filtering, Knowing
 from benchmarks.figures import interval, line
 
-from penstock.core.acceptance import ESTIMATORS
+from penstock.core.learn.streams import ESTIMATORS
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.registry import make_policy
 from penstock.fluid.fair_path import expected_goodput, fair_optimum, fair_utility

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.acceptance import Evidence, Smoothed
+from penstock.core.learn.streams import Evidence, Smoothed
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict

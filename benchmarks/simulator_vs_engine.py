@@ -35,7 +35,7 @@ import numpy.typing as npt
 
 from penstock.config import EngineConfig
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler

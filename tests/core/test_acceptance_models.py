@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from penstock.core.acceptance import (
+from penstock.core.learn.streams import (
     ESTIMATORS,
     AcceptanceModel,
     Bank,

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.allocation import DraftCandidate, StepWork
 from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import RequestState, Tenant

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.estimators import StepTimes
+from penstock.core.learn.times import StepTimes
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult
 
 PAUSE_S, OVERHEAD_S = 0.0003, 0.001

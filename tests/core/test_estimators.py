@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.estimators import AcceptanceEstimator, Beta, Estimators, StepTimes
+from penstock.core.learn import Estimators
+from penstock.core.learn.acceptance import AcceptanceEstimator, Beta
+from penstock.core.learn.times import StepTimes
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult, Verdict
 
 

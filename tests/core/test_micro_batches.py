@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Rotating, World, make_request, make_scheduler
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.pipeline.auto import Auto
 from penstock.core.policies.pipeline.division import Division
 from penstock.core.policies.pipeline.micro_batches import MicroBatches

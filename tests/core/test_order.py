@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.order import (
     DELAY,
     ArrivalQueue,

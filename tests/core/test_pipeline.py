@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.pipeline import Drafts
 from penstock.core.policies.pipeline.asynchronous import Asynchronous
 from penstock.core.policies.pipeline.barrier import Barrier

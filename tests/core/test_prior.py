@@ -4,7 +4,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from penstock.core.prior import AcceptancePrior
+from penstock.core.learn.prior import AcceptancePrior
 
 FloatArray = npt.NDArray[np.float64]
 ALIKE = np.array([[1.0, 0.9, 0.0], [0.9, 1.0, 0.0], [0.0, 0.0, 1.0]])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, Rotating, World, make_request, make_scheduler
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.registry import make_policy
 from penstock.core.types import FinishReason, Request
 from penstock.fluid.step_profile import DrafterProfile, StepProfile

@@ -3,7 +3,7 @@ from __future__ import annotations
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.selection import SelectionPolicy, SelectionWork
 from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, RequestState

@@ -10,7 +10,7 @@ from typing import Any
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork
 from penstock.core.registry import make_pipeline, make_policy

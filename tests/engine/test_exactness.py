@@ -16,7 +16,7 @@ from tests.engine.small_family import VOCAB, write_family
 
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler

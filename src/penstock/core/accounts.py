@@ -14,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
 from penstock.core.cohort import Cohort
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.order import ArrivalQueue
 from penstock.core.state import RequestState, Tenant
 from penstock.fluid.step_profile import StepProfile

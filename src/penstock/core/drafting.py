@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.policies.selection import (

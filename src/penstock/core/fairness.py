@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 
 from penstock.core.accounts import UNITS, Account, Accounts
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.state import RequestState
 from penstock.core.step import Step, newest

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from penstock.core.drafting import Drafting
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.policies.allocation import Grant
 from penstock.core.policies.pipeline import Drafts, Pipeline

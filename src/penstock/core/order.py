@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 
 OrderName = Literal["arrival", "size_aware"]

@@ -9,10 +9,10 @@ from penstock.core.accounts import Accounts
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.cohort import Cohort, CountedState, decode_run, num_later_blocks
 from penstock.core.drafting import Drafting
-from penstock.core.estimators import Estimators
 from penstock.core.fairness import Fairness
 from penstock.core.items import ItemWriter
 from penstock.core.lanes import DraftLanes
+from penstock.core.learn import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.allocation import AllocationPolicy

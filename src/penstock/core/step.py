@@ -17,7 +17,7 @@ import numpy.typing as npt
 from penstock.core.accounts import Accounts
 from penstock.core.blocks import BlockPool
 from penstock.core.cohort import Cohort, CountedState
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Status
 from penstock.core.waiting import WaitingRequests

@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators, know_profile
+from penstock.core.learn.times import drafter_profiles
 from penstock.core.ports import Clock
-from penstock.core.profiled import drafter_profiles, know_profile
 from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor

@@ -13,8 +13,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.acceptance import Evidence
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
+from penstock.core.learn.streams import Evidence
 from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators, know_profile
+from penstock.core.learn.times import drafter_profiles
 from penstock.core.policies.pipeline.auto import Auto
 from penstock.core.policies.pipeline.planner import Round, Setting, cycle_seconds, round_of
-from penstock.core.profiled import drafter_profiles, know_profile
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState

@@ -13,9 +13,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators, know_profile
+from penstock.core.learn.times import drafter_profiles
 from penstock.core.ports import Instrument
-from penstock.core.profiled import drafter_profiles, know_profile
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from tests.core.test_allocation import candidates, lengths_of, work
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.allocation.throughput import Throughput
 
 NAMES = ("a", "b", "c", "d")

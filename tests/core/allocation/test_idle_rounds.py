@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.core.test_allocation import candidates, work
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.allocation.throughput import Throughput
 from penstock.core.types import Verdict
 

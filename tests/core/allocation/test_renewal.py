@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.allocation import DraftCandidate, StepWork
 from penstock.core.policies.allocation.gradient import draft_budget
 from penstock.core.registry import PolicyError, make_policy

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.selection import SelectionPolicy, SelectionWork
 from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV
 from penstock.core.types import TARGET, Replayed, Request, SamplingParams, Status, Verdict

@@ -8,7 +8,7 @@ import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
 from penstock.core.blocks import BlockPool
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.selection import SelectionWork
 from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, RequestState

@@ -157,7 +157,7 @@ def test_instances_of_a_model_share_what_is_seen() -> None:
 
 
 def test_before_anything_is_measured_nothing_is_learned() -> None:
-    from penstock.core.estimators import Estimators
+    from penstock.core.learn import Estimators
 
     observed = ObservedGoodput()
     work = SelectionWork(MACHINE.make_drafters(), Estimators())

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.selection import SelectionPolicy, SelectionWork
 from penstock.core.policies.selection import staged as staged_module
 from penstock.core.policies.selection.goodput import RoundTimes

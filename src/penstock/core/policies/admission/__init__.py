@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Hashable
 from typing import ClassVar
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.order import ArrivalQueue, OrderName, make_queue
 from penstock.core.state import RequestState
 from penstock.core.step import Step

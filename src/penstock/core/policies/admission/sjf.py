@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.options import PositiveInt, Share
 from penstock.core.order import ArrivalQueue, shortest_output_first
 from penstock.core.policies.admission import AdmissionPolicy

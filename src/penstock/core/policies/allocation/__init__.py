@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.fluid.shares import max_min_shares
 

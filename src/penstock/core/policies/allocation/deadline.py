@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.policies.allocation.gradient import (

@@ -1,6 +1,6 @@
 """GoodSpeed's gradient scheduling with estimates that come to rest and still follow drift.
 
-Acceptance is learned for each tenant and drafter (`core/acceptance.py`), goodput is an average over
+Acceptance is learned for each tenant and drafter (`core/learn/streams.py`), goodput is an average over
 all that is known (`GoodputAverages`), and the price of eq. 5 can go out with every grant.
 """
 
@@ -36,7 +36,7 @@ class GoodSpeedAdaptive(AllocationPolicy):
         k_max: most draft tokens for one request in a round.
         horizon: steps over which goodput is averaged, once so many are known.
         prior_mean: acceptance expected before anything is known, worth one token.
-        estimator: how acceptance is learned (`core/acceptance.py`).
+        estimator: how acceptance is learned (`core/learn/streams.py`).
         prices: send the price of a position with every grant, so that a drafter stops where its own
             confidence puts a token below it. What it leaves goes to nobody in that round: worth it
             only where verifying a position costs time."""

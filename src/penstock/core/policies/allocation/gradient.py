@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
-from penstock.core.acceptance import ESTIMATORS, AcceptanceModel, Evidence, Population
+from penstock.core.learn.streams import ESTIMATORS, AcceptanceModel, Evidence, Population
 from penstock.core.options import Range
 from penstock.core.policies.allocation import DraftCandidate, StepWork
 from penstock.core.state import Outcome, Tenant

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import StepResult
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.pipeline import Drafts, Pipeline
 from penstock.core.state import RequestState
 from penstock.fluid.step_profile import StepWork

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.options import Range
 from penstock.core.policies.pipeline import Drafts, Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.state import Drafter, RequestState
 from penstock.fluid.step_profile import StepWork
 

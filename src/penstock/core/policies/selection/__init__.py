@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
 

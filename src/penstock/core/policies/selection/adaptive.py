@@ -25,12 +25,12 @@ from typing import Annotated, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
+from penstock.core.learn.prior import AcceptancePrior, Posterior
 from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveInt, Range, Seed, Share
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork, usable
 from penstock.core.policies.selection.matching import assign
 from penstock.core.policies.selection.words import NUM_WORDS, Words
-from penstock.core.prior import AcceptancePrior, Posterior
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
 

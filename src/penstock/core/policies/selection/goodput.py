@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core.estimators import Estimators
+from penstock.core.learn import Estimators
 from penstock.core.policies.selection import SelectionWork
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status

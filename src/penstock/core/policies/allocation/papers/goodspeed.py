@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
-from penstock.core.acceptance import Evidence, Smoothed
+from penstock.core.learn.streams import Evidence, Smoothed
 from penstock.core.options import (
     MaxDraftTokens,
     NonNegativeInt,

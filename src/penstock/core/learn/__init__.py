@@ -1,0 +1,42 @@
+"""What is learned while it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.core.learn.acceptance import AcceptanceEstimator
+from penstock.core.learn.lengths import OutputLengths
+from penstock.core.learn.links import LinkTimes
+from penstock.core.learn.times import StepModel, StepTimes, drafter_profiles
+from penstock.core.learn.traffic import Traffic
+from penstock.core.state import Drafter
+from penstock.fluid.step_profile import UNKNOWN, StepProfile
+
+_ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+
+
+class Estimators:
+    """Everything that policies may consult. `profile`: what is known of the target's step times
+    beforehand."""
+
+    def __init__(self, profile: StepProfile | None = None) -> None:
+        self.acceptance = AcceptanceEstimator()
+        self.step_times = StepTimes()
+        self.step_model = StepModel(profile or UNKNOWN)
+        self.links = LinkTimes()
+        self.traffic = Traffic()
+        self.lengths = OutputLengths()
+
+
+def know_profile(
+    estimators: Estimators, profile: StepProfile, drafters: Iterable[Drafter] = ()
+) -> None:
+    """Fill in the times of the target, and of the drafters that the profile knows."""
+    times = estimators.step_times
+    estimators.step_model.profile = profile
+    for rows in _ROWS:
+        times.target.observe(rows, profile.linear(rows))
+    for name, known in drafter_profiles(profile, drafters).items():
+        for batch in known.batch_counts:
+            times.curve_of(name).observe(batch, known.seconds(batch, 1))
+        times.note_catch_up(name, known.per_catch_up_token)

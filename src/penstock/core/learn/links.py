@@ -1,0 +1,102 @@
+"""How long draft servers take."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class _Line:
+    """A line through (tokens, seconds), by discounted least squares; it begins as one through the
+    origin, so that an unknown slope is not taken for zero."""
+
+    weight: float = 0.0
+    tokens: float = 0.0
+    seconds: float = 0.0
+    tokens_squared: float = 0.0
+    product: float = 0.0
+    error: float = 0.0
+
+    def observe(self, tokens: float, seconds: float, keep: float) -> None:
+        if self.weight:
+            error = abs(seconds - self.at(tokens))
+            self.error += (1 - keep) * (error - self.error)
+        self.weight = keep * self.weight + 1
+        self.tokens = keep * self.tokens + tokens
+        self.seconds = keep * self.seconds + seconds
+        self.tokens_squared = keep * self.tokens_squared + tokens * tokens
+        self.product = keep * self.product + tokens * seconds
+
+    @property
+    def slope(self) -> float:
+        weight = self.weight + _ORIGIN_WEIGHT
+        spread = self.tokens_squared * weight - self.tokens**2
+        if spread <= 0:
+            return 0.0
+        return max(0.0, (self.product * weight - self.tokens * self.seconds) / spread)
+
+    @property
+    def intercept(self) -> float:
+        """Seconds at no tokens; not negative."""
+        return max(0.0, (self.seconds - self.slope * self.tokens) / self.weight)
+
+    def at(self, tokens: float) -> float:
+        return self.intercept + self.slope * tokens
+
+
+_ORIGIN_WEIGHT = 0.5
+_LINK_KEEP = 0.95
+_FIRST_PATIENCE_S = 2.0
+_LEAST_PATIENCE_S = 0.05
+
+
+class LinkTimes:
+    """How long draft servers take from an order to its draft, measured here: a round trip, and so
+    much for each draft token. What they say of themselves is not asked."""
+
+    def __init__(self) -> None:
+        self._lines: defaultdict[str, _Line] = defaultdict(_Line)
+
+    def observe(self, drafter: str, num_tokens: int, seconds: float) -> None:
+        """A draft has come, `seconds` after it was ordered."""
+        self._lines[drafter].observe(num_tokens, seconds, _LINK_KEEP)
+
+    def knows(self, drafter: str) -> bool:
+        """Whether anything was measured."""
+        return drafter in self._lines
+
+    def round_trip(self, drafter: str) -> float:
+        """Seconds of an order without tokens; the mean of the others where nothing was measured."""
+        return self._of(drafter, lambda line: line.intercept)
+
+    def per_token(self, drafter: str) -> float:
+        """Seconds of each further draft token; likewise."""
+        return self._of(drafter, lambda line: line.slope)
+
+    def seconds(self, drafter: str, num_tokens: int) -> float:
+        """Expected seconds until a draft of so many tokens is here."""
+        return self.round_trip(drafter) + self.per_token(drafter) * num_tokens
+
+    def spread(self, drafter: str) -> float:
+        """Mean error of `seconds`; 0 where nothing was measured."""
+        line = self._lines.get(drafter)
+        return 0.0 if line is None else line.error
+
+    def patience(self, drafter: str, num_tokens: int) -> float:
+        """Seconds after which a draft is given up: well beyond what is usual."""
+        line = self._lines.get(drafter)
+        if line is None:
+            return _FIRST_PATIENCE_S
+        return _LEAST_PATIENCE_S + 2 * line.at(num_tokens) + 4 * line.error
+
+    def forget(self, drafter: str) -> None:
+        """The server has gone."""
+        self._lines.pop(drafter, None)
+
+    def _of(self, drafter: str, value: Callable[[_Line], float]) -> float:
+        if drafter in self._lines:
+            return value(self._lines[drafter])
+        known = [value(line) for line in self._lines.values()]
+        return sum(known) / len(known) if known else 0.0
