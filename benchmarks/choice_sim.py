@@ -41,7 +41,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from penstock.core.policies.selection.adaptive import Adaptive
-from penstock.core.registry import policies
+from penstock.core.registry import policies, register
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 from penstock.engine.build import Engine
@@ -127,8 +127,8 @@ def knows_domains(traces: Sequence[Trace]) -> type[Adaptive]:
 
 def seconds_of(policy: str, profile: StepProfile, traces: Sequence[Trace]) -> FloatArray:
     """[requests] seconds, prefill aside, one request after the other."""
-    policies("selection")["told"] = oracle(Rates(traces))
-    policies("selection")["domains"] = knows_domains(traces)
+    register("selection", oracle(Rates(traces)), "told")
+    register("selection", knows_domains(traces))
     setup = Setup(
         profile,
         admission_options={"max_num_seqs": 1},

@@ -37,7 +37,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from penstock.core.policies.selection.adaptive import Adaptive
-from penstock.core.registry import PolicyError, policies
+from penstock.core.registry import PolicyError, register
 from penstock.core.state import RequestState
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile
@@ -138,8 +138,8 @@ def measure(
     """Tokens per second, and switches a request."""
     fit = scene.acceptances(("hard", "between", "easy"))
     acceptance = DomainAcceptance(fit, seed)
-    policies("selection")["oracle"] = oracle(acceptance)
-    policies("selection")["adaptive+prompt"] = reads_prompts(acceptance, seed)
+    register("selection", oracle(acceptance))
+    register("selection", reads_prompts(acceptance, seed))
     policy, _, evidence = policy.partition("+")
     if evidence == "prompt":
         policy = "adaptive+prompt"

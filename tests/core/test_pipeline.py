@@ -82,5 +82,5 @@ def test_nothing_ready_is_nothing_to_start() -> None:
 
 
 def test_unknown_pipelines_are_named() -> None:
-    with pytest.raises(ValueError, match="choose from async, auto, off, or a number of"):
+    with pytest.raises(ValueError, match="choose from async, auto, micro_batches, off"):
         make_pipeline("sometimes")

@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from penstock.core.policies.admission.vllm_v1 import VllmV1
 from penstock.core.registry import PolicyError, make_policy, policies
+from penstock.sim.acceptance import GeometricAcceptance
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Setup, run
+from penstock.sim.workloads import make_workload
 
 
 @pytest.mark.parametrize(
@@ -98,3 +103,145 @@ def test_errors_are_one_clear_line(
         make_policy(kind, name, options)
     assert str(caught.value).startswith(said)
     assert "\n" not in str(caught.value)
+
+
+# --- a policy of one's own ------------------------------------------------------------------------
+
+OWN = {
+    "admission": '''
+from dataclasses import dataclass
+from typing import ClassVar
+from penstock.core.policies.admission import AdmissionPolicy
+
+class Own(AdmissionPolicy):
+    """Decodes first, then prompts one after the other."""
+    name: ClassVar[str] = "own"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        budget: int = 100
+
+    def __init__(self, options):
+        self.options = options
+
+    def compose(self, step):
+        step.schedule_decodes(self.options.budget)
+        step.schedule_prefills(self.options.budget - step.num_tokens)
+        step.admit_in_order(self.options.budget - step.num_tokens, 8)
+
+    def draft_budget(self, num_tokens):
+        return self.options.budget - num_tokens
+
+POLICY = Own
+''',
+    "selection": '''
+from dataclasses import dataclass
+from typing import ClassVar
+from penstock.core.policies.selection import SelectionPolicy
+
+class Own(SelectionPolicy):
+    """The last of the drafters."""
+    name: ClassVar[str] = "own"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self, options):
+        self.options = options
+
+    def select(self, states, work):
+        return {s.request.id: max(work.drafters) for s in states}
+
+POLICY = Own
+''',
+    "allocation": '''
+from dataclasses import dataclass
+from typing import ClassVar
+from penstock.core.policies.allocation import AllocationPolicy, Grant
+
+class Own(AllocationPolicy):
+    """One token for everybody, while they last."""
+    name: ClassVar[str] = "own"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self, options):
+        self.options = options
+
+    def reserve(self, state):
+        return 1
+
+    def allocate(self, candidates, work):
+        return [Grant(int(i < work.budget and c.limit > 0)) for i, c in enumerate(candidates)]
+
+POLICY = Own
+''',
+    "pipeline": '''
+from dataclasses import dataclass
+from typing import ClassVar
+from penstock.core.policies.pipeline import Pipeline
+
+class Own(Pipeline):
+    """Never waits."""
+    name: ClassVar[str] = "own"
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        pass
+
+    def __init__(self, options):
+        self.options = options
+
+    def hold_until(self, drafts):
+        return None
+
+POLICY = Own
+''',
+}
+
+
+@pytest.mark.parametrize("kind", OWN)
+def test_a_policy_is_one_file_anywhere(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(OWN[kind])
+    chosen: dict[str, Any] = {kind: str(path)}
+    setup = Setup(
+        load_profile("zoo-large"),
+        drafters=("a", "b"),
+        acceptance=GeometricAcceptance({"a": 0.8, "b": 0.6}),
+        **{"allocation": "fixed", "pipeline": "async", **chosen},
+    )
+    report = run(setup, make_workload("low", num_requests=30, rate=20.0))
+    assert report.completed.all()
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"),
+    [
+        ("admission", "draft_budget"),
+        ("selection", "select"),
+        ("allocation", "reserve"),
+        ("pipeline", "hold_until"),
+    ],
+)
+def test_a_method_that_was_forgotten_is_named(kind: str, method: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(OWN[kind].replace(f"def {method}(", "def forgotten("))
+    with pytest.raises(PolicyError, match=f"{kind} policy 'own' lacks {method}"):
+        make_policy(kind, str(path))
+
+
+def test_a_file_that_is_no_policy(tmp_path: Path) -> None:
+    with pytest.raises(PolicyError, match="there is no file"):
+        make_policy("admission", "nowhere.py")
+    broken = tmp_path / "broken.py"
+    broken.write_text("import nothing_like_it\n")
+    with pytest.raises(PolicyError, match="No module named"):
+        make_policy("admission", str(broken))
+    other = tmp_path / "other.py"
+    other.write_text(OWN["selection"])
+    with pytest.raises(PolicyError, match="is no AdmissionPolicy"):
+        make_policy("admission", str(other))

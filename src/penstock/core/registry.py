@@ -1,10 +1,14 @@
-"""Policies by name: one file each, called like it, found by its folder, configured by its Options
-dataclass."""
+"""Policies by name: one file each, found by its folder, configured by its Options dataclass.
+
+A policy of one's own is such a file anywhere: its path stands where a name would.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import inspect
 import pkgutil
 import re
 import typing
@@ -13,6 +17,12 @@ from typing import Any
 
 from penstock.core.options import checked, described
 
+_BASES = {
+    "admission": "AdmissionPolicy",
+    "selection": "SelectionPolicy",
+    "allocation": "AllocationPolicy",
+    "pipeline": "Pipeline",
+}
 _NAME = re.compile(r'^    name: ClassVar\[str\] = "(\w+)"$', re.MULTILINE)
 
 
@@ -35,11 +45,53 @@ def policies(kind: str) -> dict[str, type[Any]]:
     package = importlib.import_module(f"penstock.core.policies.{kind}")
     found: dict[str, type[Any]] = {}
     for module_info in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
-        module = importlib.import_module(module_info.name)
-        policy = getattr(module, "POLICY", None)
+        policy = getattr(importlib.import_module(module_info.name), "POLICY", None)
         if policy is not None:
-            found[policy.name] = policy
+            found[policy.name] = _complete(kind, policy)
     return dict(sorted(found.items()))
+
+
+def register(kind: str, policy: type[Any], name: str | None = None) -> None:
+    """Let a policy be made by its name, or another. Raises: PolicyError for one that lacks
+    something."""
+    policies(kind)[name or policy.name] = _complete(kind, policy)
+
+
+def _complete(kind: str, policy: Any) -> type[Any]:
+    """A policy that has all that its kind needs. Raises: PolicyError."""
+    base = getattr(importlib.import_module(f"penstock.core.policies.{kind}"), _BASES[kind])
+    label = f"{kind} policy {getattr(policy, 'name', policy)!r}"
+    if not (inspect.isclass(policy) and issubclass(policy, base)):
+        raise PolicyError(f"{label} is no {base.__name__}")
+    missing = sorted(getattr(policy, "__abstractmethods__", ()))
+    missing += [name for name in ("name", "Options") if not hasattr(policy, name)]
+    if missing:
+        raise PolicyError(f"{label} lacks {', '.join(missing)}")
+    return policy
+
+
+def _policy(kind: str, name: str) -> type[Any]:
+    """By its name, or from its file. Raises: PolicyError."""
+    known = policies(kind)
+    if name in known:
+        return known[name]
+    if name.endswith(".py"):
+        return _from_file(kind, Path(name).resolve())
+    choices = ", ".join(known)
+    raise PolicyError(f"unknown {kind} policy {name!r}; choose from {choices}, or name a .py file")
+
+
+@functools.cache
+def _from_file(kind: str, path: Path) -> type[Any]:
+    spec = importlib.util.spec_from_file_location(f"penstock_{kind}_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise PolicyError(f"there is no file {str(path)!r}")
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise PolicyError(f"{path}: {type(error).__name__}: {error}") from error
+    return _complete(kind, getattr(module, "POLICY", None))
 
 
 def option_types(kind: str, name: str) -> dict[str, Any]:
@@ -47,10 +99,7 @@ def option_types(kind: str, name: str) -> dict[str, Any]:
 
     Raises: PolicyError for a policy that does not exist.
     """
-    known = policies(kind)
-    if name not in known:
-        raise PolicyError(f"unknown {kind} policy {name!r}; choose from {', '.join(known)}")
-    return typing.get_type_hints(known[name].Options, include_extras=True)
+    return typing.get_type_hints(_policy(kind, name).Options, include_extras=True)
 
 
 def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> Any:
@@ -71,7 +120,7 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
                 f"{kind} policy {name!r}: {option} must be {described(allowed[option])}, "
                 f"not {value!r}"
             ) from error
-    policy = policies(kind)[name]
+    policy = _policy(kind, name)
     try:
         return policy(policy.Options(**fitting))
     except (TypeError, ValueError) as error:
@@ -82,10 +131,4 @@ def make_pipeline(text: str) -> Any:
     """A pipeline by its name, or a number of micro-batches. Raises: PolicyError."""
     if text.isdecimal():
         return make_policy("pipeline", "micro_batches", {"num": int(text)})
-    known = sorted(set(policies("pipeline")) - {"micro_batches"})
-    if text not in known:
-        names = ", ".join(known)
-        raise PolicyError(
-            f"unknown pipeline {text!r}; choose from {names}, or a number of micro-batches"
-        )
     return make_policy("pipeline", text)

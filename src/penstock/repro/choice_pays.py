@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 
 from penstock.core.policies.selection import SelectionPolicy, SelectionWork
-from penstock.core.registry import policies
+from penstock.core.registry import policies, register
 from penstock.core.state import RequestState
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.repro import Effort, Entry, Finding, Run, Verdict, check
@@ -247,12 +247,11 @@ def _known(drafters: Mapping[str, str]) -> Iterator[str]:
         ) -> dict[str, str | None]:
             return {s.request.id: drafters[s.request.id] for s in states}
 
-    known = policies("selection")
-    known[Known.name] = Known
+    register("selection", Known)
     try:
         yield Known.name
     finally:
-        del known[Known.name]
+        del policies("selection")[Known.name]
 
 
 def profile(ratio: float) -> StepProfile:

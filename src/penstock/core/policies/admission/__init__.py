@@ -29,9 +29,9 @@ class AdmissionPolicy(ABC):
     def compose(self, step: Step) -> None:
         """Schedule the step."""
 
+    @abstractmethod
     def draft_budget(self, num_tokens: int) -> int:
-        """Draft positions that may join a step of so many known tokens."""
-        return 0
+        """Draft positions that may join a step of so many known tokens; 0: no speculation."""
 
     def queue_of(self, state: RequestState) -> Hashable:
         """Key of the queue in which a request waits."""

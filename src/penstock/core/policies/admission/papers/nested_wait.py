@@ -45,6 +45,10 @@ class NestedWait(AdmissionPolicy):
     def __init__(self, options: Options) -> None:
         self.options = options
 
+    def draft_budget(self, num_tokens: int) -> int:
+        """The paper knows no drafts."""
+        return 0
+
     def compose(self, step: Step) -> None:
         thresholds = self.options.thresholds
         paused = self._pause(step)

@@ -46,6 +46,10 @@ class Wait(AdmissionPolicy):
     def queue_of(self, state: RequestState) -> Hashable:
         return type_of(state, self.options.output_lens)
 
+    def draft_budget(self, num_tokens: int) -> int:
+        """The paper knows no drafts."""
+        return 0
+
     def compose(self, step: Step) -> None:
         blocked = False
         for type_, threshold in enumerate(self.options.thresholds):
