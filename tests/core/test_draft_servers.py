@@ -8,7 +8,7 @@ from penstock.core.blocks import BlockPool
 from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Outcome, RequestState, Tenant
+from penstock.core.state import DraftStage, Outcome, RequestState, Tenant
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -182,7 +182,9 @@ def test_a_frozen_server_delays_the_others_by_one_deadline(pipeline: str) -> Non
 
     desk.answer(second)
     assert [o.request_id for o in desk.send("s2").drafts] == ["r2"], "a late answer shows it lives"
-    assert desk.scheduler._states["r2"].held is None, "but it is an old round's"
+    assert desk.scheduler._states["r2"].draft.stage is not DraftStage.HELD, (
+        "but it is an old round's"
+    )
 
 
 def test_repeated_and_foreign_answers_change_nothing() -> None:
@@ -196,13 +198,12 @@ def test_repeated_and_foreign_answers_change_nothing() -> None:
         DraftReady("r9", order.epoch, order.round, "s1", 4),
     ):
         desk.scheduler.apply(wrong, desk.now)
-        assert desk.scheduler._states["r1"].held is None
+        assert desk.scheduler._states["r1"].draft.stage is not DraftStage.HELD
     desk.answer(plan, num=99)
-    held = desk.scheduler._states["r1"].held
-    assert held is not None
+    held = desk.scheduler._states["r1"].draft
     assert held.num_draft_tokens == order.max_draft_tokens, "not more than was ordered"
     desk.answer(plan, num=1)
-    assert desk.scheduler._states["r1"].held == held
+    assert desk.scheduler._states["r1"].draft == held
 
 
 def test_a_server_that_leaves_takes_nothing_with_it() -> None:

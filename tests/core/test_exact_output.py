@@ -18,7 +18,7 @@ from penstock.core.memory import KVMemory
 from penstock.core.policies.selection import SelectionPolicy, SelectionWork
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import HeldDraft, RequestState
+from penstock.core.state import DraftRound, DraftStage, RequestState
 from penstock.core.types import (
     DraftReady,
     FinishReason,
@@ -202,8 +202,8 @@ def test_notices_a_missing_rollback() -> None:
 def test_notices_old_drafts_taken_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     def ready(lanes: DraftLanes, event: DraftReady, state: RequestState | None, now: float) -> None:
         if state is not None and event.num_draft_tokens:
-            state.draft_order = None
-            state.held = HeldDraft(event.drafter, event.num_draft_tokens)
+            num = event.num_draft_tokens
+            state.draft = DraftRound(DraftStage.HELD, num_draft_tokens=num)
 
     monkeypatch.setattr(DraftLanes, "ready", ready)
     assert_noticed(own_lanes=OWN_LANES["all-lanes"])

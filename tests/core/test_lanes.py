@@ -8,7 +8,7 @@ from typing import Any
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from tests.core.world import ADMISSION, World, kv_of, make_request, make_scheduler
 
-from penstock.core.state import RequestState
+from penstock.core.state import DraftStage, RequestState
 from penstock.core.types import (
     TARGET,
     Cancel,
@@ -119,7 +119,7 @@ def test_results_out_of_order() -> None:
     world.turn()
     world.turn()
     assert [i.request_id for i in last_plan(world, TARGET).items] == ["s"]
-    assert state_of(world, "r").draft_order is not None, "r is being drafted for still"
+    assert state_of(world, "r").draft.order is not None, "r is being drafted for still"
     world.executor.run(TARGET)
     world.turn()
     assert len(world.tokens["s"]) == 6
@@ -139,10 +139,10 @@ def test_a_repeated_draft_counts_once() -> None:
     world.turn(again)
     world.executor.run(TARGET)
     world.turn(again)
-    assert state_of(world, "r").held is None, "the round is over"
+    assert state_of(world, "r").draft.stage is not DraftStage.HELD, "the round is over"
     assert kv_of(world.scheduler, "r", "d").num_computed_tokens == 7
     world.turn(again)
-    assert state_of(world, "r").draft_order is not None, "an old draft answers no new order"
+    assert state_of(world, "r").draft.order is not None, "an old draft answers no new order"
     world.run()
     world.check_outputs()
 
@@ -158,8 +158,8 @@ def test_drafts_that_nobody_ordered_are_ignored() -> None:
         replace(right, round=right.round - 1),
         replace(right, drafter="b"),
     )
-    assert state_of(world, "r").held is None
-    assert state_of(world, "r").draft_order is not None
+    assert state_of(world, "r").draft.stage is not DraftStage.HELD
+    assert state_of(world, "r").draft.order is not None
 
 
 def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
@@ -168,7 +168,7 @@ def test_a_draft_is_no_longer_than_ordered_and_never_negative() -> None:
         prefilled(world, "r")
         world.scheduler.apply(ready(world, "r", num=claimed), 0.0)
         state = state_of(world, "r")
-        assert (state.held.num_draft_tokens if state.held else 0) == held
+        assert state.draft.num_draft_tokens == held
 
 
 def test_a_draft_ahead_of_its_plans_end() -> None:
@@ -258,23 +258,23 @@ def test_preempted_with_a_held_draft() -> None:
     while True:
         world.executor.run("d")
         world.turn()
-        held, epoch, late = state.held, state.epoch, ready(world, "new")
+        held, epoch, late = state.draft, state.epoch, ready(world, "new")
         world.turn()
         if world.scheduler.num_preemptions:
             break
         world.executor.run(TARGET)
         world.turn()
         world.turn()
-    assert held is not None
+    assert held.stage is DraftStage.HELD
     (item,) = last_plan(world, TARGET).items
     assert item.request_id == "old", "both cannot grow: the newest gives way"
-    assert state.held is None
+    assert state.draft.stage is not DraftStage.HELD
     assert state.epoch > epoch
     assert not state.kv
     assert last_plan(world, TARGET).released == (("new", TARGET), ("new", "d"))
 
     world.turn(late)
-    assert state.held is None, "a draft of the old epoch"
+    assert state.draft.stage is not DraftStage.HELD, "a draft of the old epoch"
     world.run()
     world.check_outputs()
     world.check_empty()
@@ -301,7 +301,7 @@ def test_preemption_frees_the_target_while_a_drafter_drafts() -> None:
     assert world.scheduler.num_preemptions == 1
     assert {s.request.id for s in world.scheduler.running.values()} == {"old", "mid"}
     assert num_deferred(world) == 3, "the drafter's blocks of the victim"
-    assert state_of(world, "new").draft_order is None
+    assert state_of(world, "new").draft.order is None
     world.run()
     world.check_outputs()
     world.check_empty()
@@ -314,7 +314,7 @@ def test_a_drafter_goes_down_in_mid_draft_and_comes_back() -> None:
     late = ready(world, "r")
     world.executor.begin("d")
     world.turn(world.take_down("d"))
-    assert state.draft_order is None
+    assert state.draft.order is None
     assert "d" not in state.kv
     (item,) = last_plan(world, TARGET).items
     assert (item.source, item.num_draft_tokens) == (DraftSource.NONE, 0), "it goes on alone"
@@ -322,7 +322,7 @@ def test_a_drafter_goes_down_in_mid_draft_and_comes_back() -> None:
     world.turn(DrafterUp("d"), late)
     world.executor.run("d")
     world.turn()
-    assert state.held is None
+    assert state.draft.stage is not DraftStage.HELD
     assert num_deferred(world) == 0
     world.executor.run(TARGET)
     world.turn()
@@ -345,7 +345,7 @@ def test_a_late_draft_answers_no_order_given_after_the_drafter_came_back() -> No
     plan = world.scheduler.schedule(0.0, "d")
     assert plan.is_empty, "not in the same round"
     world.scheduler.apply(late, 0.0)
-    assert state_of(world, "r").held is None
+    assert state_of(world, "r").draft.stage is not DraftStage.HELD
 
 
 def test_what_a_lost_drafter_held_is_not_verified() -> None:
@@ -353,7 +353,7 @@ def test_what_a_lost_drafter_held_is_not_verified() -> None:
     prefilled(world, "r")
     world.executor.run("d")
     world.turn()
-    assert state_of(world, "r").held is not None
+    assert state_of(world, "r").draft.stage is DraftStage.HELD
     world.turn(world.take_down("d"))
     (item,) = last_plan(world, TARGET).items
     assert item.source is DraftSource.NONE

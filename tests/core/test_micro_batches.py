@@ -16,7 +16,7 @@ from penstock.core.policies.pipeline.auto import Auto
 from penstock.core.policies.pipeline.division import Division
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.registry import make_pipeline
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.types import (
     TARGET,
     DraftOrder,
@@ -228,7 +228,9 @@ def test_auto_gives_up_a_pipeline_that_is_slower_than_promised() -> None:
 def state(number: int, drafter: str, *, is_free: bool) -> RequestState:
     made = RequestState(Request(f"r{number}", 4, 9), number)
     made.drafter = drafter
-    made.draft_order = None if is_free else DraftOrder(f"r{number}", 0, 0, drafter, 0, 1, 2)
+    if not is_free:
+        order = DraftOrder(f"r{number}", 0, 0, drafter, 0, 1, 2)
+        made.draft = DraftRound(DraftStage.ORDERED, order)
     return made
 
 
@@ -251,16 +253,16 @@ def test_divisions_are_balanced_as_far_as_requests_may_move(
     after = division.groups()
     assert after.keys() == before.keys()
     for made in states:
-        if made.draft_order is not None:
+        if made.draft.order is not None:
             assert after[made.request.id] == before[made.request.id]
     for drafter in "abc":
         own = [s for s in states if s.drafter == drafter]
         sizes = Counter(after[s.request.id] for s in own)
         for made in own:
-            if made.draft_order is None:
+            if made.draft.order is None:
                 group = after[made.request.id]
                 assert sizes[group] - min(sizes[g] for g in range(num)) <= 1
-    if all(s.draft_order is None for s in states):
+    if all(s.draft.order is None for s in states):
         totals = Counter(after.values())
         assert max(totals[g] for g in range(num)) - min(totals[g] for g in range(num)) <= 1
 

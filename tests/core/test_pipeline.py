@@ -11,7 +11,7 @@ from penstock.core.policies.pipeline import Drafts
 from penstock.core.policies.pipeline.asynchronous import Asynchronous
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.registry import make_pipeline
-from penstock.core.state import HeldDraft, RequestState
+from penstock.core.state import DraftRound, DraftStage, RequestState
 from penstock.core.types import DraftOrder, Request
 from penstock.fluid.step_profile import StepProfile
 
@@ -27,13 +27,15 @@ def estimators(step_s: float, draft_s: float) -> Estimators:
 
 def held(name: str) -> RequestState:
     state = RequestState(Request(name, 4, 100), 0)
-    state.held = HeldDraft(name, 4)
+    state.drafter = name
+    state.draft = DraftRound(DraftStage.HELD, num_draft_tokens=4)
     return state
 
 
 def coming(name: str, ordered_at: float) -> RequestState:
     state = RequestState(Request(name, 4, 100), 0)
-    state.draft_order, state.ordered_at = DraftOrder(name, 0, 0, name, 5, 0, 4), ordered_at
+    order = DraftOrder(name, 0, 0, name, 5, 0, 4)
+    state.draft = DraftRound(DraftStage.ORDERED, order, ordered_at)
     return state
 
 

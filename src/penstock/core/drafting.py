@@ -14,7 +14,15 @@ from penstock.core.policies.selection import (
     SelectionWork,
     usable,
 )
-from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV, Tenant
+from penstock.core.state import (
+    CHOSEN,
+    Drafter,
+    DraftStage,
+    Outcome,
+    RequestState,
+    SequenceKV,
+    Tenant,
+)
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, DraftOrder, Replayed
 
 _Read = tuple[int, int, tuple[int, ...]]
@@ -63,9 +71,9 @@ class Drafting:
             return
         free = []
         for state in states:
-            if state.selected_round == state.round:
+            if state.draft.stage is not DraftStage.OPEN:
                 continue
-            state.selected_round = state.round
+            state.draft = CHOSEN
             wanted = state.request.drafter
             if wanted == NO_DRAFTER or not self.drafters or state.request.max_draft_tokens == 0:
                 state.drafter = None
@@ -119,8 +127,8 @@ class Drafting:
 
     def reserve(self, state: RequestState) -> int:
         """Draft positions that admission keeps free for a running request."""
-        if state.held is not None:
-            return state.held.num_draft_tokens
+        if state.draft.stage is DraftStage.HELD:
+            return state.draft.num_draft_tokens
         drafter = self.drafter_of(state)
         if drafter is None or not state.is_decoding:
             return 0

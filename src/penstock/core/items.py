@@ -6,6 +6,7 @@ from penstock.core.blocks import BlockPool
 from penstock.core.drafting import Drafting
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.allocation import Grant
+from penstock.core.state import CHOSEN, DraftStage
 from penstock.core.step import ScheduledTokens, Step
 from penstock.core.types import TARGET, DraftOrder, DraftSource, VerifyItem
 
@@ -49,8 +50,8 @@ class ItemWriter:
         inline = []
         for s in scheduled:
             drafter = self._drafting.drafter_of(s.state)
-            if s.state.held is not None:
-                length = min(s.state.held.num_draft_tokens, budget)
+            if s.state.draft.stage is DraftStage.HELD:
+                length = min(s.state.draft.num_draft_tokens, budget)
                 grants[s.state.request.id] = Grant(length)
                 budget -= length
                 num_rows += length
@@ -63,10 +64,11 @@ class ItemWriter:
         length = 0
         state = scheduled.state
         source, order, drafter = DraftSource.NONE, None, None
-        if state.held is not None and scheduled.samples:
+        is_held = state.draft.stage is DraftStage.HELD
+        if is_held and scheduled.samples:
             length = self._grow_for_draft(scheduled, grant.num_draft_tokens)
             if length:
-                source, drafter = DraftSource.HELD, state.held.drafter
+                source, drafter = DraftSource.HELD, state.drafter
         elif state.drafter:
             inline = self._drafting.drafter_of(state)
             if inline is not None and not inline.own_lane:
@@ -74,7 +76,8 @@ class ItemWriter:
             length = order.max_draft_tokens if order is not None else 0
             if length:
                 source, drafter = DraftSource.INLINE, state.drafter
-        state.held = None
+        if is_held:
+            state.draft = CHOSEN
         return VerifyItem(
             state.request.id,
             state.epoch,

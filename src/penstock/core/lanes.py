@@ -9,7 +9,7 @@ from penstock.core.learn import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.policies.allocation import Grant
 from penstock.core.policies.pipeline import Drafts, Pipeline
-from penstock.core.state import Drafter, HeldDraft, RequestState
+from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.types import TARGET, DrafterUp, DraftOrder, DraftReady, StepPlan, StepResult
 
 
@@ -87,9 +87,8 @@ class DraftLanes:
             return
         drafter.up = False
         for state in self._live_states():
-            if name in (d.drafter for d in (state.draft_order, state.held) if d is not None):
-                state.held = None
-                self._give_up(state)
+            if state.drafter == name and state.draft.stage in (DraftStage.ORDERED, DraftStage.HELD):
+                state.draft = SKIPPED
             self._memory.release(state, [name])
         self._memory.drop_cache(name)
         if drafter.remote:
@@ -116,9 +115,9 @@ class DraftLanes:
         for state in due:
             order = self._write(state, drafter, grants.get(state.request.id, Grant(0)), now)
             if order is None:
-                state.undrafted_round = state.round
+                state.draft = SKIPPED
                 continue
-            state.draft_order, state.ordered_at = order, now
+            state.draft = DraftRound(DraftStage.ORDERED, order, now)
             if not drafter.remote:
                 state.plans[plan_id] = (lane,)
             orders.append(order)
@@ -195,17 +194,14 @@ class DraftLanes:
             drafter.silent = False
         if state is None or (event.epoch, event.round) != (state.epoch, state.round):
             return
-        order = state.draft_order
+        order, ordered_at = state.draft.order, state.draft.ordered_at
         if order is None or order.drafter != event.drafter:
             return
-        state.draft_order = None
         num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
-        self._estimators.links.observe(event.drafter, num_draft_tokens, now - state.ordered_at)
+        self._estimators.links.observe(event.drafter, num_draft_tokens, now - ordered_at)
         self._drafting.drafted(state, order, num_draft_tokens)
-        if num_draft_tokens:
-            state.held = HeldDraft(event.drafter, num_draft_tokens)
-        else:
-            state.undrafted_round = state.round
+        held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens)
+        state.draft = held if num_draft_tokens else SKIPPED
 
     def end_unanswered(
         self, order: DraftOrder, state: RequestState | None, *, has_failed: bool
@@ -217,20 +213,20 @@ class DraftLanes:
             return
         if has_failed and state is not None and state.epoch == order.epoch:
             self._memory.release(state, [order.drafter])
-        if state is not None and state.draft_order == order:
-            self._give_up(state)
+        if state is not None and state.draft.order == order:
+            state.draft = SKIPPED
 
     def expire(self, now: float) -> None:
         """Give up what is overdue. A draft server that misses a deadline gets no more orders until
         it is heard from, so that it delays the others once and not in every round."""
         for state in self._running.values():
-            order = state.draft_order
+            order = state.draft.order
             if order is not None and order.deadline is not None and order.deadline <= now:
                 self._drafters[order.drafter].silent = True
         for state in self._running.values():
-            order = state.draft_order
+            order = state.draft.order
             if order is not None and self._drafters[order.drafter].silent:
-                self._give_up(state)
+                state.draft = SKIPPED
 
     def hold_until(
         self, now: float, states: Iterable[RequestState], may_run: Callable[[RequestState], bool]
@@ -239,22 +235,12 @@ class DraftLanes:
         of a draft is. Who is not held back joins by `joins`."""
         self.expire(now)
         self._divide()
-        pending = [s for s in self._running.values() if s.draft_order is not None]
+        pending = [s for s in self._running.values() if s.draft.order is not None]
         ready = [s for s in states if s.is_decoding and may_run(s)]
         held = self._pipeline.hold_until(Drafts(now, ready, pending, self._estimators))
-        deadlines = [s.draft_order.deadline for s in pending if s.draft_order is not None]
+        deadlines = [s.draft.order.deadline for s in pending if s.draft.order is not None]
         return held, min((d for d in deadlines if d is not None), default=None)
-
-    def _give_up(self, state: RequestState) -> None:
-        state.draft_order = None
-        state.undrafted_round = state.round
 
 
 def _is_due(state: RequestState) -> bool:
-    return (
-        state.is_decoding
-        and not state.in_flight
-        and state.held is None
-        and state.draft_order is None
-        and state.undrafted_round != state.round
-    )
+    return state.is_decoding and not state.in_flight and state.draft.stage is DraftStage.CHOSEN

@@ -20,7 +20,7 @@ from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.refusal import refusal
-from penstock.core.state import Drafter, Outcome, RequestState, Tenant
+from penstock.core.state import OPEN, Drafter, DraftStage, Outcome, RequestState, Tenant
 from penstock.core.step import Step, newest
 from penstock.core.types import (
     NO_DRAFTER,
@@ -310,14 +310,14 @@ class Scheduler:
 
     def _has_draft(self, state: RequestState) -> bool:
         """Whether a request waits for nothing but its verification, or its prefill."""
-        if state.in_flight or state.draft_order is not None:
+        if state.in_flight or state.draft.stage is DraftStage.ORDERED:
             return False
         if not state.drafter:
             return True
         drafter = self._drafting.drafter_of(state)
         if drafter is None or not drafter.own_lane:
             return True
-        is_drafted = state.held is not None or state.undrafted_round == state.round
+        is_drafted = state.draft.stage in (DraftStage.HELD, DraftStage.SKIPPED)
         return is_drafted or not state.is_decoding
 
     # --- results --------------------------------------------------------------------------------
@@ -387,7 +387,7 @@ class Scheduler:
             return None
         if self._accounts.are_kept and item.num_scheduled_tokens == 1 and state.num_output_tokens:
             self._accounts.charge_decode(state, known, verdict.num_proposed)
-        state.round += 1
+        state.next_round()
         self.estimators.acceptance.observe(verdict)
         new_tokens, reason = self._cut(state, verdict.token_ids)
         first = not state.num_output_tokens
@@ -463,10 +463,8 @@ class Scheduler:
         state.num_charged_tokens = max(state.num_charged_tokens, state.num_computed_tokens)
         self.memory.release(state)
         state.epoch = self._next_epoch()
-        state.held = None
-        state.draft_order = None
         # Its drafter may be full when it comes back.
-        state.selected_round = -1
+        state.draft = OPEN
 
     def _finish(
         self, state: RequestState, reason: FinishReason, error: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from typing import NamedTuple
 
 from penstock.core.blocks import BlockPool
@@ -33,12 +34,28 @@ class SequenceKV:
         pool.free(self.blocks)
 
 
-@dataclass(frozen=True, slots=True)
-class HeldDraft:
-    """A draft that waits with the executor for its verification."""
+class DraftStage(Enum):
+    """Where a request stands in its round, which ends with a verification."""
 
-    drafter: str
-    num_draft_tokens: int
+    OPEN = "no drafter was chosen for this round yet"
+    CHOSEN = "a drafter, or none, was chosen"
+    ORDERED = "a draft was ordered beside the target"
+    HELD = "that draft has come, and waits for its verification"
+    SKIPPED = "none has come: the target verifies without"
+
+
+class DraftRound(NamedTuple):
+    """A stage, and what belongs to it: the order and when it was given; the draft's tokens."""
+
+    stage: DraftStage
+    order: DraftOrder | None = None
+    ordered_at: float = 0.0
+    num_draft_tokens: int = 0
+
+
+OPEN = DraftRound(DraftStage.OPEN)
+CHOSEN = DraftRound(DraftStage.CHOSEN)
+SKIPPED = DraftRound(DraftStage.SKIPPED)
 
 
 @dataclass(slots=True)
@@ -112,12 +129,11 @@ class RequestState:
 
     __slots__ = (
         "block_hashes",
-        "draft_order",
+        "draft",
         "drafter",
         "epoch",
         "first_token_at",
         "group",
-        "held",
         "in_flight",
         "is_paused",
         "kv",
@@ -126,15 +142,12 @@ class RequestState:
         "num_known_tokens",
         "num_output_tokens",
         "order",
-        "ordered_at",
         "output_token_ids",
         "plans",
         "request",
         "round",
         "seen_token_ids",
-        "selected_round",
         "status",
-        "undrafted_round",
     )
 
     def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
@@ -156,11 +169,7 @@ class RequestState:
         """Unfinished plans that read or write this request's KV, and in which pools."""
         self.in_flight = False
         self.drafter: str | None = None
-        self.draft_order: DraftOrder | None = None
-        self.ordered_at = 0.0
-        self.held: HeldDraft | None = None
-        self.selected_round = -1
-        self.undrafted_round = -1
+        self.draft = OPEN
         self.num_cached_tokens = 0
         self.num_charged_tokens = 0
         """Tokens of which the computation was charged to the tenant before a preemption."""
@@ -196,6 +205,11 @@ class RequestState:
         highest = max(highest, *self.output_token_ids[num_seen:], -1)
         self.seen_token_ids = (len(self.output_token_ids), highest)
         return highest
+
+    def next_round(self) -> None:
+        """A verification has yielded tokens."""
+        self.round += 1
+        self.draft = OPEN
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add verified output."""

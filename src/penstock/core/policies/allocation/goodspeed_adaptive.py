@@ -1,7 +1,8 @@
 """GoodSpeed's gradient scheduling with estimates that come to rest and still follow drift.
 
 Acceptance is learned for each tenant and drafter (`core/learn/streams.py`), goodput is an
-average over all that is known (`GoodputAverages`), and the price of eq. 5 can go out with every grant.
+average over all that is known (`GoodputAverages`), and the price of eq. 5 can go out with every
+grant.
 """
 
 from __future__ import annotations

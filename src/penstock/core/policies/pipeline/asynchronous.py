@@ -9,7 +9,7 @@ import numpy as np
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.pipeline import Drafts, Pipeline
-from penstock.core.state import RequestState
+from penstock.core.state import DraftStage, RequestState
 from penstock.fluid.step_profile import StepWork
 
 _OVERDUE = 0.25
@@ -57,9 +57,9 @@ class Asynchronous(Pipeline):
 
     def _coming(self, drafts: Drafts, state: RequestState) -> tuple[float, float, int]:
         """Seconds until a draft is here, the tokens it promises, and its positions."""
-        order = state.draft_order
+        order = state.draft.order
         assert order is not None
-        elapsed = drafts.now - state.ordered_at
+        elapsed = drafts.now - state.draft.ordered_at
         left = drafts.estimators.links.seconds(order.drafter, order.max_draft_tokens) - elapsed
         if left <= 0:
             # The longer it is overdue, the longer it will still take.
@@ -69,10 +69,10 @@ class Asynchronous(Pipeline):
 
     def _held(self, estimators: Estimators, state: RequestState) -> tuple[float, int]:
         """The tokens that a request promises, and its positions."""
-        if state.held is None:
+        if state.draft.stage is not DraftStage.HELD or state.drafter is None:
             return 1.0, 1
-        num = state.held.num_draft_tokens
-        return expected_tokens(estimators, state, state.held.drafter, num), num + 1
+        num = state.draft.num_draft_tokens
+        return expected_tokens(estimators, state, state.drafter, num), num + 1
 
 
 def expected_tokens(

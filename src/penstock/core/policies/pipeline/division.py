@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from penstock.core.state import RequestState
+from penstock.core.state import DraftStage, RequestState
 
 _ROUNDING = 1e-9
 
@@ -81,4 +81,4 @@ class Division:
 
 
 def _is_between_rounds(state: RequestState) -> bool:
-    return not state.in_flight and state.held is None and state.draft_order is None
+    return not state.in_flight and state.draft.stage not in (DraftStage.ORDERED, DraftStage.HELD)
