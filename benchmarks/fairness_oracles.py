@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
 from penstock.core.policies.allocation.gradient import GoodputAverages, tokens_by_tenant
 from penstock.core.state import Outcome, RequestState
+from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import draft_lengths
 from penstock.repro.goodspeed_rounds import FloatArray, RecordedClient
 
@@ -57,12 +58,12 @@ class Clairvoyant(AllocationPolicy):
         self._clients = clients
         self._averages = GoodputAverages(1000)
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         names = [c.state.request.tenant for c in candidates]
         self._averages.meet(dict.fromkeys(names, 1.0))
-        certain = [[1.0] * min(c.most_accepted(), work.budget) for c in self._clients]
+        certain = [[1.0] * min(c.most_accepted(), view.room.budget) for c in self._clients]
         weights = [1 / self._averages.of(name) for name in names]
-        return [Grant(n) for n in draft_lengths(weights, certain, work.budget).lengths]
+        return [Grant(n) for n in draft_lengths(weights, certain, view.room.budget).lengths]
 
     def reserve(self, state: RequestState) -> int:
         return 0

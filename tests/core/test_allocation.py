@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation import DraftCandidate, StepWork
 from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import RequestState, Tenant
 from penstock.core.types import Request, Verdict
+from penstock.core.view import DraftCandidate, Room, View
 
 
 def candidates(*limits: int, drafter: str = "d") -> list[DraftCandidate]:
@@ -23,13 +23,11 @@ def candidates(*limits: int, drafter: str = "d") -> list[DraftCandidate]:
     ]
 
 
-def work(
-    estimators: Estimators | None = None, *, budget: int = 1000, num_rows: int = 4
-) -> StepWork:
-    return StepWork(budget, num_rows, num_rows, estimators or Estimators())
+def work(estimators: Estimators | None = None, *, budget: int = 1000, num_rows: int = 4) -> View:
+    return View({}, estimators or Estimators(), room=Room(budget, num_rows, num_rows))
 
 
-def lengths_of(policy: Any, offered: Sequence[DraftCandidate], step: StepWork) -> list[int]:
+def lengths_of(policy: Any, offered: Sequence[DraftCandidate], step: View) -> list[int]:
     """What everybody is granted, which a price never cuts here."""
     grants = policy.allocate(offered, step)
     assert all(grant.min_survival == 0 for grant in grants)
@@ -296,7 +294,7 @@ def test_a_short_budget_is_shared_out_by_weight(
     options = {"k": 6} if policy == "fixed" else {"k_max": 6}
 
     def drafted(budget: int, *, is_fair: bool) -> tuple[int, int]:
-        step = StepWork(budget, 12, 12, estimators, tenants=tenants, is_fair=is_fair)
+        step = View({}, estimators, tenants=tenants, room=Room(budget, 12, 12), is_fair=is_fair)
         lengths = lengths_of(make_policy("allocation", policy, options), offered, step)
         return sum(lengths[:2]), sum(lengths[2:])
 
@@ -316,6 +314,6 @@ def test_shares_of_a_budget_use_all_of_it(
 ) -> None:
     offered = of_tenants(num)
     tenants = {n: Tenant(n, w) for n, w in zip("abcd", weights, strict=True)}
-    step = StepWork(budget, 4, 4, Estimators(), tenants=tenants, is_fair=True)
+    step = View({}, Estimators(), tenants=tenants, room=Room(budget, 4, 4), is_fair=True)
     lengths = lengths_of(make_policy("allocation", "fixed", {"k": 8}), offered, step)
     assert sum(lengths) == min(budget, 8 * len(offered))

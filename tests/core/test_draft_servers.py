@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.core.blocks import BlockPool
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftStage, Outcome, RequestState, Tenant
@@ -22,6 +22,7 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
+from penstock.core.view import DraftCandidate, View
 
 VERIFY_S = 0.03
 
@@ -35,7 +36,7 @@ class Watching(AllocationPolicy):
         self.offered: list[list[str]] = []
         self.outcomes: list[list[tuple[str, int]]] = []
 
-    def allocate(self, candidates: list[DraftCandidate], work: StepWork) -> list[Grant]:  # type: ignore[override]
+    def allocate(self, candidates: list[DraftCandidate], view: View) -> list[Grant]:  # type: ignore[override]
         self.offered.append([c.state.request.id for c in candidates])
         return [Grant(4, min_survival=0.25) for _ in candidates]
 

@@ -15,7 +15,7 @@ from penstock.core import scheduler as scheduler_module
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftRound, DraftStage, RequestState
@@ -27,6 +27,7 @@ from penstock.core.types import (
     StepPlan,
     StepResult,
 )
+from penstock.core.view import View
 
 DRAFTERS = (
     ToyDrafter("good", accuracy=0.85),
@@ -49,8 +50,8 @@ class Restless(SelectionPolicy):
     def __init__(self, seed: int) -> None:
         self._seed = seed
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        names = [*work.drafters, None]
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        names = [*view.drafters, None]
         return {s.request.id: names[(self._seed + s.order + s.round) % len(names)] for s in states}
 
 

@@ -150,8 +150,8 @@ class Own(SelectionPolicy):
     def __init__(self, options):
         self.options = options
 
-    def select(self, states, work):
-        return {s.request.id: max(work.drafters) for s in states}
+    def select(self, states, view):
+        return {s.request.id: max(view.drafters) for s in states}
 
 POLICY = Own
 ''',
@@ -174,8 +174,8 @@ class Own(AllocationPolicy):
     def reserve(self, state):
         return 1
 
-    def allocate(self, candidates, work):
-        return [Grant(int(i < work.budget and c.limit > 0)) for i, c in enumerate(candidates)]
+    def allocate(self, candidates, view):
+        return [Grant(int(i < view.room.budget and c.limit > 0)) for i, c in enumerate(candidates)]
 
 POLICY = Own
 ''',

@@ -4,10 +4,11 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import DrafterDown, DraftSource, Request
+from penstock.core.view import View
 
 STATES = [RequestState(Request(name, 4, 4), i) for i, name in enumerate("rs")]
 
@@ -15,16 +16,16 @@ STATES = [RequestState(Request(name, 4, 4), i) for i, name in enumerate("rs")]
 def test_single_takes_the_first_drafter() -> None:
     policy = make_policy("selection", "single")
     drafters = {"a": Drafter("a"), "b": Drafter("b")}
-    assert policy.select(STATES, SelectionWork(drafters, Estimators())) == {"r": "a", "s": "a"}
-    assert policy.select(STATES, SelectionWork({}, Estimators())) == {"r": None, "s": None}
+    assert policy.select(STATES, View(drafters, Estimators())) == {"r": "a", "s": "a"}
+    assert policy.select(STATES, View({}, Estimators())) == {"r": None, "s": None}
 
 
 def test_single_takes_the_one_that_is_named_while_it_is_up() -> None:
     policy = make_policy("selection", "single", {"drafter": "b"})
     drafters = {"a": Drafter("a"), "b": Drafter("b")}
-    assert policy.select(STATES, SelectionWork(drafters, Estimators())) == {"r": "b", "s": "b"}
+    assert policy.select(STATES, View(drafters, Estimators())) == {"r": "b", "s": "b"}
     drafters["b"].up = False
-    assert policy.select(STATES, SelectionWork(drafters, Estimators())) == {"r": None, "s": None}
+    assert policy.select(STATES, View(drafters, Estimators())) == {"r": None, "s": None}
 
 
 def test_a_request_keeps_its_drafter_through_a_round() -> None:
@@ -34,7 +35,7 @@ def test_a_request_keeps_its_drafter_through_a_round() -> None:
         name = "fickle"
         calls = 0
 
-        def select(self, states, work):  # type: ignore[no-untyped-def]
+        def select(self, states, view):  # type: ignore[no-untyped-def]
             self.calls += 1
             return {s.request.id: ["a", "b"][self.calls % 2] for s in states}
 

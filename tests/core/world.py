@@ -12,7 +12,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from penstock.core.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState, Tenant
@@ -30,6 +30,7 @@ from penstock.core.types import (
     StepPlan,
     StepResult,
 )
+from penstock.core.view import View
 from penstock.sim.clock import VirtualClock
 
 ADMISSION = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
@@ -89,13 +90,13 @@ class Rotating(SelectionPolicy):
 
     name = "rotating"
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        names = [*work.drafters, None]
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        names = [*view.drafters, None]
         return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
 
-    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
         """The drafter of the next round, so that its KV is ready."""
-        names = [*work.drafters, None]
+        names = [*view.drafters, None]
         after = [(s, names[(s.order + s.round + 1) % len(names)]) for s in states]
         return [ReplayWish(s, name) for s, name in after if name is not None]
 

@@ -16,8 +16,8 @@ from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_req
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.loop import Loop
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.types import (
     NO_DRAFTER,
     Arrive,
@@ -27,6 +27,7 @@ from penstock.core.types import (
     Request,
     VerifyItem,
 )
+from penstock.core.view import DraftCandidate, View
 from penstock.engine import graphs
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.graphs import GraphRunner
@@ -69,7 +70,7 @@ class Whimsical(AllocationPolicy):
     def __init__(self, seed: int) -> None:
         self._rng = np.random.default_rng(seed)
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         lengths = self._rng.integers(0, 6, len(candidates)).tolist()
         return [Grant(min(n, c.limit)) for n, c in zip(lengths, candidates, strict=True)]
 
@@ -82,7 +83,7 @@ class Switching(SelectionPolicy):
 
     name = "switching"
 
-    def select(self, states: Sequence[Any], work: SelectionWork) -> dict[str, str | None]:
+    def select(self, states: Sequence[Any], view: View) -> dict[str, str | None]:
         names = ["near", "same", None, "far"]
         return {s.request.id: names[(s.order + s.round // 3) % 4] for s in states}
 

@@ -15,10 +15,11 @@ from tests.engine.small_family import VOCAB, write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
 
 from penstock.config import NGRAM, EngineConfig
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy
 from penstock.core.registry import make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
+from penstock.core.view import View
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
@@ -208,17 +209,17 @@ class Reading(SelectionPolicy):
         self._drafter = drafter
         self.answers: list[Replayed] = []
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        names = [*work.drafters, None]
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        names = [*view.drafters, None]
         if self._drafter is not None:
             names = [self._drafter if s.round % 2 else None for s in states]
         return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
 
-    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
         return [
             ReplayWish(s, n, (s.round + i) % 3 > 0)
             for s in states
-            for i, n in enumerate(work.drafters)
+            for i, n in enumerate(view.drafters)
         ]
 
     def replayed(self, state: RequestState, replayed: Replayed) -> None:

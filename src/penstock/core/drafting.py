@@ -6,14 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from penstock.core.learn import Estimators
 from penstock.core.memory import KVMemory
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
-from penstock.core.policies.selection import (
-    Loads,
-    ReplayWish,
-    SelectionPolicy,
-    SelectionWork,
-    usable,
-)
+from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
 from penstock.core.state import (
     CHOSEN,
     Drafter,
@@ -24,6 +18,7 @@ from penstock.core.state import (
     Tenant,
 )
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, DraftOrder, Replayed
+from penstock.core.view import NO_ROOM, DraftCandidate, Loads, Room, View
 
 _Read = tuple[int, int, tuple[int, ...]]
 """Of a catch-up: its first position, its tokens, and the blocks that are new to the executor."""
@@ -88,7 +83,7 @@ class Drafting:
         """Ask the policy, once for all requests to which the same drafters are open."""
         limited = [d for d in self.drafters.values() if d.is_limited]
         if not limited and not any(d.remote for d in self.drafters.values()):
-            self._ask(states, self._work(self.drafters, now))
+            self._ask(states, self.view(self.drafters, now))
             return
         alike: dict[tuple[str, tuple[str, ...]], list[RequestState]] = {}
         for state in states:
@@ -101,10 +96,20 @@ class Drafting:
                 for n, d in self.drafters.items()
                 if d.takes_assignments and d.may_see(tenant) and n not in closed
             }
-            self._ask(own, self._work(open_to, now))
+            self._ask(own, self.view(open_to, now))
 
-    def _work(self, drafters: Mapping[str, Drafter], now: float) -> SelectionWork:
-        return SelectionWork(drafters, self._estimators, now, Loads(self._running))
+    def view(self, drafters: Mapping[str, Drafter], now: float, room: Room = NO_ROOM) -> View:
+        """The moment, as far as these drafters go."""
+        return View(
+            drafters,
+            self._estimators,
+            now,
+            Loads(self._running),
+            self._tenants,
+            frozenset(n for n, d in self.drafters.items() if d.own_lane),
+            room,
+            self._is_fair,
+        )
 
     def _is_open(self, drafter: str, state: RequestState) -> bool:
         """A request cannot take its prompt where its tenant's may not go, even by name; nor to
@@ -114,8 +119,8 @@ class Drafting:
             return False
         return known.can_read(state)
 
-    def _ask(self, states: list[RequestState], work: SelectionWork) -> None:
-        chosen = self._selection.select(states, work)
+    def _ask(self, states: list[RequestState], view: View) -> None:
+        chosen = self._selection.select(states, view)
         for state in states:
             state.drafter = chosen[state.request.id]
 
@@ -123,7 +128,7 @@ class Drafting:
         """Tell the policies what a target step came to."""
         self._allocation.observe(outcomes, now)
         if self.drafters:
-            self._selection.observe(outcomes, self._work(self.drafters, now))
+            self._selection.observe(outcomes, self.view(self.drafters, now))
 
     def reserve(self, state: RequestState) -> int:
         """Draft positions that admission keeps free for a running request."""
@@ -151,18 +156,8 @@ class Drafting:
             candidates.append(DraftCandidate(state, drafter.name, self._limit(state, drafter)))
         if not candidates:
             return {}
-        beside = frozenset(n for n, d in self.drafters.items() if d.own_lane)
-        work = StepWork(
-            max(0, budget),
-            num_rows,
-            num_sampled,
-            self._estimators,
-            now,
-            self._tenants,
-            beside,
-            self._is_fair,
-        )
-        grants = self._allocation.allocate(candidates, work)
+        room = Room(max(0, budget), num_rows, num_sampled)
+        grants = self._allocation.allocate(candidates, self.view(self.drafters, now, room))
         return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
 
     def order(self, state: RequestState, num_known: int, grant: Grant) -> DraftOrder | None:
@@ -248,7 +243,7 @@ class Drafting:
             return ()
         free = [s for s in states if s.is_decoding and s.request.drafter == AUTO_DRAFTER]
         local = {n: d for n, d in self.drafters.items() if not d.remote}
-        wishes = self._selection.replays(free, self._work(local, now)) if free else []
+        wishes = self._selection.replays(free, self.view(local, now)) if free else []
         orders = []
         for wish in wishes:
             drafter = drafters.get(wish.drafter)

@@ -25,9 +25,10 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.registry import policies, register
 from penstock.core.state import RequestState
+from penstock.core.view import View
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.repro import Effort, Entry, Finding, Run, Verdict, check
 from penstock.repro.output import pyplot, save_figure, write_table
@@ -242,9 +243,7 @@ def _known(drafters: Mapping[str, str]) -> Iterator[str]:
         def __init__(self, options: Options) -> None:
             pass
 
-        def select(
-            self, states: Sequence[RequestState], work: SelectionWork
-        ) -> dict[str, str | None]:
+        def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
             return {s.request.id: drafters[s.request.id] for s in states}
 
     register("selection", Known)

@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from penstock.core.learn import Estimators
 from penstock.core.learn.streams import Evidence
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
+from penstock.core.view import DraftCandidate, Room, View
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -150,8 +151,9 @@ def play(
     seconds = np.ones(rounds)
     now = 0.0
     for t in range(rounds):
-        work = StepWork(budget, len(clients), len(clients), estimators, now, tenants)
-        grants = policy.allocate(candidates, work)
+        room = Room(budget, len(clients), len(clients))
+        view = View({}, estimators, now, tenants=tenants, room=room)
+        grants = policy.allocate(candidates, view)
         outcomes = []
         for i, (state, grant) in enumerate(zip(states, grants, strict=True)):
             length = grant.num_draft_tokens
@@ -174,8 +176,8 @@ class Misled(AllocationPolicy):
     def __init__(self, policy: AllocationPolicy) -> None:
         self._policy = policy
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
-        return self._policy.allocate(candidates, work)
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
+        return self._policy.allocate(candidates, view)
 
     def reserve(self, state: RequestState) -> int:
         return self._policy.reserve(state)

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.registry import make_policy
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
+from penstock.core.view import DraftCandidate, Room, View
 
 
 def make(**options: Any) -> AllocationPolicy:
@@ -38,8 +39,8 @@ def measured(
     return estimators
 
 
-def work(estimators: Estimators, num: int, budget: int = 100, now: float = 0.0) -> StepWork:
-    return StepWork(budget, num, num, estimators, now)
+def work(estimators: Estimators, num: int, budget: int = 100, now: float = 0.0) -> View:
+    return View({}, estimators, now, room=Room(budget, num, num))
 
 
 def lengths(grants: list[Grant]) -> list[int]:

@@ -28,7 +28,7 @@ def granted(*beside: str) -> list[int]:
         candidate._replace(drafter=name)
         for candidate, name in zip(candidates(4, 4, 4, 4), NAMES, strict=True)
     ]
-    step = replace(work(estimators()), drafters_beside=frozenset(beside))
+    step = replace(work(estimators()), beside=frozenset(beside))
     return lengths_of(Throughput(Throughput.Options()), offered, step)
 
 

@@ -9,16 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation import (
-    AllocationPolicy,
-    DraftCandidate,
-    Grant,
-    Outcome,
-    StepWork,
-)
+from penstock.core.policies.allocation import AllocationPolicy, Grant, Outcome
 from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import RequestState, Tenant
 from penstock.core.types import Request, Verdict
+from penstock.core.view import DraftCandidate, Room, View
 from penstock.repro.goodspeed_rounds import GeometricClients, play
 
 FAIR = ("goodspeed", "goodspeed_adaptive", "random")
@@ -34,9 +29,9 @@ def candidates(
     ]
 
 
-def work(budget: int, *, weights: dict[str, float] | None = None) -> StepWork:
+def work(budget: int, *, weights: dict[str, float] | None = None) -> View:
     tenants = {n: Tenant(n, w) for n, w in (weights or {}).items()}
-    return StepWork(budget, 4, 4, Estimators(), tenants=tenants)
+    return View({}, Estimators(), tenants=tenants, room=Room(budget, 4, 4))
 
 
 def outcome(candidate: DraftCandidate, proposed: int, accepted: int) -> Outcome:

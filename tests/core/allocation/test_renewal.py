@@ -7,18 +7,18 @@ from itertools import pairwise
 import pytest
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation import DraftCandidate, StepWork
 from penstock.core.policies.allocation.gradient import draft_budget
 from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
+from penstock.core.view import DraftCandidate, Room, View
 from penstock.fluid.step_profile import StepProfile
 
 NAMES = ("near", "far", "poor")
 RATES = {"near": 0.9, "far": 0.9, "poor": 0.1}
 
 
-def work(step_s: float, budget: int = 100, position_s: float = 0.0) -> StepWork:
+def work(step_s: float, budget: int = 100, position_s: float = 0.0) -> View:
     """Steps of so many seconds; `near` answers in 1 ms, `far` and `poor` in 60, 2 ms a token."""
     profile = StepProfile("p", 1000, (3, 1003), (step_s, step_s + 1000 * position_s))
     estimators = Estimators(profile)
@@ -27,7 +27,7 @@ def work(step_s: float, budget: int = 100, position_s: float = 0.0) -> StepWork:
             trip = 0.001 if name == "near" else 0.06
             estimators.links.observe(name, num, trip + 0.002 * num)
     tenants = {name: Tenant(name) for name in NAMES}
-    return StepWork(budget, 3, 3, estimators, 0.0, tenants)
+    return View({}, estimators, tenants=tenants, room=Room(budget, 3, 3))
 
 
 def candidates(limit: int = 16) -> list[DraftCandidate]:
@@ -37,7 +37,7 @@ def candidates(limit: int = 16) -> list[DraftCandidate]:
     return [DraftCandidate(state, state.request.id, limit) for state in states]
 
 
-def taught(step: StepWork, **options: object) -> list[int]:
+def taught(step: View, **options: object) -> list[int]:
     """What is granted once all acceptances are known."""
     policy = make_policy("allocation", "renewal", dict(options))
     offered = candidates()

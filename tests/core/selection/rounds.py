@@ -10,9 +10,10 @@ import numpy as np
 
 from penstock.core.blocks import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV
 from penstock.core.types import TARGET, Replayed, Request, SamplingParams, Status, Verdict
+from penstock.core.view import View
 
 Rates = Callable[[int], Mapping[str, float]]
 """Acceptance of a draft token by model, of the request with this number."""
@@ -97,9 +98,9 @@ class Rounds:
     def goodput(self) -> float:
         return self.num_tokens / self.now
 
-    def work(self) -> SelectionWork:
+    def work(self) -> View:
         loads = Counter(s.drafter for s in self.states if s.drafter is not None)
-        return SelectionWork(self.drafters, self.estimators, self.now, loads)
+        return View(self.drafters, self.estimators, self.now, loads)
 
     def run(self, num_rounds: int) -> Rounds:
         for _ in range(num_rounds):

@@ -9,10 +9,10 @@ from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
 from penstock.core.blocks import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request, SamplingParams
+from penstock.core.view import View
 
 SECONDS = {"small": 0.5e-3, "large": 2e-3}
 
@@ -100,13 +100,13 @@ def test_words_tell_topics_apart_before_a_request_has_drafted() -> None:
     for name in drafters:
         estimators.step_times.curve_of(name).observe(1, 1e-3)
     estimators.step_times.target.observe(1, 10e-3)
-    work = SelectionWork(drafters, estimators)
+    view = View(drafters, estimators)
     hits = 0
     for i in range(120):
         topic = i % 2
         prompt = (*range(100 * topic, 100 * topic + 30), 500 + i, 700 + i)
         state = RequestState(Request(str(i), 32, 100, prompt_token_ids=prompt), i)
-        chosen = policy.select([state], work)[str(i)]
+        chosen = policy.select([state], view)[str(i)]
         best = ("code", "prose")[topic]
         hits += i >= 60 and chosen == best
         for name, column in policy._columns.items():

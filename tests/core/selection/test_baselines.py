@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
+from penstock.core.view import View
 
 NAMES = ("d0", "d1", "d2")
 SECONDS = {"d2": 3e-3, "d0": 1e-3, "d1": 2e-3}
@@ -28,8 +28,8 @@ def select(
     found = []
     for i, prompt_len in enumerate(prompts):
         state = RequestState(Request(str(i), prompt_len, 10), i)
-        work = SelectionWork(drafters, estimators, loads=loads)
-        name = policy.select([state], work)[str(i)]
+        view = View(drafters, estimators, loads=loads)
+        name = policy.select([state], view)[str(i)]
         found.append(name)
         if name is not None:
             loads[name] = loads.get(name, 0) + 1
@@ -67,10 +67,10 @@ def test_overflow_goes_to_the_next_larger_then_to_smaller_ones() -> None:
 def test_a_request_keeps_its_drafter() -> None:
     policy = make_policy("selection", "greedy")
     machine = Machine(SECONDS)
-    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"d2": 1})
+    view = View(machine.make_drafters(), machine.estimators(), loads={"d2": 1})
     state = RequestState(Request("r", 5, 10), 0)
     state.drafter = "d2"
-    assert policy.select([state], work) == {"r": "d2"}
+    assert policy.select([state], view) == {"r": "d2"}
 
 
 def test_instances_of_a_model_are_filled_evenly() -> None:
@@ -78,7 +78,7 @@ def test_instances_of_a_model_are_filled_evenly() -> None:
     drafters = {n: Drafter(n, model="m", max_num_seqs=2) for n in ("a", "b")}
     states = [RequestState(Request(str(i), 5, 10), i) for i in range(5)]
     estimators = Machine({"a": 1e-3, "b": 1e-3}).estimators()
-    found = policy.select(states, SelectionWork(drafters, estimators))
+    found = policy.select(states, View(drafters, estimators))
     assert sorted(map(str, found.values())) == ["None", "a", "a", "b", "b"]
 
 

@@ -5,10 +5,10 @@ import dataclasses
 import pytest
 from tests.core.selection.rounds import Machine
 
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import TARGET, Request, Status, Verdict
+from penstock.core.view import View
 
 MACHINE = Machine({"small": 1e-3, "large": 3e-3}, verify=10e-3, per_row=0.1e-3)
 
@@ -102,11 +102,11 @@ def outcome(state: RequestState, accepted: int, proposed: int = 4) -> Outcome:
     )
 
 
-def make_work(**changes: bool) -> SelectionWork:
+def make_work(**changes: bool) -> View:
     drafters = MACHINE.make_drafters()
     for name, value in changes.items():
         setattr(drafters["small"], name, value)
-    return SelectionWork(drafters, MACHINE.estimators())
+    return View(drafters, MACHINE.estimators())
 
 
 def test_observed_goodput_is_tokens_per_second_of_the_round_that_was_caused() -> None:
@@ -150,8 +150,8 @@ def test_instances_of_a_model_share_what_is_seen() -> None:
     drafters = {n: Drafter(n, model="big") for n in ("a", "b")}
     assert model_of(drafters["a"]) == model_of(drafters["b"]) == "big"
     observed = ObservedGoodput()
-    work = SelectionWork(drafters, MACHINE.estimators())
-    observed.observe([outcome(make_state("r", "a"), 1), outcome(make_state("s", "b"), 3)], work)
+    view = View(drafters, MACHINE.estimators())
+    observed.observe([outcome(make_state("r", "a"), 1), outcome(make_state("s", "b"), 3)], view)
     assert observed.by_model["big"].count == pytest.approx(2, rel=1e-3)
     assert set(observed.of("r")) == {"big"}
 
@@ -160,8 +160,8 @@ def test_before_anything_is_measured_nothing_is_learned() -> None:
     from penstock.core.learn import Estimators
 
     observed = ObservedGoodput()
-    work = SelectionWork(MACHINE.make_drafters(), Estimators())
-    observed.observe([outcome(make_state("r", "small"), 2)], work)
+    view = View(MACHINE.make_drafters(), Estimators())
+    observed.observe([outcome(make_state("r", "small"), 2)], view)
     assert not observed.by_model
     assert RoundTimes(Estimators(), 1, {}).alone == 0
     assert RoundTimes(Estimators(), 1, {}).expected(make_state(), drafter("small"), 0.5, 2) == 1.75

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.policies.selection.papers.lbss import Lbss
 from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
+from penstock.core.view import View
 
 NAMES = tuple(f"d{i}" for i in range(8))
 
@@ -84,8 +84,8 @@ def test_exploitation_is_the_matching_of_the_estimates() -> None:
         for name, goodput in (("a", a), ("b", b)):
             policy._observed._note(state, name, 1e4 * goodput)
         states.append(state)
-    work = SelectionWork(machine.make_drafters(), machine.estimators())
-    assert policy.select(states, work) == {"0": "b", "1": "a"}
+    view = View(machine.make_drafters(), machine.estimators())
+    assert policy.select(states, view) == {"0": "b", "1": "a"}
 
 
 def _exploited() -> Any:
@@ -106,12 +106,12 @@ def test_a_switch_is_charged_with_the_text_that_it_has_to_read(
     course.until = 5
     policy._observed._note(state, "a", 500.0)
     policy._observed._note(state, "b", 600.0)
-    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
-    assert policy.select([state], work) == {"r": expected}
+    view = View(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    assert policy.select([state], view) == {"r": expected}
     # What is read already costs nothing.
     course.exploring, course.until = True, 5
     state.kv_of("b").num_computed_tokens = 2000
-    assert policy.select([state], work) == {"r": "b"}
+    assert policy.select([state], view) == {"r": "b"}
 
 
 def test_no_drafter_is_among_the_choices_of_the_exploitation() -> None:
@@ -122,8 +122,8 @@ def test_no_drafter_is_among_the_choices_of_the_exploitation() -> None:
     policy._courses["r"] = course = _exploited()
     course.until = 5
     policy._observed._note(state, "a", 50.0)
-    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
-    assert policy.select([state], work) == {"r": None}
+    view = View(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    assert policy.select([state], view) == {"r": None}
 
 
 def test_a_drafter_lost_in_mid_chunk_is_replaced_for_the_rest_of_it() -> None:
@@ -176,11 +176,11 @@ def test_before_a_matching_the_highest_estimate_reads() -> None:
     course.until = 6
     for name, goodput in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
         policy._observed._note(state, name, goodput)
-    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
-    wish = policy.replays([state], work)
+    view = View(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    wish = policy.replays([state], view)
     assert [(w.drafter, w.evaluate) for w in wish] == [("b", False)]
     course.until = 20
-    assert not policy.replays([state], work)
+    assert not policy.replays([state], view)
 
 
 def test_inside_a_step_and_without_fast_switch_nothing_is_read_early() -> None:
@@ -223,4 +223,4 @@ def test_drafters_of_the_wrong_kind_are_no_destination() -> None:
     state = RequestState(Request("r", 10, 100), 0)
     policy._courses["r"] = _exploited()
     estimators = Machine({"a": 1e-3, "b": 1e-3}).estimators()
-    assert not policy.replays([state], SelectionWork(drafters, estimators))
+    assert not policy.replays([state], View(drafters, estimators))

@@ -10,12 +10,13 @@ import pytest
 from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection import staged as staged_module
 from penstock.core.policies.selection.goodput import RoundTimes
 from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Request
+from penstock.core.view import View
 
 NAMES = ("d0", "d1", "d2", "d3", "d4")
 SECONDS = (0.5e-3, 1e-3, 1.6e-3, 2.4e-3, 3e-3)
@@ -105,12 +106,12 @@ def test_a_drafter_that_was_never_heard_of_may_come(policy: str) -> None:
 def test_without_a_usable_drafter_nobody_drafts(policy: str) -> None:
     chosen = make_policy("selection", policy)
     states = [RequestState(Request(n, 5, 5), i) for i, n in enumerate("rs")]
-    assert chosen.select(states, SelectionWork({}, Estimators())) == {"r": None, "s": None}
+    assert chosen.select(states, View({}, Estimators())) == {"r": None, "s": None}
     drafters = make_machine().make_drafters()
     for drafter in drafters.values():
         drafter.up = False
-    assert set(chosen.select(states, SelectionWork(drafters, Estimators())).values()) == {None}
-    assert chosen.select([], SelectionWork(drafters, Estimators())) == {}
+    assert set(chosen.select(states, View(drafters, Estimators())).values()) == {None}
+    assert chosen.select([], View(drafters, Estimators())) == {}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -249,8 +250,8 @@ class Clairvoyant(SelectionPolicy):
         self._machine = machine
         self._rates = rates
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        times = RoundTimes(work.estimators, len(states), dict.fromkeys(NAMES, len(states)))
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        times = RoundTimes(view.learn, len(states), dict.fromkeys(NAMES, len(states)))
         drafters = self._machine.make_drafters()
 
         def worth(state: RequestState, name: str) -> float:

@@ -12,9 +12,10 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core.drafting import Drafting
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Cancel, DrafterDown, DraftOrder, Replayed
+from penstock.core.view import View
 
 GOOD = ToyDrafter("good", accuracy=0.85)
 POOR = ToyDrafter("poor", accuracy=0.4)
@@ -35,17 +36,17 @@ class Curious(SelectionPolicy):
         self._drafter = drafter
         self.answers: list[tuple[RequestState, Replayed]] = []
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         if self._drafter is not None:
             return {s.request.id: self._drafter for s in states}
-        names = [*work.drafters, None]
+        names = [*view.drafters, None]
         return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
 
-    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
         wishes = [
             ReplayWish(s, name, self._rng.random() < 0.7)
             for s in states
-            for name in work.drafters
+            for name in view.drafters
             if self._rng.random() < self._share
         ]
         self._rng.shuffle(wishes)

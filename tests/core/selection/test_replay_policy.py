@@ -6,11 +6,12 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
-from penstock.core.policies.selection import ReplayWish, SelectionWork
+from penstock.core.policies.selection import ReplayWish
 from penstock.core.policies.selection.replay import Replay
 from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed, Request, SamplingParams, Verdict
+from penstock.core.view import View
 
 NAMES = ("d0", "d1", "d2", "d3")
 RATES = {"d0": 0.3, "d1": 0.4, "d2": 0.9, "d3": 0.5}
@@ -29,8 +30,8 @@ def test_all_others_are_evaluated_before_each_decision_and_nobody_between() -> N
     evaluated: set[str] = set()
     honest = world.policy.replays
 
-    def noting(states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
-        wished = honest(states, work)
+    def noting(states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+        wished = honest(states, view)
         if wished:
             asked.append(states[0].round)
             evaluated.update(w.drafter for w in wished)
@@ -74,14 +75,14 @@ def test_what_cannot_be_better_is_not_asked() -> None:
     policy = Replay(Replay.Options())
     machine = Machine({"a": 1e-3, "b": 1e-3})
     state = RequestState(Request("r", 10, 400), 0)
-    work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
-    policy.select([state], work)
+    view = View(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    policy.select([state], view)
     state.drafter, state.round = "a", 50
-    policy.observe([Outcome(state, _verdict(state, "a", 400, 400))], work)
-    assert not policy.replays([state], work)
+    policy.observe([Outcome(state, _verdict(state, "a", 400, 400))], view)
+    assert not policy.replays([state], view)
     policy._until["r"] += 1
-    policy.observe([Outcome(state, _verdict(state, "a", 10, 400))], work)
-    assert [w.drafter for w in policy.replays([state], work)] == ["b"]
+    policy.observe([Outcome(state, _verdict(state, "a", 10, 400))], view)
+    assert [w.drafter for w in policy.replays([state], view)] == ["b"]
 
 
 def _verdict(state: RequestState, drafter: str, accepted: int, decided: int) -> Verdict:
@@ -94,14 +95,14 @@ def _verdict(state: RequestState, drafter: str, accepted: int, decided: int) -> 
 def test_own_drafts_and_replays_are_the_same_kind_of_evidence() -> None:
     machine = Machine({"a": 1e-3, "b": 1e-3})
     drafters = machine.make_drafters()
-    work = SelectionWork(drafters, machine.estimators())
+    view = View(drafters, machine.estimators())
     rates = []
     for kind in ("draft", "replay"):
         policy = Replay(Replay.Options())
         state = RequestState(Request("r", 10, 400), 0)
-        policy.select([state], work)
+        policy.select([state], view)
         if kind == "draft":
-            policy.observe([Outcome(state, _verdict(state, "b", 15, 20))], work)
+            policy.observe([Outcome(state, _verdict(state, "b", 15, 20))], view)
         else:
             policy.replayed(state, Replayed("r", 0, "b", 20, 15))
         rates.append(policy._rate("r", "b", 0.0))
@@ -122,11 +123,11 @@ def test_evidence_fades_by_verified_token_whoever_drafted_it() -> None:
         policy = Replay(Replay.Options(memory=50.0))
         state = RequestState(Request("r", 10, 400), 0)
         machine = Machine({"b": 1e-3})
-        work = SelectionWork(machine.make_drafters(), machine.estimators())
-        policy.select([state], work)
+        view = View(machine.make_drafters(), machine.estimators())
+        policy.select([state], view)
         policy.replayed(state, Replayed("r", 0, "b", 100, 0))
         for num_tokens in steps:
-            policy.observe([Outcome(state, Verdict("r", 0, 0, (0,) * num_tokens))], work)
+            policy.observe([Outcome(state, Verdict("r", 0, 0, (0,) * num_tokens))], view)
         rates.append(policy._rate("r", "b", 0.0))
     assert rates[1] == pytest.approx(rates[2])
     assert rates[1] > rates[0]
@@ -149,14 +150,14 @@ def test_one_instance_of_a_model_reads_and_all_have_the_evidence() -> None:
         "far": Drafter("far", own_lane=True, remote=True),
     }
     estimators = Machine({"a": 1e-3, "m1": 1e-3, "m2": 1e-3}).estimators()
-    work = SelectionWork(drafters, estimators, loads={"a": 1})
+    view = View(drafters, estimators, loads={"a": 1})
     state = RequestState(Request("r", 10, 400), 0)
-    policy.select([state], work)
+    policy.select([state], view)
     state.drafter, state.round = "a", 5
-    assert [w.drafter for w in policy.replays([state], work)] == ["m1"]
+    assert [w.drafter for w in policy.replays([state], view)] == ["m1"]
     state.kv_of("m2").num_computed_tokens = 8
     policy._until["r"] += 1
-    assert [w.drafter for w in policy.replays([state], work)] == ["m2"]
-    policy.observe([], work)
+    assert [w.drafter for w in policy.replays([state], view)] == ["m2"]
+    policy.observe([], view)
     policy.replayed(state, Replayed("r", 0, "m2", 50, 50))
     assert policy._rate("r", "m", 0.0) > 0.9

@@ -5,11 +5,11 @@ from typing import Any
 
 from tests.core.selection.rounds import Machine, Rounds
 
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.policies.selection.ucb import Ucb
 from penstock.core.registry import make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Request
+from penstock.core.view import View
 
 NAMES = ("d0", "d1", "d2", "d3")
 
@@ -65,8 +65,8 @@ def test_a_long_text_keeps_its_drafter_where_a_short_one_changes() -> None:
         for _ in range(20):
             policy._observed._note(state, "a", 200.0)
             policy._observed._note(state, "b", 230.0)
-        work = SelectionWork(machine.make_drafters(), machine.estimators(), loads={"a": 1})
-        chosen.append(policy.select([state], work)["r"])
+        view = View(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+        chosen.append(policy.select([state], view)["r"])
     assert chosen == ["b", "a"]
 
 
@@ -78,5 +78,5 @@ def test_what_others_have_seen_is_where_a_request_begins() -> None:
         policy._observed._note(other, "a", 200.0)
         policy._observed._note(other, "b", 400.0)
     state = RequestState(Request("r", 10, 100), 0)
-    work = SelectionWork(machine.make_drafters(), machine.estimators())
-    assert policy.select([state], work) == {"r": "b"}
+    view = View(machine.make_drafters(), machine.estimators())
+    assert policy.select([state], view) == {"r": "b"}

@@ -6,10 +6,10 @@ import itertools
 
 from tests.core.selection.rounds import Machine
 
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.policies.selection.adaptive import Adaptive
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
+from penstock.core.view import View
 
 MACHINE = Machine({"a": 1e-3})
 NUM_STEPS, STEP_S = 500, 0.01
@@ -28,12 +28,12 @@ def num_replays_after_steps(drafter: str | None) -> int:
     estimators, known = MACHINE.estimators(), state_of(0)
     draft = (drafter, 1, 1, 1, 1.0) if drafter else ()
     for step in range(NUM_STEPS):
-        work = SelectionWork(drafters, estimators, step * STEP_S)
-        policy.observe([Outcome(known, Verdict("0", 0, step, (0,), *draft))], work)
+        view = View(drafters, estimators, step * STEP_S)
+        policy.observe([Outcome(known, Verdict("0", 0, step, (0,), *draft))], view)
     for num_read in itertools.count():
         state = state_of(num_read + 1)
-        policy.select([state], SelectionWork(drafters, estimators, NUM_STEPS * STEP_S))
-        if len(policy.replays([], work)) == num_read:
+        policy.select([state], View(drafters, estimators, NUM_STEPS * STEP_S))
+        if len(policy.replays([], view)) == num_read:
             return num_read
     raise AssertionError
 

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.core.learn import Estimators
 from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
     GoodputAverages,
@@ -28,6 +28,7 @@ from penstock.core.policies.allocation.gradient import (
     tokens_by_tenant,
 )
 from penstock.core.state import Outcome, RequestState
+from penstock.core.view import DraftCandidate, View
 
 FloatArray = NDArray[np.float64]
 
@@ -60,17 +61,17 @@ class Deadline(AllocationPolicy):
         self._streams = Streams(options.prior_mean)
         self._since: float | None = None
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         if not candidates:
             return []
         if self._since is None:
-            self._since = work.now
-        slopes, charge = self._utility(candidates, work)
+            self._since = view.now
+        slopes, charge = self._utility(candidates, view)
         lengths = _best_lengths(
-            self._tokens(candidates, slopes, work),
+            self._tokens(candidates, slopes, view),
             len(candidates),
             charge,
-            verify_seconds(work, draft_budget(self.options.total, work)),
+            verify_seconds(view, draft_budget(self.options.total, view)),
         )
         return [Grant(n) for n in lengths]
 
@@ -85,27 +86,27 @@ class Deadline(AllocationPolicy):
         self._since = now
 
     def _utility(
-        self, candidates: Sequence[DraftCandidate], work: StepWork
+        self, candidates: Sequence[DraftCandidate], view: View
     ) -> tuple[dict[str, float], float]:
         """U' by tenant, and what a second costs: Σ U'(x) x."""
         names = dict.fromkeys(c.state.request.tenant for c in candidates)
-        weights = {name: tenant_weight(work.tenants, name) for name in names}
-        estimators = work.estimators
+        weights = {name: tenant_weight(view.tenants, name) for name in names}
+        estimators = view.learn
         waits = max(draft_seconds(estimators, c.drafter, 1) for c in candidates)
-        step = max(waits + float(verify_seconds(work, 0)[0]), _LEAST_SECONDS)
+        step = max(waits + float(verify_seconds(view, 0)[0]), _LEAST_SECONDS)
         self._averages.meet(weights, step)
         slopes = {n: w / self._averages.of(n) ** self.options.fairness for n, w in weights.items()}
         return slopes, sum(slope * self._averages.of(n) for n, slope in slopes.items())
 
     def _tokens(
-        self, candidates: Sequence[DraftCandidate], slopes: dict[str, float], work: StepWork
+        self, candidates: Sequence[DraftCandidate], slopes: dict[str, float], view: View
     ) -> _Tokens:
         owners, gains, ready = [], [], []
         rates = self._streams.rates(candidates)
         for index, (candidate, rate) in enumerate(zip(candidates, rates, strict=True)):
             most = min(candidate.limit, self.options.k_max)
-            start = draft_seconds(work.estimators, candidate.drafter, 0)
-            each = draft_seconds(work.estimators, candidate.drafter, 1) - start
+            start = draft_seconds(view.learn, candidate.drafter, 0)
+            each = draft_seconds(view.learn, candidate.drafter, 1) - start
             places = np.arange(1, most + 1)
             owners.append(np.full(most, index))
             gains.append(slopes[candidate.state.request.tenant] * rate**places)
@@ -130,10 +131,10 @@ def draft_seconds(estimators: Estimators, drafter: str, num_tokens: int) -> floa
     return estimators.links.seconds(drafter, num_tokens)
 
 
-def verify_seconds(work: StepWork, budget: int) -> FloatArray:
+def verify_seconds(view: View, budget: int) -> FloatArray:
     """Seconds of the target's step with 0, 1, …, `budget` draft positions."""
-    rows = work.num_rows + np.arange(budget + 1, dtype=np.int64)
-    return work.estimators.step_times.target.at(rows)
+    rows = view.room.num_rows + np.arange(budget + 1, dtype=np.int64)
+    return view.learn.step_times.target.at(rows)
 
 
 def _best_lengths(

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.options import MaxDraftTokens, NonNegativeInt
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.state import RequestState
+from penstock.core.view import DraftCandidate, View
 
 
 class Fixed(AllocationPolicy):
@@ -28,12 +29,12 @@ class Fixed(AllocationPolicy):
         self.options = options
         self._turn = 0
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         wanted = [self.options.k] * len(candidates)
         if self.options.total is not None and candidates:
             wanted = self._share(self.options.total, len(candidates))
         lengths = [min(w, c.limit) for w, c in zip(wanted, candidates, strict=True)]
-        for group, budget in work.budgets(candidates, lengths):
+        for group, budget in view.budgets(candidates, lengths):
             cut = cut_to_budget([lengths[i] for i in group], budget)
             for i, length in zip(group, cut, strict=True):
                 lengths[i] = length

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
     GoodputAverages,
@@ -22,6 +22,7 @@ from penstock.core.policies.allocation.gradient import (
     tokens_by_tenant,
 )
 from penstock.core.state import Outcome, RequestState
+from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths
 
 
@@ -55,17 +56,17 @@ class GoodSpeedAdaptive(AllocationPolicy):
         self._averages = GoodputAverages(options.horizon)
         self._streams = Streams(options.prior_mean, options.estimator)
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         options = self.options
         names = dict.fromkeys(c.state.request.tenant for c in candidates)
-        weights = {name: tenant_weight(work.tenants, name) for name in names}
+        weights = {name: tenant_weight(view.tenants, name) for name in names}
         self._averages.meet(weights)
         slopes = {n: w / self._averages.of(n) ** options.fairness for n, w in weights.items()}
         each = [slopes[c.state.request.tenant] for c in candidates]
         lengths, price = geometric_lengths(
             each,
             self.rates(candidates),
-            draft_budget(options.total, work),
+            draft_budget(options.total, view),
             [min(c.limit, options.k_max) for c in candidates],
         )
         if not options.prices:

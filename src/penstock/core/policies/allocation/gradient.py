@@ -8,8 +8,8 @@ from typing import Annotated
 
 from penstock.core.learn.streams import ESTIMATORS, AcceptanceModel, Evidence, Population
 from penstock.core.options import Range
-from penstock.core.policies.allocation import DraftCandidate, StepWork
 from penstock.core.state import Outcome, Tenant
+from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork as TargetWork
 
 IDLE_STEPS = 10
@@ -22,14 +22,14 @@ Fairness = Annotated[float, Range(at_least=0, at_most=16)]
 """Exponent of a concave utility: 0 total tokens, 1 proportional; beyond 16 floats give out."""
 
 
-def draft_budget(total: int | None, work: StepWork) -> int:
+def draft_budget(total: int | None, view: View) -> int:
     """Draft tokens of the round (C): as given, or by the profile of step times as many as make the
     step half as long again; and never more than the step has room for."""
     if total is not None:
-        return min(total, work.budget)
-    model, num = work.estimators.step_model, work.num_sampled
+        return min(total, view.room.budget)
+    model, num = view.learn.step_model, view.room.num_sampled
     longest = _STRETCH * model.seconds(TargetWork(num_decodes=num))
-    low, high = 0, work.budget
+    low, high = 0, view.room.budget
     while low < high:
         middle = (low + high + 1) // 2
         if model.seconds(TargetWork(num_decodes=num, num_draft_tokens=middle)) <= longest:

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
     Streams,
@@ -28,6 +28,7 @@ from penstock.core.policies.allocation.gradient import (
     tenant_weight,
 )
 from penstock.core.state import Outcome, RequestState
+from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork as TargetWork
 
 FloatArray = NDArray[np.float64]
@@ -78,15 +79,15 @@ class Renewal(AllocationPolicy):
                 _, times = self._tried.get(state.request.id, (0, 0))
                 self._tried[state.request.id] = verdict.round, times + 1
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         """The plan is made once a target step; whoever comes new makes it be made anew."""
         if not self.options.k_max:
             return [Grant(0) for _ in candidates]
         if any(c.state.request.id not in self._plan for c in candidates):
-            lengths = self._best_plan(candidates, work)
+            lengths = self._best_plan(candidates, view)
             ids = (c.state.request.id for c in candidates)
             self._plan = dict(zip(ids, lengths, strict=True))
-        left = draft_budget(self.options.total, work)
+        left = draft_budget(self.options.total, view)
         grants = []
         for candidate in candidates:
             num = min(self._plan[candidate.state.request.id], candidate.limit, left)
@@ -94,13 +95,13 @@ class Renewal(AllocationPolicy):
             grants.append(Grant(num))
         return grants
 
-    def _best_plan(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[int]:
-        budget = draft_budget(self.options.total, work)
+    def _best_plan(self, candidates: Sequence[DraftCandidate], view: View) -> list[int]:
+        budget = draft_budget(self.options.total, view)
         num = len(candidates)
-        bare = work.estimators.step_model.seconds(TargetWork(num_decodes=num))
+        bare = view.learn.step_model.seconds(TargetWork(num_decodes=num))
         step = max(bare, _LEAST_SECONDS)
-        tokens, delays = self._tokens(candidates), self._delays(candidates, work)
-        weights = self._weights(candidates, work)
+        tokens, delays = self._tokens(candidates), self._delays(candidates, view)
+        weights = self._weights(candidates, view)
         best, best_value = np.zeros(num, dtype=np.int64), -np.inf
         # A period is worth trying where it lets one more draft in.
         waits = np.quantile(delays[:, 1 : _USUAL_TOKENS + 1], np.linspace(0, 1, _NUM_PERIODS))
@@ -122,9 +123,9 @@ class Renewal(AllocationPolicy):
         tokens[lengths > np.array([c.limit for c in candidates])[:, None]] = 1e-9
         return tokens
 
-    def _delays(self, candidates: Sequence[DraftCandidate], work: StepWork) -> FloatArray:
+    def _delays(self, candidates: Sequence[DraftCandidate], view: View) -> FloatArray:
         """[candidates, k_max + 1]: seconds from the end of a step until the draft is here."""
-        links = work.estimators.links
+        links = view.learn.links
         trips = np.array([links.round_trip(c.drafter) for c in candidates])
         each = np.array([links.per_token(c.drafter) for c in candidates])
         spread = np.array([links.spread(c.drafter) for c in candidates])
@@ -133,11 +134,11 @@ class Renewal(AllocationPolicy):
         delays[:, 0] = 0.0
         return delays
 
-    def _weights(self, candidates: Sequence[DraftCandidate], work: StepWork) -> FloatArray:
+    def _weights(self, candidates: Sequence[DraftCandidate], view: View) -> FloatArray:
         """A tenant's weight is shared by its requests."""
         shares = Counter(c.state.request.tenant for c in candidates)
         tenants = [c.state.request.tenant for c in candidates]
-        return np.array([tenant_weight(work.tenants, t) / shares[t] for t in tenants])
+        return np.array([tenant_weight(view.tenants, t) / shares[t] for t in tenants])
 
     def _utility(self, rates: FloatArray, weights: FloatArray) -> FloatArray:
         a = self.options.fairness

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.state import RequestState
+from penstock.core.view import DraftCandidate, View
 
 _LEAST_OVERHEAD_S = 1e-6
 """Keeps the rate finite where nothing was measured yet."""
@@ -47,23 +48,23 @@ class Throughput(AllocationPolicy):
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         drafting = tuple((c.state.request.id, c.drafter) for c in candidates)
         if drafting == self._idle and self._num_idle < _IDLE_ROUNDS:
             self._num_idle += 1
             return [Grant(0)] * len(candidates)
-        purchases = self._purchases(candidates, work)
+        purchases = self._purchases(candidates, view)
         lengths = [0] * len(candidates)
-        for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, work)]:
+        for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, view)]:
             lengths[index] = length
-        self._fade_unused(candidates, lengths, work)
+        self._fade_unused(candidates, lengths, view)
         self._idle, self._num_idle = () if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]
 
     def _fade_unused(
-        self, candidates: Sequence[DraftCandidate], lengths: Sequence[int], work: StepWork
+        self, candidates: Sequence[DraftCandidate], lengths: Sequence[int], view: View
     ) -> None:
-        acceptance = work.estimators.acceptance
+        acceptance = view.learn.acceptance
         longest: dict[str, int] = {}
         for candidate, length in zip(candidates, lengths, strict=True):
             longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
@@ -73,14 +74,14 @@ class Throughput(AllocationPolicy):
             if length == 0:
                 acceptance.fade_drafter(drafter, self._num_idle or 1)
 
-    def _purchases(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Purchase]:
+    def _purchases(self, candidates: Sequence[DraftCandidate], view: View) -> list[Purchase]:
         """What the budget can buy, likeliest first: minus the probability that the draft token is
         accepted, its candidate, and the length that the draft then has. Survival falls along a
         draft, so token s + 1 is never bought before token s."""
-        survival_of = work.estimators.acceptance.survival
+        survival_of = view.learn.acceptance.survival
         longest = [min(c.limit, self.options.k_max) for c in candidates]
         purchases: list[Purchase] = []
-        for group, budget in work.budgets(candidates, longest):
+        for group, budget in view.budgets(candidates, longest):
             own = []
             for index in group:
                 candidate = candidates[index]
@@ -94,17 +95,17 @@ class Throughput(AllocationPolicy):
         return purchases
 
     def _num_worthwhile(
-        self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], work: StepWork
+        self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], view: View
     ) -> int:
         """How many purchases make the most expected tokens per second of the whole step."""
-        verify = work.estimators.step_times.target
-        draft = _DraftSeconds(candidates, work)
-        tokens = float(work.num_sampled)
+        verify = view.learn.step_times.target
+        draft = _DraftSeconds(candidates, view)
+        tokens = float(view.room.num_sampled)
         # What all purchases together could add; costs only rise, so that tells when to stop.
         most = tokens - sum(p[0] for p in purchases)
-        times = work.estimators.step_times
+        times = view.learn.step_times
         overhead = max(times.overhead, _LEAST_OVERHEAD_S)
-        seconds = overhead + verify(work.num_rows)
+        seconds = overhead + verify(view.room.num_rows)
         best, best_rate = 0, (1 + self.options.margin) * tokens / seconds
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
             if most < best_rate * seconds:
@@ -112,7 +113,7 @@ class Throughput(AllocationPolicy):
             tokens -= negative_survival
             drafting = draft.lengthen(candidates[index].drafter, length)
             host = overhead + times.draft_overhead
-            seconds = host + verify(work.num_rows + num_bought) + drafting
+            seconds = host + verify(view.room.num_rows + num_bought) + drafting
             rate = tokens / seconds
             if rate > best_rate:
                 best, best_rate = num_bought, rate
@@ -124,10 +125,10 @@ class _DraftSeconds:
     draft, priced by how many requests it drafts for. Drafters inside the step work one after the
     other, those beside it at the same time."""
 
-    def __init__(self, candidates: Sequence[DraftCandidate], work: StepWork) -> None:
-        curve_of = work.estimators.step_times.curve_of
+    def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
+        curve_of = view.learn.step_times.curve_of
         drafters = dict.fromkeys(c.drafter for c in candidates)
-        self._beside = work.drafters_beside
+        self._beside = view.beside
         self._inside = 0.0
         self._longest = 0.0
         self._curves = {d: curve_of(d) for d in drafters}

@@ -28,11 +28,12 @@ import numpy.typing as npt
 from penstock.core.learn import Estimators
 from penstock.core.learn.prior import AcceptancePrior, Posterior
 from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveInt, Range, Seed, Share
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork, usable
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
 from penstock.core.policies.selection.matching import assign
 from penstock.core.policies.selection.words import NUM_WORDS, Words
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
+from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -101,9 +102,9 @@ class _Pace:
     total_s: float = 0.0
     last: float | None = None
 
-    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
-        passed = math.inf if self.last is None else work.now - self.last
-        self.last = work.now
+    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+        passed = math.inf if self.last is None else view.now - self.last
+        self.last = view.now
         rows = 0
         drafts: dict[str, list[int]] = {}
         for state, verdict in outcomes:
@@ -114,7 +115,7 @@ class _Pace:
                 drafts.setdefault(verdict.drafter, []).append(verdict.num_proposed)
         if not outcomes:
             return
-        times = work.estimators.step_times
+        times = view.learn.step_times
         seconds = times.target(rows)
         for drafter, lengths in drafts.items():
             seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
@@ -162,8 +163,8 @@ class Adaptive(SelectionPolicy):
 
     # --- choosing -------------------------------------------------------------------------------
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        open_to = usable(work.drafters)
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        open_to = usable(view.drafters)
         chosen: dict[str, str | None] = {}
         due = []
         for state in states:
@@ -174,31 +175,31 @@ class Adaptive(SelectionPolicy):
             else:
                 due.append(state)
         if due:
-            self._decide(due, open_to, work, chosen)
+            self._decide(due, open_to, view, chosen)
         return chosen
 
     def _decide(
         self,
         states: Sequence[RequestState],
         drafters: Mapping[str, Drafter],
-        work: SelectionWork,
+        view: View,
         chosen: dict[str, str | None],
     ) -> None:
         for drafter in drafters.values():
             self._column(drafter)
         self._prior.grow(len(self._models))
-        drafters = self._worthwhile(drafters, work)
+        drafters = self._worthwhile(drafters, view)
         names = list(drafters)
         columns = [self._columns[n] for n in names]
         values = np.zeros((len(states), len(names)))
         for i, state in enumerate(states):
             known = self._know(state, drafters)
             if names:
-                self._wish(state, known, drafters, work.estimators)
+                self._wish(state, known, drafters, view.learn)
                 rates = self._rates(state, known)[columns].tolist()
-                values[i] = self._worth(state, list(drafters.values()), rates, work)
+                values[i] = self._worth(state, list(drafters.values()), rates, view)
         room = [
-            None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, work.loads)
+            None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
         ]
         for state, index in zip(states, assign(values, room), strict=True):
@@ -206,23 +207,21 @@ class Adaptive(SelectionPolicy):
             chosen[state.request.id] = name
             known = self._known[state.request.id]
             if name is not None:
-                self._tell(known, state.request.id, name, work.estimators)
+                self._tell(known, state.request.id, name, view.learn)
             elif not any((state.request.id, n) in self._wishes for n in names):
                 # Nobody drafts, and nobody reads: nothing will be learned of the request.
                 known.next_round = max(known.next_round, state.round + _IDLE_GAP)
 
-    def _worthwhile(
-        self, drafters: Mapping[str, Drafter], work: SelectionWork
-    ) -> dict[str, Drafter]:
+    def _worthwhile(self, drafters: Mapping[str, Drafter], view: View) -> dict[str, Drafter]:
         """Those that would pay if nearly all that they draft were accepted: under load mostly none,
         and then nothing more need be found out."""
-        base = self._base(work.estimators)
+        base = self._base(view.learn)
         tokens, survival = [], 1.0
         for length in range(1, self.options.k_max + 1):
             survival += _BEST_RATE**length
             tokens.append(survival)
-        steps = [base + v for v in self._verification(self.options.k_max, work.estimators)]
-        times, sharing = work.estimators.step_times, self._num_sharing
+        steps = [base + v for v in self._verification(self.options.k_max, view.learn)]
+        times, sharing = view.learn.step_times, self._num_sharing
         most = base / (1 + self.options.margin)
         return {
             n: d
@@ -240,21 +239,21 @@ class Adaptive(SelectionPolicy):
         state: RequestState,
         drafters: Sequence[Drafter],
         rates: Sequence[float],
-        work: SelectionWork,
+        view: View,
     ) -> list[float]:
         """[drafters] seconds that each saves the request to its end, against none."""
         limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
-        base = self._base(work.estimators)
-        steps = [base + v for v in self._verification(limit, work.estimators)]
-        remaining = self._remaining(state, work.estimators)
-        step_times, sharing = work.estimators.step_times, self._num_sharing
+        base = self._base(view.learn)
+        steps = [base + v for v in self._verification(limit, view.learn)]
+        remaining = self._remaining(state, view.learn)
+        step_times, sharing = view.learn.step_times, self._num_sharing
         gained, saved = [], []
         for drafter, rate in zip(drafters, rates, strict=True):
             name = drafter.name
-            survival = work.estimators.acceptance.shape_of(name).survival(rate, limit)
+            survival = view.learn.acceptance.shape_of(name).survival(rate, limit)
             tokens = list(accumulate(survival, initial=1.0))[1:]
             curve = step_times.curve_of(name)
-            users = work.loads.get(name, 0) + (state.drafter != name)
+            users = view.loads.get(name, 0) + (state.drafter != name)
             users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
             # Inside a step all wait for a drafter; beside it only those that use it.
             waiting = 1 if drafter.own_lane else sharing
@@ -319,8 +318,8 @@ class Adaptive(SelectionPolicy):
 
     # --- learning -------------------------------------------------------------------------------
 
-    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
-        self._pace.observe(outcomes, work)
+    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+        self._pace.observe(outcomes, view)
         for state, verdict in outcomes:
             column = self._columns.get(verdict.drafter or "")
             known = self._known.get(state.request.id)
@@ -399,7 +398,7 @@ class Adaptive(SelectionPolicy):
     def has_wishes(self) -> bool:
         return bool(self._wishes)
 
-    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
         return list(self._wishes.values())
 
     def _wish(

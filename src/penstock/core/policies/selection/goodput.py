@@ -16,9 +16,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
+from penstock.core.view import View
 
 _KEEP = 0.999
 _OWN_KEEP = 0.995
@@ -143,16 +143,16 @@ class ObservedGoodput:
         self._by_request: defaultdict[str, dict[str, Mean]] = defaultdict(dict)
         self.by_model: dict[str, Mean] = {}
 
-    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
+    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
         """Take in a step. Rounds count for the drafter that the request had, drafts or not; those
         that only end a prompt, or that have lost their drafter, for none."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
-        times = RoundTimes(work.estimators, len(outcomes), batches)
+        times = RoundTimes(view.learn, len(outcomes), batches)
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
         _fade(self.by_model, _KEEP ** len(decoding))
         for state, verdict in decoding:
             _fade(self._by_request.get(state.request.id, {}), _OWN_KEEP)
-            drafter = work.drafters.get(state.drafter or "")
+            drafter = view.drafters.get(state.drafter or "")
             if drafter is None or not drafter.up or drafter.silent:
                 continue
             seconds = times.seconds(drafter, batches[drafter.name], verdict.num_proposed)

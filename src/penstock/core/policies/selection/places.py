@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from penstock.core.policies.selection import SelectionWork, usable
+from penstock.core.policies.selection import usable
 from penstock.core.policies.selection.goodput import model_of
 from penstock.core.state import Drafter, RequestState
+from penstock.core.view import View
 
 
 class Places:
     """Whoever is not among `states` keeps its place; those who are take one as they are decided."""
 
-    def __init__(self, states: Sequence[RequestState], work: SelectionWork) -> None:
-        self.drafters = usable(work.drafters)
+    def __init__(self, states: Sequence[RequestState], view: View) -> None:
+        self.drafters = usable(view.drafters)
         self._left: dict[str, int | None] = {}
-        loads = work.loads
+        loads = view.loads
         for name, drafter in self.drafters.items():
             most = drafter.max_num_seqs
             self._left[name] = None if most is None else most - loads.get(name, 0)

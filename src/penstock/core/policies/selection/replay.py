@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
 from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveFloat, PositiveInt, Range
-from penstock.core.policies.selection import ReplayWish, SelectionWork, usable
+from penstock.core.policies.selection import ReplayWish, usable
 from penstock.core.policies.selection.goodput import RoundTimes, model_of
 from penstock.core.policies.selection.staged import StagedPolicy, kept, rounds_ahead, step_times
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
+from penstock.core.view import View
 
 _POPULATION_KEEP = 0.999
 
@@ -128,8 +129,8 @@ class Replay(StagedPolicy):
 
     # --- replays --------------------------------------------------------------------------------
 
-    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
-        drafters = usable(work.drafters)
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+        drafters = usable(view.drafters)
         beside = {n for n, d in drafters.items() if d.own_lane}
         wishes = []
         times = None
@@ -141,9 +142,9 @@ class Replay(StagedPolicy):
             until = self._until[state.request.id]
             if record.asked != until:
                 # Lanes ask again and again.
-                times = times or step_times(states, work)
+                times = times or step_times(states, view)
                 record.asked = until
-                record.promising = self._promising(state, drafters, work, times)
+                record.promising = self._promising(state, drafters, view, times)
             wishes += [
                 (gain, ReplayWish(state, name, evaluate=True))
                 for gain, name in record.promising
@@ -156,11 +157,11 @@ class Replay(StagedPolicy):
         self,
         state: RequestState,
         drafters: Mapping[str, Drafter],
-        work: SelectionWork,
+        view: View,
         times: RoundTimes,
     ) -> list[tuple[float, str]]:
         """Those that might be better by more than their reading costs."""
-        drafter = work.drafters.get(state.drafter or "")
+        drafter = view.drafters.get(state.drafter or "")
         own = 0.0 if drafter is None else self._goodput(state, drafter, times)
         best = max(own, times.alone)
         found = []
@@ -190,8 +191,8 @@ class Replay(StagedPolicy):
 
     # --- learning -------------------------------------------------------------------------------
 
-    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
-        for drafter in work.drafters.values():
+    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+        for drafter in view.drafters.values():
             self._models[drafter.name] = model_of(drafter)
         self._age(outcomes)
         for state, verdict in outcomes:

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork, usable
+from penstock.core.policies.selection import SelectionPolicy, usable
 from penstock.core.state import Drafter, RequestState
+from penstock.core.view import View
 
 
 class Single(SelectionPolicy):
@@ -25,15 +26,15 @@ class Single(SelectionPolicy):
     def __init__(self, options: Options) -> None:
         self.options = options
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         wanted = self.options.drafter
-        if wanted is None and not any(d.remote for d in work.drafters.values()):
-            first = next(iter(work.drafters.values()), None)
+        if wanted is None and not any(d.remote for d in view.drafters.values()):
+            first = next(iter(view.drafters.values()), None)
             wanted = None if first is None else first.model or first.name
-        open_to = usable(work.drafters)
+        open_to = usable(view.drafters)
         if wanted is not None:
             open_to = {n: d for n, d in open_to.items() if wanted in (n, d.model)}
-        return _spread(states, open_to, work.loads)
+        return _spread(states, open_to, view.loads)
 
 
 def _spread(

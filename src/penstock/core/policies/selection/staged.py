@@ -8,11 +8,12 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.goodput import RoundTimes
 from penstock.core.policies.selection.matching import assign
 from penstock.core.policies.selection.places import Places
 from penstock.core.state import Drafter, RequestState
+from penstock.core.view import View
 
 
 class StagedPolicy(SelectionPolicy):
@@ -31,8 +32,8 @@ class StagedPolicy(SelectionPolicy):
     def rounds(self, state: RequestState, drafter: Drafter | None) -> int:
         """Length of the stage that begins now, at least 1."""
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        places = Places(states, work)
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        places = Places(states, view)
         chosen: dict[str, str | None] = {}
         due = []
         for state in states:
@@ -41,7 +42,7 @@ class StagedPolicy(SelectionPolicy):
             else:
                 due.append(state)
         if due:
-            self._decide(due, places, step_times(due, work), chosen)
+            self._decide(due, places, step_times(due, view), chosen)
         return chosen
 
     def _decide(
@@ -66,10 +67,10 @@ class StagedPolicy(SelectionPolicy):
         self._until.pop(request_id, None)
 
 
-def step_times(states: Sequence[RequestState], work: SelectionWork) -> RoundTimes:
+def step_times(states: Sequence[RequestState], view: View) -> RoundTimes:
     """Rounds of a step that `states` share with all that draft already."""
-    others = sum(work.loads.values()) - sum(s.drafter is not None for s in states)
-    return RoundTimes(work.estimators, len(states) + max(0, others), work.loads)
+    others = sum(view.loads.values()) - sum(s.drafter is not None for s in states)
+    return RoundTimes(view.learn, len(states) + max(0, others), view.loads)
 
 
 def rounds_ahead(state: RequestState) -> int:

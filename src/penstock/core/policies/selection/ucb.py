@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from penstock.core.options import NonNegativeFloat, PositiveFloat, Range
-from penstock.core.policies.selection import SelectionWork
 from penstock.core.policies.selection.goodput import Mean, ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.staged import StagedPolicy, kept, rounds_ahead
 from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.view import View
 
 
 class Ucb(StagedPolicy):
@@ -72,8 +72,8 @@ class Ucb(StagedPolicy):
         length = math.ceil(base ** (stage + 1)) - math.ceil(base**stage)
         return min(max(1, length), _LONGEST_STAGE)
 
-    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
-        self._observed.observe(outcomes, work)
+    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+        self._observed.observe(outcomes, view)
 
     def forget(self, request_id: str) -> None:
         super().forget(request_id)

@@ -19,7 +19,7 @@ from penstock.core.options import (
     Range,
     Share,
 )
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
     draft_budget,
@@ -27,6 +27,7 @@ from penstock.core.policies.allocation.gradient import (
     tokens_by_tenant,
 )
 from penstock.core.state import Outcome, RequestState
+from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths
 
 _VARIANCE_STEP = 0.05
@@ -85,17 +86,17 @@ class GoodSpeed(AllocationPolicy):
         self.options = options
         self._clients: dict[str, _Client] = {}
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         options = self.options
         clients = [self._client(c.state.request.tenant) for c in candidates]
         weights = [
-            tenant_weight(work.tenants, c.state.request.tenant) / client.goodput**options.fairness
+            tenant_weight(view.tenants, c.state.request.tenant) / client.goodput**options.fairness
             for c, client in zip(candidates, clients, strict=True)
         ]
         lengths, _ = geometric_lengths(
             weights,
             [client.acceptance.rate() for client in clients],
-            draft_budget(options.total, work),
+            draft_budget(options.total, view),
             [min(c.limit, options.k_max) for c in candidates],
         )
         return [Grant(n) for n in lengths.tolist()]

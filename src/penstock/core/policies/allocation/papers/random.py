@@ -9,9 +9,10 @@ from random import Random
 from typing import ClassVar
 
 from penstock.core.options import MaxDraftTokens, NonNegativeInt, Seed
-from penstock.core.policies.allocation import AllocationPolicy, DraftCandidate, Grant, StepWork
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import draft_budget
 from penstock.core.state import RequestState
+from penstock.core.view import DraftCandidate, View
 
 
 class RandomLengths(AllocationPolicy):
@@ -33,10 +34,10 @@ class RandomLengths(AllocationPolicy):
         self.options = options
         self._random = Random(options.seed)
 
-    def allocate(self, candidates: Sequence[DraftCandidate], work: StepWork) -> list[Grant]:
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         most = [min(c.limit, self.options.k_max) for c in candidates]
         # What limits would cut anyway is no use as budget.
-        budget = min(draft_budget(self.options.total, work), sum(most))
+        budget = min(draft_budget(self.options.total, view), sum(most))
         bars = sorted(self._random.sample(range(budget + len(candidates)), len(candidates)))
         lengths = [b - a - 1 for a, b in pairwise((-1, *bars))]
         return [Grant(min(n, m)) for n, m in zip(lengths, most, strict=True)]

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from penstock.core.options import Range, Seed
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.places import Places
 from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.view import View
 
 
 class EpsilonGreedy(SelectionPolicy):
@@ -35,12 +36,12 @@ class EpsilonGreedy(SelectionPolicy):
         self._rng = random.Random(options.seed)
         self._observed = ObservedGoodput()
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        places = Places(states, work)
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        places = Places(states, view)
         names = list(places.drafters)
         if not names:
             return {s.request.id: None for s in states}
-        best = self._best_first(places.drafters, work, len(states))
+        best = self._best_first(places.drafters, view, len(states))
         chosen: dict[str, str | None] = {}
         for state in states:
             if self._rng.random() < self.options.explore:
@@ -52,17 +53,17 @@ class EpsilonGreedy(SelectionPolicy):
         return chosen
 
     def _best_first(
-        self, drafters: Mapping[str, Drafter], work: SelectionWork, num_requests: int
+        self, drafters: Mapping[str, Drafter], view: View, num_requests: int
     ) -> list[str]:
         """Models that are better than none by what was seen; those never seen come first."""
         seen = self._observed.by_model
-        alone = RoundTimes(work.estimators, num_requests, work.loads).alone
+        alone = RoundTimes(view.learn, num_requests, view.loads).alone
         models = dict.fromkeys(map(model_of, drafters.values()))
         worth = {m: seen[m].value if m in seen else float("inf") for m in models}
         return sorted((m for m in worth if worth[m] >= alone), key=worth.__getitem__, reverse=True)
 
-    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
-        self._observed.observe(outcomes, work)
+    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+        self._observed.observe(outcomes, view)
 
     def forget(self, request_id: str) -> None:
         self._observed.forget(request_id)

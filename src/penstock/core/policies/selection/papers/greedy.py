@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.options import PositiveInt
-from penstock.core.policies.selection import SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.goodput import model_of
 from penstock.core.policies.selection.places import Places
 from penstock.core.state import Drafter, RequestState
+from penstock.core.view import View
 
 
 class Greedy(SelectionPolicy):
@@ -45,8 +46,8 @@ class Greedy(SelectionPolicy):
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        places = Places(states, work)
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        places = Places(states, view)
         chosen: dict[str, str | None] = {}
         undecided = []
         for state in states:
@@ -56,7 +57,7 @@ class Greedy(SelectionPolicy):
                 undecided.append(state)
         if not undecided:
             return chosen
-        order = self._order(places.drafters, work)
+        order = self._order(places.drafters, view)
         for state in undecided:
             if state.round == 0:
                 self._remember(state.request.prompt_len)
@@ -65,9 +66,9 @@ class Greedy(SelectionPolicy):
             chosen[state.request.id] = places.by_preference(state, models)
         return chosen
 
-    def _order(self, drafters: Mapping[str, Drafter], work: SelectionWork) -> list[str]:
+    def _order(self, drafters: Mapping[str, Drafter], view: View) -> list[str]:
         """Models from the smallest on."""
-        curve_of = work.estimators.step_times.curve_of
+        curve_of = view.learn.step_times.curve_of
         seconds: dict[str, float] = {}
         for drafter in drafters.values():
             model = model_of(drafter)

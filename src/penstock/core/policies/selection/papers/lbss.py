@@ -17,12 +17,13 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.core.options import NonNegativeFloat, PositiveInt, Seed
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy, SelectionWork
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy
 from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.matching import assign
 from penstock.core.policies.selection.places import Places
 from penstock.core.policies.selection.staged import kept, step_times
 from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.view import View
 
 
 @dataclass(slots=True)
@@ -71,8 +72,8 @@ class Lbss(SelectionPolicy):
 
     # --- choosing -------------------------------------------------------------------------------
 
-    def select(self, states: Sequence[RequestState], work: SelectionWork) -> dict[str, str | None]:
-        places = Places(states, work)
+    def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+        places = Places(states, view)
         chosen: dict[str, str | None] = {}
         exploring: list[RequestState] = []
         exploiting: list[RequestState] = []
@@ -87,7 +88,7 @@ class Lbss(SelectionPolicy):
         for state in exploring:
             chosen[state.request.id] = self._explore(state, places)
         if exploiting:
-            self._exploit(exploiting, places, work, chosen)
+            self._exploit(exploiting, places, view, chosen)
         return chosen
 
     def _next_stage(self, course: _Course, now: int) -> None:
@@ -125,11 +126,11 @@ class Lbss(SelectionPolicy):
         self,
         states: Sequence[RequestState],
         places: Places,
-        work: SelectionWork,
+        view: View,
         chosen: dict[str, str | None],
     ) -> None:
         """Eq. 10, for the requests whose exploration has just ended."""
-        times = step_times(states, work)
+        times = step_times(states, view)
         drafters = list(places.drafters.values())
         values = np.array([[self._worth(s, d, times) for d in drafters] for s in states])
         values = values.reshape(len(states), len(drafters))
@@ -153,10 +154,10 @@ class Lbss(SelectionPolicy):
 
     # --- fast switch ----------------------------------------------------------------------------
 
-    def replays(self, states: Sequence[RequestState], work: SelectionWork) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
         """In the last rounds of a stage, the drafter of the next. Inside a step there is no idle
         time: reading early would cost what it saves."""
-        beside = {n: d for n, d in work.drafters.items() if d.own_lane and d.up and not d.silent}
+        beside = {n: d for n, d in view.drafters.items() if d.own_lane and d.up and not d.silent}
         if not beside or not self.options.fast_switch:
             return []
         wishes = []
@@ -184,8 +185,8 @@ class Lbss(SelectionPolicy):
 
     # --- learning -------------------------------------------------------------------------------
 
-    def observe(self, outcomes: Sequence[Outcome], work: SelectionWork) -> None:
-        self._observed.observe(outcomes, work)
+    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
+        self._observed.observe(outcomes, view)
 
     def forget(self, request_id: str) -> None:
         self._observed.forget(request_id)
