@@ -26,6 +26,7 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
+from penstock.core.view import View
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 A_DEVICE_EACH = StepProfile(
@@ -219,7 +220,7 @@ def test_auto_gives_up_a_pipeline_that_is_slower_than_promised() -> None:
         )
         result = StepResult(number, TARGET, now, now + took, verdicts=verdicts)
         now += took
-        pipeline.stepped(running, drafters, estimators, result)
+        pipeline.stepped(running, View(drafters, estimators), result)
         settings.append(pipeline.setting.num)
     assert max(settings) > 1, "it was tried"
     assert settings[-100:] == [0] * 100

@@ -7,12 +7,12 @@ import math
 import pytest
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.pipeline import Drafts
 from penstock.core.policies.pipeline.asynchronous import Asynchronous
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.registry import make_pipeline
 from penstock.core.state import DraftRound, DraftStage, RequestState
 from penstock.core.types import DraftOrder, Request
+from penstock.core.view import View
 from penstock.fluid.step_profile import StepProfile
 
 
@@ -41,19 +41,16 @@ def coming(name: str, ordered_at: float) -> RequestState:
 
 def hold(step_s: float, draft_s: float, ready: str, pending: dict[str, float]) -> float | None:
     """At time 0; `pending`: when each order was sent."""
-    drafts = Drafts(
-        0.0,
-        [held(n) for n in ready],
-        [coming(n, at) for n, at in pending.items()],
-        estimators(step_s, draft_s),
-    )
-    return Asynchronous(Asynchronous.Options()).hold_until(drafts)
+    on_their_way = [coming(n, at) for n, at in pending.items()]
+    pipeline = Asynchronous(Asynchronous.Options())
+    view = View({}, estimators(step_s, draft_s))
+    return pipeline.hold_until([held(n) for n in ready], on_their_way, view)
 
 
 def test_a_barrier_waits_for_everything() -> None:
-    known, barrier = estimators(0.03, 0.1), Barrier(Barrier.Options())
-    assert barrier.hold_until(Drafts(0.0, [held("a")], [coming("b", 0.0)], known)) == math.inf
-    assert barrier.hold_until(Drafts(0.0, [held("a")], [], known)) is None
+    view, barrier = View({}, estimators(0.03, 0.1)), Barrier(Barrier.Options())
+    assert barrier.hold_until([held("a")], [coming("b", 0.0)], view) == math.inf
+    assert barrier.hold_until([held("a")], [], view) is None
 
 
 def test_a_cheap_step_goes_at_once_and_a_dear_one_waits() -> None:

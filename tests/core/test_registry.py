@@ -195,7 +195,7 @@ class Own(Pipeline):
     def __init__(self, options):
         self.options = options
 
-    def hold_until(self, drafts):
+    def hold_until(self, ready, pending, view):
         return None
 
 POLICY = Own

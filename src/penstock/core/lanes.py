@@ -8,7 +8,7 @@ from penstock.core.drafting import Drafting
 from penstock.core.learn import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.policies.allocation import Grant
-from penstock.core.policies.pipeline import Drafts, Pipeline
+from penstock.core.policies.pipeline import Pipeline
 from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.types import TARGET, DrafterUp, DraftOrder, DraftReady, StepPlan, StepResult
 
@@ -53,7 +53,8 @@ class DraftLanes:
 
     def stepped(self, result: StepResult) -> None:
         """A target step has ended: the pipeline may have the next ones done in another way."""
-        self._pipeline.stepped(self._running.values(), self._drafters, self._estimators, result)
+        view = self._drafting.view(self._drafters, result.finished_at)
+        self._pipeline.stepped(self._running.values(), view, result)
         self._place_local()
 
     def _place_local(self) -> None:
@@ -237,7 +238,7 @@ class DraftLanes:
         self._divide()
         pending = [s for s in self._running.values() if s.draft.order is not None]
         ready = [s for s in states if s.is_decoding and may_run(s)]
-        held = self._pipeline.hold_until(Drafts(now, ready, pending, self._estimators))
+        held = self._pipeline.hold_until(ready, pending, self._drafting.view(self._drafters, now))
         deadlines = [s.draft.order.deadline for s in pending if s.draft.order is not None]
         return held, min((d for d in deadlines if d is not None), default=None)
 

@@ -9,24 +9,12 @@ verifies together. It decides nothing else: who joins the step is admission's bu
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
-from penstock.core.learn import Estimators
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import RequestState
 from penstock.core.types import StepResult
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """The moment at which the target could start. `ready`: decoding requests that it could verify,
-    with or without a draft; `pending`: requests whose drafts are on their way."""
-
-    now: float
-    ready: Sequence[RequestState]
-    pending: Sequence[RequestState]
-    estimators: Estimators
+from penstock.core.view import View
 
 
 class Pipeline(ABC):
@@ -48,18 +36,19 @@ class Pipeline(ABC):
         return due
 
     @abstractmethod
-    def hold_until(self, drafts: Drafts) -> float | None:
-        """Until when to wait, unless a draft comes or is given up before; None: verify now."""
+    def hold_until(
+        self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View
+    ) -> float | None:
+        """Until when to wait, unless a draft comes or is given up before; None: verify now.
+
+        ready: decoding requests that the target could verify, with or without a draft; pending:
+        those whose drafts are on their way."""
 
     def joins(self, state: RequestState) -> bool:
         """Whether a request may be verified in the step that `hold_until` let start."""
         return True
 
     def stepped(  # noqa: B027
-        self,
-        states: Iterable[RequestState],
-        drafters: Mapping[str, Drafter],
-        estimators: Estimators,
-        result: StepResult,
+        self, running: Iterable[RequestState], view: View, result: StepResult
     ) -> None:
-        """A target step has ended; `states` are the running requests."""
+        """A target step has ended."""

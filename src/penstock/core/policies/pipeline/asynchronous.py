@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.pipeline import Drafts, Pipeline
+from penstock.core.policies.pipeline import Pipeline
 from penstock.core.state import DraftStage, RequestState
+from penstock.core.view import View
 from penstock.fluid.step_profile import StepWork
 
 _OVERDUE = 0.25
@@ -35,37 +37,39 @@ class Asynchronous(Pipeline):
     def __init__(self, options: Options) -> None:
         self.options = options
 
-    def hold_until(self, drafts: Drafts) -> float | None:
-        if not drafts.ready or not drafts.pending:
+    def hold_until(
+        self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View
+    ) -> float | None:
+        if not ready or not pending:
             return None
-        coming = sorted(self._coming(drafts, state) for state in drafts.pending)
+        coming = sorted(self._coming(view, state) for state in pending)
         after, tokens, rows = np.array(coming).T
-        first = [self._held(drafts.estimators, state) for state in drafts.ready]
+        first = [self._held(view.learn, state) for state in ready]
         waits = np.concatenate(([0.0], after))
         joined = np.cumsum(np.concatenate(([sum(t for t, _ in first)], tokens)))
         positions = np.cumsum(np.concatenate(([sum(n for _, n in first)], rows)))
         delays = np.empty(len(waits))
         for i, wait in enumerate(waits):
-            end = wait + _step_seconds(drafts.estimators, len(first) + i, positions[i])
+            end = wait + _step_seconds(view.learn, len(first) + i, positions[i])
             delays[i] = joined[i] * end
             if i < len(after):
                 missed = positions[-1] - positions[i]
-                next_step = _step_seconds(drafts.estimators, len(after) - i, missed)
+                next_step = _step_seconds(view.learn, len(after) - i, missed)
                 delays[i] += tokens[i:] @ (np.maximum(end, after[i:]) + next_step)
         best = int(np.argmin(delays))
-        return drafts.now + float(waits[best]) if best else None
+        return view.now + float(waits[best]) if best else None
 
-    def _coming(self, drafts: Drafts, state: RequestState) -> tuple[float, float, int]:
+    def _coming(self, view: View, state: RequestState) -> tuple[float, float, int]:
         """Seconds until a draft is here, the tokens it promises, and its positions."""
         order = state.draft.order
         assert order is not None
-        elapsed = drafts.now - state.draft.ordered_at
-        left = drafts.estimators.links.seconds(order.drafter, order.max_draft_tokens) - elapsed
+        elapsed = view.now - state.draft.ordered_at
+        left = view.learn.links.seconds(order.drafter, order.max_draft_tokens) - elapsed
         if left <= 0:
             # The longer it is overdue, the longer it will still take.
             left = _OVERDUE * elapsed
         num = order.max_draft_tokens
-        return left, expected_tokens(drafts.estimators, state, order.drafter, num), num + 1
+        return left, expected_tokens(view.learn, state, order.drafter, num), num + 1
 
     def _held(self, estimators: Estimators, state: RequestState) -> tuple[float, int]:
         """The tokens that a request promises, and its positions."""

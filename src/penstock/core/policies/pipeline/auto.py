@@ -8,9 +8,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.learn import Estimators
 from penstock.core.options import Range
-from penstock.core.policies.pipeline import Drafts, Pipeline
+from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.planner import (
@@ -21,8 +20,9 @@ from penstock.core.policies.pipeline.planner import (
     cycle_seconds,
     round_of,
 )
-from penstock.core.state import Drafter, RequestState
+from penstock.core.state import RequestState
 from penstock.core.types import StepResult
+from penstock.core.view import View
 
 _GAIN = 0.005
 """Micro-batches must promise so much more before they are begun, or ended."""
@@ -77,21 +77,17 @@ class Auto(Pipeline):
     def next_drafts(self, lane: str, due: Sequence[RequestState]) -> Sequence[RequestState]:
         return self._inner.next_drafts(lane, due)
 
-    def hold_until(self, drafts: Drafts) -> float | None:
-        return self._inner.hold_until(drafts)
+    def hold_until(
+        self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View
+    ) -> float | None:
+        return self._inner.hold_until(ready, pending, view)
 
     def joins(self, state: RequestState) -> bool:
         return self._inner.joins(state)
 
-    def stepped(
-        self,
-        states: Iterable[RequestState],
-        drafters: Mapping[str, Drafter],
-        estimators: Estimators,
-        result: StepResult,
-    ) -> None:
+    def stepped(self, running: Iterable[RequestState], view: View, result: StepResult) -> None:
         self._num_steps += 1
-        running = list(states)
+        running = list(running)
         self._learn_pace(result)
         self._learn_host(result, is_idle=not running)
         for verdict in result.verdicts:
@@ -104,7 +100,7 @@ class Auto(Pipeline):
         positions = {name: n * (1 + self._lengths[name]) for name, n in loads.items()}
         if positions and self._has_changed(positions):
             self._decided, self._num_steps = positions, 0
-            work = round_of(drafting, drafters, estimators, self._lengths, self._host or 0.0)
+            work = round_of(drafting, view.drafters, view.learn, self._lengths, self._host or 0.0)
             self._set(self._choose(work))
 
     def _learn_pace(self, result: StepResult) -> None:

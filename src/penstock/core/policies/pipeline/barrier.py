@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.pipeline import Drafts, Pipeline
+from penstock.core.policies.pipeline import Pipeline
+from penstock.core.state import RequestState
+from penstock.core.view import View
 
 
 class Barrier(Pipeline):
@@ -21,8 +24,10 @@ class Barrier(Pipeline):
     def __init__(self, options: Options) -> None:
         self.options = options
 
-    def hold_until(self, drafts: Drafts) -> float | None:
-        return math.inf if drafts.pending else None
+    def hold_until(
+        self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View
+    ) -> float | None:
+        return math.inf if pending else None
 
 
 POLICY = Barrier

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from penstock.core.options import Probability, Range
-from penstock.core.policies.pipeline import Drafts, Pipeline
+from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.division import Division
 from penstock.core.policies.pipeline.planner import Setting
 from penstock.core.state import RequestState
+from penstock.core.view import View
 
 
 class MicroBatches(Pipeline):
@@ -69,18 +70,20 @@ class MicroBatches(Pipeline):
         self._next_in_lane[lane] = (chosen + 1) % self.num
         return [s for s, group in zip(due, groups, strict=True) if group == chosen]
 
-    def hold_until(self, drafts: Drafts) -> float | None:
+    def hold_until(
+        self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View
+    ) -> float | None:
         """Wait for the next whole group. With no draft on its way nothing more will come soon, and
         the largest part of a group will do."""
-        ready = Counter(self._group.get(s.request.id) for s in drafts.ready)
+        num_ready = Counter(self._group.get(s.request.id) for s in ready)
         sizes = Counter(self._group.values())
-        whole = [g for g, size in sizes.items() if ready[g] == size]
+        whole = [g for g, size in sizes.items() if num_ready[g] == size]
         self._verified = min(whole, key=self._turn, default=None)
         if self._verified is None:
-            if drafts.pending:
+            if pending:
                 return math.inf
-            parts = [g for g in sizes if ready[g]]
-            self._verified = min(parts, key=lambda g: (-ready[g], self._turn(g)), default=None)
+            parts = [g for g in sizes if num_ready[g]]
+            self._verified = min(parts, key=lambda g: (-num_ready[g], self._turn(g)), default=None)
         if self._verified is not None:
             self._next_verified = (self._verified + 1) % self.num
         return None
