@@ -114,8 +114,8 @@ def knows_domains(traces: Sequence[Trace]) -> type[Adaptive]:
     class Domains(Adaptive):
         name: ClassVar[str] = "domains"
 
-        def _know(self, state: RequestState, drafters: Any) -> Any:
-            known = super()._know(state, drafters)
+        def _know(self, state: RequestState, drafters: Any, view: Any) -> Any:
+            known = super()._know(state, drafters, view)
             columns = [names.index(d) for d in self._models]
             known.mean = means[of[int(state.request.id)]][columns]
             known.doubt = np.zeros(len(columns))

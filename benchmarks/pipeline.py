@@ -232,7 +232,7 @@ class LiveBench:
     def _scheduler(self, pipeline: str) -> Scheduler:
         blocks = self.engine.scheduler.pool.num_blocks
         drafters = [
-            Drafter(d.name, d.pool and BlockPool(blocks, 16), own_lane=pipeline != "off")
+            Drafter(d.name, d.pool and BlockPool(blocks, 16), has_lane=pipeline != "off")
             for d in self.engine.scheduler._drafters.values()
         ]
         return Scheduler(

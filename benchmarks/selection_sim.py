@@ -96,9 +96,9 @@ def reads_prompts(acceptance: DomainAcceptance, seed: int) -> type[Adaptive]:
     class ReadsPrompts(Adaptive):
         name: ClassVar[str] = "adaptive+prompt"
 
-        def _know(self, state: RequestState, drafters: Any) -> Any:
+        def _know(self, state: RequestState, drafters: Any, view: Any) -> Any:
             is_new = state.request.id not in self._known
-            known = super()._know(state, drafters)
+            known = super()._know(state, drafters, view)
             if is_new:
                 rates = acceptance.rates(state.request.id)
                 length = state.request.prompt_len

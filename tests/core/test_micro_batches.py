@@ -173,7 +173,7 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
     pipeline = world.scheduler._pipeline
     assert isinstance(pipeline, Auto)
     (drafter,) = world.scheduler._drafters.values()
-    assert not drafter.own_lane, "nothing is known yet"
+    assert not world.scheduler._drafting.is_beside(drafter), "nothing is known yet"
     world.run([make_request("r", max_tokens=12)])
     assert pipeline.setting.num == 0, "one request cannot be in two places"
     assert any(i.source is DraftSource.INLINE for p in world.plans for i in p.items)
@@ -183,13 +183,13 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
         world._move()
         world.turn()
     assert pipeline.setting.num > 1
-    assert drafter.own_lane
+    assert world.scheduler._drafting.is_beside(drafter)
     world.run()
     world.check_outputs()
     world.check_empty()
     world.run([make_request("w", max_tokens=12)])
     assert pipeline.setting.num == 0
-    assert not drafter.own_lane
+    assert not world.scheduler._drafting.is_beside(drafter)
 
 
 def test_auto_leaves_it_where_step_times_promise_nothing() -> None:

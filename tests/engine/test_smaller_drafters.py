@@ -85,7 +85,7 @@ def make_loop(engine: Engine, pipeline: str) -> Loop:
     next one reads ahead."""
     inline = pipeline == "inline"
     drafters = [
-        dataclasses.replace(d, pool=BlockPool(512, 16), own_lane=not inline)
+        dataclasses.replace(d, pool=BlockPool(512, 16), has_lane=not inline)
         for d in engine.scheduler._drafters.values()
     ]
     scheduler = Scheduler(

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from penstock.core.learn import Estimators
 from penstock.core.memory import KVMemory
 from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
 from penstock.core.state import (
     CHOSEN,
@@ -33,6 +34,7 @@ class Drafting:
         memory: KVMemory,
         selection: SelectionPolicy,
         allocation: AllocationPolicy,
+        pipeline: Pipeline,
         estimators: Estimators,
         tenants: Mapping[str, Tenant],
         running: Mapping[str, RequestState],
@@ -47,12 +49,17 @@ class Drafting:
         self._memory = memory
         self._selection = selection
         self._allocation = allocation
+        self._pipeline = pipeline
         self._estimators = estimators
         self._tenants = tenants
         self._running = running
         self._live_states = live_states
         self._replaying: dict[tuple[str, str], tuple[DraftOrder, SequenceKV | None]] = {}
         """Replays in flight by request and drafter, with the KV that each one extends."""
+
+    def is_beside(self, drafter: Drafter) -> bool:
+        """Whether it works beside the target, in a lane, and not inside the target's step."""
+        return drafter.remote or (drafter.has_lane and self._pipeline.drafts_beside)
 
     def drafter_of(self, state: RequestState) -> Drafter | None:
         """The request's drafter while it is up and answers."""
@@ -106,7 +113,7 @@ class Drafting:
             now,
             Loads(self._running),
             self._tenants,
-            frozenset(n for n, d in self.drafters.items() if d.own_lane),
+            frozenset(n for n, d in self.drafters.items() if self.is_beside(d)),
             room,
             self._is_fair,
         )
@@ -237,7 +244,7 @@ class Drafting:
         drafters = {
             n: d
             for n, d in usable(self.drafters).items()
-            if not d.remote and lane == (n if d.own_lane else TARGET)
+            if not d.remote and lane == (n if self.is_beside(d) else TARGET)
         }
         if not drafters:
             return ()

@@ -55,7 +55,7 @@ class ItemWriter:
                 grants[s.state.request.id] = Grant(length)
                 budget -= length
                 num_rows += length
-            elif drafter is not None and not drafter.own_lane:
+            elif drafter is not None and not self._drafting.is_beside(drafter):
                 inline.append(s.state)
         num_sampled = sum(s.samples for s in scheduled)
         return grants | self._drafting.allocate(inline, budget, num_rows, num_sampled, step.now)
@@ -71,7 +71,7 @@ class ItemWriter:
                 source, drafter = DraftSource.HELD, state.drafter
         elif state.drafter:
             inline = self._drafting.drafter_of(state)
-            if inline is not None and not inline.own_lane:
+            if inline is not None and not self._drafting.is_beside(inline):
                 order = self._inline_order(scheduled, grant)
             length = order.max_draft_tokens if order is not None else 0
             if length:

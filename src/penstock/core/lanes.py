@@ -34,18 +34,18 @@ class DraftLanes:
         self._pipeline = pipeline
         self._running = running
         self._live_states = live_states
-        self._local = [d for d in drafters.values() if d.own_lane and not d.remote]
+        self._has_local = any(d.has_lane for d in drafters.values())
         self.lanes: tuple[str, ...] = ()
         """Drafters' lanes, in the order in which they came, and the target's after them, so that a
         draft can start before the next verification."""
-        self._place_local()
+        self._note_lanes()
         self._due: dict[str, list[RequestState]] | None = None
         self._grants: dict[str, Grant] | None = None
 
     @property
     def are_used(self) -> bool:
         """Whether anybody may draft beside the target, or may still do so."""
-        return bool(self._local) or len(self.lanes) > 1
+        return self._has_local or len(self.lanes) > 1
 
     def invalidate(self) -> None:
         """Something has happened: what was found due, and allocated, is out of date."""
@@ -55,15 +55,11 @@ class DraftLanes:
         """A target step has ended: the pipeline may have the next ones done in another way."""
         view = self._drafting.view(self._drafters, result.finished_at)
         self._pipeline.stepped(self._running.values(), view, result)
-        self._place_local()
-
-    def _place_local(self) -> None:
-        for drafter in self._local:
-            drafter.own_lane = self._pipeline.drafts_beside
         self._note_lanes()
 
     def _note_lanes(self) -> None:
-        self.lanes = (*(d.name for d in self._drafters.values() if d.own_lane), TARGET)
+        beside = (d.name for d in self._drafters.values() if self._drafting.is_beside(d))
+        self.lanes = (*beside, TARGET)
 
     # --- drafters come and go -------------------------------------------------------------------
 
@@ -71,9 +67,7 @@ class DraftLanes:
         """A known drafter is back, or a draft server has come."""
         drafter = self._drafters.get(event.drafter)
         if drafter is None:
-            drafter = self._drafters[event.drafter] = Drafter(
-                event.drafter, own_lane=True, remote=True
-            )
+            drafter = self._drafters[event.drafter] = Drafter(event.drafter, remote=True)
             self._note_lanes()
         if drafter.remote:
             drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
@@ -143,7 +137,7 @@ class DraftLanes:
 
     def _beside(self, state: RequestState) -> bool:
         drafter = self._drafting.drafter_of(state)
-        return drafter is not None and drafter.own_lane
+        return drafter is not None and self._drafting.is_beside(drafter)
 
     def _allocate(self, budget: Callable[[int], int], now: float) -> dict[str, Grant]:
         """Grants of all requests that speculate: lanes that are asked in one turn share them."""

@@ -98,6 +98,7 @@ class Scheduler:
             self.memory,
             selection,
             allocation,
+            self._pipeline,
             self.estimators,
             self.tenants,
             self.running,
@@ -315,7 +316,7 @@ class Scheduler:
         if not state.drafter:
             return True
         drafter = self._drafting.drafter_of(state)
-        if drafter is None or not drafter.own_lane:
+        if drafter is None or not self._drafting.is_beside(drafter):
             return True
         is_drafted = state.draft.stage in (DraftStage.HELD, DraftStage.SKIPPED)
         return is_drafted or not state.is_decoding

@@ -76,8 +76,10 @@ class Tenant:
 class Drafter:
     """A drafter as the scheduler sees it: a name, perhaps a KV pool, perhaps a lane of its own.
 
-    remote: a draft server. Its lane takes orders at any time, and answers them one by one by
-    `DraftReady`; `tenant` is the only one whose prompts it may see (None: every tenant's).
+    has_lane: it can draft beside the target, and does where the pipeline wants that.
+    remote: a draft server, which always does. Its lane takes orders at any time, and answers them
+    one by one by `DraftReady`; `tenant` is the only one whose prompts it may see (None: every
+    tenant's).
     silent: it has missed a deadline, and has not been heard of since.
     model: what it runs, if not the model of its own name: instances of one model accept alike.
     max_num_seqs: most requests that it drafts for at once (Spin's B_j); None is no limit.
@@ -87,7 +89,7 @@ class Drafter:
 
     name: str
     pool: BlockPool | None = None
-    own_lane: bool = False
+    has_lane: bool = False
     max_draft_tokens: int = 16
     up: bool = True
     remote: bool = False

@@ -58,6 +58,10 @@ class View:
     room: Room = NO_ROOM
     is_fair: bool = False
 
+    def is_beside(self, drafter: Drafter) -> bool:
+        """Whether it works beside the target, not inside its step."""
+        return drafter.name in self.beside
+
     def budgets(
         self, candidates: Sequence[DraftCandidate], wanted: Sequence[int]
     ) -> list[tuple[list[int], int]]:

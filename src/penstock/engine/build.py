@@ -180,7 +180,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     """As the scheduler sees it; limited where the target can read what it cannot."""
     drafter = Drafter(
         name,
-        own_lane=config.pipeline != "off",
+        has_lane=config.pipeline != "off",
         max_num_seqs=config.drafter_max_num_seqs.get(name),
     )
     shape = models.shapes.get(name)

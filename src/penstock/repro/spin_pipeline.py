@@ -70,7 +70,7 @@ def play(batch: Batch, pipeline: str, *, beside: bool | None = None, rounds: int
     beside the target; default: where there is a pipeline."""
     names = list(batch.requests)
     own_lanes = pipeline != "off" if beside is None else beside
-    drafters = [Drafter(name, own_lane=own_lanes) for name in names]
+    drafters = [Drafter(name, has_lane=own_lanes) for name in names]
     estimators = Estimators(batch.profile)
     know_profile(estimators, batch.profile, drafters)
     made = make_pipeline(pipeline)

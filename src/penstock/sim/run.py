@@ -83,7 +83,7 @@ class Setup:
                 Drafter(
                     name,
                     BlockPool(self.num_blocks, self.block_size) if model in reading else None,
-                    own_lane=self.pipeline != "off",
+                    has_lane=self.pipeline != "off",
                     model=None if name == model else model,
                     max_num_seqs=capacity.max_num_seqs,
                 )

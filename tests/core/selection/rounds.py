@@ -37,7 +37,7 @@ class Machine:
             name: Drafter(
                 name,
                 BlockPool(4, 16),
-                own_lane=self.beside,
+                has_lane=self.beside,
                 model=self.models.get(name),
                 max_num_seqs=self.capacity,
             )
@@ -100,7 +100,8 @@ class Rounds:
 
     def work(self) -> View:
         loads = Counter(s.drafter for s in self.states if s.drafter is not None)
-        return View(self.drafters, self.estimators, self.now, loads)
+        beside = frozenset(n for n, d in self.drafters.items() if d.has_lane)
+        return View(self.drafters, self.estimators, self.now, loads, beside=beside)
 
     def run(self, num_rounds: int) -> Rounds:
         for _ in range(num_rounds):

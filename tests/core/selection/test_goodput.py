@@ -25,7 +25,8 @@ def make_state(name: str = "r", drafter: str | None = None, made: int = 10) -> R
 
 def times(num_requests: int, beside: bool = False, **loads: int) -> RoundTimes:
     machine = dataclasses.replace(MACHINE, beside=beside)
-    return RoundTimes(machine.estimators(), num_requests, loads)
+    names = frozenset(machine.make_drafters()) if beside else frozenset()
+    return RoundTimes(View({}, machine.estimators(), beside=names), num_requests, loads)
 
 
 def drafter(name: str, beside: bool = False) -> Drafter:
@@ -56,8 +57,8 @@ def test_a_draft_servers_time_is_that_of_its_link() -> None:
     estimators = MACHINE.estimators()
     for tokens in (1, 4, 8):
         estimators.links.observe("edge", tokens, 0.05 + 0.01 * tokens)
-    remote = Drafter("edge", own_lane=True, remote=True)
-    found = RoundTimes(estimators, 1, {}).draft(remote, 1, 4)
+    remote = Drafter("edge", remote=True)
+    found = RoundTimes(View({}, estimators), 1, {}).draft(remote, 1, 4)
     assert found == pytest.approx(estimators.links.seconds("edge", 4))
     assert found > 0.05
 
@@ -90,7 +91,7 @@ def test_reading_grows_with_the_context_and_is_free_for_the_own_drafter() -> Non
     state.kv_of("large").num_computed_tokens = 150
     assert one.reading(state, drafter("large")) == pytest.approx(50 * 0.02e-3)
     assert times(8).reading(state, drafter("large")) == pytest.approx(8 * 50 * 0.02e-3)
-    assert times(8).reading(state, drafter("large", beside=True)) == pytest.approx(50 * 0.02e-3)
+    assert times(8, beside=True).reading(state, drafter("large")) == pytest.approx(50 * 0.02e-3)
     assert one.reading(state, Drafter("lookup")) == 0
 
 
@@ -163,5 +164,8 @@ def test_before_anything_is_measured_nothing_is_learned() -> None:
     view = View(MACHINE.make_drafters(), Estimators())
     observed.observe([outcome(make_state("r", "small"), 2)], view)
     assert not observed.by_model
-    assert RoundTimes(Estimators(), 1, {}).alone == 0
-    assert RoundTimes(Estimators(), 1, {}).expected(make_state(), drafter("small"), 0.5, 2) == 1.75
+    assert RoundTimes(View({}, Estimators()), 1, {}).alone == 0
+    assert (
+        RoundTimes(View({}, Estimators()), 1, {}).expected(make_state(), drafter("small"), 0.5, 2)
+        == 1.75
+    )

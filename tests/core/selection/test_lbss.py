@@ -176,7 +176,9 @@ def test_before_a_matching_the_highest_estimate_reads() -> None:
     course.until = 6
     for name, goodput in (("a", 1.0), ("b", 3.0), ("c", 2.0)):
         policy._observed._note(state, name, goodput)
-    view = View(machine.make_drafters(), machine.estimators(), loads={"a": 1})
+    view = View(
+        machine.make_drafters(), machine.estimators(), loads={"a": 1}, beside=frozenset("ab")
+    )
     wish = policy.replays([state], view)
     assert [(w.drafter, w.evaluate) for w in wish] == [("b", False)]
     course.until = 20
@@ -219,8 +221,8 @@ def test_theorem_1_does_not_hold_where_a_switch_reads_the_context() -> None:
 
 def test_drafters_of_the_wrong_kind_are_no_destination() -> None:
     policy = Lbss(Lbss.Options())
-    drafters = {"a": Drafter("a"), "b": Drafter("b", own_lane=True, up=False)}
+    drafters = {"a": Drafter("a"), "b": Drafter("b", has_lane=True, up=False)}
     state = RequestState(Request("r", 10, 100), 0)
     policy._courses["r"] = _exploited()
     estimators = Machine({"a": 1e-3, "b": 1e-3}).estimators()
-    assert not policy.replays([state], View(drafters, estimators))
+    assert not policy.replays([state], View(drafters, estimators, beside=frozenset("b")))

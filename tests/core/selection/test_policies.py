@@ -251,7 +251,7 @@ class Clairvoyant(SelectionPolicy):
         self._rates = rates
 
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
-        times = RoundTimes(view.learn, len(states), dict.fromkeys(NAMES, len(states)))
+        times = RoundTimes(view, len(states), dict.fromkeys(NAMES, len(states)))
         drafters = self._machine.make_drafters()
 
         def worth(state: RequestState, name: str) -> float:

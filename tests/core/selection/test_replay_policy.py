@@ -147,7 +147,7 @@ def test_one_instance_of_a_model_reads_and_all_have_the_evidence() -> None:
         "a": Drafter("a"),
         "m1": Drafter("m1", model="m"),
         "m2": Drafter("m2", model="m"),
-        "far": Drafter("far", own_lane=True, remote=True),
+        "far": Drafter("far", remote=True),
     }
     estimators = Machine({"a": 1e-3, "m1": 1e-3, "m2": 1e-3}).estimators()
     view = View(drafters, estimators, loads={"a": 1})

@@ -193,9 +193,9 @@ class Adaptive(SelectionPolicy):
         columns = [self._columns[n] for n in names]
         values = np.zeros((len(states), len(names)))
         for i, state in enumerate(states):
-            known = self._know(state, drafters)
+            known = self._know(state, drafters, view)
             if names:
-                self._wish(state, known, drafters, view.learn)
+                self._wish(state, known, drafters, view)
                 rates = self._rates(state, known)[columns].tolist()
                 values[i] = self._worth(state, list(drafters.values()), rates, view)
         room = [
@@ -256,8 +256,9 @@ class Adaptive(SelectionPolicy):
             users = view.loads.get(name, 0) + (state.drafter != name)
             users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
             # Inside a step all wait for a drafter; beside it only those that use it.
-            waiting = 1 if drafter.own_lane else sharing
-            share = 1.0 if drafter.own_lane else sharing / users
+            is_beside = view.is_beside(drafter)
+            waiting = 1 if is_beside else sharing
+            share = 1.0 if is_beside else sharing / users
             per_token = _least_per_token(steps, curve(users) * share, tokens)
             if name != state.drafter:
                 per_token *= 1 + self.options.margin
@@ -343,7 +344,7 @@ class Adaptive(SelectionPolicy):
             known.grow(len(self._models))
             self._prior.learn(known.features, *known.counts)
 
-    def _know(self, state: RequestState, drafters: Mapping[str, Drafter]) -> _Known:
+    def _know(self, state: RequestState, drafters: Mapping[str, Drafter], view: View) -> _Known:
         """What is known of a request that is about to be decided on."""
         known = self._known.get(state.request.id)
         gap = self.options.first_gap
@@ -351,7 +352,7 @@ class Adaptive(SelectionPolicy):
             features = self._words.features(state.request)
             nothing = np.empty(0)
             counts = np.zeros((2, 0))
-            soon = any(d.own_lane for d in drafters.values())
+            soon = not view.beside.isdisjoint(drafters)
             # Idle drafters can read as soon as there is anything to read.
             first = 1 if soon else 1 + gap
             known = _Known(features, nothing, nothing, counts, max(1, gap // 2), 0)
@@ -406,7 +407,7 @@ class Adaptive(SelectionPolicy):
         state: RequestState,
         known: _Known,
         drafters: Mapping[str, Drafter],
-        estimators: Estimators,
+        view: View,
     ) -> None:
         """Have drafters read the request: those beside the target whenever they are idle, look-up
         always, for it costs nothing, and the others if it would teach something about them."""
@@ -415,13 +416,13 @@ class Adaptive(SelectionPolicy):
         for name, drafter in drafters.items():
             if name == state.drafter or not _can_replay(drafter, state):
                 continue
-            if not drafter.own_lane and drafter.pool is not None:
+            if not view.is_beside(drafter) and drafter.pool is not None:
                 if state.num_output_tokens < _EVALUATED or name in known.evaluated:
                     continue
                 if known.doubt[self._columns[name]] < _LEAST_DOUBT:
                     continue
                 unread = state.num_known_tokens - self._num_read(state, drafter)
-                seconds = estimators.step_times.catch_up_of(name) * unread
+                seconds = view.learn.step_times.catch_up_of(name) * unread
                 if self._replayed_s + seconds > self._exploration_s():
                     continue
                 self._replayed_s += seconds

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from penstock.core.learn import Estimators
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
 from penstock.core.view import View
@@ -34,8 +33,9 @@ class RoundTimes:
     """Seconds of a round, were all `num_requests` of its step to do as one of them does. loads:
     requests of each drafter now."""
 
-    def __init__(self, estimators: Estimators, num_requests: int, loads: Mapping[str, int]) -> None:
-        self._estimators = estimators
+    def __init__(self, view: View, num_requests: int, loads: Mapping[str, int]) -> None:
+        self._view = view
+        self._estimators = view.learn
         self._num_requests = max(1, num_requests)
         self._loads = loads
         self._verify: list[float] = []
@@ -56,7 +56,7 @@ class RoundTimes:
         step = self._draft.get(key)
         if step is None:
             step = self._estimators.step_times.curve_of(drafter.name)(key[1])
-            if not drafter.own_lane:
+            if not self._view.is_beside(drafter):
                 step *= self._num_requests / key[1]
             self._draft[key] = step
         return num_draft_tokens * step
@@ -92,7 +92,7 @@ class RoundTimes:
         the longer that is the longer it takes. Inside a step all others wait for it."""
         unread = state.num_known_tokens - _num_read(state, drafter)
         seconds = unread * self._estimators.step_times.catch_up_of(drafter.name)
-        return seconds if drafter.own_lane else seconds * self._num_requests
+        return seconds if self._view.is_beside(drafter) else seconds * self._num_requests
 
 
 def _num_read(state: RequestState, drafter: Drafter) -> int:
@@ -147,7 +147,7 @@ class ObservedGoodput:
         """Take in a step. Rounds count for the drafter that the request had, drafts or not; those
         that only end a prompt, or that have lost their drafter, for none."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
-        times = RoundTimes(view.learn, len(outcomes), batches)
+        times = RoundTimes(view, len(outcomes), batches)
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
         _fade(self.by_model, _KEEP ** len(decoding))
         for state, verdict in decoding:

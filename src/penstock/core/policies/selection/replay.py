@@ -131,7 +131,7 @@ class Replay(StagedPolicy):
 
     def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
         drafters = usable(view.drafters)
-        beside = {n for n, d in drafters.items() if d.own_lane}
+        beside = view.beside & drafters.keys()
         wishes = []
         times = None
         for state in states:

@@ -70,7 +70,7 @@ class StagedPolicy(SelectionPolicy):
 def step_times(states: Sequence[RequestState], view: View) -> RoundTimes:
     """Rounds of a step that `states` share with all that draft already."""
     others = sum(view.loads.values()) - sum(s.drafter is not None for s in states)
-    return RoundTimes(view.learn, len(states) + max(0, others), view.loads)
+    return RoundTimes(view, len(states) + max(0, others), view.loads)
 
 
 def rounds_ahead(state: RequestState) -> int:

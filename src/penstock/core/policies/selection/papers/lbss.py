@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.core.options import NonNegativeFloat, PositiveInt, Seed
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy
+from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
 from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.matching import assign
 from penstock.core.policies.selection.places import Places
@@ -157,7 +157,7 @@ class Lbss(SelectionPolicy):
     def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
         """In the last rounds of a stage, the drafter of the next. Inside a step there is no idle
         time: reading early would cost what it saves."""
-        beside = {n: d for n, d in view.drafters.items() if d.own_lane and d.up and not d.silent}
+        beside = {n: d for n, d in usable(view.drafters).items() if view.is_beside(d)}
         if not beside or not self.options.fast_switch:
             return []
         wishes = []
