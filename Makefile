@@ -46,8 +46,8 @@ test-slow: setup
 # Triton's kernels in its interpreter, on the CPU: a download of 290 MB, and minutes.
 test-kernels: $(VENV)/.kernels
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) -k "triton or kernels or attention" \
-		tests/engine/test_triton_paged.py tests/engine/test_kernels.py tests/engine/test_attention.py \
-		tests/engine/test_graphs.py tests/engine/test_recordings.py tests/engine/test_synthetic.py
+		tests/engine/gpu/test_triton_paged.py tests/engine/gpu/test_kernels.py tests/engine/test_attention.py \
+		tests/engine/gpu/test_graphs.py tests/engine/gpu/test_recordings.py tests/engine/test_synthetic.py
 
 check: setup
 	$(BIN)/ruff format --check .

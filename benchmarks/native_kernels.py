@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from penstock.engine.attention import make_backend
+from penstock.engine.backends import make_attention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.kv_cache import PagedKVCache
@@ -78,7 +78,7 @@ def eager_runner(config: DecoderConfig) -> EagerRunner:
     cache = PagedKVCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, cpu)
     weights = {name: tensor.float() for name, tensor in random_weights(config).items()}
     decoder = Decoder(config, weights, config.max_position_embeddings, cpu)
-    return EagerRunner(config, decoder, cache, make_backend("packed", cache, config.num_heads))
+    return EagerRunner(config, decoder, cache, make_attention("packed", cache, config.num_heads))
 
 
 def one_sequence(rows: int, room: int = 0) -> RaggedBatch:

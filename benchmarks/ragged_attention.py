@@ -38,7 +38,6 @@ from benchmarks.ragged_scene import (
     WINDOW,
     Contest,
     Figures,
-    as_many_rows,
     contexts,
     kv_shape,
     measured,
@@ -52,8 +51,8 @@ from penstock.core.packing import (
     compare,
     largest_batch,
 )
-from penstock.engine.attention import make_backend
-from penstock.engine.attention.decomposed import Backend as Decomposed
+from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
+from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.rehearsal import (
@@ -177,9 +176,9 @@ def _memory_cell(config: DecoderConfig, shape: KVShape, batch: int, seed: int) -
     assert blocks == costs["packed"].kv_bytes
     cell = {}
     for layout in LAYOUTS:
-        backend = make_backend(layout, cache, config.num_heads)
+        backend = make_attention(layout, cache, config.num_heads)
         if layout == "decomposed":
-            backend = Decomposed(cache, config.num_heads, as_many_rows)
+            backend = DecomposedAttention(cache, config.num_heads, as_many_rows)
         backend.prepare(rows)
         cell[f"{layout}, over the paged cache"] = (blocks + backend.gather.scratch_bytes) / real
         cell[layout] = costs[layout].kv_bytes / real

@@ -9,7 +9,6 @@ import numpy as np
 from benchmarks.ragged_scene import (
     SHAPES,
     Figures,
-    as_many_rows,
     contexts,
     measured,
     take_turns,
@@ -27,8 +26,8 @@ from penstock.core.packing import (
     cut,
     decompose,
 )
-from penstock.engine.attention import make_backend
-from penstock.engine.attention.decomposed import Backend as Decomposed
+from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
+from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.rehearsal import (
@@ -101,10 +100,10 @@ def _cost_samples(
     q = random_queries(config, rows.num_tokens)
     calls: dict[str, Callable[[], object]] = {}
     plans: dict[str, Decomposition] = {}
-    made: dict[str, Any] = {name: make_backend(name, cache, config.num_heads) for name in LAYOUTS}
+    made: dict[str, Any] = {name: make_attention(name, cache, config.num_heads) for name in LAYOUTS}
     del made["decomposed"]
     for name, plan in TRIED.items():
-        made[name] = Decomposed(cache, config.num_heads, plan)
+        made[name] = DecomposedAttention(cache, config.num_heads, plan)
         plans[name] = plan(lengths, window)
     for name, backend in made.items():
         metadata = backend.prepare(rows)

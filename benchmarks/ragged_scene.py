@@ -14,7 +14,7 @@ from penstock.core.packing import (
     LAYOUTS,
     KVShape,
 )
-from penstock.engine.attention import make_backend
+from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.rehearsal import (
@@ -67,8 +67,8 @@ class Contest:
         self.lengths = contexts(batch, seed)
         rows = verification_batch(self.lengths, WINDOW, cache.num_blocks, seed)
         q = random_queries(config, rows.num_tokens)
-        backends = {name: make_backend(name, cache, config.num_heads) for name in LAYOUTS}
-        backends["decomposed, B = n"] = make_backend("decomposed_spin", cache, config.num_heads)
+        backends = {name: make_attention(name, cache, config.num_heads) for name in LAYOUTS}
+        backends["decomposed, B = n"] = make_attention("decomposed_spin", cache, config.num_heads)
         self.prepare_ms: dict[str, float] = {}
         self.calls: dict[str, Callable[[], object]] = {}
         for name, backend in backends.items():

@@ -13,17 +13,15 @@ import torch.nn.functional as F
 from tests.engine.small_models import Paging
 
 from penstock.core.packing import cut, decompose
-from penstock.engine.attention import (
-    BackendUnavailableError,
-    backend_names,
-    decomposed,
-    make_backend,
+from penstock.engine.attention import BackendUnavailableError, decomposed
+from penstock.engine.attention.decomposed import DecomposedAttention, Planner
+from penstock.engine.attention.packed import (
+    _MAX_FOLDED_QUERIES,
+    _MAX_GATHERED_BYTES,
+    PackedAttention,
 )
-from penstock.engine.attention.decomposed import Backend as Decomposed
-from penstock.engine.attention.decomposed import Planner
-from penstock.engine.attention.packed import _MAX_FOLDED_QUERIES, _MAX_GATHERED_BYTES
-from penstock.engine.attention.packed import Backend as Packed
-from penstock.engine.attention.padded import Backend as Padded
+from penstock.engine.attention.padded import PaddedAttention
+from penstock.engine.backends import attention_names, make_attention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import KVGather
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
@@ -48,7 +46,7 @@ BATCHES = {
 
 def _why_not(name: str) -> str | None:
     try:
-        make_backend(name, PagedKVCache(small_config(), 1, 1, torch.float32, CPU), HEADS)
+        make_attention(name, PagedKVCache(small_config(), 1, 1, torch.float32, CPU), HEADS)
     except BackendUnavailableError as error:
         return str(error)
     return None
@@ -79,7 +77,7 @@ def small_config(num_kv_heads: int = KV_HEADS) -> DecoderConfig:
     )
 
 
-WHY_NOT = {name: _why_not(name) for name in backend_names()}
+WHY_NOT = {name: _why_not(name) for name in attention_names()}
 USABLE = [name for name, why_not in WHY_NOT.items() if why_not is None]
 every_backend = pytest.mark.parametrize(
     "name",
@@ -100,7 +98,7 @@ class Scene:
     expected: torch.Tensor
 
     def attend(self, name: str, layer: int = 1) -> torch.Tensor:
-        backend = make_backend(name, self.cache, HEADS)
+        backend = make_attention(name, self.cache, HEADS)
         return backend.attend(self.q, layer, backend.prepare(self.batch))
 
 
@@ -218,7 +216,7 @@ PLANS: dict[str, Planner] = {
 
 
 def attend(scene: Scene, plan: Planner) -> torch.Tensor:
-    backend = Decomposed(scene.cache, HEADS, plan)
+    backend = DecomposedAttention(scene.cache, HEADS, plan)
     return backend.attend(scene.q, 1, backend.prepare(scene.batch))
 
 
@@ -263,7 +261,7 @@ def test_negative_control_merging_without_rescaling_is_caught(
 
 def test_negative_control_seeing_a_neighbour_in_the_row_is_caught() -> None:
     scene = make_scene(BATCHES["verify"])
-    backend = Decomposed(scene.cache, HEADS, PLANS["three rows"])
+    backend = DecomposedAttention(scene.cache, HEADS, PLANS["three rows"])
     (call,) = backend.prepare(scene.batch)
     call.mask.zero_()
     assert (backend.attend(scene.q, 1, [call]) - scene.expected).abs().max() > 0.1
@@ -282,8 +280,8 @@ def test_a_broken_sequence_spoils_no_neighbour_in_its_row() -> None:
 
 def test_padded_is_as_wide_as_the_longest_and_decomposed_is_not() -> None:
     scene = make_scene(BATCHES["verify"])
-    padded = Padded(scene.cache, HEADS)
-    rows = Decomposed(scene.cache, HEADS, PLANS["as many rows as sequences"])
+    padded = PaddedAttention(scene.cache, HEADS)
+    rows = DecomposedAttention(scene.cache, HEADS, PLANS["as many rows as sequences"])
     (wide,), (narrow,) = padded.prepare(scene.batch), rows.prepare(scene.batch)
     assert len(wide.kv.slots) == 5 * 100
     assert len(narrow.kv.slots) == 190
@@ -293,7 +291,7 @@ def test_padded_is_as_wide_as_the_longest_and_decomposed_is_not() -> None:
 
 def test_packed_pads_less_than_a_block() -> None:
     scene = make_scene(BATCHES["mixed"] + BATCHES["verify"])
-    metadata = Packed(scene.cache, HEADS).prepare(scene.batch)
+    metadata = PackedAttention(scene.cache, HEADS).prepare(scene.batch)
     gathered = sum(len(group.kv.slots) for group in metadata.folded + metadata.chunks)
     needed = int(scene.batch.seq_lens.sum())
     assert needed <= gathered < needed + BLOCK_SIZE * scene.batch.num_seqs
@@ -305,7 +303,7 @@ def test_packed_bounds_what_it_gathers() -> None:
     cache = PagedKVCache(config, 4096, BLOCK_SIZE, torch.float32, CPU)
     paging = Paging(4096, BLOCK_SIZE)
     spans = [(str(i), ids(1600), 1599, 1600) for i in range(20)]
-    groups = Packed(cache, HEADS).prepare(paging.batch(*spans)).folded
+    groups = PackedAttention(cache, HEADS).prepare(paging.batch(*spans)).folded
     per_token = kv_bytes_per_token(config, torch.float32) // config.num_layers
     assert sum(group.num_seqs for group in groups) == 20
     assert max(len(group.kv.slots) for group in groups) * per_token <= _MAX_GATHERED_BYTES
@@ -319,7 +317,7 @@ def test_packed_attends_to_some_heads_after_others(
 ) -> None:
     monkeypatch.setattr("penstock.engine.attention.packed._MAX_GATHERED_BYTES", kept)
     scene = make_scene(lengths, num_kv_heads=6)
-    backend = Packed(scene.cache, HEADS)
+    backend = PackedAttention(scene.cache, HEADS)
     metadata = backend.prepare(scene.batch)
     at_once = {group.kv.keys.shape[0] for group in metadata.folded}
     assert at_once <= ({1} if kept == 1 else {1, 2, 3, 6})
@@ -330,7 +328,7 @@ def test_packed_gathers_heads_as_far_as_they_fit() -> None:
     config = dataclasses.replace(small_config(6), head_dim=128)
     cache = PagedKVCache(config, 512, BLOCK_SIZE, torch.float32, CPU)
     spans = [(str(i), ids(n), n - 1, n) for i, n in enumerate((300, 500, 3000))]
-    backend = Packed(cache, HEADS)
+    backend = PackedAttention(cache, HEADS)
     groups = backend.prepare(Paging(512, BLOCK_SIZE).batch(*spans)).folded
     assert [group.kv.keys.shape[0] for group in groups] == [6, 3, 1]
     assert backend.gather.scratch_bytes < 2 * _MAX_GATHERED_BYTES
@@ -350,7 +348,7 @@ def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:
     batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(
         ("a", ids(20), 19, 20), ("b", ids(count), 0, count), ("c", ids(9), 7, 9)
     )
-    metadata = Packed(cache, HEADS).prepare(batch)
+    metadata = PackedAttention(cache, HEADS).prepare(batch)
     assert [group.mask is None for group in metadata.folded] == [True, False]
     assert [group.mask is None for group in metadata.chunks] == [True]
 
@@ -358,7 +356,7 @@ def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:
 def test_unknown_backend() -> None:
     cache = PagedKVCache(small_config(), 1, 1, torch.float32, CPU)
     with pytest.raises(ValueError, match=r"attention is 'flash'; allowed: decomposed, ") as e:
-        make_backend("flash", cache, HEADS)
+        make_attention("flash", cache, HEADS)
     assert "\n" not in str(e.value)
 
 
@@ -373,7 +371,7 @@ def test_bytes_per_token() -> None:
 
 def test_spins_setting_has_as_many_rows_as_requests() -> None:
     scene = make_scene([(200, 4), (30, 4), (25, 4), (100, 4)])
-    backend: Any = make_backend("decomposed_spin", scene.cache, HEADS)
+    backend: Any = make_attention("decomposed_spin", scene.cache, HEADS)
     plans = [call.plan for call in backend.prepare(scene.batch)]
     assert [p.num_rows for p in plans] == [4]
     assert plans[0].padding < 4

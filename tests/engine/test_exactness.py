@@ -22,8 +22,8 @@ from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import Arrive, Cancel, Request, SamplingParams
+from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.resolve import why_not_native
 from penstock.engine.verifier import Decided, Verifier
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 

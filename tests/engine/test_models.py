@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ import torch
 from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging
 from tests.engine.test_attention import USABLE
 
+from penstock.engine.backends import make_attention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 
@@ -30,9 +32,16 @@ def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
     return np.random.default_rng(seed).integers(SHAPE["vocab_size"], size=count)
 
 
-def load(checkpoint: Checkpoint, attention: str = "packed") -> EagerRunner:
+def load(
+    checkpoint: Checkpoint, attention: str = "packed", dtype: torch.dtype = torch.float32
+) -> EagerRunner:
     return EagerRunner.load(
-        checkpoint.path, torch.float32, CPU, NUM_BLOCKS, BLOCK_SIZE, attention=attention
+        checkpoint.path,
+        dtype,
+        CPU,
+        NUM_BLOCKS,
+        BLOCK_SIZE,
+        partial(make_attention, attention),
     )
 
 
@@ -99,7 +108,7 @@ def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:
 @every_backend
 def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str, attention: str) -> None:
     saved, ids = checkpoint(case), tokens(60)
-    runner = EagerRunner.load(saved.path, torch.bfloat16, CPU, NUM_BLOCKS, BLOCK_SIZE, attention)
+    runner = load(saved, attention, torch.bfloat16)
     paging = Paging(NUM_BLOCKS, BLOCK_SIZE)
     logits = torch.cat(
         [runner.forward(paging.batch(("a", ids, a, b))) for a, b in [(0, 40), (40, 59), (59, 60)]]

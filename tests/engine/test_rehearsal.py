@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from penstock.core.packing import LAYOUTS
-from penstock.engine.attention import make_backend
+from penstock.engine.backends import make_attention
 from penstock.engine.rehearsal import (
     BLOCK_SIZE,
     Rehearsal,
@@ -44,7 +44,7 @@ def test_every_layout_attends_alike_over_a_cache_without_zeros() -> None:
     q = random_queries(CONFIG, batch.num_tokens)
     found = []
     for layout in LAYOUTS:
-        backend = make_backend(layout, cache, CONFIG.num_heads)
+        backend = make_attention(layout, cache, CONFIG.num_heads)
         found.append(backend.attend(q, 1, backend.prepare(batch)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=1e-5)

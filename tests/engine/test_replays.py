@@ -20,10 +20,10 @@ from penstock.core.registry import make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
 from penstock.core.view import View
+from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
-from penstock.engine.resolve import why_not_native
 from penstock.engine.sequences import TokenBuffer
 
 BLOCK = 16

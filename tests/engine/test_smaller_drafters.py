@@ -22,8 +22,8 @@ from penstock.core.loop import Loop
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Request, SamplingParams
+from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.resolve import why_not_native
 
 FEWER, MORE, SHORT = 200, 300, 40
 DRAFTERS = ("short", "fewer", "more")

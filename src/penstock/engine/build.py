@@ -18,18 +18,18 @@ from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
 from penstock.core.types import TARGET
 from penstock.engine.audit import Auditor
-from penstock.engine.calibrate import calibrate
-from penstock.engine.drafters.base import LocalDrafter
-from penstock.engine.drafters.lookup import LookupDrafter
-from penstock.engine.executor import LocalExecutor
-from penstock.engine.model_factory import Models
-from penstock.engine.models.config import DecoderConfig
-from penstock.engine.resolve import (
+from penstock.engine.backends import (
+    Models,
     Placement,
     resolve_context,
     resolve_num_blocks,
     resolve_placement,
 )
+from penstock.engine.calibrate import calibrate
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.lookup import LookupDrafter
+from penstock.engine.executor import LocalExecutor
+from penstock.engine.models.config import DecoderConfig
 from penstock.engine.synthetic import SyntheticAcceptance
 from penstock.engine.tokenizer import load_tokenizer
 

@@ -14,7 +14,7 @@ from penstock.core.ports import Clock
 from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
-from penstock.engine.graphs import GraphRunner
+from penstock.engine.gpu.graphs import GraphRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.scratch import (
     best_seconds,

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from penstock.engine.attention import AttentionBackend, make_backend
+from penstock.engine.attention import AttentionBackend, AttentionFactory
+from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
@@ -38,12 +39,11 @@ class EagerRunner:
         device: torch.device,
         num_blocks: int,
         block_size: int,
-        attention: str = "packed",
+        attention: AttentionFactory = PackedAttention,
     ) -> EagerRunner:
         """A checkpoint folder in Hugging Face layout, computing in `dtype` on `device`.
 
-        Raises CheckpointError for a checkpoint that cannot be used, ValueError for an unknown
-        attention backend or an empty cache.
+        Raises CheckpointError for a checkpoint that cannot be used, ValueError for an empty cache.
         """
         config = DecoderConfig.from_pretrained(path)
         weights = load_weights(path, config, dtype)
@@ -57,14 +57,14 @@ class EagerRunner:
         device: torch.device,
         num_blocks: int,
         block_size: int,
-        attention: str = "packed",
+        attention: AttentionFactory = PackedAttention,
         kv_dtype: torch.dtype | None = None,
     ) -> EagerRunner:
         """weights: as `load_weights` returns them; emptied. It computes in their type.
         kv_dtype: of the cache, if another."""
         dtype = weights["norm"].dtype
         cache = PagedKVCache(config, num_blocks, block_size, kv_dtype or dtype, device)
-        backend = make_backend(attention, cache, config.num_heads)
+        backend = attention(cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
         decoder = Decoder(config, weights, max_positions, device)
         return cls(config, decoder, cache, backend)

@@ -26,6 +26,7 @@ from penstock.core.types import (
 )
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, LocalDrafter
+from penstock.engine.gpu.streams import own_stream
 from penstock.engine.lane_threads import LaneThreads, Turns
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
@@ -43,7 +44,6 @@ from penstock.engine.steps import (
     verdicts_of,
     verified,
 )
-from penstock.engine.streams import own_stream
 from penstock.engine.verifier import Verifier
 
 _MOST_FAILURES = 3

@@ -12,8 +12,10 @@ import numpy as np
 import torch
 
 from penstock.core.packing import Layout
-from penstock.engine.attention import AttentionBackend, make_backend
-from penstock.engine.attention.decomposed import Backend as Decomposed
+from penstock.engine.attention import AttentionBackend
+from penstock.engine.attention.decomposed import DecomposedAttention
+from penstock.engine.attention.packed import PackedAttention
+from penstock.engine.attention.padded import PaddedAttention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
@@ -117,10 +119,10 @@ class Rehearsal:
         self._config = config
         self._cache = random_cache(config, num_blocks)
         self._decoder = Decoder(config, weights, config.max_position_embeddings, CPU)
-        self.decomposed = Decomposed(self._cache, config.num_heads)
+        self.decomposed = DecomposedAttention(self._cache, config.num_heads)
         self._backends: dict[Layout, AttentionBackend[Any]] = {
-            "packed": make_backend("packed", self._cache, config.num_heads),
-            "padded": make_backend("padded", self._cache, config.num_heads),
+            "packed": PackedAttention(self._cache, config.num_heads),
+            "padded": PaddedAttention(self._cache, config.num_heads),
             "decomposed": self.decomposed,
         }
 

@@ -10,7 +10,7 @@ from penstock.core.ports import Clock
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import LocalDrafter
-from penstock.engine.graphs import GraphRunner
+from penstock.engine.gpu.graphs import GraphRunner
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner

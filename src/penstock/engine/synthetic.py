@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.engine.graphs import Decide
+from penstock.engine.gpu.graphs import Decide
 from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 from penstock.engine.sampling.params import IntArray

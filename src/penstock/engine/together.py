@@ -11,10 +11,10 @@ import torch
 
 from penstock.core.ports import Clock
 from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.gpu.streams import own_stream
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.scratch import draft_scratch, verify_scratch
-from penstock.engine.streams import own_stream
 
 _BATCH = 4
 _NUM_DRAFT_TOKENS = 4

@@ -1,9 +1,8 @@
-"""Attention over the paged cache; every other file of this folder is one backend, by its name."""
+"""Attention over the paged cache; every other file of this folder is one backend on the CPU."""
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
+from collections.abc import Callable
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -21,8 +20,8 @@ class BackendUnavailableError(ValueError):
 class AttentionBackend(Protocol[Metadata]):
     """Causal attention of ragged rows over their own sequences' cached keys and values.
 
-    A backend's file defines a class `Backend` made from (cache, num_heads). It may keep scratch
-    memory, so one instance serves one forward pass at a time.
+    A backend is made from (cache, num_heads). It may keep scratch memory, so one instance serves
+    one forward pass at a time.
     """
 
     def prepare(self, batch: RaggedBatch) -> Metadata:
@@ -38,18 +37,5 @@ class AttentionBackend(Protocol[Metadata]):
         ...
 
 
-def backend_names() -> list[str]:
-    """Names of the backends, that is of this folder's files."""
-    return sorted(module.name for module in pkgutil.iter_modules(__path__))
-
-
-def make_backend(name: str, cache: PagedKVCache, num_heads: int) -> AttentionBackend[Any]:
-    """The backend called `name`, imported only now.
-
-    Raises ValueError for another name, BackendUnavailableError where it needs what is not here.
-    """
-    if name not in backend_names():
-        raise ValueError(f"attention is {name!r}; allowed: {', '.join(backend_names())}")
-    module = importlib.import_module(f"{__name__}.{name}")
-    backend: AttentionBackend[Any] = module.Backend(cache, num_heads)
-    return backend
+AttentionFactory = Callable[[PagedKVCache, int], AttentionBackend[Any]]
+"""Makes a backend over a cache, for so many query heads."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.core.packing import AttentionCost, Decomposition, best_decomposition
+from penstock.core.packing import AttentionCost, Decomposition, best_decomposition, decompose
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind
 from penstock.engine.kv_cache import PagedKVCache
@@ -55,7 +55,7 @@ class Partials:
     log_total: torch.Tensor
 
 
-class Backend:
+class DecomposedAttention:
     """See AttentionBackend. `plan` maps lengths and window to rows; without one, the cheapest."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int, plan: Planner | None = None) -> None:
@@ -144,6 +144,19 @@ class Backend:
         slot[at] = plan.slot[piece]
         cache_slots[at] = self.gather.slots(batch, seqs[plan.request[piece]], position[at])
         return cache_slots, position, slot
+
+
+class SpinDecomposedAttention(DecomposedAttention):
+    """As Spin sets it (section V-A): as many rows B as there are requests, whatever the copies of
+    the window cost, and their length L with the fewest padded tokens."""
+
+    def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
+        super().__init__(cache, num_heads, as_many_rows)
+
+
+def as_many_rows(lengths: list[int], window: int) -> Decomposition:
+    """Spin's B: one row a request."""
+    return decompose(lengths, len(lengths))
 
 
 def merge(partials: Partials, targets: torch.Tensor, num_rows: int) -> torch.Tensor:

@@ -59,7 +59,7 @@ class PackedMetadata:
     inverse: torch.Tensor | None
 
 
-class Backend:
+class PackedAttention:
     """See AttentionBackend."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int) -> None:

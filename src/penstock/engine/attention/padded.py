@@ -36,7 +36,7 @@ class PaddedCall:
     mask: torch.Tensor
 
 
-class Backend:
+class PaddedAttention:
     """See AttentionBackend."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int) -> None:

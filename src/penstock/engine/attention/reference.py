@@ -8,7 +8,7 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 
 
-class Backend:
+class ReferenceAttention:
     """What the other backends are compared with."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int) -> None:

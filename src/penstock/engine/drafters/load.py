@@ -6,13 +6,13 @@ from pathlib import Path
 
 import torch
 
+from penstock.engine.backends import affordable_blocks, why_not_native
 from penstock.engine.drafters.proposers import ModelProposer, Quantise
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.native.runner import DTYPES, NativeRunner
 from penstock.engine.native.sampler import sample_natively
-from penstock.engine.resolve import affordable_blocks, why_not_native
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, sample_coupled
 

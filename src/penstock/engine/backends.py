@@ -1,0 +1,283 @@
+"""The one place that chooses: device, number format, attention and memory, and so the runner.
+
+What only one backend needs is imported once it is chosen; `penstock.engine.gpu` only from here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from penstock.config import ConfigError, EngineConfig
+from penstock.core.ports import Clock
+from penstock.core.types import TARGET
+from penstock.engine.attention import AttentionBackend, BackendUnavailableError
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.eager import EagerRunner
+from penstock.engine.executor import LocalExecutor
+from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.random import random_weights
+from penstock.engine.models.weights import load_weights, weight_bytes
+from penstock.engine.native.build import NativeUnavailableError
+from penstock.engine.native.library import native_library
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_natively
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import Sampler, sample_coupled
+from penstock.engine.synthetic import SyntheticAcceptance
+
+if TYPE_CHECKING:
+    from penstock.engine.gpu.graphs import GraphRunner
+
+_ATTENTION = {
+    "decomposed": "penstock.engine.attention.decomposed:DecomposedAttention",
+    "decomposed_spin": "penstock.engine.attention.decomposed:SpinDecomposedAttention",
+    "flashinfer": "penstock.engine.gpu.flashinfer:FlashInferAttention",
+    "packed": "penstock.engine.attention.packed:PackedAttention",
+    "padded": "penstock.engine.attention.padded:PaddedAttention",
+    "reference": "penstock.engine.attention.reference:ReferenceAttention",
+    "triton_paged": "penstock.engine.gpu.triton_paged:TritonAttention",
+}
+
+_MEMORY_SHARE = 0.25
+_GPU_MEMORY_SHARE = 0.8
+_DEFAULT_SEQUENCES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where models are run, and how. num_threads: of the kernels on a CPU."""
+
+    device: torch.device
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    backend: str
+    num_threads: int
+
+
+def resolve_placement(config: EngineConfig) -> Placement:
+    """Also tells PyTorch how many threads to use. Raises: ConfigError."""
+    if config.num_threads is not None:
+        torch.set_num_threads(config.num_threads)
+    num_threads = torch.get_num_threads()
+    device = _device(config.device)
+    dtype = resolve_dtype(config.dtype, device)
+    backend = _backend(config, device, dtype)
+    if backend == "native":
+        # The kernels have threads of their own; PyTorch's would spin on the same cores.
+        torch.set_num_threads(1)
+    kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "float8" else dtype
+    if kv_dtype != dtype and resolve_attention(config.attention, device) != "triton_paged":
+        raise ConfigError("kv_dtype float8 needs attention triton_paged; allowed otherwise: auto")
+    return Placement(device, dtype, kv_dtype, backend, num_threads)
+
+
+def resolve_attention(name: str, device: torch.device) -> str:
+    """The attention backend that is meant on a device. Raises: ConfigError."""
+    if name == "auto":
+        if device.type != "cuda":
+            return "packed"
+        from penstock.engine.gpu.triton_paged import why_not_triton
+
+        return "triton_paged" if why_not_triton(device) is None else "packed"
+    if name not in _ATTENTION:
+        raise ConfigError(f"attention is {name!r}; allowed: auto, {', '.join(_ATTENTION)}")
+    return name
+
+
+def attention_names() -> list[str]:
+    """Names of the attention backends."""
+    return list(_ATTENTION)
+
+
+def make_attention(name: str, cache: PagedKVCache, num_heads: int) -> AttentionBackend[Any]:
+    """Raises: ValueError for an unknown name, BackendUnavailableError where it cannot be used."""
+    if name not in _ATTENTION:
+        raise ValueError(f"attention is {name!r}; allowed: {', '.join(_ATTENTION)}")
+    module, _, kind = _ATTENTION[name].partition(":")
+    backend: AttentionBackend[Any] = getattr(import_module(module), kind)(cache, num_heads)
+    return backend
+
+
+def why_not_native() -> str | None:
+    """Why the native CPU kernels cannot be used on this machine; None if they can."""
+    try:
+        native_library()
+    except NativeUnavailableError as error:
+        return str(error)
+    return None
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise ConfigError(f"device {name!r} is unknown; use cpu, cuda or cuda:N") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but PyTorch sees no CUDA device")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device {name!r} is not supported; use cpu, cuda or cuda:N")
+    return device
+
+
+def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
+    """Recorded steps on a GPU; the native CPU kernels where they can be had, else eager."""
+    if config.backend in ("eager", "graphs"):
+        return config.backend
+    if config.backend == "auto" and device.type == "cuda":
+        return "graphs"
+    why_not: str | None = None
+    if device.type != "cpu":
+        why_not = f"it runs on the CPU, not on {device}"
+    elif dtype not in (torch.float32, torch.bfloat16):
+        why_not = f"it computes float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    else:
+        why_not = why_not_native()
+    if config.backend == "native" and why_not is not None:
+        raise ConfigError(f"backend native cannot be used: {why_not}")
+    return "eager" if why_not is not None else "native"
+
+
+def resolve_context(config: EngineConfig, target: DecoderConfig) -> int:
+    """Most tokens of a request. Raises: ConfigError."""
+    limit = target.max_position_embeddings
+    if config.max_model_len is not None and config.max_model_len > limit:
+        raise ConfigError(
+            f"max_model_len {config.max_model_len} is more than the {limit} positions of the target"
+        )
+    return config.max_model_len or limit
+
+
+def resolve_num_blocks(
+    config: EngineConfig, place: Placement, models: Collection[DecoderConfig], max_model_len: int
+) -> int:
+    """KV blocks of every model: as asked, or what a share of the free memory holds."""
+    if config.kv_tokens is not None:
+        return -(-config.kv_tokens // config.block_size)
+    weights = sum(weight_bytes(model, place.dtype) for model in models)
+    return affordable_blocks(
+        models, place.kv_dtype, place.device, config.block_size, max_model_len, weights
+    )
+
+
+def affordable_blocks(
+    models: Collection[DecoderConfig],
+    kv_dtype: torch.dtype,
+    device: torch.device,
+    block_size: int,
+    max_model_len: int,
+    weights: int,
+) -> int:
+    """KV blocks that each of the models may have out of a share of the free memory; no more than 64
+    texts of full length need, and at least 1.
+
+    weights: bytes that are yet to be loaded, which a GPU's memory has to hold beside the KV.
+
+    Raises: ConfigError where it cannot hold even them.
+    """
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if weights >= free:
+            raise ConfigError(
+                f"the models take {weights / 1e9:.1f} GB and {device} has {free / 1e9:.1f} GB "
+                "free: smaller models, fewer drafters or a smaller dtype would fit"
+            )
+        free -= weights
+        share = _GPU_MEMORY_SHARE
+    else:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        share = _MEMORY_SHARE
+    tokens = int(free * share) // sum(kv_bytes_per_token(m, kv_dtype) for m in models)
+    return max(1, min(tokens, _DEFAULT_SEQUENCES * max_model_len) // block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """Makes runners, drafters and the executor of one backend.
+
+    shapes: of the models, by the drafter's name, the target's under TARGET; num_blocks: of each
+    model's KV memory; is_random: without checkpoints.
+    """
+
+    config: EngineConfig
+    place: Placement
+    shapes: Mapping[str, DecoderConfig]
+    num_blocks: int
+    max_model_len: int
+    is_random: bool
+    synthetic: SyntheticAcceptance | None
+
+    def drafter(self, name: str, path: str) -> LocalDrafter:
+        sample, longest = self._sampler(drafts=True), self.max_model_len
+        vocab = self.shapes[TARGET].vocab_size
+        if self.place.backend != "graphs":
+            return ModelDrafter(name, self._runner(name, Path(path)), longest, sample, vocab)
+        from penstock.engine.gpu.drafter import GraphDrafter
+
+        runner = self._graphs(name, Path(path), drafts=True)
+        return GraphDrafter(name, runner, longest, sample, vocab)
+
+    def executor(self, drafters: Sequence[LocalDrafter], clock: Clock) -> LocalExecutor:
+        path, sample = self.config.target, self._sampler(drafts=False)
+        most, threads = self.max_model_len, self.place.num_threads
+        if self.place.backend != "graphs":
+            runner = self._runner(TARGET, path)
+            return LocalExecutor(runner, drafters, clock, most, sample, threads)
+        from penstock.engine.gpu.executor import DeviceExecutor
+
+        graphs = self._graphs(TARGET, path, drafts=False)
+        # Where drafters' lanes work beside the target, its next step is planned meanwhile anyway.
+        runs_ahead = self.place.device.type == "cuda" and self.config.pipeline == "off"
+        return DeviceExecutor(graphs, drafters, clock, most, sample, threads, runs_ahead=runs_ahead)
+
+    def _sampler(self, *, drafts: bool) -> Sampler:
+        if self.synthetic is not None:
+            return self.synthetic.samples(drafts=drafts)
+        return sample_natively if self.place.backend == "native" else sample_coupled
+
+    def _runner(self, name: str, path: Path) -> ModelRunner:
+        place = self.place
+        if place.backend == "native":
+            return NativeRunner.load(
+                path, place.dtype, self.num_blocks, self.config.block_size, place.num_threads
+            )
+        return self._eager(name, path, self.num_blocks)
+
+    def _graphs(self, name: str, path: Path, *, drafts: bool) -> GraphRunner:
+        from penstock.engine.gpu.graphs import GraphRunner
+
+        synthetic = self.synthetic
+        eager = self._eager(name, path, self.num_blocks + 1)
+        if synthetic is None:
+            return GraphRunner(eager)
+        return GraphRunner(eager, lambda really: synthetic.decides(really, drafts=drafts))
+
+    def _eager(self, name: str, path: Path, num_blocks: int) -> EagerRunner:
+        place, shape = self.place, self.shapes[name]
+        if self.is_random:
+            weights = random_weights(shape, place.dtype, place.device)
+        else:
+            weights = load_weights(path, shape, place.dtype)
+        attention = resolve_attention(self.config.attention, place.device)
+        try:
+            return EagerRunner.of(
+                shape,
+                weights,
+                place.device,
+                num_blocks,
+                self.config.block_size,
+                partial(make_attention, attention),
+                place.kv_dtype,
+            )
+        except BackendUnavailableError as error:
+            raise ConfigError(str(error)) from error

@@ -1,0 +1,47 @@
+"""How much KV memory an engine takes where nobody says."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.engine.test_attention import small_config
+
+from penstock.config import ConfigError
+from penstock.engine.backends import affordable_blocks
+from penstock.engine.kv_cache import kv_bytes_per_token
+from penstock.engine.models.random import random_weights
+from penstock.engine.models.weights import weight_bytes
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+MODEL = small_config()
+FREE = 10_000_000
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE, 2 * FREE))
+
+
+def blocks(weights: int, max_model_len: int = 10**6) -> int:
+    return affordable_blocks([MODEL, MODEL], torch.float32, GPU, 16, max_model_len, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_of_weights(dtype: torch.dtype) -> None:
+    held = random_weights(MODEL, dtype, CPU).values()
+    assert weight_bytes(MODEL, dtype) == sum(weight.nbytes for weight in held)
+
+
+@pytest.mark.parametrize("weights", [0, FREE // 2])
+def test_kv_gets_a_share_of_what_weights_leave(weights: int) -> None:
+    per_token = 2 * kv_bytes_per_token(MODEL, torch.float32)
+    assert blocks(weights) == int(0.8 * (FREE - weights)) // per_token // 16
+
+
+def test_no_more_than_64_texts_of_full_length_need() -> None:
+    assert blocks(0, max_model_len=32) == 64 * 32 // 16
+
+
+def test_weights_that_do_not_fit_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"the models take 0\.0 GB and cuda has 0\.0 GB free"):
+        blocks(FREE)
