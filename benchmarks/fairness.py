@@ -20,22 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures, jain
-from benchmarks.fairness_learning import EMPTY, drift, estimators, stationary
-from benchmarks.fairness_oracles import Clairvoyant
+from benchmarks.fairness_learning import CLIENTS, EMPTY, Figures, drift, estimators, stationary
 from benchmarks.figures import interval, line
 
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.registry import make_policy
 from penstock.fluid.fair import geometric_lengths
 from penstock.fluid.fair_path import expected_goodput, fair_optimum, fair_utility
-from penstock.repro.goodspeed_rounds import (
+from penstock.lab.oracles import Clairvoyant
+from penstock.lab.rounds import (
+    BarrierTimes,
     FloatArray,
     GeometricClients,
     RecordedClient,
-    RoundTimes,
     play,
 )
+from penstock.lab.statistics import SEEDS, jain
 from penstock.sim.acceptance import read_records
 
 # --- solver ---------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def seconds(quick: bool, data: Path) -> Figures:
             rng = np.random.default_rng((3, seed))
             world = GeometricClients(np.tile(rng.uniform(0.3, 0.9, clients), (rounds, 1)), seed)
             spread = np.exp(0.5 * rng.standard_normal((2, clients)))
-            times = RoundTimes(0.03 * spread[0], each * spread[1], verify, 0.0002)
+            times = BarrierTimes(0.03 * spread[0], each * spread[1], verify, 0.0002)
             policy = make_policy("allocation", name, {"total": budget})
             played = play(policy, world.clients(), budget, rounds, times=times)
             rates.setdefault(name, []).append((played.per_second(), played.tokens.mean(axis=0)))

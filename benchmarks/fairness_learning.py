@@ -9,15 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.fairness_figures import CLIENTS, SEEDS, Figures
-from benchmarks.fairness_oracles import Filtering, Knowing
 from benchmarks.figures import interval, line
 
 from penstock.core.learn.streams import ESTIMATORS
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.registry import make_policy
 from penstock.fluid.fair_path import expected_goodput, fair_optimum, fair_utility
-from penstock.repro.goodspeed_rounds import FloatArray, GeometricClients, jumping_rates, play
+from penstock.lab.oracles import BestFilter, KnowsRates
+from penstock.lab.rounds import FloatArray, GeometricClients, jumping_rates, play
+from penstock.lab.statistics import SEEDS
+
+CLIENTS = 8
+Figures = dict[str, Any]
 
 # --- steady acceptance ----------------------------------------------------------------------------
 
@@ -147,11 +150,11 @@ def drift(quick: bool, data: Path) -> Figures:
         for seed in SEEDS:
             rates = jumping_rates(rounds, CLIENTS, dwell, seed)
             world = GeometricClients(rates, seed)
-            known = _mean_goodput(Knowing(rates), world)
+            known = _mean_goodput(KnowsRates(rates), world)
             policies = {
                 "goodspeed_adaptive": make_policy("allocation", "goodspeed_adaptive"),
                 "goodspeed": make_policy("allocation", "goodspeed"),
-                "filter": Filtering(rates, dwell),
+                "filter": BestFilter(rates, dwell),
             }
             for name, policy in policies.items():
                 gap = fair_utility(known) - fair_utility(_mean_goodput(policy, world))
@@ -199,7 +202,7 @@ def estimators(quick: bool, data: Path) -> Figures:
         for dwell, seed in itertools.product((30, 100, 400), SEEDS):
             rates = jumping_rates(200 if quick else 800, CLIENTS, dwell, seed)
             world = GeometricClients(rates, seed)
-            known = fair_utility(_mean_goodput(Knowing(rates), world))
+            known = fair_utility(_mean_goodput(KnowsRates(rates), world))
             loss = 100 * (1 - fair_utility(_mean_goodput(make(), world)) / known)
             cell[f"dwell {dwell}"] = cell.get(f"dwell {dwell}", 0.0) + loss / len(SEEDS)
         cells.append(cell)

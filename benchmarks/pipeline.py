@@ -42,7 +42,7 @@ from penstock.core.types import TARGET, Output, Request, SamplingParams, StepPla
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import DrafterProfile
-from penstock.repro.spin_pipeline import Batch, play
+from penstock.lab.steady_batch import SteadyBatch, play
 from penstock.serving.offline import complete
 from penstock.sim.profiles import load_profile
 from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts
@@ -73,14 +73,14 @@ class Cell:
     spin_share: float
 
 
-def make_batch(ratio: float, size: int) -> Batch:
+def make_batch(ratio: float, size: int) -> SteadyBatch:
     """One drafter, whose whole draft for 16 takes `ratio` times their verification."""
     target = load_profile("a100-llama2-7b")
     each = LENGTH + 1
     unit = ratio / LENGTH
     counts = (1, 2, 4, 8, 16, 32, 64, 128)
     drafter = DrafterProfile("d", counts, tuple(unit * target.linear(n * each) for n in counts))
-    return Batch(replace(target, drafters=(drafter,)), {"d": size}, LENGTH, {"d": 0.7})
+    return SteadyBatch(replace(target, drafters=(drafter,)), {"d": size}, LENGTH, {"d": 0.7})
 
 
 def simulate_cell(ratio: float, size: int) -> Cell:

@@ -41,7 +41,7 @@ from penstock.core.registry import PolicyError, register
 from penstock.core.state import RequestState
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile
-from penstock.repro import spin_fig11 as scene
+from penstock.lab.families import spin_acceptances, spin_profile
 from penstock.sim.acceptance import DomainAcceptance, RecordedAcceptance, read_records
 from penstock.sim.drafters import Capacity
 from penstock.sim.profiles import load_profile
@@ -136,7 +136,7 @@ def measure(
     policy: str, options: dict[str, Any], length: int, target: str, allocation: str, seed: int
 ) -> tuple[float, float]:
     """Tokens per second, and switches a request."""
-    fit = scene.acceptances(("hard", "between", "easy"))
+    fit = spin_acceptances(("hard", "between", "easy"))
     acceptance = DomainAcceptance(fit, seed)
     register("selection", oracle(acceptance))
     register("selection", reads_prompts(acceptance, seed))
@@ -158,7 +158,7 @@ def measure(
     switches = Switches()
     report = run(
         Setup(
-            scene.profile(target),
+            spin_profile(target),
             admission_options={"max_num_seqs": LIVE},
             allocation=allocation,
             allocation_options={"k": FIXED} if allocation == "fixed" else {},

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from penstock.repro.wait_loads import requests_at, setup_of
+from penstock.lab.loads import requests_at, setup_of
 from penstock.sim.capacity import Criterion, Estimate, TooShort, capacity, judge_load
 from penstock.sim.driver import SimulationResult
 from penstock.sim.planner import load_bound

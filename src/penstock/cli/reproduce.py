@@ -14,7 +14,7 @@ import typer
 from penstock.cli.failures import one_line
 
 if TYPE_CHECKING:
-    from penstock.repro import Entry, Run
+    from penstock.lab.experiment import Experiment, Run
 
 
 def reproduce(
@@ -34,14 +34,14 @@ def reproduce(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """A paper's figure or table again: PNG, CSV and a verdict for each claim."""
-    from penstock.repro import FULL, QUICK, ReproError, Run, entries, entries_named
-    from penstock.repro.output import pyplot
+    from penstock.lab.experiment import FULL, QUICK, LabError, Run, experiments, experiments_named
+    from penstock.lab.report import pyplot
 
     if name == "list":
-        _list(list(entries().values()), as_json)
+        _list(list(experiments().values()), as_json)
         return
-    with one_line(ReproError, OSError):
-        chosen = entries_named(name)
+    with one_line(LabError, OSError):
+        chosen = experiments_named(name)
         pyplot()
         out.mkdir(parents=True, exist_ok=True)
         named = os.environ.get("PENSTOCK_DATA")
@@ -58,11 +58,11 @@ def reproduce(
         print(json.dumps({"out": str(out), "quick": quick, "entries": found}, allow_nan=False))
 
 
-def _outcome(entry: Entry, job: Run) -> dict[str, Any]:
-    """Verdicts and files of an entry, or why it was skipped. Raises: ReproError, OSError."""
+def _outcome(entry: Experiment, job: Run) -> dict[str, Any]:
+    """Verdicts and files of an entry, or why it was skipped. Raises: LabError, OSError."""
     from dataclasses import asdict
 
-    from penstock.repro import Skipped
+    from penstock.lab.experiment import Skipped
 
     try:
         verdicts = [asdict(verdict) | {"line": verdict.line()} for verdict in entry.run(job)]
@@ -89,7 +89,7 @@ def _print(found: dict[str, Any]) -> None:
         print(f"  wrote {path}")
 
 
-def _list(known: list[Entry], as_json: bool) -> None:
+def _list(known: list[Experiment], as_json: bool) -> None:
     if as_json:
         print(json.dumps({entry.name: entry.title for entry in known}))
         return

@@ -14,7 +14,7 @@ from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import RequestState, Tenant
 from penstock.core.types import Request, Verdict
 from penstock.core.view import DraftCandidate, Room, View
-from penstock.repro.goodspeed_rounds import GeometricClients, play
+from penstock.lab.rounds import GeometricClients, play
 
 FAIR = ("goodspeed", "goodspeed_adaptive", "random")
 

@@ -17,8 +17,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.core.packing import LAYOUTS, KVShape, Layout, compare
-from penstock.repro import Entry, Finding, ReproError, Run, Verdict, check
-from penstock.repro.output import Interval, pyplot, save_figure, student, write_table
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, LabError, Run
+from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.statistics import Interval, interval
 
 NAME = "spin_fig12"
 
@@ -35,7 +37,7 @@ _SHAPE = KVShape(_LAYERS, _HEADS, _HEAD_DIM, dtype_bytes=4)
 
 
 @dataclass(frozen=True)
-class Workload:
+class DataSet:
     """A data set's stand-in. prompt: median tokens, and σ of their logarithm; acceptance: least and
     most of a request's draft tokens, all in between alike."""
 
@@ -50,15 +52,15 @@ class Workload:
         return [int(n) + _WINDOW for n in np.ceil(prompts + tokens)]
 
 
-WORKLOADS = {
-    "Alpaca": Workload((25, 0.7), (0.1, 0.95)),
-    "CP": Workload((110, 0.3), (0.7, 0.9)),
-    "CIP": Workload((60, 1.0), (0.4, 0.9)),
+DATA_SETS = {
+    "Alpaca": DataSet((25, 0.7), (0.1, 0.95)),
+    "CP": DataSet((110, 0.3), (0.7, 0.9)),
+    "CIP": DataSet((60, 1.0), (0.4, 0.9)),
 }
 
 
 @dataclass(frozen=True)
-class Cell:
+class LayoutTimes:
     """Means over the seeds: seconds of a verification step and of its attention alone, in every
     turn; KV tokens held, and KV tokens that the requests have."""
 
@@ -68,13 +70,13 @@ class Cell:
     real: float
 
 
-Cells = dict[tuple[str, int], Cell]
+Cells = dict[tuple[str, int], LayoutTimes]
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     seeds = range(max(1, job.effort.seeds // 4))
     cells: Cells = {}
-    for name in (*WORKLOADS, "Mix"):
+    for name in (*DATA_SETS, "Mix"):
         for batch in _BATCHES:
             job.tell(f"{NAME}: {name}, batch {batch}")
             turns = max(_LEAST_TURNS, min(_TURNS, job.effort.curve_arrivals // (60 * batch)))
@@ -92,19 +94,19 @@ def contexts(name: str, batch: int, seed: int) -> list[int]:
     """`Mix` takes its requests from the three in turn."""
     rng = np.random.default_rng((12, seed))
     if name != "Mix":
-        return WORKLOADS[name].lengths(batch, rng)
-    each = [workload.lengths(batch, rng) for workload in WORKLOADS.values()]
+        return DATA_SETS[name].lengths(batch, rng)
+    each = [workload.lengths(batch, rng) for workload in DATA_SETS.values()]
     return [each[i % len(each)][i] for i in range(batch)]
 
 
-def measure(batches: Sequence[list[int]], turns: int) -> Cell:
-    """Means over the batches. Raises: ReproError without torch."""
+def measure(batches: Sequence[list[int]], turns: int) -> LayoutTimes:
+    """Means over the batches. Raises: LabError without torch."""
     try:
         import torch
 
         from penstock.engine.rehearsal import Rehearsal, blocks_needed, decoder_shape
     except ModuleNotFoundError as error:
-        raise ReproError(f"{NAME} needs torch: pip install 'penstock[serve]'") from error
+        raise LabError(f"{NAME} needs torch: pip install 'penstock[serve]'") from error
     config = decoder_shape(
         hidden=_HEADS * _HEAD_DIM,
         intermediate=1376,
@@ -122,7 +124,7 @@ def measure(batches: Sequence[list[int]], turns: int) -> Cell:
         compare(x, [_WINDOW] * len(x), _SHAPE, None, rehearsal.decomposed.plan(x, _WINDOW))
         for x in batches
     ]
-    return Cell(
+    return LayoutTimes(
         step={x: _by_turn([[t.step for t in found[x]] for found in times]) for x in LAYOUTS},
         attention={
             x: _by_turn([[t.attention for t in found[x]] for found in times]) for x in LAYOUTS
@@ -138,16 +140,16 @@ def _by_turn(batches: Sequence[Sequence[float]]) -> list[float]:
     return means
 
 
-def saved(cell: Cell, layout: Layout) -> tuple[Interval, Interval]:
+def saved(cell: LayoutTimes, layout: Layout) -> tuple[Interval, Interval]:
     """Share of a padded step's time in the same turn, and of its attention's."""
     step, attention = (
-        student([1 - a / b for a, b in zip(found[layout], found["padded"], strict=True)])
+        interval([1 - a / b for a, b in zip(found[layout], found["padded"], strict=True)])
         for found in (cell.step, cell.attention)
     )
     return step, attention
 
 
-def latency(cells: Cells) -> Verdict:
+def latency(cells: Cells) -> ClaimVerdict:
     cell = cells["Alpaca", 16]
     itself = replace(
         cell,
@@ -167,7 +169,7 @@ def _turned(times: list[float]) -> list[float]:
     return times[1:] + times[:1]
 
 
-def reduction(cell: Cell) -> Finding:
+def reduction(cell: LayoutTimes) -> Finding:
     """At least three quarters of the paper's, with certainty."""
     step, attention = saved(cell, "decomposed")
     packed, packed_attention = saved(cell, "packed")
@@ -183,9 +185,9 @@ def _percent(share: Interval) -> str:
     return f"{share.mean:.1%} ({share.low:.1%} to {share.high:.1%})"
 
 
-def order(cells: Cells) -> Verdict:
+def order(cells: Cells) -> ClaimVerdict:
     """Attention of the largest batch, as the linear layers are the same for all."""
-    found = {name: saved(cells[name, 32], "decomposed")[1] for name in WORKLOADS}
+    found = {name: saved(cells[name, 32], "decomposed")[1] for name in DATA_SETS}
     names = list(found)
     turned = dict(zip(names, [found[n] for n in names[1:] + names[:1]], strict=True))
     return check(
@@ -210,7 +212,7 @@ def extremes(found: dict[str, Interval]) -> Finding:
     )
 
 
-def exhaustion(cells: Cells) -> Verdict:
+def exhaustion(cells: Cells) -> ClaimVerdict:
     alike = {
         key: replace(cell, held=dict.fromkeys(LAYOUTS, cell.real)) for key, cell in cells.items()
     }
@@ -253,20 +255,20 @@ def _rows(cells: Cells) -> Iterator[tuple[object, ...]]:
 
 
 def _draw(job: Run, cells: Cells) -> None:
-    names = (*WORKLOADS, "Mix")
-    figure, axes = pyplot().subplots(2, len(names), figsize=(13, 6), layout="constrained")
-    for name, above, below in zip(names, *axes, strict=True):
-        for layout in LAYOUTS:
-            column = [cells[name, batch] for batch in _BATCHES]
-            medians = [1e3 * float(np.median(c.step[layout])) for c in column]
-            above.plot(_BATCHES, medians, "o-", label=layout)
-            below.plot(_BATCHES, [c.held[layout] for c in column], "o-", label=layout)
-        below.plot(_BATCHES, [c.real for c in column], "k:", label="the requests' own")
-        above.set(title=name, ylabel="ms of a verification step", ylim=(0, None))
-        below.set(xlabel="batch", ylabel="KV tokens held", ylim=(0, None))
-        below.legend()
-    figure.suptitle("Batch verification: padded, decomposed and packed (Spin, figure 12)")
-    save_figure(figure, job.out / f"{NAME}.png")
+    steps, memory = [], []
+    for name in (*DATA_SETS, "Mix"):
+        column = [cells[name, batch] for batch in _BATCHES]
+        medians = {x: [1e3 * float(np.median(c.step[x])) for c in column] for x in LAYOUTS}
+        held: dict[str, list[float]] = {x: [c.held[x] for c in column] for x in LAYOUTS}
+        held["the requests' own"] = [c.real for c in column]
+        upper = {"title": name, "ylabel": "ms of a verification step", "ylim": (0, None)}
+        lower = {"xlabel": "batch", "ylabel": "KV tokens held", "ylim": (0, None)}
+        steps.append(Plot({x: (_BATCHES, y) for x, y in medians.items()}, upper, "o-"))
+        memory.append(Plot({x: (_BATCHES, y) for x, y in held.items()}, lower, "o-"))
+    title = "Batch verification: padded, decomposed and packed (Spin, figure 12)"
+    draw(job.out / f"{NAME}.png", title, [steps, memory])
 
 
-ENTRY = Entry(NAME, "Figure 12: verification latency and memory by batch, three layouts", run)
+EXPERIMENT = Experiment(
+    NAME, "Figure 12: verification latency and memory by batch, three layouts", run
+)

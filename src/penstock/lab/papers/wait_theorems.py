@@ -16,10 +16,11 @@ from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.fluid.traffic import Traffic, scaled
 from penstock.fluid.wait import WaitThresholds, wait_thresholds
-from penstock.repro import Entry, Finding, Run, Verdict, check
-from penstock.repro.output import pyplot, save_figure, write_table
-from penstock.repro.wait_loads import setup_of
-from penstock.repro.wait_policies import unit_traffic
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run
+from penstock.lab.loads import setup_of
+from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.thresholds import unit_traffic
 from penstock.sim.run import Setup
 from penstock.sim.run import run as simulate
 from penstock.sim.workloads import make_workload
@@ -37,7 +38,7 @@ _OVERLOAD = 1.3
 
 
 @dataclass(frozen=True)
-class Sample:
+class AtHorizon:
     """Means over seeds at one horizon: the gap in tokens/s, the latency in seconds of what was
     finished, and the largest KV peak of any seed in tokens."""
 
@@ -47,7 +48,7 @@ class Sample:
     kv_peak: int
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     unit = unit_traffic(_WORKLOAD)
     strict = wait_thresholds(PAPER_LINEAR, scaled(unit, _RATE), PAPER_LINEAR.kv_tokens)
     tight = scaled(unit, _equality_rate(unit, strict))
@@ -104,7 +105,7 @@ def _bound(name: str, strict: WaitThresholds, tight: Traffic, horizon_s: float) 
 
 def _samples(
     job: Run, name: str, setup: Setup, rate: float, horizons: Sequence[float]
-) -> list[Sample]:
+) -> list[AtHorizon]:
     samples = []
     for horizon in horizons:
         job.tell(f"{NAME}: {name}, {horizon:g} s")
@@ -112,7 +113,7 @@ def _samples(
     return samples
 
 
-def sample(setup: Setup, rate: float, horizon_s: float, seeds: Sequence[int]) -> Sample:
+def sample(setup: Setup, rate: float, horizon_s: float, seeds: Sequence[int]) -> AtHorizon:
     """Runs that are cut off at a horizon, one for each seed."""
     gaps, latencies, peaks = [], [], []
     for seed in seeds:
@@ -128,10 +129,10 @@ def sample(setup: Setup, rate: float, horizon_s: float, seeds: Sequence[int]) ->
             latencies.append(report.latency.mean())
         peaks.append(report.result.kv_peak_tokens)
     latency = float(np.mean(latencies)) if latencies else float("nan")
-    return Sample(horizon_s, float(np.mean(gaps)), latency, max(peaks))
+    return AtHorizon(horizon_s, float(np.mean(gaps)), latency, max(peaks))
 
 
-def slope(samples: Sequence[Sample]) -> float:
+def slope(samples: Sequence[AtHorizon]) -> float:
     """Of the gap's logarithm against the horizon's."""
     horizons = np.log([s.horizon_s for s in samples])
     gaps = np.log(np.maximum([s.gap for s in samples], 1e-9))
@@ -139,8 +140,8 @@ def slope(samples: Sequence[Sample]) -> float:
 
 
 def verdicts(
-    strict: Sequence[Sample], tight: Sequence[Sample], overload: Sequence[Sample]
-) -> list[Verdict]:
+    strict: Sequence[AtHorizon], tight: Sequence[AtHorizon], overload: Sequence[AtHorizon]
+) -> list[ClaimVerdict]:
     """Decay of the gap, a power of T that is neither slower nor faster, and growth of the latency,
     with and without slack."""
     return [
@@ -168,15 +169,15 @@ def verdicts(
     ]
 
 
-def _decays_as(power: float) -> Callable[[Sequence[Sample]], Finding]:
-    def test(samples: Sequence[Sample]) -> Finding:
+def _decays_as(power: float) -> Callable[[Sequence[AtHorizon]], Finding]:
+    def test(samples: Sequence[AtHorizon]) -> Finding:
         found = slope(samples)
         return Finding(f"gap ∝ T^{found:.2f}: {_gaps(samples)}", (abs(found - power) <= _SLACK,))
 
     return test
 
 
-def _steady(curves: Sequence[Sequence[Sample]]) -> Finding:
+def _steady(curves: Sequence[Sequence[AtHorizon]]) -> Finding:
     """Latency over the second half of the horizons."""
     parts, growths = [], []
     for curve in curves:
@@ -189,7 +190,7 @@ def _steady(curves: Sequence[Sequence[Sample]]) -> Finding:
     return Finding(", ".join(parts), tuple(growth <= _STEADY for growth in growths))
 
 
-def _gaps(samples: Sequence[Sample]) -> str:
+def _gaps(samples: Sequence[AtHorizon]) -> str:
     first, last = samples[0], samples[-1]
     return (
         f"{first.gap:,.0f} tokens/s at T = {first.horizon_s:g} s, "
@@ -198,9 +199,9 @@ def _gaps(samples: Sequence[Sample]) -> str:
 
 
 def _constant_verdict(
-    strict: Sequence[Sample], overload: Sequence[Sample], found: WaitThresholds
-) -> Verdict:
-    def test(samples: Sequence[Sample]) -> Finding:
+    strict: Sequence[AtHorizon], overload: Sequence[AtHorizon], found: WaitThresholds
+) -> ClaimVerdict:
+    def test(samples: Sequence[AtHorizon]) -> Finding:
         last = samples[-1]
         bound = found.throughput_gap(last.horizon_s)
         return Finding(
@@ -218,7 +219,7 @@ def _constant_verdict(
     )
 
 
-def _memory_verdict(job: Run, found: WaitThresholds, horizon_s: float) -> Verdict:
+def _memory_verdict(job: Run, found: WaitThresholds, horizon_s: float) -> ClaimVerdict:
     """Thresholds that keep up, with memory just above M*, as the theorem has it."""
     fluid = equilibrium(PAPER_LINEAR, found.traffic).kv_tokens
     offered = _RATE * float(np.mean([t.output_len for t in found.traffic]))
@@ -241,24 +242,20 @@ def _memory_verdict(job: Run, found: WaitThresholds, horizon_s: float) -> Verdic
     )
 
 
-def _draw(job: Run, curves: dict[str, list[Sample]]) -> None:
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
+def _draw(job: Run, curves: dict[str, list[AtHorizon]]) -> None:
+    gaps, latencies = {}, {}
     for name, samples in curves.items():
         horizons = [s.horizon_s for s in samples]
-        left.plot(horizons, [s.gap for s in samples], marker="o", label=name)
-        right.plot(horizons, [s.latency_s for s in samples], marker="o", label=name)
-    strict = curves["strict"]
-    left.plot(
-        [s.horizon_s for s in strict],
-        [strict[0].gap * strict[0].horizon_s / s.horizon_s for s in strict],
-        color="grey",
-        label="1/T",
-    )
-    left.set(xscale="log", yscale="log", xlabel="T, s", ylabel="throughput gap, tokens/s")
-    right.set(xscale="log", xlabel="T, s", ylabel="mean latency, s", ylim=(0, None))
-    left.legend()
-    figure.suptitle("WAIT's gap and latency (WAIT paper, theorem 4.1; low workload)")
-    save_figure(figure, job.out / f"{NAME}.png")
+        gaps[name] = horizons, [s.gap for s in samples]
+        latencies[name] = horizons, [s.latency_s for s in samples]
+    first = curves["strict"][0]
+    horizons = gaps["strict"][0]
+    gaps["1/T"] = horizons, [first.gap * first.horizon_s / h for h in horizons]
+    scales = {"xscale": "log", "yscale": "log"}
+    left = Plot(gaps, {**scales, "xlabel": "T, s", "ylabel": "throughput gap, tokens/s"}, "o-")
+    right = {"xscale": "log", "xlabel": "T, s", "ylabel": "mean latency, s", "ylim": (0, None)}
+    title = "WAIT's gap and latency (WAIT paper, theorem 4.1; low workload)"
+    draw(job.out / f"{NAME}.png", title, [[left, Plot(latencies, right, "o-")]])
 
 
-ENTRY = Entry(NAME, "Theorem 4.1: throughput gap and latency against the horizon", run)
+EXPERIMENT = Experiment(NAME, "Theorem 4.1: throughput gap and latency against the horizon", run)

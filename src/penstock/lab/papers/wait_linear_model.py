@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.repro import Entry, Finding, Run, Skipped, Verdict, check
-from penstock.repro.output import pyplot, save_figure, write_table
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run, Skipped
+from penstock.lab.report import Plot, draw, write_table
 from penstock.sim.profiles import fit_profile
 from penstock.sim.traces import Table, numbers, read_table
 
@@ -33,7 +34,7 @@ _PUBLISHED = 0.894
 _GOOD = 0.85
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     job.tell(NAME)
     decode, mixed = _batches(_folder(job.data))
     fits = {"decode": fit(decode), "mixed": fit(mixed)}
@@ -106,7 +107,7 @@ def r_squared(batches: Array, coefficients: tuple[float, float]) -> float:
     return float(1 - ((seconds - predicted) ** 2).sum() / ((seconds - seconds.mean()) ** 2).sum())
 
 
-def verdicts(decode: Array, mixed: Array) -> list[Verdict]:
+def verdicts(decode: Array, mixed: Array) -> list[ClaimVerdict]:
     """Whether eq. 1 explains decode batches, and mixed ones. Controls have the times of others."""
     fitted = fit(decode)
 
@@ -159,15 +160,16 @@ def _text(coefficients: tuple[float, float]) -> str:
 
 
 def _draw(job: Run, decode: Array, mixed: Array, coefficients: tuple[float, float]) -> None:
-    figure, axes = pyplot().subplots(figsize=(7, 5), layout="constrained")
-    for label, batches in (("mixed", mixed), ("decode", decode)):
-        tokens = batches[:, 0] + batches[:, 1]
-        axes.plot(tokens, batches[:, 2] * 1e3, ".", markersize=3, label=label)
+    lines: dict[str, tuple[Array, Array]] = {
+        label: (batches[:, 0] + batches[:, 1], batches[:, 2] * 1e3)
+        for label, batches in (("mixed", mixed), ("decode", decode))
+    }
     ends = np.array([0, mixed[:, :2].sum(axis=1).max()])
-    axes.plot(ends, (coefficients[0] + coefficients[1] * ends) * 1e3, label="eq. 1, decode batches")
-    axes.set(xlabel="prefill and KV tokens", ylabel="ms a step", title="WAIT paper, eq. 1")
-    axes.legend()
-    save_figure(figure, job.out / f"{NAME}.png")
+    fitted = "eq. 1, decode batches"
+    lines[fitted] = ends, (coefficients[0] + coefficients[1] * ends) * 1e3
+    axes = {"xlabel": "prefill and KV tokens", "ylabel": "ms a step"}
+    plot = Plot(lines, axes, ".", {fitted: "-"})
+    draw(job.out / f"{NAME}.png", "Step times (WAIT paper, eq. 1)", [[plot]])
 
 
-ENTRY = Entry(NAME, "Eq. 1's step time against measurements", run)
+EXPERIMENT = Experiment(NAME, "Eq. 1's step time against measurements", run)

@@ -7,7 +7,7 @@ own, 2 ms, beside 20 ms; the goodput of about 62 tokens a second for 8 requests 
 section VI-B1 means rounds of some tenths of a second, which no reading of weights explains. Either
 way a drafter's step is the target's for as many rows, by layers (for its fixed part) and by
 parameters or layers (for its rows). Layers and parameters are of LLaMA-68M and of its larger
-relatives as far as they are public (2, 8, 16, 22 and 24 layers); that is an assumption.
+relatives as far as they are public (`penstock.lab.families`); that is an assumption.
 `hard` has most requests on the larger drafters, as the paper says of Alpaca, `easy` on the smaller
 ones, as it says of CP.
 
@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from penstock.core.policies.pipeline.planner import (
     Setting,
@@ -27,21 +28,15 @@ from penstock.core.policies.pipeline.planner import (
     spin_setting,
 )
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
-from penstock.repro import Entry, Finding, Run, Verdict, check
-from penstock.repro.output import pyplot, save_figure, write_table
-from penstock.repro.spin_pipeline import Batch, play
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run
+from penstock.lab.families import SPIN_DRAFTERS
+from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.steady_batch import SteadyBatch, play
 from penstock.sim.profiles import load_profile
 
 NAME = "spin_fig13"
 
-_MODELS = {
-    "68M": (2, 0.068),
-    "265M": (8, 0.265),
-    "616M": (16, 0.616),
-    "1.1B": (22, 1.1),
-    "1.4B": (24, 1.4),
-}
-"""Layers, and parameters in billions."""
 _TARGET_LAYERS, _TARGET_PARAMETERS = 32, 6.74
 _ACCEPTANCE = {"68M": 0.5, "265M": 0.58, "616M": 0.65, "1.1B": 0.72, "1.4B": 0.75}
 _WORKLOADS = {
@@ -50,6 +45,7 @@ _WORKLOADS = {
 }
 _LENGTH = 4
 _MOST = 9
+_ROUNDS, _FEW_ROUNDS = 50, 12
 _COUNTS = (1, 2, 4, 8, 16, 32, 64)
 _CLOSE = 0.01
 _PAPER_GAIN, _SAME = 1.29, 0.05
@@ -57,7 +53,7 @@ _WITHOUT = "drafters that take no time"
 
 
 @dataclass(frozen=True)
-class Curve:
+class MicroBatches:
     """Tokens a second by number of micro-batches (1: all drafters at once, then the target), what
     `auto` came to, and the numbers that the planners choose from step times."""
 
@@ -79,15 +75,16 @@ _NO_TIME = 1e-6
 _ROWS = StepProfile("rows", 100_000, (0, 1000), (0.020, 2.020))
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
+    rounds = _ROUNDS if job.effort.curve_arrivals >= 1000 else _FEW_ROUNDS
     curves, controls = {}, {}
     for target in (_ROWS, replace(load_profile("a100-llama2-7b"), name="streaming")):
         for workload, requests in _WORKLOADS.items():
             name = f"{target.name}, {workload}"
             job.tell(f"{NAME}: {name}")
-            curves[name] = curve(target, requests)
+            curves[name] = curve(target, requests, rounds)
             job.tell(f"{NAME}: {name}, {_WITHOUT}")
-            controls[name] = curve(target, requests, drafting=_NO_TIME)
+            controls[name] = curve(target, requests, rounds, _NO_TIME)
     write_table(
         job.out / f"{NAME}.csv",
         ("step times, workload", "micro_batches", "tokens_per_s"),
@@ -102,23 +99,25 @@ def run(job: Run) -> list[Verdict]:
     return verdicts(curves, controls)
 
 
-def curve(target: StepProfile, requests: Mapping[str, int], drafting: float = 1.0) -> Curve:
+def curve(
+    target: StepProfile, requests: Mapping[str, int], rounds: int, drafting: float = 1.0
+) -> MicroBatches:
     """Every number of micro-batches on the virtual clock. drafting: factor of the drafters' own
     times."""
-    drafters = tuple(drafter(name, target, drafting) for name in _MODELS)
+    drafters = tuple(drafter(name, target, drafting) for name in SPIN_DRAFTERS)
     profile = replace(target, drafters=drafters)
-    batch = Batch(profile, requests, _LENGTH, _ACCEPTANCE)
-    rates = {1: play(batch, "off", beside=True).tokens_per_s}
+    batch = SteadyBatch(profile, requests, _LENGTH, _ACCEPTANCE)
+    rates = {1: play(batch, "off", beside=True, rounds=rounds).tokens_per_s}
     for num in range(2, _MOST + 1):
-        rates[num] = play(batch, str(num)).tokens_per_s
+        rates[num] = play(batch, str(num), rounds=rounds).tokens_per_s
     work = batch.round()
 
     def seconds(setting: Setting) -> float:
         return cycle_seconds(work, setting)
 
-    return Curve(
+    return MicroBatches(
         rates,
-        play(batch, "auto").tokens_per_s,
+        play(batch, "auto", rounds=rounds).tokens_per_s,
         spin_setting(seconds, _MOST).num,
         best_setting(seconds, _MOST).num,
     )
@@ -126,19 +125,19 @@ def curve(target: StepProfile, requests: Mapping[str, int], drafting: float = 1.
 
 def drafter(name: str, target: StepProfile, factor: float = 1.0) -> DrafterProfile:
     """Scaled from the target, by layers and by parameters."""
-    layers, parameters = _MODELS[name]
-    launch = layers / _TARGET_LAYERS * target.linear(1)
-    share = parameters / _TARGET_PARAMETERS
+    size = SPIN_DRAFTERS[name]
+    launch = size.layers / _TARGET_LAYERS * target.linear(1)
+    share = size.billions / _TARGET_PARAMETERS
     if target is _ROWS:
-        share = layers / _TARGET_LAYERS
+        share = size.layers / _TARGET_LAYERS
     seconds = (launch + share * (target.linear(n) - target.linear(1)) for n in _COUNTS)
     return DrafterProfile(name, _COUNTS, tuple(factor * s for s in seconds))
 
 
-Curves = Mapping[str, Curve]
+Curves = Mapping[str, MicroBatches]
 
 
-def verdicts(curves: Curves, controls: Curves) -> list[Verdict]:
+def verdicts(curves: Curves, controls: Curves) -> list[ClaimVerdict]:
     """`controls`: the same without anything to overlap."""
     hard, easy = curves["rows, hard"], curves["rows, easy"]
     heuristic = {n: c.spin for n, c in curves.items()}
@@ -206,7 +205,7 @@ def gains_of_four(curves: Curves) -> Finding:
     )
 
 
-def wants_more(found: tuple[Curve, Curve]) -> Finding:
+def wants_more(found: tuple[MicroBatches, MicroBatches]) -> Finding:
     hard, easy = found
     return Finding(
         f"rows: {hard.best} where hard, {easy.best} where easy", (hard.best > easy.best,)
@@ -222,17 +221,16 @@ def near_the_best(found: tuple[Curves, Mapping[str, int]]) -> Finding:
     )
 
 
-def _draw(job: Run, curves: Mapping[str, Curve]) -> None:
-    figure, axes = pyplot().subplots(2, 2, figsize=(9, 6), layout="constrained")
-    for axis, (name, found) in zip(axes.flat, curves.items(), strict=True):
-        axis.plot(list(found.rates), list(found.rates.values()), marker=".")
-        axis.plot(found.spin, found.rates[found.spin], "o", color="tab:red", label="heuristic")
-        best = found.best
-        axis.plot(best, found.rates[best], "s", color="tab:green", fillstyle="none", label="best")
-        axis.set(title=name, xlabel="micro-batches", ylabel="tokens/s", ylim=(0, None))
-        axis.legend()
-    figure.suptitle("Throughput by number of micro-batches (Spin, figure 13)")
-    save_figure(figure, job.out / f"{NAME}.png")
+def _draw(job: Run, curves: Curves) -> None:
+    plots = []
+    for name, found in curves.items():
+        chosen = {"heuristic": found.spin, "best": found.best}
+        lines: dict[str, Any] = {"tokens/s": (list(found.rates), list(found.rates.values()))}
+        lines |= {label: (num, found.rates[num]) for label, num in chosen.items()}
+        axes = {"title": name, "xlabel": "micro-batches", "ylabel": "tokens/s", "ylim": (0, None)}
+        plots.append(Plot(lines, axes, ".-", {"heuristic": "o", "best": "s"}))
+    title = "Throughput by number of micro-batches (Spin, figure 13)"
+    draw(job.out / f"{NAME}.png", title, [plots[:2], plots[2:]])
 
 
-ENTRY = Entry(NAME, "Figure 13: number of micro-batches", run)
+EXPERIMENT = Experiment(NAME, "Figure 13: number of micro-batches", run)

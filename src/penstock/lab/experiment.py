@@ -1,6 +1,4 @@
-"""The papers' figures and tables again. One file each, found by its folder: a module here that has
-an `ENTRY` is one; the other modules are what entries share.
-"""
+"""What an experiment is, how much of it is run, and which ones there are."""
 
 from __future__ import annotations
 
@@ -11,33 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.repro.claims import Control, Finding, Outcome, Verdict, check, judge
-
-__all__ = [
-    "FULL",
-    "QUICK",
-    "Control",
-    "Effort",
-    "Entry",
-    "Finding",
-    "Outcome",
-    "ReproError",
-    "Run",
-    "Skipped",
-    "Verdict",
-    "check",
-    "entries",
-    "entries_named",
-    "judge",
-]
+from penstock.lab import papers
+from penstock.lab.claims import ClaimVerdict
 
 
-class ReproError(ValueError):
-    """A reproduction cannot be made. The message is one line."""
+class LabError(ValueError):
+    """An experiment cannot be made. The message is one line."""
 
 
 class Skipped(Exception):
-    """What an entry needs is not there. The message is one line."""
+    """What an experiment needs is not there. The message is one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +38,11 @@ class Effort:
     tries: int
     seeds: int
 
+    @property
+    def repetitions(self) -> int:
+        """Seeds of runs that take seconds: five at least, but in a trial."""
+        return max(5, self.seeds) if self.seeds > 1 else 2
+
 
 FULL = Effort(60_000, 0.005, 20_000, (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 1.05), 12, 12)
 # Fewer arrivals would not do: literal WAIT on the low workload serves 1,300 requests at once.
@@ -65,8 +51,8 @@ QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.4, 0.7, 0.9, 1.05), 2, 4)
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One reproduction: where its files go, how much to simulate, the folder of measurements (None:
-    there is none), and whom to tell what is being done."""
+    """One run: where its files go, how much to simulate, the folder of measurements (None: there
+    is none), and whom to tell what is being done."""
 
     out: Path
     effort: Effort = FULL
@@ -75,33 +61,30 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class Experiment:
     """A figure or table. `run` writes NAME.csv and NAME.png and returns a verdict for each claim.
 
-    Raises, from `run`: Skipped, ReproError, OSError.
+    Raises, from `run`: Skipped, LabError, OSError.
     """
 
     name: str
     title: str
-    run: Callable[[Run], list[Verdict]]
+    run: Callable[[Run], list[ClaimVerdict]]
 
 
 @functools.cache
-def entries() -> dict[str, Entry]:
-    """Name to entry, sorted by name."""
-    found: dict[str, Entry] = {}
-    for info in pkgutil.iter_modules(__path__):
-        entry = getattr(importlib.import_module(f"{__name__}.{info.name}"), "ENTRY", None)
-        if entry is not None:
-            found[entry.name] = entry
-    return dict(sorted(found.items()))
+def experiments() -> dict[str, Experiment]:
+    """Name to experiment, sorted by name."""
+    modules = (f"{papers.__name__}.{info.name}" for info in pkgutil.iter_modules(papers.__path__))
+    found: list[Experiment] = [importlib.import_module(name).EXPERIMENT for name in modules]
+    return {e.name: e for e in sorted(found, key=lambda e: e.name)}
 
 
-def entries_named(name: str) -> list[Entry]:
-    """The entry of that name, or every one for `all`. Raises: ReproError."""
-    known = entries()
+def experiments_named(name: str) -> list[Experiment]:
+    """The experiment of that name, or every one for `all`. Raises: LabError."""
+    known = experiments()
     if name == "all":
         return list(known.values())
     if name not in known:
-        raise ReproError(f"unknown reproduction {name!r}; choose from all, {', '.join(known)}")
+        raise LabError(f"unknown reproduction {name!r}; choose from all, {', '.join(known)}")
     return [known[name]]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from penstock.core.learn import Estimators
 from penstock.core.learn.streams import Evidence
-from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
 from penstock.core.view import DraftCandidate, Room, View
@@ -58,7 +58,7 @@ class GeometricClients:
             self._overlaps = rng.beta(4 * shape, 4 * (1 - shape))
 
     def clients(self) -> list[Client]:
-        return [_Geometric(self, i) for i in range(self.rates.shape[1])]
+        return [_GeometricClient(self, i) for i in range(self.rates.shape[1])]
 
     def accepts(self, round_index: int, client: int) -> list[bool]:
         limit = self.rates[round_index, client]
@@ -74,7 +74,7 @@ class GeometricClients:
         return float(self._overlaps[round_index, client, :num_tokens].sum())
 
 
-class _Geometric:
+class _GeometricClient:
     def __init__(self, world: GeometricClients, client: int) -> None:
         self._world = world
         self._client = client
@@ -96,7 +96,7 @@ def _evidence(num_draft_tokens: int, num_accepted: int, over_all: float) -> Evid
 
 
 @dataclass(frozen=True)
-class RoundTimes:
+class BarrierTimes:
     """What a round takes that waits for every draft: T = max(S_i t_i + rtt_i) + verify(rows), in
     seconds; round_trip and per_token have shape [clients]."""
 
@@ -114,7 +114,7 @@ class RoundTimes:
 
 
 @dataclass(frozen=True)
-class Played:
+class PlayedRounds:
     """What rounds came to: draft lengths and realised goodput (accepted + 1), both of shape
     [rounds, clients], and seconds, shape [rounds]."""
 
@@ -134,8 +134,8 @@ def play(
     rounds: int,
     weights: Mapping[str, float] | None = None,
     watch: Callable[[], None] = lambda: None,
-    times: RoundTimes | None = None,
-) -> Played:
+    times: BarrierTimes | None = None,
+) -> PlayedRounds:
     """Let a policy allocate `budget` draft tokens a round among clients, each a tenant (c0, c1, …)
     with one request that never ends. `watch` is called after every round; without `times` each
     takes a second, and nothing is measured."""
@@ -166,30 +166,11 @@ def play(
         now += seconds[t]
         policy.observe(outcomes, now)
         watch()
-    return Played(lengths, tokens, seconds)
-
-
-class Misled(AllocationPolicy):
-    """A policy that is told of every client what the next one did: a control, since whoever gains
-    by learning must lose by learning this."""
-
-    def __init__(self, policy: AllocationPolicy) -> None:
-        self._policy = policy
-
-    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
-        return self._policy.allocate(candidates, view)
-
-    def reserve(self, state: RequestState) -> int:
-        return self._policy.reserve(state)
-
-    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        verdicts = [o.verdict for o in outcomes]
-        turned = zip(outcomes, verdicts[1:] + verdicts[:1], strict=True)
-        self._policy.observe([Outcome(o.state, verdict) for o, verdict in turned], now)
+    return PlayedRounds(lengths, tokens, seconds)
 
 
 def _measure(
-    times: RoundTimes, lengths: IntArray, estimators: Estimators, names: Sequence[str]
+    times: BarrierTimes, lengths: IntArray, estimators: Estimators, names: Sequence[str]
 ) -> float:
     """Seconds of a round, of which the estimators are told what a verifier can measure."""
     drafts = times.drafts(lengths)

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.repro import Effort, Finding, Verdict, check
-from penstock.repro.output import pyplot, save_figure, write_table
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Effort
+from penstock.lab.report import Plot, draw, write_table
 from penstock.sim.capacity import capacity, judge_load
 from penstock.sim.planner import load_bound
 from penstock.sim.run import Setup, run
@@ -23,7 +24,7 @@ UNCAPPED = {"token_budget": 4096, "max_num_seqs": 2048}
 
 
 @dataclass(frozen=True)
-class Choice:
+class Candidate:
     """A policy with options, and a capacity (requests/s) that the fluid expects of it."""
 
     setup: Setup
@@ -55,7 +56,7 @@ class Point:
     latency_s: float | None
 
 
-def gain_verdict(claim: str, mine: Sustained, rivals: Mapping[str, Sustained]) -> Verdict:
+def gain_verdict(claim: str, mine: Sustained, rivals: Mapping[str, Sustained]) -> ClaimVerdict:
     """Whether a policy carries a fifth more than each rival. The control is the best rival."""
 
     def ahead(policy: Sustained) -> Finding:
@@ -100,7 +101,7 @@ def sustains(setup: Setup, at: Callable[[float], Workload], rate: float) -> bool
     return judge_load(setup, at(rate)).sustained
 
 
-def capacity_of(choice: Choice, name: str, effort: Effort, least: float = 0.0) -> Sustained:
+def capacity_of(choice: Candidate, name: str, effort: Effort, least: float = 0.0) -> Sustained:
     """Bisection below 1.1 times the expected capacity and above `least`, which is known to be
     sustained, or a quarter of what is expected: less counts as none."""
     at = requests_at(name, effort.arrivals)
@@ -112,8 +113,8 @@ def capacity_of(choice: Choice, name: str, effort: Effort, least: float = 0.0) -
 
 
 def best_of(
-    choices: Iterable[Choice],
-    neighbours: Callable[[Setup], Iterable[Choice]],
+    choices: Iterable[Candidate],
+    neighbours: Callable[[Setup], Iterable[Candidate]],
     name: str,
     effort: Effort,
     tell: Callable[[str], None] = lambda _: None,
@@ -144,7 +145,7 @@ def best_of(
     return best
 
 
-def _promising_first(choices: Iterable[Choice]) -> list[Choice]:
+def _promising_first(choices: Iterable[Candidate]) -> list[Candidate]:
     return sorted(choices, key=lambda choice: -choice.expected)
 
 
@@ -169,21 +170,16 @@ def write_points(points: Sequence[tuple[str, Point]], path: Path) -> None:
 
 
 def draw_points(points: Sequence[tuple[str, Point]], path: Path, title: str) -> None:
-    """Throughput above, latency below, a column for each workload. Raises: ReproError, OSError."""
-    workloads = list(dict.fromkeys(w for w, _ in points))
-    figure, grid = pyplot().subplots(
-        2, len(workloads), figsize=(5 * len(workloads), 6.5), layout="constrained", squeeze=False
-    )
-    for (upper, lower), workload in zip(grid.T, workloads, strict=True):
-        mine = [p for w, p in points if w == workload]
-        for policy in dict.fromkeys(p.policy for p in mine):
-            curve = [p for p in mine if p.policy == policy]
-            rates = [p.rate for p in curve]
-            upper.plot(rates, [p.tokens_per_s for p in curve], marker="o", label=policy)
-            seen = [(p.rate, p.latency_s) for p in curve if p.latency_s is not None]
-            lower.plot([r for r, _ in seen], [s for _, s in seen], marker="o", label=policy)
-        upper.set(title=workload, ylabel="output tokens a second")
-        upper.legend(fontsize="small")
-        lower.set(xlabel="offered requests a second", ylabel="mean latency, s", yscale="log")
-    figure.suptitle(title)
-    save_figure(figure, path)
+    """Throughput above, latency below, a column for each workload. Raises: LabError, OSError."""
+    upper, lower = [], []
+    for workload in dict.fromkeys(w for w, _ in points):
+        tokens, latencies = {}, {}
+        for policy in dict.fromkeys(p.policy for w, p in points if w == workload):
+            curve = [p for w, p in points if (w, p.policy) == (workload, policy)]
+            tokens[policy] = [p.rate for p in curve], [p.tokens_per_s for p in curve]
+            seen = [p for p in curve if p.latency_s is not None]
+            latencies[policy] = [p.rate for p in seen], [p.latency_s for p in seen]
+        upper.append(Plot(tokens, {"title": workload, "ylabel": "output tokens a second"}, "o-"))
+        axes = {"xlabel": "offered requests a second", "ylabel": "mean latency, s"}
+        lower.append(Plot(latencies, {**axes, "yscale": "log"}, "o-"))
+    draw(path, title, [upper, lower])

@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from penstock.core.packing import Layout
-from penstock.repro import spin_fig12
-from penstock.repro.spin_fig12 import Cell, contexts, exhaustion, latency, order
+from penstock.lab.experiment import LabError
+from penstock.lab.papers import spin_fig12
+from penstock.lab.papers.spin_fig12 import LayoutTimes, contexts, exhaustion, latency, order
 
-ALL = [(name, batch) for name in (*spin_fig12.WORKLOADS, "Mix") for batch in (4, 8, 16, 32)]
+ALL = [(name, batch) for name in (*spin_fig12.DATA_SETS, "Mix") for batch in (4, 8, 16, 32)]
 
 
 def by_layout(packed: float, padded: float, decomposed: float) -> dict[Layout, float]:
@@ -26,10 +27,10 @@ def turns(packed: float, padded: float, decomposed: float) -> dict[Layout, list[
     return {layout: [seconds * x for x in noise] for layout, seconds in found.items()}
 
 
-def cells(decomposed: float = 0.6, held: float = 40.0) -> dict[tuple[str, int], Cell]:
+def cells(decomposed: float = 0.6, held: float = 40.0) -> dict[tuple[str, int], LayoutTimes]:
     """Padded steps take a second; at batch 32 they hold 100 tokens, else 50."""
     return {
-        (name, batch): Cell(
+        (name, batch): LayoutTimes(
             step=turns(0.5, 1.0, decomposed),
             attention=turns(0.5, 1.0, {"Alpaca": 0.4, "CP": 0.9}.get(name, 0.6)),
             held=by_layout(40, 100 if batch == 32 else 50, held),
@@ -77,13 +78,14 @@ def test_where_requests_fare_alike_their_lengths_do_too() -> None:
 
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(spin_fig12.ReproError, match=r"pip install 'penstock\[serve\]'"):
+    with pytest.raises(LabError, match=r"pip install 'penstock\[serve\]'"):
         spin_fig12.measure([[30, 40]], 1)
 
 
 def test_to_list_the_entries_needs_no_torch() -> None:
     code = (
-        "import sys; from penstock.repro import entries; entries(); print('torch' in sys.modules)"
+        "import sys; from penstock.lab.experiment import experiments; experiments(); "
+        "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "False\n"

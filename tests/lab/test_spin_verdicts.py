@@ -5,19 +5,21 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.repro import spin_fig11, spin_fig13
-from penstock.repro.spin_fig11 import Goodput, Ratio, goodput, profile, verdicts, workload
+from penstock.lab.families import SPIN_TARGETS, spin_profile
+from penstock.lab.papers import spin_fig11, spin_fig13
+from penstock.lab.papers.spin_fig11 import Goodput, goodput, verdicts, workload
+from penstock.lab.statistics import interval, jain, ratio
 
 
 def test_times_are_the_rooflines() -> None:
-    machine = profile("7B")
+    machine = spin_profile("7B")
     weights = 2 * 6.7e9 / (0.7 * 900e9)
     assert machine.linear(1) == pytest.approx(weights + 0.5e-3, rel=0.02)
     assert machine.linear(101) - machine.linear(1) == pytest.approx(100 * 13.4e9 / 50e12)
     seconds = [d.seconds(1, 1) for d in machine.drafters]
     assert seconds == sorted(seconds)
     assert 1e-3 > seconds[0] > 0.5e-3
-    assert profile("30B").linear(1) < 1.3 * machine.linear(1)
+    assert spin_profile("30B").linear(1) < 1.3 * machine.linear(1)
 
 
 def test_everybody_is_there_from_the_beginning() -> None:
@@ -28,11 +30,20 @@ def test_everybody_is_there_from_the_beginning() -> None:
 
 
 def test_a_ratio_is_within_its_interval() -> None:
-    ratio = Ratio.of(np.array([2.0, 2.2, 1.8, 2.0]), np.ones(4))
-    assert ratio.low < ratio.mean < ratio.high
-    assert ratio.mean == pytest.approx(1.99, abs=0.01)
-    same = Ratio.of(np.full(3, 1.5), np.ones(3))
+    found = ratio(np.array([2.0, 2.2, 1.8, 2.0]), np.ones(4))
+    assert found.low < found.mean < found.high
+    assert found.mean == pytest.approx(1.99, abs=0.01)
+    same = ratio(np.full(3, 1.5), np.ones(3))
     assert same.low == pytest.approx(same.high) == pytest.approx(1.5)
+
+
+def test_nothing_can_be_said_of_a_single_value() -> None:
+    one = interval([3.0])
+    assert (one.mean, one.low, one.high, one.half) == (3.0, -np.inf, np.inf, 0.0)
+    # Student's t with two degrees of freedom: 4.303 standard errors.
+    assert interval([1.0, 2.0, 3.0]).half == pytest.approx(4.3027 / np.sqrt(3), abs=1e-4)
+    assert jain(np.array([1.0, 0.0])) == pytest.approx(0.5)
+    assert jain(np.zeros(4)) == 0.25
 
 
 def figures(**rates: float) -> Goodput:
@@ -40,9 +51,9 @@ def figures(**rates: float) -> Goodput:
     noise = np.array([1.0, 1.01, 0.99])
     return {
         (t, d, p): rates.get(p, 100.0) * noise
-        for t in spin_fig11._TARGETS
-        for d in spin_fig11._DATASETS
-        for p in spin_fig11._POLICIES
+        for t in SPIN_TARGETS
+        for d in spin_fig11.DATASETS
+        for p in spin_fig11.POLICIES
     }
 
 
@@ -74,14 +85,14 @@ def test_a_run_keeps_eight_requests_live_and_is_reproducible() -> None:
     assert 150 < rate < 8 * 5 / 0.02
 
 
-def curve(gains: dict[int, float], spin: int = 9, planned: int = 4) -> spin_fig13.Curve:
+def curve(gains: dict[int, float], spin: int = 9, planned: int = 4) -> spin_fig13.MicroBatches:
     """Gains over no micro-batches; of the others 0.8."""
-    return spin_fig13.Curve(
+    return spin_fig13.MicroBatches(
         {1: 100.0} | {n: 100.0 * gains.get(n, 0.8) for n in range(2, 10)}, 0.0, spin, planned
     )
 
 
-def figure_13(hard: spin_fig13.Curve, easy: spin_fig13.Curve) -> list[str]:
+def figure_13(hard: spin_fig13.MicroBatches, easy: spin_fig13.MicroBatches) -> list[str]:
     names = [f"{times}, {text}" for times in ("rows", "streaming") for text in ("hard", "easy")]
     curves = dict(zip(names, (hard, easy, hard, easy), strict=True))
     flat = dict.fromkeys(names, curve({}))

@@ -31,7 +31,7 @@ _BLOCK = 4096
 
 
 @dataclass(frozen=True)
-class Batch:
+class SteadyBatch:
     """requests: of each drafter that `profile` knows. length: draft tokens a round. acceptance:
     probability of each, by drafter."""
 
@@ -58,14 +58,16 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class SteadyRates:
     """chosen: the setting in the end, where the pipeline chooses it."""
 
     tokens_per_s: float
     chosen: Setting | None
 
 
-def play(batch: Batch, pipeline: str, *, beside: bool | None = None, rounds: int = 50) -> Played:
+def play(
+    batch: SteadyBatch, pipeline: str, *, beside: bool | None = None, rounds: int = 50
+) -> SteadyRates:
     """Simulate for as long as so many rounds take without a pipeline. beside: whether drafters work
     beside the target; default: where there is a pipeline."""
     names = list(batch.requests)
@@ -101,4 +103,4 @@ def play(batch: Batch, pipeline: str, *, beside: bool | None = None, rounds: int
     until = rounds * cycle_seconds(batch.round(), Setting())
     result = simulate(scheduler, executor, clock, requests, until=until)
     tokens = sum(r.num_tokens for r in result.records.values())
-    return Played(tokens / until, made.setting if isinstance(made, Auto) else None)
+    return SteadyRates(tokens / until, made.setting if isinstance(made, Auto) else None)

@@ -20,9 +20,10 @@ import numpy as np
 
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.fluid.fair_path import FluidPath, fair_optimum, fluid_path
-from penstock.repro import Entry, Finding, Run, Verdict, check
-from penstock.repro.goodspeed_rounds import FloatArray, GeometricClients, play
-from penstock.repro.output import pyplot, save_figure, write_table
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run
+from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.rounds import FloatArray, GeometricClients, play
 
 NAME = "goodspeed_theorems"
 
@@ -46,7 +47,7 @@ _STUCK = "β stays at 0.5"
 
 
 @dataclass(frozen=True)
-class Sample:
+class AtBeta:
     """At one β, worst of the starts: how often ‖X − x*‖ exceeds ε ‖x*‖, and the distance of the
     mean realised goodput from x*, over ‖x*‖."""
 
@@ -60,12 +61,12 @@ def rates() -> FloatArray:
     return np.linspace(0.35, 0.88, _CLIENTS)
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     best = fair_optimum(rates(), _BUDGET).goodput
     job.tell(f"{NAME}: fluid paths")
     paths = {start: path_from(start) for start in _STARTS}
     betas = _BETAS[: 3 + min(job.effort.seeds // 4, 3)]
-    samples: dict[str, list[Sample]] = {}
+    samples: dict[str, list[AtBeta]] = {}
     for kind in _KINDS:
         samples[kind] = []
         for beta in betas:
@@ -81,7 +82,12 @@ def run(job: Run) -> list[Verdict]:
         attraction(paths, best),
         concentration(samples["overlaps"]),
         averages(samples["overlaps"]),
-        *(from_outcomes(where, samples[kind]) for kind, where in _OUTCOMES.items()),
+        *(
+            averages(
+                samples[kind], f"the same from 0/1 outcomes {where} (not claimed by the paper)"
+            )
+            for kind, where in _OUTCOMES.items()
+        ),
     ]
 
 
@@ -92,7 +98,7 @@ def path_from(start: float) -> FluidPath:
     return fluid_path(np.full(_CLIENTS, start), rates(), _BUDGET, _DURATION, _STEP)
 
 
-def sample(beta: float, best: FloatArray, kind: str, seeds: Sequence[int]) -> Sample:
+def sample(beta: float, best: FloatArray, kind: str, seeds: Sequence[int]) -> AtBeta:
     """The scheduler at one β, from every start, over several seeds."""
     overlaps, options = _KINDS[kind]
     eta = beta**1.5
@@ -118,10 +124,10 @@ def sample(beta: float, best: FloatArray, kind: str, seeds: Sequence[int]) -> Sa
             means.append(played.tokens[skip:].mean(axis=0))
         exceeded.append(float(np.mean(far)))
         errors.append(float(np.linalg.norm(np.mean(means, axis=0) - best)) / norm)
-    return Sample(beta, max(exceeded), max(errors))
+    return AtBeta(beta, max(exceeded), max(errors))
 
 
-def attraction(paths: dict[float, FluidPath], best: FloatArray) -> Verdict:
+def attraction(paths: dict[float, FluidPath], best: FloatArray) -> ClaimVerdict:
     return check(
         "fluid sample paths go to x* from anywhere, uniformly (theorem 3)",
         attracted,
@@ -149,17 +155,12 @@ def attracted(found: tuple[dict[float, FluidPath], FloatArray]) -> Finding:
     )
 
 
-def concentration(samples: Sequence[Sample]) -> Verdict:
-    return check(
-        f"Pr(‖X − x*‖ > {_EPSILON:g} ‖x*‖) goes to 0 with β (theorem 1)",
-        concentrated,
-        samples,
-        _STUCK,
-        [samples[0]] * len(samples),
-    )
+def concentration(samples: Sequence[AtBeta]) -> ClaimVerdict:
+    claim = f"Pr(‖X − x*‖ > {_EPSILON:g} ‖x*‖) goes to 0 with β (theorem 1)"
+    return check(claim, concentrated, samples, _STUCK, [samples[0]] * len(samples))
 
 
-def concentrated(samples: Sequence[Sample]) -> Finding:
+def concentrated(samples: Sequence[AtBeta]) -> Finding:
     return Finding(
         ", ".join(f"β {s.beta:g}: {s.exceeded:.1%}" for s in samples),
         (
@@ -169,17 +170,13 @@ def concentrated(samples: Sequence[Sample]) -> Finding:
     )
 
 
-def averages(samples: Sequence[Sample]) -> Verdict:
-    return check(
-        "mean realised goodput goes to x* with β (theorem 4)",
-        average,
-        samples,
-        _STUCK,
-        [samples[0]] * len(samples),
-    )
+def averages(
+    samples: Sequence[AtBeta], claim: str = "mean realised goodput goes to x* with β (theorem 4)"
+) -> ClaimVerdict:
+    return check(claim, average, samples, _STUCK, [samples[0]] * len(samples))
 
 
-def average(samples: Sequence[Sample]) -> Finding:
+def average(samples: Sequence[AtBeta]) -> Finding:
     last = samples[-1]
     return Finding(
         ", ".join(f"β {s.beta:g}: {s.average_error:.1%} off" for s in samples),
@@ -187,36 +184,27 @@ def average(samples: Sequence[Sample]) -> Finding:
     )
 
 
-def from_outcomes(where: str, samples: Sequence[Sample]) -> Verdict:
-    return check(
-        f"the same from 0/1 outcomes {where} (not claimed by the paper)",
-        average,
-        samples,
-        _STUCK,
-        [samples[0]] * len(samples),
-    )
-
-
 def _draw(
     job: Run,
     paths: dict[float, FluidPath],
     best: FloatArray,
-    samples: dict[str, list[Sample]],
+    samples: dict[str, list[AtBeta]],
 ) -> None:
-    figure, (left, right) = pyplot().subplots(1, 2, figsize=(10, 4), layout="constrained")
-    for start, path in paths.items():
-        left.plot(path.times, np.linalg.norm(path.goodput - best, axis=1), label=f"from {start:g}")
-    left.set(yscale="log", xlabel="t = β · rounds", ylabel="distance to x*", title="fluid paths")
+    distances = {
+        f"from {start:g}": (path.times, np.linalg.norm(path.goodput - best, axis=1))
+        for start, path in paths.items()
+    }
+    errors = {}
     for kind, found in samples.items():
-        right.plot([s.beta for s in found], [s.exceeded for s in found], "o-", label=f"{kind}, X")
-        right.plot(
-            [s.beta for s in found], [s.average_error for s in found], "s--", label=f"{kind}, mean"
-        )
-    right.set(xscale="log", xlabel="β", ylabel="share of rounds far off; error of the mean")
-    left.legend()
-    right.legend()
-    figure.suptitle("Convergence to x* (GoodSpeed, theorems 1, 3 and 4)")
-    save_figure(figure, job.out / f"{NAME}.png")
+        betas = [s.beta for s in found]
+        errors[f"{kind}, X"] = betas, [s.exceeded for s in found]
+        errors[f"{kind}, mean"] = betas, [s.average_error for s in found]
+    left = {"yscale": "log", "xlabel": "t = β · rounds", "ylabel": "distance to x*"}
+    right = {"xscale": "log", "xlabel": "β", "ylabel": "share of rounds far off; error of the mean"}
+    plots = [Plot(distances, left | {"title": "fluid paths"}), Plot(errors, right, "o-")]
+    draw(job.out / f"{NAME}.png", "Convergence to x* (GoodSpeed, theorems 1, 3, 4)", [plots])
 
 
-ENTRY = Entry(NAME, "Theorems 1, 3 and 4: fluid paths and the scheduler converge to x*", run)
+EXPERIMENT = Experiment(
+    NAME, "Theorems 1, 3 and 4: fluid paths and the scheduler converge to x*", run
+)

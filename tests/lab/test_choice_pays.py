@@ -10,45 +10,43 @@ import numpy as np
 import pytest
 
 from penstock.core.registry import policies
-from penstock.repro import FULL, QUICK
-from penstock.repro.choice_pays import (
+from penstock.lab.experiment import FULL, QUICK
+from penstock.lab.families import SPECIALISTS, specialists_acceptances, specialists_profile
+from penstock.lab.papers.choice_pays import (
     CHOOSERS,
-    DRAFTERS,
-    Cell,
+    Gains,
     Grid,
-    Panel,
-    Player,
-    Rates,
-    acceptances,
-    profile,
+    Machine,
+    Requests,
+    Spot,
     tokens_per_s,
     verdicts,
 )
 
-INSIDE = Panel(own_devices=False, batch=2)
-ALONE = Panel(own_devices=False, batch=1)
+INSIDE = Machine(own_devices=False, batch=2)
+ALONE = Machine(own_devices=False, batch=1)
 SMALL = replace(Grid.of(QUICK), warm=4, counted=8)
 
 
 @pytest.mark.parametrize("contrast", [0.0, 0.1, 0.4])
 def test_contrast_leaves_the_mean_acceptance_alone(contrast: float) -> None:
-    fit = acceptances(contrast)
+    fit = specialists_acceptances(contrast)
     rates = {d: 1 / (1 + np.exp(-np.array(f.mean))) for d, f in fit.domains.items()}
     assert np.mean(list(rates.values()), axis=0) == pytest.approx(0.6)
-    for column, name in enumerate(DRAFTERS):
+    for column, name in enumerate(SPECIALISTS):
         assert rates[name][column] - min(rates[name]) == pytest.approx(contrast)
 
 
 def test_a_drafter_takes_a_share_of_the_targets_step() -> None:
-    machine = profile(0.2)
+    machine = specialists_profile(0.2)
     for rows in (1, 8, 64):
         steps = [d.seconds(rows, 1) for d in machine.drafters]
-        assert steps == pytest.approx([0.2 * machine.linear(rows)] * len(DRAFTERS))
+        assert steps == pytest.approx([0.2 * machine.linear(rows)] * len(SPECIALISTS))
 
 
 def test_the_full_map_holds_the_quick_one() -> None:
     full, quick = Grid.of(FULL), Grid.of(QUICK)
-    assert set(quick.cells) < set(full.cells)
+    assert set(quick.spots) < set(full.spots)
     assert {0.02, 0.5} < set(full.ratios)
 
 
@@ -63,29 +61,29 @@ def test_tokens_count_in_the_window_that_is_asked_for() -> None:
 
 
 def test_specialists_gain_where_drafters_differ_and_one_request_is_live() -> None:
-    player = Player(Cell(ALONE, 0.05, 0.4), SMALL)
-    one = player.tokens_per_s("single")
-    assert player.specialists(4) > 1.5 * one
-    assert one < player.specialists(2) < player.specialists(4)
-    assert "known" not in policies("selection")
+    requests = Requests(Spot(ALONE, 0.05, 0.4), SMALL)
+    one = requests.tokens_per_s("single")
+    assert requests.specialists(4) > 1.5 * one
+    assert one < requests.specialists(2) < requests.specialists(4)
+    assert "assigned" not in policies("selection")
 
 
 def test_words_help_a_learner() -> None:
-    player = Player(Cell(ALONE, 0.05, 0.4), replace(SMALL, warm=16, counted=16))
-    assert player.tokens_per_s("adaptive", words=True) > 1.2 * player.tokens_per_s("adaptive")
+    requests = Requests(Spot(ALONE, 0.05, 0.4), replace(SMALL, warm=16, counted=16))
+    assert requests.tokens_per_s("adaptive", words=True) > 1.2 * requests.tokens_per_s("adaptive")
 
 
-def rates(**gains: float) -> Rates:
+def rates(**gains: float) -> Gains:
     """Over one drafter for all, which is twice as good as none."""
     chosen = {c: 100.0 * gains.get(c.split(",")[0], 1.0) for c in CHOOSERS}
-    return Rates(50.0, 100.0, {**chosen, "at random": 100.0 * gains.get("random", 0.9)})
+    return Gains(50.0, 100.0, {**chosen, "at random": 100.0 * gains.get("random", 0.9)})
 
 
 def test_verdicts_say_where_it_pays_and_who_gains() -> None:
     found = {
-        Cell(INSIDE, 0.05, 0.0): rates(lbss=0.8),
-        Cell(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, adaptive=1.15, lbss=1.05),
-        Cell(INSIDE, 0.5, 0.2): rates(clairvoyant=1.05, adaptive=0.96, lbss=0.9),
+        Spot(INSIDE, 0.05, 0.0): rates(lbss=0.8),
+        Spot(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, adaptive=1.15, lbss=1.05),
+        Spot(INSIDE, 0.5, 0.2): rates(clairvoyant=1.05, adaptive=0.96, lbss=0.9),
     }
     clairvoyant, words, words_elsewhere, *_, lbss, lbss_elsewhere = verdicts(found)
     assert clairvoyant.outcome == "holds in part"
@@ -97,19 +95,19 @@ def test_verdicts_say_where_it_pays_and_who_gains() -> None:
 
 def test_what_chance_gains_too_is_not_shown() -> None:
     found = {
-        Cell(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, adaptive=1.2, random=1.2),
-        Cell(INSIDE, 0.5, 0.2): rates(random=0.96),
+        Spot(INSIDE, 0.05, 0.2): rates(clairvoyant=1.2, adaptive=1.2, random=1.2),
+        Spot(INSIDE, 0.5, 0.2): rates(random=0.96),
     }
     assert [v.outcome for v in verdicts(found)[1:5]] == ["not shown"] * 4
 
 
 def test_gains_are_over_the_better_of_one_drafter_and_none() -> None:
-    assert Rates(200.0, 100.0, {"lbss": 150.0}).gain("lbss") == pytest.approx(0.75)
-    assert Rates(50.0, 100.0, {"lbss": 150.0}).gain("lbss") == pytest.approx(1.5)
+    assert Gains(200.0, 100.0, {"lbss": 150.0}).over("lbss") == pytest.approx(0.75)
+    assert Gains(50.0, 100.0, {"lbss": 150.0}).over("lbss") == pytest.approx(1.5)
 
 
 def test_a_map_without_any_cell_that_pays_says_so() -> None:
-    found = {Cell(INSIDE, 0.05, 0.2): rates()}
+    found = {Spot(INSIDE, 0.05, 0.2): rates()}
     clairvoyant, words, *_ = verdicts(found)
     assert clairvoyant.outcome == "does not hold"
     assert words.measured == "in 0 of 0 cells"

@@ -15,15 +15,12 @@ from typing import Any
 import numpy as np
 
 from penstock.core.registry import make_policy
-from penstock.repro import Entry, Finding, Run, Verdict, check
-from penstock.repro.goodspeed_rounds import (
-    FloatArray,
-    GeometricClients,
-    Misled,
-    jumping_rates,
-    play,
-)
-from penstock.repro.output import pyplot, save_figure, student, write_table
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run
+from penstock.lab.oracles import Misled
+from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.rounds import FloatArray, GeometricClients, jumping_rates, play
+from penstock.lab.statistics import interval
 
 NAME = "goodspeed_fig4"
 
@@ -36,21 +33,17 @@ _FIRST = 50
 _BASELINES = ("fixed", "random")
 _MISLED = "goodspeed, misled"
 _POLICIES = (*_BASELINES, "goodspeed", "goodspeed_adaptive", _MISLED)
-_SEEDS = 5
 
 Curves = dict[tuple[int, int], dict[str, FloatArray]]
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     curves: Curves = {}
     for clients, budget in _SETTINGS:
         job.tell(f"{NAME}: {clients} clients, C = {budget}")
         curves[clients, budget] = {
             name: np.stack(
-                [
-                    utility(name, clients, budget, seed)
-                    for seed in range(max(_SEEDS, job.effort.seeds))
-                ]
+                [utility(name, clients, budget, seed) for seed in range(job.effort.repetitions)]
             )
             for name in _POLICIES
         }
@@ -79,7 +72,7 @@ def utility(name: str, clients: int, budget: int, seed: int) -> FloatArray:
     return np.asarray(np.log(means).sum(axis=1))
 
 
-def verdicts(curves: Curves) -> list[Verdict]:
+def verdicts(curves: Curves) -> list[ClaimVerdict]:
     found = []
     for (clients, budget), by_policy in curves.items():
         where = f"({clients} clients, C = {budget})"
@@ -116,7 +109,7 @@ def advantage(found: tuple[FloatArray, dict[str, FloatArray]]) -> Finding:
     shown, parts = [], []
     for name, theirs in baselines.items():
         ahead = ours - theirs
-        last = student(ahead[:, -1].tolist())
+        last = interval(ahead[:, -1].tolist())
         least = float(ahead.mean(axis=0)[_FIRST:].min())
         shown.append(f"{last} against {name} after {_ROUNDS} (smallest mean {least:+.2f})")
         parts.append(last.low > 0 and least > 0)
@@ -124,16 +117,16 @@ def advantage(found: tuple[FloatArray, dict[str, FloatArray]]) -> Finding:
 
 
 def _draw(job: Run, curves: Curves) -> None:
-    figure, axes = pyplot().subplots(2, 2, figsize=(10, 7), layout="constrained")
     rounds = np.arange(1, _ROUNDS + 1)
-    for axis, ((clients, budget), found) in zip(axes.flat, curves.items(), strict=True):
-        for name in (p for p in _POLICIES if p != _MISLED):
-            values = found[name]
-            axis.plot(rounds, values.mean(axis=0), label=name)
-        axis.set(title=f"{clients} clients, C = {budget}", xlabel="round", ylabel="U(x̄)")
-        axis.legend()
-    figure.suptitle("Utility of the average goodput (GoodSpeed, figure 4)")
-    save_figure(figure, job.out / f"{NAME}.png")
+    plots = [
+        Plot(
+            {p: (rounds, found[p].mean(axis=0)) for p in _POLICIES if p != _MISLED},
+            {"title": f"{clients} clients, C = {budget}", "xlabel": "round", "ylabel": "U(x̄)"},
+        )
+        for (clients, budget), found in curves.items()
+    ]
+    title = "Utility of the average goodput (GoodSpeed, figure 4)"
+    draw(job.out / f"{NAME}.png", title, [plots[:2], plots[2:]])
 
 
-ENTRY = Entry(NAME, "Figure 4: utility over rounds, against Fixed-S and Random-S", run)
+EXPERIMENT = Experiment(NAME, "Figure 4: utility over rounds, against Fixed-S and Random-S", run)

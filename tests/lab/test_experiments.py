@@ -1,4 +1,4 @@
-"""Every entry in a tiny version: it runs, and writes its table and its picture."""
+"""Every experiment in a tiny version: it runs, and writes its table and its picture."""
 
 from __future__ import annotations
 
@@ -10,20 +10,18 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.repro import (
+from penstock.lab import loads
+from penstock.lab.claims import ClaimVerdict, Finding, bar, check, judge, summary
+from penstock.lab.experiment import (
     Effort,
-    Entry,
-    Finding,
-    ReproError,
+    Experiment,
+    LabError,
     Run,
     Skipped,
-    Verdict,
-    check,
-    entries,
-    entries_named,
-    judge,
-    wait_loads,
+    experiments,
+    experiments_named,
 )
+from penstock.lab.papers import spin_fig11, spin_fig12
 from penstock.sim.capacity import Capacity
 from penstock.sim.run import Setup
 
@@ -40,14 +38,26 @@ def expected_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
     def expected(setup: Setup, at: object, low: float, high: float, **_: float) -> Capacity:
         return Capacity(high / 1.1, low, high)
 
-    monkeypatch.setattr(wait_loads, "capacity", expected)
+    monkeypatch.setattr(loads, "capacity", expected)
 
 
-@pytest.mark.usefixtures("expected_capacities")
-@pytest.mark.parametrize("name", sorted(set(entries()) - MEASURED))
-def test_an_entry_writes_its_files_and_judges_every_claim(name: str, tmp_path: Path) -> None:
+@pytest.fixture
+def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the figures with most cells: those that their claims are about."""
+    texts = {name: spin_fig11.DATASETS[name] for name in ("easy", "hard")}
+    policies = {n: p for n, p in spin_fig11.POLICIES.items() if n[-1] not in "M"}
+    monkeypatch.setattr(spin_fig11, "DATASETS", texts)
+    monkeypatch.setattr(spin_fig11, "POLICIES", policies)
+    monkeypatch.setattr(spin_fig12, "_BATCHES", (16, 32))
+    monkeypatch.setattr(spin_fig12, "_ROUNDS", 24)
+    monkeypatch.setattr(spin_fig12, "_LAYERS", 1)
+
+
+@pytest.mark.usefixtures("expected_capacities", "few_cells")
+@pytest.mark.parametrize("name", sorted(set(experiments()) - MEASURED))
+def test_an_experiment_writes_its_files_and_judges_every_claim(name: str, tmp_path: Path) -> None:
     told: list[str] = []
-    verdicts = entries()[name].run(Run(tmp_path, TINY, tell=told.append))
+    verdicts = experiments()[name].run(Run(tmp_path, TINY, tell=told.append))
     assert verdicts
     assert all(v.claim and v.measured for v in verdicts)
     assert all(v.control is not None and v.control.measured for v in verdicts)
@@ -61,7 +71,7 @@ def test_an_entry_writes_its_files_and_judges_every_claim(name: str, tmp_path: P
 
 
 def test_a_missing_data_folder_skips_with_a_message(tmp_path: Path) -> None:
-    entry = entries()["wait_linear_model"]
+    entry = experiments()["wait_linear_model"]
     with pytest.raises(Skipped, match="PENSTOCK_DATA"):
         entry.run(Run(tmp_path, TINY))
     with pytest.raises(Skipped, match="which is not in"):
@@ -70,20 +80,27 @@ def test_a_missing_data_folder_skips_with_a_message(tmp_path: Path) -> None:
 
 
 def test_an_unknown_entry_names_the_known_ones() -> None:
-    with pytest.raises(ReproError, match=r"choose from all, .*wait_theorems"):
-        entries_named("wait_fig9")
-    assert [e.name for e in entries_named("all")] == sorted(entries())
+    with pytest.raises(LabError, match=r"choose from all, .*wait_theorems"):
+        experiments_named("wait_fig9")
+    assert [e.name for e in experiments_named("all")] == sorted(experiments())
 
 
 def test_a_verdict_has_three_outcomes() -> None:
     assert judge(True, True) == "holds"
     assert judge(True, False) == "holds in part"
     assert judge(False) == "does not hold"
-    assert Verdict("a", "b", judge(False)).line() == "[does not hold] a: b"
+    assert ClaimVerdict("a", "b", judge(False)).line() == "[does not hold] a: b"
 
 
 def above_three(numbers: list[int]) -> Finding:
     return Finding(f"the least is {min(numbers)}", (min(numbers) > 3,))
+
+
+def test_a_bar_is_met_or_missed_or_only_told() -> None:
+    found = [bar("speed", "2 (bar 1)", True), bar("memory", "9", None)]
+    assert [v.line() for v in found] == ["[met] speed: 2 (bar 1)", "[for information] memory: 9"]
+    assert summary(found) == {"met": True, "lines": ["speed: 2 (bar 1)", "memory: 9"]}
+    assert summary([*found, bar("errors", "1", False)])["met"] is False
 
 
 def test_a_claim_that_its_control_passes_is_not_shown() -> None:
@@ -107,16 +124,16 @@ def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry with an entry that writes a file and one that is skipped."""
 
-    def run(job: Run) -> list[Verdict]:
+    def run(job: Run) -> list[ClaimVerdict]:
         job.tell("half of [it]")
         (job.out / "toy.csv").write_text("a\n1\n", encoding="utf-8")
-        return [Verdict("claim", f"{job.effort.arrivals} arrivals", "does not hold")]
+        return [ClaimVerdict("claim", f"{job.effort.arrivals} arrivals", "does not hold")]
 
-    def skip(job: Run) -> list[Verdict]:
+    def skip(job: Run) -> list[ClaimVerdict]:
         raise Skipped("no data")
 
-    found = {"toy": Entry("toy", "A toy", run), "toyless": Entry("toyless", "None", skip)}
-    monkeypatch.setattr("penstock.repro.entries", lambda: found)
+    found = {"toy": Experiment("toy", "A toy", run), "toyless": Experiment("toyless", "None", skip)}
+    monkeypatch.setattr("penstock.lab.experiment.experiments", lambda: found)
 
 
 @pytest.mark.usefixtures("one_entry")

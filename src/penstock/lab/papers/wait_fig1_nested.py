@@ -7,10 +7,10 @@ from dataclasses import replace
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.fluid.traffic import Traffic, scaled
 from penstock.fluid.wait import fractional_wait_thresholds
-from penstock.repro import Effort, Entry, Finding, Run, Verdict, check
-from penstock.repro.output import write_table
-from penstock.repro.wait_loads import (
-    Choice,
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Effort, Experiment, Run
+from penstock.lab.loads import (
+    Candidate,
     Point,
     Sustained,
     best_of,
@@ -22,7 +22,8 @@ from penstock.repro.wait_loads import (
     setup_of,
     write_points,
 )
-from penstock.repro.wait_policies import (
+from penstock.lab.report import write_table
+from penstock.lab.thresholds import (
     nested_choice,
     nested_choices,
     nested_kv,
@@ -40,7 +41,7 @@ _GATED_LOAD = 0.95
 """Share of the bound for which the gated version's thresholds are planned."""
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     effort = job.effort
     traffic = unit_traffic(_WORKLOAD)
     bound = bound_of(_WORKLOAD, effort.arrivals)
@@ -77,8 +78,8 @@ def _capacities(job: Run, traffic: Traffic, bound: float) -> dict[str, Sustained
     effort = job.effort
     found: dict[str, Sustained] = {}
     fixed = {
-        "vllm_v0": Choice(setup_of("vllm_v0"), 0.5 * bound),
-        "sarathi": Choice(setup_of("sarathi"), 0.7 * bound),
+        "vllm_v0": Candidate(setup_of("vllm_v0"), 0.5 * bound),
+        "sarathi": Candidate(setup_of("sarathi"), 0.7 * bound),
         literal(_SEGMENTS): _literal_ten(traffic),
         gated(_SEGMENTS): _gated_ten(traffic, bound),
     }
@@ -98,12 +99,12 @@ def _capacities(job: Run, traffic: Traffic, bound: float) -> dict[str, Sustained
     return found
 
 
-def _literal_ten(traffic: Traffic) -> Choice:
+def _literal_ten(traffic: Traffic) -> Candidate:
     ends = segment_ends(traffic, _SEGMENTS)
     return nested_choice(traffic, ends, (1,) * _SEGMENTS)
 
 
-def _gated_ten(traffic: Traffic, bound: float) -> Choice:
+def _gated_ten(traffic: Traffic, bound: float) -> Candidate:
     """The version that serves, with the fluid's fractional thresholds: a segment's is the share of
     the requests that enters it."""
     ends = segment_ends(traffic, _SEGMENTS)
@@ -114,7 +115,7 @@ def _gated_ten(traffic: Traffic, bound: float) -> Choice:
         sum(n for t, n in numbers if t.output_len > start) for start in (0, *ends[:-1])
     )
     setup = setup_of("nested_wait_gated", segment_ends=ends, thresholds=thresholds)
-    return Choice(setup, _GATED_LOAD * bound)
+    return Candidate(setup, _GATED_LOAD * bound)
 
 
 def _points(found: dict[str, Sustained], rate: float, effort: Effort) -> list[Point]:
@@ -125,7 +126,7 @@ def _points(found: dict[str, Sustained], rate: float, effort: Effort) -> list[Po
     ]
 
 
-def verdicts(found: dict[str, Sustained], traffic: Traffic) -> list[Verdict]:
+def verdicts(found: dict[str, Sustained], traffic: Traffic) -> list[ClaimVerdict]:
     """What capacities say about the paper's claims for Nested WAIT."""
     ten = found[literal(_SEGMENTS)]
     ends = segment_ends(traffic, _SEGMENTS)
@@ -159,9 +160,9 @@ def _text(policy: str, found: dict[str, Sustained]) -> str:
     return f"{policy}, thresholds {'/'.join(map(str, thresholds))}"
 
 
-def _gain(what: str, mine: Sustained, found: dict[str, Sustained]) -> Verdict:
+def _gain(what: str, mine: Sustained, found: dict[str, Sustained]) -> ClaimVerdict:
     claim = f"{what}: peak throughput 20-30% above vLLM and Sarathi"
     return gain_verdict(claim, mine, {p: found[p] for p in ("vllm_v0", "sarathi")})
 
 
-ENTRY = Entry(NAME, "Nested WAIT on ten bins of lengths: throughput and latency", run)
+EXPERIMENT = Experiment(NAME, "Nested WAIT on ten bins of lengths: throughput and latency", run)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.repro import Effort, Entry, Finding, Run, Verdict, check
-from penstock.repro.output import write_table
-from penstock.repro.wait_loads import (
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Effort, Experiment, Run
+from penstock.lab.loads import (
     UNCAPPED,
-    Choice,
+    Candidate,
     Point,
     Sustained,
     best_of,
@@ -21,7 +21,8 @@ from penstock.repro.wait_loads import (
     setup_of,
     write_points,
 )
-from penstock.repro.wait_policies import (
+from penstock.lab.report import write_table
+from penstock.lab.thresholds import (
     nested_choices,
     nested_neighbours,
     planned_thresholds,
@@ -45,7 +46,7 @@ _NESTED_SEGMENTS = 4
 Found = dict[str, dict[str, Sustained]]
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     effort = job.effort
     found: Found = {}
     bounds = {name: bound_of(name, effort.arrivals) for name in _PROTOTYPE}
@@ -97,16 +98,16 @@ def capacities(job: Run, name: str, bound: float) -> dict[str, Sustained]:
     return found
 
 
-def rivals(bound: float) -> dict[str, Choice]:
+def rivals(bound: float) -> dict[str, Candidate]:
     """The paper's rivals with the limits they come with (256 requests at once), and one without."""
     return {
-        "vllm_v0": Choice(setup_of("vllm_v0"), 0.5 * bound),
-        "sarathi": Choice(setup_of("sarathi"), 0.7 * bound),
-        "sarathi, no limits": Choice(setup_of("sarathi", **UNCAPPED), bound),
+        "vllm_v0": Candidate(setup_of("vllm_v0"), 0.5 * bound),
+        "sarathi": Candidate(setup_of("sarathi"), 0.7 * bound),
+        "sarathi, no limits": Candidate(setup_of("sarathi", **UNCAPPED), bound),
     }
 
 
-def ratio_verdict(name: str, found: dict[str, Sustained], effort: Effort) -> Verdict:
+def ratio_verdict(name: str, found: dict[str, Sustained], effort: Effort) -> ClaimVerdict:
     """The capacity of the best literal WAIT over vLLM's, beside the prototype's."""
     rival = found["vllm_v0"]
 
@@ -134,13 +135,13 @@ def ratio_verdict(name: str, found: dict[str, Sustained], effort: Effort) -> Ver
     )
 
 
-def _gain_verdict(name: str, found: dict[str, Sustained]) -> Verdict:
+def _gain_verdict(name: str, found: dict[str, Sustained]) -> ClaimVerdict:
     rivals = {p: s for p, s in found.items() if p not in ("wait", "nested_wait")}
     claim = f"{name}: WAIT's peak throughput is 20-30% above vLLM and Sarathi"
     return gain_verdict(claim, found["wait"], rivals)
 
 
-def _unit_verdict(bounds: dict[str, float]) -> Verdict:
+def _unit_verdict(bounds: dict[str, float]) -> ClaimVerdict:
     """No unit of time makes the low rates low and the high ones sustainable but a long one, so the
     printed figures are read as requests of a run, and only their proportions are used."""
     return check(
@@ -162,7 +163,7 @@ def _bearable(rates: Mapping[str, float], bounds: Mapping[str, float]) -> Findin
     )
 
 
-def _latency_verdict(points: list[tuple[str, Point]]) -> Verdict:
+def _latency_verdict(points: list[tuple[str, Point]]) -> ClaimVerdict:
     """Latency at the lightest load of the curves against the rival's; the control is WAIT with the
     thresholds of its capacity, which wait there for many requests."""
     lightest = {name: min(p.rate for w, p in points if w == name) for name in _PAPER_RATES}
@@ -207,4 +208,4 @@ def _curves(name: str, found: dict[str, Sustained], bound: float, effort: Effort
     return points
 
 
-ENTRY = Entry(NAME, "WAIT on known output lengths: throughput and latency", run)
+EXPERIMENT = Experiment(NAME, "WAIT on known output lengths: throughput and latency", run)

@@ -1,17 +1,21 @@
-"""A claim, what was measured, and a control of which the claim must be false.
+"""What an experiment says of a claim: what was found, against which bar or control, and whether
+the claim holds.
 
-A test that everything passes shows nothing. So a claim's test is one function, and it runs twice:
-on what was measured, and on a control (the same data shuffled, a policy that lacks the property, a
-law of another order). Where the control passes too, the claim is not shown.
+A test that everything passes shows nothing. So a paper's claim is tested by one function that runs
+twice: on what was measured, and on a control of which the claim must be false (the same data
+shuffled, a policy that lacks the property, a law of another order). Where the control passes too,
+the claim is not shown. A bar set for this project needs no control: it is met or missed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-Outcome = Literal["holds", "holds in part", "does not hold", "not shown"]
+Outcome = Literal[
+    "holds", "holds in part", "does not hold", "not shown", "met", "missed", "for information"
+]
 Data = TypeVar("Data")
 
 
@@ -41,8 +45,8 @@ class Control:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What a paper claims, what was measured here, whether that agrees, and the control."""
+class ClaimVerdict:
+    """What is claimed, what was measured, whether that agrees, and the control."""
 
     claim: str
     measured: str
@@ -50,7 +54,8 @@ class Verdict:
     control: Control | None = None
 
     def line(self) -> str:
-        line = f"[{self.outcome}] {self.claim}: {self.measured}"
+        claim = f"{self.claim}: " if self.claim else ""
+        line = f"[{self.outcome}] {claim}{self.measured}"
         if self.control is None:
             return line
         control = self.control
@@ -59,12 +64,27 @@ class Verdict:
 
 def check(
     claim: str, test: Callable[[Data], Finding], data: Data, control: str, placebo: Data
-) -> Verdict:
+) -> ClaimVerdict:
     """The verdict of a test on `data`, which is `not shown` where the whole claim would also hold
     of `placebo`. control: what `placebo` is."""
     found, false = test(data), test(placebo)
     control_outcome = judge(*false.parts)
     outcome: Outcome = "not shown" if control_outcome == "holds" else judge(*found.parts)
-    return Verdict(
+    return ClaimVerdict(
         claim, found.measured, outcome, Control(control, false.measured, control_outcome)
     )
+
+
+def bar(claim: str, measured: str, reached: bool | None) -> ClaimVerdict:
+    """Against a bar, which is part of `measured`; None: no bar is set."""
+    outcomes: dict[bool | None, Outcome] = {True: "met", False: "missed", None: "for information"}
+    return ClaimVerdict(claim, measured, outcomes[None if reached is None else bool(reached)])
+
+
+def summary(verdicts: Iterable[ClaimVerdict]) -> dict[str, object]:
+    """In JSON: whether every bar is met, and a line for each claim."""
+    told = list(verdicts)
+    return {
+        "met": all(v.outcome != "missed" for v in told),
+        "lines": [v.line().partition("] ")[2] for v in told],
+    }

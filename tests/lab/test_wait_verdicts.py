@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.repro import QUICK, Run, entries
-from penstock.repro import wait_fig1_known as known
-from penstock.repro import wait_fig1_nested as nested
-from penstock.repro import wait_fig4_6 as memory
-from penstock.repro import wait_linear_model as linear
-from penstock.repro import wait_theorems as theorems
-from penstock.repro.wait_loads import Choice, Sustained, best_of, gain_verdict, setup_of
-from penstock.repro.wait_policies import (
+from penstock.lab.experiment import QUICK, Run, experiments
+from penstock.lab.loads import Candidate, Sustained, best_of, gain_verdict, setup_of
+from penstock.lab.papers import wait_fig1_known as known
+from penstock.lab.papers import wait_fig1_nested as nested
+from penstock.lab.papers import wait_fig4_6 as memory
+from penstock.lab.papers import wait_linear_model as linear
+from penstock.lab.papers import wait_theorems as theorems
+from penstock.lab.thresholds import (
     nested_choices,
     nested_kv,
     planned_wait,
@@ -69,14 +69,14 @@ def test_ten_segments_are_judged_by_whether_they_fit() -> None:
 
 
 def test_a_monotone_bound_is_not_u_shaped() -> None:
-    panel = memory.Panel(4, 50, 200, 0.1)
+    panel = memory.BoundCase(4, 50, 200, 0.1)
     by_segments = memory.bounds(panel, (1, 10, 500))
     assert memory.verdicts({panel: by_segments})[0].outcome == "holds"
     assert memory.verdicts({panel: by_segments[:2]})[0].outcome == "does not hold"
 
 
 def test_the_terms_are_the_bound() -> None:
-    panel = memory.Panel(4, 50, 200, 0.1)
+    panel = memory.BoundCase(4, 50, 200, 0.1)
     (bound,) = memory.bounds(panel, (10,))
     assert sum(memory.terms(bound)) == pytest.approx(bound.kv_bound_tokens)
     assert memory.terms(bound)[0] > 50 * 62
@@ -96,7 +96,7 @@ def test_eq_1_on_the_measurements(tmp_path: Path) -> None:
     if not DATA.is_dir():
         pytest.skip("the data folder is not there (set PENSTOCK_DATA)")
     pytest.importorskip("matplotlib")
-    decode, mixed = entries()["wait_linear_model"].run(Run(tmp_path, data=DATA))
+    decode, mixed = experiments()["wait_linear_model"].run(Run(tmp_path, data=DATA))
     for verdict in (decode, mixed):
         assert verdict.control is not None
         assert verdict.control.outcome == "does not hold"
@@ -104,9 +104,10 @@ def test_eq_1_on_the_measurements(tmp_path: Path) -> None:
     assert (tmp_path / "wait_linear_model.png").exists()
 
 
-def _samples(power: float, latency_growth: float) -> list[theorems.Sample]:
+def _samples(power: float, latency_growth: float) -> list[theorems.AtHorizon]:
     return [
-        theorems.Sample(t, 100 * t**power, 1 + latency_growth * t, 10) for t in (1.0, 2.0, 4.0, 8.0)
+        theorems.AtHorizon(t, 100 * t**power, 1 + latency_growth * t, 10)
+        for t in (1.0, 2.0, 4.0, 8.0)
     ]
 
 
@@ -114,7 +115,7 @@ def test_decay_is_judged_by_its_exponent() -> None:
     flat, root, fast = _samples(0.0, 1.0), _samples(-0.5, 0.0), _samples(-1.0, 0.0)
     assert theorems.slope(root) == pytest.approx(-0.5)
 
-    def outcomes(*curves: list[theorems.Sample]) -> list[str]:
+    def outcomes(*curves: list[theorems.AtHorizon]) -> list[str]:
         return [v.outcome for v in theorems.verdicts(*curves)]
 
     assert outcomes(fast, root, flat) == ["holds"] * 3
@@ -161,7 +162,7 @@ def test_the_search_follows_what_is_better() -> None:
     assert best is not None
     assert best.setup.admission_options["thresholds"] == (3, 3)
     # The fluid is wrong about the first: it is measured, fails, and the other is taken.
-    boasting = Choice(setup_of("vllm_v0", max_num_seqs=1), 10_000.0)
+    boasting = Candidate(setup_of("vllm_v0", max_num_seqs=1), 10_000.0)
     corrected = best_of([boasting, good], lambda _: [], "low", effort)
     assert corrected is not None
     assert corrected.setup.admission == "wait"

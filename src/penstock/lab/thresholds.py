@@ -15,7 +15,7 @@ from penstock.fluid.stages import StageRange, stages_of
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.fluid.traffic import Traffic
 from penstock.fluid.wait import wait_thresholds
-from penstock.repro.wait_loads import Choice, setup_of
+from penstock.lab.loads import Candidate, setup_of
 from penstock.sim.planner import traffic_of
 from penstock.sim.run import Setup
 from penstock.sim.workloads import synthetic
@@ -37,7 +37,7 @@ def work_of(traffic: Traffic) -> list[int]:
 # --- WAIT -----------------------------------------------------------------------------------------
 
 
-def wait_choice(traffic: Traffic, thresholds: Sequence[int]) -> Choice:
+def wait_choice(traffic: Traffic, thresholds: Sequence[int]) -> Candidate:
     """WAIT with whole thresholds for each type of `traffic` at one request a second."""
     rows = list(zip(traffic, thresholds, work_of(traffic), strict=True))
     seconds = _D0 * max(t.rate / n for t, n, _ in rows) + _D1 * sum(t.rate * k for t, _, k in rows)
@@ -46,10 +46,10 @@ def wait_choice(traffic: Traffic, thresholds: Sequence[int]) -> Choice:
         output_lens=tuple(t.output_len for t in traffic),
         thresholds=tuple(thresholds),
     )
-    return Choice(setup, 1 / seconds)
+    return Candidate(setup, 1 / seconds)
 
 
-def planned_wait(traffic: Traffic, bound: float) -> Iterator[Choice]:
+def planned_wait(traffic: Traffic, bound: float) -> Iterator[Candidate]:
     """The fluid planner's thresholds for a range of loads below `bound`, where they fit."""
     for share in _LOADS:
         thresholds = planned_thresholds(traffic, share * bound)
@@ -67,7 +67,7 @@ def planned_thresholds(traffic: Traffic, rate: float) -> tuple[int, ...] | None:
     return tuple(int(n) for n in found.thresholds)
 
 
-def wait_neighbours(traffic: Traffic, setup: Setup) -> Iterator[Choice]:
+def wait_neighbours(traffic: Traffic, setup: Setup) -> Iterator[Candidate]:
     """Thresholds that differ by one for one type or for all, and whose M^π fits."""
     centre = setup.admission_options["thresholds"]
     for thresholds in _moved(centre):
@@ -88,14 +88,14 @@ def _moved(centre: Sequence[int]) -> Iterator[tuple[int, ...]]:
 # --- Nested WAIT ----------------------------------------------------------------------------------
 
 
-def nested_choice(traffic: Traffic, ends: Sequence[int], thresholds: Sequence[int]) -> Choice:
+def nested_choice(traffic: Traffic, ends: Sequence[int], thresholds: Sequence[int]) -> Candidate:
     """Nested WAIT with segments that end at `ends` output tokens."""
     work = sum(t.rate * k for t, k in zip(traffic, work_of(traffic), strict=True))
     setup = setup_of("nested_wait", segment_ends=tuple(ends), thresholds=tuple(thresholds))
-    return Choice(setup, 1 / (_D0 / thresholds[0] + _D1 * work))
+    return Candidate(setup, 1 / (_D0 / thresholds[0] + _D1 * work))
 
 
-def nested_choices(traffic: Traffic, num_segments: int) -> Iterator[Choice]:
+def nested_choices(traffic: Traffic, num_segments: int) -> Iterator[Candidate]:
     """For every first threshold: the smallest whole ones that keep up behind it (eq. 11), and the
     rounded shares of it; where the mean occupancy fits. M^π counts requests that have ended early
     and would admit less, but hindsight may use what they leave."""
@@ -113,7 +113,7 @@ def nested_choices(traffic: Traffic, num_segments: int) -> Iterator[Choice]:
             yield nested_choice(traffic, ends, thresholds)
 
 
-def nested_neighbours(traffic: Traffic, setup: Setup) -> Iterator[Choice]:
+def nested_neighbours(traffic: Traffic, setup: Setup) -> Iterator[Candidate]:
     """Thresholds that differ by one, where the mean occupancy fits."""
     ends = setup.admission_options["segment_ends"]
     for thresholds in _moved(setup.admission_options["thresholds"]):

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from penstock.core.registry import make_policy
-from penstock.repro import goodspeed_fig2, goodspeed_fig4, goodspeed_theorems
-from penstock.repro.goodspeed_rounds import (
+from penstock.lab.oracles import Misled
+from penstock.lab.papers import goodspeed_fig2, goodspeed_fig4, goodspeed_theorems
+from penstock.lab.rounds import (
+    BarrierTimes,
     GeometricClients,
-    Misled,
     RecordedClient,
-    RoundTimes,
     jumping_rates,
     play,
 )
@@ -38,7 +38,7 @@ def test_recorded_rounds_walk_along_their_row() -> None:
 
 
 def test_a_round_lasts_as_long_as_its_slowest_draft() -> None:
-    times = RoundTimes(np.array([0.1, 0.2]), np.array([0.01, 0.02]), 0.3, 0.001)
+    times = BarrierTimes(np.array([0.1, 0.2]), np.array([0.01, 0.02]), 0.3, 0.001)
     world = GeometricClients(np.full((3, 2), 0.5), seed=0)
     fixed = make_policy("allocation", "fixed", {"k": 2})
     played = play(fixed, world.clients(), 4, 3, times=times)
@@ -74,8 +74,8 @@ def drifting(seed: int) -> np.ndarray:
     return 15 + 4 * np.sin(np.arange(600) / 40) + rng.normal(0, 1, 600)
 
 
-def curve(forecast: np.ndarray, real: np.ndarray) -> goodspeed_fig2.Curve:
-    return goodspeed_fig2.Curve(real, forecast)
+def curve(forecast: np.ndarray, real: np.ndarray) -> goodspeed_fig2.Forecast:
+    return goodspeed_fig2.Forecast(real, forecast)
 
 
 def test_figure_2_knows_a_forecast_from_what_contains_the_round() -> None:
@@ -130,7 +130,7 @@ def test_a_misled_policy_is_told_of_others() -> None:
 
 
 def test_theorems_see_what_does_not_converge() -> None:
-    sample = goodspeed_theorems.Sample
+    sample = goodspeed_theorems.AtBeta
     good = [sample(0.5, 1.0, 0.1), sample(0.1, 0.2, 0.03), sample(0.01, 0.0, 0.005)]
     stuck = [sample(0.5, 0.5, 0.01), sample(0.1, 0.8, 0.05)]
     assert goodspeed_theorems.concentration(good).outcome == "holds"

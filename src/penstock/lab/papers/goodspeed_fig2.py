@@ -15,9 +15,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
-from penstock.repro import Entry, Finding, Run, Verdict, check
-from penstock.repro.goodspeed_rounds import FloatArray, GeometricClients, jumping_rates, play
-from penstock.repro.output import pyplot, save_figure, student, write_table
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run
+from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.rounds import FloatArray, GeometricClients, jumping_rates, play
+from penstock.lab.statistics import interval
 
 NAME = "goodspeed_fig2"
 
@@ -27,11 +29,10 @@ _ROUNDS = 2000
 _DWELL = 100
 _WINDOW = 10
 _CLOSE = 0.05
-_SEEDS = 5
 
 
 @dataclass(frozen=True)
-class Curve:
+class Forecast:
     """Tokens a round of all clients together, shape [rounds]: realised, and forecast by the
     estimate before the round."""
 
@@ -42,24 +43,22 @@ class Curve:
     def correlation(self) -> float:
         return float(np.corrcoef(self.real, self.forecast)[0, 1])
 
-    def shuffled(self, seed: int) -> Curve:
+    def shuffled(self, seed: int) -> Forecast:
         """The same rounds in another order, smoothed by eq. 4 from the same start."""
         real = np.random.default_rng((2, seed)).permutation(self.real)
         beta, estimate, forecast = GoodSpeed.Options().beta, float(self.forecast[0]), []
         for tokens in real.tolist():
             forecast.append(estimate)
             estimate += beta * (tokens - estimate)
-        return Curve(real, np.array(forecast))
+        return Forecast(real, np.array(forecast))
 
 
-def run(job: Run) -> list[Verdict]:
+def run(job: Run) -> list[ClaimVerdict]:
     rounds = min(_ROUNDS, job.effort.curve_arrivals)
     curves = {}
     for budget in _BUDGETS:
         job.tell(f"{NAME}: C = {budget}")
-        curves[budget] = [
-            curve(budget, rounds, seed) for seed in range(max(_SEEDS, job.effort.seeds))
-        ]
+        curves[budget] = [curve(budget, rounds, seed) for seed in range(job.effort.repetitions)]
     write_table(
         job.out / f"{NAME}.csv",
         ("C", "seed", "round", "real_tokens", "forecast_tokens"),
@@ -74,7 +73,7 @@ def run(job: Run) -> list[Verdict]:
     return [verdict(budget, found) for budget, found in curves.items()]
 
 
-def curve(budget: int, rounds: int, seed: int) -> Curve:
+def curve(budget: int, rounds: int, seed: int) -> Forecast:
     """A run of `goodspeed` as the paper sets it (β = 0.5)."""
     policy = GoodSpeed(GoodSpeed.Options())
     world = GeometricClients(jumping_rates(rounds, _CLIENTS, _DWELL, seed), seed)
@@ -85,16 +84,10 @@ def curve(budget: int, rounds: int, seed: int) -> Curve:
 
     watch()
     played = play(policy, world.clients(), budget, rounds, watch=watch)
-    return Curve(played.tokens.sum(axis=1).astype(np.float64), np.array(estimates[:-1]))
+    return Forecast(played.tokens.sum(axis=1).astype(np.float64), np.array(estimates[:-1]))
 
 
-def moving(values: FloatArray) -> tuple[FloatArray, FloatArray]:
-    """Mean and standard deviation over the window that ends in each round."""
-    windows = np.lib.stride_tricks.sliding_window_view(values, _WINDOW)
-    return windows.mean(axis=1), windows.std(axis=1)
-
-
-def verdict(budget: int, found: Sequence[Curve]) -> Verdict:
+def verdict(budget: int, found: Sequence[Forecast]) -> ClaimVerdict:
     return check(
         f"estimated goodput foretells the real one (8 clients, C = {budget})",
         forecasts,
@@ -104,11 +97,11 @@ def verdict(budget: int, found: Sequence[Curve]) -> Verdict:
     )
 
 
-def forecasts(found: Sequence[Curve]) -> Finding:
+def forecasts(found: Sequence[Forecast]) -> Finding:
     """A forecast has the right mean, goes with what follows, and errs less than the mean of all
     rounds so far, which knows of no change."""
     bias = max(abs(float(c.forecast.mean() / c.real.mean()) - 1) for c in found)
-    together = student([c.correlation for c in found])
+    together = interval([c.correlation for c in found])
     error = float(np.mean([_error(c.forecast, c.real) for c in found]))
     constant = float(np.mean([_error(_mean_so_far(c), c.real) for c in found]))
     return Finding(
@@ -122,23 +115,25 @@ def _error(forecast: FloatArray, real: FloatArray) -> float:
     return float(np.sqrt(np.mean((forecast - real) ** 2)))
 
 
-def _mean_so_far(found: Curve) -> FloatArray:
+def _mean_so_far(found: Forecast) -> FloatArray:
     before = np.append(found.forecast[0], found.real[:-1]).cumsum()
     return np.asarray(before / np.arange(1, len(before) + 1))
 
 
-def _draw(job: Run, curves: dict[int, Curve]) -> None:
-    figure, axes = pyplot().subplots(len(curves), 1, figsize=(8, 6), layout="constrained")
-    for axis, (budget, found) in zip(axes, curves.items(), strict=True):
-        for name, values in (("real", found.real), ("forecast", found.forecast)):
-            mean, band = moving(values)
-            rounds = np.arange(len(mean)) + _WINDOW
-            axis.plot(rounds, mean, linewidth=0.8, label=name)
-            axis.fill_between(rounds, mean - band, mean + band, alpha=0.2)
-        axis.set(title=f"C = {budget}", xlabel="round", ylabel="tokens a round", ylim=(0, None))
-        axis.legend()
-    figure.suptitle("Goodput, and its estimate one round before (GoodSpeed, figure 2)")
-    save_figure(figure, job.out / f"{NAME}.png")
+def _draw(job: Run, curves: dict[int, Forecast]) -> None:
+    plots = []
+    for budget, found in curves.items():
+        rounds = np.arange(_WINDOW, len(found.real) + 1)
+        moving = {
+            name: np.lib.stride_tricks.sliding_window_view(values, _WINDOW).mean(axis=1)
+            for name, values in (("real", found.real), ("forecast", found.forecast))
+        }
+        axes = {"title": f"C = {budget}", "xlabel": "round", "ylabel": "tokens a round"}
+        plots.append(
+            [Plot({n: (rounds, y) for n, y in moving.items()}, {**axes, "ylim": (0, None)})]
+        )
+    title = "Goodput, and its estimate one round before (GoodSpeed, figure 2)"
+    draw(job.out / f"{NAME}.png", title, plots)
 
 
-ENTRY = Entry(NAME, "Figure 2: estimated goodput against real goodput", run)
+EXPERIMENT = Experiment(NAME, "Figure 2: estimated goodput against real goodput", run)

@@ -17,8 +17,9 @@ from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.nested import NestedThresholds, nested_thresholds, segments_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.fluid.traffic import Traffic, TrafficType
-from penstock.repro import Entry, Finding, Run, Verdict, check
-from penstock.repro.output import pyplot, save_figure, write_table
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run
+from penstock.lab.report import pyplot, save_figure, write_table
 
 NAME = "wait_fig4_6"
 
@@ -35,8 +36,8 @@ _GRAIN = 0.01
 
 
 @dataclass(frozen=True)
-class Panel:
-    """One panel: total rate in requests an iteration, T in iterations, δ."""
+class BoundCase:
+    """One case: total rate in requests an iteration, T in iterations, δ."""
 
     figure: int
     rate: float
@@ -48,21 +49,21 @@ class Panel:
         return f"figure {self.figure}: rate {self.rate:g}, T {self.horizon}, δ {self.delta:g}"
 
 
-PANELS = (
-    Panel(4, 50, 200, 0.1),
-    Panel(4, 50, 200, 1e-5),
-    Panel(5, 500, 200, 0.1),
-    Panel(5, 500, 200, 1e-5),
-    Panel(6, 50, 20, 1e-3),
-    Panel(6, 50, 2000, 1e-3),
+CASES = (
+    BoundCase(4, 50, 200, 0.1),
+    BoundCase(4, 50, 200, 1e-5),
+    BoundCase(5, 500, 200, 0.1),
+    BoundCase(5, 500, 200, 1e-5),
+    BoundCase(6, 50, 20, 1e-3),
+    BoundCase(6, 50, 2000, 1e-3),
 )
 
 
-def run(job: Run) -> list[Verdict]:
-    curves: dict[Panel, list[NestedThresholds]] = {}
-    for panel in PANELS:
-        job.tell(f"{NAME}: {panel.label}")
-        curves[panel] = bounds(panel, _SEGMENTS)
+def run(job: Run) -> list[ClaimVerdict]:
+    curves: dict[BoundCase, list[NestedThresholds]] = {}
+    for case in CASES:
+        job.tell(f"{NAME}: {case.label}")
+        curves[case] = bounds(case, _SEGMENTS)
     write_table(
         job.out / f"{NAME}.csv",
         ("figure", "rate", "horizon", "delta", "segments", "batch", "queue", "tail", "total"),
@@ -86,12 +87,12 @@ def traffic_of(rate: float, num_types: int = _NUM_TYPES) -> Traffic:
     )
 
 
-def bounds(panel: Panel, segments: tuple[int, ...]) -> list[NestedThresholds]:
+def bounds(case: BoundCase, segments: tuple[int, ...]) -> list[NestedThresholds]:
     """The bound of the thresholds that make it smallest, for each number of segments."""
-    traffic = traffic_of(panel.rate)
+    traffic = traffic_of(case.rate)
     return [
         nested_thresholds(
-            UNIT_STEP, segments_of(traffic, count), _UNLIMITED, panel.delta, panel.horizon
+            UNIT_STEP, segments_of(traffic, count), _UNLIMITED, case.delta, case.horizon
         )
         for count in segments
     ]
@@ -102,7 +103,7 @@ def terms(bound: NestedThresholds) -> tuple[float, float, float]:
     return bound.batch_kv_tokens, bound.queue_kv_tokens, bound.tail_kv_tokens
 
 
-def verdicts(curves: dict[Panel, list[NestedThresholds]]) -> list[Verdict]:
+def verdicts(curves: dict[BoundCase, list[NestedThresholds]]) -> list[ClaimVerdict]:
     """What the curves, each by rising number of segments, say about the paper's claims."""
     best = {p: min(c, key=lambda b: b.kv_bound_tokens) for p, c in curves.items()}
     one = {p: c[0] for p, c in curves.items()}
@@ -112,7 +113,7 @@ def verdicts(curves: dict[Panel, list[NestedThresholds]]) -> list[Verdict]:
     totals = {p: [b.kv_bound_tokens for b in c] for p, c in curves.items()}
     counts = {p: [len(b.thresholds) for b in c] for p, c in curves.items()}
 
-    def u_shaped(heights: dict[Panel, list[float]]) -> Finding:
+    def u_shaped(heights: dict[BoundCase, list[float]]) -> Finding:
         least = {p: int(np.argmin(h)) for p, h in heights.items()}
         at = ", ".join(f"{p.figure}: L = {counts[p][i]}" for p, i in least.items())
         return Finding(
@@ -128,13 +129,13 @@ def verdicts(curves: dict[Panel, list[NestedThresholds]]) -> list[Verdict]:
             tuple(share > _FIRST_SHARE for share in (*at_best, *least)),
         )
 
-    def close_to_the_fluid(bounds: dict[Panel, NestedThresholds]) -> Finding:
+    def close_to_the_fluid(bounds: dict[BoundCase, NestedThresholds]) -> Finding:
         fluid = {p: equilibrium(UNIT_STEP, traffic_of(p.rate)).kv_tokens for p in bounds}
         return _excess(
             "the bound exceeds it by", [b.kv_bound_tokens / fluid[p] - 1 for p, b in bounds.items()]
         )
 
-    def close_to_the_best(bounds: dict[Panel, NestedThresholds]) -> Finding:
+    def close_to_the_best(bounds: dict[BoundCase, NestedThresholds]) -> Finding:
         return _excess(
             "its bound is higher by",
             [b.kv_bound_tokens / best[p].kv_bound_tokens - 1 for p, b in bounds.items()],
@@ -191,9 +192,9 @@ def _percents(values: list[float]) -> str:
     return ", ".join(f"{value:.0%}" for value in values)
 
 
-def _seconds_verdict() -> Verdict:
+def _seconds_verdict() -> ClaimVerdict:
     """The same rates as requests a second of the machine that section 6 names."""
-    rates = sorted({panel.rate for panel in PANELS})
+    rates = sorted({case.rate for case in CASES})
     return check(
         "the rates, 50 and 500, can be requests a second of paper-linear",
         _bearable,
@@ -217,13 +218,13 @@ def _bearable(rates: list[float]) -> Finding:
     return Finding("; ".join(parts) + "; taken as requests an iteration", tuple(found))
 
 
-def _draw(job: Run, curves: dict[Panel, list[NestedThresholds]]) -> None:
+def _draw(job: Run, curves: dict[BoundCase, list[NestedThresholds]]) -> None:
     figure, grid = pyplot().subplots(2, 3, figsize=(13, 7), layout="constrained", sharex=True)
-    for axes, (panel, curve) in zip(grid.T.flat, curves.items(), strict=True):
+    for axes, (case, curve) in zip(grid.T.flat, curves.items(), strict=True):
         counts = [len(b.thresholds) for b in curve]
         rows = list(zip(*(terms(b) for b in curve), strict=True))
         axes.stackplot(counts, *rows, labels=("batch", "queues", "tails"), alpha=0.8)
-        axes.set(xscale="log", title=panel.label, ylabel="KV tokens")
+        axes.set(xscale="log", title=case.label, ylabel="KV tokens")
     grid[0, 0].legend(fontsize="small")
     for axes in grid[-1]:
         axes.set_xlabel("segments L")
@@ -231,4 +232,4 @@ def _draw(job: Run, curves: dict[Panel, list[NestedThresholds]]) -> None:
     save_figure(figure, job.out / f"{NAME}.png")
 
 
-ENTRY = Entry(NAME, "Nested WAIT's memory bound against the number of segments", run)
+EXPERIMENT = Experiment(NAME, "Nested WAIT's memory bound against the number of segments", run)

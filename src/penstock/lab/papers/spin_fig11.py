@@ -1,0 +1,217 @@
+"""Spin, figure 11: goodput of drafter selection by LBSS, by prompt length and by ε-greedy.
+
+Eight requests are always live, drafts have four tokens, and every drafter has a GPU of its own
+beside the target. The paper's batch has a barrier; here a request that is drafted is verified as
+soon as the target is free, for all policies alike.
+
+Step times and acceptances are those of Spin's family (`penstock.lab.families`); `mix` is all texts.
+Prompt lengths say nothing of difficulty.
+
+A policy is compared with a rival run by run. The control sets the rival against itself, in the runs
+of other seeds: what that passes would be luck.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.experiment import Experiment, Run
+from penstock.lab.families import (
+    SPIN_DRAFTERS,
+    SPIN_TARGETS,
+    SPIN_TEXTS,
+    always_live,
+    closed_loop,
+    prompt_lengths,
+    spin_acceptances,
+    spin_profile,
+)
+from penstock.lab.report import pyplot, save_figure, write_table
+from penstock.lab.statistics import SEEDS, FloatArray, Interval, ratio
+from penstock.sim.acceptance import DomainAcceptance
+from penstock.sim.run import run as simulate
+from penstock.sim.workloads import Workload
+
+NAME = "spin_fig11"
+
+DATASETS = {**{name: (name,) for name in SPIN_TEXTS}, "mix": tuple(SPIN_TEXTS)}
+_LIVE = 8
+_DRAFT_TOKENS = 4
+POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "LBSS": ("lbss", {}),
+    "greedy": ("greedy", {}),
+    "ε-greedy, printed": ("epsilon_greedy", {"explore": 0.8}),
+    "ε-greedy, meant": ("epsilon_greedy", {"explore": 0.2}),
+    "UCB": ("ucb", {}),
+    "replay": ("replay", {}),
+    "adaptive": ("adaptive", {"k_max": 4}),
+    **{f"Vanilla {name}": ("single", {"drafter": name}) for name in SPIN_DRAFTERS},
+}
+_SECONDS = 10.0
+_LEAST_SECONDS = 0.8
+"""Less, and a prompt's first token may not be there."""
+_MOST_PER_S = 20.0
+"""Requests; none of these machines serves so many."""
+
+Goodput = dict[tuple[str, str, str], FloatArray]
+"""Tokens per second by target, data set and policy: [seeds]."""
+
+
+def run(job: Run) -> list[ClaimVerdict]:
+    seconds = min(_SECONDS, max(_LEAST_SECONDS, job.effort.curve_arrivals / 1000))
+    seeds = SEEDS[: job.effort.repetitions]
+    found: Goodput = {}
+    for target in SPIN_TARGETS:
+        for dataset in DATASETS:
+            job.tell(f"{NAME}: LLaMA-{target}, {dataset}")
+            for policy in POLICIES:
+                rates = [goodput(target, dataset, policy, seconds, s) for s in seeds]
+                found[target, dataset, policy] = np.array(rates)
+    write_table(
+        job.out / f"{NAME}.csv",
+        ("target", "dataset", "policy", "seed", "tokens_per_s"),
+        (
+            (*key, seed, float(rate))
+            for key, rates in found.items()
+            for seed, rate in enumerate(rates)
+        ),
+    )
+    _draw(job, found)
+    return verdicts(found)
+
+
+def _singles() -> list[str]:
+    return [name for name in POLICIES if name.startswith("Vanilla")]
+
+
+def goodput(target: str, dataset: str, policy: str, seconds: float, seed: int) -> float:
+    """Tokens per second of a run that is so long. Raises: PolicyError."""
+    selection, options = POLICIES[policy]
+    setup = always_live(
+        spin_profile(target),
+        DomainAcceptance(spin_acceptances(DATASETS[dataset]), seed),
+        tuple(SPIN_DRAFTERS),
+        _LIVE,
+        (selection, options | ({} if selection in _UNSEEDED else {"seed": seed})),
+        draft_tokens=_DRAFT_TOKENS,
+        capacity=_LIVE,
+        seed=seed,
+    )
+    report = simulate(setup, workload(math.ceil(_MOST_PER_S * seconds), seed), until=seconds)
+    return float(report.figures()["throughput_tokens_per_s"])
+
+
+_UNSEEDED = ("single", "greedy", "ucb", "replay")
+
+
+def workload(num_requests: int, seed: int) -> Workload:
+    """More requests than are ever served, so that there are always eight."""
+    rng = np.random.default_rng(seed)
+    prompts = prompt_lengths(rng, num_requests)
+    outputs = np.exp(rng.normal(math.log(128), 0.5, num_requests)).astype(np.int64)
+    return closed_loop(prompts, outputs.clip(16, 512))
+
+
+def verdicts(found: Goodput) -> list[ClaimVerdict]:
+    """The claims of section VI-B2, and what a reader would ask next."""
+    cells = [(t, d) for t in SPIN_TARGETS for d in DATASETS]
+    lbss = [found[*c, "LBSS"] for c in cells]
+    claims = [
+        _against(claim, lbss, [found[*c, rival] for c in cells])
+        for claim, rival in (
+            ("LBSS beats greedy for every data set and target", "greedy"),
+            ("LBSS beats ε-greedy (explores 0.8)", "ε-greedy, printed"),
+            ("LBSS beats ε-greedy (explores 0.2)", "ε-greedy, meant"),
+        )
+    ]
+    gains = {
+        target: ratio(
+            found[target, "easy", "LBSS"],
+            np.maximum(found[target, "easy", "greedy"], found[target, "easy", "ε-greedy, printed"]),
+        )
+        for target in ("7B", "30B")
+    }
+    claims.append(
+        check(
+            "selection gains more with a larger target (1.45× to 1.79× over both, easy text)",
+            larger_gain,
+            (gains["7B"], gains["30B"]),
+            "7B in both places",
+            (gains["7B"], gains["7B"]),
+        )
+    )
+    best = [max((found[*c, v] for v in _singles()), key=lambda r: r.mean()) for c in cells]
+    for policy in ("LBSS", "UCB", "replay", "adaptive"):
+        claim = f"choice pays: {policy} against the best single drafter of each cell"
+        claims.append(_against(claim, [found[*c, policy] for c in cells], best))
+    return claims
+
+
+def _against(claim: str, ours: Sequence[FloatArray], rivals: Sequence[FloatArray]) -> ClaimVerdict:
+    """By cell, [seeds] each."""
+    return check(
+        claim,
+        ahead,
+        list(zip(ours, rivals, strict=True)),
+        "the rival against itself, with other seeds",
+        [(np.roll(rival, 1), rival) for rival in rivals],
+    )
+
+
+def ahead(cells: Sequence[tuple[FloatArray, FloatArray]]) -> Finding:
+    """Whether the first is ahead of the second in every cell, and in any."""
+    ratios = [ratio(ours, rival) for ours, rival in cells]
+    beaten = sum(r.low > 1 for r in ratios)
+    return Finding(
+        f"{_span(ratios)}, beyond the interval in {beaten} of {len(ratios)} cells",
+        (beaten == len(ratios), beaten > 0),
+    )
+
+
+def larger_gain(gains: tuple[Interval, Interval]) -> Finding:
+    """Over the better of greedy and ε-greedy, with a small and with a large target."""
+    small, large = gains
+    return Finding(
+        f"LBSS over the better of the two: {times(small)} for 7B, {times(large)} for 30B",
+        (large.low > small.mean,),
+    )
+
+
+def times(found: Interval) -> str:
+    return f"{found.mean:.2f}× ({found.low:.2f} to {found.high:.2f})"
+
+
+def _span(ratios: Sequence[Interval]) -> str:
+    return f"{min(r.mean for r in ratios):.2f}× to {max(r.mean for r in ratios):.2f}×"
+
+
+def _draw(job: Run, found: Goodput) -> None:
+    figure, axes = pyplot().subplots(1, len(DATASETS), figsize=(14, 4), layout="constrained")
+    shown = [p for p in POLICIES if p not in _singles()]
+    places = np.arange(len(SPIN_TARGETS))
+    for axis, dataset in zip(axes, DATASETS, strict=True):
+        for i, policy in enumerate(shown):
+            rates = [found[t, dataset, policy] for t in SPIN_TARGETS]
+            axis.bar(
+                places + i / (len(shown) + 1),
+                [r.mean() for r in rates],
+                1 / (len(shown) + 1),
+                yerr=[r.std(ddof=1) for r in rates],
+                label=policy,
+            )
+        for place, target in zip(places, SPIN_TARGETS, strict=True):
+            best = max(float(found[target, dataset, v].mean()) for v in _singles())
+            axis.hlines(best, place - 0.1, place + 0.9, colors="black", linewidth=0.8)
+        axis.set_xticks(places + 0.4, [f"LLaMA-{t}" for t in SPIN_TARGETS])
+        axis.set(title=dataset, ylabel="tokens/s")
+    axes[0].legend(fontsize="x-small")
+    figure.suptitle("Drafter selection (Spin, figure 11); line: the best single drafter")
+    save_figure(figure, job.out / f"{NAME}.png")
+
+
+EXPERIMENT = Experiment(NAME, "Figure 11: goodput by way of selecting drafters", run)

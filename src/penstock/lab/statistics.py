@@ -1,0 +1,56 @@
+"""Means with their intervals of 95%, and how even rates are: the same for all experiments."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.fluid.shares import jain_index
+from penstock.sim.capacity import Estimate
+
+FloatArray = npt.NDArray[np.float64]
+
+SEEDS = range(5)
+"""Fixed beforehand, wherever nothing else is said."""
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean with its interval of 95% by Student's t: endless for a single value, of which nothing
+    can be said."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def half(self) -> float:
+        """Half the width; 0 for a single value."""
+        half = self.high - self.mean
+        return half if math.isfinite(half) else 0.0
+
+    def __str__(self) -> str:
+        return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})"
+
+
+def interval(values: Sequence[float] | FloatArray) -> Interval:
+    """Of a mean."""
+    found = Estimate.of(values)
+    half = math.inf if math.isnan(found.half) else found.half
+    return Interval(found.mean, found.mean - half, found.mean + half)
+
+
+def ratio(numerator: Sequence[float] | FloatArray, rival: Sequence[float] | FloatArray) -> Interval:
+    """Geometric mean of ratios, pair by pair."""
+    logs = interval(np.log(np.asarray(numerator) / np.asarray(rival)))
+    return Interval(math.exp(logs.mean), math.exp(logs.low), math.exp(logs.high))
+
+
+def jain(rates: FloatArray) -> float:
+    """Jain's index: 1 where all are equal, 1/N where one has everything or nobody anything."""
+    index = jain_index(rates)
+    return 1 / len(rates) if index is None else index
