@@ -40,8 +40,8 @@ from penstock.transport.wire import (
     WEIGHT_SUM,
     PrefixDigest,
     encode_weights,
-    sample_weights,
     truncate,
+    weight_rows,
 )
 from penstock.zoo.evidence import answer_logits, target_texts
 from penstock.zoo.registry import DOMAINS, load_prompts, model_path
@@ -205,8 +205,9 @@ def message_bytes(probs: Floats, k: int | None, rng: np.random.Generator) -> int
         ids, weights = [int(rng.choice(VOCAB, p=p / p.sum())) for p in probs.astype(float)], []
     else:
         token_ids, integers = truncate(probs, k)
-        ids = sample_weights(token_ids, integers, rng.uniform(size=len(probs))).tolist()
-        weights = encode_weights(token_ids, integers)
+        rows = weight_rows(token_ids, integers)
+        ids = [int(rng.choice(row, p=np.array(w) / WEIGHT_SUM)) for row, w in rows]
+        weights = encode_weights(rows)
     prefix_len = int(rng.integers(200, 16_000))
     draft = pb.Draft(
         request_id=f"{rng.integers(1, 4096):x}",

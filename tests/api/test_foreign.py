@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.api.headers import IGNORED_FIELDS
+from penstock.api.http import IGNORED_FIELDS
 from penstock.api.metrics import MAX_IGNORED_FIELDS
 
 USER = [{"role": "user", "content": "Hi"}]

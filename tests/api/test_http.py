@@ -11,7 +11,7 @@ import openai
 import pytest
 from tests.serving.harness import RunningServer, running_server, serve_config
 
-from penstock.api.headers import LogFormatter, ResponseHeaders
+from penstock.api.http import LogFormatter, ResponseHeaders
 
 PAGE = "https://chat.example"
 

@@ -99,7 +99,7 @@ def test_a_stream_begins_before_its_first_token(
     slow_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its headers come, and then a sign of life now and again."""
-    monkeypatch.setattr("penstock.api.jobs._KEEP_ALIVE_S", 0.1)
+    monkeypatch.setattr("penstock.api.responses._KEEP_ALIVE_S", 0.1)
     url = f"{slow_server.url}/v1/completions"
     body = {"prompt": "a", "max_tokens": 5, "stream": True}
     os.kill(slow_server.engine_pid, signal.SIGSTOP)

@@ -18,8 +18,8 @@ from tests.serving.harness import RunningServer, running_server, serve_config
 import penstock
 from penstock.api.app import create_app
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.serving.intake import WaitingRoom
 from penstock.serving.messages import Ready
-from penstock.serving.waiting_room import WaitingRoom
 
 METRICS = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",

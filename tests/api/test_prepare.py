@@ -8,8 +8,7 @@ from tests.serving.fakes import TOKENIZER
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
-from penstock.api.keys import Caller
-from penstock.api.prepare import Preparer, derived_seed
+from penstock.api.prepare import Caller, Preparer, derived_seed
 from penstock.core.types import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.serving.messages import Ready

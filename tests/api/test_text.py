@@ -9,9 +9,8 @@ from hypothesis import strategies as st
 from tests.engine.test_tokenizer import CHAT, metaspace, save
 
 from penstock.api.bodies import ChatBody, CompletionBody
-from penstock.api.keys import Caller
-from penstock.api.prepare import Preparer
-from penstock.api.text import TextStream
+from penstock.api.choices import TextStream
+from penstock.api.prepare import Caller, Preparer
 from penstock.core.types import Output, TokenLogprob
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.serving.messages import Ready

@@ -33,7 +33,7 @@ from penstock.engine.sampling.filters import filtered_probs
 from penstock.engine.sampling.noise import Salt, draft_seeds, row_keys, uniform
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import TokenBuffer
-from penstock.transport.wire import WEIGHT_SUM, sample_weights, truncate
+from penstock.transport.wire import WEIGHT_SUM, truncate
 
 PROMPT = tuple(b"from elsewhere ")
 NUM_TOKENS = 30
@@ -213,7 +213,11 @@ def over_the_wire(
     reported = truncate(probs, k)
     token_ids, weights = reported if honest else truncate(probs, probs.shape[1])
     draws = uniform(row_keys(draft_seeds(rows.seed, starts), positions, Salt.DRAFT))
-    tokens = sample_weights(token_ids, weights, draws)
+    below = (
+        np.cumsum(weights, axis=1)
+        <= (draws.astype(np.float64) * WEIGHT_SUM).astype(np.int64)[:, None]
+    )
+    tokens = np.take_along_axis(token_ids, below.sum(axis=1)[:, None], axis=1)[:, 0]
     dense = np.zeros_like(probs)
     np.put_along_axis(dense, reported[0], (reported[1] / WEIGHT_SUM).astype(np.float32), axis=1)
     return torch.from_numpy(tokens), torch.from_numpy(dense)

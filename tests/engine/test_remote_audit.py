@@ -18,7 +18,7 @@ from penstock.engine.remote import Weights
 from penstock.engine.sampling import SamplingRows, draw_draft, sample_coupled
 from penstock.engine.sampling.filters import filtered_probs
 from penstock.engine.sequences import TokenBuffer
-from penstock.transport.wire import decode_weights, encode_weights, truncate
+from penstock.transport.wire import truncate, weight_rows
 
 TEXT = tuple(b"an honest day's work ")
 SAMPLING = SamplingParams(temperature=0.9, seed=4, verification="ratio")
@@ -64,7 +64,7 @@ def drafted(
             tokens.append(int(sample_coupled(logits, rows, position)))
             continue
         cut = truncate(filtered_probs(logits, rows).numpy(), k)
-        weights += decode_weights(encode_weights(*cut))
+        weights += weight_rows(*cut)
         scores = torch.full((1, VOCAB), -torch.inf)
         ids, values = weights[-1]
         scores[0, list(ids)] = torch.tensor(values, dtype=torch.float32).log()

@@ -11,7 +11,7 @@ from tests.serving.scripted_verifier import LIMITS
 
 from penstock.core.types import Output, Request, SamplingParams
 from penstock.serving.draft_server import DraftServer
-from penstock.serving.drafters import DrafterOptions, load_drafter
+from penstock.serving.drafting import DrafterOptions, load_drafter
 from penstock.serving.edge import EdgeClient
 from penstock.serving.link import Endpoint, LinkRefused
 from penstock.serving.messages import Ready

@@ -25,7 +25,7 @@ from penstock.api.edge import DraftSettings, serve_drafts
 from penstock.api.server import serve
 from penstock.config import parse_config
 from penstock.serving.client import LOAD_ENGINE
-from penstock.serving.drafters import DrafterOptions
+from penstock.serving.drafting import DrafterOptions
 from penstock.serving.link import Endpoint
 from penstock.transport import service
 

@@ -88,7 +88,7 @@ class ScriptedServer:
         prompt: Sequence[int],
         max_tokens: int,
         sampling: pb.Sampling,
-        num_logprobs: int | None = None,
+        **fields: Any,
     ) -> None:
         self.texts[request_id] = Text(list(prompt), len(prompt))
         await self.send(
@@ -97,7 +97,7 @@ class ScriptedServer:
                 prompt_token_ids=prompt,
                 max_tokens=max_tokens,
                 sampling=sampling,
-                num_logprobs=num_logprobs,
+                **fields,
             )
         )
 

@@ -15,8 +15,8 @@ from tests.serving.scripted import ended, greedy, scripted_server, seeded
 from tests.serving.verified import NUM_TOKENS, PROMPT, World, guess_from, verified_world
 
 from penstock.config import DraftersConfig
-from penstock.serving import arrivals
-from penstock.serving.arrivals import Arrivals
+from penstock.serving import draft_access
+from penstock.serving.draft_access import Arrivals
 from penstock.serving.link import Backoff
 from penstock.serving.verification import _MAX_STREAMS_EACH
 
@@ -32,7 +32,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(arrivals, "time", clock)
+    monkeypatch.setattr(draft_access, "time", clock)
     return clock
 
 
@@ -72,7 +72,7 @@ def test_a_slow_allowance_still_lets_one_in(clock: Clock) -> None:
 
 
 def test_the_table_of_strangers_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(arrivals, "_MAX_NETWORKS", 10)
+    monkeypatch.setattr(draft_access, "_MAX_NETWORKS", 10)
     counted = arrivals_of(max_strangers_per_s=0.25)
     for n in range(1000):
         counted.of_stranger(f"network {n}")

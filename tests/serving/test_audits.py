@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from penstock.serving.audits import Audits
+from penstock.serving.draft_access import Audits
 from penstock.serving.messages import AuditFinding
 
 GOOD = AuditFinding("edge#2", True, 4, 0, 0.01)

@@ -15,12 +15,9 @@ from tests.serving.fakes import FACTORY, SLOW_FACTORY, TOKENIZER, expected_token
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.types import FinishReason, Output, Request
-from penstock.serving.client import (
-    EngineClient,
-    EngineFailed,
-    OutputStream,
-)
-from penstock.serving.refusals import EngineUnavailable, QueueFull
+from penstock.serving.client import EngineClient
+from penstock.serving.intake import EngineUnavailable, OutputStream, QueueFull
+from penstock.serving.process import EngineFailed
 
 PROMPT = (5, 6, 7, 8, 9)
 

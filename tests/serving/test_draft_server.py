@@ -29,9 +29,9 @@ from tests.serving.scripted_verifier import (
 
 from penstock.core.types import FinishReason, Output, Request, SamplingParams
 from penstock.serving.draft_server import DraftServer
-from penstock.serving.drafters import DrafterOptions, load_drafter
+from penstock.serving.drafting import DrafterOptions, load_drafter
+from penstock.serving.intake import EngineUnavailable
 from penstock.serving.link import Endpoint, Link, LinkRefused
-from penstock.serving.refusals import EngineUnavailable
 from penstock.transport.service import add_service
 from penstock.transport.v1 import drafting_pb2 as pb
 
@@ -332,7 +332,7 @@ class Silent:
 async def test_without_a_stream_requests_are_refused_after_a_while(
     family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.serving.edge._CONNECT_WAIT_S", 0.1)
+    monkeypatch.setattr("penstock.serving.intake._READY_WAIT_S", 0.1)
     verifier = ScriptedVerifier(oracle)
     async with verifier.serving() as port:
         stack = drafting(port, family["near"])
@@ -350,7 +350,7 @@ async def test_requests_that_are_given_up_are_opened_again(
     """As when the engine behind the verification server dies."""
     verifier = ScriptedVerifier(oracle)
     verifier.delay_s = 0.02
-    made = request("a", SEEDED, 40)
+    made = request("a", SEEDED, 40, expected_output_tokens=30)
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
         outputs = []
@@ -367,6 +367,8 @@ async def test_requests_that_are_given_up_are_opened_again(
             outputs += await read(stream)
         assert tokens_of(outputs, "a") == expected(oracle, made)
         assert len(verifier.opens) == 3
+        ends = [len(o.prompt_token_ids) + o.expected_output_tokens for o in verifier.opens]
+        assert ends == [made.prompt_len + 30] * 3
 
 
 async def test_a_hopeless_request_ends_in_an_error(

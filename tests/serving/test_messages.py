@@ -1,10 +1,15 @@
 from __future__ import annotations
 
-from hypothesis import given
-from hypothesis import strategies as st
+import asyncio
+import multiprocessing
+import pickle
+import socket
+from multiprocessing.connection import Connection
+
+import pytest
 
 from penstock.core.types import Arrive, Cancel, FinishReason, Output, Request, TokenLogprob
-from penstock.serving.messages import Deframer, Events, Outputs, StatsRequest, frame
+from penstock.serving.messages import HEADER, Events, Outputs, StatsRequest, frame
 
 MESSAGES = [
     Events((Arrive(Request("a", 2, 5, prompt_token_ids=(1, 2))), Cancel("b"))),
@@ -17,22 +22,28 @@ MESSAGES = [
         )
     ),
     Outputs(()),
+    Events((Arrive(Request("long", 10**5, 5, prompt_token_ids=tuple(range(10**5)))),)),
 ]
 
 
-@given(st.lists(st.integers(1, 60), min_size=1))
-def test_messages_survive_any_cutting_of_the_stream(sizes: list[int]) -> None:
-    stream = b"".join(map(frame, MESSAGES))
-    deframer = Deframer()
-    got = []
-    at = 0
-    while at < len(stream):
-        size = sizes[at % len(sizes)]
-        got += deframer.feed(stream[at : at + size])
-        at += size
-    assert got == MESSAGES
+@pytest.mark.parametrize("message", MESSAGES)
+async def test_both_ends_frame_alike(message: object) -> None:
+    """One end is asyncio's, the other the standard library's `Connection`."""
+    ours, theirs = socket.socketpair()
+    reader, writer = await asyncio.open_connection(sock=ours)
+    with Connection(theirs.detach()) as connection:
+        writer.write(frame(message))
+        assert await asyncio.to_thread(connection.recv) == message
+        sending = asyncio.create_task(asyncio.to_thread(connection.send, message))
+        (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+        assert pickle.loads(await reader.readexactly(size)) == message
+        await sending
+    writer.close()
+    await writer.wait_closed()
 
 
 def test_finish_reasons_stay_themselves() -> None:
-    (outputs,) = Deframer().feed(frame(MESSAGES[2]))
-    assert outputs.outputs[1].finish_reason is FinishReason.REFUSED
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        ours.send(MESSAGES[2])
+        assert theirs.recv().outputs[1].finish_reason is FinishReason.REFUSED

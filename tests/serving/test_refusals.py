@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.serving import refusals
-from penstock.serving.refusals import Departures, QueueFull
+from penstock.serving import intake
+from penstock.serving.intake import Departures, QueueFull
 
 
 class _Clock:
@@ -16,7 +16,7 @@ class _Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
     made = _Clock()
-    monkeypatch.setattr(refusals, "time", made)
+    monkeypatch.setattr(intake, "time", made)
     return made
 
 

@@ -6,7 +6,9 @@ import asyncio
 from typing import Any
 
 import pytest
-from tests.serving.scripted import greedy, scripted_server, seeded
+from tests.serving.fakes import TOKENIZER
+from tests.serving.harness import running_server, serve_config
+from tests.serving.scripted import free_port, greedy, scripted_server, seeded
 from tests.serving.verified import (
     NUM_TOKENS,
     PROMPT,
@@ -18,6 +20,7 @@ from tests.serving.verified import (
     until,
 )
 
+from penstock.engine.tokenizer import load_tokenizer
 from penstock.transport.v1 import drafting_pb2 as pb
 
 
@@ -228,3 +231,23 @@ async def test_where_the_time_goes(world: World) -> None:
     phases = await phases_of(world)
     assert phases["verify"] > 0
     assert phases["receive"] >= waited
+
+
+async def test_an_expected_length_reaches_the_scheduler() -> None:
+    """`wait` begins one request of the short type alone, but not one of the long type."""
+    options = {"output_lens": [4, 64], "thresholds": [1, 2]}
+    address = f"127.0.0.1:{free_port()}"
+    config = serve_config(
+        {"admission": {"name": "wait", "options": options}}, drafters={"listen": address}
+    )
+    with running_server(config):
+        async with scripted_server(address) as draft_server:
+            await draft_server.hello(load_tokenizer(TOKENIZER).digest)
+            first_token = {"stop_token_ids": PROMPT[:1]}
+            await draft_server.open("long", PROMPT, 8, greedy(), **first_token)
+            await draft_server.open(
+                "short", PROMPT, 8, greedy(), expected_output_tokens=3, **first_token
+            )
+            while not draft_server.texts["short"].finish_reason:
+                draft_server.take(await draft_server.receive())
+            assert not draft_server.texts["long"].finish_reason

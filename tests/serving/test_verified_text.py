@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from penstock.core.types import TokenLogprob
-from penstock.serving.verified_text import Piece, VerifiedText
+from penstock.serving.tracked import Piece, VerifiedText
 from penstock.transport.wire import PrefixDigest
 
 PROMPT = [1, 2, 3]

@@ -4,8 +4,7 @@ import random
 
 import pytest
 
-from penstock.serving.refusals import QueueFull
-from penstock.serving.waiting_room import Shares, WaitingRoom
+from penstock.serving.intake import QueueFull, Shares, WaitingRoom
 
 
 def test_one_client_leaves_as_much_as_it_holds() -> None:

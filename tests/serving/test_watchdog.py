@@ -6,7 +6,8 @@ import time
 import pytest
 
 from penstock.serving.messages import Heartbeat
-from penstock.serving.watchdog import Pulse, Watchdog
+from penstock.serving.process import Watchdog
+from penstock.serving.worker import Pulse
 
 LIMIT_S = 0.4
 

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-import socket
+import multiprocessing
 import threading
 
 import pytest
@@ -9,9 +9,15 @@ from tests.serving.fakes import TOKENIZER, ToyEngine, toy_engine
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.loop import Turn
 from penstock.core.types import Arrive, Cancel, Request
-from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop, frame
-from penstock.serving.watchdog import Pulse
-from penstock.serving.worker import Channel, EngineServer, PeerGone, describe, idle_seconds
+from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop
+from penstock.serving.worker import (
+    Channel,
+    EngineServer,
+    PeerGone,
+    Pulse,
+    describe,
+    idle_seconds,
+)
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def test_how_long_the_loop_may_sleep(engine: ToyEngine) -> None:
 
 
 def test_a_turn_is_one_message(engine: ToyEngine) -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
         server = EngineServer(engine, Channel(theirs), Pulse(20.0, [].append))
         thread = threading.Thread(target=server.serve)
@@ -62,17 +68,17 @@ def test_a_turn_is_one_message(engine: ToyEngine) -> None:
 
 
 def test_events_in_one_frame_keep_their_order(engine: ToyEngine) -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
         server = EngineServer(engine, Channel(theirs), Pulse(20.0, [].append))
-        both = frame(Events((Arrive(request()), Cancel("a"), Arrive(request("b")))))
-        ours.sendall(both + frame(Stop()))
+        ours.send(Events((Arrive(request()), Cancel("a"), Arrive(request("b")))))
+        ours.send(Stop())
         server.serve()
     assert engine.scheduler.num_unfinished == 0
 
 
 def test_the_loop_ends_with_its_peer(engine: ToyEngine) -> None:
-    ours, theirs = socket.socketpair()
+    ours, theirs = multiprocessing.Pipe()
     with theirs:
         ours.close()
         with pytest.raises(PeerGone):

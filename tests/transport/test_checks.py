@@ -117,6 +117,7 @@ def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
                 prompt_token_ids=[1, 2, 3],
                 max_tokens=5,
                 stop_token_ids=[9],
+                expected_output_tokens=4,
                 sampling=pb.Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=1),
             )
         ),
@@ -135,6 +136,7 @@ def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
             check_open(up.open, LIMITS, ())
             assert max(up.open.prompt_token_ids) < 100
             assert len(up.open.prompt_token_ids) + up.open.max_tokens <= 50
+            assert up.open.expected_output_tokens <= up.open.max_tokens
             assert 0 <= up.open.sampling.temperature <= 100
         elif up.HasField("draft"):
             check_draft(up.draft, LIMITS, WEIGHTED, TEXT)
@@ -144,6 +146,19 @@ def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
         reason = refusal.reason
     assert reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize("expected", [0, 6, 2**32 - 1])
+def test_no_expectation_beyond_what_is_asked_for(expected: int) -> None:
+    message = pb.Open(
+        request_id="r",
+        prompt_token_ids=[1],
+        max_tokens=5,
+        sampling=pb.Sampling(top_p=1.0),
+        expected_output_tokens=expected,
+    )
+    with pytest.raises(Refusal, match=f"expected_output_tokens {expected}; it must be from 1 to"):
+        check_open(message, LIMITS, ())
 
 
 def test_sizes() -> None:

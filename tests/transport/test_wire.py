@@ -1,24 +1,27 @@
 from __future__ import annotations
 
 import hashlib
+from typing import Literal
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy import stats
 
-from penstock.core.types import TokenLogprob
+from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import (
     WEIGHT_SUM,
     PrefixDigest,
     decode_logprobs,
+    decode_sampling,
     decode_weights,
     encode_logprobs,
+    encode_sampling,
     encode_weights,
-    sample_weights,
+    in_effect,
     truncate,
+    weight_rows,
 )
 
 
@@ -69,29 +72,9 @@ def test_weights_divide_exactly() -> None:
     assert (single.sum(axis=1, dtype=np.float64) == 1).all()
 
 
-def test_draws_follow_the_weights() -> None:
-    probs = distributions(1, 40, 2, 1.5)
-    token_ids, weights = truncate(probs, 8)
-    num = 40_000
-    uniforms = np.random.default_rng(0).random(num).astype(np.float32)
-    drawn = sample_weights(token_ids.repeat(num, 0), weights.repeat(num, 0), uniforms)
-    counts = np.array([(drawn == token).sum() for token in token_ids[0]])
-    assert counts.sum() == num
-    expected = weights[0] * num / WEIGHT_SUM
-    assert stats.chisquare(counts, expected).pvalue > 1e-3
-    assert stats.chisquare(counts, np.roll(expected, 1)).pvalue < 1e-6
-
-
-def test_the_ends_of_the_unit_interval() -> None:
-    token_ids = np.array([[7, 8, 9]] * 2)
-    weights = np.array([[0, WEIGHT_SUM, 0]] * 2)
-    uniforms = np.array([1e-12, np.nextafter(np.float32(1), np.float32(0))])
-    assert sample_weights(token_ids, weights, uniforms).tolist() == [8, 8]
-
-
 def test_over_the_wire() -> None:
     token_ids, weights = truncate(distributions(3, 4096, 3, 8.0), 32)
-    draft = pb.Draft(weights=encode_weights(token_ids, weights))
+    draft = pb.Draft(weights=encode_weights(weight_rows(token_ids, weights)))
     decoded = decode_weights(pb.Draft.FromString(draft.SerializeToString()).weights)
     for row, (ids, own) in enumerate(decoded):
         assert sum(own) == WEIGHT_SUM
@@ -99,6 +82,14 @@ def test_over_the_wire() -> None:
         assert dict(zip(ids, own, strict=True)) == {
             int(t): int(w) for t, w in zip(token_ids[row], weights[row], strict=True) if w
         }
+
+
+@pytest.mark.parametrize("verification", ["coupled", "ratio"])
+def test_sampling_over_the_wire(verification: Literal["coupled", "ratio"]) -> None:
+    params = SamplingParams(0.7, 0.9, 40, 2**64 - 1, verification, num_logprobs=3)
+    sent = pb.Sampling.FromString(encode_sampling(params).SerializeToString())
+    assert decode_sampling(sent, 3) == in_effect(params, trusted=True) == params
+    assert in_effect(params, trusted=False).verification == "coupled"
 
 
 def test_logprobs_over_the_wire() -> None:
@@ -124,6 +115,6 @@ def test_bytes_a_draft_token(k: int, most: int) -> None:
         prefix_len=700,
         prefix_digest=PrefixDigest([1]).digest(),
         token_ids=token_ids[:, -1].tolist(),
-        weights=encode_weights(token_ids, weights) if k else (),
+        weights=encode_weights(weight_rows(token_ids, weights)) if k else (),
     )
     assert len(pb.Up(draft=draft).SerializeToString()) / num_tokens <= most

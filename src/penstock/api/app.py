@@ -9,28 +9,84 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from uuid import uuid4
 
 from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
 from starlette.middleware.cors import CORSMiddleware
 
 from penstock import __version__
-from penstock.api import errors, openapi
-from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
+from penstock.api import errors
+from penstock.api.bodies import (
+    ChatBody,
+    CompletionBody,
+    GenerationBody,
+    header_value,
+    ignored_fields,
+)
 from penstock.api.choices import Choice
-from penstock.api.foreign import header_value, ignored_fields
-from penstock.api.formats import ChatFormat, CompletionFormat, Format
-from penstock.api.headers import IGNORED_FIELDS, REQUEST_ID, ResponseHeaders
-from penstock.api.jobs import EventStream, Job, collected
-from penstock.api.keys import Caller, Keyring
-from penstock.api.limits import BodyLimit, client_network
+from penstock.api.http import (
+    EXPECTED_OUTPUT_TOKENS,
+    IGNORED_FIELDS,
+    REQUEST_ID,
+    BodyLimit,
+    ResponseHeaders,
+    client_network,
+)
 from penstock.api.metrics import Metrics
-from penstock.api.prepare import Preparer
+from penstock.api.prepare import Caller, Keyring, Preparer
+from penstock.api.responses import ChatFormat, CompletionFormat, EventStream, Format, Job, collected
 from penstock.config import ServeConfig
-from penstock.serving.ports import RequestClient
+from penstock.serving.intake import RequestClient
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
+
+_REF = "#/components/schemas/{model}"
+_ERROR = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["message", "type", "param", "code"],
+            "properties": {
+                "message": {"type": "string"},
+                "type": {"type": "string"},
+                "param": {"type": ["string", "null"]},
+                "code": {"type": ["string", "null"]},
+            },
+        }
+    },
+}
+
+
+def _body_of(model: type[BaseModel]) -> dict[str, Any]:
+    """`openapi_extra` of an endpoint that reads its body as `model`."""
+    schema = {"$ref": _REF.format(model=model.__name__)}
+    content = {"application/json": {"schema": schema}}
+    error = {"$ref": _REF.format(model="Error")}
+    refused = {"description": "Refused", "content": {"application/json": {"schema": error}}}
+    return {"requestBody": {"required": True, "content": content}, "responses": {"4XX": refused}}
+
+
+def _describe(app: FastAPI) -> None:
+    """Describe the application as OpenAPI."""
+
+    def describe() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            made = get_openapi(title="Penstock", version=__version__, routes=app.routes)
+            _, bodies = models_json_schema(
+                [(ChatBody, "validation"), (CompletionBody, "validation")], ref_template=_REF
+            )
+            schemas = made.setdefault("components", {}).setdefault("schemas", {})
+            schemas |= {**bodies["$defs"], "Error": _ERROR}
+            app.openapi_schema = made
+        return app.openapi_schema
+
+    app.openapi = describe  # type: ignore[method-assign]
+
 
 _Body = TypeVar("_Body", bound=GenerationBody)
 
@@ -61,6 +117,9 @@ class Service:
             body = model.model_validate_json(await http.body())
         except ValidationError as error:
             raise errors.from_validation(error) from error
+        told = http.headers.get(EXPECTED_OUTPUT_TOKENS)
+        if told is not None and body.expected_output_tokens is None:
+            body = body.model_copy(update={"expected_output_tokens": _count(told)})
         ignored = ignored_fields(body)
         self.metrics.count_ignored_fields(ignored)
         http.state.ignored_fields = header_value(ignored)
@@ -98,13 +157,21 @@ class Service:
         return await collected(job, form, http)
 
 
+def _count(told: str) -> int:
+    """The value of the header. Raises: ApiError."""
+    if not (told.isascii() and told.isdigit() and len(told) < 10 and int(told) > 0):
+        name = EXPECTED_OUTPUT_TOKENS
+        raise errors.ApiError(400, f"{name}: must be a whole number of at least 1", param=name)
+    return int(told)
+
+
 def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> FastAPI:
     """The application in front of a started client; `tokenizer` is the target's. Its state has
     `metrics`, for what is served in other ways."""
     # The documentation pages would load scripts from elsewhere.
     app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None)
     errors.install(app)
-    openapi.install(app)
+    _describe(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
     if config.cors_origins:
         app.add_middleware(
@@ -127,7 +194,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
     def caller_of(http: Request, authorization: Annotated[str | None, Header()] = None) -> Caller:
         return keyring.caller(authorization, client_network(http.scope))
 
-    @app.post("/v1/completions", openapi_extra=openapi.body_of(CompletionBody))
+    @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
     async def completions(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         body = await service.read(CompletionBody, http)
         job_id = f"cmpl-{uuid4().hex}"
@@ -137,7 +204,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
         )
         return await service.answer(http, caller, body, choices, form)
 
-    @app.post("/v1/chat/completions", openapi_extra=openapi.body_of(ChatBody))
+    @app.post("/v1/chat/completions", openapi_extra=_body_of(ChatBody))
     async def chat_completions(http: Request, caller: Caller = Depends(caller_of)) -> Response:
         body = await service.read(ChatBody, http)
         job_id = f"chatcmpl-{uuid4().hex}"

@@ -14,7 +14,7 @@ from penstock.api.app import create_app
 from penstock.api.server import HttpServer, address_of, bind
 from penstock.config import EngineConfig, ServeConfig
 from penstock.serving.draft_server import DraftServer
-from penstock.serving.drafters import DrafterOptions, LoadedDrafter, load_drafter
+from penstock.serving.drafting import DrafterOptions, LoadedDrafter, load_drafter
 from penstock.serving.edge import EdgeClient
 from penstock.serving.link import Endpoint
 from penstock.serving.messages import Ready

@@ -16,7 +16,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from penstock.api.foreign import UNNAMED
+from penstock.api.bodies import UNNAMED
 from penstock.core.types import TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 from penstock.serving.verification import DraftHub

@@ -1,25 +1,74 @@
-"""From a request body to what the engine is asked for."""
+"""From a request body and an API key to what the engine is asked for."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
-from penstock.api.choices import Choice
+from penstock.api.choices import Choice, TextStream
 from penstock.api.errors import ApiError
-from penstock.api.keys import Caller
-from penstock.api.text import TextStream
+from penstock.config import DEFAULT_TENANT, TenantConfig
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
 from penstock.serving.messages import Ready
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
+
+
+class Caller(NamedTuple):
+    """tenant: whose requests they are. client: who shares the server with others: a tenant where
+    there are keys, else a network."""
+
+    tenant: str
+    client: str
+
+
+class Keyring:
+    """Who a request is from. Without any key configured, everybody is the default tenant.
+
+    operators: keys for what is said of all tenants; without any, every tenant's key is one
+    """
+
+    def __init__(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str] = ()) -> None:
+        # Looked up by digest, so that the time of a look-up says nothing about a key.
+        self._tenants = {
+            _digest(key): name for name, tenant in tenants.items() for key in tenant.api_keys
+        }
+        self._operators = frozenset(map(_digest, operators)) or self._tenants.keys()
+
+    def caller(self, authorization: str | None, network: str) -> Caller:
+        """Who an `Authorization` header from a network stands for. Raises: ApiError with 401."""
+        if not self._tenants:
+            return Caller(DEFAULT_TENANT, network)
+        tenant = self._tenants.get(_digest_in(authorization))
+        if tenant is None:
+            raise ApiError(401, "the API key is not known", code="invalid_api_key")
+        return Caller(tenant, tenant)
+
+    def check_operator(self, authorization: str | None) -> None:
+        """Raises: ApiError with 401."""
+        if self._operators and _digest_in(authorization) not in self._operators:
+            raise ApiError(401, "this API key is none for metrics", code="invalid_api_key")
+
+
+def _digest_in(authorization: str | None) -> bytes:
+    """Of the key in an `Authorization` header. Raises: ApiError with 401."""
+    scheme, _, key = (authorization or "").partition(" ")
+    if scheme.lower() != "bearer" or not key:
+        message = "an API key is required: send the header Authorization: Bearer KEY"
+        raise ApiError(401, message, code="missing_api_key")
+    return _digest(key.strip())
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+
 
 _T = TypeVar("_T")
 _U = TypeVar("_U")
@@ -159,6 +208,7 @@ class Preparer:
         stop_token_ids = self._stop_token_ids(body)
         for prompt in map(tuple, prompts):
             max_tokens = self._max_tokens(body, len(prompt), default_tokens)
+            expected = body.expected_output_tokens
             # An assistant's turn is a text of its own; a completion goes on from its prompt.
             is_chat = isinstance(body, ChatBody)
             previous = None if is_chat else self.tokenizer.last_of_text(prompt)
@@ -174,6 +224,7 @@ class Preparer:
                     sampling=self._sampling(body, n),
                     drafter=body.speculation.drafter,
                     max_draft_tokens=body.speculation.max_draft_tokens,
+                    expected_output_tokens=None if expected is None else min(expected, max_tokens),
                 )
                 text = TextStream(self.tokenizer, body.stops, previous)
                 choices.append(Choice(index, request, text, opens_prompt=n == 0))

@@ -17,11 +17,11 @@ import uvicorn
 from fastapi import FastAPI
 
 from penstock.api.app import create_app
-from penstock.api.connections import Connection
+from penstock.api.http import Connection
 from penstock.api.metrics import RequestMeter
 from penstock.config import ConfigError, ServeConfig
 from penstock.serving.client import LOAD_ENGINE, EngineClient
-from penstock.serving.ports import RequestClient
+from penstock.serving.intake import RequestClient
 from penstock.serving.verification import DraftHub, VerificationServer
 
 _CLOSING_S = 5

@@ -65,9 +65,9 @@ def draft(
 
     # What takes seconds to import comes after everything that can be wrong.
     from penstock.api.edge import DraftSettings, serve_drafts
-    from penstock.api.headers import configure_logging
+    from penstock.api.http import configure_logging
     from penstock.engine.models.config import CheckpointError
-    from penstock.serving.drafters import DrafterOptions
+    from penstock.serving.drafting import DrafterOptions
     from penstock.serving.link import LinkRefused
 
     configure_logging()

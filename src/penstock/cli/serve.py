@@ -150,7 +150,7 @@ def serve(
 
     from penstock.cli.models import settings_in, with_models
     from penstock.config import ConfigError, parse_config, read_yaml
-    from penstock.serving.client import EngineFailed
+    from penstock.serving.process import EngineFailed
 
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
@@ -185,7 +185,7 @@ def serve(
 
         # What takes seconds to import comes after everything that can be wrong.
         from penstock.api import server
-        from penstock.api.headers import configure_logging
+        from penstock.api.http import configure_logging
 
         configure_logging()
         asyncio.run(server.serve(parsed, _announce, announce_drafters=_announce_drafters))

@@ -51,6 +51,11 @@ class SamplingParams:
     verification: Literal["coupled", "ratio"] = "coupled"
     num_logprobs: int | None = None
 
+    @property
+    def is_ratio(self) -> bool:
+        """Whether drafts are verified by rejection sampling; greedy ones never are."""
+        return self.verification == "ratio" and self.temperature > 0
+
 
 @dataclass(frozen=True, slots=True)
 class Request:

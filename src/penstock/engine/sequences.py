@@ -71,8 +71,7 @@ class TokenBuffer:
     @property
     def is_ratio(self) -> bool:
         """Whether its drafts are verified by rejection sampling."""
-        sampling = self.request.sampling
-        return sampling.verification == "ratio" and sampling.temperature > 0
+        return self.request.sampling.is_ratio
 
     def span(self, start: int, end: int) -> IntArray:
         return self._tokens[start:end]

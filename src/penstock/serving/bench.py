@@ -100,6 +100,7 @@ def _requests(
             max_tokens=options.new_tokens,
             sampling=SamplingParams(temperature=options.temperature, seed=i),
             drafter=NO_DRAFTER if drafter is None else drafter,
+            expected_output_tokens=options.new_tokens,
         )
 
 

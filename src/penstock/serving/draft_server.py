@@ -12,16 +12,15 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from penstock.core.types import SamplingParams
 from penstock.engine.drafters.sessions import DraftingSessions, Order, SessionDraft
 from penstock.serving.drafting import DraftingThread
 from penstock.serving.link import Endpoint, Link
-from penstock.serving.tracked import Tracked
-from penstock.serving.verified_text import Piece, VerifiedText
+from penstock.serving.tracked import Piece, Tracked, VerifiedText
 from penstock.transport.v1 import drafting_pb2 as pb
+from penstock.transport.wire import decode_sampling, in_effect
 
 _MAX_STRAYS = 1024
 """Verdicts kept for requests that are not known yet; releases that are remembered."""
@@ -68,12 +67,11 @@ class DraftServer:
     # --- edge ingress ---------------------------------------------------------------------------
 
     def open(self, tracked: Tracked, message: pb.Open) -> None:
-        """Have a text of ours continued on the present stream. `message`: as `Tracked.opening`
-        writes it; its id is given here."""
+        """Have a text of ours continued on the present stream. The message's id is given here."""
         self._num_opened += 1
         tracked.begin_stream(f"{self._num_opened:x}")
         self._by_wire_id[tracked.wire_id] = tracked
-        params = self._in_effect(tracked.sampling)
+        params = in_effect(tracked.sampling, trusted=self.limits.trusted)
         if tracked.drafted_as != params:
             self._begin(tracked, params)
         message.request_id = tracked.wire_id
@@ -85,10 +83,6 @@ class DraftServer:
             self._answer(tracked)
             self.link.send(pb.Up(close=pb.Close(request_id=tracked.wire_id)))
         self._forget(tracked)
-
-    def _in_effect(self, params: SamplingParams) -> SamplingParams:
-        """`ratio` verification is for servers that are trusted."""
-        return params if self.limits.trusted else replace(params, verification="coupled")
 
     # --- the link -------------------------------------------------------------------------------
 
@@ -144,14 +138,7 @@ class DraftServer:
         is_first = bool(assign.prefix_token_ids) and (assign.epoch, assign.round) > released
         if not is_first or not self._takes_assignments:
             return None
-        sampling = assign.sampling
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            top_k=sampling.top_k,
-            seed=sampling.seed,
-            verification="ratio" if sampling.ratio else "coupled",
-        )
+        params = decode_sampling(assign.sampling)
         text = VerifiedText(assign.prefix_token_ids)
         tracked = Tracked(request_id, text, params, wire_id=request_id)
         self._by_wire_id[request_id] = tracked

@@ -22,10 +22,10 @@ from penstock.core.types import (
     SamplingParams,
     TokenLogprob,
 )
-from penstock.serving.audits import Audits
 from penstock.serving.client import EngineClient
+from penstock.serving.draft_access import Audits
+from penstock.serving.intake import EngineUnavailable, QueueFull
 from penstock.serving.messages import RemoteDraft
-from penstock.serving.refusals import EngineUnavailable, QueueFull
 from penstock.transport.checks import (
     ASSIGNED_PREFIX,
     Limits,
@@ -39,7 +39,14 @@ from penstock.transport.checks import (
     parse,
 )
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import PrefixDigest, decode_weights, encode_logprobs
+from penstock.transport.wire import (
+    PrefixDigest,
+    decode_sampling,
+    decode_weights,
+    encode_logprobs,
+    encode_sampling,
+    in_effect,
+)
 
 _MAX_QUEUED_MESSAGES = 4096
 _MAX_QUEUED_BYTES = 16 << 20
@@ -215,8 +222,8 @@ class DraftStream:
     def _open(self, message: pb.Open) -> None:
         check_open(message, self.limits, self._edge)
         assert self.drafter is not None
-        sampling = message.sampling
-        ratio = sampling.ratio and self.identity.trusted
+        num_logprobs = message.num_logprobs if message.HasField("num_logprobs") else None
+        sampling = decode_sampling(message.sampling, num_logprobs)
         request = Request(
             id=self._hub.new_engine_id(self.drafter),
             prompt_len=len(message.prompt_token_ids),
@@ -224,21 +231,15 @@ class DraftStream:
             tenant=self.identity.tenant,
             prompt_token_ids=tuple(message.prompt_token_ids),
             stop_token_ids=frozenset(message.stop_token_ids),
-            sampling=SamplingParams(
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                top_k=sampling.top_k,
-                seed=sampling.seed,
-                verification="ratio" if ratio else "coupled",
-                num_logprobs=message.num_logprobs if message.HasField("num_logprobs") else None,
-            ),
+            sampling=in_effect(sampling, trusted=self.identity.trusted),
             drafter=self.drafter,
+            expected_output_tokens=message.expected_output_tokens or None,
         )
         opened = EdgeRequest(
             message.request_id,
             request.id,
             PrefixDigest(message.prompt_token_ids),
-            weighted=ratio and sampling.temperature > 0,
+            weighted=request.sampling.is_ratio,
             stream=self,
             meter=self._hub.new_meter(request),
         )
@@ -401,15 +402,7 @@ class DraftStream:
         if text is not None:
             token_ids, sampling = text
             assign.prefix_token_ids.extend(token_ids)
-            assign.sampling.CopyFrom(
-                pb.Sampling(
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    top_k=sampling.top_k,
-                    seed=sampling.seed,
-                    ratio=sampling.verification == "ratio",
-                )
-            )
+            assign.sampling.CopyFrom(encode_sampling(sampling))
         self.send(pb.Down(assign=assign))
 
     def close(self) -> None:

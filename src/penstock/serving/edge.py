@@ -7,23 +7,25 @@ one with all that has been verified as its prompt: the user notices a pause, and
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
-from penstock.serving.client import OutputStream
 from penstock.serving.draft_server import DraftServer
-from penstock.serving.messages import EngineStats, Ready
-from penstock.serving.refusals import EngineUnavailable, NotTaken, QueueFull
-from penstock.serving.tracked import Tracked
-from penstock.serving.verified_text import Piece, VerifiedText
-from penstock.serving.waiting_room import WaitingRoom
+from penstock.serving.intake import (
+    EngineUnavailable,
+    NotTaken,
+    OutputStream,
+    QueueFull,
+    RequestClient,
+    WaitingRoom,
+)
+from penstock.serving.messages import Ready
+from penstock.serving.tracked import Piece, Tracked, VerifiedText
 from penstock.transport.checks import Limits, Refusal, check_open
 from penstock.transport.v1 import drafting_pb2 as pb
+from penstock.transport.wire import encode_sampling
 
-_CONNECT_WAIT_S = 30.0
 _MAX_TRIES = 5
 """A request that the verification server gives up so often, with no token between, is hopeless."""
 
@@ -34,17 +36,15 @@ _NOT_TAKEN: dict[pb.Refused.Code, type[NotTaken]] = {
 """Refusals for no fault of the request's."""
 
 _RETRY_S = 0.2
-_STOPPED = "the server was stopped before this request was finished"
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True, eq=False)
 class _EdgeRequest:
-    """One request, and where its outputs go. num_tries: since the last token."""
+    """One request, and its text. num_tries: since the last token."""
 
     request: Request
-    stream: OutputStream
     tracked: Tracked
     is_open: bool = False
     num_tries: int = 0
@@ -55,88 +55,57 @@ class _EdgeRequest:
         return self.request.prompt_len + self.request.max_tokens - len(self.tracked.text)
 
     def opening(self) -> pb.Open:
-        return self.tracked.opening(self.num_remaining, self.request.stop_token_ids)
+        """Asks for what remains, behind all that is verified; the id is still to be set."""
+        request, text = self.request, self.tracked.text
+        expected = request.expected_output_tokens
+        if expected is not None:
+            expected = min(max(expected + request.prompt_len - len(text), 1), self.num_remaining)
+        return pb.Open(
+            prompt_token_ids=text.token_ids,
+            max_tokens=self.num_remaining,
+            stop_token_ids=sorted(request.stop_token_ids),
+            num_logprobs=request.sampling.num_logprobs,
+            sampling=encode_sampling(request.sampling),
+            expected_output_tokens=expected,
+        )
 
 
-class EdgeClient:
-    """A `RequestClient` over a draft server's link.
+class EdgeClient(RequestClient):
+    """Requests over a draft server's link.
 
     info: of the model whose output users get
     max_waiting: requests that may be without a first token at once
     """
 
     def __init__(self, server: DraftServer, info: Ready, *, max_waiting: int) -> None:
-        self.info = info
-        self.room = WaitingRoom(max_waiting)
+        super().__init__(WaitingRoom(max_waiting))
+        self._info = info
         self._server = server
         self._requests: dict[str, _EdgeRequest] = {}
-        self._connected = asyncio.Event()
-        self._idle = asyncio.Event()
-        self._idle.set()
-        self._stopping = False
-        self.num_restarts = 0
         server.on_connected = self._on_connected
         server.on_lost = self._on_lost
         if server.link.problem is None:
-            self._connected.set()
+            self._ready.set()
+
+    @property
+    def info(self) -> Ready:
+        return self._info
 
     @property
     def drafters(self) -> tuple[str, ...]:
-        return self.info.drafters
+        return self._info.drafters
 
     @property
-    def problem(self) -> str | None:
-        return "the server is shutting down" if self._stopping else self._server.link.problem
+    def num_restarts(self) -> int:
+        return self._server.link.num_losses
 
     @property
-    def num_open(self) -> int:
-        return len(self._requests)
-
-    async def stats(self) -> EngineStats | None:
-        """Always None: the engine is elsewhere."""
-        return None
-
-    async def drain(self, grace_s: float) -> None:
-        self._stopping = True
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._idle.wait(), grace_s)
-        for edge in list(self._requests.values()):
-            self._end(edge, Output(edge.request.id, (), 0, FinishReason.CANCELLED, _STOPPED))
-
-    async def submit(self, client: str, requests: Sequence[Request]) -> OutputStream:
-        """Have requests made, after waiting a while for the link if it is broken.
-
-        Raises: QueueFull, EngineUnavailable.
-        """
-        ids = [request.id for request in requests]
-        self.room.enter(client, ids)
-        try:
-            await self._wait_until_connected()
-        except BaseException:
-            self.room.leave(ids)
-            raise
-        stream = OutputStream(self, ids)
-        for request in requests:
-            self._add(request, stream)
-        self._open_waiting()
-        return stream
-
-    def cancel(self, request_id: str) -> None:
-        edge = self._requests.get(request_id)
-        if edge is not None:
-            self._forget(edge)
-            self._open_waiting()
-
-    async def _wait_until_connected(self) -> None:
-        if self.problem is not None and not self._stopping:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._connected.wait(), _CONNECT_WAIT_S)
-        if self.problem is not None:
-            raise EngineUnavailable(self.problem)
+    def _failure(self) -> str | None:
+        return self._server.link.problem
 
     # --- opening --------------------------------------------------------------------------------
 
-    def _add(self, request: Request, stream: OutputStream) -> None:
+    def _start(self, request: Request) -> None:
         if request.prompt_token_ids is None:
             raise ValueError("a request needs its prompt's tokens, not only its length")
         tracked = Tracked(
@@ -145,15 +114,17 @@ class EdgeClient:
             request.sampling,
             max_draft_tokens=0 if request.drafter == NO_DRAFTER else request.max_draft_tokens,
         )
-        edge = _EdgeRequest(request, stream, tracked)
+        edge = self._requests[request.id] = _EdgeRequest(request, tracked)
         problem = self._problem_of(edge)
         if problem is not None:
-            self.room.leave([request.id])
-            stream.put(Output(request.id, (), 0, FinishReason.REFUSED, problem))
+            self._route(Output(request.id, finish_reason=FinishReason.REFUSED, error=problem))
             return
         tracked.listener = lambda piece, num_proposed: self._take(edge, piece, num_proposed)
-        self._requests[request.id] = edge
-        self._idle.clear()
+        self._open_waiting()
+
+    def _stop(self, request_id: str) -> None:
+        # Not at once: where all requests are stopped, none takes the place of another.
+        asyncio.get_running_loop().call_soon(self._open_waiting)
 
     def _problem_of(self, edge: _EdgeRequest) -> str | None:
         """Why the verification server would never take a request."""
@@ -167,12 +138,11 @@ class EdgeClient:
         return None
 
     def _on_connected(self) -> None:
-        self._connected.set()
+        self._ready.set()
         self._open_waiting()
 
     def _on_lost(self) -> None:
-        self._connected.clear()
-        self.num_restarts += 1
+        self._ready.clear()
         for edge in self._requests.values():
             edge.is_open = False
 
@@ -185,12 +155,12 @@ class EdgeClient:
             if num_open >= self._server.limits.max_open_requests:
                 break
             if not edge.is_open and edge.retry is None:
-                self._open(edge)
+                self._open_one(edge)
                 num_open += edge.is_open
 
-    def _open(self, edge: _EdgeRequest) -> None:
+    def _open_one(self, edge: _EdgeRequest) -> None:
         if edge.num_remaining <= 0:
-            self._end(edge, Output(edge.request.id, (), 0, FinishReason.LENGTH))
+            self._route(Output(edge.request.id, finish_reason=FinishReason.LENGTH))
             return
         edge.is_open = True
         self._server.open(edge.tracked, edge.opening())
@@ -204,18 +174,18 @@ class EdgeClient:
     def _take(self, edge: _EdgeRequest, piece: Piece, num_proposed: int) -> None:
         if piece.token_ids:
             edge.num_tries = 0
-            self.room.answered(edge.request.id)
         if piece.finish_reason and self._is_passing(edge, piece.finish_reason):
-            self._put(edge, piece, num_proposed, None)
+            self._hand_on(edge, piece, num_proposed, None)
             self._set_aside(edge, piece.reason)
             return
         finish = FinishReason(piece.finish_reason) if piece.finish_reason else None
-        if finish is not None:
-            self._forget(edge)
         if piece.code in _NOT_TAKEN:
-            edge.stream.fail(_NOT_TAKEN[piece.code](piece.reason))
+            sink = self._sinks[edge.request.id]
+            self._forget(edge.request.id)
+            assert isinstance(sink, OutputStream)
+            sink.fail(_NOT_TAKEN[piece.code](piece.reason))
         else:
-            self._put(edge, piece, num_proposed, finish)
+            self._hand_on(edge, piece, num_proposed, finish)
         if finish is not None:
             self._open_waiting()
 
@@ -234,34 +204,27 @@ class EdgeClient:
         _log.warning("a request was given up (%s); opening it again in %.1f s", reason, delay)
         edge.retry = asyncio.get_running_loop().call_later(delay, self._retry, edge)
 
-    def _put(
+    def _hand_on(
         self, edge: _EdgeRequest, piece: Piece, num_proposed: int, finish: FinishReason | None
     ) -> None:
-        if not piece.token_ids and finish is None:
-            return
-        edge.stream.put(
-            Output(
-                edge.request.id,
-                token_ids=piece.token_ids,
-                num_tokens=len(piece.token_ids),
-                finish_reason=finish,
-                error=piece.reason or None,
-                drafter=self._server.limits.drafter if num_proposed else None,
-                num_proposed=num_proposed,
-                num_accepted=min(piece.num_accepted, num_proposed),
-                logprobs=piece.logprobs,
+        if piece.token_ids or finish is not None:
+            self._route(
+                Output(
+                    edge.request.id,
+                    token_ids=piece.token_ids,
+                    num_tokens=len(piece.token_ids),
+                    finish_reason=finish,
+                    error=piece.reason or None,
+                    drafter=self._server.limits.drafter if num_proposed else None,
+                    num_proposed=num_proposed,
+                    num_accepted=min(piece.num_accepted, num_proposed),
+                    logprobs=piece.logprobs,
+                )
             )
-        )
 
-    def _end(self, edge: _EdgeRequest, output: Output) -> None:
-        self._forget(edge)
-        edge.stream.put(output)
-
-    def _forget(self, edge: _EdgeRequest) -> None:
-        del self._requests[edge.request.id]
-        self.room.leave([edge.request.id])
+    def _forget(self, request_id: str) -> None:
+        super()._forget(request_id)
+        edge = self._requests.pop(request_id)
         if edge.retry is not None:
             edge.retry.cancel()
         self._server.close(edge.tracked)
-        if not self._requests:
-            self._idle.set()

@@ -1,9 +1,9 @@
 """What the HTTP process and the engine process tell each other, and how it is framed.
 
 Up go `Events`, `StatsRequest` and `Stop`; down come `Ready` or `Failed`, then `Outputs` (one
-message a turn), `DraftOrders`, `AuditFinding` and `EngineStats`; and `Heartbeat` all the time. A
-frame is a 4-byte length and a pickle; the socket is private to the two processes, so that pickles
-are safe here.
+message a turn), `DraftOrders`, `AuditFinding` and `EngineStats`; and `Heartbeat` all the time. The
+engine's end is the standard library's `Connection`; the other end is asyncio's, which has none, and
+so frames its messages here. The socket is private to the two processes: pickles are safe.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from penstock.core.types import DraftOrder, Event, Output, PhaseTimes, SamplingParams
 
-_HEADER = struct.Struct("!I")
+HEADER = struct.Struct("!i")
+"""Before each pickle, its length: as `multiprocessing.connection.Connection` has it, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,26 +153,4 @@ class EngineStats:
 def frame(message: object) -> bytes:
     """A message as bytes for the wire."""
     payload = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-    return _HEADER.pack(len(payload)) + payload
-
-
-class Deframer:
-    """Cuts a stream of bytes into messages again."""
-
-    def __init__(self) -> None:
-        self._buffer = bytearray()
-
-    def feed(self, data: bytes) -> list[Any]:
-        """The messages that `data` completes."""
-        self._buffer += data
-        messages = []
-        start = 0
-        while len(self._buffer) - start >= _HEADER.size:
-            (size,) = _HEADER.unpack_from(self._buffer, start)
-            end = start + _HEADER.size + size
-            if end > len(self._buffer):
-                break
-            messages.append(pickle.loads(self._buffer[start + _HEADER.size : end]))
-            start = end
-        del self._buffer[:start]
-        return messages
+    return HEADER.pack(len(payload)) + payload

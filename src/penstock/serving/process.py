@@ -1,21 +1,41 @@
-"""One incarnation of the engine process, as asyncio sees it."""
+"""The engine process as asyncio sees it: started, talked to, watched, and started again."""
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import logging
 import multiprocessing
+import pickle
 import socket
 from collections.abc import Callable
+from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import Self, cast
+from typing import Protocol, Self
 
 from penstock.config import EngineConfig
-from penstock.serving.messages import Deframer, Failed, Ready, Stop, frame
-from penstock.serving.worker import run_engine
+from penstock.serving.messages import HEADER, Failed, Heartbeat, Ready, Stop, frame
+from penstock.serving.worker import HEARTBEATS, run_engine
 
 _EXIT_S = 3.0
 """A process that has been told to stop, or has closed its socket, is killed after this long."""
+
+_SILENT_BEATS = 5
+"""After as many without one, the process counts as silent until the next."""
+
+_LONGEST_STEP_S = 600.0
+"""Kernels may be compiled in a step, which takes minutes on a new machine."""
+
+_FIRST_DELAY_S = 0.2
+_LONGEST_DELAY_S = 30.0
+_STABLE_S = 60.0
+
+_log = logging.getLogger(__name__)
+
+
+class EngineFailed(Exception):
+    """The engine could not be loaded; one line."""
 
 
 def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerContext:
@@ -30,51 +50,50 @@ def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerCon
     return context
 
 
-class EngineProcess(asyncio.Protocol):
+class EngineProcess:
     """Starts the process, sends to it, hands on what it says, and notices its end.
 
     ready: what became of loading; always resolved in the end
     gone:  set when the process has closed its socket, for whatever reason
     """
 
-    def __init__(self, on_message: Callable[[object], None]) -> None:
+    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
         self.ready: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
-        self._on_message = on_message
-        self._deframer = Deframer()
-        self._transport: asyncio.Transport | None = None
-        self._process: multiprocessing.process.BaseProcess | None = None
+        self._process = process
+        self._writer: asyncio.StreamWriter | None = None
+        self._reading: asyncio.Task[None] | None = None
 
     @classmethod
     async def spawn(
         cls, factory: str, config: EngineConfig, on_message: Callable[[object], None]
     ) -> Self:
         """Start a process that builds its engine with `factory` ("package.module:function")."""
-        self = cls(on_message)
         ours, theirs = socket.socketpair()
-        process = _context(factory, config).Process(
-            target=run_engine, args=(theirs, factory, config), name="penstock-engine"
-        )
-        # The first one waits for the libraries.
-        await asyncio.to_thread(process.start)
-        theirs.close()
+        with Connection(theirs.detach()) as connection:
+            process = _context(factory, config).Process(
+                target=run_engine, args=(connection, factory, config), name="penstock-engine"
+            )
+            # The first one waits for the libraries.
+            await asyncio.to_thread(process.start)
         # At exit multiprocessing joins its children for ever; a forgotten one must not hang that.
         atexit.register(process.kill)
-        self._process = process
+        self = cls(process)
         try:
-            await asyncio.get_running_loop().create_connection(lambda: self, sock=ours)
+            reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException:
             process.kill()
             raise
+        self._reading = asyncio.create_task(self._read(reader, on_message))
         return self
 
     @property
     def pid(self) -> int | None:
-        return self._process.pid if self._process is not None else None
+        return self._process.pid
 
     def send(self, message: object) -> None:
-        if self._transport is not None:
-            self._transport.write(frame(message))
+        if self._writer is not None and not self._writer.is_closing():
+            self._writer.write(frame(message))
 
     async def stop(self) -> None:
         """Tell the process to stop, and see to it that it does."""
@@ -82,41 +101,204 @@ class EngineProcess(asyncio.Protocol):
         await self.reap()
 
     def kill(self) -> None:
-        if self._process is not None:
-            self._process.kill()
+        self._process.kill()
 
     async def reap(self) -> int | None:
         """Wait for the process to end, killing it if it does not; returns its exit code."""
-        process = self._process
-        if process is None:
-            return None
-        await asyncio.to_thread(process.join, _EXIT_S)
-        if process.is_alive():
-            process.kill()
-            await asyncio.to_thread(process.join)
-        atexit.unregister(process.kill)
-        if self._transport is not None:
-            self._transport.close()
-        return process.exitcode
+        await asyncio.to_thread(self._process.join, _EXIT_S)
+        if self._process.is_alive():
+            self._process.kill()
+            await asyncio.to_thread(self._process.join)
+        atexit.unregister(self._process.kill)
+        if self._writer is not None:
+            self._writer.close()
+        return self._process.exitcode
 
-    # --- asyncio.Protocol -----------------------------------------------------------------------
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)
-
-    def data_received(self, data: bytes) -> None:
-        for message in self._deframer.feed(data):
-            if isinstance(message, Ready | Failed):
-                self._resolve(message)
-            else:
-                self._on_message(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._transport = None
-        self._resolve(Failed("the engine process ended while it was loading"))
-        self.gone.set()
+    async def _read(
+        self, reader: asyncio.StreamReader, on_message: Callable[[object], None]
+    ) -> None:
+        try:
+            while True:
+                (size,) = HEADER.unpack(await reader.readexactly(HEADER.size))
+                message = pickle.loads(await reader.readexactly(size))
+                if isinstance(message, Ready | Failed):
+                    self._resolve(message)
+                else:
+                    on_message(message)
+        except (EOFError, OSError):
+            """The process has closed its socket."""
+        except Exception:
+            _log.exception("an error ends the connection to the engine process")
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+            self._resolve(Failed("the engine process ended while it was loading"))
+            self.gone.set()
 
     def _resolve(self, answer: Ready | Failed) -> None:
         """Settle `ready`, unless it is settled or whoever awaited it was cancelled."""
         if not self.ready.done():
             self.ready.set_result(answer)
+
+
+class Watchdog:
+    """Tells a working engine process from a frozen one, by the heartbeats that it sends.
+
+    limit_s: without a beat, after which a process is given up
+    on_change: called with True when the process falls silent, and with False when it beats again
+    """
+
+    def __init__(self, limit_s: float, on_change: Callable[[bool], None]) -> None:
+        self._limit_s = limit_s
+        self._on_change = on_change
+        self._num_silent = 0
+        self._step_s = 0.0
+        self._has_begun = False
+        self.is_silent = False
+
+    def heard(self, beat: Heartbeat) -> None:
+        self._has_begun = True
+        self._num_silent = 0
+        self._step_s = beat.step_s
+        if self.is_silent:
+            self.is_silent = False
+            self._on_change(False)
+
+    async def until_frozen(self) -> str:
+        """Returns, once the process is to be given up, why.
+
+        Counts beats that were due while this process ran, not seconds: it may have stood still
+        itself, as in a machine that sleeps. Loading has begun with the first beat.
+        """
+        while True:
+            await asyncio.sleep(self._limit_s / HEARTBEATS)
+            if self._step_s > _LONGEST_STEP_S:
+                return f"is stuck in a step of {self._step_s:.0f} s"
+            self._num_silent += self._has_begun
+            if self._num_silent > HEARTBEATS:
+                return f"has given no sign of life for {self._limit_s:g} s"
+            if self._num_silent > _SILENT_BEATS and not self.is_silent:
+                self.is_silent = True
+                self._on_change(True)
+
+
+class EngineOwner(Protocol):
+    """Who is told what becomes of the engine process."""
+
+    def on_ready(self, info: Ready, load_s: float) -> None: ...
+
+    def on_silence(self, is_silent: bool) -> None:
+        """The process gives no sign of life, or does so again."""
+        ...
+
+    def on_lost(self, failure: str) -> None:
+        """The process is gone, or could not be loaded again."""
+        ...
+
+    def on_message(self, message: object) -> None: ...
+
+
+class Supervisor:
+    """Keeps one engine process running: started again when it dies, killed when it is frozen."""
+
+    def __init__(self, factory: str, config: EngineConfig, owner: EngineOwner) -> None:
+        self.process: EngineProcess | None = None
+        self.num_restarts = 0
+        self._factory = factory
+        self._config = config
+        self._owner = owner
+        self._watchdog = Watchdog(config.heartbeat_timeout_s, self._on_silence)
+        self._task: asyncio.Task[None] | None = None
+        self._stopping = False
+
+    async def start(self) -> None:
+        """Start the process and wait until its engine is loaded. Raises: EngineFailed."""
+        loaded: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._task = asyncio.create_task(self._supervise(loaded))
+        await asyncio.wait((loaded, self._task), return_when=asyncio.FIRST_COMPLETED)
+        if not loaded.done():
+            await self._task
+        loaded.result()
+
+    def send(self, message: object) -> None:
+        if self.process is not None:
+            self.process.send(message)
+
+    def stop_restarting(self) -> None:
+        """The end is near: a process that is gone stays so, and there is no time for a silent
+        one."""
+        self._stopping = True
+        if self.process is not None and self._watchdog.is_silent:
+            self.process.kill()
+
+    async def close(self) -> None:
+        """End the process now."""
+        self._stopping = True
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+        if self.process is not None:
+            await self.process.stop()
+
+    def _on_message(self, message: object) -> None:
+        if isinstance(message, Heartbeat):
+            self._watchdog.heard(message)
+        else:
+            self._owner.on_message(message)
+
+    def _on_silence(self, is_silent: bool) -> None:
+        if self.process is None or not self.process.ready.done():
+            return
+        if is_silent and self._stopping:
+            self.process.kill()
+        else:
+            self._owner.on_silence(is_silent)
+
+    async def _supervise(self, loaded: asyncio.Future[None]) -> None:
+        """Keep a process running. Only a failure of the very first start is final."""
+        clock = asyncio.get_running_loop().time
+        delay = _FIRST_DELAY_S
+        while True:
+            started_at = clock()
+            failure = await self._run_process(loaded)
+            if not loaded.done():
+                loaded.set_exception(EngineFailed(failure))
+                return
+            if self._stopping:
+                return
+            if clock() - started_at > _STABLE_S:
+                delay = _FIRST_DELAY_S
+            _log.error("%s; restarting it in %.1f s", failure, delay)
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, _LONGEST_DELAY_S)
+            self.num_restarts += 1
+
+    async def _run_process(self, loaded: asyncio.Future[None]) -> str:
+        """One process from start to end; returns why it ended."""
+        started_at = asyncio.get_running_loop().time()
+        self._watchdog = Watchdog(self._config.heartbeat_timeout_s, self._on_silence)
+        try:
+            process = await EngineProcess.spawn(self._factory, self._config, self._on_message)
+        except (OSError, EOFError) as error:
+            return f"the engine process cannot be started: {error}"
+        self.process = process
+        watch = asyncio.create_task(self._kill_when_frozen(process, self._watchdog))
+        try:
+            answer = await process.ready
+            if isinstance(answer, Failed):
+                self._owner.on_lost(f"the engine cannot be restarted: {answer.message}")
+                await process.reap()
+                return answer.message
+            self._owner.on_ready(answer, asyncio.get_running_loop().time() - started_at)
+            if not loaded.done():
+                loaded.set_result(None)
+            await process.gone.wait()
+            self._owner.on_lost("the engine process died and is being restarted")
+            return f"the engine process died (exit code {await process.reap()})"
+        finally:
+            watch.cancel()
+
+    async def _kill_when_frozen(self, process: EngineProcess, watchdog: Watchdog) -> None:
+        _log.error("the engine %s; killing it", await watchdog.until_frozen())
+        process.kill()

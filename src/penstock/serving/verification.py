@@ -17,9 +17,8 @@ import grpc.aio
 
 from penstock.config import DEFAULT_TENANT, ConfigError, DraftersConfig, TenantConfig
 from penstock.core.types import DrafterDown, DrafterUp, DraftOrder, Output, Request
-from penstock.serving.arrivals import Arrivals
-from penstock.serving.audits import Audits
 from penstock.serving.client import EngineClient
+from penstock.serving.draft_access import Arrivals, Audits
 from penstock.serving.draft_streams import (
     DraftedRequest,
     DraftStream,
@@ -262,8 +261,7 @@ class DraftHub:
         if request.stream is not None and request.drafted is not None:
             request.stream.release(request.drafted)
         sampling = request.known.sampling
-        weighted = sampling.verification == "ratio" and sampling.temperature > 0
-        drafted = stream.take_over(order.request_id, request.prefix, weighted=weighted)
+        drafted = stream.take_over(order.request_id, request.prefix, weighted=sampling.is_ratio)
         request.stream, request.drafted = stream, drafted
         stream.order(drafted, order, (request.token_ids, sampling))
 

@@ -8,11 +8,13 @@ import gc
 import importlib
 import logging
 import os
+import pickle
 import select
 import signal
-import socket
 import threading
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -23,25 +25,26 @@ from penstock.core.scheduler import Scheduler
 from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.messages import (
     AuditFinding,
-    Deframer,
     DraftOrders,
     EngineStats,
     Events,
     Failed,
+    Heartbeat,
     OrderedRequest,
     Outputs,
     Ready,
     RemoteDraft,
     StatsRequest,
     Stop,
-    frame,
 )
-from penstock.serving.watchdog import Pulse
 
 if TYPE_CHECKING:
     from penstock.engine.audit import Auditor
     from penstock.engine.executor import LocalExecutor
     from penstock.engine.sequences import TokenBuffer
+
+HEARTBEATS = 20
+"""Within the time after which a process without any is given up."""
 
 _log = logging.getLogger(__name__)
 
@@ -98,20 +101,18 @@ class PeerGone(Exception):
 
 
 class Channel:
-    """The engine's end of the socket."""
+    """The engine's end of the connection."""
 
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._sock.setblocking(True)
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
         self._sending = threading.Lock()
-        self._deframer = Deframer()
 
     def send(self, message: object) -> None:
         """From any thread. Raises: PeerGone."""
-        data = frame(message)
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
             with self._sending:
-                self._sock.sendall(data)
+                self._connection.send_bytes(data)
         except OSError as error:
             raise PeerGone from error
 
@@ -122,16 +123,43 @@ class Channel:
         Raises: PeerGone.
         """
         messages: list[Any] = []
-        while self._sock in select.select([self._sock, *others], [], [], timeout)[0]:
+        sources = [self._connection, *others]
+        while self._connection in select.select(sources, [], [], timeout)[0]:
             try:
-                data = self._sock.recv(1 << 20)
-            except OSError as error:
+                messages.append(pickle.loads(self._connection.recv_bytes()))
+            except (EOFError, OSError) as error:
                 raise PeerGone from error
-            if not data:
-                raise PeerGone
-            messages += self._deframer.feed(data)
             timeout = 0.0
         return messages
+
+
+class Pulse:
+    """Sends heartbeats from a thread of its own, so that a long step or the loading of models does
+    not look like death, and says how long the loop's step has taken, so that a loop that is stuck
+    is found out, too. A stopped process, or one that holds the interpreter's lock for ever, beats
+    no more."""
+
+    def __init__(self, limit_s: float, send: Callable[[object], None]) -> None:
+        self._interval_s = limit_s / HEARTBEATS
+        self._send = send
+        self._step_began_at: float | None = None
+        threading.Thread(target=self._beat, daemon=True, name="penstock-pulse").start()
+
+    def step_begins(self) -> None:
+        self._step_began_at = time.monotonic()
+
+    def step_ends(self) -> None:
+        self._step_began_at = None
+
+    def _beat(self) -> None:
+        while True:
+            began_at = self._step_began_at
+            step_s = 0.0 if began_at is None else time.monotonic() - began_at
+            try:
+                self._send(Heartbeat(step_s))
+            except Exception:  # The other process is gone; the main thread finds that out itself.
+                return
+            time.sleep(self._interval_s)
 
 
 class EngineServer:
@@ -256,7 +284,7 @@ def describe(engine: Engine) -> Ready:
     )
 
 
-def run_engine(sock: socket.socket, factory: str, config: EngineConfig) -> None:
+def run_engine(connection: Connection, factory: str, config: EngineConfig) -> None:
     """Body of the engine process. `factory`: as for `import_factory`.
 
     It ignores SIGINT, SIGTERM and SIGHUP: a terminal or a service manager sends them to both
@@ -265,7 +293,7 @@ def run_engine(sock: socket.socket, factory: str, config: EngineConfig) -> None:
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
-    channel = Channel(sock)
+    channel = Channel(connection)
     pulse = Pulse(config.heartbeat_timeout_s, channel.send)
     with contextlib.suppress(PeerGone):
         try:

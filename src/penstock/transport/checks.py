@@ -178,6 +178,10 @@ def _problem_of_text(message: pb.Open, limits: Limits) -> str | None:
             f"{num_prompt} prompt tokens and {message.max_tokens} to make; together at most "
             f"{limits.max_request_tokens}"
         )
+    if message.HasField("expected_output_tokens"):
+        expected = message.expected_output_tokens
+        if not 1 <= expected <= message.max_tokens:
+            return f"expected_output_tokens {expected}; it must be from 1 to max_tokens"
     if num_stops > _MAX_STOP_TOKENS:
         return f"{num_stops} stop tokens; at most {_MAX_STOP_TOKENS}"
     for name, ids in (("prompt", message.prompt_token_ids), ("stop", message.stop_token_ids)):

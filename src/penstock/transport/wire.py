@@ -9,12 +9,13 @@ the sum again, which is a power of two, so that nothing is rounded a second time
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.types import TokenLogprob
+from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
 
 WEIGHT_SUM = 1 << 16
@@ -68,30 +69,49 @@ def truncate(probs: FloatArray, k: int) -> tuple[IntArray, IntArray]:
     return token_ids, weights + (rank < missing)
 
 
-def sample_weights(token_ids: IntArray, weights: IntArray, uniforms: FloatArray) -> IntArray:
-    """Draw one token a row from integer weights.
-
-    token_ids, weights: [rows, k] as `truncate` returns them; uniforms: [rows] in (0, 1). Returns
-    [rows] token ids.
-    """
-    threshold = (uniforms.astype(np.float64) * WEIGHT_SUM).astype(np.int64)
-    index = (np.cumsum(weights, axis=1) <= threshold[:, None]).sum(axis=1)
-    drawn: IntArray = np.take_along_axis(token_ids, index[:, None], axis=1)[:, 0]
-    return drawn
-
-
-def encode_weights(token_ids: IntArray, weights: IntArray) -> list[pb.TopWeights]:
-    """One message a row, without the tokens of weight 0."""
-    messages = []
+def weight_rows(token_ids: IntArray, weights: IntArray) -> list[Weights]:
+    """What `truncate` returns as one distribution a row, without the tokens of weight 0."""
+    rows = []
     for ids, row in zip(token_ids, weights, strict=True):
         kept = row > 0
-        messages.append(pb.TopWeights(token_ids=ids[kept].tolist(), weights=row[kept].tolist()))
-    return messages
+        rows.append((tuple(ids[kept].tolist()), tuple(row[kept].tolist())))
+    return rows
+
+
+def encode_weights(rows: Iterable[Weights]) -> list[pb.TopWeights]:
+    return [pb.TopWeights(token_ids=ids, weights=weights) for ids, weights in rows]
 
 
 def decode_weights(messages: Sequence[pb.TopWeights]) -> tuple[Weights, ...]:
     """What `encode_weights` encoded; not checked here (see `checks`)."""
     return tuple((tuple(m.token_ids), tuple(m.weights)) for m in messages)
+
+
+def encode_sampling(params: SamplingParams) -> pb.Sampling:
+    return pb.Sampling(
+        temperature=params.temperature,
+        top_p=params.top_p,
+        top_k=params.top_k,
+        seed=params.seed,
+        ratio=params.verification == "ratio",
+    )
+
+
+def decode_sampling(message: pb.Sampling, num_logprobs: int | None = None) -> SamplingParams:
+    """What `encode_sampling` encoded."""
+    return SamplingParams(
+        temperature=message.temperature,
+        top_p=message.top_p,
+        top_k=message.top_k,
+        seed=message.seed,
+        verification="ratio" if message.ratio else "coupled",
+        num_logprobs=num_logprobs,
+    )
+
+
+def in_effect(params: SamplingParams, *, trusted: bool) -> SamplingParams:
+    """How the drafts of a draft server are verified: `ratio` is for those that are trusted."""
+    return params if trusted else replace(params, verification="coupled")
 
 
 def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> list[pb.TokenLogprob]:

@@ -96,7 +96,7 @@ class Session:
 
     @property
     def is_ratio(self) -> bool:
-        return self.sampling.verification == "ratio" and self.sampling.temperature > 0
+        return self.sampling.is_ratio
 
     @property
     def samples_next(self) -> bool:

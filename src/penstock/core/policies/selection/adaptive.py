@@ -446,9 +446,7 @@ def _least_per_token(steps: Sequence[float], drafting: float, tokens: Sequence[f
 
 
 def _can_replay(drafter: Drafter, state: RequestState) -> bool:
-    sampling = state.request.sampling
-    is_ratio = sampling.verification == "ratio" and sampling.temperature > 0
-    return not drafter.remote and not is_ratio
+    return not drafter.remote and not state.request.sampling.is_ratio
 
 
 def _others(drafter: Drafter, states: Sequence[RequestState], loads: Mapping[str, int]) -> int:

@@ -1,0 +1,268 @@
+"""HTTP below the application: connections, body limits, and headers that every response has."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import re
+import socket
+from contextvars import ContextVar
+from typing import Any, ClassVar
+from uuid import uuid4
+
+import h11
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from penstock.api.errors import ApiError
+from penstock.serving.intake import Shares
+from penstock.transport.service import network_of_host
+
+_UNSENT_BYTES = 16 * 1024
+"""What the kernel takes ahead of the client. Its own default is megabytes, and whole streams would
+disappear in it before it shows that nobody reads them."""
+
+
+class Connection(H11Protocol):
+    """uvicorn's connection, closed when a request's head is not complete in time, or when the
+    client reads nothing for a while; its request is then cancelled like that of any other client
+    that goes away. `with_timeouts` makes the class for a server.
+
+    header_s: from the connection, or the first byte after a response, to the end of the head
+    write_s:  without a byte read, while some wait to be
+    """
+
+    header_s: ClassVar[float]
+    write_s: ClassVar[float]
+
+    _head: asyncio.TimerHandle | None = None
+    _stall: asyncio.TimerHandle | None = None
+
+    @classmethod
+    def with_timeouts(cls, header_s: float, write_s: float) -> type[Connection]:
+        return type(cls.__name__, (cls,), {"header_s": header_s, "write_s": write_s})
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        # Whatever is not sent at once counts as unread.
+        transport.set_write_buffer_limits(high=0)
+        sock: socket.socket = transport.get_extra_info("socket")
+        with contextlib.suppress(OSError, AttributeError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
+        self._watch_head()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch_head()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._end_head()
+        self._end_stall()
+        super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._end_stall()
+
+    # --- the head -------------------------------------------------------------------------------
+
+    def _watch_head(self) -> None:
+        """A head is due at first, and when part of one has come; between requests uvicorn has a
+        limit of its own."""
+        is_first = self.cycle is None
+        is_between = not is_first and self.cycle.response_complete
+        is_due = is_first or (is_between and bool(self.conn.trailing_data[0]))
+        if not is_due or self.transport.is_closing():
+            self._end_head()
+        elif self._head is None:
+            self._head = self.loop.call_later(self.header_s, self._refuse_head)
+
+    def _end_head(self) -> None:
+        if self._head is not None:
+            self._head.cancel()
+            self._head = None
+
+    def _refuse_head(self) -> None:
+        if self.conn.our_state is h11.IDLE:
+            error = ApiError(408, f"the request's head took longer than {self.header_s:g} s")
+            answer = error.response()
+            headers = [*answer.raw_headers, (b"connection", b"close")]
+            events: list[Any] = [
+                h11.Response(status_code=408, headers=headers),
+                h11.Data(data=bytes(answer.body)),
+                h11.EndOfMessage(),
+            ]
+            self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
+        self.transport.close()
+
+    # --- what is not read -----------------------------------------------------------------------
+
+    def _watch_writing(self) -> None:
+        unread = self.transport.get_write_buffer_size()
+        self._stall = self.loop.call_later(self.write_s, self._check_stall, unread)
+
+    def _check_stall(self, unread: int) -> None:
+        if self.transport.get_write_buffer_size() < unread:
+            self._watch_writing()
+        else:
+            self.transport.abort()
+
+    def _end_stall(self) -> None:
+        if self._stall is not None:
+            self._stall.cancel()
+            self._stall = None
+
+
+_BODIES = 16
+"""So many of the largest bodies may be in memory while they are read."""
+
+
+def client_network(scope: Scope) -> str:
+    """The network that a request comes from."""
+    client = scope.get("client")
+    return "" if client is None else network_of_host(client[0])
+
+
+class BodyLimit:
+    """ASGI middleware: a body of more than `max_bytes` bytes is refused with 413, one that takes
+    longer than `timeout_s` seconds with 408, and with 429 one of a client whose bodies take more
+    than its share of the memory for all that are being read."""
+
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+        self._app = app
+        self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
+        self._memory = Shares(_BODIES * max_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        announced = dict(scope["headers"]).get(b"content-length", b"0")
+        if announced.isdigit() and int(announced) > self._max_bytes:
+            await ApiError(413, self._too_large).response()(scope, receive, send)
+            return
+        body = _Body(self._memory, client_network(scope), self._max_bytes)
+        deadline = asyncio.get_running_loop().time() + self._timeout_s
+
+        async def limited() -> Message:
+            if body.is_read:
+                return await receive()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    message = await receive()
+            except TimeoutError as error:
+                late = f"the body took longer than {self._timeout_s:g} s"
+                raise HTTPException(408, late, {"Connection": "close"}) from error
+            if not body.add(message):
+                raise HTTPException(413, self._too_large)
+            return message
+
+        try:
+            await self._app(scope, limited, send)
+        finally:
+            body.release()
+
+    @property
+    def _too_large(self) -> str:
+        return f"the body is larger than {self._max_bytes} bytes"
+
+
+class _Body:
+    """One body while it is read."""
+
+    def __init__(self, memory: Shares, client: str, max_bytes: int) -> None:
+        self.is_read = False
+        self._memory = memory
+        self._client = client
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    def add(self, message: Message) -> bool:
+        """Whether a piece still fits. Raises: HTTPException where memory is short."""
+        num = len(message.get("body", b""))
+        if self._num_bytes + num > self._max_bytes:
+            return False
+        if num and not self._memory.take(self._client, num):
+            raise HTTPException(429, "too many large bodies are on their way; try again later")
+        self._num_bytes += num
+        self.is_read = not message.get("more_body", False)
+        if self.is_read:
+            self.release()
+        return True
+
+    def release(self) -> None:
+        self._memory.release(self._client, self._num_bytes)
+        self._num_bytes = 0
+
+
+REQUEST_ID = "X-Request-Id"
+IGNORED_FIELDS = "X-Penstock-Ignored-Fields"
+EXPECTED_OUTPUT_TOKENS = "X-Penstock-Expected-Output-Tokens"
+"""Of a request: the body's field of that name, for proxies; the body's own comes first."""
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+_log = logging.getLogger(__name__)
+
+
+class ResponseHeaders:
+    """ASGI middleware. Every response has `X-Request-Id`: the client's own where it is printable
+    and short, else a new one; it is in all log lines about the request. `X-Penstock-Ignored-Fields`
+    is what the endpoint left in the request's state under `ignored_fields`."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get(REQUEST_ID, "")
+        request_id = given if _SANE_ID.fullmatch(given) else uuid4().hex
+        # Not reset: a failure is logged after this has been left, in the same task.
+        _request_id.set(request_id)
+        state = scope.setdefault("state", {})
+
+        async def with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = request_id
+                if state.get("ignored_fields"):
+                    headers[IGNORED_FIELDS] = state["ignored_fields"]
+                status = message["status"]
+                if status >= 500 and status != 503:
+                    _log.error("%s %r: status %d", scope["method"], scope["path"], status)
+            await send(message)
+
+        await self._app(scope, receive, with_headers)
+
+
+class LogFormatter(logging.Formatter):
+    """One style for all lines; those about an HTTP request begin with its id."""
+
+    def __init__(self) -> None:
+        super().__init__("penstock: %(levelname)s: %(request)s%(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        request_id = _request_id.get()
+        record.request = "" if request_id is None else f"request {request_id}: "
+        return super().format(record)
+
+
+def configure_logging() -> None:
+    """Log to standard error in this form."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(LogFormatter())
+    logging.basicConfig(handlers=[handler])

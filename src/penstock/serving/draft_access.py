@@ -1,0 +1,122 @@
+"""Which draft servers may connect, how often, and which are trusted still."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from penstock.config import DraftersConfig
+from penstock.serving.messages import AuditFinding
+from penstock.transport.checks import Quota
+
+_AT_ONCE_S = 8.0
+_MAX_NETWORKS = 4096
+
+
+class Arrivals:
+    """Counts connections that begin. A draft server that is known is never held up by strangers,
+    not even by those from its own address; what is kept of strangers is bounded.
+
+    refused: connections that were refused, by draft server (empty: a stranger) and by reason:
+             `unknown`, or `too_often`
+    """
+
+    def __init__(self, config: DraftersConfig) -> None:
+        self.refused: Counter[tuple[str, str]] = Counter()
+        self._server_per_s = config.max_connections_per_s
+        self._stranger_per_s = config.max_strangers_per_s
+        self._servers: dict[str, Quota] = {}
+        self._networks: OrderedDict[str, Quota] = OrderedDict()
+
+    def of_server(self, name: str) -> str | None:
+        """A draft server connects; returns why it may not, in one line."""
+        now = time.monotonic()
+        if name not in self._servers:
+            self._servers[name] = _quota(self._server_per_s, now)
+        if self._servers[name].take(1, now):
+            return None
+        self.refused[name, "too_often"] += 1
+        return f"{name} connects too often; {_allowed(self._server_per_s)}"
+
+    def of_stranger(self, network: str) -> str | None:
+        """Somebody unknown is about to be told so; returns why that is refused, too."""
+        now = time.monotonic()
+        quota = self._networks.pop(network, None) or _quota(self._stranger_per_s, now)
+        self._networks[network] = quota
+        if len(self._networks) > _MAX_NETWORKS:
+            self._networks.popitem(last=False)
+        if quota.take(1, now):
+            self.refused["", "unknown"] += 1
+            return None
+        self.refused["", "too_often"] += 1
+        return (
+            f"too many connections without a known identity from {network}; "
+            f"{_allowed(self._stranger_per_s)}"
+        )
+
+
+def _quota(per_s: float, now: float) -> Quota:
+    return Quota(per_s, now, seconds=max(_AT_ONCE_S, 1 / per_s))
+
+
+def _allowed(per_s: float) -> str:
+    return f"at most {per_s:g} a second, and {max(_AT_ONCE_S * per_s, 1):g} at once"
+
+
+MAX_DISTANCE = 0.1
+"""Mean total variation between a reported and a recomputed distribution. Machines that round
+differently, or compute in another dtype, stay well below."""
+
+_MIN_FAILURES = 2
+_MAX_FAILURE_SHARE = 0.05
+
+
+@dataclass(slots=True)
+class Audited:
+    """Drafts of one draft server that were recomputed, and draft tokens that were false."""
+
+    num_drafts: int = 0
+    num_failed: int = 0
+    num_tokens: int = 0
+    num_false_draws: int = 0
+
+
+class Audits:
+    """Chooses drafts at random, and counts by the operator's name of the draft server.
+
+    share: of the drafts whose model is among `models`
+    """
+
+    def __init__(self, share: float, models: Iterable[str]) -> None:
+        self._share = share
+        self._models = frozenset(models)
+        self._random = random.SystemRandom()
+        self.by_server: defaultdict[str, Audited] = defaultdict(Audited)
+        self.demoted: set[str] = set()
+        """Servers whose `ratio` drafts are not taken any more."""
+
+    def choose(self, model: str) -> str | None:
+        """The drafter of this machine by which to recompute the next draft of a server of `model`,
+        or None."""
+        if model not in self._models or self._random.random() >= self._share:
+            return None
+        return model
+
+    def count(self, server: str, finding: AuditFinding) -> bool:
+        """Take in a finding. True where the server has just lost its trust: one failure may be a
+        rounding, a row of them is not."""
+        audited = self.by_server[server]
+        audited.num_drafts += 1
+        audited.num_tokens += finding.num_tokens
+        audited.num_false_draws += finding.num_false_draws
+        if not finding.weighted:
+            return False
+        audited.num_failed += finding.num_false_draws > 0 or finding.distance > MAX_DISTANCE
+        fails = audited.num_failed >= max(_MIN_FAILURES, _MAX_FAILURE_SHARE * audited.num_drafts)
+        if not fails or server in self.demoted:
+            return False
+        self.demoted.add(server)
+        return True

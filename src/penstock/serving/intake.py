@@ -1,0 +1,321 @@
+"""Taking requests in: who may have how many waiting, why one is not taken, what comes back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Protocol, Self
+
+from penstock.core.types import FinishReason, Output, Request
+from penstock.serving.messages import EngineStats, Ready
+
+_READY_WAIT_S = 30.0
+_STOPPED = "the server was stopped before this request was finished"
+_WINDOW_S = 30.0
+_SHORTEST_S, _LONGEST_S = 1.0, 60.0
+_COUNTED = 256
+
+
+class NotTaken(Exception):
+    """One line. retry_after_s: seconds after which a request may be taken."""
+
+    def __init__(self, message: str, retry_after_s: float = _SHORTEST_S) -> None:
+        super().__init__(message)
+        self.retry_after_s = min(max(retry_after_s, _SHORTEST_S), _LONGEST_S)
+
+
+class EngineUnavailable(NotTaken):
+    """The engine takes no requests now."""
+
+
+class QueueFull(NotTaken):
+    """Too many requests wait already."""
+
+
+class Departures:
+    """When requests left a queue, for how long those in it will wait."""
+
+    def __init__(self) -> None:
+        self._times: deque[float] = deque(maxlen=_COUNTED)
+
+    def add(self) -> None:
+        """One has left."""
+        self._times.append(time.monotonic())
+
+    def seconds_for(self, num_requests: int) -> float:
+        """Until so many have left, at the rate of the last departures; the longest time that is
+        ever told where there were none lately."""
+        now = time.monotonic()
+        while self._times and now - self._times[0] > _WINDOW_S:
+            self._times.popleft()
+        if not self._times:
+            return _LONGEST_S
+        return num_requests * (now - self._times[0]) / len(self._times)
+
+
+class Shares:
+    """Places of some kind: for requests in a queue, for bytes in memory.
+
+    A client with a limit of its own may hold that many. Any other may hold no more than it leaves
+    free: half of all if it is alone, a third each where two want all. So whoever comes next always
+    finds room. (Dynamic thresholds with α = 1: Choudhury and Hahne, IEEE/ACM ToN 6(2), 1998.)
+
+    limits: by client
+    """
+
+    def __init__(self, size: int, limits: Mapping[str, int] | None = None) -> None:
+        self.size = size
+        self.num_taken = 0
+        self._limits = limits or {}
+        self._held: Counter[str] = Counter()
+
+    def held_by(self, client: str) -> int:
+        return self._held[client]
+
+    def most_of(self, client: str) -> int:
+        """What a client may hold while nobody else holds anything."""
+        return min(self._limits.get(client, max(self.size // 2, 1)), self.size)
+
+    def take(self, client: str, num: int) -> bool:
+        """Take places, or none if there are not enough for this client."""
+        held, free = self._held[client] + num, self.size - self.num_taken - num
+        if free < 0 or held > self._limits.get(client, max(free, 1)):
+            return False
+        self._held[client] = held
+        self.num_taken += num
+        return True
+
+    def release(self, client: str, num: int) -> None:
+        self.num_taken -= num
+        self._held[client] -= num
+        if not self._held[client]:
+            del self._held[client]
+
+
+class WaitingRoom:
+    """Requests that have had no output yet. size: most of them at once; limits: by client."""
+
+    def __init__(self, size: int, limits: Mapping[str, int] | None = None) -> None:
+        self._places = Shares(size, limits)
+        self._client_of: dict[str, str] = {}
+        self._departures = Departures()
+
+    def most_of(self, client: str) -> int:
+        """Requests of a client that can ever wait at once."""
+        return self._places.most_of(client)
+
+    def enter(self, client: str, request_ids: Sequence[str]) -> None:
+        """Raises: QueueFull."""
+        places = self._places
+        if not places.take(client, len(request_ids)):
+            raise QueueFull(
+                f"{places.num_taken} requests are waiting already, of at most {places.size}, "
+                f"{places.held_by(client)} of them from this client; try again later",
+                self._departures.seconds_for(places.num_taken),
+            )
+        self._client_of.update(dict.fromkeys(request_ids, client))
+
+    def answered(self, request_id: str) -> None:
+        """A request has an output; it need not be its first."""
+        if request_id in self._client_of:
+            self._departures.add()
+            self.leave([request_id])
+
+    def leave(self, request_ids: Iterable[str]) -> None:
+        """Requests that are no longer wanted, or are not here any more."""
+        for request_id in request_ids:
+            client = self._client_of.pop(request_id, None)
+            if client is not None:
+                self._places.release(client, 1)
+
+
+class OutputSink(Protocol):
+    """Where a request's outputs go."""
+
+    def put(self, output: Output) -> None: ...
+
+
+class OutputStream:
+    """Outputs of some requests as they come, until all have finished. Leaving cancels the rest.
+
+    Iteration raises: QueueFull, EngineUnavailable where the requests were handed on, and whoever
+    they went to says so; TimeoutError after `expire`.
+    """
+
+    def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
+        self._client = client
+        self._open = set(request_ids)
+        self._outputs: asyncio.Queue[Output | NotTaken | TimeoutError] = asyncio.Queue()
+
+    def put(self, output: Output) -> None:
+        self._outputs.put_nowait(output)
+
+    def expire(self) -> None:
+        """Cancel what is still open; there was no more time."""
+        for request_id in self._open:
+            self._client.cancel(request_id)
+        self.fail(TimeoutError())
+
+    def fail(self, error: NotTaken | TimeoutError) -> None:
+        """A request was not taken after all, or will not be finished."""
+        self._outputs.put_nowait(error)
+
+    def cancel(self, request_id: str) -> None:
+        """No more of this request; its blocks are freed."""
+        self._open.discard(request_id)
+        self._client.cancel(request_id)
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Output:
+        while self._open:
+            output = await self._outputs.get()
+            if not isinstance(output, Output):
+                raise output
+            if output.request_id not in self._open:
+                continue
+            if output.finish_reason is not None:
+                self._open.discard(output.request_id)
+            return output
+        raise StopAsyncIteration
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for request_id in tuple(self._open):
+            self.cancel(request_id)
+
+
+class RequestClient(ABC):
+    """Takes requests, and routes their outputs: the intake of an engine, or of a link to one."""
+
+    def __init__(self, room: WaitingRoom) -> None:
+        self.room = room
+        self._retry_after_s = 0.0
+        self._ready = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._stopping = False
+        self._sinks: dict[str, OutputSink] = {}
+
+    @property
+    @abstractmethod
+    def info(self) -> Ready:
+        """Raises: EngineUnavailable before it is known."""
+
+    @property
+    @abstractmethod
+    def drafters(self) -> tuple[str, ...]:
+        """Names that a request may ask for."""
+
+    @property
+    @abstractmethod
+    def num_restarts(self) -> int:
+        """How often the engine, or the link to it, had to be made again."""
+
+    @property
+    @abstractmethod
+    def _failure(self) -> str | None:
+        """Why no requests can be served now, but for shutting down."""
+
+    @abstractmethod
+    def _start(self, request: Request) -> None:
+        """Have a request made whose outputs have a sink."""
+
+    @abstractmethod
+    def _stop(self, request_id: str) -> None:
+        """Have a request made no further; its sink is gone already."""
+
+    @property
+    def problem(self) -> str | None:
+        """Why no requests can be served now, or None."""
+        return "the server is shutting down" if self._stopping else self._failure
+
+    @property
+    def num_open(self) -> int:
+        """Requests that have not finished."""
+        return len(self._sinks)
+
+    async def submit(self, client: str, requests: Sequence[Request]) -> OutputStream:
+        """Have requests made, after waiting a while for an engine that is away. client: whose
+        places in the waiting room they take. Raises: QueueFull, EngineUnavailable."""
+        ids = [request.id for request in requests]
+        self.room.enter(client, ids)
+        try:
+            await self._wait_until_ready()
+        except BaseException:
+            self.room.leave(ids)
+            raise
+        stream = OutputStream(self, ids)
+        self._open(requests, stream)
+        return stream
+
+    def submit_now(self, client: str, request: Request, sink: OutputSink) -> None:
+        """Have a request made by an engine that is ready. Raises: QueueFull, EngineUnavailable."""
+        self._check_ready()
+        self.room.enter(client, [request.id])
+        self._open([request], sink)
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a request, and let the engine free its blocks."""
+        if request_id in self._sinks:
+            self._forget(request_id)
+            self._stop(request_id)
+
+    def sink_of(self, request_id: str) -> OutputSink | None:
+        """Where an unfinished request's outputs go; None if there is no such request."""
+        return self._sinks.get(request_id)
+
+    async def stats(self) -> EngineStats | None:
+        """A snapshot, or None while there is none."""
+        return None
+
+    async def drain(self, grace_s: float) -> None:
+        """Take no more requests; cancel what still runs after `grace_s` seconds."""
+        self._stopping = True
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), grace_s)
+        self._fail_all(_STOPPED)
+
+    async def _wait_until_ready(self) -> None:
+        if self.problem is not None and not self._stopping:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._ready.wait(), _READY_WAIT_S)
+        self._check_ready()
+
+    def _check_ready(self) -> None:
+        if self.problem is not None:
+            raise EngineUnavailable(self.problem, self._retry_after_s)
+
+    def _open(self, requests: Sequence[Request], sink: OutputSink) -> None:
+        self._sinks.update((request.id, sink) for request in requests)
+        self._idle.clear()
+        for request in requests:
+            self._start(request)
+
+    def _route(self, output: Output) -> None:
+        sink = self._sinks.get(output.request_id)
+        if sink is None:
+            return
+        self.room.answered(output.request_id)
+        if output.finish_reason is not None:
+            self._forget(output.request_id)
+        sink.put(output)
+
+    def _forget(self, request_id: str) -> None:
+        del self._sinks[request_id]
+        self.room.leave([request_id])
+        if not self._sinks:
+            self._idle.set()
+
+    def _fail_all(self, error: str) -> None:
+        """End every open request; where the engine lives it is told so."""
+        for request_id, sink in list(self._sinks.items()):
+            self.cancel(request_id)
+            sink.put(Output(request_id, finish_reason=FinishReason.CANCELLED, error=error))
