@@ -79,7 +79,7 @@ class Times:
     @classmethod
     def of(cls, engine: Engine) -> Times:
         """As the engine has measured them."""
-        times, drafters = engine.scheduler.estimators.step_times, engine.executor.drafters
+        times, drafters = engine.scheduler.learn.step_times, engine.executor.drafters
         return cls(
             times.target,
             {n: times.curve_of(n) for n in drafters},
@@ -155,7 +155,7 @@ def make_loop(
     def new_pool() -> BlockPool:
         return BlockPool(pool.num_blocks, pool.block_size, prefix_caching=False)
 
-    pools = engine.scheduler.memory.pools
+    pools = engine.scheduler.table.memory.pools
     scheduler = Scheduler(
         new_pool(),
         [
@@ -169,8 +169,8 @@ def make_loop(
         ),
         max_model_len=engine.max_model_len,
     )
-    scheduler.estimators.step_times = deepcopy(engine.scheduler.estimators.step_times)
-    scheduler.estimators.step_model = deepcopy(engine.scheduler.estimators.step_model)
+    scheduler.learn.step_times = deepcopy(engine.scheduler.learn.step_times)
+    scheduler.learn.step_model = deepcopy(engine.scheduler.learn.step_model)
     return Loop(scheduler, engine.executor, engine.clock)
 
 

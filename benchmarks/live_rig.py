@@ -31,8 +31,7 @@ from tests.serving.links import Relay, sum_of
 from tests.serving.scripted import free_port
 
 from penstock.config import EngineConfig, parse_config, read_yaml
-from penstock.core.loop import Loop, Turn
-from penstock.core.ports import Clock, Executor
+from penstock.core.loop import Clock, Executor, Loop, Turn
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import TARGET, DraftReady, Event, Output, StepPlan, StepResult
 from penstock.zoo.registry import load_prompts, model_path

@@ -233,7 +233,7 @@ class LiveBench:
         blocks = self.engine.scheduler.pool.num_blocks
         drafters = [
             Drafter(d.name, d.pool and BlockPool(blocks, 16), has_lane=pipeline != "off")
-            for d in self.engine.scheduler._drafters.values()
+            for d in self.engine.scheduler.table.drafters.values()
         ]
         return Scheduler(
             BlockPool(blocks, 16),
@@ -243,7 +243,7 @@ class LiveBench:
             allocation=make_policy("allocation", "throughput"),
             pipeline=self._pipelines[pipeline],
             max_model_len=self.engine.max_model_len,
-            estimators=self.engine.scheduler.estimators,
+            learn=self.engine.scheduler.learn,
         )
 
     def _requests(self, num: int, drafters: Sequence[str]) -> Iterator[Request]:

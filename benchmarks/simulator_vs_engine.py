@@ -161,7 +161,7 @@ def make_scheduler(
         selection=make_policy("selection", "single"),
         allocation=make_policy("allocation", "throughput"),
         max_model_len=max_model_len,
-        estimators=Estimators(belief),
+        learn=Estimators(belief),
         counted=counted,
     )
 

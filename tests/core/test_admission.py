@@ -60,10 +60,10 @@ def test_the_newest_is_preempted_and_comes_back_first() -> None:
     world = make_world(budget=64, seqs=8, num_blocks=6)
     world.arrive(*(make_request(n, 6, 12, seed=i) for i, n in enumerate("abc")))
     world.arrive(make_request("d", 6, 2, seed=9))
-    while not world.scheduler.num_preemptions:
+    while not world.scheduler.table.counters.preemptions:
         advance(world)
-    assert [s.request.id for s in world.scheduler.running.values()] == ["a", "b"]
-    assert [s.request.id for s in world.scheduler.waiting] == ["c", "d"]
+    assert [s.request.id for s in world.scheduler.table.running.values()] == ["a", "b"]
+    assert [s.request.id for s in world.scheduler.table.waiting] == ["c", "d"]
     world.run()
     world.check_outputs()
     world.check_empty()
@@ -87,9 +87,9 @@ def test_a_prompt_begins_only_where_all_of_it_fits(reserve: bool, begun: list[st
     advance(world)
     world.turn(*world._arrivals([make_request("b", 30, 4, seed=1)]))
     advance(world)
-    assert list(world.scheduler.running) == begun
+    assert list(world.scheduler.table.running) == begun
     world.run()
-    assert (world.scheduler.num_preemptions == 0) == reserve
+    assert (world.scheduler.table.counters.preemptions == 0) == reserve
     world.check_outputs()
 
 

@@ -183,7 +183,7 @@ def test_a_frozen_server_delays_the_others_by_one_deadline(pipeline: str) -> Non
 
     desk.answer(second)
     assert [o.request_id for o in desk.send("s2").drafts] == ["r2"], "a late answer shows it lives"
-    assert desk.scheduler._states["r2"].draft.stage is not DraftStage.HELD, (
+    assert desk.scheduler.table.requests["r2"].draft.stage is not DraftStage.HELD, (
         "but it is an old round's"
     )
 
@@ -199,12 +199,12 @@ def test_repeated_and_foreign_answers_change_nothing() -> None:
         DraftReady("r9", order.epoch, order.round, "s1", 4),
     ):
         desk.scheduler.apply(wrong, desk.now)
-        assert desk.scheduler._states["r1"].draft.stage is not DraftStage.HELD
+        assert desk.scheduler.table.requests["r1"].draft.stage is not DraftStage.HELD
     desk.answer(plan, num=99)
-    held = desk.scheduler._states["r1"].draft
+    held = desk.scheduler.table.requests["r1"].draft
     assert held.num_draft_tokens == order.max_draft_tokens, "not more than was ordered"
     desk.answer(plan, num=1)
-    assert desk.scheduler._states["r1"].draft == held
+    assert desk.scheduler.table.requests["r1"].draft == held
 
 
 def test_a_server_that_leaves_takes_nothing_with_it() -> None:
@@ -232,11 +232,11 @@ def test_requests_go_to_the_least_loaded_server_that_may_see_them() -> None:
     before = {r: lane for lane, ids in orders.items() for r in ids}
     plan, _ = desk.verify()
     assert [i.request_id for i in plan.items] == ["c"], "it goes on alone, and waits for nobody"
-    assert {r: desk.scheduler._states[r].drafter for r in before} == before
+    assert {r: desk.scheduler.table.requests[r].drafter for r in before} == before
 
 
 def test_round_trips_are_told_from_drafting() -> None:
-    links = Desk("off").scheduler.estimators.links
+    links = Desk("off").scheduler.learn.links
     assert not links.knows("s")
     first_patience = links.patience("s", 4)
     for n in [1, 5, 3, 2, 8, 4] * 10:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
+from penstock.core.lanes import DraftLanes
 from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core import scheduler as scheduler_module
 from penstock.core.blocks import BlockPool, hash_blocks
-from penstock.core.lanes import DraftLanes
 from penstock.core.memory import KVMemory
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.registry import make_policy
@@ -139,7 +139,7 @@ def test_a_rough_world_is_rough() -> None:
     for seed in range(4):
         world, requests = make_world(seed, own_lanes=OWN_LANES["one-lane"], depth=3, num_blocks=20)
         world.run(requests)
-        preemptions += world.scheduler.num_preemptions
+        preemptions += world.scheduler.table.counters.preemptions
         cached += sum(e.num_cached_tokens for e in world.log if isinstance(e, Output))
         reasons |= {end.finish_reason for end in world.ends.values()}
     assert preemptions > 10
@@ -216,7 +216,7 @@ def test_notices_blocks_shared_before_they_are_written(monkeypatch: pytest.Monke
     def hasty(scheduler: Scheduler, now: float, lane: str = "target") -> StepPlan:
         plan = schedule(scheduler, now, lane)
         for item in plan.items:
-            state = scheduler._states[item.request_id]
+            state = scheduler.table.requests[item.request_id]
             blocks = state.kv["target"].blocks
             for block, block_hash in zip(blocks, state.block_hashes, strict=False):
                 scheduler.pool.commit(block, block_hash)
@@ -231,8 +231,8 @@ def test_notices_a_plan_ended_before_its_result(monkeypatch: pytest.MonkeyPatch)
     update = Scheduler.update
 
     def careless(scheduler: Scheduler, plan: StepPlan, result: StepResult) -> list[object]:
-        for plan_id in list(scheduler._in_flight):
-            scheduler.memory.plan_ended(plan_id)
+        for plan_id in list(scheduler.table.in_flight):
+            scheduler.table.memory.plan_ended(plan_id)
         return update(scheduler, plan, result)
 
     monkeypatch.setattr(Scheduler, "update", careless)

@@ -29,11 +29,11 @@ def make_world(*names: str, accuracy: float = 1.0, depth: int = 1, **options: An
 
 
 def state_of(world: World, request_id: str) -> RequestState:
-    return world.scheduler._states[request_id]
+    return world.scheduler.table.requests[request_id]
 
 
 def num_deferred(world: World) -> int:
-    return world.scheduler.memory.num_deferred_blocks
+    return world.scheduler.table.memory.num_deferred_blocks
 
 
 def prefilled(world: World, *request_ids: str, **fields: Any) -> None:
@@ -260,7 +260,7 @@ def test_preempted_with_a_held_draft() -> None:
         world.turn()
         held, epoch, late = state.draft, state.epoch, ready(world, "new")
         world.turn()
-        if world.scheduler.num_preemptions:
+        if world.scheduler.table.counters.preemptions:
             break
         world.executor.run(TARGET)
         world.turn()
@@ -298,8 +298,8 @@ def test_preemption_frees_the_target_while_a_drafter_drafts() -> None:
         world.executor.run(TARGET)
         world.turn()
         world.turn()
-    assert world.scheduler.num_preemptions == 1
-    assert {s.request.id for s in world.scheduler.running.values()} == {"old", "mid"}
+    assert world.scheduler.table.counters.preemptions == 1
+    assert {s.request.id for s in world.scheduler.table.running.values()} == {"old", "mid"}
     assert num_deferred(world) == 3, "the drafter's blocks of the victim"
     assert state_of(world, "new").draft.order is None
     world.run()

@@ -72,7 +72,7 @@ def test_policies_choose_among_those_that_can_read(policy: str) -> None:
     seen: list[RequestState] = []
 
     def can_read(state: RequestState) -> None:
-        drafter = world.scheduler._drafters.get(state.drafter or "")
+        drafter = world.scheduler.table.drafters.get(state.drafter or "")
         if state.draft.stage is not DraftStage.OPEN and drafter is not None:
             assert drafter.can_read(state)
             seen.append(state)
@@ -81,7 +81,7 @@ def test_policies_choose_among_those_that_can_read(policy: str) -> None:
         world.arrive(make_request(f"r{i}", 6, 40, seed=i))
     for _ in range(2000):
         world.turn()
-        for state in world.scheduler.running.values():
+        for state in world.scheduler.table.running.values():
             can_read(state)
         world._move()
         if not world.scheduler.num_unfinished:
@@ -93,7 +93,7 @@ def test_policies_choose_among_those_that_can_read(policy: str) -> None:
 
 def test_requests_of_which_only_lengths_are_known_have_readable_tokens() -> None:
     world = make_world(ToyDrafter("d", vocab_size=1, max_len=8))
-    (drafter,) = world.scheduler._drafters.values()
+    (drafter,) = world.scheduler.table.drafters.values()
     state = RequestState(Request("r", 8, 8), 0)
     assert drafter.can_read(state)
     state.num_known_tokens = 9
@@ -109,7 +109,7 @@ def test_a_drafter_that_failed_inside_a_step_starts_anew() -> None:
     world.turn()
     (item,) = world.plans[-1].items
     assert item.num_draft_tokens == 4
-    state = world.scheduler._states["r"]
+    state = world.scheduler.table.requests["r"]
     result = world.executor.end(TARGET)
     (verdict,) = result.verdicts
     # As if the first token were all that the step came to.

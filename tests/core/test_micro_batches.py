@@ -47,14 +47,14 @@ def make_world(pipeline: str, *names: str, selection: object = None) -> World:
         pipeline=pipeline,
         num_blocks=256,
         selection=selection,
-        estimators=Estimators(A_DEVICE_EACH),
+        learn=Estimators(A_DEVICE_EACH),
     )
     return World(scheduler, ToyExecutor(4, {d.name: d for d in drafters}))
 
 
 def prefill(world: World, requests: Sequence[Request]) -> None:
     world.arrive(*requests)
-    while any(not s.num_output_tokens for s in world.scheduler.running.values()):
+    while any(not s.num_output_tokens for s in world.scheduler.table.running.values()):
         world.executor.run(TARGET)
         world.turn()
     world.turn()
@@ -172,7 +172,7 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
     world = make_world("auto")
     pipeline = world.scheduler._pipeline
     assert isinstance(pipeline, Auto)
-    (drafter,) = world.scheduler._drafters.values()
+    (drafter,) = world.scheduler.table.drafters.values()
     assert not world.scheduler._drafting.is_beside(drafter), "nothing is known yet"
     world.run([make_request("r", max_tokens=12)])
     assert pipeline.setting.num == 0, "one request cannot be in two places"
@@ -195,7 +195,7 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
 def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
     world = make_world("auto")
     flat = StepProfile("flat", 1000, (0,), (0.1,), drafters=(DrafterProfile("d", (1,), (0.01,)),))
-    world.scheduler.estimators.step_model.profile = flat
+    world.scheduler.learn.step_model.profile = flat
     world.run([make_request(f"r{i}", seed=i, max_tokens=20) for i in range(6)])
     assert world.scheduler._pipeline.setting.num == 0  # type: ignore[attr-defined]
     assert all(p.lane == TARGET for p in world.plans)

@@ -90,7 +90,7 @@ def worlds(draw: st.DrawFn, chaos: st.SearchStrategy[Chaos]) -> World:
         own_lanes=draw(st.sets(st.sampled_from("abn"))),
         pipeline=draw(st.sampled_from(["off", "2", "3", "auto", "async"])),
         selection=draw(st.sampled_from([None, Rotating()])),
-        estimators=Estimators(PROFILE),
+        learn=Estimators(PROFILE),
         drafter_blocks=draw(st.sampled_from([1, 2, 5, 40])),
         admission=admission,
         allocation=make_policy("allocation", *allocation),

@@ -216,7 +216,7 @@ def test_a_drafters_cache_may_reach_further_than_the_targets_chunk() -> None:
 def test_tenants_weights() -> None:
     world = make_world(tenants=[Tenant("big", weight=3.0)])
     world.run([make_request("r", tenant="big", max_tokens=5), make_request("s", max_tokens=3)])
-    tenants = world.scheduler.tenants
+    tenants = world.scheduler.table.tenants
     assert (tenants["big"].weight, tenants["default"].weight) == (3.0, 1.0)
     world.turn(Reconfigure("big", 2.0), Reconfigure("new", 4.0))
     assert (tenants["big"].weight, tenants["new"].weight) == (2.0, 4.0)
@@ -242,7 +242,7 @@ def test_a_step_in_flight_keeps_the_blocks_of_target_and_inline_drafter() -> Non
     world.turn()
     world.turn()
     world.turn(Cancel("r"))
-    assert [p.num_used_blocks for p in world.scheduler.memory.pools.values()] == [3, 3]
+    assert [p.num_used_blocks for p in world.scheduler.table.memory.pools.values()] == [3, 3]
     world.executor.run(TARGET)
     world.turn()
     world.turn()
@@ -253,7 +253,7 @@ def test_a_waiting_request_may_be_cancelled() -> None:
     world = make_world(num_blocks=4)
     world.arrive(make_request("r", prompt_len=14, max_tokens=2))
     world.arrive(make_request("s", prompt_len=10, max_tokens=2))
-    assert [s.status for s in world.scheduler.waiting] == [Status.WAITING]
+    assert [s.status for s in world.scheduler.table.waiting] == [Status.WAITING]
     world.turn(Cancel("s"), Cancel("unknown"))
     assert world.ends["s"].finish_reason is FinishReason.CANCELLED
     world.run()

@@ -72,7 +72,7 @@ def make_scheduler(
         pipeline=make_pipeline(pipeline),
         max_model_len=max_model_len,
         tenants=tenants,
-        estimators=estimators,
+        learn=estimators,
     )
 
 
@@ -155,7 +155,7 @@ class World:
     def on_result(self, plan: StepPlan, result: StepResult) -> None:
         self.log.append(result)
         epochs = {i.request_id: i.epoch for i in plan.items}
-        for state in self.scheduler.running.values():
+        for state in self.scheduler.table.running.values():
             if epochs.get(state.request.id) == state.epoch:
                 self._in_target.discard(state.request.id)
 
@@ -245,11 +245,13 @@ class World:
     # --- what must hold -------------------------------------------------------------------------
 
     def check(self) -> None:
-        scheduler, memory = self.scheduler, self.scheduler.memory
-        assert len(scheduler.running) <= self.max_num_seqs
-        assert len(scheduler.running) + len(scheduler.waiting) == scheduler.num_unfinished
+        scheduler, memory = self.scheduler, self.scheduler.table.memory
+        assert len(scheduler.table.running) <= self.max_num_seqs
+        assert (
+            len(scheduler.table.running) + len(scheduler.table.waiting) == scheduler.num_unfinished
+        )
         assert scheduler.num_unfinished == len(self.scheduler_ids)
-        states = (*scheduler.running.values(), *scheduler.waiting)
+        states = (*scheduler.table.running.values(), *scheduler.table.waiting)
         for name, pool in memory.pools.items():
             pool.check()
             owned = {b for s in states if name in s.kv for b in s.kv[name].blocks}
@@ -260,7 +262,7 @@ class World:
                     kv = state.kv[name]
                     assert kv.num_computed_tokens <= len(kv.blocks) * pool.block_size
                     assert kv.num_committed_blocks <= len(kv.blocks)
-        for state in scheduler.waiting:
+        for state in scheduler.table.waiting:
             assert not state.kv
 
     def check_outputs(self) -> None:
@@ -279,14 +281,14 @@ class World:
     def check_empty(self) -> None:
         """Nothing is left behind."""
         assert self.loop.num_plans_in_flight == 0
-        assert self.scheduler.memory.num_deferred_blocks == 0
-        assert all(p.num_used_blocks == 0 for p in self.scheduler.memory.pools.values())
-        assert not self.scheduler.estimators.acceptance._by_request
+        assert self.scheduler.table.memory.num_deferred_blocks == 0
+        assert all(p.num_used_blocks == 0 for p in self.scheduler.table.memory.pools.values())
+        assert not self.scheduler.learn.acceptance._by_request
         assert not self.executor.texts
         assert not self.executor.tables
 
 
 def kv_of(scheduler: Scheduler, request_id: str, pool: str = TARGET) -> Any:
     """A live request's KV counters in one pool."""
-    states = (*scheduler.running.values(), *scheduler.waiting)
+    states = (*scheduler.table.running.values(), *scheduler.table.waiting)
     return next(s for s in states if s.request.id == request_id).kv[pool]

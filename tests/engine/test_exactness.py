@@ -90,7 +90,7 @@ def make_loop(
         allocation=make_policy("allocation", "fixed", {"k": k}),
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
-        estimators=estimators,
+        learn=estimators,
         runs_ahead=engine.executor.runs_ahead,
     )
     return Loop(scheduler, engine.executor, engine.clock)
@@ -135,7 +135,7 @@ def run(loop: Loop, requests: Sequence[Request]) -> tuple[list[tuple[int, ...]],
         if loop.num_plans_in_flight:
             loop.wait(0.01)
     loop.turn([])  # so that the executor hears of the last ends
-    for pool in loop.scheduler.memory.pools.values():
+    for pool in loop.scheduler.table.memory.pools.values():
         pool.check()
         assert pool.num_used_blocks == 0
     return [tuple(texts[r.id]) for r in requests], accepted
@@ -197,7 +197,7 @@ def test_small_memory_preempts_and_changes_nothing(
 ) -> None:
     loop = make_loop(engine, rotating=True, kv_tokens=20 * 16)
     outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], 16, "auto"))
-    assert loop.scheduler.num_preemptions > 0
+    assert loop.scheduler.table.counters.preemptions > 0
     assert outputs == alone["coupled"][:16]
 
 
@@ -232,7 +232,7 @@ def test_drafts_held_from_lanes_of_their_own(
         own_lane=True,
         pipeline=pipeline,
         rotating=True,
-        estimators=Estimators(A_DEVICE_EACH),
+        learn=Estimators(A_DEVICE_EACH),
     )
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, "auto"))
     assert accepted > 0
@@ -252,7 +252,7 @@ def test_preempted_and_cancelled_in_a_pipeline(
         pipeline=pipeline,
         rotating=True,
         kv_tokens=20 * 16,
-        estimators=Estimators(A_DEVICE_EACH),
+        learn=Estimators(A_DEVICE_EACH),
     )
     requests = make_requests(SAMPLINGS[sampling], 16, "auto")
     gone = {r.id for r in requests[5:12:3]}
@@ -272,7 +272,7 @@ def test_preempted_and_cancelled_in_a_pipeline(
                 events.append(Arrive(again))
         if loop.num_plans_in_flight:
             loop.wait(0.01)
-    assert loop.scheduler.num_preemptions > 0
+    assert loop.scheduler.table.counters.preemptions > 0
     assert not gone
     for i, request in enumerate(requests):
         if i in (8, 11):

@@ -86,7 +86,7 @@ def make_loop(engine: Engine, pipeline: str) -> Loop:
     inline = pipeline == "inline"
     drafters = [
         dataclasses.replace(d, pool=BlockPool(512, 16), has_lane=not inline)
-        for d in engine.scheduler._drafters.values()
+        for d in engine.scheduler.table.drafters.values()
     ]
     scheduler = Scheduler(
         BlockPool(512, 16),
@@ -114,7 +114,7 @@ def some_requests(sampling: SamplingParams, *drafters: str) -> list[Request]:
 
 
 def test_limits_are_where_the_target_can_read_more(engine: Engine) -> None:
-    limits = {n: (d.max_len, d.vocab_size) for n, d in engine.scheduler._drafters.items()}
+    limits = {n: (d.max_len, d.vocab_size) for n, d in engine.scheduler.table.drafters.items()}
     assert limits == {"short": (SHORT, None), "fewer": (None, FEWER), "more": (None, None)}
 
 

@@ -157,7 +157,7 @@ def test_lanes_and_lost_drafters(own_lanes: Sequence[str]) -> None:
     result = run(scheduler, make_trace(), events, log)
     assert all(r.finish_reason is FinishReason.LENGTH for r in result.records.values())
     assert {p.lane for p in log.plans} == {"target", *own_lanes}
-    assert all(p.num_used_blocks == 0 for p in scheduler.memory.pools.values())
+    assert all(p.num_used_blocks == 0 for p in scheduler.table.memory.pools.values())
 
 
 def test_drafter_lanes_overlap_the_target() -> None:

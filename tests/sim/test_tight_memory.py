@@ -72,13 +72,13 @@ class EndsBeforeTurn:
         self.excess: list[int] = []
 
     def on_plan(self, plan: StepPlan) -> None:
-        state = self.scheduler.waiting.queue().first
+        state = self.scheduler.table.waiting.queue().first
         first = None if state is None else state.request.id
         if first != self.first:
             if self.first is not None:
                 self.excess.append(self.num_ends - self.num_running)
             self.first, self.num_ends = first, 0
-            self.num_running = len(self.scheduler.running)
+            self.num_running = len(self.scheduler.table.running)
 
     def on_output(self, output: Output) -> None:
         self.num_ends += output.finish_reason is not None

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import NamedTuple
 
-from penstock.core.cohort import Cohort
+from penstock.core.groups import DecodeGroup
 from penstock.core.learn import Estimators
 from penstock.core.order import ArrivalQueue
 from penstock.core.state import RequestState, Tenant
@@ -120,16 +120,18 @@ class Account:
 
 
 class Accounts:
-    """Those of all tenants. `present` are the ones with unfinished requests, by name.
+    """Those of all tenants.
 
-    is_fair: whether they decide who comes first. are_kept: otherwise nobody asks.
+    present: of tenants with unfinished requests, by name.
+    paused: ids of running requests that keep their memory, but do not run now: others' turn.
+    is_fair: whether accounts decide who comes first. are_kept: otherwise nobody asks.
     """
 
     def __init__(
         self,
         tenants: Mapping[str, Tenant],
         estimators: Estimators,
-        cohorts: Mapping[Hashable, Cohort],
+        groups: Mapping[Hashable, DecodeGroup],
         *,
         is_fair: bool,
     ) -> None:
@@ -139,8 +141,11 @@ class Accounts:
         self.present: dict[str, Account] = {}
         self.num_changes = 0
         """Arrivals, ends and whatever else changes who is present with how many requests."""
+        self.paused: set[str] = set()
+        self._charged: dict[str, int] = {}
+        """Tokens whose computation was charged before a preemption, by request."""
         self._tenants = tenants
-        self._cohorts = cohorts
+        self._groups = groups
         self._step_model = estimators.step_model
         self._accounts: dict[str, Account] = {}
         self._returned: dict[str, Account] = {}
@@ -169,10 +174,10 @@ class Accounts:
         return lambda: TenantQueue(self, new_queue)
 
     def settle(self) -> None:
-        """Charge what was decoded in cohorts."""
+        """Charge what was decoded in groups."""
         prices = self.prices
-        for cohort in self._cohorts.values():
-            for name, rows, kv_tokens in cohort.take_decoded():
+        for group in self._groups.values():
+            for name, rows, kv_tokens in group.take_decoded():
                 self._accounts[name].charge(prices.decodes(rows, kv_tokens))
 
     # --- service --------------------------------------------------------------------------------
@@ -180,9 +185,21 @@ class Accounts:
     def charge_prompt(self, state: RequestState, start: int, num_tokens: int) -> None:
         """Tokens of a prompt are computed; those that were computed before a preemption are not
         charged again."""
-        again = max(0, min(num_tokens, state.num_charged_tokens - start))
+        again = max(0, min(num_tokens, self._charged.get(state.request.id, 0) - start))
         if again < num_tokens:
             self.of(state).charge(self.prices.prompt(start + again, num_tokens - again))
+
+    def preempted(self, state: RequestState) -> None:
+        """A request gives up its memory: what it had computed is not charged again."""
+        self.paused.discard(state.request.id)
+        if self.are_kept:
+            charged = self._charged.get(state.request.id, 0)
+            self._charged[state.request.id] = max(charged, state.num_computed_tokens)
+
+    def forget(self, request_id: str) -> None:
+        """A request has ended."""
+        self.paused.discard(request_id)
+        self._charged.pop(request_id, None)
 
     def charge_decode(self, state: RequestState, num_kv_tokens: int, num_drafts: int) -> None:
         """A request has decoded behind so much context, with drafts that were verified."""

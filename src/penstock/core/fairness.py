@@ -31,12 +31,11 @@ _ROUNDS = 16
 class Fairness:
     """Between the tenants of a scheduler."""
 
-    def __init__(self, accounts: Accounts, estimators: Estimators) -> None:
+    def __init__(self, accounts: Accounts, learn: Estimators) -> None:
         self._accounts = accounts
-        self._estimators = estimators
+        self._learn = learn
         self._seen = -1
         self._is_growing = False
-        self._has_paused = False
         self._taking_turns: list[Account] = []
 
     def compose(self, step: Step, admission: AdmissionPolicy, *, may_pause: bool) -> None:
@@ -55,10 +54,12 @@ class Fairness:
             # Nobody else can run now.
             self._take_turns(step, at_once=True)
             admission.compose(step)
-        # While anybody waits beside others, who is the next changes with what those are served.
-        is_contested = step.waiting and len(accounts.present) > 1
-        changes = self._is_growing or self._taking_turns or is_contested
-        step.repeatable = step.repeatable and not changes
+
+    def is_steady(self, step: Step) -> bool:
+        """Whether the same would come of the next step. While anybody waits beside others, who is
+        the next changes with what those are served."""
+        is_contested = step.waiting and len(self._accounts.present) > 1
+        return not (self._is_growing or self._taking_turns or is_contested)
 
     # --- memory and places ----------------------------------------------------------------------
 
@@ -71,7 +72,7 @@ class Fairness:
         last: dict[str, RequestState] = {}
         for state in reversed(step.running.values()):
             if step.can_preempt(state):
-                if state.is_paused:
+                if state.request.id in self._accounts.paused:
                     return state
                 last.setdefault(state.request.tenant, state)
         return max(last.values(), key=lambda s: held[s.request.tenant], default=None)
@@ -79,11 +80,8 @@ class Fairness:
     def _held(self, step: Step) -> dict[str, float]:
         """KV tokens of each tenant's running requests, over its weight."""
         held: dict[str, float] = dict.fromkeys(self._accounts.present, 0.0)
-        for state in step.solo.values():
-            held[state.request.tenant] += state.num_computed_tokens
-        for cohort in step.cohorts.values():
-            for name, tokens in cohort.kv_tokens_by_tenant().items():
-                held[name] = held.get(name, 0.0) + tokens
+        for name, tokens in step.kv_tokens_by_tenant():
+            held[name] = held.get(name, 0.0) + tokens
         present = self._accounts.present
         return {n: tokens / present[n].tenant.weight for n, tokens in held.items() if n in present}
 
@@ -120,7 +118,7 @@ class Fairness:
                 break
             if state.request.tenant == most and step.can_preempt(state):
                 victims.append(state)
-                if not state.is_paused:
+                if state.request.id not in self._accounts.paused:
                     cost += prices.prompt(0, state.num_known_tokens)
                 blocks -= step.pool.blocks_for(state.num_known_tokens)
                 places -= 1
@@ -163,26 +161,25 @@ class Fairness:
         for state in step.running.values():
             runs = turns.pop(state.request.tenant, None)
             if runs is True:
-                state.is_paused = False
-            elif runs is False and not state.is_paused:
+                self._accounts.paused.discard(state.request.id)
+            elif runs is False:
                 step.pause(state)
-                self._has_paused = True
 
     def _pause(self, step: Step) -> None:
         limited = [a for a in self._accounts.present.values() if a.most_at_work < math.inf]
-        if not limited and not self._has_paused:
+        paused = self._accounts.paused
+        if not limited and not paused:
             return
         left = {a.tenant.name: max(1.0, a.most_at_work) for a in limited}
-        self._has_paused = False
         for state in list(step.running.values()):
             name = state.request.tenant
             pauses = name in left and left[name] < 1
             if name in left:
                 left[name] -= 1
-            if pauses and not state.is_paused:
+            if pauses:
                 step.pause(state)
-            state.is_paused = pauses
-            self._has_paused |= pauses
+            else:
+                paused.discard(state.request.id)
 
     def _level(self, accounts: list[Account], step: Step) -> float:
         """Requests at work for a weight of 1, as many as slow no tenant that has all of its own at
@@ -218,11 +215,11 @@ class Fairness:
     def _seconds(self, num_requests: float, step: Step) -> float:
         """Of a step in which so many ordinary requests decode, or as many as memory holds: as
         measured, else as in the profile."""
-        lengths, traffic = self._estimators.lengths, self._estimators.traffic
+        lengths, traffic = self._learn.lengths, self._learn.traffic
         context = traffic.mean_prompt_len + 0.5 * lengths.mean
         num = math.ceil(min(num_requests, max(1.0, step.pool.capacity_tokens / context)))
-        measured = self._estimators.step_times.target
+        measured = self._learn.step_times.target
         if measured.points():
             return measured(num)
         work = StepWork(num_decodes=num, num_kv_tokens=round(num * context))
-        return self._estimators.step_model.profile.seconds(work)
+        return self._learn.step_model.profile.seconds(work)

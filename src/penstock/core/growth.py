@@ -37,7 +37,7 @@ def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float)
     number of ends: the square root of a count is normal with nearly constant deviation, so that,
     unlike with the normal distribution itself, never less than nothing comes free.
     """
-    capacity, lengths = step.pool.capacity_tokens, step.estimators.lengths
+    capacity, lengths = step.pool.capacity_tokens, step.learn.lengths
     ages = np.array([(s.num_known_tokens, s.num_output_tokens) for s in waiting], dtype=np.int64)
     known = step.num_known_tokens + np.cumsum(ages[:, 0])
     num = len(step.running) + 1 + np.arange(len(ages))
@@ -108,7 +108,7 @@ class Refill:
 
     def earn(self, step: Step) -> bool:
         """What a step adds. Returns whether it is time to admit anybody."""
-        lengths, self._prompt_len = step.estimators.lengths, step.estimators.traffic.mean_prompt_len
+        lengths, self._prompt_len = step.learn.lengths, step.learn.traffic.mean_prompt_len
         if self.is_short:
             full = step.pool.capacity_tokens / (self._prompt_len + lengths.mean_residual)
             earned = _MORE * full / lengths.mean * self._prompt_len

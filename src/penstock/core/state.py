@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
@@ -14,11 +14,13 @@ from penstock.core.types import TARGET, DraftOrder, Request, Status, Verdict
 @dataclass(slots=True)
 class SequenceKV:
     """One request's KV in one model's pool. `num_computed_tokens` positions hold KV, of which
-    those beyond the request's known tokens belong to drafts not yet verified."""
+    those beyond the request's known tokens belong to drafts not yet verified;
+    `num_cached_tokens` of them came from the prefix cache."""
 
     num_computed_tokens: int = 0
     blocks: list[int] = field(default_factory=list)
     num_committed_blocks: int = 0
+    num_cached_tokens: int = 0
 
     @property
     def num_blocks(self) -> int:
@@ -135,13 +137,8 @@ class RequestState:
         "drafter",
         "epoch",
         "first_token_at",
-        "group",
         "in_flight",
-        "is_paused",
         "kv",
-        "num_cached_tokens",
-        "num_charged_tokens",
-        "num_known_tokens",
         "num_output_tokens",
         "order",
         "output_token_ids",
@@ -159,12 +156,8 @@ class RequestState:
         self.epoch = epoch
         self.round = 0
         self.output_token_ids: list[int] = []
-        self.num_known_tokens = request.prompt_len
-        """Prompt and output so far."""
         self.num_output_tokens = 0
         self.first_token_at = 0.0
-        self.group: Hashable = None
-        """Whom the request decodes with, where an admission policy keeps groups apart."""
         self.block_hashes: list[bytes] = list(request.block_hashes)
         self.kv: dict[str, SequenceKV] = {}
         self.plans: dict[int, tuple[str, ...]] = {}
@@ -172,13 +165,13 @@ class RequestState:
         self.in_flight = False
         self.drafter: str | None = None
         self.draft = OPEN
-        self.num_cached_tokens = 0
-        self.num_charged_tokens = 0
-        """Tokens of which the computation was charged to the tenant before a preemption."""
-        self.is_paused = False
-        """It keeps its memory, but does not run for now: other tenants' turn."""
         self.seen_token_ids = (0, -1)
         """Output tokens that `highest_token_id` has looked at, and what it has found."""
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output so far."""
+        return self.request.prompt_len + self.num_output_tokens
 
     @property
     def num_computed_tokens(self) -> int:
@@ -193,7 +186,12 @@ class RequestState:
 
     @property
     def is_decoding(self) -> bool:
-        return self.num_output_tokens > 0 and self.num_due_tokens == 1
+        num_output = self.num_output_tokens
+        if not num_output:
+            return False
+        kv = self.kv.get(TARGET)
+        computed = kv.num_computed_tokens if kv else 0
+        return computed + 1 == self.request.prompt_len + num_output
 
     @property
     def num_remaining_tokens(self) -> int:
@@ -217,7 +215,6 @@ class RequestState:
         """Add verified output."""
         self.output_token_ids += token_ids
         self.num_output_tokens += len(token_ids)
-        self.num_known_tokens += len(token_ids)
 
     def kv_of(self, pool: str) -> SequenceKV:
         kv = self.kv.get(pool)

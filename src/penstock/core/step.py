@@ -2,25 +2,27 @@
 
 A policy asks (`can_...`, counters) and acts (`schedule...`, `admit`, `preempt`); memory and epochs
 stay consistent whatever it does. Requests that decode are acted on together: how many there are
-then makes no difference to a policy, nor to its cost where a cohort counts for all of them.
+then makes no difference to a policy, nor to its cost where a decode group counts for all of them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.accounts import Accounts
-from penstock.core.blocks import BlockPool
-from penstock.core.cohort import Cohort, CountedState
+from penstock.core.allocate import reserve
+from penstock.core.groups import CountedState, DecodeGroup
 from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Status
-from penstock.core.waiting import WaitingRequests
+
+if TYPE_CHECKING:
+    from penstock.core.context import Context
 
 
 @dataclass(slots=True)
@@ -37,50 +39,50 @@ class ScheduledTokens:
         return self.start + self.num_tokens == self.state.num_known_tokens
 
 
-@dataclass(slots=True)
 class Step:
     """One target step being composed.
 
-    running: all admitted requests, oldest first; `solo` are those of them that no cohort counts.
+    running: all admitted requests, oldest first.
+    scheduled: known tokens of requests in this step, by id; `decoding` are decode groups in it.
+    num_tokens: known tokens scheduled so far; drafts are not among them.
+    num_reserved: draft positions that the scheduled decoding requests would like to use.
     wake_at: compose again at this time even if nothing happens before.
-    repeatable: until an event, an end or `wake_at` comes, the policy would compose the same again.
     stalled: why nothing can ever run again unless a request is cancelled or another arrives.
     """
 
-    pool: BlockPool
-    running: dict[str, RequestState]
-    solo: dict[str, RequestState]
-    cohorts: dict[Hashable, Cohort]
-    waiting: WaitingRequests
-    estimators: Estimators
-    may_run: Callable[[RequestState], bool]
-    draft_reserve: Callable[[RequestState], int]
-    release: Callable[[RequestState], None]
-    leave_cohort: Callable[[RequestState], None]
-    accounts: Accounts
-    choose_victim: Callable[[Step], RequestState | None]
-    now: float = 0.0
-    scheduled: dict[str, ScheduledTokens] = field(default_factory=dict)
-    decoding: list[Cohort] = field(default_factory=list)
-    num_tokens: int = 0
-    """Known tokens scheduled so far; drafts are not among them."""
-    num_reserved: int = 0
-    """Draft positions that the scheduled decoding requests would like to use."""
-    num_preempted: int = 0
-    num_displaced: int = 0
-    """Preempted for a waiting request, before anything was scheduled."""
-    wake_at: float | None = None
-    repeatable: bool = False
-    stalled: str | None = None
+    __slots__ = (
+        "_ctx",
+        "_table",
+        "decoding",
+        "now",
+        "num_preempted",
+        "num_reserved",
+        "num_tokens",
+        "pool",
+        "running",
+        "scheduled",
+        "stalled",
+        "waiting",
+        "wake_at",
+    )
 
-    def begin(self, now: float) -> None:
-        """Start over with an empty step."""
+    def __init__(self, ctx: Context, now: float) -> None:
+        self._ctx = ctx
+        self._table = table = ctx.table
+        self.pool = table.memory.pools[TARGET]
+        self.running = table.running
+        self.waiting = table.waiting
         self.now = now
-        self.scheduled = {}
-        self.decoding = []
-        self.num_tokens = self.num_reserved = self.num_preempted = self.num_displaced = 0
-        self.wake_at = self.stalled = None
-        self.repeatable = False
+        self.scheduled: dict[str, ScheduledTokens] = {}
+        self.decoding: list[DecodeGroup] = []
+        self.num_tokens = self.num_reserved = self.num_preempted = 0
+        self.wake_at: float | None = None
+        self.stalled: str | None = None
+
+    @property
+    def learn(self) -> Estimators:
+        """What was learned so far."""
+        return self._ctx.learn
 
     # --- who is there ---------------------------------------------------------------------------
 
@@ -91,74 +93,98 @@ class Step:
     @property
     def num_known_tokens(self) -> int:
         """Of all running requests: prompts and outputs so far."""
-        total = sum(s.num_known_tokens for s in self.solo.values())
-        return total + sum(c.num_kv_tokens + len(c) for c in self.cohorts.values())
+        total = sum([s.num_known_tokens for s in self._table.solo.values()])
+        return total + sum([g.num_known_tokens for g in self._table.groups.values()])
 
     @property
     def num_decoding_tokens(self) -> int:
         """Of the decoding requests alone: what a step that decodes attends to."""
-        total = sum(s.num_known_tokens for s in self.solo.values() if s.is_decoding)
-        return total + sum(c.num_kv_tokens + len(c) for c in self.cohorts.values())
+        total = sum([s.num_known_tokens for s in self._table.solo.values() if s.is_decoding])
+        return total + sum([g.num_known_tokens for g in self._table.groups.values()])
+
+    def kv_tokens_by_tenant(self) -> Iterator[tuple[str, int]]:
+        """Tenants of running requests and KV tokens of theirs; a tenant may come more than once."""
+        for state in self._table.solo.values():
+            yield state.request.tenant, state.num_computed_tokens
+        for group in self._table.groups.values():
+            yield from group.kv_tokens_by_tenant().items()
 
     def output_times(self) -> tuple[npt.NDArray[np.float64], npt.NDArray[np.int64]]:
         """Of every running request with output, in no order: when its first token came, and its
         output tokens so far."""
-        solo = [s for s in self.solo.values() if s.num_output_tokens]
+        solo = [s for s in self._table.solo.values() if s.num_output_tokens]
         times = [np.array([s.first_token_at for s in solo])]
         tokens = [np.array([s.num_output_tokens for s in solo], dtype=np.int64)]
-        for cohort in self.cohorts.values():
-            times.append(cohort.first_token_times())
-            tokens.append(cohort.lengths()[:, 1])
+        for group in self._table.groups.values():
+            times.append(group.first_token_times())
+            tokens.append(group.lengths()[:, 1])
         return np.concatenate(times), np.concatenate(tokens)
 
     def running_lengths(self) -> npt.NDArray[np.int64]:
         """[running, 2]: known and output tokens of every running request, in no order."""
-        solo = [(s.num_known_tokens, s.num_output_tokens) for s in self.solo.values()]
+        solo = [(s.num_known_tokens, s.num_output_tokens) for s in self._table.solo.values()]
         parts = [np.array(solo, dtype=np.int64).reshape(-1, 2)]
-        parts += [c.lengths() for c in self.cohorts.values()]
+        parts += [g.lengths() for g in self._table.groups.values()]
         return np.concatenate(parts)
 
     # --- decoding -------------------------------------------------------------------------------
 
-    def num_decodes(self, group: Hashable = None) -> int:
-        """Requests of a group that could decode now."""
-        cohort = self.cohorts.get(group)
-        return (len(cohort) if cohort else 0) + len(self.solo_decodes(group))
+    def assign(self, state: RequestState, key: Hashable, until: int | None = None) -> None:
+        """Let a request decode in the group of this key alone; `until`: it stands by itself again
+        when it has so many output tokens."""
+        self._table.key_of[state.request.id] = key
+        if isinstance(state, CountedState):
+            state.until = until
 
-    def solo_decodes(self, group: Hashable = None) -> list[RequestState]:
-        """Those of them that no cohort counts, oldest first."""
+    def key_of(self, state: RequestState) -> Hashable:
+        """Of the group to which a request was assigned; None where it was not."""
+        return self._table.key_of.get(state.request.id)
+
+    def ungrouped(self) -> list[RequestState]:
+        """Running requests that stand by themselves, oldest first: those that decode in groups
+        differ from each other in nothing that changes."""
+        return list(self._table.solo.values())
+
+    def num_decodes(self, key: Hashable = None) -> int:
+        """Requests of a group that could decode now."""
+        group = self._table.groups.get(key)
+        return (len(group) if group else 0) + len(self._solo_decodes(key))
+
+    def _solo_decodes(self, key: Hashable) -> list[RequestState]:
+        """Those of them that are looked at one by one, oldest first."""
+        key_of, may_run = self._table.key_of, self._ctx.may_run
         return [
-            s for s in self.solo.values() if s.is_decoding and s.group == group and self.may_run(s)
+            s
+            for i, s in self._table.solo.items()
+            if s.is_decoding and key_of.get(i) == key and may_run(s)
         ]
 
-    def can_schedule_decodes(self, group: Hashable = None) -> bool:
+    def can_schedule_decodes(self, key: Hashable = None) -> bool:
         """Whether memory holds the next token of all of them."""
-        cohort = self.cohorts.get(group)
-        wanted = cohort.num_new_blocks() if cohort else 0
-        wanted += sum(self._missing_blocks(s, 1) for s in self.solo_decodes(group))
+        group = self._table.groups.get(key)
+        wanted = group.num_new_blocks() if group else 0
+        wanted += sum([self._missing_blocks(s, 1) for s in self._solo_decodes(key)])
         return self.pool.can_allocate(wanted)
 
-    def schedule_decodes(self, budget: int, group: Hashable = None) -> int:
+    def schedule_decodes(self, budget: int, key: Hashable = None) -> int:
         """Schedule the next token of the group's decoding requests, oldest first, as far as the
         budget goes. Where memory is short the newest running requests are preempted for it.
         Returns the tokens scheduled."""
         before = self.num_tokens
-        cohort = self.cohorts.get(group)
-        solo = self.solo_decodes(group) if self.solo else []
+        group = self._table.groups.get(key)
+        solo = self._solo_decodes(key) if self._table.solo else []
         if self.pool.num_free_blocks < len(solo):
             self._make_room_together([s for s in solo if not isinstance(s, CountedState)][:budget])
         for state in solo:
             if isinstance(state, CountedState):
-                if cohort is None:
-                    cohort = self.cohorts[group] = Cohort(
-                        group, self.pool.block_size, keeps_accounts=self.accounts.are_kept
-                    )
-                cohort.join(state)
-                del self.solo[state.request.id]
+                if group is None:
+                    group = self._table.new_group(key)
+                group.join(state)
+                del self._table.solo[state.request.id]
             elif state.status is Status.RUNNING and before + budget > self.num_tokens:
                 self._schedule_decode(state)
-        if cohort is not None and cohort.members and cohort.plan_id is None:
-            self._schedule_cohort(cohort, budget)
+        if group is not None and group.members and group.plan_id is None:
+            self._schedule_group(group, budget)
         return self.num_tokens - before
 
     def _make_room_together(self, states: list[RequestState]) -> None:
@@ -166,7 +192,7 @@ class Step:
         while not self.pool.can_allocate(
             sum(self._missing_blocks(s, 1) for s in states if s.status is Status.RUNNING)
         ):
-            victim = self.choose_victim(self)
+            victim = self._victim()
             if victim is None:
                 return
             self.preempt(victim)
@@ -174,33 +200,34 @@ class Step:
     def _schedule_decode(self, state: RequestState) -> None:
         if self.make_room(state, 1):
             self.schedule(state, 1)
-            self.num_reserved += self.draft_reserve(state)
+            self.num_reserved += reserve(self._ctx, state)
 
-    def _schedule_cohort(self, cohort: Cohort, budget: int) -> None:
-        num = len(cohort.members)
+    def _schedule_group(self, group: DecodeGroup, budget: int) -> None:
+        num = len(group.members)
         if num > budget:
             raise ValueError(f"{num} decoding requests exceed a budget of {budget} tokens")
-        while not self.pool.can_allocate(wanted := cohort.num_new_blocks()):
-            victim = self.choose_victim(self)
+        while not self.pool.can_allocate(wanted := group.num_new_blocks()):
+            victim = self._victim()
             if victim is None:
                 return
             self.preempt(victim)
-        if cohort.members:
+        if group.members:
             self.pool.count(wanted)
-            self.decoding.append(cohort)
-            self.num_tokens += len(cohort.members)
+            self.decoding.append(group)
+            self.num_tokens += len(group.members)
 
     # --- prefill --------------------------------------------------------------------------------
 
     def prefills(self) -> list[RequestState]:
         """Running requests with more than their next token to compute, oldest first."""
-        return [s for s in self.solo.values() if not s.is_decoding and self.may_run(s)]
+        may_run = self._ctx.may_run
+        return [s for s in self._table.solo.values() if not s.is_decoding and may_run(s)]
 
     def schedule_prefills(self, budget: int) -> int:
         """Go on with prompts that are partly computed, in chunks as large as the budget allows.
         Returns the tokens scheduled."""
         before = self.num_tokens
-        for state in self.prefills() if self.solo else ():
+        for state in self.prefills() if self._table.solo else ():
             tokens = min(state.num_due_tokens, budget - (self.num_tokens - before))
             if tokens and state.status is Status.RUNNING and self.make_room(state, tokens):
                 self.schedule(state, tokens)
@@ -253,10 +280,8 @@ class Step:
             kv.blocks = list(cached)
             kv.num_committed_blocks = len(cached)
             kv.num_computed_tokens = len(cached) * self.pool.block_size
-        state.num_cached_tokens = kv.num_computed_tokens
-        self.waiting.admit(state)
-        state.status = Status.RUNNING
-        self.running[state.request.id] = self.solo[state.request.id] = state
+        kv.num_cached_tokens = kv.num_computed_tokens
+        self._table.admit(state)
         self.schedule(state, num_tokens)
         if cached:
             self.scheduled[state.request.id].new_blocks = list(kv.blocks)
@@ -299,8 +324,8 @@ class Step:
     def schedule(self, state: RequestState, num_tokens: int) -> None:
         """Compute `num_tokens` more known tokens of a running request. Ask `can_schedule` first."""
         kv = state.kv_of(TARGET)
-        if self.accounts.are_kept and not state.is_decoding:
-            self.accounts.charge_prompt(state, kv.num_computed_tokens, num_tokens)
+        if self._table.accounts.are_kept and not state.is_decoding:
+            self._table.accounts.charge_prompt(state, kv.num_computed_tokens, num_tokens)
         missing = self.pool.blocks_for(kv.num_computed_tokens + num_tokens) - kv.num_blocks
         new_blocks = kv.grow(self.pool, missing) if missing > 0 else []
         self.num_tokens += num_tokens
@@ -312,7 +337,7 @@ class Step:
         """Preempt the newest running requests until a running one can be scheduled; False if it had
         to go itself, or nobody can."""
         while not self.can_schedule(state, num_tokens):
-            victim = self.choose_victim(self)
+            victim = self._victim()
             if victim is None:
                 return False
             self.preempt(victim)
@@ -322,30 +347,28 @@ class Step:
 
     def can_preempt(self, state: RequestState) -> bool:
         """A request inside an unfinished target step keeps its blocks, so it is no victim."""
-        if isinstance(state, CountedState) and state.cohort is not None:
-            return state.cohort.plan_id is None and state.cohort not in self.decoding
+        if isinstance(state, CountedState) and state.decode_group is not None:
+            group = state.decode_group
+            return group.plan_id is None and group not in self.decoding
         return not state.in_flight and state.request.id not in self.scheduled
 
     def pause(self, state: RequestState) -> None:
         """Let a running request keep its memory, but not run."""
-        self.leave_cohort(state)
-        state.is_paused = True
+        self._table.leave_group(state)
+        self._table.accounts.paused.add(state.request.id)
 
     def displace(self, state: RequestState) -> None:
         """Preempt a running request for one that waits, before anything is scheduled."""
-        self.preempt(state)
-        self.num_preempted -= 1
-        self.num_displaced += 1
+        self._table.preempt(state)
 
     def preempt(self, state: RequestState) -> None:
         """Give up a running request's memory; it is recomputed later, first in the queue."""
-        self.release(state)
-        state.is_paused = False
-        state.status = Status.PREEMPTED
-        del self.running[state.request.id]
-        del self.solo[state.request.id]
-        self.waiting.appendleft(state)
+        self._table.preempt(state)
         self.num_preempted += 1
+
+    def _victim(self) -> RequestState | None:
+        fairness = self._ctx.fairness
+        return newest(self) if fairness is None else fairness.victim(self)
 
     def _missing_blocks(self, state: RequestState, num_tokens: int) -> int:
         kv = state.kv_of(TARGET)

@@ -105,7 +105,7 @@ class Targets:
             return math.inf
         ahead, _ = self._ahead(step)
         gained = max(0.0, _AIM * self.tpot_p99 - decoding)
-        ahead = ahead[ahead + gained * step.estimators.lengths.mean_residual >= decoding]
+        ahead = ahead[ahead + gained * step.learn.lengths.mean_residual >= decoding]
         return float(ahead.min()) if len(ahead) else math.inf
 
     def num_lost(self, step: Step, seconds: float, decoding: float) -> float:
@@ -116,7 +116,7 @@ class Targets:
         if gained <= 0:
             return math.inf
         ahead, num_tokens = self._ahead(step)
-        survival = step.estimators.lengths.survival(num_tokens)
+        survival = step.learn.lengths.survival(num_tokens)
 
         def catch_up(behind: FloatArray) -> FloatArray:
             missing = np.ceil(np.maximum(behind, 0.0) / gained).astype(np.int64)

@@ -106,7 +106,7 @@ def load_engine(
     profile = None if config.profile is None else read_profile(config.profile)
     if calibrated:
         together = config.pipeline == "auto"
-        calibrate(executor, scheduler.estimators, clock, profile, together=together)
+        calibrate(executor, scheduler.learn, clock, profile, together=together)
     target = models.shapes[TARGET]
     audited = {} if shapes else {n: Path(p) for n, p in config.drafters.items() if p != NGRAM}
     return Engine(

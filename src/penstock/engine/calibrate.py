@@ -10,7 +10,7 @@ from functools import partial
 
 from penstock.core.learn import Estimators, know_profile
 from penstock.core.learn.times import drafter_profiles
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor

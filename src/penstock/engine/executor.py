@@ -12,7 +12,7 @@ from functools import partial
 
 import torch
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.types import (
     TARGET,
     DraftOrder,

@@ -10,7 +10,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.engine.build import Engine
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.runner import ModelRunner

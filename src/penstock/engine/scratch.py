@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import LocalDrafter

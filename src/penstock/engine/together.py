@@ -9,7 +9,7 @@ from statistics import median
 
 import torch
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.gpu.streams import own_stream
 from penstock.engine.native.runner import NativeRunner

@@ -85,7 +85,7 @@ def play(
         allocation=make_policy("allocation", "fixed", {"k": batch.length}),
         pipeline=made,
         max_model_len=2 * _ENDLESS,
-        estimators=estimators,
+        learn=estimators,
     )
     clock = VirtualClock()
     profiles = drafter_profiles(batch.profile, drafters)

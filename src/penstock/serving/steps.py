@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import StepWork
 

@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from penstock.config import EngineConfig
-from penstock.core.loop import Loop, Turn
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock, Loop, Turn
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.messages import (
@@ -255,11 +254,11 @@ class EngineServer:
 
     def _stats(self) -> EngineStats:
         scheduler = self._engine.scheduler
-        pools = scheduler.memory.pools
+        pools = scheduler.table.memory.pools
         return EngineStats(
-            num_running=len(scheduler.running),
-            num_waiting=len(scheduler.waiting),
-            num_preemptions=scheduler.num_preemptions,
+            num_running=len(scheduler.table.running),
+            num_waiting=len(scheduler.table.waiting),
+            num_preemptions=scheduler.table.counters.preemptions,
             kv_usage={n: p.num_used_blocks / p.num_blocks for n, p in pools.items()},
             num_steps=self._num_steps,
             busy_s=self._busy_s,

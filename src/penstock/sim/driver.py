@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from penstock.core.loop import Loop
-from penstock.core.ports import Instrument
+from penstock.core.loop import Instrument, Loop
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Arrive, Event, FinishReason, Output, Request, StepPlan, StepResult
 from penstock.sim.clock import VirtualClock
@@ -125,7 +124,7 @@ def simulate(
         records=recorder.records,
         finished_at=clock.now(),
         kv_peak_tokens=scheduler.pool.peak_used_blocks * scheduler.pool.block_size,
-        num_preemptions=scheduler.num_preemptions,
+        num_preemptions=scheduler.table.counters.preemptions,
         num_steps=recorder.num_steps,
         stalled=stalled,
     )

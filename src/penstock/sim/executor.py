@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.state import Drafter
 from penstock.core.types import (
     TARGET,

@@ -51,11 +51,11 @@ class Sampler:
         pool = self.scheduler.pool
         classes = [0] * len(self.ends)
         last = len(classes) - 1
-        for state in self.scheduler.running.values():
+        for state in self.scheduler.table.running.values():
             classes[min(bisect.bisect_right(self.ends, state.num_output_tokens), last)] += 1
         self.times.append(result.finished_at)
         self.kv_tokens.append(pool.num_used_blocks * pool.block_size)
-        self.waiting.append(len(self.scheduler.waiting))
+        self.waiting.append(len(self.scheduler.table.waiting))
         self.running.append(classes)
 
 

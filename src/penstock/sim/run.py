@@ -15,7 +15,7 @@ import numpy.typing as npt
 from penstock.core.blocks import BlockPool
 from penstock.core.learn import Estimators, know_profile
 from penstock.core.learn.times import drafter_profiles
-from penstock.core.ports import Instrument
+from penstock.core.loop import Instrument
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
@@ -291,7 +291,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
         allocation=make_policy("allocation", setup.allocation, setup.allocation_options),
         pipeline=make_pipeline(setup.pipeline),
         max_model_len=setup.num_blocks * setup.block_size,
-        estimators=estimators,
+        learn=estimators,
         counted=setup.counted,
         tenants=[Tenant(name, weight) for name, weight in setup.tenant_weights.items()],
         fairness=setup.fairness,

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from penstock.core.drafting import Drafting
 from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
-from penstock.core.drafting import Drafting
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Cancel, DrafterDown, DraftOrder, Replayed
@@ -150,9 +150,9 @@ def test_an_answer_for_kv_that_was_lost_meanwhile_is_not_believed() -> None:
     world = make_world(policy)
     until_replayed(world)
     assert any(o.drafter == "good" for o in replay_orders(world))
-    state = world.scheduler.running["r"]
+    state = world.scheduler.table.running["r"]
     world.turn(DrafterDown("good"))
-    kv = world.scheduler.memory.start_from_cache(state, "good")
+    kv = world.scheduler.table.memory.start_from_cache(state, "good")
     world.executor.run(TARGET)
     world.turn()
     assert kv.num_computed_tokens == 0
@@ -175,7 +175,7 @@ def test_blocks_of_a_cancelled_request_are_kept_until_its_replay_has_ended() -> 
     world = make_world(Curious(drafter="poor"))
     until_replayed(world)
     world.turn(Cancel("r"))
-    assert world.scheduler.memory.pools["good"].num_used_blocks > 0
+    assert world.scheduler.table.memory.pools["good"].num_used_blocks > 0
     world.executor.run(TARGET)
     world.turn()
     world.turn()

@@ -112,7 +112,7 @@ def run_in_time(
         if turn > last and not loop.scheduler.num_unfinished:
             break
     loop.turn([])
-    for pool in loop.scheduler.memory.pools.values():
+    for pool in loop.scheduler.table.memory.pools.values():
         pool.check()
         assert pool.num_used_blocks == 0
     return {id_: tuple(text) for id_, text in texts.items()}

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.types import DraftOrder, DraftTime, VerifyItem
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter

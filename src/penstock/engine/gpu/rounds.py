@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.types import DraftSource, Verdict, VerifyItem
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.gpu.graphs import Draws, Stepped

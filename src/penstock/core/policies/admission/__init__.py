@@ -29,6 +29,12 @@ class AdmissionPolicy(ABC):
     def compose(self, step: Step) -> None:
         """Schedule the step."""
 
+    def is_steady(self, step: Step) -> bool:
+        """Whether `compose`, asked again for the step after this one, would do the same as long as
+        nobody comes and nobody ends: then many steps are planned at once where nothing else
+        happens in them."""
+        return False
+
     @abstractmethod
     def draft_budget(self, num_tokens: int) -> int:
         """Draft positions that may join a step of so many known tokens; 0: no speculation."""

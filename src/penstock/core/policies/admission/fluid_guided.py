@@ -75,6 +75,7 @@ class FluidGuided(AdmissionPolicy):
         self._targets = Targets(options.ttft_p99, options.tpot_p99)
         self._refill = Refill()
         self._best = (-math.inf, (1, 0.0))
+        self._is_steady = False
 
     def draft_budget(self, num_tokens: int) -> int:
         return self.options.max_num_batched_tokens - num_tokens
@@ -83,11 +84,11 @@ class FluidGuided(AdmissionPolicy):
         """Memory is short where it is not expected to hold the request as it grows."""
         if num_that_fit(step, [state], self.options.confidence):
             return 0, 0
-        return step.pool.blocks_for(state.num_known_tokens + int(step.estimators.lengths.mean)), 0
+        return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
     def compose(self, step: Step) -> None:
         budget = max(self.options.max_num_batched_tokens, step.num_decodes())
-        self._refill.is_pausing = False
+        self._refill.is_pausing = self._is_steady = False
         in_order, pauses = self._in_order(step)
         num_decodes = 0 if pauses else step.schedule_decodes(budget)
         prompts = [] if step.num_preempted else self._prompts(step, in_order)
@@ -96,9 +97,12 @@ class FluidGuided(AdmissionPolicy):
         else:
             # With a target for the first token the order of those who wait changes with time.
             changes = step.waiting and self.options.ttft_p99 is not None
-            step.repeatable = not (step.num_preempted or self._refill.is_pausing or changes)
+            self._is_steady = not (step.num_preempted or self._refill.is_pausing or changes)
         if pauses and not step.scheduled:
             step.schedule_decodes(budget)
+
+    def is_steady(self, step: Step) -> bool:
+        return self._is_steady
 
     def _schedule_prompts(self, step: Step, num_decodes: int, prompts: list[RequestState]) -> None:
         backlog = sum(_missing(step, state) for state in prompts)
@@ -180,7 +184,7 @@ class FluidGuided(AdmissionPolicy):
 
     def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
         """What the rest of a prompt takes beside requests that decode in each of its steps."""
-        profile = step.estimators.step_model.profile
+        profile = step.learn.step_model.profile
         size, _ = self._best_step(step)
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
         share = 0.0
@@ -197,7 +201,7 @@ class FluidGuided(AdmissionPolicy):
 
     def _load(self, step: Step) -> float:
         """Work that arrives in a second, in seconds of the most efficient steps."""
-        traffic, lengths = step.estimators.traffic, step.estimators.lengths
+        traffic, lengths = step.learn.traffic, step.learn.lengths
         prompt, decode = self._work(step)
         per_token = prompt + decode * lengths.mean / traffic.mean_prompt_len
         return traffic.prompt_tokens_per_s(step.now) * per_token
@@ -218,7 +222,7 @@ class FluidGuided(AdmissionPolicy):
         most = self._most_in_time(step, num_decodes, prompts, most)
         if most <= 0:
             return 0
-        hull = self._envelope(step.estimators.step_model.profile, num_decodes, most)
+        hull = self._envelope(step.learn.step_model.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
         price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
@@ -237,7 +241,7 @@ class FluidGuided(AdmissionPolicy):
         """`cheap` prompt tokens, or more, up to where one of the prompts ends, where that makes the
         step but little longer, beyond what the tokens are worth, for each prompt that it finishes.
         What the decoding requests lose by it together grows with their number."""
-        profile = step.estimators.step_model.profile
+        profile = step.learn.step_model.profile
         seconds = profile.linear(num_decodes + cheap)
         share = min(_LONGER, _FIRST_TOKEN / max(num_decodes, 1))
         allowed = share * (seconds + self._decode_seconds(step, num_decodes))
@@ -251,7 +255,7 @@ class FluidGuided(AdmissionPolicy):
     def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
         """Tokens a step with which a prompt is computed soonest: all of it, or as many as make a
         step more efficient, if that is worth more than decoding more often costs."""
-        profile = step.estimators.step_model.profile
+        profile = step.learn.step_model.profile
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
 
         def seconds(tokens: int) -> float:
@@ -277,7 +281,7 @@ class FluidGuided(AdmissionPolicy):
         time."""
         if self.options.tpot_p99 is None or not num_decodes or most <= 0:
             return most
-        profile = step.estimators.step_model.profile
+        profile = step.learn.step_model.profile
         decoding = self._decode_seconds(step, num_decodes)
         left = self._targets.time_left(step, self._decode_only_seconds(step, num_decodes))
 
@@ -310,7 +314,7 @@ class FluidGuided(AdmissionPolicy):
         """Seconds that a prompt token is worth: at least what it costs in the mixture of steps that
         keeps up with arrivals and with `overdue` tokens a step, but never more than in the best
         step; and what its share in an end is worth where time is spent on ends."""
-        arriving = step.estimators.traffic.prompt_tokens_per_s(step.now)
+        arriving = step.learn.traffic.prompt_tokens_per_s(step.now)
         decoding = self._decode_seconds(step, num_decodes)
         slope = 0.0
         for (p0, t0), (p1, t1) in itertools.pairwise(hull):
@@ -328,15 +332,15 @@ class FluidGuided(AdmissionPolicy):
         """What share of a request's end a prompt token and a decoded token bring about. A decoded
         token brings the end nearer by one of those that are left; a prompt token by its share of
         all the work that the request is."""
-        lengths = step.estimators.lengths
+        lengths = step.learn.lengths
         prompt, decode = self._work(step)
-        work = step.estimators.traffic.mean_prompt_len * prompt + lengths.mean * decode
+        work = step.learn.traffic.mean_prompt_len * prompt + lengths.mean * decode
         return prompt / work, 1 / lengths.mean_residual
 
     def _work(self, step: Step) -> tuple[float, float]:
         """Seconds of a prompt token and of a decoded token, in the most efficient steps."""
-        profile, lengths = step.estimators.step_model.profile, step.estimators.lengths
-        prompt_len = step.estimators.traffic.mean_prompt_len
+        profile, lengths = step.learn.step_model.profile, step.learn.lengths
+        prompt_len = step.learn.traffic.mean_prompt_len
         position = self._best_step(step)[1]
         prompt = position + profile.per_prefill_token
         prompt += profile.per_prefill_context * prompt_len / 2
@@ -345,21 +349,21 @@ class FluidGuided(AdmissionPolicy):
 
     def _decode_seconds(self, step: Step, num_decodes: int) -> float:
         """What decoding adds to a step whatever its positions are."""
-        model = step.estimators.step_model
+        model = step.learn.step_model
         attention = model.profile.per_kv_token * step.num_decoding_tokens
         fixed = model.profile.decode_fixed if num_decodes else 0.0
         return max(0.0, fixed + model.profile.per_decode * num_decodes + attention + model.shift)
 
     def _decode_only_seconds(self, step: Step, num_decodes: int) -> float:
         """Of a step in which nothing else is computed."""
-        profile = step.estimators.step_model.profile
+        profile = step.learn.step_model.profile
         return profile.linear(num_decodes) + self._decode_seconds(step, num_decodes)
 
     def _best_step(self, step: Step) -> tuple[int, float]:
         """Positions of the step worth striving for, and its seconds a position, constant costs
         included: the smallest that is nearly as efficient as any. Larger ones would make everybody
         wait longer for next to nothing."""
-        model = step.estimators.step_model
+        model = step.learn.step_model
         constant = model.profile.decode_fixed + max(model.shift, 0.0)
         if abs(constant - self._best[0]) > 1e-4:
             most = self.options.max_num_batched_tokens

@@ -51,7 +51,9 @@ class GuaranteedNoEvict(AdmissionPolicy):
         budget -= step.schedule_prefills(budget)
         if step.waiting and len(step.running) < options.max_batch_size:
             self._admit(step, budget)
-        step.repeatable = True
+
+    def is_steady(self, step: Step) -> bool:
+        return True
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         _, places = step.shortage(state, self.options.max_batch_size)

@@ -62,7 +62,6 @@ class NestedWaitGated(AdmissionPolicy):
         self._credit = min(self._credit + threshold, max(threshold, 1.0))
         queue = step.waiting.queue()
         if queue.oldest is None:
-            step.repeatable = self._credit >= max(threshold, 1.0)
             return
         due = queue.oldest.request.arrival_time + self.options.max_wait
         if step.num_tokens and len(queue) < threshold and step.now < due:
@@ -73,6 +72,10 @@ class NestedWaitGated(AdmissionPolicy):
         if not step.num_tokens or not self._is_full(step):
             self._admit(step, num, budget)
         self._credit = max(0.0, self._credit - (before - len(queue)))
+
+    def is_steady(self, step: Step) -> bool:
+        has_credit = self._credit >= max(self.options.thresholds[0], 1.0)
+        return has_credit and not step.waiting and not step.num_preempted
 
     def _is_full(self, step: Step) -> bool:
         """Whether some segment holds more than its thresholds explain."""

@@ -54,7 +54,9 @@ class Sarathi(AdmissionPolicy):
         if not step.num_preempted:
             kept_free = self._kept_free(step)
             step.admit_in_order(budget, options.max_num_seqs, kept_free)
-            step.repeatable = True
+
+    def is_steady(self, step: Step) -> bool:
+        return not step.num_preempted
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         return step.shortage(state, self.options.max_num_seqs, self._kept_free(step))

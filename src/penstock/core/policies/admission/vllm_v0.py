@@ -49,7 +49,9 @@ class VllmV0(AdmissionPolicy):
         self._admit_whole(step)
         if not step.num_tokens:
             step.schedule_decodes(self.options.max_num_seqs)
-            step.repeatable = not step.num_preempted
+
+    def is_steady(self, step: Step) -> bool:
+        return not step.num_preempted
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         return step.shortage(state, self.options.max_num_seqs, self._kept_free(step))

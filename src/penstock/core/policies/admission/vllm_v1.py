@@ -63,7 +63,9 @@ class VllmV1(AdmissionPolicy):
             step.admit_in_order(
                 budget, options.max_num_seqs, kept_free, whole=options.reserve_full_prompt
             )
-            step.repeatable = True
+
+    def is_steady(self, step: Step) -> bool:
+        return not step.num_preempted
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         return step.shortage(state, self.options.max_num_seqs, self._kept_free(step))

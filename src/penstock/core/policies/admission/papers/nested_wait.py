@@ -11,7 +11,6 @@ from collections.abc import Sized
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.cohort import CountedState
 from penstock.core.options import PositiveInt
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.papers.wait import check_thresholds
@@ -58,7 +57,7 @@ class NestedWait(AdmissionPolicy):
             num += 1
         for segment in range(num):
             for state in paused[segment][: thresholds[segment]] if segment else ():
-                self._enter(state, segment)
+                self._enter(step, state, segment)
         # What is nearest to its end frees memory first.
         for segment in reversed(range(num)):
             if step.can_schedule_decodes(segment):
@@ -72,28 +71,27 @@ class NestedWait(AdmissionPolicy):
         """Requests that wait between segments, by the segment they wait for, oldest first."""
         ends = self.options.segment_ends
         paused: list[list[RequestState]] = [[] for _ in ends]
-        for state in step.solo.values():
-            segment = state.group
+        for state in step.ungrouped():
+            segment = step.key_of(state)
             if isinstance(segment, int) and state.is_decoding:
                 last = segment == len(ends) - 1
                 if not last and state.num_output_tokens >= ends[segment]:
-                    state.group = ("before", segment + 1)
-            if isinstance(state.group, tuple):
-                paused[state.group[1]].append(state)
+                    segment = ("before", segment + 1)
+                    step.assign(state, segment)
+            if isinstance(segment, tuple):
+                paused[segment[1]].append(state)
         return paused
 
-    def _enter(self, state: RequestState, segment: int) -> None:
-        state.group = segment
+    def _enter(self, step: Step, state: RequestState, segment: int) -> None:
         ends = self.options.segment_ends
-        if isinstance(state, CountedState):
-            state.until = ends[segment] if segment < len(ends) - 1 else None
+        step.assign(state, segment, ends[segment] if segment < len(ends) - 1 else None)
 
     def _admit(self, step: Step, threshold: int) -> None:
         for state in list(itertools.islice(step.waiting.queue(), threshold)):
             missing = step.num_missing_tokens(state)
             if not step.can_admit(state, missing):
                 return
-            self._enter(state, 0)
+            self._enter(step, state, 0)
             step.admit(state, missing)
 
     def _explain(self, step: Step, num: int) -> None:

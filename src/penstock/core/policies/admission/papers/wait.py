@@ -65,7 +65,7 @@ class Wait(AdmissionPolicy):
                 if not step.can_admit(state, missing):
                     blocked = True
                     break
-                state.group = type_
+                step.assign(state, type_)
                 step.admit(state, missing)
         if not step.num_tokens and (step.running or step.waiting):
             step.stalled = (

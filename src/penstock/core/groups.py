@@ -1,9 +1,9 @@
 """Decoding requests of which only lengths are known, advanced together.
 
 Where nobody asks for their tokens, requests that decode side by side differ in nothing but when
-they end. A cohort counts steps for all of them at once, so that a step costs the same for three
-requests as for three hundred; one that leaves gets its own numbers back. The decisions are those
-that the same requests get one by one, which the tests compare.
+they end. A decode group counts steps for all of them at once, so that a step costs the same for
+three requests as for three hundred; one that leaves gets its own numbers back. The decisions are
+those that the same requests get one by one, which the tests compare.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class CountedKV(SequenceKV):
         self.num_computed_tokens = num_computed_tokens
         self.blocks = []
         self.num_committed_blocks = 0
+        self.num_cached_tokens = 0
         self._num_blocks = num_blocks
 
     @property
@@ -46,12 +47,12 @@ class CountedKV(SequenceKV):
 
 
 class CountedState(RequestState):
-    """A request that may join a cohort. While it is a member its counters are the cohort's."""
+    """A request that may join a group. While it is a member its counters are the group's."""
 
-    __slots__ = ("_joined_at", "_num_output", "cohort", "leaves_at", "num_announced", "until")
+    __slots__ = ("_joined_at", "_num_output", "decode_group", "leaves_at", "num_announced", "until")
 
     def __init__(self, request: Request, order: int, epoch: int = 0) -> None:
-        self.cohort: Cohort | None = None
+        self.decode_group: DecodeGroup | None = None
         self._joined_at = 0
         self._num_output = 0
         super().__init__(request, order, epoch)
@@ -59,46 +60,42 @@ class CountedState(RequestState):
         self.num_announced = 0
         """Output tokens that an Output has told of."""
         self.until: int | None = None
-        """Leave the cohort with so many output tokens, if the request goes on so long."""
+        """Leave the group with so many output tokens, if the request goes on so long."""
 
     @property
     def num_output_tokens(self) -> int:
-        cohort = self.cohort
-        if cohort is None:
+        group = self.decode_group
+        if group is None:
             return self._num_output
-        return self._num_output + cohort.ticks - self._joined_at
+        return self._num_output + group.ticks - self._joined_at
 
     @num_output_tokens.setter
     def num_output_tokens(self, value: int) -> None:
         self._num_output = value
 
     @property
-    def num_known_tokens(self) -> int:
-        return self.request.prompt_len + self.num_output_tokens
-
-    @num_known_tokens.setter
-    def num_known_tokens(self, value: int) -> None:
-        """Follows from the output."""
-
-    @property
     def num_computed_tokens(self) -> int:
-        if self.cohort is not None:
+        if self.decode_group is not None:
             return self.num_known_tokens - 1
         kv = self.kv.get(TARGET)
         return kv.num_computed_tokens if kv else 0
 
     @property
     def is_decoding(self) -> bool:
-        if self.cohort is not None:
+        if self.decode_group is not None:
             return True
         num_output = self._num_output
         return num_output > 0 and self.num_computed_tokens + 1 == (
             self.request.prompt_len + num_output
         )
 
-    def append_counted(self, num_tokens: int) -> None:
-        """Add verified output of which only the number is known."""
+    def append_counted(self, num_tokens: int) -> int:
+        """Add verified output of which only the number is known. Returns how many tokens nobody was
+        told of yet: those too that it had made in a group before it was preempted."""
         self._num_output += num_tokens
+        num_new = self._num_output - self.num_announced
+        self.num_announced += num_new
+        return num_new
 
     def kv_of(self, pool: str) -> SequenceKV:
         kv = self.kv.get(pool)
@@ -106,19 +103,19 @@ class CountedState(RequestState):
             kv = self.kv[pool] = CountedKV()
         return kv
 
-    def enter(self, cohort: Cohort) -> None:
-        self.cohort = cohort
-        self._joined_at = cohort.ticks
+    def enter(self, group: DecodeGroup) -> None:
+        self.decode_group = group
+        self._joined_at = group.ticks
 
     def exit(self, num_output_tokens: int) -> None:
-        """Take the counters back from the cohort."""
-        self.cohort = None
+        """Take the counters back from the group."""
+        self.decode_group = None
         self._num_output = num_output_tokens
 
 
 @dataclass(slots=True)
 class _Decoded:
-    """What a cohort's members of one tenant have decoded. `kv_tokens` is their context at tick
+    """What a group's members of one tenant have decoded. `kv_tokens` is their context at tick
     `tick`; `num_rows` tokens, behind `num_kv_tokens` of context, are not accounted for yet."""
 
     tick: int
@@ -138,18 +135,18 @@ class _Decoded:
         self.tick = tick
 
 
-class Cohort:
-    """Requests that decode one token each in every step that the cohort is in."""
+class DecodeGroup:
+    """Requests that decode one token each in every step that the group is in."""
 
-    def __init__(self, group: Hashable, block_size: int, *, keeps_accounts: bool = False) -> None:
-        self.group = group
+    def __init__(self, key: Hashable, block_size: int, *, keeps_accounts: bool = False) -> None:
+        self.key = key
         self._keeps_accounts = keeps_accounts
         self.ticks = 0
         self.num_kv_tokens = 0
         """Positions whose KV the target holds for the members."""
         self.members: dict[str, CountedState] = {}
         self.plan_id: int | None = None
-        # Known and output tokens of each member when its cohort was at tick 0.
+        # Known and output tokens of each member when its group was at tick 0.
         self._origins: dict[str, tuple[int, int]] = {}
         self._block_size = block_size
         # Members by when they begin a block: a tick needs as many blocks as one entry says.
@@ -159,6 +156,11 @@ class Cohort:
 
     def __len__(self) -> int:
         return len(self.members)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompts and outputs so far, of all members."""
+        return self.num_kv_tokens + len(self.members)
 
     def join(self, state: CountedState) -> None:
         """Take in a decoding request that is in no plan."""
@@ -250,7 +252,7 @@ class Cohort:
         leaving = self._leaving
         while leaving:
             leaves_at, _, state = leaving[0]
-            if state.cohort is self and state.leaves_at == leaves_at:
+            if state.decode_group is self and state.leaves_at == leaves_at:
                 return leaves_at - self.ticks
             heapq.heappop(leaving)
         return 0
@@ -264,42 +266,42 @@ class Cohort:
         leaving = self._leaving
         while leaving and leaving[0][0] <= self.ticks:
             leaves_at, _, state = heapq.heappop(leaving)
-            if state.cohort is self and state.leaves_at == leaves_at:
+            if state.decode_group is self and state.leaves_at == leaves_at:
                 self.leave(state)
                 left.append(state)
         return left
 
 
 def decode_run(
-    cohorts: Sequence[Cohort],
+    groups: Sequence[DecodeGroup],
     pool: BlockPool,
     plan_id: int,
     repeatable: bool,
     until: float | None,
 ) -> DecodeRun:
-    """What cohorts do in a plan, and how often they may do it again, if `repeatable`, before a
+    """What groups do in a plan, and how often they may do it again, if `repeatable`, before a
     member leaves or memory runs out."""
     num_requests, num_kv_tokens = 0, 0
-    for cohort in cohorts:
-        cohort.plan_id = plan_id
-        num_requests += len(cohort.members)
-        num_kv_tokens += cohort.num_kv_tokens
+    for group in groups:
+        group.plan_id = plan_id
+        num_requests += len(group.members)
+        num_kv_tokens += group.num_kv_tokens
     repeats = 1
     if repeatable:
         # The first tick has its blocks already.
         most = 1 + pool.num_free_blocks * pool.block_size // num_requests
-        repeats = max(1, min(most, *[c.ticks_left for c in cohorts]))
+        repeats = max(1, min(most, *[group.ticks_left for group in groups]))
         # Nobody needs more than a block a step.
         if not pool.can_allocate((repeats - 1) * num_requests):
-            while repeats > 1 and not pool.can_allocate(num_later_blocks(cohorts, repeats)):
+            while repeats > 1 and not pool.can_allocate(num_later_blocks(groups, repeats)):
                 repeats -= 1
-    groups = tuple([c.group for c in cohorts])
-    return DecodeRun(groups, num_requests, num_kv_tokens + num_requests, repeats, until)
+    keys = tuple([group.key for group in groups])
+    return DecodeRun(keys, num_requests, num_kv_tokens + num_requests, repeats, until)
 
 
-def num_later_blocks(cohorts: Sequence[Cohort], ticks: int) -> int:
+def num_later_blocks(groups: Sequence[DecodeGroup], ticks: int) -> int:
     """Blocks that `ticks` steps need beyond those of the first."""
     num = 0
-    for cohort in cohorts:
-        num += cohort.num_new_blocks(ticks) - cohort.num_new_blocks()
+    for group in groups:
+        num += group.num_new_blocks(ticks) - group.num_new_blocks()
     return num

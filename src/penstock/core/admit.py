@@ -1,0 +1,89 @@
+"""Phase 1: take in requests, and let the admission policy compose the target's step."""
+
+from __future__ import annotations
+
+import math
+
+from penstock.core.blocks import hash_blocks
+from penstock.core.context import Context
+from penstock.core.groups import CountedState
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, FinishReason, Output, Request
+
+
+def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
+    """A request comes: it waits, or is refused at once."""
+    error = refusal(ctx, request)
+    if error is not None:
+        return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
+    table = ctx.table
+    kind = CountedState if _can_count(ctx, request) else RequestState
+    state = kind(request, table.counters.requests, table.next_epoch())
+    ctx.learn.traffic.arrived(request, now)
+    if request.prompt_token_ids is not None and not state.block_hashes:
+        block_size = table.memory.pools[TARGET].block_size
+        hashes = hash_blocks(request.prompt_token_ids, block_size, request.tenant)
+        state.block_hashes = list(hashes)
+    table.arrive(state)
+    return []
+
+
+def refusal(ctx: Context, request: Request) -> str | None:
+    """Why a request can never be served, in one line; None if it can."""
+    pool = ctx.table.memory.pools[TARGET]
+    total = request.prompt_len + request.max_tokens
+    if request.id in ctx.table.requests:
+        return f"a request with id {request.id!r} is already running"
+    if request.prompt_len < 1 or request.max_tokens < 1:
+        return "a request needs at least 1 prompt token and at least 1 token to make"
+    if total > ctx.max_model_len:
+        return (
+            f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
+            f"than the context of {ctx.max_model_len} tokens"
+        )
+    if total > pool.capacity_tokens:
+        return (
+            f"{request.prompt_len} prompt tokens and {request.max_tokens} to make are more "
+            f"than the KV memory of {pool.capacity_tokens} tokens"
+        )
+    allowed = (AUTO_DRAFTER, NO_DRAFTER, *ctx.table.drafters)
+    if request.drafter not in allowed:
+        return f"unknown drafter {request.drafter!r}; choose from {', '.join(allowed)}"
+    return None
+
+
+def _can_count(ctx: Context, request: Request) -> bool:
+    """Whether the request's tokens make no difference to anybody."""
+    return (
+        ctx.counted
+        and request.prompt_token_ids is None
+        and not request.block_hashes
+        and not request.stop_token_ids
+        and (request.drafter == NO_DRAFTER or not ctx.table.drafters)
+    )
+
+
+def admit(ctx: Context, step: Step) -> None:
+    """Let the admission policy choose who runs."""
+    woken = step.wake_at
+    if ctx.fairness is None:
+        ctx.admission.compose(step)
+    else:
+        # A drafter with a lane would wait for a paused request, not the target.
+        ctx.fairness.compose(step, ctx.admission, may_pause=not ctx.uses_lanes)
+    if woken is not None or step.wake_at is not None:
+        step.wake_at = earlier(step.wake_at, woken)
+
+
+def is_steady(ctx: Context, step: Step) -> bool:
+    """Whether the next step would be composed in the same way if nothing comes or ends."""
+    if ctx.fairness is not None and not ctx.fairness.is_steady(step):
+        return False
+    return ctx.admission.is_steady(step)
+
+
+def earlier(a: float | None, b: float | None) -> float | None:
+    """The earlier of two times; None and infinity are never."""
+    earliest = min(math.inf if a is None else a, math.inf if b is None else b)
+    return None if earliest == math.inf else earliest

@@ -1,0 +1,73 @@
+"""Phase 3: share out draft tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+from penstock.core.policies.allocation import Grant
+from penstock.core.state import Drafter, DraftStage, RequestState
+from penstock.core.view import DraftCandidate, Room
+
+if TYPE_CHECKING:
+    from penstock.core.context import Context
+    from penstock.core.step import ScheduledTokens, Step
+
+
+def allocate(
+    ctx: Context, states: Iterable[RequestState], room: Room, now: float
+) -> dict[str, Grant]:
+    """Grants by request id; a request that may not draft is left out."""
+    candidates = []
+    for state in states:
+        drafter = ctx.table.drafter_of(state)
+        if drafter is None or not state.is_decoding:
+            continue
+        candidates.append(DraftCandidate(state, drafter.name, limit(state, drafter)))
+    if not candidates:
+        return {}
+    grants = ctx.allocation.allocate(candidates, ctx.view(ctx.table.drafters, now, room))
+    return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
+
+
+def grants_of_step(
+    ctx: Context, step: Step, scheduled: Sequence[ScheduledTokens]
+) -> dict[str, Grant]:
+    """Draft lengths by request: drafts that are held, as far as the step's budget goes, then what
+    drafts inside this step."""
+    num_rows = step.num_tokens
+    budget = ctx.admission.draft_budget(num_rows)
+    grants: dict[str, Grant] = {}
+    inside = []
+    for s in scheduled:
+        drafter = ctx.table.drafter_of(s.state)
+        if s.state.draft.stage is DraftStage.HELD:
+            length = min(s.state.draft.num_draft_tokens, budget)
+            grants[s.state.request.id] = Grant(length)
+            budget -= length
+            num_rows += length
+        elif drafter is not None and not ctx.is_beside(drafter):
+            inside.append(s.state)
+    num_sampled = sum([s.samples for s in scheduled])
+    room = Room(max(0, budget), num_rows, num_sampled)
+    return grants | allocate(ctx, inside, room, step.now)
+
+
+def reserve(ctx: Context, state: RequestState) -> int:
+    """Draft positions that admission keeps free for a running request."""
+    if state.draft.stage is DraftStage.HELD:
+        return state.draft.num_draft_tokens
+    drafter = ctx.table.drafter_of(state)
+    if drafter is None or not state.is_decoding:
+        return 0
+    return min(ctx.allocation.reserve(state), limit(state, drafter))
+
+
+def limit(state: RequestState, drafter: Drafter) -> int:
+    """Most draft tokens that could still be of use: the target adds one token itself. The drafter
+    reads all of its draft but the last token."""
+    most = min(state.num_remaining_tokens - 1, drafter.max_draft_tokens)
+    if drafter.max_len is not None:
+        most = max(0, min(most, drafter.max_len - state.num_known_tokens + 1))
+    wanted = state.request.max_draft_tokens
+    return most if wanted is None else max(0, min(most, wanted))

@@ -1,0 +1,269 @@
+"""Phase 4: order drafts, inside the target's step or in lanes beside it, and replays.
+
+A drafter in a lane works while the target does. Its requests are due, ordered, held or, where no
+draft came, skipped (`DraftStage`); then the target verifies, and the next round begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from penstock.core.allocate import allocate
+from penstock.core.context import Context
+from penstock.core.policies.allocation import Grant
+from penstock.core.policies.selection import ReplayWish, usable
+from penstock.core.select import select
+from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
+from penstock.core.table import DueDrafts
+from penstock.core.types import AUTO_DRAFTER, TARGET, DrafterUp, DraftOrder
+from penstock.core.view import Room
+
+_NOTHING = Grant(0)
+
+
+class CatchUp(NamedTuple):
+    """Known tokens that a drafter has yet to read: the position of the first, their number, and the
+    blocks that are new to the executor."""
+
+    start: int
+    num_tokens: int
+    new_blocks: tuple[int, ...] = ()
+
+
+def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> DraftOrder | None:
+    """Order a catch-up to `num_known` known tokens and what was granted, or None where there is
+    nothing to do or no memory for it: a draft is never worth a preemption."""
+    drafter = ctx.table.drafter_of(state)
+    if drafter is None:
+        return None
+    length = grant.num_draft_tokens
+    if drafter.pool is None:
+        catch_up = CatchUp(num_known, 0) if length else None
+    else:
+        catch_up = _catch_up(ctx, state, drafter, num_known, length)
+    if catch_up is None:
+        return None
+    return _order(state, drafter, catch_up, length)._replace(min_survival=grant.min_survival)
+
+
+def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int = 0) -> DraftOrder:
+    return DraftOrder(
+        state.request.id,
+        state.epoch,
+        state.round,
+        drafter.name,
+        catch_up.start,
+        catch_up.num_tokens,
+        length,
+        catch_up.new_blocks,
+    )
+
+
+def _catch_up(
+    ctx: Context,
+    state: RequestState,
+    drafter: Drafter,
+    num_known: int,
+    length: int,
+    evict: bool = True,
+) -> CatchUp | None:
+    """A catch-up to `num_known` tokens, with room for `length` draft tokens behind it, and for the
+    next round's if the executor runs ahead and memory allows it; None where there is nothing to
+    read or no memory for it."""
+    pool, memory = drafter.pool, ctx.table.memory
+    assert pool is not None
+    is_new = drafter.name not in state.kv
+    kv = memory.start_from_cache(state, drafter.name)
+    num_tokens = num_known - kv.num_computed_tokens
+    missing = pool.blocks_for(num_known + max(length - 1, 0)) - len(kv.blocks)
+    has_room = missing <= 0 or pool.can_allocate(missing)
+    if not has_room and evict:
+        has_room = _make_room(ctx, drafter, missing, state)
+    if num_tokens <= 0 or not has_room:
+        if is_new:
+            # The executor has not heard of this table.
+            memory.release(state, [drafter.name])
+        return None
+    if ctx.runs_ahead and length:
+        with_next_round = pool.blocks_for(num_known + 2 * length) - len(kv.blocks)
+        if pool.can_allocate(with_next_round + len(ctx.table.running)):
+            missing = with_next_round
+    new_blocks = kv.grow(pool, missing) if missing > 0 else []
+    return CatchUp(kv.num_computed_tokens, num_tokens, tuple(kv.blocks if is_new else new_blocks))
+
+
+def _make_room(ctx: Context, drafter: Drafter, num_blocks: int, keep: RequestState) -> bool:
+    """A drafter's KV is only a cache: take it from requests that now draft with another, or not at
+    all. Their tables are dropped; they catch up if they come back."""
+    assert drafter.pool is not None
+    for state in ctx.table.requests.values():
+        if state is not keep and state.drafter != drafter.name:
+            ctx.table.memory.release(state, [drafter.name])
+        if drafter.pool.can_allocate(num_blocks):
+            return True
+    return False
+
+
+# --- in a lane of its own -----------------------------------------------------------------------
+
+
+def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[DraftOrder, ...]:
+    """For the requests of a lane whose next draft is due, as many as the pipeline takes."""
+    drafter = ctx.table.drafters.get(lane)
+    due = _due(ctx, now)
+    waiting = due.by_lane.get(lane, [])
+    if not waiting or drafter is None:
+        return ()
+    chosen = ctx.pipeline.next_drafts(lane, waiting)
+    taken = {s.request.id for s in chosen}
+    due.by_lane[lane] = [s for s in waiting if s.request.id not in taken]
+    if due.grants is None:
+        # All that speculate share the positions that may join them in a step.
+        states = _beside(ctx)
+        num = len(states)
+        room = Room(max(0, ctx.admission.draft_budget(num)), num, num)
+        due.grants = allocate(ctx, states, room, now)
+    orders = []
+    for state in chosen:
+        given = _lane_order(ctx, state, drafter, due.grants.get(state.request.id, _NOTHING), now)
+        if given is None:
+            state.draft = SKIPPED
+            continue
+        state.draft = DraftRound(DraftStage.ORDERED, given, now)
+        if not drafter.remote:
+            state.plans[plan_id] = (lane,)
+        orders.append(given)
+    return tuple(orders)
+
+
+def _due(ctx: Context, now: float) -> DueDrafts:
+    table = ctx.table
+    if table.due.version != table.counters.version:
+        select(ctx, table.running.values(), now)
+        due = table.due = DueDrafts(table.counters.version, {})
+        for state in divide(ctx):
+            is_due = not state.in_flight and state.draft.stage is DraftStage.CHOSEN
+            if is_due and state.drafter is not None:
+                due.by_lane.setdefault(state.drafter, []).append(state)
+    return table.due
+
+
+def divide(ctx: Context) -> list[RequestState]:
+    """Tell the pipeline who drafts in a lane, and return them."""
+    states = _beside(ctx)
+    ctx.pipeline.divide(states)
+    return states
+
+
+def _beside(ctx: Context) -> list[RequestState]:
+    """Who decodes with a drafter that works in a lane."""
+    beside = {
+        n for n, d in ctx.table.drafters.items() if d.up and not d.silent and ctx.is_beside(d)
+    }
+    return [s for s in ctx.table.running.values() if s.drafter in beside and s.is_decoding]
+
+
+def _lane_order(
+    ctx: Context, state: RequestState, drafter: Drafter, grant: Grant, now: float
+) -> DraftOrder | None:
+    if not grant.num_draft_tokens:
+        return None
+    given = order(ctx, state, state.num_known_tokens, grant)
+    if given is None or not drafter.remote:
+        return given
+    patience = ctx.learn.links.patience(drafter.name, given.max_draft_tokens)
+    return given._replace(deadline=now + patience)
+
+
+def expire(ctx: Context, now: float) -> None:
+    """Give up what is overdue. A draft server that misses a deadline gets no more orders until it
+    is heard from, so that it delays the others once and not in every round."""
+    table = ctx.table
+    ordered = [(s, s.draft.order) for s in table.running.values() if s.draft.order is not None]
+    for _, given in ordered:
+        if given.deadline is not None and given.deadline <= now:
+            table.drafters[given.drafter].silent = True
+    for state, given in ordered:
+        if table.drafters[given.drafter].silent:
+            state.draft = SKIPPED
+
+
+# --- drafters come and go -----------------------------------------------------------------------
+
+
+def up(ctx: Context, event: DrafterUp) -> None:
+    """A known drafter is back, or a draft server has come."""
+    drafters = ctx.table.drafters
+    drafter = drafters.setdefault(event.drafter, Drafter(event.drafter, remote=True))
+    if drafter.remote:
+        drafter.max_draft_tokens, drafter.tenant = event.max_draft_tokens, event.tenant
+        drafter.takes_assignments = event.takes_assignments
+    drafter.up, drafter.silent = True, False
+
+
+def down(ctx: Context, name: str) -> None:
+    """Its KV and its drafts are gone; its requests finish their round without them, so that a late
+    draft cannot answer a new order after it has come back."""
+    table = ctx.table
+    drafter = table.drafters.get(name)
+    if drafter is None:
+        return
+    drafter.up = False
+    for state in table.requests.values():
+        if state.drafter == name and state.draft.stage in (DraftStage.ORDERED, DraftStage.HELD):
+            state.draft = SKIPPED
+        table.memory.release(state, [name])
+    table.memory.drop_cache(name)
+    if drafter.remote:
+        del table.drafters[name]
+        ctx.learn.links.forget(name)
+
+
+# --- replays ------------------------------------------------------------------------------------
+
+
+def replays(
+    ctx: Context, lane: str, states: Iterable[RequestState], plan_id: int, now: float
+) -> tuple[DraftOrder, ...]:
+    """Orders for what the policy would like to have read by the drafters of a lane, those that
+    draft inside the step in the target's, and the most important first. They take only memory that
+    is free, and are registered with the plan."""
+    if not ctx.selection.has_wishes:
+        return ()
+    drafters = {
+        n: d
+        for n, d in usable(ctx.table.drafters).items()
+        if not d.remote and lane == (n if ctx.is_beside(d) else TARGET)
+    }
+    if not drafters:
+        return ()
+    free = [s for s in states if s.is_decoding and s.request.drafter == AUTO_DRAFTER]
+    local = {n: d for n, d in ctx.table.drafters.items() if not d.remote}
+    wishes = ctx.selection.replays(free, ctx.view(local, now)) if free else []
+    orders = []
+    for wish in wishes:
+        drafter = drafters.get(wish.drafter)
+        given = None if drafter is None else _replay(ctx, wish, drafter)
+        if given is not None:
+            state = wish.state
+            state.plans[plan_id] = (*state.plans.get(plan_id, ()), wish.drafter)
+            orders.append(given)
+    return tuple(orders)
+
+
+def _replay(ctx: Context, wish: ReplayWish, drafter: Drafter) -> DraftOrder | None:
+    """None where it has nothing to read, or cannot, or is at work on the request already."""
+    state, name = wish.state, drafter.name
+    if any(name in pools for pools in state.plans.values()) or not drafter.can_read(state):
+        return None
+    num_known = state.num_known_tokens
+    if drafter.pool is None:
+        catch_up = CatchUp(num_known, 0) if wish.evaluate else None
+    else:
+        catch_up = _catch_up(ctx, state, drafter, num_known, 0, evict=False)
+    if catch_up is None:
+        return None
+    given = _order(state, drafter, catch_up)._replace(evaluate=wish.evaluate)
+    ctx.table.replays[state.request.id, name] = (given, state.kv.get(name))
+    return given

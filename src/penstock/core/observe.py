@@ -1,0 +1,266 @@
+"""Phase 6: take in what a plan came to: advance or roll back, free blocks, learn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from penstock.core.context import Context
+from penstock.core.groups import CountedState, num_later_blocks
+from penstock.core.state import SKIPPED, DraftRound, DraftStage, Outcome, RequestState
+from penstock.core.types import (
+    TARGET,
+    DecodeRun,
+    DraftOrder,
+    DraftReady,
+    FinishReason,
+    Output,
+    StepPlan,
+    StepResult,
+    Verdict,
+    VerifyItem,
+)
+
+
+def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
+    """Of a plan in flight."""
+    table = ctx.table
+    for order in plan.drafts:
+        _plan_ended(ctx, order.request_id, plan.id)
+    for item in plan.items:
+        _plan_ended(ctx, item.request_id, plan.id)
+    table.memory.plan_ended(plan.id)
+    if table.drafters:
+        ctx.learn.step_times.observe(result)
+    if result.work is not None:
+        ctx.learn.step_model.observe(result.work, result.work_seconds)
+    if result.failed_drafters:
+        _lose_kv(ctx, plan, result.failed_drafters)
+    if plan.drafts or result.drafts:
+        _end_orders(ctx, plan, result)
+    outputs: list[Output] = []
+    if plan.items:
+        outputs = _judge(ctx, plan, result)
+        if table.drafters:
+            view = ctx.view(table.drafters, result.finished_at)
+            ctx.pipeline.stepped(table.running.values(), view, result)
+    if plan.decodes is not None:
+        outputs += _advance_groups(ctx, plan.decodes, result)
+    return outputs
+
+
+def _plan_ended(ctx: Context, request_id: str, plan_id: int) -> None:
+    state = ctx.table.requests.get(request_id)
+    if state is not None:
+        state.plans.pop(plan_id, None)
+
+
+# --- verdicts -----------------------------------------------------------------------------------
+
+
+def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
+    verdicts = {v.request_id: v for v in result.verdicts}
+    failures = {f.request_id: f.reason for f in result.failures} if result.failures else {}
+    outputs, outcomes = [], []
+    for item in plan.items:
+        state = ctx.table.requests.get(item.request_id)
+        if state is None or state.epoch != item.epoch:
+            continue
+        state.in_flight = False
+        verdict = verdicts.get(item.request_id)
+        if verdict is None or item.request_id in failures:
+            reason = failures.get(item.request_id, "the executor gave no answer")
+            outputs.append(finish(ctx, state, FinishReason.ERROR, reason))
+        else:
+            output = _advance(ctx, state, item, verdict, result.finished_at)
+            if output is not None:
+                outputs.append(output)
+                outcomes.append(Outcome(state, verdict))
+    ctx.allocation.observe(outcomes, result.finished_at)
+    if ctx.table.drafters:
+        ctx.selection.observe(outcomes, ctx.view(ctx.table.drafters, result.finished_at))
+    return outputs
+
+
+def _advance(
+    ctx: Context, state: RequestState, item: VerifyItem, verdict: Verdict, now: float
+) -> Output | None:
+    known = item.start + item.num_scheduled_tokens
+    if item.draft is not None:
+        _drafted(state, item.draft, verdict.num_proposed)
+    verified = state.num_known_tokens + verdict.num_accepted
+    for kv in state.kv.values():
+        # Roll back: positions of rejected drafts are written over in the next round.
+        kv.num_computed_tokens = min(kv.num_computed_tokens, verified)
+    target = state.kv[TARGET]
+    target.num_computed_tokens = known + verdict.num_accepted
+    memory, accounts = ctx.table.memory, ctx.table.accounts
+    if not item.samples:
+        if state.block_hashes or state.request.prompt_token_ids is not None:
+            memory.commit(state)
+        return None
+    if accounts.are_kept and item.num_scheduled_tokens == 1 and state.num_output_tokens:
+        accounts.charge_decode(state, known, verdict.num_proposed)
+    state.next_round()
+    ctx.learn.acceptance.observe(verdict)
+    new_tokens, reason = _cut(state, verdict.token_ids)
+    first = not state.num_output_tokens
+    if first:
+        state.first_token_at = now
+    num_new = len(new_tokens)
+    if isinstance(state, CountedState):
+        num_new = state.append_counted(num_new)
+    else:
+        state.append(new_tokens)
+        memory.commit(state)
+    if reason is not None:
+        ctx.learn.lengths.ended(state.num_output_tokens)
+        _forget(ctx, state)
+    return Output(
+        state.request.id,
+        new_tokens,
+        num_new,
+        reason,
+        None,
+        verdict.drafter,
+        verdict.num_proposed,
+        min(verdict.num_accepted, num_new),
+        target.num_cached_tokens if first else 0,
+        verdict.logprobs[:num_new],
+    )
+
+
+def _cut(
+    state: RequestState, token_ids: tuple[int, ...]
+) -> tuple[tuple[int, ...], FinishReason | None]:
+    """Tokens up to the first stop token (kept) or to `max_tokens`."""
+    most = state.num_remaining_tokens
+    kept = token_ids[:most]
+    stops = state.request.stop_token_ids
+    if stops and not stops.isdisjoint(kept):
+        end = next(i for i, token in enumerate(kept, 1) if token in stops)
+        return kept[:end], FinishReason.STOP
+    return kept, FinishReason.LENGTH if len(kept) == most else None
+
+
+def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Output]:
+    """Give the members their tokens. Only those that have ended have something to tell."""
+    outputs = []
+    table = ctx.table
+    groups = [table.groups[key] for key in run.groups]
+    if result.repeats > 1:
+        table.memory.pools[TARGET].count(num_later_blocks(groups, result.repeats))
+    for group in groups:
+        group.plan_id = None
+        left = group.advance(result.repeats)
+        if len(left) > 1:
+            # In the order of admission, as they would end one by one.
+            ids = {state.request.id: state for state in left}
+            left = [ids[i] for i in table.running if i in ids]
+        for state in left:
+            table.solo[state.request.id] = state
+            num_output = state.num_output_tokens
+            if num_output == state.request.max_tokens:
+                ctx.learn.lengths.ended(num_output)
+                outputs.append(finish(ctx, state, FinishReason.LENGTH))
+    return outputs
+
+
+# --- ends ---------------------------------------------------------------------------------------
+
+
+def finish(
+    ctx: Context, state: RequestState, reason: FinishReason, error: str | None = None
+) -> Output:
+    """A request ends without new tokens but those that nobody was told of."""
+    num_tokens = 0
+    if isinstance(state, CountedState):
+        ctx.table.leave_group(state)
+        num_tokens = state.num_output_tokens - state.num_announced
+    _forget(ctx, state)
+    return Output(state.request.id, (), num_tokens, reason, error)
+
+
+def _forget(ctx: Context, state: RequestState) -> None:
+    ctx.table.forget(state)
+    ctx.learn.acceptance.forget(state.request.id)
+    ctx.selection.forget(state.request.id)
+
+
+# --- drafts -------------------------------------------------------------------------------------
+
+
+def draft_ready(ctx: Context, event: DraftReady, now: float) -> None:
+    """Hold a draft, once: whatever is late, repeated or of an old epoch is ignored, but shows that
+    its drafter lives."""
+    drafter = ctx.table.drafters.get(event.drafter)
+    if drafter is not None:
+        drafter.silent = False
+    state = ctx.table.requests.get(event.request_id)
+    if state is None or (event.epoch, event.round) != (state.epoch, state.round):
+        return
+    order, ordered_at = state.draft.order, state.draft.ordered_at
+    if order is None or order.drafter != event.drafter:
+        return
+    num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
+    ctx.learn.links.observe(event.drafter, num_draft_tokens, now - ordered_at)
+    _drafted(state, order, num_draft_tokens)
+    held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens)
+    state.draft = held if num_draft_tokens else SKIPPED
+
+
+def _drafted(state: RequestState, order: DraftOrder, num_proposed: int) -> None:
+    """Note what the drafter's KV holds after an order was carried out."""
+    kv = state.kv.get(order.drafter)
+    if kv is not None:
+        computed = order.start + order.num_catch_up_tokens + max(num_proposed - 1, 0)
+        kv.num_computed_tokens = computed
+
+
+def _end_orders(ctx: Context, plan: StepPlan, result: StepResult) -> None:
+    """Take in what became of a plan's own orders. A lane that ended without a draft for one leaves
+    the request to go on alone; a draft server answers later."""
+    _end_replays(ctx, plan, result)
+    for ready in result.drafts:
+        draft_ready(ctx, ready, result.finished_at)
+    failed = {f.request_id for f in result.failures}
+    for order in plan.drafts:
+        state = _of(ctx, order)
+        drafter = ctx.table.drafters.get(order.drafter)
+        if state is None or (drafter is not None and drafter.remote):
+            continue
+        if order.request_id in failed:
+            # Nothing is known of its KV.
+            ctx.table.memory.release(state, [order.drafter])
+        if state.draft.order == order:
+            state.draft = SKIPPED
+
+
+def _end_replays(ctx: Context, plan: StepPlan, result: StepResult) -> None:
+    """Those without an answer have failed."""
+    answers = {(r.request_id, r.drafter): r for r in result.replays}
+    replays = ctx.table.replays
+    for order in plan.drafts:
+        key = (order.request_id, order.drafter)
+        if order.max_draft_tokens or replays.get(key, (None,))[0] is not order:
+            continue
+        _, kv = replays.pop(key)
+        state, answer = _of(ctx, order), answers.get(key)
+        if state is None or answer is None:
+            continue
+        if state.kv.get(order.drafter) is kv:
+            _drafted(state, order, 0)
+        ctx.selection.replayed(state, answer)
+
+
+def _lose_kv(ctx: Context, plan: StepPlan, drafters: Iterable[str]) -> None:
+    """Nothing is known of the KV that these drafters were to read in a target step."""
+    for order in (*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)):
+        state = _of(ctx, order)
+        if order.drafter in drafters and state is not None:
+            ctx.table.memory.release(state, [order.drafter])
+
+
+def _of(ctx: Context, order: DraftOrder) -> RequestState | None:
+    """The request of an order, if it is still in the life that the order was written for."""
+    state = ctx.table.requests.get(order.request_id)
+    return state if state is not None and state.epoch == order.epoch else None

@@ -1,0 +1,170 @@
+"""The table: requests, drafters, tenants, KV and decode groups. Nothing else of core changes while
+the loop turns, besides what policies and estimators remember."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from penstock.core.accounts import Accounts
+from penstock.core.groups import CountedState, DecodeGroup
+from penstock.core.memory import KVMemory
+from penstock.core.policies.allocation import Grant
+from penstock.core.state import OPEN, Drafter, RequestState, SequenceKV, Tenant
+from penstock.core.types import TARGET, DraftOrder, Request, Status
+from penstock.core.waiting import WaitingRequests
+
+
+@dataclass(slots=True)
+class Counters:
+    """What only grows. epochs: lives of requests; version: of the table, changed by every event
+    and result."""
+
+    requests: int = 0
+    epochs: int = 0
+    plans: int = 0
+    preemptions: int = 0
+    version: int = 0
+
+
+@dataclass(slots=True)
+class News:
+    """Of requests, for the executor: told with the next plan."""
+
+    arrived: dict[str, Request] = field(default_factory=dict)
+    forgotten: list[str] = field(default_factory=list)
+
+    def take(self) -> tuple[tuple[Request, ...], tuple[str, ...]]:
+        """Requests that have come, and ids that are gone, since the last call."""
+        arrived: tuple[Request, ...] = ()
+        forgotten: tuple[str, ...] = ()
+        if self.arrived:
+            arrived, self.arrived = tuple(self.arrived.values()), {}
+        if self.forgotten:
+            forgotten, self.forgotten = tuple(self.forgotten), []
+        return arrived, forgotten
+
+
+@dataclass(slots=True)
+class DueDrafts:
+    """Whose drafts are due beside the target, by lane, and what all that speculate were granted, as
+    found in one version of the table: lanes that are asked in one turn share the search."""
+
+    version: int
+    by_lane: dict[str, list[RequestState]]
+    grants: dict[str, Grant] | None = None
+
+
+class Table:
+    """All mutable state.
+
+    requests: unfinished ones, by id, in the order of arrival.
+    running: of those the admitted ones, in the order of admission.
+    solo: of those the ones that no decode group counts.
+    groups: decode groups, by their key; key_of: of requests that an admission policy keeps apart
+    from the others, by id.
+    in_flight: ids of plans that have not ended.
+    replays: orders to read verified text, by request and drafter, with the KV that each extends.
+    """
+
+    def __init__(
+        self,
+        memory: KVMemory,
+        drafters: dict[str, Drafter],
+        tenants: dict[str, Tenant],
+        groups: dict[Hashable, DecodeGroup],
+        accounts: Accounts,
+        waiting: WaitingRequests,
+    ) -> None:
+        self.memory = memory
+        self.drafters = drafters
+        self.tenants = tenants
+        self.groups = groups
+        self.accounts = accounts
+        self.waiting = waiting
+        self.requests: dict[str, RequestState] = {}
+        self.running: dict[str, RequestState] = {}
+        self.solo: dict[str, RequestState] = {}
+        self.key_of: dict[str, Hashable] = {}
+        self.in_flight: set[int] = set()
+        self.replays: dict[tuple[str, str], tuple[DraftOrder, SequenceKV | None]] = {}
+        self.due = DueDrafts(-1, {})
+        self.news = News()
+        self.counters = Counters()
+
+    def tenant(self, name: str) -> Tenant:
+        """By its name; one that nobody has heard of has weight 1."""
+        tenant = self.tenants.get(name)
+        if tenant is None:
+            tenant = self.tenants[name] = Tenant(name)
+        return tenant
+
+    def drafter_of(self, state: RequestState) -> Drafter | None:
+        """The request's drafter while it is up and answers."""
+        drafter = self.drafters.get(state.drafter) if state.drafter else None
+        return drafter if drafter is not None and drafter.up and not drafter.silent else None
+
+    def new_group(self, key: Hashable) -> DecodeGroup:
+        """An empty decode group."""
+        block_size = self.memory.pools[TARGET].block_size
+        group = DecodeGroup(key, block_size, keeps_accounts=self.accounts.are_kept)
+        self.groups[key] = group
+        return group
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def next_epoch(self) -> int:
+        """No two lives of a request id share an epoch, so nothing late can be mistaken."""
+        self.counters.epochs += 1
+        return self.counters.epochs
+
+    def arrive(self, state: RequestState) -> None:
+        """A request waits."""
+        self.counters.requests += 1
+        self.requests[state.request.id] = state
+        self.tenant(state.request.tenant)
+        self.waiting.append(state)
+        self.news.arrived[state.request.id] = state.request
+
+    def admit(self, state: RequestState) -> None:
+        """A waiting request runs."""
+        self.waiting.admit(state)
+        state.status = Status.RUNNING
+        self.running[state.request.id] = self.solo[state.request.id] = state
+
+    def preempt(self, state: RequestState) -> None:
+        """A running request gives up its memory, and waits before all others."""
+        self.leave_group(state)
+        self.accounts.preempted(state)
+        self.memory.release(state)
+        state.epoch = self.next_epoch()
+        # Its drafter may be full when it comes back.
+        state.draft = OPEN
+        state.status = Status.PREEMPTED
+        del self.running[state.request.id]
+        del self.solo[state.request.id]
+        self.waiting.appendleft(state)
+        self.counters.preemptions += 1
+
+    def leave_group(self, state: RequestState) -> None:
+        """A running request is looked at by itself from now on."""
+        if isinstance(state, CountedState) and state.decode_group is not None:
+            state.decode_group.leave(state)
+            self.solo[state.request.id] = state
+
+    def forget(self, state: RequestState) -> None:
+        """A request has ended, or is given up."""
+        request_id = state.request.id
+        if state.status is Status.RUNNING:
+            del self.running[request_id]
+            del self.solo[request_id]
+            self.accounts.moved(state, running=-1)
+        else:
+            self.waiting.remove(state)
+        state.status = Status.FINISHED
+        self.accounts.forget(request_id)
+        self.key_of.pop(request_id, None)
+        self.memory.release(state)
+        if self.news.arrived.pop(request_id, None) is None:
+            self.news.forgotten.append(request_id)
+        del self.requests[request_id]

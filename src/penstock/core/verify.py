@@ -1,0 +1,134 @@
+"""Phase 5: what the target computes in its step: known tokens, and the drafts behind them."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.core import draft
+from penstock.core.admit import is_steady
+from penstock.core.allocate import grants_of_step
+from penstock.core.blocks import BlockPool
+from penstock.core.context import Context
+from penstock.core.groups import decode_run
+from penstock.core.policies.allocation import Grant
+from penstock.core.state import CHOSEN, DraftStage
+from penstock.core.step import ScheduledTokens, Step
+from penstock.core.types import TARGET, DecodeRun, DraftOrder, DraftSource, VerifyItem
+
+_NOTHING = Grant(0)
+
+
+class Hold(NamedTuple):
+    """until: when the target stops waiting for drafts (None: it does not wait). deadline: of the
+    first draft that is on its way."""
+
+    until: float | None
+    deadline: float | None
+
+
+def hold(ctx: Context, now: float) -> Hold:
+    """Whether the target waits for drafts. Who is not held back joins by `Pipeline.joins`."""
+    draft.expire(ctx, now)
+    draft.divide(ctx)
+    table = ctx.table
+    pending = [s for s in table.running.values() if s.draft.order is not None]
+    ready = [s for s in table.solo.values() if s.is_decoding and ctx.has_draft(s)]
+    until = ctx.pipeline.hold_until(ready, pending, ctx.view(table.drafters, now))
+    deadlines = [s.draft.order.deadline for s in pending if s.draft.order is not None]
+    return Hold(until, min((d for d in deadlines if d is not None), default=None))
+
+
+def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
+    """For every scheduled request, in their order, with its draft and room in the target's KV for
+    it."""
+    scheduled = list(step.scheduled.values())
+    grants = grants_of_step(ctx, step, scheduled) if ctx.table.drafters else {}
+    written = [(s, _item(ctx, s, grants.get(s.state.request.id, _NOTHING))) for s in scheduled]
+    if ctx.runs_ahead:
+        written = [(s, _with_room_ahead(ctx, s, item)) for s, item in written]
+    for s, item in written:
+        s.state.in_flight = True
+        order = item.draft
+        s.state.plans[plan_id] = (TARGET,) if order is None else (TARGET, order.drafter)
+    return tuple([item for _, item in written])
+
+
+def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun | None:
+    """What decode groups do, and for how many steps if nothing else happens in them."""
+    if not step.decoding:
+        return None
+    repeatable = not step.scheduled and is_steady(ctx, step)
+    return decode_run(step.decoding, step.pool, plan_id, repeatable, step.wake_at)
+
+
+def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
+    length = 0
+    state = scheduled.state
+    source, order, drafter = DraftSource.NONE, None, None
+    is_held = state.draft.stage is DraftStage.HELD
+    if is_held and scheduled.samples:
+        length = _grow_for_draft(ctx, scheduled, grant.num_draft_tokens)
+        if length:
+            source, drafter = DraftSource.HELD, state.drafter
+    elif state.drafter:
+        order = _order_inside(ctx, scheduled, grant)
+        length = order.max_draft_tokens if order is not None else 0
+        if length:
+            source, drafter = DraftSource.INLINE, state.drafter
+    if is_held:
+        state.draft = CHOSEN
+    return VerifyItem(
+        state.request.id,
+        state.epoch,
+        state.round,
+        scheduled.start,
+        scheduled.num_tokens,
+        scheduled.samples,
+        source,
+        drafter,
+        length,
+        order,
+        tuple(scheduled.new_blocks),
+    )
+
+
+def _order_inside(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> DraftOrder | None:
+    """A draft inside the step. What the drafter has not read of the prompt it reads then: many
+    requests never draft, or with another one."""
+    state = scheduled.state
+    drafter = ctx.table.drafter_of(state)
+    if drafter is None or ctx.is_beside(drafter) or not grant.num_draft_tokens:
+        return None
+    length = _grow_for_draft(ctx, scheduled, grant.num_draft_tokens)
+    known = scheduled.start + scheduled.num_tokens
+    return draft.order(ctx, state, known, grant._replace(num_draft_tokens=length))
+
+
+def _grow_for_draft(ctx: Context, scheduled: ScheduledTokens, length: int) -> int:
+    """Room in the target's KV for as much of a draft as fits into free blocks."""
+    pool = ctx.table.memory.pools[TARGET]
+    num_blocks = len(scheduled.state.kv_of(TARGET).blocks)
+    end = scheduled.start + scheduled.num_tokens
+    if end + length <= num_blocks * pool.block_size:
+        return length
+    length = min(length, (num_blocks + pool.num_free_blocks) * pool.block_size - end)
+    _grow(pool, scheduled, end + length)
+    return length
+
+
+def _with_room_ahead(ctx: Context, scheduled: ScheduledTokens, item: VerifyItem) -> VerifyItem:
+    """With room for the next round too, in which the draft may be as long, while there is another
+    free block for every running request."""
+    pool = ctx.table.memory.pools[TARGET]
+    most = item.start + item.num_scheduled_tokens + 2 * item.num_draft_tokens + 1
+    missing = pool.blocks_for(most) - scheduled.state.kv_of(TARGET).num_blocks
+    num_kept_free = len(ctx.table.running)
+    if missing <= 0 or not item.samples or not pool.can_allocate(missing + num_kept_free):
+        return item
+    _grow(pool, scheduled, most)
+    return item._replace(new_blocks=tuple(scheduled.new_blocks))
+
+
+def _grow(pool: BlockPool, scheduled: ScheduledTokens, num_tokens: int) -> None:
+    kv = scheduled.state.kv_of(TARGET)
+    scheduled.new_blocks += kv.grow(pool, pool.blocks_for(num_tokens) - kv.num_blocks)
