@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from penstock.core.lanes import DraftLanes
 from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
-from penstock.core import scheduler as scheduler_module
+from penstock.core import admit, observe
 from penstock.core.blocks import BlockPool, hash_blocks
+from penstock.core.context import Context
 from penstock.core.memory import KVMemory
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.registry import make_policy
@@ -180,7 +180,7 @@ def test_notices_prefixes_shared_between_tenants(monkeypatch: pytest.MonkeyPatch
     def unsalted(token_ids: Sequence[int], block_size: int, salt: str) -> tuple[bytes, ...]:
         return hash_blocks(token_ids, block_size, "")
 
-    monkeypatch.setattr(scheduler_module, "hash_blocks", unsalted)
+    monkeypatch.setattr(admit, "hash_blocks", unsalted)
     assert_noticed()
 
 
@@ -201,12 +201,13 @@ def test_notices_a_missing_rollback() -> None:
 
 
 def test_notices_old_drafts_taken_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ready(lanes: DraftLanes, event: DraftReady, state: RequestState | None, now: float) -> None:
+    def ready(ctx: Context, event: DraftReady, now: float) -> None:
+        state = ctx.table.requests.get(event.request_id)
         if state is not None and event.num_draft_tokens:
             num = event.num_draft_tokens
             state.draft = DraftRound(DraftStage.HELD, num_draft_tokens=num)
 
-    monkeypatch.setattr(DraftLanes, "ready", ready)
+    monkeypatch.setattr(observe, "draft_ready", ready)
     assert_noticed(own_lanes=OWN_LANES["all-lanes"])
 
 

@@ -96,7 +96,7 @@ def test_requests_of_which_only_lengths_are_known_have_readable_tokens() -> None
     (drafter,) = world.scheduler.table.drafters.values()
     state = RequestState(Request("r", 8, 8), 0)
     assert drafter.can_read(state)
-    state.num_known_tokens = 9
+    state.num_output_tokens = 1
     assert not drafter.can_read(state)
 
 

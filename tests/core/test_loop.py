@@ -3,9 +3,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from tests.core.fakes import ToyExecutor
-from tests.core.world import make_request, make_scheduler
+from tests.core.world import make_request, make_scheduler, replace_policies
 
 from penstock.core.loop import Loop
+from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.step import Step
 from penstock.core.types import TARGET, Arrive, Cancel, FinishReason, Output, StepPlan, StepResult
 from penstock.sim.clock import VirtualClock
@@ -65,7 +66,7 @@ def test_news_reach_the_executor_without_work() -> None:
 
 
 def test_the_earliest_wake_up_is_reported() -> None:
-    class Sleepy:
+    class Sleepy(AdmissionPolicy):
         name = "sleepy"
 
         def compose(self, step: Step) -> None:
@@ -75,7 +76,7 @@ def test_the_earliest_wake_up_is_reported() -> None:
             return 0
 
     scheduler = make_scheduler()
-    scheduler._admission = Sleepy()
+    replace_policies(scheduler, admission=Sleepy())
     loop = Loop(scheduler, ToyExecutor(4), VirtualClock())
     turn = loop.turn([Arrive(make_request("r"))])
     assert (turn.submitted, turn.wake_at) == (0, 2.5)

@@ -12,6 +12,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Rotating, World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.auto import Auto
 from penstock.core.policies.pipeline.division import Division
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
@@ -38,7 +39,7 @@ A_DEVICE_EACH = StepProfile(
 )
 
 
-def make_world(pipeline: str, *names: str, selection: object = None) -> World:
+def make_world(pipeline: str | Pipeline, *names: str, selection: object = None) -> World:
     """Drafters with lanes of their own, right in half of their guesses."""
     drafters = [ToyDrafter(name, 0.5) for name in names or ("d",)]
     scheduler = make_scheduler(
@@ -169,11 +170,9 @@ def test_a_failed_lane_holds_nobody_up() -> None:
 
 
 def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
-    world = make_world("auto")
-    pipeline = world.scheduler._pipeline
-    assert isinstance(pipeline, Auto)
-    (drafter,) = world.scheduler.table.drafters.values()
-    assert not world.scheduler._drafting.is_beside(drafter), "nothing is known yet"
+    pipeline = Auto(Auto.Options())
+    world = make_world(pipeline)
+    assert world.scheduler.lanes == (TARGET,), "nothing is known yet"
     world.run([make_request("r", max_tokens=12)])
     assert pipeline.setting.num == 0, "one request cannot be in two places"
     assert any(i.source is DraftSource.INLINE for p in world.plans for i in p.items)
@@ -183,21 +182,22 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
         world._move()
         world.turn()
     assert pipeline.setting.num > 1
-    assert world.scheduler._drafting.is_beside(drafter)
+    assert world.scheduler.lanes == ("d", TARGET)
     world.run()
     world.check_outputs()
     world.check_empty()
     world.run([make_request("w", max_tokens=12)])
     assert pipeline.setting.num == 0
-    assert not world.scheduler._drafting.is_beside(drafter)
+    assert world.scheduler.lanes == (TARGET,)
 
 
 def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
-    world = make_world("auto")
+    pipeline = Auto(Auto.Options())
+    world = make_world(pipeline)
     flat = StepProfile("flat", 1000, (0,), (0.1,), drafters=(DrafterProfile("d", (1,), (0.01,)),))
     world.scheduler.learn.step_model.profile = flat
     world.run([make_request(f"r{i}", seed=i, max_tokens=20) for i in range(6)])
-    assert world.scheduler._pipeline.setting.num == 0  # type: ignore[attr-defined]
+    assert pipeline.setting.num == 0
     assert all(p.lane == TARGET for p in world.plans)
 
 

@@ -8,6 +8,7 @@ from tests.core.world import World, kv_of, make_request, make_scheduler
 
 from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.memory import KVMemory
+from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import (
@@ -57,14 +58,13 @@ def test_refusals_say_what_is_wrong() -> None:
 
 
 def test_models_must_share_a_block_size() -> None:
-    reference = make_scheduler()
     with pytest.raises(ValueError, match="same KV block size"):
         Scheduler(
             BlockPool(8, 4),
             [Drafter("d", BlockPool(8, 8))],
-            admission=reference._admission,
-            selection=reference._drafting._selection,
-            allocation=reference._drafting._allocation,
+            admission=make_policy("admission", "vllm_v1"),
+            selection=make_policy("selection", "single"),
+            allocation=make_policy("allocation", "fixed"),
             max_model_len=16,
         )
 

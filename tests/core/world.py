@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
@@ -12,6 +12,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from penstock.core.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
+from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy
 from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
@@ -46,10 +47,10 @@ def make_scheduler(
     admission: Mapping[str, Any] = ADMISSION,
     selection: Any = None,
     allocation: Any = None,
-    pipeline: str = "async",
+    pipeline: str | Pipeline = "async",
     max_model_len: int = 256,
     tenants: Sequence[Tenant] = (),
-    estimators: Estimators | None = None,
+    learn: Estimators | None = None,
 ) -> Scheduler:
     def pool() -> BlockPool:
         return BlockPool(drafter_blocks or num_blocks, block_size)
@@ -69,11 +70,16 @@ def make_scheduler(
         admission=make_policy("admission", "vllm_v1", dict(admission)),
         selection=selection or make_policy("selection", "single"),
         allocation=allocation or make_policy("allocation", "fixed", {"k": 4}),
-        pipeline=make_pipeline(pipeline),
+        pipeline=make_pipeline(pipeline) if isinstance(pipeline, str) else pipeline,
         max_model_len=max_model_len,
         tenants=tenants,
-        learn=estimators,
+        learn=learn,
     )
+
+
+def replace_policies(scheduler: Scheduler, **policies: Any) -> None:
+    """Policies that no name stands for, in a scheduler that is there already."""
+    scheduler._ctx = replace(scheduler._ctx, **policies)
 
 
 def make_request(

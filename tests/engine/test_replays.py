@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.core.world import replace_policies
 from tests.engine.small_family import VOCAB, write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
 
@@ -228,8 +229,7 @@ class Reading(SelectionPolicy):
 
 def loop_with(engine: Engine, policy: SelectionPolicy, **options: Any) -> Any:
     loop = make_loop(engine, **options)
-    loop.scheduler._selection = loop.scheduler._drafting._selection = policy
-    loop.scheduler._drafting._wants_replays = True
+    replace_policies(loop.scheduler, selection=policy)
     return loop
 
 

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 from tests.core.fakes import ToyDrafter
-from tests.core.world import make_scheduler
+from tests.core.world import make_scheduler, replace_policies
 
 from penstock.core.blocks import hash_blocks
 from penstock.core.loop import Loop
+from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.step import Step
@@ -182,7 +183,7 @@ def test_a_repeated_id_is_refused() -> None:
 
 
 def test_a_scheduler_that_waits_for_nothing_is_noticed() -> None:
-    class Idle:
+    class Idle(AdmissionPolicy):
         name = "idle"
 
         def compose(self, step: Step) -> None:
@@ -192,7 +193,7 @@ def test_a_scheduler_that_waits_for_nothing_is_noticed() -> None:
             return 0
 
     scheduler = make()
-    scheduler._admission = Idle()
+    replace_policies(scheduler, admission=Idle())
     with pytest.raises(RuntimeError, match=r"idles at 0.0 s with 1 requests unfinished"):
         run(scheduler, [Request("r", 4, 4)])
 
@@ -201,7 +202,7 @@ def test_a_policy_may_wait() -> None:
     """`wake_at` moves the clock although nothing else happens."""
     inner = make_policy("admission", "vllm_v1")
 
-    class Patient:
+    class Patient(AdmissionPolicy):
         name = "patient"
 
         def compose(self, step: Step) -> None:
@@ -214,7 +215,7 @@ def test_a_policy_may_wait() -> None:
             return int(inner.draft_budget(num_tokens))
 
     scheduler = make()
-    scheduler._admission = Patient()
+    replace_policies(scheduler, admission=Patient())
     record = run(scheduler, [Request("r", 4, 1)]).records["r"]
     assert record.first_token_time is not None
     assert record.first_token_time > 5.0

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from penstock.core.drafting import Drafting
 from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
+from penstock.core import draft, observe
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Cancel, DrafterDown, DraftOrder, Replayed
@@ -86,7 +86,7 @@ def test_output_and_kv_stay_right_whatever_is_replayed(
     world.check_outputs()
     world.check_empty()
     assert replay_orders(world)
-    assert not world.scheduler._drafting._replaying
+    assert not world.scheduler.table.replays
 
 
 def test_a_replay_brings_kv_up_to_the_verified_text_and_counts_guesses() -> None:
@@ -132,13 +132,11 @@ def test_drafters_that_are_down_and_lanes_replay_nothing_in_the_targets_step() -
     assert replayed <= {"lookup"}
 
 
-def test_a_replay_takes_no_memory_from_others() -> None:
+def test_a_replay_takes_no_memory_from_others(monkeypatch: pytest.MonkeyPatch) -> None:
     world = make_world(Curious(), drafter_blocks=4)
     evicted: list[int] = []
-    world.scheduler._drafting._make_room = (  # type: ignore[method-assign]
-        lambda *_: bool(evicted.append(1))
-    )
-    world.scheduler._drafting.order = lambda *_: None  # type: ignore[method-assign]
+    monkeypatch.setattr(draft, "_make_room", lambda *_: bool(evicted.append(1)))
+    monkeypatch.setattr(draft, "order", lambda *_: None)
     world.run([make_request(f"r{i}", 8, 20, i) for i in range(4)])
     assert replay_orders(world)
     assert not evicted
@@ -161,12 +159,12 @@ def test_an_answer_for_kv_that_was_lost_meanwhile_is_not_believed() -> None:
 def test_negative_control_believing_more_than_was_read_is_caught(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def too_far(self: Drafting, state: RequestState, order: DraftOrder, num: int) -> None:
+    def too_far(state: RequestState, order: DraftOrder, num: int) -> None:
         kv = state.kv.get(order.drafter)
         if kv is not None:
             kv.num_computed_tokens = order.start + order.num_catch_up_tokens + 1
 
-    monkeypatch.setattr(Drafting, "drafted", too_far)
+    monkeypatch.setattr(observe, "_drafted", too_far)
     with pytest.raises((Corruption, AssertionError)):
         make_world(Curious()).run([make_request(f"r{i}", 8, 20, i) for i in range(4)])
 

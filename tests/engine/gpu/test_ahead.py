@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.core.world import replace_policies
 from tests.engine.small_family import write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
 
@@ -90,9 +91,9 @@ class Switching(SelectionPolicy):
 
 def whimsical_loop(engine: Engine, seed: int, **settings: Any) -> Loop:
     loop = make_loop(engine, **settings)
-    loop.scheduler._drafting._allocation = Whimsical(seed)
+    replace_policies(loop.scheduler, allocation=Whimsical(seed))
     if not settings.get("rotating"):
-        loop.scheduler._drafting._selection = Switching()
+        replace_policies(loop.scheduler, selection=Switching())
     return loop
 
 

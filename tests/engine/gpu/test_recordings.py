@@ -13,6 +13,7 @@ from benchmarks.gpu import report as gpu
 from tests.engine.gpu.pretend_gpu import Recording, pretended_gpu, queued
 from tests.engine.gpu.test_ahead import Whimsical
 from tests.engine.gpu.test_gpu_benchmark import QWEN, SMALL, TINY
+from tests.core.world import replace_policies
 from tests.engine.small_family import write_family
 from tests.engine.test_exactness import SAMPLINGS, make_requests
 from typer.testing import CliRunner
@@ -72,7 +73,7 @@ def test_output_is_the_targets_own(engine: Engine, monkeypatch: pytest.MonkeyPat
     with queued(monkeypatch):
         assert texts(engine, "coupled", NO_DRAFTER)[0] == alone
         assert texts(engine, "coupled", "near") == at_once["near"]
-        engine.scheduler._drafting._allocation = Whimsical(1)
+        replace_policies(engine.scheduler, allocation=Whimsical(1))
         assert texts(engine, "coupled", "near")[0] == alone
     assert executor.num_rounds_ahead > 0.5 * executor.num_target_steps
     target = executor.target
