@@ -47,8 +47,10 @@ class Context:
 
     def has_draft(self, state: RequestState) -> bool:
         """Whether a request waits for nothing but its verification, or its prefill."""
+        if state.in_flight:
+            return False
         stage = state.draft.stage
-        if state.in_flight or stage is DraftStage.ORDERED:
+        if stage is DraftStage.ORDERED:
             return False
         if not state.drafter:
             return True
@@ -59,8 +61,10 @@ class Context:
 
     def may_run(self, state: RequestState) -> bool:
         """Whether a running request may join the step that is composed."""
-        is_paused = state.request.id in self.table.accounts.paused
-        return not is_paused and self.has_draft(state) and self.pipeline.joins(state)
+        paused = self.table.accounts.paused
+        if paused and state.request.id in paused:
+            return False
+        return self.has_draft(state) and self.pipeline.joins(state)
 
     def view(self, drafters: Mapping[str, Drafter], now: float, room: Room = NO_ROOM) -> View:
         """The moment, as far as these drafters go."""

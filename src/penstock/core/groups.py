@@ -76,7 +76,7 @@ class CountedState(RequestState):
     @property
     def num_computed_tokens(self) -> int:
         if self.decode_group is not None:
-            return self.num_known_tokens - 1
+            return self.request.prompt_len + self.num_output_tokens - 1
         kv = self.kv.get(TARGET)
         return kv.num_computed_tokens if kv else 0
 

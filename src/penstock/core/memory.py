@@ -83,10 +83,12 @@ class KVMemory:
 
     def commit(self, state: RequestState) -> None:
         """Offer the request's full, verified blocks to the prefix caches."""
+        if not state.block_hashes and state.request.prompt_token_ids is None:
+            return
+        known = state.num_known_tokens
         for name, kv in state.kv.items():
             pool = self.pools[name]
-            verified = min(kv.num_computed_tokens, state.num_known_tokens)
-            full = verified // pool.block_size
+            full = min(kv.num_computed_tokens, known) // pool.block_size
             if full == kv.num_committed_blocks:
                 continue
             if full > len(state.block_hashes):

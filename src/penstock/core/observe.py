@@ -87,16 +87,16 @@ def _advance(
     known = item.start + item.num_scheduled_tokens
     if item.draft is not None:
         _drafted(state, item.draft, verdict.num_proposed)
-    verified = state.num_known_tokens + verdict.num_accepted
-    for kv in state.kv.values():
+    if len(state.kv) > 1:
         # Roll back: positions of rejected drafts are written over in the next round.
-        kv.num_computed_tokens = min(kv.num_computed_tokens, verified)
+        verified = state.num_known_tokens + verdict.num_accepted
+        for kv in state.kv.values():
+            kv.num_computed_tokens = min(kv.num_computed_tokens, verified)
     target = state.kv[TARGET]
     target.num_computed_tokens = known + verdict.num_accepted
     memory, accounts = ctx.table.memory, ctx.table.accounts
     if not item.samples:
-        if state.block_hashes or state.request.prompt_token_ids is not None:
-            memory.commit(state)
+        memory.commit(state)
         return None
     if accounts.are_kept and item.num_scheduled_tokens == 1 and state.num_output_tokens:
         accounts.charge_decode(state, known, verdict.num_proposed)

@@ -44,6 +44,8 @@ from penstock.core.types import (
 )
 from penstock.core.waiting import WaitingRequests
 
+_TARGET_ALONE = (TARGET,)
+
 
 class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
@@ -116,8 +118,10 @@ class Scheduler:
     @property
     def lanes(self) -> tuple[str, ...]:
         """Drafters' lanes first, so that a draft can start before the next verification."""
-        ctx = self._ctx
-        return (*[n for n, d in self.table.drafters.items() if ctx.is_beside(d)], TARGET)
+        drafters = self.table.drafters
+        if not drafters:
+            return _TARGET_ALONE
+        return (*[n for n, d in drafters.items() if self._ctx.is_beside(d)], TARGET)
 
     @property
     def num_unfinished(self) -> int:
@@ -157,8 +161,10 @@ class Scheduler:
             step = self._target_step(now)
             if step.scheduled:
                 items = verify.items(ctx, step, plan_id)
-                orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
-            decodes = verify.decodes(ctx, step, plan_id)
+                if table.drafters:
+                    orders = draft.replays(ctx, lane, step.scheduled_states, plan_id, now)
+            if step.decoding:
+                decodes = verify.decodes(ctx, step, plan_id)
             wake_at, stalled = step.wake_at, step.stalled
         else:
             orders = draft.orders_of_lane(ctx, lane, plan_id, now)

@@ -27,22 +27,20 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class ScheduledTokens:
-    """Known tokens of one request in this step."""
+    """Known tokens of one request in this step. samples: the last of them is among these, so that
+    the next one is sampled."""
 
     state: RequestState
     start: int
     num_tokens: int
+    samples: bool
     new_blocks: list[int]
-
-    @property
-    def samples(self) -> bool:
-        return self.start + self.num_tokens == self.state.num_known_tokens
 
 
 class Step:
     """One target step being composed.
 
-    running: all admitted requests, oldest first.
+    learn: what was learned so far. running: all admitted requests, oldest first.
     scheduled: known tokens of requests in this step, by id; `decoding` are decode groups in it.
     num_tokens: known tokens scheduled so far; drafts are not among them.
     num_reserved: draft positions that the scheduled decoding requests would like to use.
@@ -54,6 +52,7 @@ class Step:
         "_ctx",
         "_table",
         "decoding",
+        "learn",
         "now",
         "num_preempted",
         "num_reserved",
@@ -70,6 +69,7 @@ class Step:
         self._ctx = ctx
         self._table = table = ctx.table
         self.pool = table.memory.pools[TARGET]
+        self.learn: Estimators = ctx.learn
         self.running = table.running
         self.waiting = table.waiting
         self.now = now
@@ -78,11 +78,6 @@ class Step:
         self.num_tokens = self.num_reserved = self.num_preempted = 0
         self.wake_at: float | None = None
         self.stalled: str | None = None
-
-    @property
-    def learn(self) -> Estimators:
-        """What was learned so far."""
-        return self._ctx.learn
 
     # --- who is there ---------------------------------------------------------------------------
 
@@ -326,11 +321,13 @@ class Step:
         kv = state.kv_of(TARGET)
         if self._table.accounts.are_kept and not state.is_decoding:
             self._table.accounts.charge_prompt(state, kv.num_computed_tokens, num_tokens)
-        missing = self.pool.blocks_for(kv.num_computed_tokens + num_tokens) - kv.num_blocks
+        start = kv.num_computed_tokens
+        missing = self.pool.blocks_for(start + num_tokens) - kv.num_blocks
         new_blocks = kv.grow(self.pool, missing) if missing > 0 else []
         self.num_tokens += num_tokens
+        samples = start + num_tokens == state.num_known_tokens
         self.scheduled[state.request.id] = ScheduledTokens(
-            state, kv.num_computed_tokens, num_tokens, new_blocks
+            state, start, num_tokens, samples, new_blocks
         )
 
     def make_room(self, state: RequestState, num_tokens: int) -> bool:

@@ -53,10 +53,8 @@ def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
     return tuple([item for _, item in written])
 
 
-def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun | None:
+def decodes(ctx: Context, step: Step, plan_id: int) -> DecodeRun:
     """What decode groups do, and for how many steps if nothing else happens in them."""
-    if not step.decoding:
-        return None
     repeatable = not step.scheduled and is_steady(ctx, step)
     return decode_run(step.decoding, step.pool, plan_id, repeatable, step.wake_at)
 
