@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from penstock.config import ConfigError, EngineConfig
-from penstock.core.ports import Clock
+from penstock.core.loop import Clock
 from penstock.core.types import TARGET
 from penstock.engine.attention import AttentionBackend, BackendUnavailableError
 from penstock.engine.drafters.base import LocalDrafter

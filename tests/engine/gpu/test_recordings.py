@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.gpu import report as gpu
+from tests.core.world import replace_policies
 from tests.engine.gpu.pretend_gpu import Recording, pretended_gpu, queued
 from tests.engine.gpu.test_ahead import Whimsical
 from tests.engine.gpu.test_gpu_benchmark import QWEN, SMALL, TINY
-from tests.core.world import replace_policies
 from tests.engine.small_family import write_family
 from tests.engine.test_exactness import SAMPLINGS, make_requests
 from typer.testing import CliRunner
