@@ -74,7 +74,7 @@ def make_loop(
     pipeline: str = "off",
     kv_tokens: int = 32 * 256,
     max_num_batched_tokens: int = 2048,
-    estimators: Estimators | None = None,
+    learn: Estimators | None = None,
 ) -> Loop:
     """A fresh scheduler over the engine's executor."""
     blocks = kv_tokens // 16
@@ -90,7 +90,7 @@ def make_loop(
         allocation=make_policy("allocation", "fixed", {"k": k}),
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
-        learn=estimators,
+        learn=learn,
         runs_ahead=engine.executor.runs_ahead,
     )
     return Loop(scheduler, engine.executor, engine.clock)
