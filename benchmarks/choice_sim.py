@@ -65,7 +65,7 @@ _JITTER = 0.02
 def measured_profile(engine: Engine, traces: Sequence[Trace], temperature: float) -> StepProfile:
     """Step times of one request at a time: without drafts first, then with each drafter."""
     loop = make_loop(engine, "single", {}, "fixed")
-    times = loop.scheduler.learn.step_times
+    times = loop.scheduler.learn.times
     drafters = list(engine.executor.drafters)
     Player("", loop, [NONE] * len(traces)).play(traces, 1, temperature)
     plain = times.overhead or FIRST_OVERHEAD

@@ -79,7 +79,7 @@ class Times:
     @classmethod
     def of(cls, engine: Engine) -> Times:
         """As the engine has measured them."""
-        times, drafters = engine.scheduler.learn.step_times, engine.executor.drafters
+        times, drafters = engine.scheduler.learn.times, engine.executor.drafters
         return cls(
             times.target,
             {n: times.curve_of(n) for n in drafters},
@@ -169,8 +169,7 @@ def make_loop(
         ),
         max_model_len=engine.max_model_len,
     )
-    scheduler.learn.step_times = deepcopy(engine.scheduler.learn.step_times)
-    scheduler.learn.step_model = deepcopy(engine.scheduler.learn.step_model)
+    scheduler.learn.times = deepcopy(engine.scheduler.learn.times)
     return Loop(scheduler, engine.executor, engine.clock)
 
 

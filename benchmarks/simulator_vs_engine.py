@@ -194,7 +194,7 @@ class LiveServer:
         )
         estimators = Estimators()
         calibrate(self.executor, estimators, self.clock)
-        self.belief = estimators.step_model.profile
+        self.belief = estimators.times.profile
         self.recorder = StepRecorder(self.clock)
 
     def rough_capacity(self, prompts: Sequence[Prompt], num: int) -> float:

@@ -52,8 +52,8 @@ def learned(
             )
             estimators.acceptance.observe(evidence)
     for rows, seconds in verify.items():
-        estimators.step_times.target.observe(rows, seconds)
-    estimators.step_times.curve_of(drafter).observe(1, draft)
+        estimators.times.target.observe(rows, seconds)
+    estimators.times.curve_of(drafter).observe(1, draft)
     return estimators
 
 
@@ -168,7 +168,7 @@ def rate_of(
     """Expected tokens per second, written out."""
     gained = (sum(s[:n]) for s, n in zip(survivals, lengths, strict=True))
     tokens = len(lengths) + sum(gained)
-    times = estimators.step_times
+    times = estimators.times
     batch = sum(n > 0 for n in lengths)
     seconds = times.overhead + times.target(len(lengths) + sum(lengths))
     return tokens / (seconds + max(lengths) * times.curve_of("d")(batch))
@@ -187,7 +187,7 @@ def test_throughput_is_best_of_all_prefixes_and_near_the_best_of_all(seed: int) 
     )
     everybody = candidates(*(rng.randrange(k_max + 1) for _ in range(num)))
     survivals = survivals_of(estimators, everybody)
-    estimators.step_times.overhead = overhead
+    estimators.times.overhead = overhead
     policy = make_policy("allocation", "throughput", {"k_max": k_max, "margin": 0.0})
     chosen = lengths_of(policy, everybody, work(estimators, num_rows=num))
 
@@ -213,7 +213,7 @@ def test_throughput_is_exactly_best_where_drafting_is_free() -> None:
         estimators = learned(
             [rng.random() for _ in range(3)], verify={1: 0.002, 15: rng.uniform(0.002, 0.02)}
         )
-        estimators.step_times.overhead = 3e-4
+        estimators.times.overhead = 3e-4
         everybody = candidates(4, 4, 4)
         survivals = survivals_of(estimators, everybody)
         policy = make_policy("allocation", "throughput", {"k_max": 4, "margin": 0.0})
@@ -231,7 +231,7 @@ def test_throughput_charges_each_drafter_for_its_own_longest_draft() -> None:
     dear = learned([0.9, 0.9], verify=FLAT, drafter="dear", draft=0.05)
     estimators.acceptance._by_drafter.update(dear.acceptance._by_drafter)
     estimators.acceptance._by_request.update(dear.acceptance._by_request)
-    estimators.step_times.curve_of("dear").observe(1, 0.05)
+    estimators.times.curve_of("dear").observe(1, 0.05)
     first, second = candidates(8, 8)
     mixed = [first._replace(drafter="cheap"), second._replace(drafter="dear")]
     assert lengths_of(policy, mixed[:1], work(estimators, num_rows=1)) == [8]
@@ -258,7 +258,7 @@ def test_bad_options(name: str, options: dict[str, Any], said: str) -> None:
 def test_a_margin_keeps_off_what_hardly_pays() -> None:
     def drafted(margin: float, rate: float) -> int:
         estimators = learned([rate], verify={1: 0.002, 2: 0.003})
-        estimators.step_times.overhead = 3e-4
+        estimators.times.overhead = 3e-4
         policy = make_policy("allocation", "throughput", {"k_max": 1, "margin": margin})
         return lengths_of(policy, candidates(1), work(estimators, num_rows=1))[0]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.learn.times import StepTimes
+from penstock.core.learn import Estimators
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult
 
 PAUSE_S, OVERHEAD_S = 0.0003, 0.001
@@ -14,7 +14,7 @@ class Steps:
     """Steps that follow each other; those with a draft begin OVERHEAD_S later than others."""
 
     def __init__(self) -> None:
-        self.times = StepTimes()
+        self.times = Estimators().times
         self._now = 0.0
 
     def run(self, num_steps: int, *, has_drafts: bool) -> float:
@@ -25,7 +25,7 @@ class Steps:
             self._now += PAUSE_S + OVERHEAD_S * has_drafts
             begun, self._now = self._now, self._now + 0.014
             step = StepResult(i, TARGET, begun, self._now, phases=phases, draft_times=drafts)
-            self.times.observe(step)
+            self.times.observe(step, may_wait=False)
         return self.times.draft_overhead
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from penstock.core.learn import Estimators
 from penstock.core.learn.acceptance import AcceptanceEstimator, Beta
-from penstock.core.learn.times import StepTimes
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult, Verdict
 
 
@@ -103,36 +102,36 @@ def result(lane: str, rows: int, verify: float, *times: DraftTime) -> StepResult
 
 
 def test_step_times_of_target_and_drafters() -> None:
-    times = StepTimes()
-    times.observe(result(TARGET, 5, 0.004, DraftTime("d", 3, 4, 3, 0.008)))
+    times = Estimators().times
+    times.observe_drafting(result(TARGET, 5, 0.004, DraftTime("d", 3, 4, 3, 0.008)))
     assert times.target(5) == pytest.approx(0.005)
     assert times.curve_of("d")(3) == pytest.approx(0.002)
     assert times.curve_of("unknown").is_empty
 
 
 def test_only_drafting_tells_the_price_of_a_draft_token() -> None:
-    times = StepTimes()
-    times.observe(result(TARGET, 5, 0.0, DraftTime("d", 1, 0, 90, 0.5)))
-    times.observe(result("d", 0, 0.0, DraftTime("d", 1, 4, 90, 0.5)))
+    times = Estimators().times
+    times.observe_drafting(result(TARGET, 5, 0.0, DraftTime("d", 1, 0, 90, 0.5)))
+    times.observe_drafting(result("d", 0, 0.0, DraftTime("d", 1, 4, 90, 0.5)))
     assert times.curve_of("d").is_empty
     assert times.target.points() == [(5, pytest.approx(0.001))]
 
 
 def test_estimators_start_empty() -> None:
-    assert Estimators().step_times.target.is_empty
+    assert Estimators().times.target.is_empty
 
 
 def test_the_hosts_work_between_steps_and_on_drafts() -> None:
     """Steps that begin 1 ms after each other; those with a draft, of 3 ms, take 0.3 ms more for it,
     and begin 0.2 ms later."""
-    times = StepTimes()
+    times = Estimators().times
     now = 0.0
     for i in range(600):
         drafts = (DraftTime("d", 1, 3, 1, 0.003),) if i % 2 else ()
         now += 0.0012 if drafts else 0.001
         phases = PhaseTimes(draft=0.0033 if drafts else 0.0, verify=0.01)
         step = StepResult(i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts)
-        times.observe(step)
+        times.observe(step, may_wait=False)
         now += 0.014
     assert times.overhead == pytest.approx(0.001, rel=0.01)
     assert times.draft_overhead == pytest.approx(0.0005, rel=0.1)

@@ -195,7 +195,7 @@ def test_auto_leaves_it_where_step_times_promise_nothing() -> None:
     pipeline = Auto(Auto.Options())
     world = make_world(pipeline)
     flat = StepProfile("flat", 1000, (0,), (0.1,), drafters=(DrafterProfile("d", (1,), (0.01,)),))
-    world.scheduler.learn.step_model.profile = flat
+    world.scheduler.learn.times.profile = flat
     world.run([make_request(f"r{i}", seed=i, max_tokens=20) for i in range(6)])
     assert pipeline.setting.num == 0
     assert all(p.lane == TARGET for p in world.plans)

@@ -87,7 +87,7 @@ def test_measured_by_command_and_read_by_the_engine(
     data["drafters"] = data["drafters"][:2]
     data["drafters"][1].update(batch_counts=[1], batch_seconds=[7.0], per_catch_up_token=3.0)
     out.write_text(json.dumps(data))
-    times = load(settings, profile=out).scheduler.learn.step_times
+    times = load(settings, profile=out).scheduler.learn.times
     assert times.curve_of("far")(1) == 7.0, "believed, not measured"
     assert times.catch_up_of("far") == 3.0
     assert times.target(8) == pytest.approx(profile.linear(8))
@@ -95,6 +95,6 @@ def test_measured_by_command_and_read_by_the_engine(
 
 
 def test_without_a_profile_reading_is_measured_too(settings: dict[str, Any]) -> None:
-    times = load(settings).scheduler.learn.step_times
+    times = load(settings).scheduler.learn.times
     assert 0 < times.catch_up_of("near") < times.curve_of("near")(1)
     assert times.catch_up_of("look") >= 0

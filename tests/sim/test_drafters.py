@@ -123,9 +123,9 @@ def test_instances_share_a_model_and_have_a_capacity_each() -> None:
     assert (second.name, second.model) == ("small/2", "small")
     assert first.pool is not second.pool
     assert (other.name, other.model, other.max_num_seqs, other.pool) == ("other", None, None, None)
-    estimators = make_scheduler(setup).estimators
-    assert estimators.step_times.curve_of("small/2")(4) == pytest.approx(2e-3)
-    assert estimators.step_times.catch_up_of("small/1") == pytest.approx(1e-4)
+    estimators = make_scheduler(setup).learn
+    assert estimators.times.curve_of("small/2")(4) == pytest.approx(2e-3)
+    assert estimators.times.catch_up_of("small/1") == pytest.approx(1e-4)
 
 
 def test_a_full_drafter_leaves_requests_to_the_other_instance() -> None:

@@ -146,14 +146,14 @@ class Accounts:
         """Tokens whose computation was charged before a preemption, by request."""
         self._tenants = tenants
         self._groups = groups
-        self._step_model = estimators.step_model
+        self._times = estimators.times
         self._accounts: dict[str, Account] = {}
         self._returned: dict[str, Account] = {}
         self._prices: tuple[StepProfile | None, Prices] = (None, Prices(1, 1, 2, 0.0, 0))
 
     @property
     def prices(self) -> Prices:
-        profile = self._step_model.profile
+        profile = self._times.profile
         if self._prices[0] is not profile:
             self._prices = (profile, Prices.of(profile))
         return self._prices[1]

@@ -29,10 +29,9 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     for item in plan.items:
         _plan_ended(ctx, item.request_id, plan.id)
     table.memory.plan_ended(plan.id)
+    ctx.learn.times.observe(result, may_wait=ctx.uses_lanes)
     if table.drafters:
-        ctx.learn.step_times.observe(result)
-    if result.work is not None:
-        ctx.learn.step_model.observe(result.work, result.work_seconds)
+        ctx.learn.times.observe_drafting(result)
     if result.failed_drafters:
         _lose_kv(ctx, plan, result.failed_drafters)
     if plan.drafts or result.drafts:

@@ -164,7 +164,7 @@ def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
         return state.request.prompt_len
 
     def work(state: RequestState) -> float:
-        profile, lengths = estimators.step_model.profile, estimators.lengths
+        profile, lengths = estimators.times.profile, estimators.lengths
         return profile.request_seconds(state.request.prompt_len, lengths.mean_ended)
 
     return SizeAwareQueue(prompt, work)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from penstock.core.learn import Estimators, know_profile
+from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.loop import Clock
 from penstock.core.state import Drafter
@@ -58,7 +58,7 @@ def calibrate(
     known: set[str] = set()
     if profile is not None:
         drafters = [Drafter(name) for name in executor.drafters]
-        know_profile(estimators, profile, drafters)
+        seed_estimators(estimators, profile, drafters)
         known = set(drafter_profiles(profile, drafters))
     else:
         _measure_target(executor.target, estimators, clock, share)
@@ -88,12 +88,12 @@ def _record(executor: LocalExecutor) -> None:
 def _measure_target(
     target: ModelRunner, estimators: Estimators, clock: Clock, budget_s: float
 ) -> None:
-    times = estimators.step_times
+    times = estimators.times
     _grow(clock, budget_s, _ROWS, partial(_verify, target), times.target.observe)
     rows, seconds = zip(*times.target.points(), strict=True)
     kv_tokens = target.num_blocks * target.block_size
     counts = tuple(round(row) for row in rows)
-    estimators.step_model.profile = StepProfile("measured", kv_tokens, counts, seconds)
+    estimators.times.profile = StepProfile("measured", kv_tokens, counts, seconds)
 
 
 def _measure_drafter(
@@ -103,7 +103,7 @@ def _measure_drafter(
     budget_s: float,
     max_model_len: int,
 ) -> None:
-    curve = estimators.step_times.curve_of(drafter.name)
+    curve = estimators.times.curve_of(drafter.name)
     runner = getattr(drafter, "runner", None)
     sizes = _BATCHES if runner is None else _fitting(runner)
     _grow(
@@ -116,7 +116,7 @@ def _measure_drafter(
     num_read = min(_CONTEXT, max_model_len - 2)
     if sizes and num_read > 0:
         reading = read_seconds(clock, drafter, num_read, _REPEATS)
-        estimators.step_times.note_catch_up(drafter.name, reading)
+        estimators.times.note_catch_up(drafter.name, reading)
 
 
 def _measure_together(
@@ -127,11 +127,11 @@ def _measure_together(
     context = 0 if runner is None else _CONTEXT
     if any(r is not None and num_that_fit(r, _TOKENS_EACH) < 4 for r in (runner, executor.target)):
         return
-    sizes, seconds = zip(*estimators.step_times.curve_of(drafter.name).points(), strict=True)
+    sizes, seconds = zip(*estimators.times.curve_of(drafter.name).points(), strict=True)
     both = slowdowns(executor.target, drafter, clock, executor.num_threads, context, _TOGETHER_S)
-    reading = estimators.step_times.catch_up_of(drafter.name)
+    reading = estimators.times.catch_up_of(drafter.name)
     measured = DrafterProfile(drafter.name, tuple(map(round, sizes)), seconds, reading, *both)
-    model = estimators.step_model
+    model = estimators.times
     model.profile = replace(model.profile, drafters=(*model.profile.drafters, measured))
 
 

@@ -178,7 +178,7 @@ def _measure(
         if length:
             estimators.links.observe(name, length, seconds)
     rows = len(names) + int(lengths.sum())
-    estimators.step_times.target.observe(rows, times.verify(rows))
+    estimators.times.target.observe(rows, times.verify(rows))
     return float(drafts.max()) + times.verify(rows)
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from penstock.core.blocks import BlockPool
-from penstock.core.learn import Estimators, know_profile
+from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.policies.pipeline.auto import Auto
 from penstock.core.policies.pipeline.planner import Round, Setting, cycle_seconds, round_of
@@ -74,7 +74,7 @@ def play(
     own_lanes = pipeline != "off" if beside is None else beside
     drafters = [Drafter(name, has_lane=own_lanes) for name in names]
     estimators = Estimators(batch.profile)
-    know_profile(estimators, batch.profile, drafters)
+    seed_estimators(estimators, batch.profile, drafters)
     made = make_pipeline(pipeline)
     blocks = -(-_ENDLESS // _BLOCK) * batch.size * 2
     scheduler = Scheduler(

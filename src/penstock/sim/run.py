@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.blocks import BlockPool
-from penstock.core.learn import Estimators, know_profile
+from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.loop import Instrument
 from penstock.core.registry import make_pipeline, make_policy
@@ -282,7 +282,7 @@ def make_scheduler(setup: Setup) -> Scheduler:
     drafters = setup.make_drafters()
     if drafters or setup.draft_servers:
         # A live engine measures itself before it serves.
-        know_profile(estimators, setup.profile, drafters)
+        seed_estimators(estimators, setup.profile, drafters)
     return Scheduler(
         BlockPool(setup.num_blocks, setup.block_size),
         drafters,

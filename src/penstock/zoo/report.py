@@ -164,7 +164,7 @@ def measured_times(weights: Path, target: str, drafters: list[str]) -> StepTimes
     config = EngineConfig(
         target=weights / target, drafters={**paths, NGRAM: LOOKUP}, kv_tokens=KV_TOKENS
     )
-    times = load_engine(config).scheduler.learn.step_times
+    times = load_engine(config).scheduler.learn.times
     return StepTimes(times.target, {name: times.curve_of(name)(1) for name in config.drafters})
 
 

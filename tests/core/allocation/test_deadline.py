@@ -35,7 +35,7 @@ def measured(
         for tokens in (1, 2, 4, 8) * 40:
             estimators.links.observe(f"d{i}", tokens, trip + each * tokens)
     for rows, seconds in verify.items():
-        estimators.step_times.target.observe(rows, seconds)
+        estimators.times.target.observe(rows, seconds)
     return estimators
 
 
@@ -50,7 +50,7 @@ def lengths(grants: list[Grant]) -> list[int]:
 def worth(asked: list[DraftCandidate], estimators: Estimators, s: tuple[int, ...]) -> float:
     """Of lengths in a first round, where nothing is known of anybody: equal goodput x, acceptance
     one half, and a second costs N in units of x."""
-    links, verify = estimators.links, estimators.step_times.target
+    links, verify = estimators.links, estimators.times.target
     num = len(asked)
     goodput = 1 / (max(links.seconds(c.drafter, 1) for c in asked) + verify(num))
     gain = sum(0.5**k for n in s for k in range(1, n + 1)) / goodput

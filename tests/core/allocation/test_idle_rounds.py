@@ -16,8 +16,8 @@ def dear() -> Estimators:
     """A further row of the target takes as long as a whole step."""
     estimators = Estimators()
     for rows in (1, 2, 4, 8, 16, 32):
-        estimators.step_times.target.observe(rows, 0.01 * rows)
-    estimators.step_times.curve_of("d").observe(2, 0.01)
+        estimators.times.target.observe(rows, 0.01 * rows)
+    estimators.times.curve_of("d").observe(2, 0.01)
     return estimators
 
 
@@ -25,8 +25,8 @@ def cheap() -> Estimators:
     """A further row of the target takes nothing."""
     estimators = Estimators()
     for rows in (1, 32):
-        estimators.step_times.target.observe(rows, 0.01)
-    estimators.step_times.curve_of("d").observe(2, 1e-5)
+        estimators.times.target.observe(rows, 0.01)
+    estimators.times.curve_of("d").observe(2, 1e-5)
     return estimators
 
 

@@ -47,11 +47,11 @@ class Machine:
     def estimators(self) -> Estimators:
         estimators = Estimators()
         for rows in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512):
-            estimators.step_times.target.observe(rows, self.verify + rows * self.per_row)
+            estimators.times.target.observe(rows, self.verify + rows * self.per_row)
         for name, seconds in self.drafters.items():
             for batch in (1, 2, 4, 8, 16, 32):
-                estimators.step_times.curve_of(name).observe(batch, seconds)
-            estimators.step_times.note_catch_up(name, self.per_catch_up_token)
+                estimators.times.curve_of(name).observe(batch, seconds)
+            estimators.times.note_catch_up(name, self.per_catch_up_token)
         return estimators
 
 

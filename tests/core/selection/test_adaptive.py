@@ -98,8 +98,8 @@ def test_words_tell_topics_apart_before_a_request_has_drafted() -> None:
     drafters = {n: Drafter(n, BlockPool(4, 16)) for n in ("code", "prose")}
     estimators = Estimators()
     for name in drafters:
-        estimators.step_times.curve_of(name).observe(1, 1e-3)
-    estimators.step_times.target.observe(1, 10e-3)
+        estimators.times.curve_of(name).observe(1, 1e-3)
+    estimators.times.target.observe(1, 10e-3)
     view = View(drafters, estimators)
     hits = 0
     for i in range(120):

@@ -99,7 +99,7 @@ def test_the_usual_sizes_are_recorded_before_they_are_measured(
     monkeypatch.setattr(calibrate, "_BATCHES", (1, 3))
     calibrate.calibrate(engine.executor, engine.scheduler.learn, clock, budget_s=200.0)
     assert slept[0] > 60.0 * (1 + len(DRAFTERS))
-    times = engine.scheduler.learn.step_times
+    times = engine.scheduler.learn.times
     assert [rows for rows, _ in times.target.points()] == [1, 2, 7]
     for name in DRAFTERS:
         assert [n for n, _ in times.curve_of(name).points()] == [1, 3]

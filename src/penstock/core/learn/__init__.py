@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from penstock.core.learn.acceptance import AcceptanceEstimator
 from penstock.core.learn.lengths import OutputLengths
 from penstock.core.learn.links import LinkTimes
-from penstock.core.learn.times import StepModel, StepTimes, drafter_profiles
+from penstock.core.learn.times import Times, drafter_profiles
 from penstock.core.learn.traffic import Traffic
 from penstock.core.state import Drafter
 from penstock.fluid.step_profile import UNKNOWN, StepProfile
@@ -21,19 +21,18 @@ class Estimators:
 
     def __init__(self, profile: StepProfile | None = None) -> None:
         self.acceptance = AcceptanceEstimator()
-        self.step_times = StepTimes()
-        self.step_model = StepModel(profile or UNKNOWN)
         self.links = LinkTimes()
+        self.times = Times(profile or UNKNOWN, self.links)
         self.traffic = Traffic()
         self.lengths = OutputLengths()
 
 
-def know_profile(
+def seed_estimators(
     estimators: Estimators, profile: StepProfile, drafters: Iterable[Drafter] = ()
 ) -> None:
     """Fill in the times of the target, and of the drafters that the profile knows."""
-    times = estimators.step_times
-    estimators.step_model.profile = profile
+    times = estimators.times
+    times.profile = profile
     for rows in _ROWS:
         times.target.observe(rows, profile.linear(rows))
     for name, known in drafter_profiles(profile, drafters).items():

@@ -3,41 +3,96 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.learn.links import LinkTimes
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, StepResult
 from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 from penstock.fluid.step_times import StepTimeCurve
+
+Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 _CATCH_UP_WEIGHT = 0.1
 _MUCH = 16
 """Tokens a request from which on a catch-up is a measurement of reading."""
 _MOST_OVERHEAD_S = 2e-3
 _OVERHEAD_WEIGHT = 0.02
+_SHIFT_WEIGHT = 0.05
 _ENOUGH_PLAIN = 50
 """Steps without a draft after which it is known what they take of the host."""
 _DRAFT_OVERHEAD_KEEP = 0.999
 """Of the drafts' share of the host's time, for each step without one: half is gone after 700."""
 
 
-class StepTimes:
-    """Measured times: the target's step against its rows, a drafting step against its batch, and
-    what a drafter takes to read a token that others have written."""
+class Times:
+    """The one model of time: the target's step, by what is in it and by its rows; a drafter's step
+    by its batch, and its reading; the way to draft servers; and the host's part between two steps.
 
-    def __init__(self) -> None:
+    profile: of the target's step by what is in it, known beforehand, with a `shift` by what was
+        measured since.
+    target: the step's seconds by its rows, as measured; empty until something was.
+    overhead: seconds between two steps of the target that follow each other at once;
+    draft_overhead: further ones of the host where drafts are made inside the step.
+    """
+
+    def __init__(self, profile: StepProfile, links: LinkTimes) -> None:
+        self.profile = profile
+        self.shift = 0.0
         self.target = StepTimeCurve()
-        self.by_drafter: dict[str, StepTimeCurve] = {}
+        self.overhead = 0.0
+        self.draft_overhead = 0.0
+        self._links = links
+        self._by_drafter: dict[str, StepTimeCurve] = {}
         self._catch_up: dict[str, float] = {}
         self._last_end: float | None = None
-        self.overhead = 0.0
-        """Seconds between two steps of the target that follow each other at once."""
-        self.draft_overhead = 0.0
-        """Further seconds of the host where drafts are made inside the step."""
+        self._last_gap = 0.0
+        self._last_work: tuple[int, int, int] = (0, 0, 0)
         self._num_plain = 0
 
-    def observe(self, result: StepResult) -> None:
+    # --- what policies ask ----------------------------------------------------------------------
+
+    def step_seconds(self, work: StepWork) -> float:
+        """Of a target step, the host's part included."""
+        return max(1e-6, self.profile.seconds(work) + self.shift)
+
+    def draft_seconds(self, drafter: str, batch: int, num_tokens: int) -> float:
+        """Until drafts of so many tokens are here for a batch: the steps of a drafter of this
+        machine, or what was measured of the way to a draft server."""
+        curve = self._by_drafter.get(drafter)
+        if curve is not None and not curve.is_empty:
+            return num_tokens * curve(batch)
+        return self._links.seconds(drafter, num_tokens)
+
+    def curve_of(self, drafter: str) -> StepTimeCurve:
+        """Seconds of one drafting step against its batch; empty while not measured."""
+        return self._by_drafter.setdefault(drafter, StepTimeCurve())
+
+    def catch_up_of(self, drafter: str) -> float:
+        """Seconds for each token of verified text that it reads; 0 while not measured."""
+        return self._catch_up.get(drafter, 0.0)
+
+    def note_catch_up(self, drafter: str, seconds_per_token: float) -> None:
+        """Take in a measurement."""
+        known = self._catch_up.setdefault(drafter, seconds_per_token)
+        self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
+
+    # --- learning -------------------------------------------------------------------------------
+
+    def observe(self, result: StepResult, *, may_wait: bool) -> None:
+        """Take in a step of the target that has ended, with the host's part before it: clients wait
+        for both. may_wait: it may have waited for drafts, which nobody can tell from that."""
         if result.lane == TARGET:
-            self._between(result)
+            self._observe_pause(result)
+            if result.work is not None:
+                gap = 0.0 if may_wait else self._last_gap
+                self._observe_work(result.work, result.work_seconds + gap)
+
+    def observe_drafting(self, result: StepResult) -> None:
+        """Take in what drafts are judged by: the target's rows, and drafters."""
         if result.lane == TARGET and result.num_rows:
             seconds = (result.phases.verify + result.phases.sample) / result.repeats
             self.target.observe(result.num_rows, seconds)
@@ -50,13 +105,24 @@ class StepTimes:
             elif timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
                 self.curve_of(timed.drafter).observe(timed.batch, timed.seconds / timed.steps)
 
-    def _between(self, result: StepResult) -> None:
+    def _observe_work(self, work: StepWork, seconds: float) -> None:
+        """Steps like the one before teach nothing new, so that it makes no difference whether a run
+        of equal steps is reported one by one or at once."""
+        composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
+        if composition != self._last_work:
+            self._last_work = composition
+            self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
+
+    def _observe_pause(self, result: StepResult) -> None:
         if self._last_end is not None:
-            pause = result.started_at - self._last_end + result.phases.other
+            gap = result.started_at - self._last_end
+            pause = gap + result.phases.other
             has_drafts = any(t.steps for t in result.draft_times)
             if has_drafts:
                 pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
             # A longer pause is a lack of work.
+            if 0 <= gap < _MOST_OVERHEAD_S:
+                self._last_gap = gap
             if 0 <= pause < _MOST_OVERHEAD_S:
                 self._note_pause(pause, has_drafts)
         self._last_end = result.finished_at
@@ -71,45 +137,6 @@ class StepTimes:
         # What is not measured any more must not keep drafts away for good.
         self.draft_overhead *= _DRAFT_OVERHEAD_KEEP
 
-    def curve_of(self, drafter: str) -> StepTimeCurve:
-        """Seconds of one drafting step against its batch; empty while not measured."""
-        return self.by_drafter.setdefault(drafter, StepTimeCurve())
-
-    def catch_up_of(self, drafter: str) -> float:
-        """Seconds for each token of verified text that it reads; 0 while not measured."""
-        return self._catch_up.get(drafter, 0.0)
-
-    def note_catch_up(self, drafter: str, seconds_per_token: float) -> None:
-        """Take in a measurement."""
-        known = self._catch_up.setdefault(drafter, seconds_per_token)
-        self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
-
-
-class StepModel:
-    """Seconds of a target step by what is in it: a profile, shifted by what was measured since.
-
-    Steps like the one before teach nothing new, so that it makes no difference whether a run of
-    equal steps is reported one by one or at once.
-    """
-
-    def __init__(self, profile: StepProfile, weight: float = 0.05) -> None:
-        self.profile = profile
-        self._weight = weight
-        self._last: tuple[int, int, int] = (0, 0, 0)
-        self.shift = 0.0
-
-    def observe(self, work: StepWork, seconds: float) -> None:
-        """Take in a measured step."""
-        composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
-        if composition == self._last:
-            return
-        self._last = composition
-        self.shift += self._weight * (seconds - self.profile.seconds(work) - self.shift)
-
-    def seconds(self, work: StepWork) -> float:
-        """Predicted seconds."""
-        return max(1e-6, self.profile.seconds(work) + self.shift)
-
 
 def drafter_profiles(
     profile: StepProfile, drafters: Iterable[Drafter]
@@ -118,3 +145,11 @@ def drafter_profiles(
     its times."""
     known = {d.name: d for d in profile.drafters}
     return {d.name: known[d.model or d.name] for d in drafters if (d.model or d.name) in known}
+
+
+def round_seconds(
+    verify: Seconds, *, inside: float = 0.0, beside: Seconds | float = 0.0, host: float = 0.0
+) -> Seconds:
+    """Of a round: the wait for drafts that are made beside the target, then the host's part, the
+    drafts made inside the step, one drafter after the other, and their verification."""
+    return beside + host + inside + verify

@@ -184,7 +184,7 @@ class FluidGuided(AdmissionPolicy):
 
     def _seconds_of_prompt(self, step: Step, num_decodes: int) -> Callable[[RequestState], float]:
         """What the rest of a prompt takes beside requests that decode in each of its steps."""
-        profile = step.learn.step_model.profile
+        profile = step.learn.times.profile
         size, _ = self._best_step(step)
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
         share = 0.0
@@ -222,7 +222,7 @@ class FluidGuided(AdmissionPolicy):
         most = self._most_in_time(step, num_decodes, prompts, most)
         if most <= 0:
             return 0
-        hull = self._envelope(step.learn.step_model.profile, num_decodes, most)
+        hull = self._envelope(step.learn.times.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
         price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
@@ -241,7 +241,7 @@ class FluidGuided(AdmissionPolicy):
         """`cheap` prompt tokens, or more, up to where one of the prompts ends, where that makes the
         step but little longer, beyond what the tokens are worth, for each prompt that it finishes.
         What the decoding requests lose by it together grows with their number."""
-        profile = step.learn.step_model.profile
+        profile = step.learn.times.profile
         seconds = profile.linear(num_decodes + cheap)
         share = min(_LONGER, _FIRST_TOKEN / max(num_decodes, 1))
         allowed = share * (seconds + self._decode_seconds(step, num_decodes))
@@ -255,7 +255,7 @@ class FluidGuided(AdmissionPolicy):
     def _soonest(self, step: Step, num_decodes: int, missing: int) -> int:
         """Tokens a step with which a prompt is computed soonest: all of it, or as many as make a
         step more efficient, if that is worth more than decoding more often costs."""
-        profile = step.learn.step_model.profile
+        profile = step.learn.times.profile
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
 
         def seconds(tokens: int) -> float:
@@ -281,7 +281,7 @@ class FluidGuided(AdmissionPolicy):
         time."""
         if self.options.tpot_p99 is None or not num_decodes or most <= 0:
             return most
-        profile = step.learn.step_model.profile
+        profile = step.learn.times.profile
         decoding = self._decode_seconds(step, num_decodes)
         left = self._targets.time_left(step, self._decode_only_seconds(step, num_decodes))
 
@@ -339,7 +339,7 @@ class FluidGuided(AdmissionPolicy):
 
     def _work(self, step: Step) -> tuple[float, float]:
         """Seconds of a prompt token and of a decoded token, in the most efficient steps."""
-        profile, lengths = step.learn.step_model.profile, step.learn.lengths
+        profile, lengths = step.learn.times.profile, step.learn.lengths
         prompt_len = step.learn.traffic.mean_prompt_len
         position = self._best_step(step)[1]
         prompt = position + profile.per_prefill_token
@@ -349,21 +349,21 @@ class FluidGuided(AdmissionPolicy):
 
     def _decode_seconds(self, step: Step, num_decodes: int) -> float:
         """What decoding adds to a step whatever its positions are."""
-        model = step.learn.step_model
+        model = step.learn.times
         attention = model.profile.per_kv_token * step.num_decoding_tokens
         fixed = model.profile.decode_fixed if num_decodes else 0.0
         return max(0.0, fixed + model.profile.per_decode * num_decodes + attention + model.shift)
 
     def _decode_only_seconds(self, step: Step, num_decodes: int) -> float:
         """Of a step in which nothing else is computed."""
-        profile = step.learn.step_model.profile
+        profile = step.learn.times.profile
         return profile.linear(num_decodes) + self._decode_seconds(step, num_decodes)
 
     def _best_step(self, step: Step) -> tuple[int, float]:
         """Positions of the step worth striving for, and its seconds a position, constant costs
         included: the smallest that is nearly as efficient as any. Larger ones would make everybody
         wait longer for next to nothing."""
-        model = step.learn.step_model
+        model = step.learn.times
         constant = model.profile.decode_fixed + max(model.shift, 0.0)
         if abs(constant - self._best[0]) > 1e-4:
             most = self.options.max_num_batched_tokens

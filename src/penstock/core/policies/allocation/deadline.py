@@ -16,7 +16,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.learn import Estimators
+from penstock.core.learn.times import round_seconds
 from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
@@ -71,7 +71,7 @@ class Deadline(AllocationPolicy):
             self._tokens(candidates, slopes, view),
             len(candidates),
             charge,
-            verify_seconds(view, draft_budget(self.options.total, view)),
+            _verify_seconds(view, draft_budget(self.options.total, view)),
         )
         return [Grant(n) for n in lengths]
 
@@ -92,8 +92,8 @@ class Deadline(AllocationPolicy):
         names = dict.fromkeys(c.state.request.tenant for c in candidates)
         weights = {name: tenant_weight(view.tenants, name) for name in names}
         estimators = view.learn
-        waits = max(draft_seconds(estimators, c.drafter, 1) for c in candidates)
-        step = max(waits + float(verify_seconds(view, 0)[0]), _LEAST_SECONDS)
+        waits = max(estimators.times.draft_seconds(c.drafter, 1, 1) for c in candidates)
+        step = max(round_seconds(float(_verify_seconds(view, 0)[0]), beside=waits), _LEAST_SECONDS)
         self._averages.meet(weights, step)
         slopes = {n: w / self._averages.of(n) ** self.options.fairness for n, w in weights.items()}
         return slopes, sum(slope * self._averages.of(n) for n, slope in slopes.items())
@@ -105,8 +105,8 @@ class Deadline(AllocationPolicy):
         rates = self._streams.rates(candidates)
         for index, (candidate, rate) in enumerate(zip(candidates, rates, strict=True)):
             most = min(candidate.limit, self.options.k_max)
-            start = draft_seconds(view.learn, candidate.drafter, 0)
-            each = draft_seconds(view.learn, candidate.drafter, 1) - start
+            start = view.learn.times.draft_seconds(candidate.drafter, 1, 0)
+            each = view.learn.times.draft_seconds(candidate.drafter, 1, 1) - start
             places = np.arange(1, most + 1)
             owners.append(np.full(most, index))
             gains.append(slopes[candidate.state.request.tenant] * rate**places)
@@ -123,18 +123,10 @@ class _Tokens:
     ready: FloatArray
 
 
-def draft_seconds(estimators: Estimators, drafter: str, num_tokens: int) -> float:
-    """Seconds until a draft is here: measured on the link, or the steps of a local drafter."""
-    curve = estimators.step_times.by_drafter.get(drafter)
-    if curve is not None and not curve.is_empty:
-        return curve(1) * num_tokens
-    return estimators.links.seconds(drafter, num_tokens)
-
-
-def verify_seconds(view: View, budget: int) -> FloatArray:
-    """Seconds of the target's step with 0, 1, …, `budget` draft positions."""
+def _verify_seconds(view: View, budget: int) -> FloatArray:
+    """Of the target's step with 0, 1, …, `budget` draft positions, and the host's part."""
     rows = view.room.num_rows + np.arange(budget + 1, dtype=np.int64)
-    return view.learn.step_times.target.at(rows)
+    return round_seconds(view.learn.times.target.at(rows), host=view.learn.times.overhead)
 
 
 def _best_lengths(
@@ -149,7 +141,7 @@ def _best_lengths(
     in_time = ready <= deadlines[:, None]
     bought = in_time.cumsum(axis=1)
     affordable = in_time & (bought < len(verify))
-    seconds = deadlines[:, None] + verify[np.minimum(bought, len(verify) - 1)]
+    seconds = round_seconds(verify[np.minimum(bought, len(verify) - 1)], beside=deadlines[:, None])
     worth = np.where(in_time, gains, 0.0).cumsum(axis=1) - charge * seconds
     worth[~affordable] = -np.inf
     if not worth.size or worth.max() <= -charge * verify[0]:

@@ -10,7 +10,7 @@ from penstock.core.learn.streams import ESTIMATORS, AcceptanceModel, Evidence, P
 from penstock.core.options import Range
 from penstock.core.state import Outcome, Tenant
 from penstock.core.view import DraftCandidate, View
-from penstock.fluid.step_profile import StepWork as TargetWork
+from penstock.fluid.step_profile import StepWork
 
 IDLE_STEPS = 10
 _STRETCH = 1.5
@@ -27,12 +27,12 @@ def draft_budget(total: int | None, view: View) -> int:
     step half as long again; and never more than the step has room for."""
     if total is not None:
         return min(total, view.room.budget)
-    model, num = view.learn.step_model, view.room.num_sampled
-    longest = _STRETCH * model.seconds(TargetWork(num_decodes=num))
+    times, num = view.learn.times, view.room.num_sampled
+    longest = _STRETCH * times.step_seconds(StepWork(num_decodes=num))
     low, high = 0, view.room.budget
     while low < high:
         middle = (low + high + 1) // 2
-        if model.seconds(TargetWork(num_decodes=num, num_draft_tokens=middle)) <= longest:
+        if times.step_seconds(StepWork(num_decodes=num, num_draft_tokens=middle)) <= longest:
             low = middle
         else:
             high = middle - 1

@@ -29,7 +29,7 @@ from penstock.core.policies.allocation.gradient import (
 )
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
-from penstock.fluid.step_profile import StepWork as TargetWork
+from penstock.fluid.step_profile import StepWork
 
 FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
@@ -98,7 +98,7 @@ class Renewal(AllocationPolicy):
     def _best_plan(self, candidates: Sequence[DraftCandidate], view: View) -> list[int]:
         budget = draft_budget(self.options.total, view)
         num = len(candidates)
-        bare = view.learn.step_model.seconds(TargetWork(num_decodes=num))
+        bare = view.learn.times.step_seconds(StepWork(num_decodes=num))
         step = max(bare, _LEAST_SECONDS)
         tokens, delays = self._tokens(candidates), self._delays(candidates, view)
         weights = self._weights(candidates, view)

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from penstock.core.learn.times import round_seconds
 from penstock.core.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.state import RequestState
@@ -98,14 +99,14 @@ class Throughput(AllocationPolicy):
         self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], view: View
     ) -> int:
         """How many purchases make the most expected tokens per second of the whole step."""
-        verify = view.learn.step_times.target
+        verify = view.learn.times.target
         draft = _DraftSeconds(candidates, view)
         tokens = float(view.room.num_sampled)
         # What all purchases together could add; costs only rise, so that tells when to stop.
         most = tokens - sum(p[0] for p in purchases)
-        times = view.learn.step_times
+        times = view.learn.times
         overhead = max(times.overhead, _LEAST_OVERHEAD_S)
-        seconds = overhead + verify(view.room.num_rows)
+        seconds = round_seconds(verify(view.room.num_rows), host=overhead)
         best, best_rate = 0, (1 + self.options.margin) * tokens / seconds
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
             if most < best_rate * seconds:
@@ -113,7 +114,8 @@ class Throughput(AllocationPolicy):
             tokens -= negative_survival
             drafting = draft.lengthen(candidates[index].drafter, length)
             host = overhead + times.draft_overhead
-            seconds = host + verify(view.room.num_rows + num_bought) + drafting
+            positions = view.room.num_rows + num_bought
+            seconds = round_seconds(verify(positions), inside=drafting, host=host)
             rate = tokens / seconds
             if rate > best_rate:
                 best, best_rate = num_bought, rate
@@ -126,7 +128,7 @@ class _DraftSeconds:
     other, those beside it at the same time."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
-        curve_of = view.learn.step_times.curve_of
+        curve_of = view.learn.times.curve_of
         drafters = dict.fromkeys(c.drafter for c in candidates)
         self._beside = view.beside
         self._inside = 0.0

@@ -89,7 +89,7 @@ def expected_tokens(
 
 def _step_seconds(estimators: Estimators, num_requests: int, num_positions: float) -> float:
     drafted = int(num_positions) - num_requests
-    return estimators.step_model.seconds(
+    return estimators.times.step_seconds(
         StepWork(num_decodes=num_requests, num_draft_tokens=drafted)
     )
 

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.core.learn import Estimators
+from penstock.core.learn.times import round_seconds
 from penstock.core.state import Drafter, RequestState
 from penstock.fluid.step_profile import StepWork
 
@@ -117,7 +118,9 @@ def cycle_seconds(work: Round, setting: Setting) -> float:
     if setting.num == 0:
         beside = (lane.seconds(lane.batch) for lane in work.lanes if lane.beside)
         inside = sum(lane.seconds(lane.batch) for lane in work.lanes if not lane.beside)
-        return max(beside, default=0.0) + inside + work.verify(_batches(work)) + work.host
+        waiting = max(beside, default=0.0)
+        whole = work.verify(_batches(work))
+        return round_seconds(whole, inside=inside, beside=waiting, host=work.host)
     groups = [group for group in split(_batches(work), setting.shares) if any(group)]
     draft = functools.cache(lambda lane, n: work.lanes[lane].seconds(n) if n else 0.0)
     verify = functools.cache(lambda group: work.verify(group) + work.host)
@@ -226,7 +229,7 @@ def round_of(
     def verify(group: tuple[int, ...]) -> float:
         in_group = sum(group)
         drafted = sum(n * lengths[name] for n, name in zip(group, names, strict=True))
-        return estimators.step_model.profile.seconds(
+        return estimators.times.profile.seconds(
             StepWork(
                 num_decodes=in_group,
                 num_kv_tokens=num_kv_tokens * in_group // num,
@@ -247,10 +250,10 @@ def _lane(drafter: Drafter, batch: int, length: float, estimators: Estimators) -
     if drafter.remote:
         seconds = estimators.links.seconds(drafter.name, round(length))
         return Lane(batch, lambda n: seconds, beside=True)
-    profiles = estimators.step_model.profile.drafters
+    profiles = estimators.times.profile.drafters
     profile = next((p for p in profiles if p.name in (drafter.name, drafter.model)), None)
     if profile is None:
-        curve = estimators.step_times.curve_of(drafter.name)
+        curve = estimators.times.curve_of(drafter.name)
         return Lane(batch, lambda n: length * curve(n), slowdown=2.0, target_slowdown=2.0)
     step = profile.seconds
     return Lane(batch, lambda n: length * step(n, 1), profile.slowdown, profile.target_slowdown)

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from penstock.core.learn import Estimators
 from penstock.core.learn.prior import AcceptancePrior, Posterior
+from penstock.core.learn.times import round_seconds
 from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveInt, Range, Seed, Share
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
 from penstock.core.policies.selection.matching import assign
@@ -115,7 +116,7 @@ class _Pace:
                 drafts.setdefault(verdict.drafter, []).append(verdict.num_proposed)
         if not outcomes:
             return
-        times = view.learn.step_times
+        times = view.learn.times
         seconds = times.target(rows)
         for drafter, lengths in drafts.items():
             seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
@@ -221,7 +222,7 @@ class Adaptive(SelectionPolicy):
             survival += _BEST_RATE**length
             tokens.append(survival)
         steps = [base + v for v in self._verification(self.options.k_max, view.learn)]
-        times, sharing = view.learn.step_times, self._num_sharing
+        times, sharing = view.learn.times, self._num_sharing
         most = base / (1 + self.options.margin)
         return {
             n: d
@@ -246,7 +247,7 @@ class Adaptive(SelectionPolicy):
         base = self._base(view.learn)
         steps = [base + v for v in self._verification(limit, view.learn)]
         remaining = self._remaining(state, view.learn)
-        step_times, sharing = view.learn.step_times, self._num_sharing
+        step_times, sharing = view.learn.times, self._num_sharing
         gained, saved = [], []
         for drafter, rate in zip(drafters, rates, strict=True):
             name = drafter.name
@@ -281,8 +282,8 @@ class Adaptive(SelectionPolicy):
 
     def _base(self, estimators: Estimators) -> float:
         """Seconds of a step without any draft."""
-        times = estimators.step_times
-        return times.overhead + times.target(self._num_sharing)
+        times = estimators.times
+        return round_seconds(times.target(self._num_sharing), host=times.overhead)
 
     def _verification(self, limit: int, estimators: Estimators) -> list[float]:
         """[limit] seconds by which so many more rows of the target hold up all requests, and the
@@ -292,9 +293,9 @@ class Adaptive(SelectionPolicy):
         if pace.requests:
             drafted = pace.rows / pace.requests - 1
             rows = max(1, round(pace.rows / pace.steps - drafted))
-        target, sharing = estimators.step_times.target, self._num_sharing
+        target, sharing = estimators.times.target, self._num_sharing
         alone = target(rows)
-        host = estimators.step_times.draft_overhead
+        host = estimators.times.draft_overhead
         return [host + sharing * (target(rows + n) - alone) for n in range(1, limit + 1)]
 
     @property
@@ -422,7 +423,7 @@ class Adaptive(SelectionPolicy):
                 if known.doubt[self._columns[name]] < _LEAST_DOUBT:
                     continue
                 unread = state.num_known_tokens - self._num_read(state, drafter)
-                seconds = view.learn.step_times.catch_up_of(name) * unread
+                seconds = view.learn.times.catch_up_of(name) * unread
                 if self._replayed_s + seconds > self._exploration_s():
                     continue
                 self._replayed_s += seconds

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from penstock.core.learn.times import round_seconds
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
 from penstock.core.view import View
@@ -45,17 +46,17 @@ class RoundTimes:
         """Seconds of the target's part with 0, 1, … `longest` draft tokens each."""
         if len(self._verify) <= longest:
             rows = self._num_requests * (1 + np.arange(longest + 1, dtype=np.int64))
-            self._verify = self._estimators.step_times.target.at(rows).tolist()
+            self._verify = self._estimators.times.target.at(rows).tolist()
         return self._verify[: longest + 1]
 
     def draft(self, drafter: Drafter, batch: int, num_draft_tokens: int) -> float:
         """Seconds of the drafting, where the drafter drafts for `batch` requests at once."""
         if drafter.remote:
-            return self._estimators.links.seconds(drafter.name, num_draft_tokens)
+            return self._estimators.times.draft_seconds(drafter.name, batch, num_draft_tokens)
         key = (drafter.name, max(1, batch))
         step = self._draft.get(key)
         if step is None:
-            step = self._estimators.step_times.curve_of(drafter.name)(key[1])
+            step = self._estimators.times.curve_of(drafter.name)(key[1])
             if not self._view.is_beside(drafter):
                 step *= self._num_requests / key[1]
             self._draft[key] = step
@@ -66,7 +67,7 @@ class RoundTimes:
         verify = self.verify(num_draft_tokens)[num_draft_tokens]
         if drafter is None or not num_draft_tokens:
             return verify
-        return verify + self.draft(drafter, batch, num_draft_tokens)
+        return round_seconds(verify, inside=self.draft(drafter, batch, num_draft_tokens))
 
     @property
     def alone(self) -> float:
@@ -91,7 +92,7 @@ class RoundTimes:
         """Seconds of a switch to a drafter (c in Spin's eq. 6): it has to read the text first, and
         the longer that is the longer it takes. Inside a step all others wait for it."""
         unread = state.num_known_tokens - _num_read(state, drafter)
-        seconds = unread * self._estimators.step_times.catch_up_of(drafter.name)
+        seconds = unread * self._estimators.times.catch_up_of(drafter.name)
         return seconds if self._view.is_beside(drafter) else seconds * self._num_requests
 
 

@@ -68,7 +68,7 @@ class Greedy(SelectionPolicy):
 
     def _order(self, drafters: Mapping[str, Drafter], view: View) -> list[str]:
         """Models from the smallest on."""
-        curve_of = view.learn.step_times.curve_of
+        curve_of = view.learn.times.curve_of
         seconds: dict[str, float] = {}
         for drafter in drafters.values():
             model = model_of(drafter)
