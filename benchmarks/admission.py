@@ -1,11 +1,12 @@
 """Admission policies side by side on the virtual clock.
 
     python -m benchmarks.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
+    python -m benchmarks.admission --report [--also FILE...] [--results DIR]
 
 Parts: capacity, order, memory, trace, slo, targets, robust, speed, speculation; without a name,
 all. A line of JSON for each run goes to FILE (default admission.jsonl); what is there already is
 not run again, so that a long comparison can be stopped and continued. `--report` prints tables of
-what FILE holds.
+what FILE, and those of `--also`, hold, and writes them as result files.
 
 Capacity is the largest load, by bisection, at which the backlog of Poisson arrivals does not grow
 (`penstock.sim.capacity`). `sarathi*` is Sarathi with token budget and cap tuned in hindsight: the
@@ -16,36 +17,38 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
-import os
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from benchmarks.figures import interval
+from benchmarks.admission_report import report
 from benchmarks.targets import Case, cases, share_within
 
 from penstock.fluid.capacity import capacity_bound, output_work
+from penstock.lab.bench import DATA
+from penstock.lab.cells import Cells, Figures
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.planner import load_bound
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, concatenate, make_workload
 
+Policy = tuple[str, dict[str, Any]]
 SUSTAINED = Criterion()
-OURS = ("fluid_guided", {})
-SHIPPED = {
+OURS: Policy = ("fluid_guided", {})
+SHIPPED: dict[str, Policy] = {
     "vllm_v0": ("vllm_v0", {}),
     "vllm_v1": ("vllm_v1", {}),
     "vllm_v1 8192/1024": ("vllm_v1", {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}),
     "sarathi": ("sarathi", {}),
     "guaranteed_no_evict": ("guaranteed_no_evict", {}),
 }
-TUNED_A100 = ("sarathi", {"token_budget": 376, "max_num_seqs": 320})
+TUNED_A100: Policy = ("sarathi", {"token_budget": 376, "max_num_seqs": 320})
 BUDGETS = (256, 376, 384, 512, 768, 1024, 2048)
 CAPS = (128, 256, 320, 512)
 # Where to begin the search, in requests/s, and how many arrivals one run has.
@@ -75,78 +78,73 @@ FILES = {
 class Bench:
     """Where figures come from and go to."""
 
+    cells: Cells
     data: Path
-    out: Path
-    seeds: int
+    seeds: range
     scale: float
-    done: dict[str, dict[str, Any]] = field(default_factory=dict)
 
-    def cell(self, key: str, measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-        """The figures under `key`, measured unless they are known."""
-        if key not in self.done:
-            started = time.process_time()
-            figures = {"key": key, **measure(), "cpu_s": time.process_time() - started}
-            self.done[key] = figures
-            with self.out.open("a") as file:
-                file.write(json.dumps(figures) + "\n")
-            print(json.dumps(figures), flush=True)
-        return self.done[key]
+    def latencies(
+        self, key: str, policy: Policy, load: Workload, seed: str = "", **setup: Any
+    ) -> None:
+        """Note latencies of a run."""
+        self.cells.measure(key + seed, lambda: latency(run(setup_of(policy, **setup), load)))
+
+    def is_there(self, name: str) -> bool:
+        return name not in FILES or (self.data / FILES[name]).exists()
 
     def spec(self, name: str) -> str:
         return str(self.data / FILES[name]) if name in FILES else name
 
+    def poisson(
+        self, lengths: str | Workload, num: int, rate: float, seed: int, **changes: Any
+    ) -> Workload:
+        """So many requests of a workload with Poisson arrivals."""
+        options = {"arrivals": "poisson", **changes}
+        if isinstance(lengths, str):
+            lengths = self.spec(lengths)
+        return make_workload(lengths, num_requests=num, rate=rate, seed=seed, **options)
+
     def arrivals(self, name: str, rate: float, seed: int, num: int | None = None) -> Workload:
         """Requests of a trace in random order: a load is judged by the second half of them."""
         num = num or max(2000, int(WORKLOADS[name][1] * self.scale))
-        spec = self.spec(name)
-        made = make_workload(spec, num_requests=num, rate=rate, arrivals="poisson", seed=seed)
-        return made.shuffled(seed)
+        return self.poisson(name, num, rate, seed).shuffled(seed)
+
+    def capacity(
+        self,
+        key: str,
+        name: str,
+        policy: Policy,
+        seed: int,
+        guess: float,
+        criterion: Criterion = SUSTAINED,
+        **changes: Any,
+    ) -> float:
+        """With the arrivals of `seed`; those of seed 0, under `key`, tell where to look: within 3%
+        of theirs, within a third of `guess` where they are not known, and on from there where that
+        was wrong."""
+        setup = setup_of(policy, **changes)
+        first = self.cells.done.get(f"{key}/0", {}).get("capacity", 0.0)
+
+        def search(low: float, high: float) -> float:
+            return capacity(
+                setup,
+                lambda rate: self.arrivals(name, rate, seed),
+                low * (first or guess),
+                high * (first or guess),
+                criterion=criterion,
+                tolerance=0.005,
+            ).requests_per_s
+
+        return (first and search(0.97, 1.03)) or search(0.7, 1.1)
 
 
-def setup_of(policy: tuple[str, dict[str, Any]], **changes: Any) -> Setup:
+def setup_of(policy: Policy, **changes: Any) -> Setup:
     name, options = policy
     changes.setdefault("profile", load_profile("a100-llama2-7b"))
     return Setup(admission=name, admission_options=options, **changes)
 
 
-def find_capacity(
-    bench: Bench,
-    key: str,
-    name: str,
-    policy: tuple[str, dict[str, Any]],
-    seed: int,
-    guess: float,
-    criterion: Criterion = SUSTAINED,
-    **changes: Any,
-) -> float:
-    """With the arrivals of `seed`; those of seed 0, under `key`, tell where to look: within 3% of
-    theirs, within a third of `guess` where they are not known, and on from there where that was
-    wrong."""
-    setup = setup_of(policy, **changes)
-    first = bench.done.get(f"{key}/0", {}).get("capacity", 0.0)
-
-    def search(low: float, high: float) -> float:
-        return capacity(
-            setup,
-            lambda rate: bench.arrivals(name, rate, seed),
-            low * (first or guess),
-            high * (first or guess),
-            criterion=criterion,
-            tolerance=0.005,
-        ).requests_per_s
-
-    return (first and search(0.97, 1.03)) or search(0.7, 1.1)
-
-
-def long_prompts(seed: int, num: int) -> Workload:
-    """Log-normal lengths: prompts of 12,000 tokens in the mean, outputs of 200."""
-    rng = np.random.default_rng([seed, 7])
-    prompts = np.clip(rng.lognormal(math.log(12_000) - 0.5, 1.0, num), 16, 100_000)
-    outputs = np.clip(rng.lognormal(math.log(200) - 0.5, 1.0, num), 1, 2000)
-    return Workload("long", prompts.astype(np.int64), outputs.astype(np.int64))
-
-
-def latency(report: Report) -> dict[str, Any]:
+def latency(report: Report) -> Figures:
     """Means, and beside them what the last requests and the longest prompts pay."""
     figures = report.figures()
     longest = figures["by_prompt_len"][-1]
@@ -166,106 +164,82 @@ def latency(report: Report) -> dict[str, Any]:
     }
 
 
-def tuned(bench: Bench, name: str) -> tuple[str, dict[str, Any]]:
+# --- capacity -------------------------------------------------------------------------------------
+
+
+def tuned(bench: Bench, name: str) -> Policy:
     """Sarathi with the budget and cap that are best in hindsight: at the load that
     `fluid_guided` sustains, the lowest mean latency of a grid."""
-    rate = bench.done[f"capacity/{name}/fluid_guided/0"]["capacity"]
+    rate = bench.cells.done[f"capacity/{name}/fluid_guided/0"]["capacity"]
 
-    def search() -> dict[str, Any]:
-        best: tuple[float, dict[str, Any]] | None = None
+    def search() -> Figures:
         workload = bench.arrivals(name, 0.97 * rate, 1000)
-        for budget, cap in itertools.product(BUDGETS, CAPS):
-            if cap > budget:
-                continue
-            options = {"token_budget": budget, "max_num_seqs": cap}
-            mean = float(run(setup_of(("sarathi", options)), workload).latency.mean())
-            if best is None or mean < best[0]:
-                best = (mean, options)
-        assert best is not None
-        return {"options": best[1], "latency": best[0]}
+        means = [
+            (float(run(setup_of(("sarathi", options)), workload).latency.mean()), options)
+            for options in grid(BUDGETS, CAPS)
+            if options["max_num_seqs"] <= options["token_budget"]
+        ]
+        mean, options = min(means, key=lambda pair: pair[0])
+        return {"options": options, "latency": mean}
 
-    return "sarathi", bench.cell(f"tuned/{name}", search)["options"]
+    return "sarathi", bench.cells.measure(f"tuned/{name}", search)["options"]
+
+
+def grid(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[dict[str, int]]:
+    for budget, cap in itertools.product(budgets, caps):
+        yield {"token_budget": budget, "max_num_seqs": cap}
 
 
 def sustained(
-    bench: Bench, name: str, label: str, policy: tuple[str, dict[str, Any]], seed: int, guess: float
+    bench: Bench, name: str, label: str, policy: Policy, seed: int, guess: float
 ) -> float:
     key = f"capacity/{name}/{label}"
+    figures = bench.cells.measure(
+        f"{key}/{seed}", lambda: {"capacity": bench.capacity(key, name, policy, seed, guess)}
+    )
+    return float(figures["capacity"])
 
-    def measure() -> dict[str, Any]:
-        return {"capacity": find_capacity(bench, key, name, policy, seed, guess)}
 
-    return float(bench.cell(f"{key}/{seed}", measure)["capacity"])
+def bound(bench: Bench, name: str) -> float:
+    """The fluid bound, as `penstock capacity` has it."""
+    profile = load_profile("a100-llama2-7b")
+    return load_bound(profile, bench.arrivals(name, 1.0, 0), profile.kv_tokens)
 
 
 def part_capacity(bench: Bench) -> None:
     """Capacity, and mean latency at 0.5, 0.8 and 0.95 of the tuned rival's capacity."""
-    for seed, name in itertools.product(range(bench.seeds), WORKLOADS):
-        if name in FILES and not (bench.data / FILES[name]).exists():
+    for seed, name in itertools.product(bench.seeds, WORKLOADS):
+        if not bench.is_there(name):
             continue
+        bench.cells.measure(f"bound/{name}", lambda n=name: {"requests_per_s": bound(bench, n)})
         ours = sustained(bench, name, "fluid_guided", OURS, seed, WORKLOADS[name][0])
         policies = {"sarathi*": tuned(bench, name), **SHIPPED}
         del policies["vllm_v1 8192/1024"], policies["guaranteed_no_evict"]
-        for label, policy in policies.items():
-            sustained(bench, name, label, policy, seed, ours)
-        rival = bench.done[f"capacity/{name}/sarathi*/{seed}"]["capacity"]
+        rates = {n: sustained(bench, name, n, p, seed, ours) for n, p in policies.items()}
         everybody = {"fluid_guided": OURS, "sarathi*": policies["sarathi*"], **SHIPPED}
         for share in (0.5, 0.8, 0.95):
-            workload = bench.arrivals(name, share * rival, seed)
+            workload = bench.arrivals(name, share * rates["sarathi*"], seed)
             for label, policy in everybody.items():
-                bench.cell(
-                    f"latency/{name}/{share}/{label}/{seed}",
-                    lambda p=policy, w=workload: latency(run(setup_of(p), w)),
-                )
-
-
-def part_order(bench: Bench) -> None:
-    """What the order of the waiting requests is worth, and what the rest of a policy: each policy
-    in both orders, at 0.8 and 0.95 of what fluid_guided carries in order of arrival."""
-    policies = {
-        "fluid_guided": OURS,
-        "sarathi 376/320": TUNED_A100,
-        **{n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0", "guaranteed_no_evict")},
-    }
-    in_order = [
-        (f"{label}, {order}", (name, {**options, "order": order}))
-        for order in ("arrival", "size_aware")
-        for label, (name, options) in policies.items()
-    ]
-    cases = itertools.product((0.95, 0.8), range(bench.seeds), QUEUES)
-    for share, seed, name in cases:
-        if name in FILES and not (bench.data / FILES[name]).exists():
-            continue
-        rate, full = QUEUES[name]
-        num = max(2000, int(full * bench.scale))
-        lengths = long_prompts(seed, num) if name == "long" else bench.spec(name)
-        workload = make_workload(
-            lengths, num_requests=num, rate=share * rate, arrivals="poisson", seed=seed
-        )
-        for label, policy in (*in_order, ("sjf", ("sjf", {}))):
-            bench.cell(
-                f"order/{name}/{share}/{label}/{seed}",
-                lambda p=policy, w=workload: latency(run(setup_of(p), w)),
-            )
+                bench.latencies(f"latency/{name}/{share}/{label}", policy, workload, f"/{seed}")
 
 
 def part_memory(bench: Bench) -> None:
     """25,000 KV tokens: capacity against the bound, and preemptions at 0.99 of it."""
     few, profile = 25_000, load_profile("a100-llama2-7b")
-    for seed, name in itertools.product(range(bench.seeds), ("high", "ten_bins")):
+    for seed, name in itertools.product(bench.seeds, ("high", "ten_bins")):
         lengths = bench.arrivals(name, 1.0, seed)
         work = output_work(lengths.prompt_len, lengths.output_len)
         mean_context = work.kv_token_steps / work.decode_steps
         together = replace(work, min_context=mean_context, max_context=mean_context)
         bounds = [capacity_bound(profile, w, few).requests_per_s for w in (work, together)]
         for label in ("fluid_guided", "vllm_v1", "sarathi"):
-            policy = OURS if label == "fluid_guided" else SHIPPED[label]
+            policy = SHIPPED.get(label, OURS)
             key = f"memory/{name}/{label}"
 
             def measure(
-                k: str = key, n: str = name, p: Any = policy, s: int = seed, b: Any = bounds
-            ) -> dict[str, Any]:
-                found = find_capacity(bench, k, n, p, s, 0.9 * b[0], kv_tokens=few)
+                k: str = key, n: str = name, p: Policy = policy, s: int = seed, b: Any = bounds
+            ) -> Figures:
+                found = bench.capacity(k, n, p, s, 0.9 * b[0], kv_tokens=few)
                 at = run(setup_of(p, kv_tokens=few), bench.arrivals(n, 0.99 * found, s, 30_000))
                 return {
                     "capacity": found,
@@ -274,7 +248,53 @@ def part_memory(bench: Bench) -> None:
                     "preemptions": at.result.num_preemptions,
                 }
 
-            bench.cell(f"{key}/{seed}", measure)
+            bench.cells.measure(f"{key}/{seed}", measure)
+
+
+def part_slo(bench: Bench) -> None:
+    """The largest load at which p99 of TTFT is at most 1 s and of TPOT 80 ms."""
+    targets = {"ttft_p99": 1.0, "tpot_p99": 0.08}
+    criterion = Criterion(**targets)
+    policies = {"fluid_guided": ("fluid_guided", targets), **SHIPPED}
+    guesses = (("conversation", 3.8), ("sharegpt", 0.7))
+    for seed, (name, guess), (label, policy) in itertools.product(
+        bench.seeds, guesses, policies.items()
+    ):
+        key = f"slo/{name}/{label}"
+        job = (key, name, policy, seed, guess, criterion)
+        bench.cells.measure(f"{key}/{seed}", lambda j=job: {"capacity": bench.capacity(*j)})
+
+
+# --- latency --------------------------------------------------------------------------------------
+
+
+def long_prompts(seed: int, num: int) -> Workload:
+    """Log-normal lengths: prompts of 12,000 tokens in the mean, outputs of 200."""
+    rng = np.random.default_rng([seed, 7])
+    prompts = np.clip(rng.lognormal(math.log(12_000) - 0.5, 1.0, num), 16, 100_000)
+    outputs = np.clip(rng.lognormal(math.log(200) - 0.5, 1.0, num), 1, 2000)
+    return Workload("long", prompts.astype(np.int64), outputs.astype(np.int64))
+
+
+def part_order(bench: Bench) -> None:
+    """What the order of the waiting requests is worth, and what the rest of a policy: each policy
+    in both orders, at 0.8 and 0.95 of what fluid_guided carries in order of arrival."""
+    rivals = {n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0", "guaranteed_no_evict")}
+    policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **rivals}
+    in_order = {
+        f"{label}, {order}": (name, {**options, "order": order})
+        for order in ("arrival", "size_aware")
+        for label, (name, options) in policies.items()
+    }
+    for share, seed, name in itertools.product((0.95, 0.8), bench.seeds, QUEUES):
+        if not bench.is_there(name):
+            continue
+        rate, full = QUEUES[name]
+        num = max(2000, int(full * bench.scale))
+        lengths = long_prompts(seed, num) if name == "long" else name
+        workload = bench.poisson(lengths, num, share * rate, seed)
+        for label, policy in (in_order | {"sjf": ("sjf", {})}).items():
+            bench.latencies(f"order/{name}/{share}/{label}", policy, workload, f"/{seed}")
 
 
 def part_trace(bench: Bench) -> None:
@@ -284,97 +304,94 @@ def part_trace(bench: Bench) -> None:
     for name, scale in (("stretched", 1 / 1.2), ("recorded", 1.0), ("faster", 1.2)):
         workload = make_workload(bench.spec("conversation"), time_scale=scale)
         for label, policy in policies.items():
-            bench.cell(
-                f"trace/{name}/{label}", lambda p=policy, w=workload: latency(run(setup_of(p), w))
+            bench.latencies(f"trace/{name}/{label}", policy, workload)
+
+
+def robust_workloads(bench: Bench, seed: int) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
+    num = max(2000, int(20_000 * bench.scale))
+    for rate in (2.5, 4.5):
+        yield f"code {rate}", bench.poisson("code", 8819, rate, seed), {}
+    linear = {"profile": load_profile("paper-linear")}
+    for rate in (8.0, 24.0):
+        yield f"code {rate} paper-linear", bench.poisson("code", 8819, rate, seed), linear
+    slow = {"profile": load_profile("a100-llama2-7b").slower(0.04)}
+    for rate in (12.0, 20.0):
+        yield f"high {rate} +40 ms", bench.arrivals("high", rate, seed, num), slow
+    doubled = bench.poisson("high", num, 18.0, seed, arrivals="poisson@200-800x2")
+    yield "high 18, doubled for ten minutes", doubled, {}
+    lengths = concatenate(
+        *(
+            make_workload(name, num_requests=num // 2, rate=1.0, seed=s)
+            for name, s in (("low", seed), ("high", seed + 100))
+        )
+    )
+    yield "low, then high, 30", bench.poisson(lengths, num, 30.0, seed), {}
+
+
+def part_robust(bench: Bench) -> None:
+    """Mean latency where nothing is as it was: other profiles, bursts, shifting lengths."""
+    for seed in bench.seeds:
+        for name, workload, changes in robust_workloads(bench, seed):
+            for label, policy in {"fluid_guided": OURS, **SHIPPED}.items():
+                bench.latencies(f"robust/{name}/{label}", policy, workload, f"/{seed}", **changes)
+
+
+def part_speculation(bench: Bench) -> None:
+    """Draft lengths chosen with the load, against always 4 and never."""
+    variants = {
+        "chosen": ("throughput", {}),
+        "always 4": ("fixed", {"k": 4}),
+        "never": ("fixed", {"k": 0}),
+    }
+    for seed, rate in itertools.product(bench.seeds, (2.0, 8.0, 16.0, 24.0, 30.0)):
+        workload = bench.arrivals("high", rate, seed, max(400, int(2000 * bench.scale)))
+        for label, (allocation, options) in variants.items():
+            bench.latencies(
+                f"speculation/{rate}/{label}",
+                ("vllm_v1", {}),
+                workload,
+                f"/{seed}",
+                allocation=allocation,
+                allocation_options=options,
+                drafters=("draft",),
+                acceptance=GeometricAcceptance({"draft": 0.7}, seed=1),
             )
 
 
-def part_slo(bench: Bench) -> None:
-    """The largest load at which p99 of TTFT is at most 1 s and of TPOT 80 ms."""
-    targets = {"ttft_p99": 1.0, "tpot_p99": 0.08}
-    criterion = Criterion(**targets)
-    for seed, (name, guess) in itertools.product(
-        range(bench.seeds), (("conversation", 3.8), ("sharegpt", 0.7))
-    ):
-        for label, policy in {"fluid_guided": ("fluid_guided", targets), **SHIPPED}.items():
-            key = f"slo/{name}/{label}"
-            bench.cell(
-                f"{key}/{seed}",
-                lambda k=key, n=name, p=policy, s=seed, g=guess: {
-                    "capacity": find_capacity(bench, k, n, p, s, g, criterion)
-                },
-            )
+# --- targets, and the simulator's own speed -------------------------------------------------------
 
 
 def part_targets(bench: Bench) -> None:
     """Share of the requests within both targets: `fluid_guided` told of them and not told, and
     Sarathi with the budget and cap of a grid that are best for each load in hindsight."""
     profile = load_profile("a100-llama2-7b")
-    for seed in range(bench.seeds):
+    for seed in bench.seeds:
         for case in cases(bench.data / FILES["conversation"], profile, seed):
             told = {"ttft_p99": case.ttft_p99, "tpot_p99": case.tpot_p99}
-            policies = {"fluid_guided, told": ("fluid_guided", told), "fluid_guided": OURS}
-            for label, policy in policies.items():
-                bench.cell(
+            for label, policy in {
+                "fluid_guided, told": ("fluid_guided", told),
+                "fluid_guided": OURS,
+            }.items():
+                bench.cells.measure(
                     f"targets/{case.name}/{label}/{seed}",
                     lambda p=policy, c=case: {"within": _within(p, c)},
                 )
-            bench.cell(f"targets/{case.name}/sarathi*/{seed}", lambda c=case: _best_sarathi(c))
+            bench.cells.measure(
+                f"targets/{case.name}/sarathi*/{seed}", lambda c=case: _best_sarathi(c)
+            )
 
 
-def _within(policy: tuple[str, dict[str, Any]], case: Case) -> float:
+def _within(policy: Policy, case: Case) -> float:
     report = run(setup_of(policy, kv_tokens=case.kv_tokens), case.workload)
     return share_within(report, case.ttft_p99, case.tpot_p99)
 
 
-def _best_sarathi(case: Case) -> dict[str, Any]:
-    best: dict[str, Any] = {"within": -1.0}
-    for budget, cap in itertools.product((128, *BUDGETS), (8, 32, 128)):
-        options = {"token_budget": budget, "max_num_seqs": cap}
-        within = _within(("sarathi", options), case)
-        if within > best["within"]:
-            best = {"within": within, "options": options}
-    return best
-
-
-def robust_workloads(bench: Bench, seed: int) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
-    num = max(2000, int(20_000 * bench.scale))
-    for rate in (2.5, 4.5):
-        code = make_workload(
-            bench.spec("code"), num_requests=8819, rate=rate, arrivals="poisson", seed=seed
-        )
-        yield f"code {rate}", code, {}
-    linear = load_profile("paper-linear")
-    for rate in (8.0, 24.0):
-        code = make_workload(
-            bench.spec("code"), num_requests=8819, rate=rate, arrivals="poisson", seed=seed
-        )
-        yield f"code {rate} paper-linear", code, {"profile": linear}
-    slow = load_profile("a100-llama2-7b").slower(0.04)
-    for rate in (12.0, 20.0):
-        yield f"high {rate} +40 ms", bench.arrivals("high", rate, seed, num), {"profile": slow}
-    doubled = make_workload(
-        "high", num_requests=num, rate=18.0, arrivals="poisson@200-800x2", seed=seed
+def _best_sarathi(case: Case) -> Figures:
+    found = (
+        {"within": _within(("sarathi", options), case), "options": options}
+        for options in grid((128, *BUDGETS), (8, 32, 128))
     )
-    yield "high 18, doubled for ten minutes", doubled, {}
-    half = num // 2
-    lengths = concatenate(
-        make_workload("low", num_requests=half, rate=1.0, seed=seed),
-        make_workload("high", num_requests=half, rate=1.0, seed=seed + 100),
-    )
-    shifted = make_workload(lengths, num_requests=num, rate=30.0, arrivals="poisson", seed=seed)
-    yield "low, then high, 30", shifted, {}
-
-
-def part_robust(bench: Bench) -> None:
-    """Mean latency where nothing is as it was: other profiles, bursts, shifting lengths."""
-    for seed in range(bench.seeds):
-        for name, workload, changes in robust_workloads(bench, seed):
-            for label, policy in {"fluid_guided": OURS, **SHIPPED}.items():
-                bench.cell(
-                    f"robust/{name}/{label}/{seed}",
-                    lambda p=policy, w=workload, c=changes: latency(run(setup_of(p, **c), w)),
-                )
+    return max(found, key=lambda f: f["within"])
 
 
 def part_speed(bench: Bench) -> None:
@@ -382,7 +399,7 @@ def part_speed(bench: Bench) -> None:
     for rate in (10.0, 34.0):
         workload = bench.arrivals("high", rate, 0, 20_000)
 
-        def measure(w: Workload = workload) -> dict[str, Any]:
+        def measure(w: Workload = workload) -> Figures:
             best = 0.0
             for _ in range(3):
                 started = time.process_time()
@@ -390,32 +407,7 @@ def part_speed(bench: Bench) -> None:
                 best = max(best, len(w) / (time.process_time() - started))
             return {"requests_per_cpu_s": best}
 
-        bench.cell(f"speed/{rate}", measure)
-
-
-def part_speculation(bench: Bench) -> None:
-    """Draft lengths chosen with the load, against always 4 and never."""
-    rates = (2.0, 8.0, 16.0, 24.0, 30.0)
-    for seed, rate in itertools.product(range(bench.seeds), rates):
-        workload = bench.arrivals("high", rate, seed, max(400, int(2000 * bench.scale)))
-        variants = {
-            "chosen": ("throughput", {}),
-            "always 4": ("fixed", {"k": 4}),
-            "never": ("fixed", {"k": 0}),
-        }
-        for label, (allocation, options) in variants.items():
-
-            def measure(a: str = allocation, o: Any = options, w: Workload = workload) -> Any:
-                setup = setup_of(
-                    ("vllm_v1", {}),
-                    allocation=a,
-                    allocation_options=o,
-                    drafters=("draft",),
-                    acceptance=GeometricAcceptance({"draft": 0.7}, seed=1),
-                )
-                return latency(run(setup, w))
-
-            bench.cell(f"speculation/{rate}/{label}/{seed}", measure)
+        bench.cells.measure(f"speed/{rate}", measure)
 
 
 PARTS = {
@@ -431,63 +423,22 @@ PARTS = {
 }
 
 
-def _ratio(bench: Bench, key: str, others: list[str], figure: str) -> float:
-    """A figure over the least of the others', NaN without any."""
-    known = (bench.done.get(other) for other in others)
-    least = min((o[figure] for o in known if o is not None), default=math.nan)
-    return float(bench.done[key][figure] / least)
-
-
-def _compare(bench: Bench) -> None:
-    """Beside the figures of `robust`: our mean latency over that of the best of the others; of
-    `order`: each figure over the same policy's in order of arrival."""
-    for key, figures in list(bench.done.items()):
-        part, _, rest = key.partition("/")
-        name, _, seed = rest.rpartition("/fluid_guided/")
-        if part == "robust" and name:
-            others = [f"robust/{name}/{label}/{seed}" for label in SHIPPED]
-            figures["latency_over_the_best"] = _ratio(bench, key, others, "latency")
-        if part == "order" and ", size_aware/" in key:
-            arrival = [key.replace(", size_aware/", ", arrival/")]
-            for figure in ("latency", "ttft", "ttft_p999", "ttft_max", "slowdown_longest"):
-                figures[f"{figure}_over_arrival"] = _ratio(bench, key, arrival, figure)
-
-
-def report(bench: Bench) -> None:
-    """Means over seeds, with half the width of the 95% interval where there are several."""
-    _compare(bench)
-    groups: dict[str, dict[str, list[float]]] = {}
-    for key, figures in bench.done.items():
-        name = key if key.rsplit("/", 1)[-1].isdigit() is False else key.rsplit("/", 1)[0]
-        for figure, value in figures.items():
-            if isinstance(value, int | float) and figure != "cpu_s":
-                groups.setdefault(name, {}).setdefault(figure, []).append(value)
-    for name, columns in sorted(groups.items()):
-        cells = []
-        for figure, values in columns.items():
-            mean, half = interval(values)
-            cells.append(f"{figure} {mean:.4g}" + (f" ± {half:.2g}" if half else ""))
-        print(f"{name}: " + ", ".join(cells))
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
-    default = os.environ.get("PENSTOCK_DATA", "../shared/data")
-    parser.add_argument("--data", type=Path, default=Path(default))
+    parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--out", type=Path, default=Path("admission.jsonl"))
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="files to read as well")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of arrivals")
-    parser.add_argument("--report", action="store_true")
+    parser.add_argument("--report", action="store_true", help="tables of what is known")
+    parser.add_argument("--results", type=Path, help="folder of result files, for --report")
     given = parser.parse_args()
-    bench = Bench(given.data, given.out, given.seeds, given.scale)
-    if bench.out.exists():
-        for line in bench.out.read_text().splitlines():
-            figures = json.loads(line)
-            bench.done[figures["key"]] = figures
+    cells = Cells(given.out, given.also)
     if given.report:
-        report(bench)
+        report(cells, given.results)
         return
+    bench = Bench(cells, given.data, range(given.seeds), given.scale)
     for name in given.parts or PARTS:
         PARTS[name](bench)
 

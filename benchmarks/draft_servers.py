@@ -10,19 +10,19 @@ logarithms, at 95% (Student's t).
 
 from __future__ import annotations
 
-import argparse
-import json
+import itertools
 import sys
-from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-from benchmarks.figures import interval
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from penstock.fluid.step_profile import StepProfile
+from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.claims import ClaimVerdict, bar
+from penstock.lab.statistics import SEEDS, jain, ratio
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.links import DraftServer, Link
 from penstock.sim.run import Setup, run
@@ -43,10 +43,10 @@ POLICIES = (
     ("renewal", "async"),
 )
 OURS = ("renewal", "async")
+Runs = Sequence[dict[str, Any]]
 
 
-@dataclass(frozen=True, slots=True)
-class Scene:
+class Network(NamedTuple):
     """num_servers servers; a verification takes `verify_s` beside its positions."""
 
     num_servers: int
@@ -57,34 +57,22 @@ class Scene:
         """Simulated time: about ROUNDS rounds of a barrier."""
         return ROUNDS * (self.verify_s + ROUND_TRIP_S + 4 * DRAFT_S)
 
-
-@dataclass(frozen=True, slots=True)
-class Figures:
-    """Of one run. Rates are tokens a second."""
-
-    allocation: str
-    pipeline: str
-    num_servers: int
-    verify_ms: float
-    seed: int
-    tokens_per_s: float
-    sum_log_rate: float
-    smallest: float
-    jain: float
+    @property
+    def title(self) -> str:
+        return f"N = {self.num_servers}, verification {1e3 * self.verify_s:.0f} ms"
 
 
-def measure(scene: Scene, allocation: str, pipeline: str, seed: int) -> Figures:
-    """One run of a policy."""
+def measure(network: Network, policy: tuple[str, str], seed: int) -> dict[str, Any]:
+    """One run of an allocation with a pipeline. Rates are tokens a second."""
     rng = np.random.default_rng(seed)
-    num = scene.num_servers
+    num, verify_s = network
     names = [f"s{i}" for i in range(num)]
     drafting = DRAFT_S * np.exp(rng.normal(0, SPREAD, num))
     trips = ROUND_TRIP_S * np.exp(rng.normal(0, SPREAD, num))
     rates = rng.uniform(0.3, 0.9, num)
+    allocation, pipeline = policy
     setup = Setup(
-        StepProfile(
-            "verify", 10**9, (0, 1000), (scene.verify_s, scene.verify_s + 1000 * POSITION_S)
-        ),
+        StepProfile("verify", 10**9, (0, 1000), (verify_s, verify_s + 1000 * POSITION_S)),
         allocation=allocation,
         allocation_options={"total": int(2.5 * num)},
         acceptance=GeometricAcceptance(dict(zip(names, rates, strict=True)), seed),
@@ -99,116 +87,75 @@ def measure(scene: Scene, allocation: str, pipeline: str, seed: int) -> Figures:
     )
     endless = np.full(num, 10**6)
     load = Workload("endless", np.full(num, 8), endless, np.zeros(num), np.array(names))
-    report = run(setup, load, until=scene.seconds)
+    report = run(setup, load, until=network.seconds)
     found = report.num_tokens / report.result.finished_at
-    return Figures(
-        allocation,
-        pipeline,
-        num,
-        1e3 * scene.verify_s,
-        seed,
-        float(found.sum()),
-        float(np.log(found).sum()),
-        float(found.min()),
-        float(found.sum() ** 2 / (num * (found**2).sum())),
-    )
+    return {
+        "allocation": allocation,
+        "pipeline": pipeline,
+        "num_servers": num,
+        "verify_ms": 1e3 * verify_s,
+        "seed": seed,
+        "tokens_per_s": float(found.sum()),
+        "sum_log_rate": float(np.log(found).sum()),
+        "smallest": float(found.min()),
+        "jain": jain(found),
+    }
 
 
-def pick(runs: Iterable[Figures], scene: Scene, policy: tuple[str, str]) -> list[Figures]:
-    """A policy's runs in a scene, in order of their seeds."""
-    return [
-        r
-        for r in runs
-        if (r.allocation, r.pipeline) == policy
-        and (r.num_servers, r.verify_ms) == (scene.num_servers, 1e3 * scene.verify_s)
+def pick(runs: Runs, network: Network, policy: tuple[str, str], figure: str) -> list[float]:
+    """A figure of a policy's runs, in order of their seeds."""
+    wanted = (*policy, network.num_servers, 1e3 * network.verify_s)
+    keys = ("allocation", "pipeline", "num_servers", "verify_ms")
+    return [r[figure] for r in runs if tuple(r[k] for k in keys) == wanted]
+
+
+def verdicts(runs: Runs, networks: Sequence[Network]) -> list[ClaimVerdict]:
+    """Where a verification is short: well ahead of a barrier. Elsewhere: not behind the best
+    one."""
+    told = []
+    for network in networks:
+        rates = {p: pick(runs, network, p, "tokens_per_s") for p in POLICIES}
+        if network.verify_s < 0.1:
+            rival = ("goodspeed", "off")
+            wanted = 1.5 if network.num_servers <= 8 else 2.2
+            logs = (pick(runs, network, p, "sum_log_rate") for p in (OURS, rival))
+            gain = float(np.subtract(*logs).mean())
+            found = ratio(rates[OURS], rates[rival])
+            reached = found.mean >= wanted and gain >= 0
+            digits, what = 2, f"bar {wanted}x), sum of logs {gain:+.2f}"
+        else:
+            barriers = (("fixed", "off"), ("deadline", "off"))
+            rival = max(barriers, key=lambda p: float(np.mean(rates[p])))
+            found = ratio(rates[OURS], rates[rival])
+            # Of a single seed nothing can be said.
+            reached = found.high >= 1 if len(rates[OURS]) > 1 else None
+            digits, what = 3, "bar: not below 1 beyond the interval)"
+        span = f"{found.low:.{digits}f} to {found.high:.{digits}f}"
+        text = f"renewal, async over {rival[0]} with a barrier: {found.mean:.3f}x ({span}; {what}"
+        told.append(bar(network.title, text, reached))
+    return told
+
+
+def means(runs: Runs, network: Network) -> Table:
+    """A table of a network: means over the seeds."""
+    figures = ("tokens_per_s", "sum_log_rate", "smallest", "jain")
+    rows = [
+        {"policy": ", ".join(p)} | {f: np.mean(pick(runs, network, p, f)) for f in figures}
+        for p in POLICIES
     ]
-
-
-def ratio(ours: Sequence[Figures], theirs: Sequence[Figures]) -> tuple[float, float, float]:
-    """Of tokens a second: geometric mean over the seeds, and its interval at 95%."""
-    logs = np.log([a.tokens_per_s / b.tokens_per_s for a, b in zip(ours, theirs, strict=True)])
-    mean, half = interval(logs)
-    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half))
-
-
-def verdicts(runs: Sequence[Figures], scenes: Sequence[Scene]) -> list[tuple[bool, str]]:
-    """A line for each bar, and whether it is met."""
-    lines = []
-    for scene in scenes:
-        ours = pick(runs, scene, OURS)
-        where = f"N = {scene.num_servers}, verification {1e3 * scene.verify_s:.0f} ms"
-        if scene.verify_s < 0.1:
-            bar = 1.5 if scene.num_servers <= 8 else 2.2
-            rival = pick(runs, scene, ("goodspeed", "off"))
-            found, low, high = ratio(ours, rival)
-            gain = np.mean(
-                [a.sum_log_rate - b.sum_log_rate for a, b in zip(ours, rival, strict=True)]
-            )
-            lines.append(
-                (
-                    bool(found >= bar and gain >= 0),
-                    f"{where}: renewal, async over goodspeed with a barrier: {found:.3f}x "
-                    f"({low:.2f} to {high:.2f}; bar {bar}x), sum of logs {gain:+.2f}",
-                )
-            )
-            continue
-        rivals = [pick(runs, scene, (name, "off")) for name in ("fixed", "deadline")]
-        best = max(rivals, key=lambda r: float(np.mean([x.tokens_per_s for x in r])))
-        found, low, high = ratio(ours, best)
-        lines.append(
-            (
-                high >= 1,
-                f"{where}: renewal, async over {best[0].allocation} with a barrier: {found:.3f}x "
-                f"({low:.3f} to {high:.3f}; bar: not below 1 beyond the interval)",
-            )
-        )
-    return lines
-
-
-def show(runs: Sequence[Figures], scenes: Sequence[Scene]) -> None:
-    """A table for each scene: means over the seeds."""
-    console = Console()
-    for scene in scenes:
-        table = Table(title=f"N = {scene.num_servers}, verification {1e3 * scene.verify_s:.0f} ms")
-        table.add_column("allocation, pipeline")
-        for column in ("tokens/s", "sum of logs", "smallest", "Jain"):
-            table.add_column(column, justify="right")
-        for policy in POLICIES:
-            own = pick(runs, scene, policy)
-            means = [
-                float(np.mean([getattr(r, key) for r in own]))
-                for key in ("tokens_per_s", "sum_log_rate", "smallest", "jain")
-            ]
-            table.add_row(", ".join(policy), *(f"{m:.4g}" for m in means))
-        console.print(table)
+    heads = ("tokens/s", "sum of logs", "smallest", "Jain")
+    columns = {h: f"{{{f}:.4g}}" for h, f in zip(heads, figures, strict=True)}
+    return table(network.title, rows, {"allocation, pipeline": "{policy}", **columns})
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="one seed, N = 8")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    options = parser.parse_args(arguments)
-    sizes = (8,) if options.quick else (8, 32)
-    scenes = [Scene(n, v) for n in sizes for v in (0.03, 0.1, 0.3)]
-    seeds = range(1 if options.quick else 5)
-    jobs = [(s, *p, seed) for s in scenes for p in POLICIES for seed in seeds]
-    console = Console(file=sys.stderr)
-    runs = [measure(*job) for job in track(jobs, "simulating", console=console)]
-    lines = verdicts(runs, scenes)
-    if options.json:
-        print(
-            json.dumps(
-                {
-                    "runs": [asdict(r) for r in runs],
-                    "verdict": {"met": all(m for m, _ in lines), "lines": [t for _, t in lines]},
-                }
-            )
-        )
-    else:
-        show(runs, scenes)
-        for met, text in lines:
-            print(f"{'met   ' if met else 'MISSED'}  {text}")
-    return 0
+    args = parser(__doc__, quick="one seed, N = 8").parse_args(arguments)
+    sizes, seeds = ((8,), SEEDS[:1]) if args.quick else ((8, 32), SEEDS)
+    networks = list(itertools.starmap(Network, itertools.product(sizes, (0.03, 0.1, 0.3))))
+    jobs = list(itertools.product(networks, POLICIES, seeds))
+    runs = [measure(*job) for job in track(jobs, "simulating", console=Console(file=sys.stderr))]
+    tables = [means(runs, network) for network in networks]
+    return tell(args, Results(runs, verdicts(runs, networks), tables))
 
 
 if __name__ == "__main__":

@@ -15,16 +15,14 @@ drafter were both at work, over the shorter of their two times.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.blocks import BlockPool
@@ -42,6 +40,7 @@ from penstock.core.types import TARGET, Output, Request, SamplingParams, StepPla
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import DrafterProfile
+from penstock.lab.bench import Results, parser, table, tell
 from penstock.lab.steady_batch import SteadyBatch, play
 from penstock.serving.offline import complete
 from penstock.sim.profiles import load_profile
@@ -59,20 +58,6 @@ NEW_TOKENS = 96
 # --- on the virtual clock -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """Tokens a second of every setting; share: of `auto` over the best of the others."""
-
-    ratio: float
-    batch: int
-    tokens_per_s: dict[str, float]
-    best: str
-    chosen: str
-    share: float
-    spin: int
-    spin_share: float
-
-
 def make_batch(ratio: float, size: int) -> SteadyBatch:
     """One drafter, whose whole draft for 16 takes `ratio` times their verification."""
     target = load_profile("a100-llama2-7b")
@@ -83,7 +68,8 @@ def make_batch(ratio: float, size: int) -> SteadyBatch:
     return SteadyBatch(replace(target, drafters=(drafter,)), {"d": size}, LENGTH, {"d": 0.7})
 
 
-def simulate_cell(ratio: float, size: int) -> Cell:
+def simulate_cell(ratio: float, size: int) -> dict[str, Any]:
+    """Tokens a second of every setting; share: of `auto` over the best of the others."""
     batch = make_batch(ratio, size)
     rates = {p: play(batch, p, rounds=ROUNDS).tokens_per_s for p in FIXED}
     auto = play(batch, "auto", rounds=ROUNDS)
@@ -91,16 +77,28 @@ def simulate_cell(ratio: float, size: int) -> Cell:
     work = batch.round()
     most = min(MOST_MICRO_BATCHES, size)
     spin = spin_setting(lambda setting: cycle_seconds(work, setting), most).num
-    return Cell(
-        ratio,
-        size,
-        {**rates, "auto": auto.tokens_per_s},
-        best,
-        named(auto.chosen),
-        auto.tokens_per_s / rates[best],
-        spin,
-        rates[str(spin)] / rates[best],
-    )
+    return {
+        "ratio": ratio,
+        "batch": size,
+        "tokens_per_s": {**rates, "auto": auto.tokens_per_s},
+        "best": best,
+        "chosen": named(auto.chosen),
+        "share": auto.tokens_per_s / rates[best],
+        "spin": spin,
+        "spin_share": rates[str(spin)] / rates[best],
+    }
+
+
+def simulated() -> Results:
+    pairs = [(r, b) for r in RATIOS for b in BATCHES]
+    console = Console(stderr=True)
+    rows = [simulate_cell(*pair) for pair in track(pairs, "simulating", console=console)]
+    columns = {"draft : verify": "{ratio:g}", "batch": "{batch}"}
+    # A number in brackets would be an index.
+    shown = [{**r, **{f"p{p}": rate for p, rate in r["tokens_per_s"].items()}} for r in rows]
+    columns |= {p: f"{{p{p}:.0f}}" for p in FIXED} | {"auto": "{pauto:.0f} ({chosen})"}
+    columns |= {"auto / best": "{share:.3f}", "heuristic": "{spin}", "/ best": "{spin_share:.3f}"}
+    return Results(rows, tables=[table("tokens a second on the virtual clock", shown, columns)])
 
 
 def named(setting: Setting | None) -> str:
@@ -109,28 +107,11 @@ def named(setting: Setting | None) -> str:
     return str(setting.num) if setting.share is None else f"2, {setting.share:g}"
 
 
-def show_cells(cells: Sequence[Cell], console: Console) -> None:
-    table = Table(title="tokens a second on the virtual clock")
-    for name in ("draft : verify", "batch", *FIXED, "auto", "auto / best", "heuristic", "/ best"):
-        table.add_column(name, justify="right")
-    for c in cells:
-        table.add_row(
-            f"{c.ratio:g}",
-            str(c.batch),
-            *(f"{c.tokens_per_s[p]:.0f}" for p in FIXED),
-            f"{c.tokens_per_s['auto']:.0f} ({c.chosen})",
-            f"{c.share:.3f}",
-            str(c.spin),
-            f"{c.spin_share:.3f}",
-        )
-    console.print(table)
-
-
 # --- live -----------------------------------------------------------------------------------------
 
 
 @dataclass
-class Watch:
+class OverlapWatch:
     """An instrument: when target and drafters were at work. A drafter inside the target's step is
     not beside it."""
 
@@ -173,23 +154,6 @@ def near(
     return (s for s in spans if s[0] < span[1] and s[1] > span[0])
 
 
-@dataclass(frozen=True, slots=True)
-class LiveCell:
-    """Of one batch and setting: medians over the repeats. ratio_to_off: of runs next to each other,
-    with the smallest and largest; cpu_share: CPU time over wall time and cores used at once."""
-
-    drafters: str
-    batch: int
-    pipeline: str
-    tokens_per_s: float
-    ratio_to_off: float
-    lowest: float
-    highest: float
-    cpu_share: float
-    overlap: float | None
-    chosen: str | None
-
-
 class LiveBench:
     """One engine, and a fresh scheduler over it for every run."""
 
@@ -216,7 +180,7 @@ class LiveBench:
     def run(self, batch: int, drafters: Sequence[str], pipeline: str) -> tuple[float, Any]:
         """Tokens a second, and (CPU share, overlap, setting in the end)."""
         scheduler = self._scheduler(pipeline)
-        watch = Watch()
+        watch = OverlapWatch()
         loop = Loop(scheduler, self.engine.executor, self.engine.clock, (watch,))
         requests = list(self._requests(2 * batch, drafters))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -260,79 +224,66 @@ class LiveBench:
             )
 
 
-def live(
-    target: str, batches: Sequence[int], repeats: int, num_threads: int, console: Console
-) -> list[LiveCell]:
-    bench = LiveBench(target, num_threads)
-    cells = []
-    scenes = {"draft-tiny": ["draft-tiny"], "all": [*bench.names, "ngram"]}
-    for what, drafters in scenes.items():
-        for batch in batches:
+def live(args: argparse.Namespace) -> Results:
+    """Of each batch and setting: medians over the repeats. ratio_to_off: of runs next to each
+    other, with the smallest and largest; cpu_share: CPU time over wall time, cores used at once."""
+    bench = LiveBench(args.target, args.threads)
+    console = Console(stderr=True)
+    rows = []
+    for what, drafters in {"draft-tiny": ["draft-tiny"], "all": [*bench.names, "ngram"]}.items():
+        for batch in map(int, args.batch.split(",")):
             runs: dict[str, list[tuple[float, Any]]] = {p: [] for p in LIVE}
-            for repeat in track(range(repeats + 1), f"{what}, batch {batch}", console=console):
+            for repeat in track(range(args.repeats + 1), f"{what}, batch {batch}", console=console):
                 for p in LIVE[:: -1 if repeat % 2 else 1]:
                     found = bench.run(batch, drafters, p)
                     if repeat:  # the first pass warms up
                         runs[p].append(found)
-            for p in LIVE:
-                ratios = [a[0] / b[0] for a, b in zip(runs[p], runs["off"], strict=True)]
-                overlaps = [r[1][1] for r in runs[p] if r[1][1] is not None]
-                cells.append(
-                    LiveCell(
-                        what,
-                        batch,
-                        p,
-                        statistics.median(r[0] for r in runs[p]),
-                        statistics.median(ratios),
-                        min(ratios),
-                        max(ratios),
-                        statistics.median(r[1][0] for r in runs[p]),
-                        statistics.median(overlaps) if overlaps else None,
-                        runs[p][-1][1][2],
-                    )
-                )
-    return cells
+            rows += [{"drafters": what, "batch": batch, **_live_row(p, runs)} for p in LIVE]
+    shown = [
+        r
+        | {
+            "chosen": f" ({r['chosen']})" if r["chosen"] else "",
+            "overlap": "" if r["overlap"] is None else f"{r['overlap']:.2f}",
+        }
+        for r in rows
+    ]
+    columns = {
+        "drafters": "{drafters}",
+        "batch": "{batch}",
+        "pipeline": "{pipeline}{chosen}",
+        "tokens/s": "{tokens_per_s:.0f}",
+        "over off": "{ratio_to_off:.3f} ({lowest:.2f} to {highest:.2f})",
+        "CPU s/s": "{cpu_share:.2f}",
+        "overlap": "{overlap}",
+    }
+    return Results(rows, tables=[table("live, bundled family", shown, columns)])
 
 
-def show_live(cells: Sequence[LiveCell], console: Console) -> None:
-    table = Table(title="live, bundled family")
-    for name in ("drafters", "batch", "pipeline", "tokens/s", "over off", "CPU s/s", "overlap"):
-        table.add_column(name, justify="right")
-    for c in cells:
-        chosen = "" if c.chosen is None else f" ({c.chosen})"
-        table.add_row(
-            c.drafters,
-            str(c.batch),
-            c.pipeline + chosen,
-            f"{c.tokens_per_s:.0f}",
-            f"{c.ratio_to_off:.3f} ({c.lowest:.2f} to {c.highest:.2f})",
-            f"{c.cpu_share:.2f}",
-            "" if c.overlap is None else f"{c.overlap:.2f}",
-        )
-    console.print(table)
+def _live_row(pipeline: str, runs: dict[str, list[tuple[float, Any]]]) -> dict[str, Any]:
+    mine = runs[pipeline]
+    ratios = [a[0] / b[0] for a, b in zip(mine, runs["off"], strict=True)]
+    overlaps = [r[1][1] for r in mine if r[1][1] is not None]
+    return {
+        "pipeline": pipeline,
+        "tokens_per_s": statistics.median(r[0] for r in mine),
+        "ratio_to_off": statistics.median(ratios),
+        "lowest": min(ratios),
+        "highest": max(ratios),
+        "cpu_share": statistics.median(r[1][0] for r in mine),
+        "overlap": statistics.median(overlaps) if overlaps else None,
+        "chosen": mine[-1][1][2],
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("simulate", "live"))
-    parser.add_argument("--batch", default="4,8,16")
-    parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--target", default="target-large")
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    console = Console(stderr=options.json, width=160)
-    rows: Sequence[Any]
-    if options.part == "simulate":
-        pairs = [(r, b) for r in RATIOS for b in BATCHES]
-        rows = [simulate_cell(*pair) for pair in track(pairs, "simulating", console=console)]
-        show_cells(rows, console)
-    else:
-        batches = [int(b) for b in options.batch.split(",")]
-        rows = live(options.target, batches, options.repeats, options.threads, console)
-        show_live(rows, console)
-    if options.json:
-        print(json.dumps([asdict(row) for row in rows]))
+    options = parser(__doc__)
+    options.add_argument("part", choices=("simulate", "live"))
+    options.add_argument("--batch", default="4,8,16")
+    options.add_argument("--repeats", type=int, default=5)
+    options.add_argument("--target", default="target-large")
+    options.add_argument("--threads", type=int, default=2)
+    args = options.parse_args()
+    tell(args, simulated() if args.part == "simulate" else live(args))
 
 
 if __name__ == "__main__":

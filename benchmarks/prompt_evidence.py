@@ -14,8 +14,6 @@ of the variance between requests that a ridge regression explains of requests th
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,13 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from benchmarks.choice_traces import Trace, load, request_of, target_names
-from benchmarks.drafter_choice import traces_of
+from benchmarks.live_engine import by_domain, load, request_of, target_names, texts_of
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from penstock.core.policies.selection.words import Words
+from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.hindsight import KnownText
 from penstock.zoo.evidence import answer_logits
 from penstock.zoo.modeling import load_model
 from penstock.zoo.registry import DOMAINS, bundled_models
@@ -50,9 +48,9 @@ def logit(share: FloatArray, count: float) -> FloatArray:
 
 
 @torch.inference_mode()
-def overlaps(trace: Trace, models: dict[str, Any], target: str) -> dict[str, float]:
+def overlaps(text: KnownText, models: dict[str, Any], target: str) -> dict[str, float]:
     """Mean over the prompt's positions of the sum of min(target, drafter)."""
-    tokens = list(trace.prompt)
+    tokens = list(text.prompt)
     logits = {n: answer_logits(m, tokens[:1], tokens[1:]) for n, m in models.items()}
     chances = {n: torch.softmax(rows.float(), -1) for n, rows in logits.items()}
     aims = chances.pop(target)
@@ -74,7 +72,7 @@ def explained(features: FloatArray, wanted: FloatArray, folds: npt.NDArray[np.in
     return best
 
 
-def evidence(traces: Sequence[Trace], target: str) -> dict[str, dict[str, float]]:
+def evidence(texts: Sequence[KnownText], target: str) -> dict[str, dict[str, float]]:
     """R² by drafter and kind of evidence."""
     models = {
         n: load_model(Path(c.path))
@@ -83,15 +81,15 @@ def evidence(traces: Sequence[Trace], target: str) -> dict[str, dict[str, float]
     }
     drafters = [n for n in models if n != target]
     shown = Console(file=sys.stderr)
-    read = [overlaps(t, models, target) for t in track(traces, "prompts", console=shown)]
+    read = [overlaps(t, models, target) for t in track(texts, "prompts", console=shown)]
     overlap = np.array([[logit(np.float64(r[n]), 50) for n in drafters] for r in read])
-    domain = np.array([[float(t.domain == d) for d in DOMAINS] for t in traces])
+    domain = np.array([[float(t.domain == d) for d in DOMAINS] for t in texts])
     hashed = Words()
-    words = np.array([hashed.features(request_of(t.prompt, 0, 1, 1.0)).copy() for t in traces])
-    folds = np.arange(len(traces)) // len(DOMAINS) % FOLDS
+    words = np.array([hashed.features(request_of(t.prompt, 0, 1, 1.0)).copy() for t in texts])
+    folds = np.arange(len(texts)) // len(DOMAINS) % FOLDS
     found = {}
     for j, name in enumerate(drafters):
-        hits = [np.array(t.runs[name]) > 0 for t in traces]
+        hits = [np.array(t.runs[name]) > 0 for t in texts]
         later = np.array([logit(h[KNOWN:].mean(), len(h) - KNOWN) for h in hits])
         first = np.array([[logit(h[:KNOWN].mean(), KNOWN)] for h in hits])
         own = overlap[:, j : j + 1]
@@ -109,42 +107,36 @@ def evidence(traces: Sequence[Trace], target: str) -> dict[str, dict[str, float]
     return found
 
 
+def shown(found: dict[str, dict[str, float]], target: str, num: int) -> Table:
+    """A row for each kind of evidence."""
+    rows = []
+    for kind in next(iter(found.values())):
+        values = {name: kinds[kind] for name, kinds in found.items()}
+        rows.append({"evidence": kind, **values, "mean": float(np.mean(list(values.values())))})
+    columns = {name: f"{{{name}:.2f}}" for name in (*found, "mean")}
+    title = f"{target}: share of variance explained, {num} requests"
+    return table(title, rows, {"evidence": "{evidence}", **columns})
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--targets", type=target_names, default="target-large,target-small")
-    parser.add_argument("--requests", type=int, default=8, help="of a domain")
-    parser.add_argument("--warm", type=int, default=32, help="others, of a domain")
-    parser.add_argument("--new-tokens", type=int, default=128)
-    parser.add_argument("--temperature", type=float, default=1.0)
-    parser.add_argument("--out", type=Path, default=Path("choice"))
-    args = parser.parse_args()
-    args.out.mkdir(parents=True, exist_ok=True)
+    options = parser(__doc__)
+    options.add_argument("--targets", type=target_names, default="target-large,target-small")
+    options.add_argument("--requests", type=int, default=8, help="of a domain")
+    options.add_argument("--warm", type=int, default=32, help="others, of a domain")
+    options.add_argument("--new-tokens", type=int, default=128)
+    options.add_argument("--temperature", type=float, default=1.0)
+    options.add_argument("--out", type=Path, default=Path("choice"), help="folder for texts")
+    args = options.parse_args()
     rows: dict[str, Any] = {}
+    tables = []
     for target in args.targets:
-        traces = traces_of(load(target, 16, args.new_tokens), target, args)
-        kept = [t for t in traces if len(t.text) >= 2 * KNOWN]
-        by_domain = {d: [t for t in kept if t.domain == d] for d in DOMAINS}
-        depth = max(map(len, by_domain.values()))
-        mixed = [by_domain[d][i] for i in range(depth) for d in DOMAINS if i < len(by_domain[d])]
+        texts = texts_of(load(target, 16, args.new_tokens), target, args)
+        own = by_domain([t for t in texts if len(t.text) >= 2 * KNOWN])
+        depth = max(map(len, own.values()))
+        mixed = [own[d][i] for i in range(depth) for d in DOMAINS if i < len(own[d])]
         rows[target] = evidence(mixed, target)
-        report(rows[target], target, len(mixed), args.json)
-    if args.json:
-        print(json.dumps(rows))
-    return 0
-
-
-def report(found: dict[str, dict[str, float]], target: str, num: int, quiet: bool) -> None:
-    if quiet:
-        return
-    kinds = list(next(iter(found.values())))
-    table = Table(title=f"{target}: share of variance explained, {num} requests")
-    for column in ("evidence", *found, "mean"):
-        table.add_column(column, justify="left" if column == "evidence" else "right")
-    for kind in kinds:
-        values = [f[kind] for f in found.values()]
-        table.add_row(kind, *(f"{v:.2f}" for v in (*values, float(np.mean(values)))))
-    Console().print(table)
+        tables.append(shown(rows[target], target, len(mixed)))
+    return tell(args, Results(rows, tables=tables))
 
 
 if __name__ == "__main__":

@@ -27,7 +27,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from benchmarks.figures import interval, line
 from benchmarks.ragged_cost import cost
 from benchmarks.ragged_scene import (
     KV_TOKENS,
@@ -40,6 +39,7 @@ from benchmarks.ragged_scene import (
     Figures,
     contexts,
     kv_shape,
+    line,
     measured,
     take_turns,
 )
@@ -63,6 +63,7 @@ from penstock.engine.rehearsal import (
     random_cache,
     verification_batch,
 )
+from penstock.lab.statistics import interval
 
 
 def timing(batches: list[int], quick: bool) -> Figures:
@@ -112,7 +113,8 @@ def _time_cell(
     ):
         over, under = times["padded" + suffix], times["packed" + suffix]
         shares = [p / q / r for p, q, r in zip(over, under, ratios, strict=True)]
-        cell[key], cell[f"{key} ±"] = interval(shares)
+        found = interval(shares)
+        cell[key], cell[f"{key} ±"] = found.mean, found.half
     return cell
 
 

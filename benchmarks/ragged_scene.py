@@ -23,6 +23,7 @@ from penstock.engine.rehearsal import (
     random_queries,
     verification_batch,
 )
+from penstock.lab.claims import bar
 
 SEEDS = range(5)
 WINDOW = 4
@@ -58,6 +59,11 @@ def measured(name: str) -> DecoderConfig:
 def kv_shape(name: str) -> KVShape:
     layers, _, sizes = SHAPES[name]
     return KVShape(layers, sizes["kv_heads"], sizes["head_dim"], 4, BLOCK_SIZE)
+
+
+def line(reached: bool, what: str) -> str:
+    """A verdict in words."""
+    return bar("", what, reached).line()
 
 
 class Contest:

@@ -13,7 +13,6 @@ sampled (seeded) at temperature 1, and the configurations are measured in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
@@ -22,15 +21,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from benchmarks.choice_traces import load, request_of
+from benchmarks.live_engine import load, request_of
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 
 from penstock.config import PolicyConfig
 from penstock.core.types import AUTO_DRAFTER
 from penstock.engine.build import Engine
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.lab.bench import Results, parser, table, tell
 from penstock.serving.offline import complete
 from penstock.zoo.registry import DOMAINS, load_prompts
 
@@ -39,7 +38,7 @@ ADAPTIVE = PolicyConfig(name="adaptive", options={"k_max": 4})
 
 
 @dataclass
-class System:
+class ServedSystem:
     """A way to serve. `drafter`: what every request asks for."""
 
     name: str
@@ -65,38 +64,37 @@ class System:
         return statistics.median(self.rates)
 
 
-def systems(args: argparse.Namespace) -> list[System]:
+def systems(args: argparse.Namespace) -> list[ServedSystem]:
     sizes = (args.target, args.batch, args.new_tokens)
     eager: dict[str, Any] = {"backend": "eager"}
     padded = eager | {"attention": "padded", "allocation": FIXED}
     packed = eager | {"attention": "packed", "allocation": FIXED}
     chosen = {"selection": ADAPTIVE}
     vanilla = load(*sizes, **padded)
-    found = [System(f"Vanilla {n}", vanilla, n) for n in vanilla.executor.drafters]
+    found = [ServedSystem(f"Vanilla {n}", vanilla, n) for n in vanilla.executor.drafters]
     found += [
-        System("choice", load(*sizes, **padded, **chosen)),
-        System("choice, packed", load(*sizes, **packed, **chosen)),
-        System("choice, packed, pipeline", load(*sizes, **packed, **chosen, pipeline="auto")),
-        System(
+        ServedSystem("choice", load(*sizes, **padded, **chosen)),
+        ServedSystem("choice, packed", load(*sizes, **packed, **chosen)),
+        ServedSystem("choice, packed, pipeline", load(*sizes, **packed, **chosen, pipeline="auto")),
+        ServedSystem(
             "the same, lengths by throughput",
             load(*sizes, **eager, selection=PolicyConfig(name="adaptive"), pipeline="auto"),
         ),
-        System("no drafter, packed", load(*sizes, **packed), "none"),
-        System("native, as served", load(*sizes, selection=PolicyConfig(name="adaptive"))),
-        System("native, no drafter", load(*sizes), "none"),
+        ServedSystem("no drafter, packed", load(*sizes, **packed), "none"),
+        ServedSystem("native, as served", load(*sizes, selection=PolicyConfig(name="adaptive"))),
+        ServedSystem("native, no drafter", load(*sizes), "none"),
     ]
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--target", default="target-large")
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--requests", type=int, default=4, help="of a domain")
-    parser.add_argument("--new-tokens", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=3)
-    args = parser.parse_args(arguments)
+    options = parser(__doc__)
+    options.add_argument("--target", default="target-large")
+    options.add_argument("--batch", type=int, default=8)
+    options.add_argument("--requests", type=int, default=4, help="of a domain")
+    options.add_argument("--new-tokens", type=int, default=100)
+    options.add_argument("--repeats", type=int, default=3)
+    args = options.parse_args(arguments)
     found = systems(args)
     tokenizer = load_tokenizer(found[0].engine.tokenizer_path)
     prompts = [
@@ -113,11 +111,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     system.rates.clear()
                     system.cpu.clear()
                 progress.advance(task)
-    report(found, args)
-    return 0
+    return tell(args, results(found, f"{args.target}, batch {args.batch}, mixed"))
 
 
-def report(found: Sequence[System], args: argparse.Namespace) -> None:
+def results(found: Sequence[ServedSystem], where: str) -> Results:
     vanillas = sorted(
         (s for s in found if s.name.startswith("Vanilla")), key=lambda s: s.rate, reverse=True
     )
@@ -130,17 +127,9 @@ def report(found: Sequence[System], args: argparse.Namespace) -> None:
         }
         for s in found
     ]
-    if args.json:
-        print(json.dumps({"runs": rows, "batch": args.batch, "target": args.target}))
-        return
-    table = Table(title=f"{args.target}, batch {args.batch}, mixed: ratio to each Vanilla")
-    table.add_column("system")
-    for column in ("tokens/s", "CPU", *(v.name.removeprefix("Vanilla ") for v in vanillas)):
-        table.add_column(column, justify="right")
-    for s, row in zip(found, rows, strict=True):
-        ratios = [f"{s.rate / v.rate:.2f}" for v in vanillas]
-        table.add_row(s.name, f"{s.rate:.0f}", f"{row['cpu_share']:.2f}", *ratios)
-    Console(width=160).print(table)
+    columns = {"system": "{name}", "tokens/s": "{tokens_per_s:.0f}", "CPU": "{cpu_share:.2f}"}
+    columns |= {f"over {v.name.split()[1]}": f"{{over[{v.name}]:.2f}}" for v in vanillas}
+    return Results(rows, tables=[table(f"{where}: ratio to each Vanilla", rows, columns)])
 
 
 if __name__ == "__main__":

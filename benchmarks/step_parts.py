@@ -20,8 +20,7 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-from benchmarks.choice_traces import load, request_of
-from benchmarks.drafter_choice import make_loop
+from benchmarks.live_engine import load, make_loop, request_of
 from rich.console import Console
 from rich.table import Table
 

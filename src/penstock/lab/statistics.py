@@ -37,6 +37,16 @@ class Interval:
         return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})"
 
 
+def plus_minus(found: Interval) -> str:
+    """With the digits that the interval leaves: one of its half-width, two where that is a one."""
+    if not found.half:
+        return f"{found.mean:.4g}"
+    magnitude = math.floor(math.log10(found.half))
+    leading = found.half / 10**magnitude
+    digits = max(0, (1 if leading < 2 else 0) - magnitude)
+    return f"{found.mean:,.{digits}f} ± {found.half:.{digits}f}"
+
+
 def interval(values: Sequence[float] | FloatArray) -> Interval:
     """Of a mean."""
     found = Estimate.of(values)

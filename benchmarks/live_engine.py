@@ -1,12 +1,14 @@
-"""What every bundled drafter would have had accepted along the target's own text, position by
-position, under the engine's own noise: the ground that choices between drafters are judged on."""
+"""The engine on the bundled family in this process: prompts, requests, schedulers over it, and what
+every drafter would have had accepted along the target's own text."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
 import os
-from dataclasses import dataclass
+import pickle
+from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -14,32 +16,26 @@ import numpy as np
 import torch
 
 from penstock.config import NGRAM, EngineConfig
+from penstock.core.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter
 from penstock.core.types import NO_DRAFTER, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.ngram import NgramIndex
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.lab.hindsight import LONGEST, Costs, KnownText
 from penstock.serving.offline import complete
 from penstock.zoo.evidence import answer_logits, run_lengths
 from penstock.zoo.modeling import load_model
 from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts, model_path
 
-LONGEST = 8
-"""Draft tokens that a trace looks ahead."""
-
-
-@dataclass(frozen=True)
-class Trace:
-    """One request and its text by the target alone.
-
-    runs[drafter][t]: how many tokens of a draft that begins at output position t are accepted.
-    """
-
-    domain: str
-    prompt: tuple[int, ...]
-    seed: int
-    text: tuple[int, ...]
-    runs: dict[str, list[int]]
+MIXED = "mixed"
+FIRST_OVERHEAD = 1.5e-4
+"""Seconds of host work in a step, before it was measured."""
+_ids = itertools.count()
 
 
 def load(target: str, batch: int, new_tokens: int, **settings: Any) -> Engine:
@@ -68,9 +64,6 @@ def target_names(text: str) -> list[str]:
     return text.split(",")
 
 
-_ids = itertools.count()
-
-
 def request_of(
     prompt: tuple[int, ...], seed: int, new_tokens: int, temperature: float, **fields: object
 ) -> Request:
@@ -85,38 +78,91 @@ def request_of(
     )
 
 
-def make_traces(
-    engine: Engine, first: int, per_domain: int, new_tokens: int, temperature: float
-) -> list[Trace]:
-    """Prompts `first` to `first + per_domain - 1` of every domain, domain by domain."""
+def make_loop(
+    engine: Engine, selection: str, options: dict[str, Any], allocation: str = "throughput"
+) -> Loop:
+    """A scheduler of its own over the engine's executor, with what the engine has measured."""
+    pool = engine.scheduler.pool
+
+    def new_pool() -> BlockPool:
+        return BlockPool(pool.num_blocks, pool.block_size, prefix_caching=False)
+
+    pools = engine.scheduler.table.memory.pools
+    scheduler = Scheduler(
+        new_pool(),
+        [Drafter(n, new_pool() if n in pools else None) for n in engine.executor.drafters],
+        admission=make_policy("admission", "vllm_v1"),
+        selection=make_policy("selection", selection, options),
+        allocation=make_policy(
+            "allocation", allocation, {"k": LONGEST} if allocation == "fixed" else {}
+        ),
+        max_model_len=engine.max_model_len,
+    )
+    scheduler.learn.times = deepcopy(engine.scheduler.learn.times)
+    return Loop(scheduler, engine.executor, engine.clock)
+
+
+def measured_costs(engine: Engine) -> Costs:
+    """Step times as the engine has measured them."""
+    times, drafters = engine.scheduler.learn.times, engine.executor.drafters
+    return Costs(
+        times.target,
+        {n: times.curve_of(n) for n in drafters},
+        {n: times.catch_up_of(n) for n in drafters},
+        times.overhead or FIRST_OVERHEAD,
+    )
+
+
+# --- texts, and what drafters make of them --------------------------------------------------------
+
+
+def texts_of(engine: Engine, target: str, args: argparse.Namespace) -> list[KnownText]:
+    """Texts of all prompts that are asked for, from the folder `--out` where they were made
+    before."""
+    total = args.requests + args.warm
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{target}-{total}-{args.new_tokens}-{args.temperature}.texts"
+    if path.exists():
+        found: list[KnownText] = pickle.loads(path.read_bytes())  # a file of this program's own
+        return found
+    texts = make_texts(engine, total, args.new_tokens, args.temperature)
+    path.write_bytes(pickle.dumps(texts))
+    return texts
+
+
+def make_texts(
+    engine: Engine, per_domain: int, new_tokens: int, temperature: float
+) -> list[KnownText]:
+    """The first prompts of every domain, domain by domain."""
     tokenizer = load_tokenizer(engine.tokenizer_path)
     prompts = [
         (domain, tuple(tokenizer.encode(p.prompt)))
         for domain in DOMAINS
-        for p in load_prompts(domain)[first : first + per_domain]
+        for p in load_prompts(domain)[:per_domain]
     ]
     requests = [
         request_of(ids, seed, new_tokens, temperature, drafter=NO_DRAFTER)
-        for seed, (_, ids) in enumerate(prompts, 1000 * first)
+        for seed, (_, ids) in enumerate(prompts)
     ]
     texts = [tuple(c.token_ids) for c in complete(engine.loop, requests, 16)]
     threads = torch.get_num_threads()
     torch.set_num_threads(engine.num_threads)
     models = {n: load_model(Path(c.path)) for n, c in bundled_models().items()}
-    traces = []
+    found = []
     for (domain, prompt), request, text in zip(prompts, requests, texts, strict=True):
-        runs = {NGRAM: lookup_runs(prompt, text)}
+        runs = {NGRAM: _lookup_runs(prompt, text)}
         for name in engine.executor.drafters:
             if name != NGRAM:
-                runs[name] = model_runs(models[name], prompt, text, request.sampling)
-        traces.append(Trace(domain, prompt, request.sampling.seed, text, runs))
+                runs[name] = _model_runs(models[name], prompt, text, request.sampling)
+        found.append(KnownText(domain, prompt, request.sampling.seed, text, runs))
     torch.set_num_threads(threads)
-    return traces
+    return found
 
 
-def model_runs(
+def _model_runs(
     model: object, prompt: tuple[int, ...], text: tuple[int, ...], sampling: SamplingParams
 ) -> list[int]:
+    """Under the engine's own noise."""
     logits = answer_logits(model, list(prompt), list(text))  # type: ignore[arg-type]
     num = len(text)
     rows = SamplingRows(
@@ -130,7 +176,7 @@ def model_runs(
     return np.minimum(run_lengths(agrees), LONGEST).tolist()
 
 
-def lookup_runs(prompt: tuple[int, ...], text: tuple[int, ...]) -> list[int]:
+def _lookup_runs(prompt: tuple[int, ...], text: tuple[int, ...]) -> list[int]:
     index = NgramIndex()
     index.append(list(prompt))
     runs = []
@@ -142,3 +188,15 @@ def lookup_runs(prompt: tuple[int, ...], text: tuple[int, ...]) -> list[int]:
         runs.append(sum(1 for _ in matched))
         index.append([token])
     return runs
+
+
+def by_domain(texts: Sequence[KnownText]) -> dict[str, list[KnownText]]:
+    return {d: [t for t in texts if t.domain == d] for d in DOMAINS}
+
+
+def texts_of_cell(texts: Sequence[KnownText], cell: str, per_cell: int) -> list[KnownText]:
+    """The requests of a domain, or of all in turn."""
+    found = by_domain(texts)
+    if cell != MIXED:
+        return found[cell][:per_cell]
+    return [found[d][i] for i in range(max(1, per_cell // 2)) for d in DOMAINS]
