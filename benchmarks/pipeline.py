@@ -189,7 +189,7 @@ class LiveBench:
         while loop.num_plans_in_flight:
             loop.wait()
             loop.turn([])
-        chosen = named(scheduler._pipeline.setting) if pipeline == "auto" else None
+        chosen = named(self._pipelines["auto"].setting) if pipeline == "auto" else None
         rate = sum(len(c.token_ids) for c in done) / wall
         return rate, (cpu / wall, watch.overlap(), chosen)
 
