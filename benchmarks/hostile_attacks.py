@@ -110,7 +110,7 @@ class Hostile:
             assign = server.take(await receive(server))
             if assign is not None:
                 tokens = [7] * assign.num_draft_tokens
-                weights = [pb.TopWeights(token_ids=[7], weights=[65536])] * (len(tokens) * ratio)
+                weights = [pb.Distribution(token_ids=[7], weights=[65536])] * (len(tokens) * ratio)
                 await self._send(server, draft=server.draft(assign, tokens, weights=weights))
 
     async def _late(self, server: ScriptedServer, is_bad: bool) -> None:
@@ -165,7 +165,7 @@ class Hostile:
         if rng.random() < 0.5:
             return {"close": pb.Close(request_id=str(rng.random()))}
         ids = [rng.randrange(1 << 32) for _ in range(8)]
-        return {"draft": pb.Draft(request_id=f"r{rng.randrange(9)}", round=1, token_ids=ids)}
+        return {"draft": pb.DraftTokens(request_id=f"r{rng.randrange(9)}", round=1, token_ids=ids)}
 
     async def _opens(self, server: ScriptedServer, is_bad: bool) -> None:
         await self._open(server, MAX_OPEN, greedy())

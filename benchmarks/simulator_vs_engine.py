@@ -47,7 +47,7 @@ from penstock.engine.native.sampler import sample_natively
 from penstock.engine.sampling import sample_coupled
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import StepProfile, StepWork
-from penstock.serving.bench import Prompt, cut_prompts
+from penstock.serving.bench import BenchPrompt, cut_prompts
 from penstock.serving.offline import complete
 from penstock.serving.steps import StepRecorder
 from penstock.sim.arrivals import ArrivalProcess
@@ -86,7 +86,7 @@ def draw_workload(rate: float, seconds: float, seed: int) -> Workload:
     return Workload("drawn", prompt_len, output_len, ArrivalProcess().times(num, rate, rng))
 
 
-def requests_of(workload: Workload, prompts: Sequence[Prompt], name: str) -> list[Request]:
+def requests_of(workload: Workload, prompts: Sequence[BenchPrompt], name: str) -> list[Request]:
     """The workload's requests with text in them, greedy, which end at their length and not before.
     Arrival times are relative."""
     assert workload.arrival_time is not None
@@ -108,12 +108,12 @@ def requests_of(workload: Workload, prompts: Sequence[Prompt], name: str) -> lis
     return requests
 
 
-def mixed_prompts(target: Path) -> list[Prompt]:
+def mixed_prompts(target: Path) -> list[BenchPrompt]:
     """The bundled prompts, domains in turn."""
     tokenizer = load_tokenizer(target)
     by_domain = [load_prompts(domain) for domain in DOMAINS]
     return [
-        Prompt(tuple(tokenizer.encode(p.prompt)), p.domain)
+        BenchPrompt(tuple(tokenizer.encode(p.prompt)), p.domain)
         for one_of_each in zip(*by_domain, strict=False)
         for p in one_of_each
     ]
@@ -197,7 +197,7 @@ class LiveServer:
         self.belief = estimators.times.profile
         self.recorder = StepRecorder(self.clock)
 
-    def rough_capacity(self, prompts: Sequence[Prompt], num: int) -> float:
+    def rough_capacity(self, prompts: Sequence[BenchPrompt], num: int) -> float:
         """Requests a second with 48 of them at a time."""
         requests = requests_of(draw_workload(1.0, num, seed=0), prompts, "capacity")
         started_at = self.clock.now()
@@ -291,7 +291,7 @@ class Cell:
     wall_s: float = 0.0
     steps: StepList = field(default_factory=list)
 
-    def play(self, server: LiveServer, stretch: int, prompts: Sequence[Prompt]) -> None:
+    def play(self, server: LiveServer, stretch: int, prompts: Sequence[BenchPrompt]) -> None:
         name = f"{self.load}-{stretch}"
         requests = requests_of(self.workloads[stretch], prompts, name)
         server.recorder.steps.clear()

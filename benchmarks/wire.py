@@ -209,7 +209,7 @@ def message_bytes(probs: Floats, k: int | None, rng: np.random.Generator) -> int
         ids = [int(rng.choice(row, p=np.array(w) / WEIGHT_SUM)) for row, w in rows]
         weights = encode_weights(rows)
     prefix_len = int(rng.integers(200, 16_000))
-    draft = pb.Draft(
+    draft = pb.DraftTokens(
         request_id=f"{rng.integers(1, 4096):x}",
         epoch=int(rng.integers(1, 4)),
         round=int(rng.integers(1, 4096)),

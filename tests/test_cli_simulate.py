@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
-from penstock.cli.policy_settings import parse_value
+from penstock.cli.simulator import parse_value
 from penstock.core.options import PositiveInt
 from penstock.core.registry import policies
 from penstock.sim.profiles import load_profile, save_profile
@@ -409,7 +409,6 @@ def test_values_take_the_type_of_their_option(text: str, wanted: Any, value: Any
     [
         ("3.5", int),
         ("x", float),
-        ("1", bool),
         ("1,x", tuple[int, ...]),
         ("x", int | None),
         ("c", Literal["a", "b"]),
@@ -440,7 +439,7 @@ def test_draft_servers_across_links(cli: Cli, tmp_path: Path) -> None:
     assert figures["off"]["latency_s"] != figures["async"]["latency_s"]
     code, _, said = cli(*run, "--pipeline", "both")
     assert code == 2
-    assert "choose from off, auto, async" in said
+    assert "choose from async, auto, micro_batches, off" in said
 
 
 def tenants_trace(path: Path, requests: int = 3000) -> Path:

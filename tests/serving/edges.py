@@ -10,7 +10,7 @@ from pathlib import Path
 from tests.serving.scripted_verifier import LIMITS
 
 from penstock.core.types import Output, Request, SamplingParams
-from penstock.serving.draft_server import DraftServer
+from penstock.serving.draft_server import DraftService
 from penstock.serving.drafting import DrafterOptions, load_drafter
 from penstock.serving.edge import EdgeClient
 from penstock.serving.link import Endpoint, LinkRefused
@@ -21,9 +21,9 @@ SEEDED = SamplingParams(temperature=0.8, seed=7)
 
 
 @asynccontextmanager
-async def drafting(port: int, model: Path, **options: object) -> AsyncIterator[DraftServer]:
+async def drafting(port: int, model: Path, **options: object) -> AsyncIterator[DraftService]:
     loaded = load_drafter(DrafterOptions(model.name, model, dtype="float32", **options))
-    server = DraftServer(Endpoint(f"127.0.0.1:{port}", token="t0"), loaded.hello, loaded.sessions)
+    server = DraftService(Endpoint(f"127.0.0.1:{port}", token="t0"), loaded.hello, loaded.sessions)
     running = asyncio.create_task(server.run())
     try:
         await asyncio.wait((running, server.welcome), return_when=asyncio.FIRST_COMPLETED)
@@ -37,7 +37,7 @@ async def drafting(port: int, model: Path, **options: object) -> AsyncIterator[D
             await running
 
 
-def edge_client(server: DraftServer, model: Path) -> EdgeClient:
+def edge_client(server: DraftService, model: Path) -> EdgeClient:
     info = Ready(model, LIMITS.max_request_tokens, LIMITS.vocab_size, frozenset(), ("edge",), {})
     return EdgeClient(server, info, max_waiting=100)
 

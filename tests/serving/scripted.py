@@ -44,7 +44,7 @@ class Text:
     finish_reason: str = ""
     num_accepted: int = 0
     num_drafts: int = 0
-    logprobs: list[pb.TokenLogprob] = field(default_factory=list)
+    logprobs: list[pb.Logprob] = field(default_factory=list)
 
     @property
     def output(self) -> list[int]:
@@ -108,7 +108,7 @@ class ScriptedServer:
         self.num_received += 1
         return pb.Down.FromString(data)
 
-    def draft(self, assign: pb.Assign, token_ids: Sequence[int], **changes: Any) -> pb.Draft:
+    def draft(self, assign: pb.Assign, token_ids: Sequence[int], **changes: Any) -> pb.DraftTokens:
         text = self.texts[assign.request_id]
         fields = {
             "request_id": assign.request_id,
@@ -118,7 +118,7 @@ class ScriptedServer:
             "prefix_digest": PrefixDigest(text.token_ids[: assign.prefix_len]).digest(),
             "token_ids": token_ids,
         }
-        return pb.Draft(**{**fields, **changes})
+        return pb.DraftTokens(**{**fields, **changes})
 
     def take(self, message: pb.Down) -> pb.Assign | None:
         """Note what a message says; returns an order."""

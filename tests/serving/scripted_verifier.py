@@ -22,7 +22,7 @@ from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.sampling import SamplingRows, sample_coupled
-from penstock.transport.checks import Limits, Order, check_draft
+from penstock.transport.checks import ExpectedDraft, Limits, check_draft
 from penstock.transport.service import add_service, peer_of, server_options
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import PrefixDigest, encode_logprobs
@@ -98,7 +98,7 @@ class Job:
     num_done: int = 0
     num_accepted: int = 0
     num_rounds: int = 0
-    draft: asyncio.Future[pb.Draft] | None = None
+    draft: asyncio.Future[pb.DraftTokens] | None = None
     digest: PrefixDigest = field(init=False)
 
     def __post_init__(self) -> None:
@@ -136,7 +136,7 @@ class ScriptedVerifier:
         self.names: list[str | None] = []
         self.opens: list[pb.Open] = []
         self.closes: list[str] = []
-        self.drafts: list[pb.Draft] = []
+        self.drafts: list[pb.DraftTokens] = []
         self.problems: list[str] = []
         self.jobs: dict[str, Job] = {}
         self.finished: dict[str, Job] = {}
@@ -265,7 +265,9 @@ class ScriptedVerifier:
         while job.num_done < len(job.output):
             job.num_rounds += 1
             asked = min(self.draft_len, len(job.output) - job.num_done)
-            order = Order(0, job.num_rounds, asked, weighted=job.sampling.ratio and self.trusted)
+            order = ExpectedDraft(
+                0, job.num_rounds, asked, weighted=job.sampling.ratio and self.trusted
+            )
             job.draft = asyncio.get_running_loop().create_future()
             assign = pb.Assign(
                 request_id=job.request_id,
@@ -311,7 +313,7 @@ class ScriptedVerifier:
         job.num_done += len(emitted)
         job.digest.extend(emitted)
         is_last = job.num_done == len(job.output)
-        verdict = pb.Verdict(
+        verdict = pb.VerifiedTokens(
             request_id=job.request_id,
             start=start,
             token_ids=emitted,
@@ -323,7 +325,7 @@ class ScriptedVerifier:
             verdict.logprobs.extend(encode_logprobs(told))
         return pb.Down(verdict=verdict)
 
-    def _draft(self, draft: pb.Draft) -> None:
+    def _draft(self, draft: pb.DraftTokens) -> None:
         self.drafts.append(draft)
         job = self.jobs.get(draft.request_id)
         if job is None or job.draft is None or job.draft.done():

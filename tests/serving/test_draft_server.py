@@ -28,10 +28,10 @@ from tests.serving.scripted_verifier import (
 )
 
 from penstock.core.types import FinishReason, Output, Request, SamplingParams
-from penstock.serving.draft_server import DraftServer
+from penstock.serving.draft_server import DraftService
 from penstock.serving.drafting import DrafterOptions, load_drafter
 from penstock.serving.intake import EngineUnavailable
-from penstock.serving.link import Endpoint, Link, LinkRefused
+from penstock.serving.link import Endpoint, LinkRefused, VerifierLink
 from penstock.transport.service import add_service
 from penstock.transport.v1 import drafting_pb2 as pb
 
@@ -187,13 +187,13 @@ async def test_the_comparison_can_fail(
     family: dict[str, Path], oracle: Oracle, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Were a request opened again without what was verified, its output would differ."""
-    opening = DraftServer.open
+    opening = DraftService.open
 
     def forgetful(server, tracked, message) -> None:
         message.prompt_token_ids[9:] = [t ^ 1 for t in message.prompt_token_ids[9:]]
         opening(server, tracked, message)
 
-    monkeypatch.setattr(DraftServer, "open", forgetful)
+    monkeypatch.setattr(DraftService, "open", forgetful)
     outputs = await restart_in_the_middle(family, oracle, request("r", SEEDED, 60))
     assert tokens_of(outputs, "r") != expected(oracle, request("r", SEEDED, 60))
 
@@ -305,7 +305,7 @@ async def test_servers_of_another_kind(
     add_service(other, connect)
     port = other.add_insecure_port("127.0.0.1:0")
     await other.start()
-    link = Link(Endpoint(f"127.0.0.1:{port}"), pb.Hello(), Silent())
+    link = VerifierLink(Endpoint(f"127.0.0.1:{port}"), pb.Hello(), Silent())
     running = asyncio.create_task(link.run())
     try:
         if answer is None:
@@ -359,7 +359,7 @@ async def test_requests_that_are_given_up_are_opened_again(
                 outputs.append(await anext(stream))
                 job = next(iter(verifier.jobs.values()))
                 verifier.jobs.clear()
-                verdict = pb.Verdict(
+                verdict = pb.VerifiedTokens(
                     request_id=job.request_id, start=job.length, finish_reason=reason, reason="died"
                 )
                 verifier.send(pb.Down(verdict=verdict))
@@ -379,7 +379,7 @@ async def test_a_hopeless_request_ends_in_an_error(
 
     def give_up(message: pb.Open) -> None:
         verifier.opens.append(message)
-        verdict = pb.Verdict(
+        verdict = pb.VerifiedTokens(
             request_id=message.request_id,
             start=len(message.prompt_token_ids),
             finish_reason="error",
@@ -549,7 +549,7 @@ async def test_a_drafter_that_breaks_ends_the_server(
     verifier = ScriptedVerifier(oracle)
     loaded = load_drafter(DrafterOptions("near", family["near"], dtype="float32"))
     async with verifier.serving() as port:
-        server = DraftServer(Endpoint(f"127.0.0.1:{port}"), loaded.hello, loaded.sessions)
+        server = DraftService(Endpoint(f"127.0.0.1:{port}"), loaded.hello, loaded.sessions)
         running = asyncio.create_task(server.run())
         await verifier.connected.wait()
         verifier.assign("@1", [1, 2, 3], 5, GREEDY)

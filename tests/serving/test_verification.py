@@ -191,7 +191,7 @@ async def test_drafts_that_come_twice_late_and_out_of_order(world: World) -> Non
         await draft_server.hello(world.digest)
         for name, sampling in samplings.items():
             await draft_server.open(name, PROMPT, NUM_TOKENS, sampling)
-        sent: list[pb.Draft] = []
+        sent: list[pb.DraftTokens] = []
         while not draft_server.all_finished():
             assign = draft_server.take(await draft_server.receive())
             if assign is None:

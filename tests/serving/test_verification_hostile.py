@@ -337,7 +337,7 @@ async def test_another_ones_request(guarded: World) -> None:
             await draft_server.send(close=pb.Close(request_id=name))
             for number in range(3):
                 await draft_server.send(
-                    draft=pb.Draft(request_id=name, epoch=number + 1, round=number)
+                    draft=pb.DraftTokens(request_id=name, epoch=number + 1, round=number)
                 )
         while len(draft_server.refused) < 16:
             draft_server.take(await draft_server.receive())
@@ -352,7 +352,7 @@ DRAFTS: list[tuple[dict[str, Any], str]] = [
     ({"prefix_len": 2**32 - 1}, "a draft behind 4294967295 tokens"),
     ({"prefix_digest": b"another."}, "another text"),
     ({"prefix_digest": b""}, "another text"),
-    ({"weights": [pb.TopWeights(token_ids=[1], weights=[65536])]}, "compared with the sample"),
+    ({"weights": [pb.Distribution(token_ids=[1], weights=[65536])]}, "compared with the sample"),
 ]
 
 

@@ -143,7 +143,7 @@ def trusting(family: dict[str, Path]) -> Iterator[World]:
         yield running
 
 
-COIN = pb.TopWeights(token_ids=[7, 8], weights=[WEIGHT_SUM // 2] * 2)
+COIN = pb.Distribution(token_ids=[7, 8], weights=[WEIGHT_SUM // 2] * 2)
 
 
 async def test_a_trusted_server_is_verified_by_its_weights(trusting: World) -> None:

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from penstock.transport.checks import (
     PROTOCOL_VERSION,
+    ExpectedDraft,
     Limits,
-    Order,
     Quota,
     Refusal,
     answers,
@@ -24,11 +24,11 @@ from penstock.transport.wire import WEIGHT_SUM, PrefixDigest
 
 LIMITS = Limits(vocab_size=100, max_request_tokens=50, max_draft_tokens=8, max_open_requests=3)
 TEXT = PrefixDigest([1, 2, 3])
-WEIGHTED = Order(epoch=1, round=2, max_draft_tokens=2, weighted=True)
+WEIGHTED = ExpectedDraft(epoch=1, round=2, max_draft_tokens=2, weighted=True)
 HALF = WEIGHT_SUM // 2
 
 
-def draft(**changes: Any) -> pb.Draft:
+def draft(**changes: Any) -> pb.DraftTokens:
     fields: dict[str, Any] = {
         "request_id": "r",
         "epoch": 1,
@@ -38,11 +38,11 @@ def draft(**changes: Any) -> pb.Draft:
         "token_ids": [4, 5],
         "weights": [row([4, 7], [HALF, HALF]), row([5], [WEIGHT_SUM])],
     }
-    return pb.Draft(**{**fields, **changes})
+    return pb.DraftTokens(**{**fields, **changes})
 
 
-def row(token_ids: list[int], weights: list[int]) -> pb.TopWeights:
-    return pb.TopWeights(token_ids=token_ids, weights=weights)
+def row(token_ids: list[int], weights: list[int]) -> pb.Distribution:
+    return pb.Distribution(token_ids=token_ids, weights=weights)
 
 
 def test_a_good_weighted_draft() -> None:

@@ -74,8 +74,8 @@ def test_weights_divide_exactly() -> None:
 
 def test_over_the_wire() -> None:
     token_ids, weights = truncate(distributions(3, 4096, 3, 8.0), 32)
-    draft = pb.Draft(weights=encode_weights(weight_rows(token_ids, weights)))
-    decoded = decode_weights(pb.Draft.FromString(draft.SerializeToString()).weights)
+    draft = pb.DraftTokens(weights=encode_weights(weight_rows(token_ids, weights)))
+    decoded = decode_weights(pb.DraftTokens.FromString(draft.SerializeToString()).weights)
     for row, (ids, own) in enumerate(decoded):
         assert sum(own) == WEIGHT_SUM
         assert min(own) > 0
@@ -98,8 +98,10 @@ def test_logprobs_over_the_wire() -> None:
         TokenLogprob(values[0], ((3, values[0]), (4095, values[2]))),
         TokenLogprob(values[1], ()),
     )
-    verdict = pb.Verdict(logprobs=encode_logprobs(told))
-    assert decode_logprobs(pb.Verdict.FromString(verdict.SerializeToString()).logprobs) == told
+    verdict = pb.VerifiedTokens(logprobs=encode_logprobs(told))
+    assert (
+        decode_logprobs(pb.VerifiedTokens.FromString(verdict.SerializeToString()).logprobs) == told
+    )
     assert decode_logprobs(encode_logprobs(())) == ()
 
 
@@ -108,7 +110,7 @@ def test_bytes_a_draft_token(k: int, most: int) -> None:
     """At a vocabulary of 151,936; k = 0 sends no distribution."""
     vocab, num_tokens = 151_936, 8
     token_ids, weights = truncate(distributions(num_tokens, vocab, 4, 2.5), max(k, 1))
-    draft = pb.Draft(
+    draft = pb.DraftTokens(
         request_id="17",
         epoch=3,
         round=200,

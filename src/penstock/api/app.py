@@ -25,7 +25,7 @@ from penstock.api.bodies import (
     header_value,
     ignored_fields,
 )
-from penstock.api.choices import Choice
+from penstock.api.choices import ResponseChoice
 from penstock.api.http import (
     EXPECTED_OUTPUT_TOKENS,
     IGNORED_FIELDS,
@@ -36,7 +36,14 @@ from penstock.api.http import (
 )
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import Caller, Keyring, Preparer
-from penstock.api.responses import ChatFormat, CompletionFormat, EventStream, Format, Job, collected
+from penstock.api.responses import (
+    ChatFormat,
+    CompletionFormat,
+    EventStream,
+    Format,
+    Generation,
+    collected,
+)
 from penstock.config import ServeConfig
 from penstock.serving.intake import RequestClient
 
@@ -145,13 +152,13 @@ class Service:
         http: Request,
         caller: Caller,
         body: GenerationBody,
-        choices: list[Choice],
+        choices: list[ResponseChoice],
         form: Format,
     ) -> Response:
         """Run the choices. Raises: ApiError."""
         limits = [t for t in (body.timeout, self._timeout_s) if t is not None]
         deadline = asyncio.get_running_loop().time() + min(limits) if limits else None
-        job = await Job.start(self.client, self.metrics, choices, caller.client, deadline)
+        job = await Generation.start(self.client, self.metrics, choices, caller.client, deadline)
         if body.stream:
             return EventStream(job, form, body)
         return await collected(job, form, http)

@@ -49,7 +49,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class Speculation(_Body):
+class SpeculationOptions(_Body):
     """drafter: `auto` (the server selects), `none`, or a drafter's name.
     max_draft_tokens: most draft tokens in a round. No other engine has fields in here."""
 
@@ -81,7 +81,7 @@ class GenerationBody(_Body):
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
-    speculation: Speculation = Speculation()
+    speculation: SpeculationOptions = SpeculationOptions()
     user: str | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     expected_output_tokens: int | None = Field(default=None, ge=1)
@@ -139,7 +139,7 @@ class TextPart(_Body):
     text: str
 
 
-class Message(_Body):
+class ChatMessage(_Body):
     """One turn. developer: OpenAI's later word for system. name: who speaks, for the chat template
     to use."""
 
@@ -164,7 +164,7 @@ class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`. logprobs: report them; top_logprobs: with how many
     alternatives."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from penstock.api.errors import ApiError
 from penstock.core.types import FinishReason, Output, Request, TokenLogprob
-from penstock.serving.speculated import Speculated
+from penstock.serving.usage import Usage
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
@@ -121,7 +121,7 @@ class Delta:
     finish_reason: FinishReason | None
 
 
-class Choice:
+class ResponseChoice:
     """Takes in the outputs of one engine request. `opens_prompt`: the first choice of its prompt,
     which is counted once."""
 
@@ -132,9 +132,7 @@ class Choice:
         self.request = request
         self.opens_prompt = opens_prompt
         self.finish_reason: FinishReason | None = None
-        self.num_tokens = 0
-        self.num_cached_tokens = 0
-        self.speculated = Speculated()
+        self.usage = Usage()
         self._text = text
 
     def take(self, output: Output) -> Delta | None:
@@ -149,9 +147,7 @@ class Choice:
             if status == 503:
                 raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
             raise ApiError(status, message, code="engine_error")
-        self.num_cached_tokens += output.num_cached_tokens
-        self.speculated.observe(output)
-        self._add(output)
+        self.usage.observe(output, self._add(output))
         if self._text.stopped:
             self.finish_reason = FinishReason.STOP
         elif output.finish_reason is not None:
@@ -162,28 +158,25 @@ class Choice:
             return Delta(self.index, text, tokens, self.finish_reason)
         return None
 
-    def _add(self, output: Output) -> None:
-        """Tokens up to the end of the text. A stop token counts, but is not shown."""
+    def _add(self, output: Output) -> int:
+        """Number of tokens up to the end of the text. A stop token counts, but is not shown."""
         num_hidden = int(output.finish_reason is FinishReason.STOP)
         shown = output.token_ids[: len(output.token_ids) - num_hidden]
-        self.num_tokens += self._text.add(shown, output.logprobs)
-        if not self._text.stopped:
-            self.num_tokens += num_hidden
+        num_tokens = self._text.add(shown, output.logprobs)
+        return num_tokens if self._text.stopped else num_tokens + num_hidden
 
 
-def usage(choices: Sequence[Choice]) -> dict[str, Any]:
+def usage(choices: Sequence[ResponseChoice]) -> dict[str, Any]:
     """Usage of a response so far. A prompt counts once, however many choices it has."""
     prompt_tokens = sum(c.request.prompt_len for c in choices if c.opens_prompt)
-    completion_tokens = sum(c.num_tokens for c in choices)
-    speculated = Speculated()
+    cached_tokens = sum(c.usage.num_cached_tokens for c in choices if c.opens_prompt)
+    total = Usage()
     for choice in choices:
-        speculated.add(choice.speculated)
+        total.add(choice.usage)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": completion_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "prompt_tokens_details": {
-            "cached_tokens": sum(c.num_cached_tokens for c in choices if c.opens_prompt)
-        },
-        "speculation": speculated.as_dict(),
+        "completion_tokens": total.num_tokens,
+        "total_tokens": prompt_tokens + total.num_tokens,
+        "prompt_tokens_details": {"cached_tokens": cached_tokens},
+        "speculation": total.speculation(),
     }

@@ -13,7 +13,7 @@ from typing import Any
 from penstock.api.app import create_app
 from penstock.api.server import HttpServer, address_of, bind
 from penstock.config import EngineConfig, ServeConfig
-from penstock.serving.draft_server import DraftServer
+from penstock.serving.draft_server import DraftService
 from penstock.serving.drafting import DrafterOptions, LoadedDrafter, load_drafter
 from penstock.serving.edge import EdgeClient
 from penstock.serving.link import Endpoint
@@ -46,7 +46,7 @@ async def serve_drafts(settings: DraftSettings, announce: Callable[[str], None])
         loop.add_signal_handler(number, stopped.set)
     with nullcontext() if settings.listen is None else bind(*settings.listen) as sock:
         drafter = await asyncio.to_thread(load_drafter, settings.drafter)
-        server = DraftServer(settings.endpoint, drafter.hello, drafter.sessions)
+        server = DraftService(settings.endpoint, drafter.hello, drafter.sessions)
         running = asyncio.create_task(server.run())
         stopping = asyncio.create_task(stopped.wait())
         try:
@@ -69,7 +69,7 @@ async def serve_drafts(settings: DraftSettings, announce: Callable[[str], None])
 async def _serve_users(
     settings: DraftSettings,
     drafter: LoadedDrafter,
-    server: DraftServer,
+    server: DraftService,
     running: asyncio.Task[None],
     sock: socket.socket,
     announce: Callable[[str], None],
@@ -89,7 +89,7 @@ async def _serve_users(
     await serving
 
 
-def _ready(settings: DraftSettings, server: DraftServer) -> Ready:
+def _ready(settings: DraftSettings, server: DraftService) -> Ready:
     limits = server.limits
     return Ready(
         tokenizer_path=settings.drafter.model,

@@ -153,7 +153,7 @@ class BodyLimit:
         if announced.isdigit() and int(announced) > self._max_bytes:
             await ApiError(413, self._too_large).response()(scope, receive, send)
             return
-        body = _Body(self._memory, client_network(scope), self._max_bytes)
+        body = _BodyReader(self._memory, client_network(scope), self._max_bytes)
         deadline = asyncio.get_running_loop().time() + self._timeout_s
 
         async def limited() -> Message:
@@ -179,7 +179,7 @@ class BodyLimit:
         return f"the body is larger than {self._max_bytes} bytes"
 
 
-class _Body:
+class _BodyReader:
     """One body while it is read."""
 
     def __init__(self, memory: Shares, client: str, max_bytes: int) -> None:

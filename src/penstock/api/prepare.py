@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
 
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
-from penstock.api.choices import Choice, TextStream
+from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
 from penstock.config import DEFAULT_TENANT, TenantConfig
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
@@ -102,7 +102,9 @@ class Preparer:
     )
     """Long texts wait for each other: each takes up to a thousand times its size in memory."""
 
-    async def completion(self, body: CompletionBody, caller: Caller, job_id: str) -> list[Choice]:
+    async def completion(
+        self, body: CompletionBody, caller: Caller, job_id: str
+    ) -> list[ResponseChoice]:
         """Choices of a completion, those of the first prompt first. Raises: ApiError."""
         given = body.prompts
         self._check(body, caller, len(given))
@@ -113,7 +115,7 @@ class Preparer:
         prompts = [await self._tokenise(size, self._completion_prompt, p) for p in given]
         return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, caller.tenant, job_id)
 
-    async def chat(self, body: ChatBody, caller: Caller, job_id: str) -> list[Choice]:
+    async def chat(self, body: ChatBody, caller: Caller, job_id: str) -> list[ResponseChoice]:
         """Choices of a chat completion, by default as long as the context lets them. Raises:
         ApiError."""
         self._check(body, caller, 1)
@@ -203,8 +205,8 @@ class Preparer:
         default_tokens: int,
         tenant: str,
         job_id: str,
-    ) -> list[Choice]:
-        choices: list[Choice] = []
+    ) -> list[ResponseChoice]:
+        choices: list[ResponseChoice] = []
         stop_token_ids = self._stop_token_ids(body)
         for prompt in map(tuple, prompts):
             max_tokens = self._max_tokens(body, len(prompt), default_tokens)
@@ -227,7 +229,7 @@ class Preparer:
                     expected_output_tokens=None if expected is None else min(expected, max_tokens),
                 )
                 text = TextStream(self.tokenizer, body.stops, previous)
-                choices.append(Choice(index, request, text, opens_prompt=n == 0))
+                choices.append(ResponseChoice(index, request, text, opens_prompt=n == 0))
         return choices
 
     def _max_tokens(

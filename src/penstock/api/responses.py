@@ -5,17 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from starlette.requests import Request as HttpRequest
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Message, Receive, Scope, Send
 
 from penstock.api.bodies import GenerationBody
-from penstock.api.choices import Choice, Delta, TokenText, usage
+from penstock.api.choices import Delta, ResponseChoice, TokenText, usage
 from penstock.api.errors import ApiError
 from penstock.api.metrics import Metrics, RequestMeter
 from penstock.core.types import FinishReason
@@ -27,46 +28,43 @@ if TYPE_CHECKING:
 JsonDict = dict[str, Any]
 
 
-class Format(Protocol):
+class Format(ABC):
     """Builds the JSON of one response, or of the chunks of its stream."""
 
-    def opening(self, choice: Choice) -> JsonDict | None:
-        """A chunk before a choice's first text, if there is one."""
-        ...
-
-    def chunk(self, delta: Delta) -> JsonDict: ...
-
-    def response(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> JsonDict:
-        """`deltas`: one for each choice, with all of its text."""
-        ...
-
-    def usage_chunk(self, choices: Sequence[Choice]) -> JsonDict: ...
-
-
-class _Envelope:
     def __init__(self, job_id: str, model_name: str, tokenizer: Tokenizer, *, logprobs: bool):
         self._head = {"id": job_id, "created": int(time.time()), "model": model_name}
         self._tokenizer = tokenizer
         self._logprobs = logprobs
 
+    def opening(self, choice: ResponseChoice) -> JsonDict | None:
+        """A chunk before a choice's first text, if there is one."""
+        return None
+
+    @abstractmethod
+    def chunk(self, delta: Delta) -> JsonDict: ...
+
+    @abstractmethod
+    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
+        """`deltas`: one for each choice, with all of its text."""
+
+    @abstractmethod
+    def usage_chunk(self, choices: Sequence[ResponseChoice]) -> JsonDict: ...
+
     def _body(self, kind: str, choices: list[JsonDict]) -> JsonDict:
         return {**self._head, "object": kind, "choices": choices}
 
 
-class CompletionFormat(_Envelope):
+class CompletionFormat(Format):
     """`text_completion`, for both."""
-
-    def opening(self, choice: Choice) -> JsonDict | None:
-        return None
 
     def chunk(self, delta: Delta) -> JsonDict:
         return self._body("text_completion", [self._choice(delta)])
 
-    def response(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> JsonDict:
+    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
         body = self._body("text_completion", [self._choice(delta) for delta in deltas])
         return {**body, "usage": usage(choices)}
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> JsonDict:
+    def usage_chunk(self, choices: Sequence[ResponseChoice]) -> JsonDict:
         return {**self._body("text_completion", []), "usage": usage(choices)}
 
     def _choice(self, delta: Delta) -> JsonDict:
@@ -89,17 +87,17 @@ class CompletionFormat(_Envelope):
         }
 
 
-class ChatFormat(_Envelope):
+class ChatFormat(Format):
     """`chat.completion` and `chat.completion.chunk`."""
 
-    def opening(self, choice: Choice) -> JsonDict | None:
+    def opening(self, choice: ResponseChoice) -> JsonDict | None:
         return self._chunk(choice.index, {"role": "assistant", "content": ""}, (), None)
 
     def chunk(self, delta: Delta) -> JsonDict:
         content = {"content": delta.text} if delta.text else {}
         return self._chunk(delta.index, content, delta.tokens, delta.finish_reason)
 
-    def response(self, choices: Sequence[Choice], deltas: Sequence[Delta]) -> JsonDict:
+    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
         made = [
             {
                 "index": delta.index,
@@ -111,7 +109,7 @@ class ChatFormat(_Envelope):
         ]
         return {**self._body("chat.completion", made), "usage": usage(choices)}
 
-    def usage_chunk(self, choices: Sequence[Choice]) -> JsonDict:
+    def usage_chunk(self, choices: Sequence[ResponseChoice]) -> JsonDict:
         return {**self._body("chat.completion.chunk", []), "usage": usage(choices)}
 
     def _chunk(
@@ -155,12 +153,12 @@ def _entry(raw: bytes, logprob: float) -> JsonDict:
 _KEEP_ALIVE_S = 5.0
 
 
-class Job(AbstractContextManager["Job"]):
+class Generation(AbstractContextManager["Generation"]):
     """The choices of one response, fed by the engine. Leaving it cancels what still runs."""
 
     def __init__(
         self,
-        choices: Sequence[Choice],
+        choices: Sequence[ResponseChoice],
         stream: OutputStream,
         meters: Sequence[RequestMeter],
         deadline: float | None,
@@ -180,7 +178,7 @@ class Job(AbstractContextManager["Job"]):
         cls,
         client: RequestClient,
         metrics: Metrics,
-        choices: Sequence[Choice],
+        choices: Sequence[ResponseChoice],
         asker: str,
         deadline: float | None,
     ) -> Self:
@@ -243,7 +241,7 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Job, form: Format, body: GenerationBody) -> None:
+    def __init__(self, job: Generation, form: Format, body: GenerationBody) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
         super().__init__(_events(job, form, body), headers=headers)
         self._job = job
@@ -288,7 +286,7 @@ class _KeptAlive:
                 await self.send(comment)
 
 
-async def _events(job: Job, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
+async def _events(job: Generation, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
     is_open = False
     try:
         async for delta in job.deltas():
@@ -304,7 +302,7 @@ async def _events(job: Job, form: Format, body: GenerationBody) -> AsyncIterator
     yield b"data: [DONE]\n\n"
 
 
-def _with_usage(chunk: JsonDict, job: Job, body: GenerationBody) -> JsonDict:
+def _with_usage(chunk: JsonDict, job: Generation, body: GenerationBody) -> JsonDict:
     if body.usage_in_chunks:
         chunk["usage"] = usage(job.choices)
     elif body.usage_at_end:
@@ -320,7 +318,7 @@ def _dumps(body: JsonDict) -> str:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
-async def collected(job: Job, form: Format, http: HttpRequest) -> Response:
+async def collected(job: Generation, form: Format, http: HttpRequest) -> Response:
     """The whole response, unless the client goes away before. Raises: ApiError."""
     with job:
         work = asyncio.create_task(_join(job))
@@ -336,7 +334,7 @@ async def collected(job: Job, form: Format, http: HttpRequest) -> Response:
     return Response(_dumps(body), media_type="application/json")
 
 
-async def _join(job: Job) -> list[Delta]:
+async def _join(job: Generation) -> list[Delta]:
     """All deltas, joined to one a choice."""
     pieces: list[list[Delta]] = [[] for _ in job.choices]
     async for delta in job.deltas():

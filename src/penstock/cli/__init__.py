@@ -12,12 +12,12 @@ from penstock.cli import bench, profile, zoo
 from penstock.cli.capacity import capacity
 from penstock.cli.chat import chat
 from penstock.cli.draft import draft
-from penstock.cli.failures import what_to_install
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.reproduce import reproduce
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
+from penstock.cli.terminal import what_to_install
 
 app = typer.Typer(
     name="penstock",

@@ -9,20 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.engine_options import (
-    BatchOption,
-    DeviceOption,
-    DrafterOption,
-    DtypeOption,
-    TargetArgument,
-)
-from penstock.cli.failures import one_line
-from penstock.cli.progress import progress
+from penstock.cli import options as cli
+from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 
 if TYPE_CHECKING:
     from penstock.engine.build import Engine
     from penstock.engine.models.config import DecoderConfig
-    from penstock.serving.bench import BenchRun, Prompt
+    from penstock.serving.bench import BenchPrompt, BenchRun
 
 _MADE_UP = ("random_weights", "synthetic_acceptance")
 """Facts that say a figure is not of a real model."""
@@ -57,30 +50,29 @@ def _group() -> None:
 
 @app.command()
 def engine(
-    target: TargetArgument = None,
-    drafter: DrafterOption = None,
+    target: cli.TargetArgument = None,
+    drafter: cli.DrafterOption = None,
     domain: Annotated[
         str | None, typer.Option(help="Prompts of one bundled domain; all mixed without.")
     ] = None,
-    dtype: DtypeOption = "auto",
-    batch: BatchOption = "1,8,32",
+    dtype: cli.DtypeOption = "auto",
+    batch: cli.BatchOption = "1,8,32",
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut or repeat prompts to this many tokens.")
     ] = None,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request makes.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
-    device: DeviceOption = "cpu",
+    device: cli.DeviceOption = "cpu",
     attention_backend: Annotated[
         str, typer.Option(help="auto, or the name of an attention backend.")
     ] = "auto",
     random_weights: RandomWeightsOption = None,
     synthetic_acceptance: SyntheticAcceptanceOption = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
     from penstock.cli.models import with_models
-    from penstock.cli.numbers import whole_numbers
     from penstock.config import ConfigError
 
     settings: dict[str, Any] = {
@@ -144,14 +136,14 @@ def _shapes(
     random_weights: str,
     drafters: Sequence[str],
     domain: str | None,
-) -> tuple[dict[str, Any], list[Prompt], dict[str, DecoderConfig]]:
+) -> tuple[dict[str, Any], list[BenchPrompt], dict[str, DecoderConfig]]:
     """Settings with models of random weights, and random prompts."""
     import numpy as np
 
     from penstock.config import ConfigError
     from penstock.core.types import TARGET
     from penstock.engine.models.random import shape
-    from penstock.serving.bench import Prompt
+    from penstock.serving.bench import BenchPrompt
 
     if target is not None or domain is not None:
         raise ConfigError("--random-weights takes the place of a target, and has no domains")
@@ -161,7 +153,7 @@ def _shapes(
     tokens = np.random.default_rng(0).integers(
         min(s.vocab_size for s in shapes.values()), size=(_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS)
     )
-    prompts = [Prompt(tuple(row), "random") for row in tokens.tolist()]
+    prompts = [BenchPrompt(tuple(row), "random") for row in tokens.tolist()]
     return {**settings, "target": random_weights, "drafters": named}, prompts, shapes
 
 
@@ -179,15 +171,15 @@ def _check_domain(domain: str | None) -> None:
         raise ConfigError(f"unknown domain {domain!r}; choose from {', '.join(DOMAINS)}")
 
 
-def _prompts(target: Path, domain: str | None) -> list[Prompt]:
+def _prompts(target: Path, domain: str | None) -> list[BenchPrompt]:
     from penstock.engine.tokenizer import load_tokenizer
-    from penstock.serving.bench import Prompt
+    from penstock.serving.bench import BenchPrompt
     from penstock.zoo.registry import DOMAINS, load_prompts
 
     tokenizer = load_tokenizer(target)
     by_domain = [load_prompts(d) for d in ((domain,) if domain else DOMAINS)]
     return [
-        Prompt(tuple(tokenizer.encode(p.prompt)), p.domain)
+        BenchPrompt(tuple(tokenizer.encode(p.prompt)), p.domain)
         for one_of_each in zip(*by_domain, strict=False)
         for p in one_of_each
     ]
@@ -212,35 +204,31 @@ def _report(engine: Engine, runs: list[BenchRun], as_json: bool) -> None:
         ]
         print(json.dumps({**engine.describe(), "runs": rows, "cpu_share": cpu_share}))
         return
-    _print_table(engine, runs, cpu_share)
+    _print(engine, runs, cpu_share)
 
 
-def _print_table(engine: Engine, runs: list[BenchRun], cpu_share: float) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
+def _print(engine: Engine, runs: list[BenchRun], cpu_share: float) -> None:
     facts = engine.describe()
     marks = [name.replace("_", " ").upper() for name in _MADE_UP if name in facts]
     if "synthetic_acceptance" in facts:
         marks[-1] += f" {facts['synthetic_acceptance']:g}"
-    title = ", ".join([*marks, facts["target"], facts["dtype"], facts["backend"]])
-    table = Table(title=title)
-    for column in ("batch", "drafter", "tokens/s", "best", "speed-up", "accepted + 1", "host"):
-        table.add_column(column, justify="left" if column == "drafter" else "right")
     alone = {r.batch: r.tokens_per_s for r in runs if r.drafter is None}
-    for run in runs:
-        length = run.mean_acceptance_length
-        table.add_row(
-            str(run.batch),
-            run.drafter or "(target only)",
-            f"{run.tokens_per_s:.0f}",
-            f"{run.best_tokens_per_s:.0f}",
-            f"{run.tokens_per_s / alone[run.batch]:.2f}",
-            "" if length is None else f"{length:.2f}",
-            f"{run.host_share:.0%}",
-        )
-    console = Console()
-    console.print(table)
-    console.print(f"CPU time over wall time and threads: {cpu_share:.2f}")
+    print_table(
+        ", ".join([*marks, facts["target"], facts["dtype"], facts["backend"]]),
+        ("drafter", "batch", "tokens/s", "best", "speed-up", "accepted + 1", "host"),
+        (
+            (
+                run.drafter or "(target only)",
+                str(run.batch),
+                f"{run.tokens_per_s:.0f}",
+                f"{run.best_tokens_per_s:.0f}",
+                f"{run.tokens_per_s / alone[run.batch]:.2f}",
+                f"{run.mean_acceptance_length:.2f}" if run.mean_acceptance_length else "",
+                f"{run.host_share:.0%}",
+            )
+            for run in runs
+        ),
+    )
+    print(f"CPU time over wall time and threads: {cpu_share:.2f}")
     if cpu_share < 0.85:
-        console.print("The cores were not free: do not trust these figures.", style="yellow")
+        print("The cores were not free: do not trust these figures.")

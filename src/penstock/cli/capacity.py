@@ -6,41 +6,23 @@ import json
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.drafter_options import (
-    AcceptanceOption,
-    DrafterCapacityOption,
-    DrafterOption,
-    DrafterSecondsOption,
-    DrafterTexts,
+from penstock.cli import options as cli
+from penstock.cli.simulator import (
+    LatencyTargets,
+    Load,
+    SimulatedDrafters,
+    SimulatedServer,
+    bad_input,
+    describe,
+    make_server,
 )
-from penstock.cli.failures import one_line
-from penstock.cli.progress import progress
-from penstock.cli.simulator import Load, Server, Targets, bad_input, describe, make_server
-from penstock.cli.simulator_options import (
-    AdmissionOption,
-    AllocationOption,
-    ArrivalsOption,
-    BlockSizeOption,
-    FairnessOption,
-    JsonOption,
-    KvTokensOption,
-    PlotOption,
-    ProfileOption,
-    SeedOption,
-    SelectionOption,
-    SetOption,
-    TenantWeightOption,
-    TimeScaleOption,
-    TpotOption,
-    TtftOption,
-    WorkloadOption,
-)
+from penstock.cli.terminal import one_line, progress
 
 if TYPE_CHECKING:
     from penstock.sim.capacity import Capacity
@@ -53,42 +35,40 @@ _LEAST = 0.05
 _DESCENTS = 3
 _PLOTTED = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)
 
-HighestOption = Annotated[
-    float | None,
-    typer.Option(help="Begin to search below this load. Default: the fluid bound."),
-]
-RequestsOption = Annotated[
-    int | None,
-    typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
-]
-SeedsOption = Annotated[int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on.")]
-
 
 def capacity(
-    workload: WorkloadOption,
-    profile: ProfileOption,
-    admission: AdmissionOption,
-    allocation: AllocationOption = "throughput",
-    selection: SelectionOption = "single",
-    rate: HighestOption = None,
-    arrivals: ArrivalsOption = None,
-    time_scale: TimeScaleOption = 1.0,
-    kv_tokens: KvTokensOption = None,
-    block_size: BlockSizeOption = 1,
-    settings: SetOption = None,
-    fairness: FairnessOption = False,
-    tenant_weight: TenantWeightOption = None,
-    drafter: DrafterOption = None,
-    acceptance: AcceptanceOption = None,
-    drafter_seconds: DrafterSecondsOption = None,
-    drafter_capacity: DrafterCapacityOption = None,
-    ttft_p99: TtftOption = None,
-    tpot_p99: TpotOption = None,
-    requests: RequestsOption = None,
-    seed: SeedOption = 0,
-    seeds: SeedsOption = 1,
-    plot: PlotOption = None,
-    as_json: JsonOption = False,
+    workload: cli.WorkloadOption,
+    profile: cli.ProfileOption,
+    admission: cli.AdmissionOption,
+    allocation: cli.AllocationOption = "throughput",
+    selection: cli.SelectionOption = "single",
+    rate: Annotated[
+        float | None,
+        typer.Option(help="Begin to search below this load. Default: the fluid bound."),
+    ] = None,
+    arrivals: cli.ArrivalsOption = None,
+    time_scale: cli.TimeScaleOption = 1.0,
+    kv_tokens: cli.KvTokensOption = None,
+    block_size: cli.BlockSizeOption = 1,
+    settings: cli.SetOption = None,
+    fairness: cli.FairnessOption = False,
+    tenant_weight: cli.TenantWeightOption = None,
+    drafter: cli.SimulatedDrafterOption = None,
+    acceptance: cli.AcceptanceOption = None,
+    drafter_seconds: cli.DrafterSecondsOption = None,
+    drafter_capacity: cli.DrafterCapacityOption = None,
+    ttft_p99: cli.TtftOption = None,
+    tpot_p99: cli.TpotOption = None,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
+    ] = None,
+    seed: cli.SeedOption = 0,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on.")
+    ] = 1,
+    plot: cli.PlotOption = None,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """The largest stable load, by bisection, and the fluid bound beside it.
 
@@ -98,13 +78,13 @@ def capacity(
     """
     from penstock.sim.plots import check_target
 
-    targets = Targets(ttft_p99, tpot_p99)
+    targets = LatencyTargets(ttft_p99, tpot_p99)
     with bad_input():
         server = make_server(
             profile,
             {"admission": admission, "allocation": allocation, "selection": selection},
             settings or (),
-            DrafterTexts(drafter, acceptance, drafter_seconds, drafter_capacity),
+            SimulatedDrafters(drafter, acceptance, drafter_seconds, drafter_capacity),
             kv_tokens=kv_tokens,
             block_size=block_size,
             targets=targets,
@@ -120,7 +100,7 @@ def capacity(
         server.setup(lengths.at(highest * _LEAST))
         if plot is not None:
             check_target(plot)
-    loads = (load.with_seed(number) for number in range(seed, seed + seeds))
+    loads = (replace(load, seed=number) for number in range(seed, seed + seeds))
     found = _search_each(server, loads, highest, targets)
     if plot is not None:
         _plot(server, lengths, _mean(found), bound, plot)
@@ -160,8 +140,6 @@ class LoadedWorkload:
         return cls(load, made, None if generated else mean_rate(made))
 
     def at(self, rate: float) -> Workload:
-        from dataclasses import replace
-
         from penstock.sim.arrivals import check_positive
 
         check_positive("rate", rate)
@@ -171,7 +149,7 @@ class LoadedWorkload:
         return replace(self.workload, arrival_time=times * (self.recorded_rate / rate))
 
 
-def _bound(server: Server, workload: Workload) -> float:
+def _bound(server: SimulatedServer, workload: Workload) -> float:
     """The fluid model's, in requests a second."""
     from penstock.sim.planner import load_bound
 
@@ -180,7 +158,7 @@ def _bound(server: Server, workload: Workload) -> float:
 
 
 def _search_each(
-    server: Server, loads: Iterable[Load], highest: float, targets: Targets
+    server: SimulatedServer, loads: Iterable[Load], highest: float, targets: LatencyTargets
 ) -> list[Capacity]:
     """The capacity of every load. A trace that is too short is refused."""
     from penstock.sim.capacity import TooShort
@@ -193,10 +171,10 @@ def _search_each(
 
 
 def search(
-    server: Server,
+    server: SimulatedServer,
     workload_at: Callable[[float], Workload],
     highest: float,
-    targets: Targets,
+    targets: LatencyTargets,
     on_try: Callable[[], None],
 ) -> Capacity:
     """Thresholds are planned anew for every load, and a load for which none fit is not sustained.
@@ -225,7 +203,7 @@ def search(
 
 
 def measure(
-    server: Server, workload_at: Callable[[float], Workload], capacity: float
+    server: SimulatedServer, workload_at: Callable[[float], Workload], capacity: float
 ) -> list[LoadPoint]:
     """Whole runs at loads around the capacity; loads without thresholds are left out."""
     from penstock.sim.planner import PlanError
@@ -250,7 +228,7 @@ def measure(
 
 
 def _plot(
-    server: Server, lengths: LoadedWorkload, capacity: float, bound: float, path: Path
+    server: SimulatedServer, lengths: LoadedWorkload, capacity: float, bound: float, path: Path
 ) -> None:
     """Draw what whole runs show around the capacity."""
     from penstock.sim.plots import plot_load

@@ -8,18 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.engine_options import DtypeOption, NoSpeculationOption
-from penstock.cli.failures import one_line
-from penstock.cli.text_options import (
-    OneDrafterOption,
-    SeedOption,
-    StatsOption,
-    TargetOption,
-    TemperatureOption,
-    check_text,
-    engine_of,
-    sampling_of,
-)
+from penstock.cli import options as cli
+from penstock.cli.generate import Generator, check_text, engine_of, sampling_of, show
+from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -28,17 +19,17 @@ _HELP = "/clear begins a new conversation, /exit or Ctrl-D ends."
 
 
 def chat(
-    target: TargetOption = None,
-    drafter: OneDrafterOption = None,
+    target: cli.TargetOption = None,
+    drafter: cli.OneDrafterOption = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Most tokens of an answer. Default: what the context holds."),
     ] = None,
-    temperature: TemperatureOption = 0.0,
-    seed: SeedOption = None,
-    dtype: DtypeOption = "auto",
-    no_speculation: NoSpeculationOption = False,
-    stats: StatsOption = False,
+    temperature: cli.TemperatureOption = 0.0,
+    seed: cli.TextSeedOption = None,
+    dtype: cli.DtypeOption = "auto",
+    no_speculation: cli.NoSpeculationOption = False,
+    stats: cli.StatsOption = False,
 ) -> None:
     """Talk with the bundled family or any target that has a chat template.
 
@@ -52,9 +43,6 @@ def chat(
     with one_line(ConfigError):
         sampling = sampling_of(temperature, seed)
         config = engine_of(target, drafter, dtype, speculate=not no_speculation)
-
-        from penstock.cli.generation import Generator
-
         with Console(stderr=True).status("loading the models"):
             generator = Generator(config)
         if not generator.has_chat_template:
@@ -67,7 +55,7 @@ def chat(
             try:
                 check_text(line)
                 messages = [*conversation, {"role": "user", "content": line}]
-                made = generator.run(generator.chat(messages), max_tokens, sampling, _show)
+                made = generator.run(generator.chat(messages), max_tokens, sampling, show)
             except ConfigError as error:
                 if not console.is_terminal:
                     raise
@@ -99,7 +87,3 @@ def _asked(console: Console) -> Iterator[str]:
         except EOFError:
             print()
             return
-
-
-def _show(text: str) -> None:
-    print(text, end="", flush=True)

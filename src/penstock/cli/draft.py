@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.failures import one_line
+from penstock.cli.options import DtypeOption
+from penstock.cli.terminal import announce, one_line
 
 if TYPE_CHECKING:
     from penstock.serving.link import Endpoint
@@ -46,7 +47,7 @@ def draft(
     no_assignments: Annotated[
         bool, typer.Option("--no-assignments", help="Draft for own users only.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="auto, float32, bfloat16 or float16.")] = "auto",
+    dtype: DtypeOption = "auto",
 ) -> None:
     """Draft for a verification server, and serve own users over it."""
     import asyncio
@@ -80,7 +81,7 @@ def draft(
             max_draft_tokens=max_draft_tokens,
             takes_assignments=not no_assignments,
         )
-        asyncio.run(serve_drafts(DraftSettings(endpoint, options, address), _announce))
+        asyncio.run(serve_drafts(DraftSettings(endpoint, options, address), announce))
 
 
 def _endpoint(
@@ -146,7 +147,3 @@ def _host_and_port(option: str, text: str) -> tuple[str, int]:
     if not (port.isascii() and port.isdigit() and int(port) < 65536):
         raise ConfigError(f"{option}: {port!r} in {text!r} is no port; ports go up to 65535")
     return host.strip("[]"), int(port)
-
-
-def _announce(line: str) -> None:
-    print(f"penstock: {line}", flush=True)

@@ -3,37 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from rich.table import Table
+from penstock.cli.terminal import print_table
 
 _COLUMNS = {"mean": "mean", "p50": "p50", "p99": "p99", "p999": "p99.9", "max": "max"}
 
 
 def print_figures(figures: dict[str, Any], title: str) -> None:
     """A table of times, and the rest in lines."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    table.add_column()
-    for name in _COLUMNS.values():
-        table.add_column(name, justify="right")
-    for key, name in (
-        ("latency_s", "latency, s"),
-        ("ttft_s", "time to first token, s"),
-        ("tpot_s", "time per output token, s"),
-        ("slowdown", "slowdown"),
-    ):
-        values = [figures[key][column] for column in _COLUMNS]
-        table.add_row(name, *("" if v is None else f"{v:.4g}" for v in values))
-    console = Console(highlight=False)
-    console.print(table)
+    times = {
+        "latency_s": "latency, s",
+        "ttft_s": "time to first token, s",
+        "tpot_s": "time per output token, s",
+        "slowdown": "slowdown",
+    }
+    rows = (
+        (name, *(_number(figures[key][column]) for column in _COLUMNS))
+        for key, name in times.items()
+    )
+    print_table(title, ("", *_COLUMNS.values()), rows)
     if len(figures["by_prompt_len"]) > 1:
-        console.print(_by_prompt_len(figures["by_prompt_len"]))
-    for line in _lines(figures):
-        console.print(line, markup=False)
+        _print_by_prompt_len(figures["by_prompt_len"])
+    print("\n".join(_lines(figures)))
 
 
 _TIMES = {"latency_s": "latency", "ttft_s": "time to first token", "tpot_s": "per output token"}
@@ -50,41 +42,35 @@ _COUNTS = {
 
 def print_side_by_side(runs: dict[str, dict[str, Any]], title: str) -> None:
     """A table with a column for each run, by its name."""
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=title)
-    table.add_column()
-    for name in runs:
-        table.add_column(name, justify="right")
-    for key, name in _TIMES.items():
-        for column in ("mean", "p99"):
-            values = [figures[key][column] for figures in runs.values()]
-            cells = ("" if v is None else f"{v:.4g}" for v in values)
-            table.add_row(f"{name}, {_COLUMNS[column]}, s", *cells)
-    for key, name in _COUNTS.items():
-        if all(key in figures for figures in runs.values()):
-            table.add_row(name, *(_number(figures[key]) for figures in runs.values()))
-    Console(highlight=False).print(table)
+    rows = [
+        (f"{name}, {_COLUMNS[column]}, s", *(_number(run[key][column]) for run in runs.values()))
+        for key, name in _TIMES.items()
+        for column in ("mean", "p99")
+    ]
+    rows += [
+        (name, *(_number(run[key]) for run in runs.values()))
+        for key, name in _COUNTS.items()
+        if all(key in run for run in runs.values())
+    ]
+    print_table(title, ("", *runs), rows)
 
 
-def _number(value: float) -> str:
+def _number(value: float | None) -> str:
+    if value is None:
+        return ""
     return f"{value:,}" if isinstance(value, int) else f"{value:.4g}"
 
 
-def _by_prompt_len(groups: list[dict[str, Any]]) -> Table:
+def _print_by_prompt_len(groups: list[dict[str, Any]]) -> None:
     """Whether long prompts pay for short ones."""
-    from rich.table import Table
-
-    table = Table(title="means by prompt length")
-    for name in ("prompt tokens", "requests", "latency, s", "time to first token, s", "slowdown"):
-        table.add_column(name, justify="right")
+    columns = ("prompt tokens", "requests", "latency, s", "time to first token, s", "slowdown")
+    rows = []
     for group in groups:
         shortest, longest = group["prompt_len"]
         values = (group["latency_s"], group["ttft_s"], group["slowdown"])
         lengths = f"{shortest:,} to {longest:,}"
-        table.add_row(lengths, f"{group['requests']:,}", *(f"{v:.4g}" for v in values))
-    return table
+        rows.append((lengths, f"{group['requests']:,}", *(f"{v:.4g}" for v in values)))
+    print_table("means by prompt length", columns, rows)
 
 
 def _lines(figures: dict[str, Any]) -> Iterator[str]:

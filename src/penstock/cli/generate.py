@@ -1,23 +1,25 @@
-"""`penstock generate`: one text, without a server."""
+"""`penstock generate`: one text by an engine in this process, without a server."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import json
+import math
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.engine_options import DtypeOption, NoSpeculationOption
-from penstock.cli.failures import one_line
-from penstock.cli.text_options import (
-    OneDrafterOption,
-    SeedOption,
-    StatsOption,
-    TargetOption,
-    TemperatureOption,
-    check_text,
-    engine_of,
-    sampling_of,
-)
+from penstock.cli import options as cli
+from penstock.cli.terminal import one_line
+
+if TYPE_CHECKING:
+    from penstock.config import EngineConfig
+    from penstock.core.types import Output, SamplingParams
+    from penstock.serving.usage import Usage
 
 
 def generate(
@@ -31,42 +33,188 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Go on from PROMPT as it is, without a chat template.")
     ] = False,
-    target: TargetOption = None,
+    target: cli.TargetOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = 128,
-    temperature: TemperatureOption = 0.0,
-    seed: SeedOption = None,
-    dtype: DtypeOption = "auto",
-    drafter: OneDrafterOption = None,
-    no_speculation: NoSpeculationOption = False,
-    stats: StatsOption = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    temperature: cli.TemperatureOption = 0.0,
+    seed: cli.TextSeedOption = None,
+    dtype: cli.DtypeOption = "auto",
+    drafter: cli.OneDrafterOption = None,
+    no_speculation: cli.NoSpeculationOption = False,
+    stats: cli.StatsOption = False,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """Answer PROMPT with the bundled family or any target, as the tokens come."""
-    import json
-    import sys
-
     from penstock.config import ConfigError
 
     with one_line(ConfigError):
         check_text(prompt)
         sampling = sampling_of(temperature, seed)
         config = engine_of(target, drafter, dtype, speculate=not no_speculation)
-
-        from penstock.cli.generation import Generator
-
         generator = Generator(config)
         messages = [{"role": "user", "content": prompt}]
         is_chat = generator.has_chat_template and not raw
         given = generator.chat(messages) if is_chat else generator.text(prompt)
-        made = generator.run(given, max_tokens, sampling, _ignore if as_json else _show)
+        made = generator.run(
+            given, max_tokens, sampling, show if not as_json else lambda text: None
+        )
     print(json.dumps(made.report()) if as_json else "")
     if stats:
         print(made.stats(), file=sys.stderr)
 
 
-def _show(text: str) -> None:
+def show(text: str) -> None:
     print(text, end="", flush=True)
 
 
-def _ignore(text: str) -> None:
-    """JSON has the whole text at the end."""
+def engine_of(
+    target: str | None, drafter: str | None, dtype: str, *, speculate: bool
+) -> EngineConfig:
+    """Raises: ConfigError."""
+    from penstock.cli.models import with_models
+    from penstock.config import parse_config
+
+    drafters = (drafter,) if drafter else ()
+    engine = with_models({"dtype": dtype}, target, drafters, speculate=speculate)
+    return parse_config({"engine": engine}).engine
+
+
+def sampling_of(temperature: float, seed: int | None) -> SamplingParams:
+    """As the server samples: with a seed the text is the target's own seeded sample.
+
+    Raises: ConfigError.
+    """
+    from penstock.config import ConfigError
+    from penstock.core.types import SamplingParams
+
+    if not math.isfinite(temperature):
+        raise ConfigError(f"--temperature must be finite, not {temperature}")
+    return SamplingParams(
+        temperature=temperature,
+        seed=secrets.randbits(64) if seed is None else seed,
+        verification="ratio" if seed is None else "coupled",
+    )
+
+
+def check_text(text: str) -> None:
+    """Raises: ConfigError for a text that no model can be given."""
+    from penstock.config import ConfigError
+
+    if not text:
+        raise ConfigError("the prompt must not be empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ConfigError("the prompt is not valid UTF-8") from error
+
+
+@dataclass(frozen=True, slots=True)
+class EncodedText:
+    """previous: the last token of the text that is gone on from; None where a new one begins."""
+
+    token_ids: tuple[int, ...]
+    previous: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GeneratedText:
+    """seconds: with the prompt's time, without loading."""
+
+    text: str
+    token_ids: list[int]
+    usage: Usage
+    seconds: float
+
+    def report(self) -> dict[str, Any]:
+        """What `--json` prints."""
+        return {
+            "text": self.text,
+            "token_ids": self.token_ids,
+            "drafter": self.usage.drafter,
+            "tokens_per_s": len(self.token_ids) / max(self.seconds, 1e-9),
+            "mean_acceptance_length": self.usage.mean_acceptance_length,
+        }
+
+    def stats(self) -> str:
+        """What `--stats` says."""
+        report = self.report()
+        return (
+            f"{report['tokens_per_s']:.1f} tokens/s, mean acceptance length "
+            f"{report['mean_acceptance_length']:.2f}, drafter {report['drafter'] or 'none'}"
+        )
+
+
+class Generator:
+    """Loads an engine, and makes texts with it, one at a time.
+
+    Raises: ConfigError for anything that the user can mend.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        from penstock.config import ConfigError
+        from penstock.engine.build import load_engine
+        from penstock.engine.models.config import CheckpointError
+        from penstock.engine.tokenizer import load_tokenizer
+
+        try:
+            self._engine = load_engine(config)
+            self._tokenizer = load_tokenizer(self._engine.tokenizer_path)
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+
+    @property
+    def has_chat_template(self) -> bool:
+        return self._tokenizer.has_chat_template
+
+    def text(self, text: str) -> EncodedText:
+        """A text to go on from."""
+        token_ids = tuple(self._tokenizer.encode(text))
+        return EncodedText(token_ids, self._tokenizer.last_of_text(token_ids))
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> EncodedText:
+        """A conversation, for the assistant's turn. Raises: ConfigError."""
+        from penstock.config import ConfigError
+
+        try:
+            return EncodedText(tuple(self._tokenizer.apply_chat_template(messages)))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+
+    def run(
+        self,
+        prompt: EncodedText,
+        max_tokens: int | None,
+        sampling: SamplingParams,
+        on_text: Callable[[str], object],
+    ) -> GeneratedText:
+        """Make a text; `on_text` gets it as it comes. max_tokens: None is what the context holds.
+
+        Raises: ConfigError.
+        """
+        from penstock.config import ConfigError
+        from penstock.core.types import Request
+        from penstock.serving.offline import complete
+
+        request = Request(
+            id="text",
+            prompt_len=len(prompt.token_ids),
+            max_tokens=max_tokens or max(1, self._engine.max_model_len - len(prompt.token_ids)),
+            prompt_token_ids=prompt.token_ids,
+            stop_token_ids=frozenset(self._engine.eos_token_ids),
+            sampling=sampling,
+        )
+        detokenizer = self._tokenizer.detokenizer(previous=prompt.previous)
+        pieces: list[str] = []
+
+        def take(output: Output) -> None:
+            text = "".join(map(detokenizer.add, output.token_ids))
+            if output.finish_reason is not None:
+                text += detokenizer.finish()
+            pieces.append(text)
+            on_text(text)
+
+        started_at = time.perf_counter()
+        (done,) = complete(self._engine.loop, [request], 1, take)
+        seconds = time.perf_counter() - started_at
+        if done.error is not None:
+            raise ConfigError(done.error)
+        return GeneratedText("".join(pieces), done.token_ids, done.usage, seconds)

@@ -8,22 +8,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.drafter_options import DrafterTexts
+from penstock.cli import options as cli
 from penstock.cli.figures import print_side_by_side
-from penstock.cli.progress import FinishedRequests, progress
-from penstock.cli.simulator import Load, Server, Targets, bad_input, make_server
-from penstock.cli.simulator_options import (
-    ArrivalsOption,
-    JsonOption,
-    KvTokensOption,
-    ProfileOption,
-    RateOption,
-    SeedOption,
-    TimeScaleOption,
-    TpotOption,
-    TtftOption,
-    WorkloadOption,
+from penstock.cli.simulator import (
+    LatencyTargets,
+    Load,
+    SimulatedDrafters,
+    SimulatedServer,
+    bad_input,
+    make_server,
 )
+from penstock.cli.terminal import FinishedRequests, progress
 
 if TYPE_CHECKING:
     from penstock.sim.planner import DeploymentPlan
@@ -43,14 +38,14 @@ _POLICIES = {"admission": "fluid_guided", "allocation": "throughput", "selection
 
 
 def plan(
-    workload: WorkloadOption,
-    profile: ProfileOption,
-    rate: RateOption = None,
-    arrivals: ArrivalsOption = None,
-    time_scale: TimeScaleOption = 1.0,
-    kv_tokens: KvTokensOption = None,
-    ttft_p99: TtftOption = None,
-    tpot_p99: TpotOption = None,
+    workload: cli.WorkloadOption,
+    profile: cli.ProfileOption,
+    rate: cli.RateOption = None,
+    arrivals: cli.ArrivalsOption = None,
+    time_scale: cli.TimeScaleOption = 1.0,
+    kv_tokens: cli.KvTokensOption = None,
+    ttft_p99: cli.TtftOption = None,
+    tpot_p99: cli.TpotOption = None,
     delta: Annotated[
         float | None,
         typer.Option(help="Probability that the memory bound is exceeded within an hour. [0.001]"),
@@ -58,8 +53,8 @@ def plan(
     requests: Annotated[
         int | None, typer.Option(min=2, help=f"To simulate, at most. [{DEFAULT_REQUESTS}]")
     ] = None,
-    seed: SeedOption = 0,
-    as_json: JsonOption = False,
+    seed: cli.SeedOption = 0,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """Plan a deployment for a workload at its rate.
 
@@ -68,7 +63,7 @@ def plan(
     """
     from penstock.sim.planner import DELTA, PlanError, mean_rate, plan_deployment
 
-    targets = Targets(ttft_p99, tpot_p99)
+    targets = LatencyTargets(ttft_p99, tpot_p99)
     with bad_input():
         if delta is not None and not 0 < delta < 1:
             raise PlanError(f"--delta is a probability between 0 and 1, not {delta:g}")
@@ -76,7 +71,7 @@ def plan(
             profile,
             _POLICIES,
             (),
-            DrafterTexts(),
+            SimulatedDrafters(),
             kv_tokens=kv_tokens,
             block_size=1,
             targets=targets,
@@ -100,7 +95,7 @@ def plan(
 
 
 def _expected(
-    server: Server, planned: DeploymentPlan, workload: Workload, targets: Targets
+    server: SimulatedServer, planned: DeploymentPlan, workload: Workload, targets: LatencyTargets
 ) -> dict[str, dict[str, Any]]:
     """Figures of a run of every configuration, under the names of `serve_flags`."""
     from penstock.core.registry import option_types

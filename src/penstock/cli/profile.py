@@ -9,18 +9,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.engine_options import (
-    BatchOption,
-    DeviceOption,
-    DrafterOption,
-    DtypeOption,
-    TargetArgument,
-)
-from penstock.cli.failures import one_line
+from penstock.cli import options as cli
+from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 
 if TYPE_CHECKING:
-    from rich.table import Table
-
     from penstock.engine.build import Engine
     from penstock.fluid.step_profile import StepProfile
     from penstock.sim.profiles import FitQuality
@@ -64,7 +56,7 @@ def fit(
     granularity: Annotated[
         int, typer.Option(min=1, help="Round token counts up to a multiple of it.")
     ] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """Fit a profile to measured times, and say how well it fits."""
     from penstock.sim.profiles import (
@@ -98,23 +90,21 @@ def fit(
 @app.command()
 def measure(
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
-    target: TargetArgument = None,
-    drafter: DrafterOption = None,
-    dtype: DtypeOption = "auto",
-    device: DeviceOption = "cpu",
-    batch: BatchOption = "1,2,4,8,16,32",
+    target: cli.TargetArgument = None,
+    drafter: cli.DrafterOption = None,
+    dtype: cli.DtypeOption = "auto",
+    device: cli.DeviceOption = "cpu",
+    batch: cli.BatchOption = "1,2,4,8,16,32",
     contexts: ContextsOption = "64,512",
     kv_tokens: KvTokensOption = None,
     threads: Annotated[
         int | None, typer.Option(min=1, help="CPU threads. Default: PyTorch's.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of every step; the best counts.")] = 8,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """Measure a target and its drafters on this machine, alone and together."""
     from penstock.cli.models import with_models
-    from penstock.cli.numbers import whole_numbers
-    from penstock.cli.progress import progress
     from penstock.config import ConfigError, parse_config
     from penstock.sim.profiles import ProfileError, fit_steps, save_profile
 
@@ -184,7 +174,7 @@ def show(
     plot: Annotated[
         Path | None, typer.Option(help="Draw it into this file, such as profile.png.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """What a step takes, by what is in it."""
     from penstock.sim.profiles import ProfileError, load_profile
@@ -201,73 +191,50 @@ def show(
 
 
 def _print_quality(quality: tuple[FitQuality, ...]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table()
-    table.add_column("fit of")
-    for column in ("measurements", "R²", "largest relative error"):
-        table.add_column(column, justify="right")
-    for part in quality:
-        table.add_row(
-            part.what,
-            str(part.num_measurements),
-            f"{part.r_squared:.4f}",
-            f"{part.max_relative_error:.1%}",
-        )
-    Console().print(table)
+    print_table(
+        None,
+        ("fit of", "measurements", "R²", "largest relative error"),
+        (
+            (q.what, str(q.num_measurements), f"{q.r_squared:.4f}", f"{q.max_relative_error:.1%}")
+            for q in quality
+        ),
+    )
 
 
 def _print_profile(profile: StepProfile) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=profile.name)
-    for column in ("tokens", "one prompt, ms", f"decodes over {_DECODE_CONTEXT} tokens each, ms"):
-        table.add_column(column, justify="right")
-    for count, prefill, decode in zip(_SHOWN_COUNTS, *_curves(profile, _SHOWN_COUNTS), strict=True):
-        table.add_row(str(count), f"{prefill:.2f}", f"{decode:.2f}")
-    console = Console(highlight=False)
-    console.print(table)
-    console.print(
+    columns = ("tokens", "one prompt, ms", f"decodes over {_DECODE_CONTEXT} tokens each, ms")
+    curves = zip(_SHOWN_COUNTS, *_curves(profile, _SHOWN_COUNTS), strict=True)
+    rows = [(str(count), f"{prefill:.2f}", f"{decode:.2f}") for count, prefill, decode in curves]
+    print_table(profile.name, columns, rows)
+    print(
         f"{profile.kv_tokens:,} KV tokens; token counts in steps of {profile.granularity}; "
-        f"{len(profile.token_counts)} points in the table"
-    )
-    console.print(
+        f"{len(profile.token_counts)} points in the table\n"
         f"decoding: {profile.decode_fixed * 1e3:.4g} ms, {profile.per_decode * 1e3:.4g} a request, "
-        f"{profile.per_kv_token * 1e3:.4g} a KV token"
-    )
-    console.print(
+        f"{profile.per_kv_token * 1e3:.4g} a KV token\n"
         f"prefill: {profile.per_prefill_token * 1e3:.4g} ms a token, "
-        f"{profile.per_prefill_context * 1e3:.4g} a token pair"
+        f"{profile.per_prefill_context * 1e3:.4g} a token pair\n"
+        f"{profile.origin}"
     )
-    console.print(profile.origin)
     if profile.drafters:
-        console.print(_drafters_table(profile))
+        _print_drafters(profile)
 
 
-def _drafters_table(profile: StepProfile) -> Table:
-    from rich.table import Table
-
-    table = Table(title="drafters: a step by batch, a token only read, and both at work at once")
-    table.add_column("drafter", no_wrap=True)
+def _print_drafters(profile: StepProfile) -> None:
     batches = (1, 8, 32)
-    for column in (
-        *(f"{n}, ms" for n in batches),
-        "read, µs",
-        "slowed",
-        "slows target",
-    ):
-        table.add_column(column, justify="right")
-    for known in profile.drafters:
-        table.add_row(
-            known.name,
-            *(f"{known.seconds(n, 1) * 1e3:.3g}" for n in batches),
-            f"{known.per_catch_up_token * 1e6:.3g}",
-            f"{known.slowdown:.2f} ×",
-            f"{known.target_slowdown:.2f} ×",
-        )
-    return table
+    print_table(
+        "drafters: a step by batch, a token only read, and both at work at once",
+        ("drafter", *(f"{n}, ms" for n in batches), "read, µs", "slowed", "slows target"),
+        (
+            (
+                known.name,
+                *(f"{known.seconds(n, 1) * 1e3:.3g}" for n in batches),
+                f"{known.per_catch_up_token * 1e6:.3g}",
+                f"{known.slowdown:.2f} ×",
+                f"{known.target_slowdown:.2f} ×",
+            )
+            for known in profile.drafters
+        ),
+    )
 
 
 def _curves(profile: StepProfile, counts: tuple[int, ...]) -> tuple[list[float], list[float]]:

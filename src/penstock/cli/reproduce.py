@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.failures import one_line
+from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
     from penstock.lab.experiment import Experiment, Run

@@ -8,107 +8,16 @@ from typing import Annotated, Any
 
 import typer
 
-from penstock.cli.engine_options import DEVICE_HELP, DTYPE_HELP, NoSpeculationOption
-from penstock.cli.failures import one_line
-from penstock.cli.policy_options import policy_option
-
-TargetArgument = Annotated[
-    str | None,
-    typer.Argument(help="Checkpoint folder or bundled target. Default: the bundled family."),
-]
-DrafterOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME=PATH",
-        help="A drafter; may be repeated. A bare NAME is a bundled one or `ngram`.",
-    ),
-]
-AdmissionOption = Annotated[
-    str | None, policy_option("admission", "Admission policy, by default vllm_v1")
-]
-SelectionOption = Annotated[
-    str | None, policy_option("selection", "Drafter selection policy, by default single")
-]
-AllocationOption = Annotated[
-    str | None,
-    policy_option(
-        "allocation",
-        "Draft-length policy, by default renewal with --drafters-listen, otherwise throughput",
-    ),
-]
-FairnessOption = Annotated[
-    bool | None,
-    typer.Option("--fairness/--no-fairness", help="Between tenants, by weight. [--fairness]"),
-]
-VerificationOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="coupled|ratio",
-        help="For all requests. Default: coupled for requests with a seed and with "
-        "--drafters-listen, ratio for others.",
-    ),
-]
-DtypeOption = Annotated[str | None, typer.Option(help=DTYPE_HELP)]
-DeviceOption = Annotated[str | None, typer.Option(help=f"{DEVICE_HELP} [cpu]")]
-MaxModelLenOption = Annotated[
-    int | None,
-    typer.Option(help="Most tokens of a request, prompt and output. Default: the target's own."),
-]
-ServedModelNameOption = Annotated[
-    str | None, typer.Option(help="Name of the model in the API. Default: the target folder's.")
-]
-ApiKeyOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        envvar="PENSTOCK_API_KEY",
-        help="Key that clients must send, as those of the default tenant; may be repeated.",
-    ),
-]
-KvTokensOption = Annotated[
-    int | None, typer.Option(help="KV memory in tokens. Default: a share of what is free.")
-]
-ProfileOption = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="FILE",
-        help="Step times from `penstock profile measure`. Default: measured at the start.",
-    ),
-]
-DraftersListenOption = Annotated[
-    str | None,
-    typer.Option(
-        "--drafters-listen",
-        metavar="HOST:PORT",
-        help="Let draft servers connect here; no local drafter is loaded unless one is named.",
-    ),
-]
-TlsCertificateOption = Annotated[
-    Path | None, typer.Option(help="PEM certificate shown to draft servers.")
-]
-TlsKeyOption = Annotated[Path | None, typer.Option(help="PEM key of that certificate.")]
-TlsClientCaOption = Annotated[
-    Path | None, typer.Option(help="PEM authority that must have signed draft servers' ones.")
-]
-PipelineOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="off|N|auto|async",
-        help="Verify in rounds, in N micro-batches beside which drafters work, whichever of "
-        "these is best, or whatever is ready. Default: off; async with --drafters-listen.",
-    ),
-]
-ConfigOption = Annotated[
-    Path | None, typer.Option(help="YAML file with settings; options take precedence.")
-]
-HostOption = Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")]
-CorsOriginOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="ORIGIN",
-        help="Let web pages from here call the API, as https://chat.example; may be repeated.",
-    ),
-]
-PortOption = Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [8000]")]
+from penstock.cli.options import (
+    DEVICE_HELP,
+    DTYPE_HELP,
+    PIPELINE_HELP,
+    DrafterOption,
+    NoSpeculationOption,
+    TargetArgument,
+    policy_option,
+)
+from penstock.cli.terminal import announce, one_line
 
 _WITH_DRAFT_SERVERS = {
     "drafters": {},
@@ -122,28 +31,93 @@ _WITH_DRAFT_SERVERS = {
 def serve(
     target: TargetArgument = None,
     drafter: DrafterOption = None,
-    admission: AdmissionOption = None,
-    selection: SelectionOption = None,
-    allocation: AllocationOption = None,
-    fairness: FairnessOption = None,
-    verification: VerificationOption = None,
+    admission: Annotated[
+        str | None, policy_option("admission", "Admission policy, by default vllm_v1")
+    ] = None,
+    selection: Annotated[
+        str | None, policy_option("selection", "Drafter selection policy, by default single")
+    ] = None,
+    allocation: Annotated[
+        str | None,
+        policy_option(
+            "allocation",
+            "Draft-length policy, by default renewal with --drafters-listen, otherwise throughput",
+        ),
+    ] = None,
+    fairness: Annotated[
+        bool | None,
+        typer.Option("--fairness/--no-fairness", help="Between tenants, by weight. [--fairness]"),
+    ] = None,
+    verification: Annotated[
+        str | None,
+        typer.Option(
+            metavar="coupled|ratio",
+            help="For all requests. Default: coupled for requests with a seed and with "
+            "--drafters-listen, ratio for others.",
+        ),
+    ] = None,
     no_speculation: NoSpeculationOption = False,
-    dtype: DtypeOption = None,
-    device: DeviceOption = None,
-    max_model_len: MaxModelLenOption = None,
-    kv_tokens: KvTokensOption = None,
-    profile: ProfileOption = None,
-    drafters_listen: DraftersListenOption = None,
-    tls_certificate: TlsCertificateOption = None,
-    tls_key: TlsKeyOption = None,
-    tls_client_ca: TlsClientCaOption = None,
-    pipeline: PipelineOption = None,
-    config: ConfigOption = None,
-    host: HostOption = None,
-    port: PortOption = None,
-    served_model_name: ServedModelNameOption = None,
-    api_key: ApiKeyOption = None,
-    cors_origin: CorsOriginOption = None,
+    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    device: Annotated[str | None, typer.Option(help=f"{DEVICE_HELP} [cpu]")] = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            help="Most tokens of a request, prompt and output. Default: the target's own."
+        ),
+    ] = None,
+    kv_tokens: Annotated[
+        int | None, typer.Option(help="KV memory in tokens. Default: a share of what is free.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="Step times from `penstock profile measure`. Default: measured at the start.",
+        ),
+    ] = None,
+    drafters_listen: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT",
+            help="Let draft servers connect here; no local drafter is loaded unless one is named.",
+        ),
+    ] = None,
+    tls_certificate: Annotated[
+        Path | None, typer.Option(help="PEM certificate shown to draft servers.")
+    ] = None,
+    tls_key: Annotated[Path | None, typer.Option(help="PEM key of that certificate.")] = None,
+    tls_client_ca: Annotated[
+        Path | None, typer.Option(help="PEM authority that must have signed draft servers' ones.")
+    ] = None,
+    pipeline: Annotated[
+        str | None,
+        typer.Option(
+            metavar="off|N|auto|async",
+            help=f"{PIPELINE_HELP}\n\nDefault: off; async with --drafters-listen.",
+        ),
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file with settings; options take precedence.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
+    port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [8000]")] = None,
+    served_model_name: Annotated[
+        str | None, typer.Option(help="Name of the model in the API. Default: the target folder's.")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None,
+        typer.Option(
+            envvar="PENSTOCK_API_KEY",
+            help="Key that clients must send, as those of the default tenant; may be repeated.",
+        ),
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="ORIGIN",
+            help="Let web pages from here call the API, as https://chat.example; may be repeated.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a target, with drafters, by the OpenAI API."""
     import asyncio
@@ -188,7 +162,13 @@ def serve(
         from penstock.api.http import configure_logging
 
         configure_logging()
-        asyncio.run(server.serve(parsed, _announce, announce_drafters=_announce_drafters))
+        asyncio.run(
+            server.serve(
+                parsed,
+                lambda address: announce(f"serving on {address}"),
+                announce_drafters=lambda address: announce(f"draft servers connect to {address}"),
+            )
+        )
 
 
 def _given(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
@@ -221,11 +201,3 @@ def _add_keys(engine: dict[str, Any], keys: Sequence[str]) -> None:
         default = settings_in(tenants.get(DEFAULT_TENANT), f"engine.tenants.{DEFAULT_TENANT}")
         own = {**default, "api_keys": [*default.get("api_keys", ()), *keys]}
         engine["tenants"] = {**tenants, DEFAULT_TENANT: own}
-
-
-def _announce_drafters(address: str) -> None:
-    print(f"penstock: draft servers connect to {address}", flush=True)
-
-
-def _announce(address: str) -> None:
-    print(f"penstock: serving on {address}", flush=True)

@@ -3,42 +3,22 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.drafter_options import (
-    AcceptanceOption,
-    DrafterCapacityOption,
-    DrafterOption,
-    DrafterSecondsOption,
-    DrafterTexts,
-)
+from penstock.cli import options as cli
 from penstock.cli.figures import print_figures
-from penstock.cli.progress import FinishedRequests, progress
-from penstock.cli.simulator import Load, Targets, bad_input, describe, make_server
-from penstock.cli.simulator_options import (
-    AdmissionOption,
-    AllocationOption,
-    ArrivalsOption,
-    BlockSizeOption,
-    DraftServersOption,
-    FairnessOption,
-    JsonOption,
-    KvTokensOption,
-    PipelineOption,
-    PlotOption,
-    ProfileOption,
-    RateOption,
-    SeedOption,
-    SelectionOption,
-    SetOption,
-    TenantWeightOption,
-    TimeScaleOption,
-    TpotOption,
-    TtftOption,
-    WorkloadOption,
+from penstock.cli.simulator import (
+    LatencyTargets,
+    Load,
+    SimulatedDrafters,
+    bad_input,
+    describe,
+    make_server,
 )
+from penstock.cli.terminal import FinishedRequests, progress
 
 if TYPE_CHECKING:
     from penstock.sim.plots import Sampler
@@ -50,47 +30,55 @@ _SAMPLES = 1000
 
 
 def simulate(
-    workload: WorkloadOption,
-    profile: ProfileOption,
-    admission: AdmissionOption,
-    allocation: AllocationOption = "throughput",
-    selection: SelectionOption = "single",
-    rate: RateOption = None,
-    arrivals: ArrivalsOption = None,
-    time_scale: TimeScaleOption = 1.0,
-    kv_tokens: KvTokensOption = None,
-    block_size: BlockSizeOption = 1,
-    settings: SetOption = None,
-    fairness: FairnessOption = False,
-    tenant_weight: TenantWeightOption = None,
-    drafter: DrafterOption = None,
-    acceptance: AcceptanceOption = None,
-    drafter_seconds: DrafterSecondsOption = None,
-    drafter_capacity: DrafterCapacityOption = None,
-    draft_servers: DraftServersOption = None,
-    pipeline: PipelineOption = "off",
-    ttft_p99: TtftOption = None,
-    tpot_p99: TpotOption = None,
+    workload: cli.WorkloadOption,
+    profile: cli.ProfileOption,
+    admission: cli.AdmissionOption,
+    allocation: cli.AllocationOption = "throughput",
+    selection: cli.SelectionOption = "single",
+    rate: cli.RateOption = None,
+    arrivals: cli.ArrivalsOption = None,
+    time_scale: cli.TimeScaleOption = 1.0,
+    kv_tokens: cli.KvTokensOption = None,
+    block_size: cli.BlockSizeOption = 1,
+    settings: cli.SetOption = None,
+    fairness: cli.FairnessOption = False,
+    tenant_weight: cli.TenantWeightOption = None,
+    drafter: cli.SimulatedDrafterOption = None,
+    acceptance: cli.AcceptanceOption = None,
+    drafter_seconds: cli.DrafterSecondsOption = None,
+    drafter_capacity: cli.DrafterCapacityOption = None,
+    draft_servers: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.yaml",
+            help="Speculate across a network: draft servers, their links and their acceptance.",
+        ),
+    ] = None,
+    pipeline: Annotated[
+        str, typer.Option(metavar="off|N|auto|async", help=cli.PIPELINE_HELP)
+    ] = "off",
+    ttft_p99: cli.TtftOption = None,
+    tpot_p99: cli.TpotOption = None,
     requests: Annotated[
         int | None,
         typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
     ] = None,
-    seed: SeedOption = 0,
-    plot: PlotOption = None,
-    as_json: JsonOption = False,
+    seed: cli.SeedOption = 0,
+    plot: cli.PlotOption = None,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """One run of a workload through the scheduler, on the virtual clock."""
     from penstock.sim.plots import check_target, plot_run
     from penstock.sim.servers import deal_to_tenants
 
-    targets = Targets(ttft_p99, tpot_p99)
+    targets = LatencyTargets(ttft_p99, tpot_p99)
     load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
     with bad_input():
         server = make_server(
             profile,
             {"admission": admission, "allocation": allocation, "selection": selection},
             settings or (),
-            DrafterTexts(drafter, acceptance, drafter_seconds, drafter_capacity),
+            SimulatedDrafters(drafter, acceptance, drafter_seconds, drafter_capacity),
             kv_tokens=kv_tokens,
             block_size=block_size,
             targets=targets,
@@ -116,7 +104,7 @@ def simulate(
 
 
 def _run(
-    setup: Setup, workload: Workload, targets: Targets, *, is_sampled: bool
+    setup: Setup, workload: Workload, targets: LatencyTargets, *, is_sampled: bool
 ) -> tuple[dict[str, Any], Sampler | None]:
     """Figures of a run, and what was seen on the way if it is to be drawn."""
     from penstock.sim.drafters import DrafterCounts

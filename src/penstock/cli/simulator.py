@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from penstock.cli.drafter_options import DrafterTexts
-from penstock.cli.failures import one_line
-from penstock.cli.policy_settings import typed_settings
+from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
+    from penstock.fluid.step_profile import StepProfile
+    from penstock.sim.acceptance import AcceptanceByDrafter
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
@@ -29,6 +29,82 @@ def bad_input() -> AbstractContextManager[None]:
     return one_line(PolicyError, PlanError, PlotError, ProfileError, WorkloadError, OSError)
 
 
+def policy_settings(names: Mapping[str, str], settings: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """`--set` texts as options of each kind of policy, with the types that the policies declare.
+    names: of the policies, by kind.
+
+    Raises: PolicyError.
+    """
+    from penstock.core.registry import PolicyError, make_policy, option_types
+
+    options: dict[str, dict[str, Any]] = {kind: {} for kind in names}
+    for text in settings:
+        key, given, value = text.partition("=")
+        kind, dot, option = key.partition(".")
+        if not dot:
+            kind, option = "admission", key
+        if not given or kind not in names:
+            prefixes = " or ".join(f"{kind}." for kind in sorted(names))
+            raise PolicyError(
+                f"--set takes OPTION=VALUE, with a prefix {prefixes} or none, not {text!r}"
+            )
+        wanted = option_types(kind, names[kind]).get(option)
+        try:
+            options[kind][option] = parse_value(value.strip(), wanted)
+        except ValueError:
+            # The policy says what it should have been.
+            options[kind][option] = value
+    for kind, name in names.items():
+        make_policy(kind, name, options[kind])
+    return options
+
+
+def parse_value(text: str, wanted: Any) -> Any:
+    """Text as a value of a declared type, whose range is not looked at. Raises: ValueError."""
+    from types import NoneType
+    from typing import get_args, get_origin
+
+    from pydantic import TypeAdapter
+
+    given: Any = text
+    if NoneType in get_args(wanted) and text.lower() in ("none", "null"):
+        given = None
+    elif get_origin(wanted) is tuple:
+        listed = text.removeprefix("[").removesuffix("]")
+        given = [part.strip() for part in listed.split(",") if part]
+    return TypeAdapter(wanted).validate_python(given)
+
+
+@dataclass(frozen=True, slots=True)
+class SimulatedDrafters:
+    """What the command line says of drafters: which, their acceptance, times, and capacities."""
+
+    drafters: Sequence[str] | None = None
+    acceptance: str | None = None
+    seconds: Sequence[str] | None = None
+    capacities: Sequence[str] | None = None
+
+    def models(self, seed: int) -> AcceptanceByDrafter:
+        """Acceptance by drafter. Raises: WorkloadError."""
+        from penstock.sim.acceptance import parse_drafters
+        from penstock.sim.domains import load_acceptance
+
+        fit = None if self.acceptance is None else load_acceptance(self.acceptance)
+        return parse_drafters(self.drafters or (), seed, fit)
+
+    def with_times(self, profile: StepProfile) -> StepProfile:
+        """The profile, with the times that were given in the place of its own.
+
+        Raises: WorkloadError.
+        """
+        from penstock.sim.drafters import parse_drafter_seconds
+
+        given = parse_drafter_seconds(self.seconds or ())
+        names = {d.name for d in given}
+        kept = (d for d in profile.drafters if d.name not in names)
+        return replace(profile, drafters=(*kept, *given))
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """Which requests, and how they come."""
@@ -40,9 +116,6 @@ class Load:
     seed: int
     default_requests: int
     """Of a mix; a trace comes whole."""
-
-    def with_seed(self, seed: int) -> Load:
-        return replace(self, seed=seed)
 
     def make(self, rate: float | None) -> Workload:
         """Raises: WorkloadError."""
@@ -62,7 +135,7 @@ class Load:
 
 
 @dataclass(frozen=True, slots=True)
-class Targets:
+class LatencyTargets:
     """p99 of TTFT and TPOT that are asked for, in seconds."""
 
     ttft_p99: float | None = None
@@ -73,13 +146,21 @@ class Targets:
         both = {"ttft_p99": self.ttft_p99, "tpot_p99": self.tpot_p99}
         return {name: value for name, value in both.items() if value is not None}
 
+    def check(self) -> None:
+        """Raises: PlanError."""
+        from penstock.sim.planner import PlanError
+
+        for name, value in self.given.items():
+            if not 0 < value < math.inf:
+                raise PlanError(f"--{name.replace('_', '-')} is a number of seconds over 0")
+
 
 @dataclass(frozen=True)
-class Server:
+class SimulatedServer:
     """A setup that may still want thresholds for its load."""
 
     base: Setup
-    targets: Targets = field(default_factory=Targets)
+    targets: LatencyTargets = field(default_factory=LatencyTargets)
 
     @property
     def kv_tokens(self) -> int:
@@ -112,22 +193,22 @@ def make_server(
     profile: str,
     names: dict[str, str],
     settings: Sequence[str],
-    drafters: DrafterTexts,
+    drafters: SimulatedDrafters,
     *,
     kv_tokens: int | None,
     block_size: int,
-    targets: Targets,
+    targets: LatencyTargets,
     seed: int,
     draft_servers: Path | None = None,
     pipeline: str = "off",
     fairness: bool = False,
     tenant_weights: Sequence[str] = (),
-) -> Server:
+) -> SimulatedServer:
     """From the command line; names: of the policies, by kind.
 
     Raises: ProfileError, PolicyError, WorkloadError, PlanError.
     """
-    from penstock.core.registry import make_pipeline, policies
+    from penstock.core.registry import make_pipeline, option_types
     from penstock.sim.acceptance import AcceptanceByDrafter
     from penstock.sim.drafters import parse_capacities
     from penstock.sim.planner import PlanError
@@ -135,19 +216,14 @@ def make_server(
     from penstock.sim.run import Setup
     from penstock.sim.servers import read_servers
 
-    for name, value in targets.given.items():
-        if not 0 < value < math.inf:
-            raise PlanError(f"--{name.replace('_', '-')} is a number of seconds over 0")
+    targets.check()
     loaded = drafters.with_times(load_profile(profile))
     memory = kv_tokens or loaded.kv_tokens
     if memory < block_size:
         raise PlanError(f"{memory} KV tokens hold no block of {block_size}")
-    try:
-        make_pipeline(pipeline)
-    except ValueError as error:
-        raise PlanError(str(error)) from error
-    options = typed_settings(names, settings)
-    known = policies("admission")[names["admission"]].Options.__dataclass_fields__
+    make_pipeline(pipeline)
+    options = policy_settings(names, settings)
+    known = option_types("admission", names["admission"])
     wanted = {name: value for name, value in targets.given.items() if name in known}
     acceptance = drafters.models(seed)
     servers, remote = read_servers(draft_servers, seed) if draft_servers else ((), None)
@@ -170,7 +246,7 @@ def make_server(
         tenant_weights=_weights(tenant_weights),
         seed=seed,
     )
-    return Server(setup, targets)
+    return SimulatedServer(setup, targets)
 
 
 def _weights(texts: Sequence[str]) -> dict[str, float]:

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.cli.failures import one_line
+from penstock.cli.terminal import one_line
 
 app = typer.Typer(no_args_is_help=True, help="The bundled family of models.")
 
@@ -62,7 +62,7 @@ def fit(
     new_tokens: Annotated[int, typer.Option(min=16, help="Most tokens a request makes.")] = 256,
 ) -> None:
     """Fit how requests of each domain differ in acceptance, for the simulator; takes minutes."""
-    from penstock.cli.progress import progress
+    from penstock.cli.terminal import progress
     from penstock.config import ConfigError
     from penstock.zoo.registry import DOMAINS
 

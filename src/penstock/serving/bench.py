@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 
 from penstock.core.types import NO_DRAFTER, Request, SamplingParams
 from penstock.engine.build import Engine
-from penstock.serving.offline import Completion, complete, mean_acceptance_length
+from penstock.serving.offline import Completion, complete
+from penstock.serving.usage import Usage
 
 MIN_REQUESTS = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Prompt:
+class BenchPrompt:
     """Token ids of one prompt and the domain that it stands for."""
 
     token_ids: tuple[int, ...]
@@ -53,7 +54,7 @@ class BenchOptions:
 
 def bench_engine(
     engine: Engine,
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     drafters: Sequence[str | None],
     options: BenchOptions,
     on_progress: Callable[[int, str | None], None] | None = None,
@@ -85,7 +86,7 @@ class _Sample:
 
 
 def _requests(
-    prompts: Sequence[Prompt],
+    prompts: Sequence[BenchPrompt],
     batch: int,
     drafter: str | None,
     options: BenchOptions,
@@ -121,18 +122,21 @@ def _measure(engine: Engine, requests: list[Request], batch: int) -> _Sample:
 def _summary(batch: int, drafter: str | None, samples: list[_Sample]) -> BenchRun:
     rates = [s.tokens_per_s for s in samples]
     wall = sum(s.wall_s for s in samples)
+    usage = Usage()
+    for completion in (c for s in samples for c in s.completions):
+        usage.add(completion.usage)
     return BenchRun(
         batch=batch,
         drafter=drafter,
         tokens_per_s=statistics.median(rates),
         best_tokens_per_s=max(rates),
-        mean_acceptance_length=mean_acceptance_length(c for s in samples for c in s.completions),
+        mean_acceptance_length=usage.mean_acceptance_length if usage.drafts else None,
         cpu_share=sum(s.cpu_s for s in samples) / wall,
         host_share=sum(s.host_s for s in samples) / wall,
     )
 
 
-def cut_prompts(prompts: Sequence[Prompt], num_tokens: int) -> list[Prompt]:
+def cut_prompts(prompts: Sequence[BenchPrompt], num_tokens: int) -> list[BenchPrompt]:
     """Prompts of exactly `num_tokens` tokens: longer ones keep their end, shorter ones repeat."""
     cut = []
     for prompt in prompts:

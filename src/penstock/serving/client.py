@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from penstock.config import EngineConfig
-from penstock.core.types import Arrive, Cancel, Event, Output, Request
+from penstock.core.types import Arrive, Cancel, Event, Request
 from penstock.serving.intake import EngineUnavailable, RequestClient, WaitingRoom
 from penstock.serving.messages import (
     AuditFinding,
@@ -22,6 +21,9 @@ from penstock.serving.messages import (
 )
 from penstock.serving.process import Supervisor
 
+if TYPE_CHECKING:
+    from penstock.serving.verification import DraftHub
+
 LOAD_ENGINE = "penstock.engine.build:load_engine"
 """The factory of the real engine; named, so that only its own process imports torch."""
 
@@ -29,31 +31,6 @@ _STATS_WAIT_S = 1.0
 _DIED = (
     "the engine process died while it was working on this request; it is being restarted, try again"
 )
-
-
-class EngineListener(Protocol):
-    """Follows the engine for the draft servers."""
-
-    @property
-    def drafters(self) -> tuple[str, ...]:
-        """Those that are connected."""
-        ...
-
-    def on_outputs(self, outputs: Sequence[Output]) -> None:
-        """Outputs of one turn, after each has gone to its request's sink."""
-        ...
-
-    def on_orders(self, orders: DraftOrders) -> None: ...
-
-    def on_finding(self, finding: AuditFinding) -> None: ...
-
-    def on_engine_lost(self) -> None:
-        """All that the engine knew is gone."""
-        ...
-
-    def on_drain(self) -> None:
-        """No more requests are taken."""
-        ...
 
 
 class EngineClient(RequestClient):
@@ -72,7 +49,7 @@ class EngineClient(RequestClient):
         self._info: Ready | None = None
         self._last_failure = "the engine is not running"
         self._events: list[Event | RemoteDraft] = []
-        self._listener: EngineListener | None = None
+        self._hub: DraftHub | None = None
         self._stats: EngineStats | None = None
         self._stats_asked: list[asyncio.Future[EngineStats | None]] = []
 
@@ -85,8 +62,8 @@ class EngineClient(RequestClient):
 
     async def drain(self, grace_s: float) -> None:
         self._stopping = True
-        if self._listener is not None:
-            self._listener.on_drain()
+        if self._hub is not None:
+            self._hub.on_drain()
         self._supervisor.stop_restarting()
         await super().drain(grace_s)
 
@@ -112,7 +89,7 @@ class EngineClient(RequestClient):
     @property
     def drafters(self) -> tuple[str, ...]:
         """The engine's own, and the draft servers that are connected."""
-        remote = () if self._listener is None else self._listener.drafters
+        remote = () if self._hub is None else self._hub.drafters
         return (*self.info.drafters, *remote)
 
     @property
@@ -161,22 +138,22 @@ class EngineClient(RequestClient):
 
     # --- what the engine says -------------------------------------------------------------------
 
-    def follow(self, listener: EngineListener) -> None:
-        """Tell `listener` what comes from now on."""
-        self._listener = listener
+    def follow(self, hub: DraftHub) -> None:
+        """Tell the draft servers' hub what comes from now on."""
+        self._hub = hub
 
     def on_message(self, message: object) -> None:
         if isinstance(message, Outputs):
             for output in message.outputs:
                 self._route(output)
-            if self._listener is not None:
-                self._listener.on_outputs(message.outputs)
+            if self._hub is not None:
+                self._hub.on_outputs(message.outputs)
         elif isinstance(message, DraftOrders):
-            if self._listener is not None:
-                self._listener.on_orders(message)
+            if self._hub is not None:
+                self._hub.on_orders(message)
         elif isinstance(message, AuditFinding):
-            if self._listener is not None:
-                self._listener.on_finding(message)
+            if self._hub is not None:
+                self._hub.on_finding(message)
         elif isinstance(message, EngineStats):
             self._stats = message
             self._answer_stats()
@@ -207,7 +184,7 @@ class EngineClient(RequestClient):
         self._ready.clear()
         self._events.clear()
         self._stats = None
-        if self._listener is not None:
-            self._listener.on_engine_lost()
+        if self._hub is not None:
+            self._hub.on_engine_lost()
         self._fail_all(_DIED)
         self._answer_stats()

@@ -17,7 +17,7 @@ from functools import partial
 from penstock.core.types import SamplingParams
 from penstock.engine.drafters.sessions import DraftingSessions, Order, SessionDraft
 from penstock.serving.drafting import DraftingThread
-from penstock.serving.link import Endpoint, Link
+from penstock.serving.link import Endpoint, VerifierLink
 from penstock.serving.tracked import Piece, Tracked, VerifiedText
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import decode_sampling, in_effect
@@ -30,14 +30,14 @@ _DOUBT_S = 0.1
 _log = logging.getLogger(__name__)
 
 
-class DraftServer:
+class DraftService:
     """Everything that is drafted for over one link.
 
     on_connected, on_lost: called when a stream has begun and when it has ended
     """
 
     def __init__(self, endpoint: Endpoint, hello: pb.Hello, sessions: DraftingSessions) -> None:
-        self.link = Link(endpoint, hello, self)
+        self.link = VerifierLink(endpoint, hello, self)
         self.welcome: asyncio.Future[pb.Welcome] = asyncio.get_running_loop().create_future()
         """Of the first stream."""
         self.on_connected: Callable[[], None] = lambda: None
@@ -147,7 +147,7 @@ class DraftServer:
             self._advance(tracked, self._strays.pop(key))
         return tracked
 
-    def _verdict(self, verdict: pb.Verdict) -> None:
+    def _verdict(self, verdict: pb.VerifiedTokens) -> None:
         tracked = self._by_wire_id.get(verdict.request_id)
         if tracked is not None:
             tracked.is_taken = True

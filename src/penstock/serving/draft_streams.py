@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import grpc
 
@@ -22,14 +22,12 @@ from penstock.core.types import (
     SamplingParams,
     TokenLogprob,
 )
-from penstock.serving.client import EngineClient
-from penstock.serving.draft_access import Audits
 from penstock.serving.intake import EngineUnavailable, QueueFull
 from penstock.serving.messages import RemoteDraft
 from penstock.transport.checks import (
     ASSIGNED_PREFIX,
+    ExpectedDraft,
     Limits,
-    Order,
     Quota,
     Refusal,
     answers,
@@ -47,6 +45,9 @@ from penstock.transport.wire import (
     encode_sampling,
     in_effect,
 )
+
+if TYPE_CHECKING:
+    from penstock.serving.verification import DraftHub
 
 _MAX_QUEUED_MESSAGES = 4096
 _MAX_QUEUED_BYTES = 16 << 20
@@ -128,7 +129,7 @@ class DraftedRequest:
     engine_id: str
     prefix: PrefixDigest
     weighted: bool
-    order: Order | None = None
+    order: ExpectedDraft | None = None
 
 
 @dataclass(slots=True, eq=False)
@@ -142,27 +143,10 @@ class EdgeRequest(DraftedRequest):
         self.stream.attempt(partial(self.stream.on_output, self, output))
 
 
-class Hub(Protocol):
-    """What a stream asks of the place where all streams meet."""
-
-    @property
-    def client(self) -> EngineClient: ...
-    @property
-    def target(self) -> str: ...
-    @property
-    def tokenizer_digest(self) -> str: ...
-    @property
-    def audits(self) -> Audits: ...
-    def join(self, stream: DraftStream, max_draft_tokens: int) -> str: ...
-    def new_engine_id(self, drafter: str) -> str: ...
-    def new_meter(self, request: Request) -> Meter: ...
-    def verdict_written(self) -> Callable[[], None]: ...
-
-
 class DraftStream:
     """The state of one stream. No I/O: messages come in by `receive`, and leave by `outbox`."""
 
-    def __init__(self, hub: Hub, identity: Identity, limits: Limits) -> None:
+    def __init__(self, hub: DraftHub, identity: Identity, limits: Limits) -> None:
         self.identity = identity
         self.limits = limits
         self.outbox = Outbox()
@@ -252,7 +236,7 @@ class DraftStream:
         self._edge[message.request_id] = opened
         self.send(pb.Down(opened=pb.Opened(request_id=message.request_id)))
 
-    def _draft(self, draft: pb.Draft) -> bool:
+    def _draft(self, draft: pb.DraftTokens) -> bool:
         request = self._edge.get(draft.request_id) or self._assigned.get(draft.request_id)
         if request is None:
             self._heard()
@@ -273,7 +257,7 @@ class DraftStream:
     def _answer(
         self,
         request: DraftedRequest,
-        order: Order,
+        order: ExpectedDraft,
         token_ids: tuple[int, ...] = (),
         weights: tuple[tuple[tuple[int, ...], tuple[int, ...]], ...] | None = None,
     ) -> None:
@@ -356,7 +340,7 @@ class DraftStream:
         self, request: DraftedRequest, output: Output, logprobs: Sequence[TokenLogprob] = ()
     ) -> None:
         """`logprobs`: for whom the request is its own; no draft server needs those of others."""
-        verdict = pb.Verdict(
+        verdict = pb.VerifiedTokens(
             request_id=request.wire_id,
             start=request.prefix.length,
             token_ids=output.token_ids,
@@ -390,7 +374,9 @@ class DraftStream:
     ) -> None:
         """Let it draft. `text`: prefix and sampling, where it has not seen them."""
         self._void(request)
-        request.order = Order(order.epoch, order.round, order.max_draft_tokens, request.weighted)
+        request.order = ExpectedDraft(
+            order.epoch, order.round, order.max_draft_tokens, request.weighted
+        )
         assign = pb.Assign(
             request_id=request.wire_id,
             epoch=order.epoch,

@@ -11,7 +11,7 @@ import logging
 from dataclasses import dataclass
 
 from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
-from penstock.serving.draft_server import DraftServer
+from penstock.serving.draft_server import DraftService
 from penstock.serving.intake import (
     EngineUnavailable,
     NotTaken,
@@ -77,7 +77,7 @@ class EdgeClient(RequestClient):
     max_waiting: requests that may be without a first token at once
     """
 
-    def __init__(self, server: DraftServer, info: Ready, *, max_waiting: int) -> None:
+    def __init__(self, server: DraftService, info: Ready, *, max_waiting: int) -> None:
         super().__init__(WaitingRoom(max_waiting))
         self._info = info
         self._server = server

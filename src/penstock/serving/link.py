@@ -93,7 +93,7 @@ class Backoff:
         return longest * random.uniform(0.5, 1.0)
 
 
-class Link:
+class VerifierLink:
     """Keeps one stream open, with exponential back-off between attempts."""
 
     def __init__(self, endpoint: Endpoint, hello: pb.Hello, peer: LinkPeer) -> None:

@@ -8,27 +8,22 @@ from dataclasses import dataclass, field
 
 from penstock.core.loop import Loop
 from penstock.core.types import Arrive, FinishReason, Output, Request
+from penstock.serving.usage import Usage
 
 
 @dataclass(slots=True)
 class Completion:
-    """What one request came to. `num_rounds` counts verifications that yielded tokens."""
+    """What one request came to."""
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
-    num_rounds: int = 0
-    num_drafts: int = 0
-    num_proposed: int = 0
-    num_accepted: int = 0
+    usage: Usage = field(default_factory=Usage)
 
     def add(self, output: Output) -> None:
         self.token_ids += output.token_ids
-        self.num_rounds += bool(output.token_ids)
-        self.num_drafts += bool(output.num_proposed)
-        self.num_proposed += output.num_proposed
-        self.num_accepted += output.num_accepted
+        self.usage.observe(output)
         self.finish_reason = output.finish_reason
         self.error = output.error
 
@@ -64,12 +59,3 @@ def complete(
         elif turn.wake_at is None:
             raise RuntimeError("the scheduler stands still with requests unfinished")
     return list(completions.values())
-
-
-def mean_acceptance_length(completions: Iterable[Completion]) -> float | None:
-    """1 + accepted / drafts over all completions, as vLLM reports it; None without drafts."""
-    drafts = accepted = 0
-    for completion in completions:
-        drafts += completion.num_drafts
-        accepted += completion.num_accepted
-    return 1 + accepted / drafts if drafts else None

@@ -12,11 +12,14 @@ import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import Protocol, Self
+from typing import TYPE_CHECKING, Self
 
 from penstock.config import EngineConfig
 from penstock.serving.messages import HEADER, Failed, Heartbeat, Ready, Stop, frame
 from penstock.serving.worker import HEARTBEATS, run_engine
+
+if TYPE_CHECKING:
+    from penstock.serving.client import EngineClient
 
 _EXIT_S = 3.0
 """A process that has been told to stop, or has closed its socket, is killed after this long."""
@@ -182,31 +185,15 @@ class Watchdog:
                 self._on_change(True)
 
 
-class EngineOwner(Protocol):
-    """Who is told what becomes of the engine process."""
-
-    def on_ready(self, info: Ready, load_s: float) -> None: ...
-
-    def on_silence(self, is_silent: bool) -> None:
-        """The process gives no sign of life, or does so again."""
-        ...
-
-    def on_lost(self, failure: str) -> None:
-        """The process is gone, or could not be loaded again."""
-        ...
-
-    def on_message(self, message: object) -> None: ...
-
-
 class Supervisor:
     """Keeps one engine process running: started again when it dies, killed when it is frozen."""
 
-    def __init__(self, factory: str, config: EngineConfig, owner: EngineOwner) -> None:
+    def __init__(self, factory: str, config: EngineConfig, client: EngineClient) -> None:
         self.process: EngineProcess | None = None
         self.num_restarts = 0
         self._factory = factory
         self._config = config
-        self._owner = owner
+        self._client = client
         self._watchdog = Watchdog(config.heartbeat_timeout_s, self._on_silence)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -245,7 +232,7 @@ class Supervisor:
         if isinstance(message, Heartbeat):
             self._watchdog.heard(message)
         else:
-            self._owner.on_message(message)
+            self._client.on_message(message)
 
     def _on_silence(self, is_silent: bool) -> None:
         if self.process is None or not self.process.ready.done():
@@ -253,7 +240,7 @@ class Supervisor:
         if is_silent and self._stopping:
             self.process.kill()
         else:
-            self._owner.on_silence(is_silent)
+            self._client.on_silence(is_silent)
 
     async def _supervise(self, loaded: asyncio.Future[None]) -> None:
         """Keep a process running. Only a failure of the very first start is final."""
@@ -287,14 +274,14 @@ class Supervisor:
         try:
             answer = await process.ready
             if isinstance(answer, Failed):
-                self._owner.on_lost(f"the engine cannot be restarted: {answer.message}")
+                self._client.on_lost(f"the engine cannot be restarted: {answer.message}")
                 await process.reap()
                 return answer.message
-            self._owner.on_ready(answer, asyncio.get_running_loop().time() - started_at)
+            self._client.on_ready(answer, asyncio.get_running_loop().time() - started_at)
             if not loaded.done():
                 loaded.set_result(None)
             await process.gone.wait()
-            self._owner.on_lost("the engine process died and is being restarted")
+            self._client.on_lost("the engine process died and is being restarted")
             return f"the engine process died (exit code {await process.reap()})"
         finally:
             watch.cancel()

@@ -26,7 +26,7 @@ class Piece(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
 
     @classmethod
-    def of(cls, verdict: pb.Verdict) -> Self:
+    def of(cls, verdict: pb.VerifiedTokens) -> Self:
         return cls(
             verdict.start,
             tuple(verdict.token_ids),
@@ -134,12 +134,12 @@ class Tracked:
         prefix_len, size = self.sent
         return size if prefix_len == piece.start else 0
 
-    def answer(self, draft: SessionDraft | None) -> pb.Draft | None:
+    def answer(self, draft: SessionDraft | None) -> pb.DraftTokens | None:
         """The answer to the assignment that is open, which it then is no more."""
         assign, self.asked, self.is_ordered = self.asked, None, False
         if assign is None:
             return None
-        message = pb.Draft(
+        message = pb.DraftTokens(
             request_id=self.wire_id,
             epoch=assign.epoch,
             round=assign.round,

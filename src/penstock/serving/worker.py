@@ -15,12 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
-from penstock.core.loop import Clock, Loop, Turn
-from penstock.core.scheduler import Scheduler
+from penstock.core.loop import Turn
 from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.messages import (
     AuditFinding,
@@ -38,44 +36,15 @@ from penstock.serving.messages import (
 )
 
 if TYPE_CHECKING:
-    from penstock.engine.audit import Auditor
-    from penstock.engine.executor import LocalExecutor
+    from _typeshed import HasFileno
+
+    from penstock.engine.build import Engine
     from penstock.engine.sequences import TokenBuffer
 
 HEARTBEATS = 20
 """Within the time after which a process without any is given up."""
 
 _log = logging.getLogger(__name__)
-
-
-class SupportsFileno(Protocol):
-    """What can be waited for."""
-
-    def fileno(self) -> int: ...
-
-
-class Engine(Protocol):
-    """What is served: `engine.build.Engine`, or a test's fake."""
-
-    @property
-    def loop(self) -> Loop: ...
-    @property
-    def scheduler(self) -> Scheduler: ...
-    @property
-    def executor(self) -> LocalExecutor: ...
-    @property
-    def auditor(self) -> Auditor: ...
-    @property
-    def clock(self) -> Clock: ...
-    @property
-    def tokenizer_path(self) -> Path: ...
-    @property
-    def max_model_len(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
-    @property
-    def eos_token_ids(self) -> tuple[int, ...]: ...
-    def describe(self) -> Mapping[str, Any]: ...
 
 
 def import_factory(name: str) -> Callable[[EngineConfig], Engine]:
@@ -115,7 +84,7 @@ class Channel:
         except OSError as error:
             raise PeerGone from error
 
-    def receive(self, timeout: float | None, *others: SupportsFileno) -> list[Any]:
+    def receive(self, timeout: float | None, *others: HasFileno) -> list[Any]:
         """What has come, after waiting at most `timeout` seconds (None: for ever) for something, or
         until one of `others` can be read.
 

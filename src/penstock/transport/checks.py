@@ -108,7 +108,7 @@ class Quota:
         return True
 
 
-class Order(NamedTuple):
+class ExpectedDraft(NamedTuple):
     """The draft that a request waits for: at most `max_draft_tokens` tokens behind the prefix;
     `weighted`: with the distributions that they were sampled from."""
 
@@ -206,12 +206,14 @@ def _problem_of_sampling(message: pb.Open) -> str | None:
     return None
 
 
-def answers(draft: pb.Draft, order: Order | None) -> bool:
+def answers(draft: pb.DraftTokens, order: ExpectedDraft | None) -> bool:
     """Whether this is the draft that is waited for; a late or repeated one is not, and harmless."""
     return order is not None and (draft.epoch, draft.round) == (order.epoch, order.round)
 
 
-def check_draft(draft: pb.Draft, limits: Limits, order: Order, prefix: PrefixDigest) -> None:
+def check_draft(
+    draft: pb.DraftTokens, limits: Limits, order: ExpectedDraft, prefix: PrefixDigest
+) -> None:
     """Check a draft that answers `order` against the verified text. Raises: Refusal of it."""
     num_tokens = len(draft.token_ids)
     if draft.prefix_len != prefix.length:
@@ -235,7 +237,7 @@ def check_draft(draft: pb.Draft, limits: Limits, order: Order, prefix: PrefixDig
 
 
 def _problem_of_weights(
-    token_ids: Sequence[int], weights: Sequence[pb.TopWeights], limits: Limits
+    token_ids: Sequence[int], weights: Sequence[pb.Distribution], limits: Limits
 ) -> str | None:
     if len(weights) != len(token_ids):
         return f"{len(weights)} distributions for {len(token_ids)} draft tokens"

@@ -78,11 +78,11 @@ def weight_rows(token_ids: IntArray, weights: IntArray) -> list[Weights]:
     return rows
 
 
-def encode_weights(rows: Iterable[Weights]) -> list[pb.TopWeights]:
-    return [pb.TopWeights(token_ids=ids, weights=weights) for ids, weights in rows]
+def encode_weights(rows: Iterable[Weights]) -> list[pb.Distribution]:
+    return [pb.Distribution(token_ids=ids, weights=weights) for ids, weights in rows]
 
 
-def decode_weights(messages: Sequence[pb.TopWeights]) -> tuple[Weights, ...]:
+def decode_weights(messages: Sequence[pb.Distribution]) -> tuple[Weights, ...]:
     """What `encode_weights` encoded; not checked here (see `checks`)."""
     return tuple((tuple(m.token_ids), tuple(m.weights)) for m in messages)
 
@@ -114,18 +114,16 @@ def in_effect(params: SamplingParams, *, trusted: bool) -> SamplingParams:
     return params if trusted else replace(params, verification="coupled")
 
 
-def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> list[pb.TokenLogprob]:
+def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> list[pb.Logprob]:
     """One message a token, in single precision, which is what the target computes."""
     messages = []
     for token in logprobs:
         ids, values = zip(*token.top, strict=True) if token.top else ((), ())
-        messages.append(
-            pb.TokenLogprob(logprob=token.logprob, top_token_ids=ids, top_logprobs=values)
-        )
+        messages.append(pb.Logprob(logprob=token.logprob, top_token_ids=ids, top_logprobs=values))
     return messages
 
 
-def decode_logprobs(messages: Sequence[pb.TokenLogprob]) -> tuple[TokenLogprob, ...]:
+def decode_logprobs(messages: Sequence[pb.Logprob]) -> tuple[TokenLogprob, ...]:
     """What `encode_logprobs` encoded."""
     return tuple(
         TokenLogprob(m.logprob, tuple(zip(m.top_token_ids, m.top_logprobs, strict=True)))

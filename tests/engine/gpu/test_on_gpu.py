@@ -121,5 +121,6 @@ def test_output_is_the_targets_own(tmp_path: Path, temperature: float, pipeline:
         done = complete(engine.loop, requests, 9)
         texts[drafter] = [c.token_ids for c in done]
         if drafter == "same":
-            assert sum(c.num_accepted for c in done) > 0.9 * sum(c.num_proposed for c in done) > 0
+            accepted = sum(c.usage.num_accepted_tokens for c in done)
+            assert accepted > 0.9 * sum(c.usage.num_draft_tokens for c in done) > 0
     assert all(text == texts[NO_DRAFTER] for text in texts.values())

@@ -15,9 +15,9 @@ class Up(_message.Message):
     CLOSE_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
-    draft: Draft
+    draft: DraftTokens
     close: Close
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[Draft, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[DraftTokens, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "tokenizer_digest", "model_name", "max_draft_tokens", "takes_assignments")
@@ -65,7 +65,7 @@ class Open(_message.Message):
     expected_output_tokens: int
     def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ...) -> None: ...
 
-class Draft(_message.Message):
+class DraftTokens(_message.Message):
     __slots__ = ("request_id", "epoch", "round", "prefix_len", "prefix_digest", "token_ids", "weights")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -80,10 +80,10 @@ class Draft(_message.Message):
     prefix_len: int
     prefix_digest: bytes
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    weights: _containers.RepeatedCompositeFieldContainer[TopWeights]
-    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., prefix_digest: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[_Union[TopWeights, _Mapping]]] = ...) -> None: ...
+    weights: _containers.RepeatedCompositeFieldContainer[Distribution]
+    def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., prefix_digest: _Optional[bytes] = ..., token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[_Union[Distribution, _Mapping]]] = ...) -> None: ...
 
-class TopWeights(_message.Message):
+class Distribution(_message.Message):
     __slots__ = ("token_ids", "weights")
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_FIELD_NUMBER: _ClassVar[int]
@@ -108,10 +108,10 @@ class Down(_message.Message):
     welcome: Welcome
     opened: Opened
     assign: Assign
-    verdict: Verdict
+    verdict: VerifiedTokens
     release: Release
     refused: Refused
-    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., verdict: _Optional[_Union[Verdict, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
+    def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., verdict: _Optional[_Union[VerifiedTokens, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("protocol_version", "drafter", "vocab_size", "max_draft_tokens", "max_open_requests", "max_request_tokens", "max_message_bytes", "weight_sum", "max_weights", "trusted", "target", "eos_token_ids")
@@ -167,7 +167,7 @@ class Assign(_message.Message):
     sampling: Sampling
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., min_survival: _Optional[float] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
-class Verdict(_message.Message):
+class VerifiedTokens(_message.Message):
     __slots__ = ("request_id", "start", "token_ids", "num_accepted", "finish_reason", "reason", "logprobs")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
@@ -182,10 +182,10 @@ class Verdict(_message.Message):
     num_accepted: int
     finish_reason: str
     reason: str
-    logprobs: _containers.RepeatedCompositeFieldContainer[TokenLogprob]
-    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[TokenLogprob, _Mapping]]] = ...) -> None: ...
+    logprobs: _containers.RepeatedCompositeFieldContainer[Logprob]
+    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprob, _Mapping]]] = ...) -> None: ...
 
-class TokenLogprob(_message.Message):
+class Logprob(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")
     LOGPROB_FIELD_NUMBER: _ClassVar[int]
     TOP_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import sys
 import sysconfig
 import textwrap
 from pathlib import Path
@@ -106,8 +105,3 @@ def _paragraphs(text: str) -> list[str]:
         for p in plain
         if MIN_PARAGRAPH <= len(p) <= MAX_PARAGRAPH and p.isascii() and "***" not in p
     ]
-
-
-def python_version() -> str:
-    """The version whose library is read: the corpora depend on it."""
-    return ".".join(map(str, sys.version_info[:2]))

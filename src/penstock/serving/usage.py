@@ -1,4 +1,4 @@
-"""How speculation went, counted from outputs."""
+"""What outputs come to, counted: tokens, and how speculation went."""
 
 from __future__ import annotations
 
@@ -10,30 +10,37 @@ from penstock.core.types import Output
 
 
 @dataclass(slots=True)
-class Speculated:
-    """Drafts of one request or several. A draft is a round in which a drafter proposed something.
+class Usage:
+    """Of one request or several. A draft is a round in which a drafter proposed something.
 
+    num_rounds: outputs with tokens
     drafts: rounds by drafter
     """
 
+    num_tokens: int = 0
+    num_cached_tokens: int = 0
+    num_rounds: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     drafts: Counter[str] = field(default_factory=Counter)
 
-    def observe(self, output: Output) -> None:
+    def observe(self, output: Output, num_tokens: int | None = None) -> None:
+        """num_tokens: of the output's, those that count; None: all."""
+        self.num_tokens += len(output.token_ids) if num_tokens is None else num_tokens
+        self.num_cached_tokens += output.num_cached_tokens
+        self.num_rounds += bool(output.token_ids)
         if output.drafter is not None and output.num_proposed:
             self.drafts[output.drafter] += 1
             self.num_draft_tokens += output.num_proposed
             self.num_accepted_tokens += output.num_accepted
 
-    def add(self, other: Speculated) -> None:
-        self.drafts += other.drafts
+    def add(self, other: Usage) -> None:
+        self.num_tokens += other.num_tokens
+        self.num_cached_tokens += other.num_cached_tokens
+        self.num_rounds += other.num_rounds
         self.num_draft_tokens += other.num_draft_tokens
         self.num_accepted_tokens += other.num_accepted_tokens
-
-    @property
-    def num_drafts(self) -> int:
-        return self.drafts.total()
+        self.drafts += other.drafts
 
     @property
     def drafter(self) -> str | None:
@@ -42,14 +49,14 @@ class Speculated:
 
     @property
     def mean_acceptance_length(self) -> float:
-        """1 + accepted / drafts; 1 without drafts."""
-        return 1 + self.num_accepted_tokens / max(self.num_drafts, 1)
+        """1 + accepted / drafts, as vLLM reports it; 1 without drafts."""
+        return 1 + self.num_accepted_tokens / max(self.drafts.total(), 1)
 
-    def as_dict(self) -> dict[str, Any]:
+    def speculation(self) -> dict[str, Any]:
         """For reports."""
         return {
             "drafter": self.drafter,
-            "num_drafts": self.num_drafts,
+            "num_drafts": self.drafts.total(),
             "num_draft_tokens": self.num_draft_tokens,
             "num_accepted_tokens": self.num_accepted_tokens,
             "mean_acceptance_length": self.mean_acceptance_length,

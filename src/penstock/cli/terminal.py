@@ -1,0 +1,107 @@
+"""What commands do at a terminal: errors in one line, progress bars, tables, numbers in options."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import typer
+
+if TYPE_CHECKING:
+    from penstock.core.types import Output, StepPlan, StepResult
+
+_SERVE_EXTRA = frozenset(
+    {
+        "fastapi", "google", "grpc", "prometheus_client", "safetensors", "starlette", "tokenizers",
+        "torch", "transformers", "uvicorn",
+    }
+)  # fmt: skip
+"""What the extra `serve` installs, as it is imported."""
+
+
+@contextmanager
+def one_line(*expected: type[Exception]) -> Iterator[None]:
+    """End the program with exit code 2 and one line on standard error when one of `expected` is
+    raised."""
+    try:
+        yield
+    except expected as error:
+        print("penstock:", " ".join(str(error).split()), file=sys.stderr)
+        raise typer.Exit(2) from error
+
+
+def what_to_install(error: ModuleNotFoundError) -> str | None:
+    """One line for a module of an extra that is not installed; None for any other."""
+    module = (error.name or "").partition(".")[0]
+    if module not in _SERVE_EXTRA:
+        return None
+    return (
+        f"this needs {module}, which is not installed: pip install 'penstock[serve]' (without a "
+        "GPU first: pip install torch --index-url https://download.pytorch.org/whl/cpu)"
+    )
+
+
+def announce(line: str) -> None:
+    """Say that something is ready, for whoever waits for it."""
+    print(f"penstock: {line}", flush=True)
+
+
+def whole_numbers(option: str, text: str) -> tuple[int, ...]:
+    """Positive numbers separated by commas. Raises: ConfigError."""
+    from penstock.config import ConfigError
+
+    try:
+        numbers = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        numbers = ()
+    if not numbers or min(numbers) < 1:
+        raise ConfigError(f"{option} takes positive numbers separated by commas, not {text!r}")
+    return numbers
+
+
+def print_table(title: str | None, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """The first column to the left, the others to the right."""
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(title=title)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=not i)
+    for row in rows:
+        table.add_row(*row)
+    Console(highlight=False).print(table)
+
+
+@contextmanager
+def progress(total: int | None, what: str) -> Iterator[Callable[[int], None]]:
+    """A bar on standard error, where that is a terminal; yields what moves it on."""
+    from rich.console import Console
+    from rich.progress import Progress
+
+    console = Console(stderr=True)
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(what, total=total)
+        yield lambda num: bar.advance(task, num)
+
+
+@dataclass(slots=True)
+class FinishedRequests:
+    """An instrument of a run that moves a bar on, a hundred requests at a time."""
+
+    advance: Callable[[int], None]
+    _num: int = 0
+
+    def on_plan(self, plan: StepPlan) -> None:
+        """Nothing finishes here."""
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None:
+        """Outputs say more."""
+
+    def on_output(self, output: Output) -> None:
+        self._num += output.finish_reason is not None
+        if self._num == 100:
+            self.advance(100)
+            self._num = 0
