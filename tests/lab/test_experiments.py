@@ -145,7 +145,10 @@ def test_json_has_verdicts_files_and_reasons(
     toy, toyless = json.loads(capsys.readouterr().out)["entries"]
     assert toy["verdicts"][0]["outcome"] == "does not hold"
     assert toy["verdicts"][0]["line"] == "[does not hold] claim: 20000 arrivals"
-    assert toy["files"] == [str(out / "toy.csv")]
+    assert toy["files"] == [str(out / "toy.csv"), str(out / "toy.json")]
+    result = json.loads((out / "toy.json").read_text(encoding="utf-8"))
+    assert (result["title"], result["command"]) == ("A toy", "penstock reproduce toy --quick")
+    assert result["verdicts"] == ["[does not hold] claim: 20000 arrivals"]
     assert (toyless["skipped"], toyless["verdicts"]) == ("no data", [])
 
 

@@ -62,13 +62,18 @@ def _outcome(entry: Experiment, job: Run) -> dict[str, Any]:
     """Verdicts and files of an entry, or why it was skipped. Raises: LabError, OSError."""
     from dataclasses import asdict
 
-    from penstock.lab.experiment import Skipped
+    from penstock.lab.bench import Results, save
+    from penstock.lab.experiment import FULL, Skipped
 
+    verdicts, skipped = [], None
     try:
-        verdicts = [asdict(verdict) | {"line": verdict.line()} for verdict in entry.run(job)]
-        skipped = None
+        found = entry.run(job)
+        quick = "" if job.effort == FULL else " --quick"
+        told = {"title": entry.title, "command": f"penstock reproduce {entry.name}{quick}"}
+        save(job.out / f"{entry.name}.json", Results({}, found), **told)
+        verdicts = [asdict(verdict) | {"line": verdict.line()} for verdict in found]
     except Skipped as reason:
-        verdicts, skipped = [], str(reason)
+        skipped = str(reason)
     files = [] if skipped else sorted(str(path) for path in job.out.glob(f"{entry.name}[._]*"))
     return {
         "name": entry.name,

@@ -38,12 +38,14 @@ class Interval:
 
 
 def plus_minus(found: Interval) -> str:
-    """With the digits that the interval leaves: one of its half-width, two where that is a one."""
+    """With one digit of the half-width, two where it begins with a one, and at most four digits of
+    the mean."""
     if not found.half:
         return f"{found.mean:.4g}"
     magnitude = math.floor(math.log10(found.half))
-    leading = found.half / 10**magnitude
-    digits = max(0, (1 if leading < 2 else 0) - magnitude)
+    wanted = (1 if found.half < 2 * 10**magnitude else 0) - magnitude
+    most = 3 - math.floor(math.log10(abs(found.mean) or 1))
+    digits = max(0, min(wanted, most))
     return f"{found.mean:,.{digits}f} ± {found.half:.{digits}f}"
 
 

@@ -1,0 +1,81 @@
+"""Pages of results: written from result files, and up to date."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from penstock.lab.bench import Results, parser, save, table, tell
+from penstock.lab.claims import bar
+from penstock.lab.pages import main, pages
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def test_the_pages_are_what_the_result_files_say() -> None:
+    found = list(pages(DOCS))
+    assert len(found) >= 6
+    for path, text in found:
+        assert path.read_text(encoding="utf-8") == text, "run python -m penstock.lab.pages"
+
+
+def test_every_result_says_how_when_and_where() -> None:
+    for path in DOCS.glob("results/*/*.json"):
+        if path.name != "page.json":
+            result = json.loads(path.read_text(encoding="utf-8"))
+            assert all(result[key] for key in ("title", "command", "date", "machine")), path
+            for one in result["tables"]:
+                assert {len(row) for row in one["rows"]} == {len(one["header"])}, path
+
+
+def results(speed: float) -> Results:
+    rows = [{"name": "fast", "by": {"batch 1": speed}}]
+    shown = table("Speed", rows, {"": "{name}", "tokens/s": "{by[batch 1]:.1f}"})
+    return Results(rows, [bar("speed", f"{speed} (bar 1)", speed > 1)], [shown])
+
+
+@pytest.fixture
+def docs(tmp_path: Path) -> Path:
+    folder = tmp_path / "results" / "toys"
+    folder.mkdir(parents=True)
+    (folder / "page.json").write_text(json.dumps({"title": "Toys", "about": "What toys do."}))
+    (folder / "top.json").write_text(json.dumps({"title": "A top", "about": "It spins."}))
+    return tmp_path
+
+
+def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
+    docs: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    result = docs / "results" / "toys" / "top.json"
+    monkeypatch.setattr(sys, "argv", ["top", "--quick", "--result", str(result)])
+    assert tell(parser("Tops.", quick="short").parse_args(), results(2.0)) == 0
+    assert "[met] speed: 2.0 (bar 1)" in capsys.readouterr().out
+    kept = json.loads(result.read_text())
+    assert (kept["title"], kept["tables"][0]["rows"]) == ("A top", [["fast", "2.0"]])
+    assert kept["command"].endswith(" --quick")
+    assert main(["--docs", str(docs)]) == 0
+    page = (docs / "results" / "toys.md").read_text()
+    assert "## A top\n\nIt spins." in page
+    assert "| | tokens/s |\n| --- | --- |\n| fast | 2.0 |" in page
+    assert "- [met] speed: 2.0 (bar 1)" in page
+
+
+def test_a_stale_page_is_told(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = docs / "results" / "toys" / "top.json"
+    save(result, results(2.0), command="top", machine="here")
+    assert main(["--docs", str(docs)]) == 0
+    assert main(["--docs", str(docs), "--check"]) == 0
+    save(result, results(3.0), command="top", machine="here")
+    capsys.readouterr()
+    assert main(["--docs", str(docs), "--check"]) == 1
+    assert "toys.md" in capsys.readouterr().out
+
+
+def test_json_has_figures_and_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    assert tell(parser(None).parse_args(["--json"]), results(0.5)) == 0
+    said = json.loads(capsys.readouterr().out)
+    assert said["verdict"] == {"met": False, "lines": ["speed: 0.5 (bar 1)"]}
+    assert said["runs"][0]["by"] == {"batch 1": 0.5}
