@@ -128,7 +128,14 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
 
 
 def make_pipeline(text: str) -> Any:
-    """A pipeline by its name, or a number of micro-batches. Raises: PolicyError."""
-    if text.isdecimal():
+    """A pipeline by its name, its file, or a number of micro-batches. Raises: PolicyError."""
+    most = typing.get_args(option_types("pipeline", "micro_batches")["num"])[1]
+    if text.isascii() and text.isdecimal() and int(text) in most:
         return make_policy("pipeline", "micro_batches", {"num": int(text)})
-    return make_policy("pipeline", text)
+    if text in policies("pipeline") or text.endswith(".py"):
+        return make_policy("pipeline", text)
+    choices = ", ".join(policies("pipeline"))
+    raise PolicyError(
+        f"unknown pipeline {text!r}; choose from {choices}, a number of micro-batches {most}, or "
+        "name a .py file"
+    )

@@ -8,6 +8,7 @@ from typing import ClassVar
 from penstock.core.options import PositiveInt
 from penstock.core.order import OrderName
 from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.admission.token_budget import check_budget
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
@@ -33,11 +34,7 @@ class GuaranteedNoEvict(AdmissionPolicy):
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
-            if self.max_num_tokens < self.max_batch_size:
-                raise ValueError(
-                    "max_num_tokens must be at least max_batch_size, "
-                    f"not {self.max_num_tokens} against {self.max_batch_size}"
-                )
+            check_budget(max_num_tokens=self.max_num_tokens, max_batch_size=self.max_batch_size)
 
     def __init__(self, options: Options) -> None:
         self.options = options

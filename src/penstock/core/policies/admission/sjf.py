@@ -8,12 +8,10 @@ from typing import ClassVar
 from penstock.core.learn import Estimators
 from penstock.core.options import PositiveInt, Share
 from penstock.core.order import ArrivalQueue, shortest_output_first
-from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.state import RequestState
-from penstock.core.step import Step
+from penstock.core.policies.admission.token_budget import TokenBudget, check_budget
 
 
-class ShortestJobFirst(AdmissionPolicy):
+class ShortestJobFirst(TokenBudget):
     """Waiting requests are admitted by their expected output, shortest first; the rest is vLLM's
     rule of today. A request whose client expects nothing counts with its `max_tokens`."""
 
@@ -21,48 +19,23 @@ class ShortestJobFirst(AdmissionPolicy):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """max_num_batched_tokens: positions a step.
-        max_num_seqs: requests running at once.
-        watermark: share of the KV blocks that admission leaves free."""
+        """As `TokenBudget`, without a choice of the order."""
 
         max_num_batched_tokens: PositiveInt = 2048
         max_num_seqs: PositiveInt = 256
         watermark: Share = 0.01
 
         def __post_init__(self) -> None:
-            if self.max_num_batched_tokens < self.max_num_seqs:
-                raise ValueError(
-                    "max_num_batched_tokens must be at least max_num_seqs, "
-                    f"not {self.max_num_batched_tokens} against {self.max_num_seqs}"
-                )
+            check_budget(
+                max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs
+            )
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        limits = (options.max_num_batched_tokens, options.max_num_seqs, options.watermark)
+        super().__init__(TokenBudget.Options(*limits))
 
     def new_queue(self, estimators: Estimators) -> ArrivalQueue:
         return shortest_output_first()
-
-    def compose(self, step: Step) -> None:
-        options = self.options
-        budget = options.max_num_batched_tokens
-        budget -= step.schedule_decodes(budget)
-        budget -= min(step.num_reserved, budget // 2)
-        budget -= step.schedule_prefills(budget)
-        if not step.num_preempted:
-            kept_free = self._kept_free(step)
-            step.admit_in_order(budget, options.max_num_seqs, kept_free)
-
-    def is_steady(self, step: Step) -> bool:
-        return not step.num_preempted
-
-    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
-        return step.shortage(state, self.options.max_num_seqs, self._kept_free(step))
-
-    def _kept_free(self, step: Step) -> int:
-        return int(self.options.watermark * step.pool.num_blocks)
-
-    def draft_budget(self, num_tokens: int) -> int:
-        return self.options.max_num_batched_tokens - num_tokens
 
 
 POLICY = ShortestJobFirst

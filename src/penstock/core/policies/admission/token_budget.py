@@ -1,0 +1,79 @@
+"""What vLLM's and Sarathi-Serve's rules have in common: one budget of positions a step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from penstock.core.options import PositiveInt, Share
+from penstock.core.order import OrderName
+from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.state import RequestState
+from penstock.core.step import Step
+
+
+def check_budget(**limits: int) -> None:
+    """Raises: ValueError where the first limit, of positions, is less than the second, of
+    requests: all of them may decode at once."""
+    (budget, most), (requests, num) = limits.items()
+    if most < num:
+        raise ValueError(f"{budget} must be at least {requests}, not {most} against {num}")
+
+
+class TokenBudget(AdmissionPolicy):
+    """First come, first served under one token budget.
+
+    Running requests take their due tokens, those that decode first: the only one that can be in
+    the middle of its prompt is the newest. Then waiting ones are admitted, the last in part, while
+    budget, `max_num_seqs` and memory last. When memory runs out the newest running request is
+    preempted. Decoding requests reserve room for their drafts, so that a long prompt does not stop
+    speculation; drafts in turn leave at least half of the remaining budget to prompts, and never
+    displace another request's next token.
+    """
+
+    admits_whole = True
+    """Whether memory must hold all of a prompt, not only its first chunk."""
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """max_num_batched_tokens: positions of the target a step, drafts included.
+        max_num_seqs: requests running at once.
+        watermark: share of the KV blocks that admission leaves free.
+        order: in which order waiting requests are tried."""
+
+        max_num_batched_tokens: PositiveInt = 2048
+        max_num_seqs: PositiveInt = 256
+        watermark: Share = 0.01
+        order: OrderName = "arrival"
+
+        def __post_init__(self) -> None:
+            check_budget(
+                max_num_batched_tokens=self.max_num_batched_tokens, max_num_seqs=self.max_num_seqs
+            )
+
+    def __init__(self, options: Options) -> None:
+        self.order = options.order
+        self.token_budget = options.max_num_batched_tokens
+        self.max_num_seqs = options.max_num_seqs
+        self._watermark = options.watermark
+
+    def compose(self, step: Step) -> None:
+        budget = self.token_budget
+        budget -= step.schedule_decodes(budget)
+        budget -= min(step.num_reserved, budget // 2)
+        budget -= step.schedule_prefills(budget)
+        if not step.num_preempted:
+            kept_free = self.kept_free(step)
+            step.admit_in_order(budget, self.max_num_seqs, kept_free, whole=self.admits_whole)
+
+    def is_steady(self, step: Step) -> bool:
+        return not step.num_preempted
+
+    def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
+        return step.shortage(state, self.max_num_seqs, self.kept_free(step))
+
+    def draft_budget(self, num_tokens: int) -> int:
+        return self.token_budget - num_tokens
+
+    def kept_free(self, step: Step) -> int:
+        """Blocks that admission leaves free."""
+        return int(self._watermark * step.pool.num_blocks)
