@@ -33,7 +33,7 @@ from benchmarks.live_engine import (
 from rich.console import Console
 from rich.progress import Progress
 
-from penstock.core.registry import policies, register
+from penstock.core.policies.registry import policies, register
 from penstock.core.types import Request
 from penstock.engine.build import Engine
 from penstock.fluid.step_profile import DrafterProfile, StepProfile

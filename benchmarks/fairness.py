@@ -22,7 +22,7 @@ import numpy as np
 
 from penstock.core.learn.streams import ESTIMATORS
 from penstock.core.policies.allocation import AllocationPolicy
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.fluid.fair import geometric_lengths
 from penstock.fluid.fair_path import expected_goodput, fair_optimum, fair_utility
 from penstock.lab.bench import DATA, Results, parser, save

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 
 from penstock.config import NGRAM, EngineConfig
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import NO_DRAFTER, Request, SamplingParams

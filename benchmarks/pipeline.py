@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.progress import track
 
 from penstock.config import NGRAM, EngineConfig
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.policies.pipeline.planner import (
     MOST_MICRO_BATCHES,
@@ -33,7 +33,7 @@ from penstock.core.policies.pipeline.planner import (
     cycle_seconds,
     spin_setting,
 )
-from penstock.core.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, Output, Request, SamplingParams, StepPlan, StepResult

@@ -44,13 +44,6 @@ from benchmarks.ragged_scene import (
     take_turns,
 )
 
-from penstock.core.packing import (
-    LAYOUTS,
-    KVShape,
-    Layout,
-    compare,
-    largest_batch,
-)
 from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
 from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
@@ -62,6 +55,13 @@ from penstock.engine.rehearsal import (
     decoder_shape,
     random_cache,
     verification_batch,
+)
+from penstock.fluid.packing import (
+    LAYOUTS,
+    KVShape,
+    Layout,
+    compare,
+    largest_batch,
 )
 from penstock.lab.statistics import interval
 

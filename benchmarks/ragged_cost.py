@@ -15,17 +15,6 @@ from benchmarks.ragged_scene import (
 )
 from scipy.optimize import nnls
 
-from penstock.core.packing import (
-    LAYOUTS,
-    AttentionCost,
-    Decomposition,
-    KVShape,
-    Layout,
-    best_decomposition,
-    compare,
-    cut,
-    decompose,
-)
 from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
 from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
@@ -36,6 +25,17 @@ from penstock.engine.rehearsal import (
     random_cache,
     random_queries,
     verification_batch,
+)
+from penstock.fluid.packing import (
+    LAYOUTS,
+    AttentionCost,
+    Decomposition,
+    KVShape,
+    Layout,
+    best_decomposition,
+    compare,
+    cut,
+    decompose,
 )
 
 TRIED: dict[str, Callable[[list[int], int], Decomposition]] = {

@@ -10,10 +10,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from penstock.core.packing import (
-    LAYOUTS,
-    KVShape,
-)
 from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
@@ -22,6 +18,10 @@ from penstock.engine.rehearsal import (
     decoder_shape,
     random_queries,
     verification_batch,
+)
+from penstock.fluid.packing import (
+    LAYOUTS,
+    KVShape,
 )
 from penstock.lab.claims import bar
 

@@ -32,7 +32,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track
 
-from penstock.core.registry import PolicyError, register
+from penstock.core.policies.registry import PolicyError, register
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.lab.bench import DATA, Results, parser, table, tell

@@ -34,10 +34,10 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import EngineConfig
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import NO_DRAFTER, Arrive, Output, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine

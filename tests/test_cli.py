@@ -18,7 +18,7 @@ import penstock
 from penstock.cli import main
 from penstock.cli.models import with_models
 from penstock.config import NGRAM, ConfigError
-from penstock.core.registry import policies
+from penstock.core.policies.registry import policies
 from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
 
 Cli = Callable[..., tuple[int, str, str]]

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from penstock.cli.simulator import parse_value
-from penstock.core.options import PositiveInt
-from penstock.core.registry import policies
+from penstock.core.policies.options import PositiveInt
+from penstock.core.policies.registry import policies
 from penstock.sim.profiles import load_profile, save_profile
 
 Cli = Callable[..., tuple[int, str, str]]

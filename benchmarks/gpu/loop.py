@@ -16,9 +16,9 @@ import torch
 from benchmarks.gpu.tools import BLOCK_SIZE, Times, fill_randomly, timed
 
 from penstock.config import EngineConfig
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import NO_DRAFTER, TARGET, Arrive, Cancel, Request, SamplingParams

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from penstock.core.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 

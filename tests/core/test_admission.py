@@ -6,7 +6,7 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
-from penstock.core.registry import PolicyError, make_policy
+from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.types import TARGET
 
 DRAFTER = ToyDrafter("d", accuracy=1.0)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.learn import Estimators
-from penstock.core.registry import PolicyError, make_policy
+from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.state import RequestState, Tenant
 from penstock.core.types import Request, Verdict
 from penstock.core.view import DraftCandidate, Room, View

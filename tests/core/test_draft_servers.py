@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftStage, Outcome, RequestState, Tenant
 from penstock.core.types import (

@@ -12,11 +12,11 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core import admit, observe
-from penstock.core.blocks import BlockPool, hash_blocks
 from penstock.core.context import Context
-from penstock.core.memory import KVMemory
+from penstock.core.kv.blocks import BlockPool, hash_blocks
+from penstock.core.kv.memory import KVMemory
+from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import DraftRound, DraftStage, RequestState
 from penstock.core.types import (

@@ -9,7 +9,7 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Rotating, World, make_request, make_scheduler
 
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.state import DraftStage, RequestState
 from penstock.core.types import TARGET, DraftOrder, Request
 

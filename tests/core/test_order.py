@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.learn import Estimators
-from penstock.core.order import (
+from penstock.core.queues import (
     DELAY,
     ArrivalQueue,
     SizeAwareQueue,

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.packing import (
+from penstock.fluid.packing import (
     LAYOUTS,
     AttentionCost,
     Decomposition,

@@ -13,7 +13,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, Rotating, World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.types import FinishReason, Request
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from penstock.core.policies.admission.vllm_v1 import VllmV1
-from penstock.core.registry import PolicyError, make_policy, policies
+from penstock.core.policies.registry import PolicyError, make_policy, policies
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup, run

@@ -6,9 +6,9 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 from tests.core.world import World, kv_of, make_request, make_scheduler
 
-from penstock.core.blocks import BlockPool, hash_blocks
-from penstock.core.memory import KVMemory
-from penstock.core.registry import make_policy
+from penstock.core.kv.blocks import BlockPool, hash_blocks
+from penstock.core.kv.memory import KVMemory
+from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import (

@@ -4,8 +4,8 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import DrafterDown, DraftSource, Request
 from penstock.core.view import View

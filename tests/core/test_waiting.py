@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.core.queues import WaitingRequests
 from penstock.core.state import RequestState
 from penstock.core.types import Request
-from penstock.core.waiting import WaitingRequests
 
 
 def state(name: str, prompt_len: int = 4) -> RequestState:

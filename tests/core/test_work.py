@@ -4,8 +4,8 @@ from tests.core.fakes import ToyDrafter
 from tests.core.test_admission import advance, make_world
 from tests.core.world import make_request
 
+from penstock.core.learn.times import step_work
 from penstock.core.types import TARGET, Verdict
-from penstock.core.work import step_work
 
 
 def test_drafts_are_as_long_as_they_turned_out() -> None:

@@ -9,12 +9,12 @@ from typing import Any
 
 from tests.core.fakes import ToyDrafter, ToyExecutor, target_only
 
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.policies.pipeline import Pipeline
+from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy
-from penstock.core.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import (

@@ -12,7 +12,6 @@ import torch
 import torch.nn.functional as F
 from tests.engine.small_models import Paging
 
-from penstock.core.packing import cut, decompose
 from penstock.engine.attention import BackendUnavailableError, decomposed
 from penstock.engine.attention.decomposed import DecomposedAttention, Planner
 from penstock.engine.attention.packed import (
@@ -26,6 +25,7 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import KVGather
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
+from penstock.fluid.packing import cut, decompose
 
 CPU = torch.device("cpu")
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 16

@@ -15,10 +15,10 @@ from tests.core.world import Rotating
 from tests.engine.small_family import VOCAB, write_family
 
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
-from penstock.core.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import Arrive, Cancel, Request, SamplingParams

@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from penstock.core.packing import LAYOUTS
 from penstock.engine.backends import make_attention
 from penstock.engine.rehearsal import (
     BLOCK_SIZE,
@@ -16,6 +15,7 @@ from penstock.engine.rehearsal import (
     random_queries,
     verification_batch,
 )
+from penstock.fluid.packing import LAYOUTS
 
 LENGTHS = [5, 70, 33, 16, 200]
 CONFIG = decoder_shape(hidden=24, intermediate=32, layers=2, heads=3, kv_heads=1, head_dim=8)

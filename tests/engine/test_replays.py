@@ -16,8 +16,8 @@ from tests.engine.small_family import VOCAB, write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
 
 from penstock.config import NGRAM, EngineConfig
+from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy
-from penstock.core.registry import make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
 from penstock.core.view import View

@@ -17,9 +17,9 @@ from tests.engine.test_exactness import SAMPLINGS, make_requests, run
 from transformers import LlamaForCausalLM
 
 from penstock.config import EngineConfig
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.backends import why_not_native

@@ -11,7 +11,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, Rotating, World, make_request, make_scheduler
 from tests.golden.record import Recorder
 
-from penstock.core.registry import policies
+from penstock.core.policies.registry import policies
 from penstock.core.types import Cancel, DrafterDown, DrafterUp, Reconfigure
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.acceptance import DriftingAcceptance, GeometricAcceptance

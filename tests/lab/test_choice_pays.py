@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.registry import policies
+from penstock.core.policies.registry import policies
 from penstock.lab.experiment import FULL, QUICK
 from penstock.lab.families import SPECIALISTS, specialists_acceptances, specialists_profile
 from penstock.lab.papers.choice_pays import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.lab.oracles import Misled
 from penstock.lab.papers import goodspeed_fig2, goodspeed_fig4, goodspeed_theorems
 from penstock.lab.rounds import (

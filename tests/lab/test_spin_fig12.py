@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from penstock.core.packing import Layout
+from penstock.fluid.packing import Layout
 from penstock.lab.experiment import LabError
 from penstock.lab.papers import spin_fig12
 from penstock.lab.papers.spin_fig12 import LayoutTimes, contexts, exhaustion, latency, order

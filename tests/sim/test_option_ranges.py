@@ -10,8 +10,8 @@ from typing import Annotated, Any
 
 import pytest
 
-from penstock.core.options import Range
-from penstock.core.registry import PolicyError, make_policy, option_types, policies
+from penstock.core.policies.options import Range
+from penstock.core.policies.registry import PolicyError, make_policy, option_types, policies
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import GeometricAcceptance
@@ -105,7 +105,7 @@ def test_every_option_is_refused_or_works(kind: str, name: str, option: str) -> 
 @pytest.mark.parametrize(("kind", "name", "option"), list(cases()))
 def test_every_number_has_a_range(kind: str, name: str, option: str) -> None:
     for leaf in leaves(option_types(kind, name)[option]):
-        assert leaf not in (int, float), "declare its range: see core/options.py"
+        assert leaf not in (int, float), "declare its range: see core/policies/options.py"
         if typing.get_origin(leaf) is Annotated:
             allowed = typing.get_args(leaf)[1]
             assert isinstance(allowed, Range)

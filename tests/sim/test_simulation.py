@@ -9,10 +9,11 @@ import pytest
 from tests.core.fakes import ToyDrafter
 from tests.core.world import make_scheduler, replace_policies
 
-from penstock.core.blocks import hash_blocks
+from penstock.core.kv.blocks import hash_blocks
+from penstock.core.learn.times import step_work
 from penstock.core.loop import Loop
 from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.step import Step
 from penstock.core.types import (
@@ -34,7 +35,6 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
-from penstock.core.work import step_work
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.clock import VirtualClock
 from penstock.sim.driver import SimulationResult, simulate

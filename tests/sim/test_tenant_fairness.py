@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tests.sim.test_counted import LENGTHS, THRESHOLDS, assert_same
 
-from penstock.core.registry import policies
+from penstock.core.policies.registry import policies
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from penstock.core.registry import policy_names
+from penstock.core.policies.registry import policy_names
 
 
 def policy_option(kind: str, what: str) -> typer.models.OptionInfo:

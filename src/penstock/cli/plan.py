@@ -98,7 +98,7 @@ def _expected(
     server: SimulatedServer, planned: DeploymentPlan, workload: Workload, targets: LatencyTargets
 ) -> dict[str, dict[str, Any]]:
     """Figures of a run of every configuration, under the names of `serve_flags`."""
-    from penstock.core.registry import option_types
+    from penstock.core.policies.registry import option_types
     from penstock.sim.run import run
 
     configurations = planned.configurations

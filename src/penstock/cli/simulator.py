@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 def bad_input() -> AbstractContextManager[None]:
     """Whatever the commands of the simulator refuse, as one line and exit code 2."""
-    from penstock.core.registry import PolicyError
+    from penstock.core.policies.registry import PolicyError
     from penstock.sim.planner import PlanError
     from penstock.sim.plots import PlotError
     from penstock.sim.profiles import ProfileError
@@ -35,7 +35,7 @@ def policy_settings(names: Mapping[str, str], settings: Sequence[str]) -> dict[s
 
     Raises: PolicyError.
     """
-    from penstock.core.registry import PolicyError, make_policy, option_types
+    from penstock.core.policies.registry import PolicyError, make_policy, option_types
 
     options: dict[str, dict[str, Any]] = {kind: {} for kind in names}
     for text in settings:
@@ -208,7 +208,7 @@ def make_server(
 
     Raises: ProfileError, PolicyError, WorkloadError, PlanError.
     """
-    from penstock.core.registry import make_pipeline, option_types
+    from penstock.core.policies.registry import make_pipeline, option_types
     from penstock.sim.acceptance import AcceptanceByDrafter
     from penstock.sim.drafters import parse_capacities
     from penstock.sim.planner import PlanError

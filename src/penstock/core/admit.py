@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 
-from penstock.core.blocks import hash_blocks
 from penstock.core.context import Context
 from penstock.core.groups import CountedState
+from penstock.core.kv.blocks import hash_blocks
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, FinishReason, Output, Request

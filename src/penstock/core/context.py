@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from penstock.core.fairness import Fairness
 from penstock.core.learn import Estimators
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.allocation import AllocationPolicy
@@ -13,6 +12,7 @@ from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.state import Drafter, DraftStage, RequestState
 from penstock.core.table import Table
+from penstock.core.tenants.fairness import Fairness
 from penstock.core.view import NO_ROOM, Loads, Room, View
 
 

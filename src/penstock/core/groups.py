@@ -16,7 +16,7 @@ from itertools import chain
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.state import RequestState, SequenceKV
 from penstock.core.types import TARGET, DecodeRun, Request
 

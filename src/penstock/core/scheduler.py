@@ -9,23 +9,24 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterable
 
 from penstock.core import draft, observe, verify
-from penstock.core.accounts import Accounts
 from penstock.core.admit import admit, arrive, earlier
-from penstock.core.blocks import BlockPool
 from penstock.core.context import Context
-from penstock.core.fairness import Fairness
 from penstock.core.groups import DecodeGroup
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.kv.memory import KVMemory
 from penstock.core.learn import Estimators
-from penstock.core.memory import KVMemory
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.selection import SelectionPolicy
+from penstock.core.queues import WaitingRequests
 from penstock.core.select import select
 from penstock.core.state import Drafter, Tenant
 from penstock.core.step import Step
 from penstock.core.table import Table
+from penstock.core.tenants.accounts import Accounts
+from penstock.core.tenants.fairness import Fairness
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -42,7 +43,6 @@ from penstock.core.types import (
     StepResult,
     VerifyItem,
 )
-from penstock.core.waiting import WaitingRequests
 
 _TARGET_ALONE = (TARGET,)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Verdict
 
 

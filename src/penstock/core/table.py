@@ -6,13 +6,13 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from penstock.core.accounts import Accounts
 from penstock.core.groups import CountedState, DecodeGroup
-from penstock.core.memory import KVMemory
+from penstock.core.kv.memory import KVMemory
 from penstock.core.policies.allocation import Grant
+from penstock.core.queues import WaitingRequests
 from penstock.core.state import OPEN, Drafter, RequestState, SequenceKV, Tenant
+from penstock.core.tenants.accounts import Accounts
 from penstock.core.types import TARGET, DraftOrder, Request, Status
-from penstock.core.waiting import WaitingRequests
 
 
 @dataclass(slots=True)

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from penstock.config import NGRAM, ConfigError, EngineConfig, read_profile
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.registry import make_pipeline
+from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
 from penstock.core.types import TARGET

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from penstock.core.packing import Layout
 from penstock.engine.attention import AttentionBackend
 from penstock.engine.attention.decomposed import DecomposedAttention
 from penstock.engine.attention.packed import PackedAttention
@@ -21,6 +20,7 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.weights import weight_specs
+from penstock.fluid.packing import Layout
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 16

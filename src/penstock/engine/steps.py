@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from penstock.core.learn.times import step_work
 from penstock.core.types import (
     DraftOrder,
     DraftTime,
@@ -19,7 +20,6 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
-from penstock.core.work import step_work
 from penstock.engine.drafters.base import Draft, Drafts
 from penstock.engine.lane_threads import Turn
 from penstock.engine.sequences import TokenBuffer

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.core.learn.times import step_work
 from penstock.core.loop import Clock
 from penstock.core.state import Drafter
 from penstock.core.types import (
@@ -23,7 +24,6 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
-from penstock.core.work import step_work
 from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 from penstock.sim.acceptance import AcceptanceModel, GeometricAcceptance
 from penstock.sim.links import RemoteDrafting

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.nested import (

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 from penstock.core.view import DraftCandidate, Room, View

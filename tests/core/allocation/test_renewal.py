@@ -8,7 +8,7 @@ import pytest
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation.gradient import draft_budget
-from penstock.core.registry import PolicyError, make_policy
+from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
 from penstock.core.view import DraftCandidate, Room, View

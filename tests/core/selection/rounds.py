@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.state import Drafter, Outcome, RequestState, SequenceKV

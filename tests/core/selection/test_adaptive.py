@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds, mixed_rates
 
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request, SamplingParams
 from penstock.core.view import View

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Request
 from penstock.core.view import View

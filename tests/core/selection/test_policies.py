@@ -10,10 +10,10 @@ import pytest
 from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection import staged as staged_module
 from penstock.core.policies.selection.goodput import RoundTimes
-from penstock.core.registry import PolicyError, make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 from penstock.core.view import View

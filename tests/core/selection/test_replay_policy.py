@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
+from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection import ReplayWish
 from penstock.core.policies.selection.replay import Replay
-from penstock.core.registry import make_policy
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed, Request, SamplingParams, Verdict
 from penstock.core.view import View

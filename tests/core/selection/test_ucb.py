@@ -5,8 +5,8 @@ from typing import Any
 
 from tests.core.selection.rounds import Machine, Rounds
 
+from penstock.core.policies.registry import make_policy
 from penstock.core.policies.selection.ucb import Ucb
-from penstock.core.registry import make_policy
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 from penstock.core.view import View

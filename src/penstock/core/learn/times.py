@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from penstock.core.learn.links import LinkTimes
 from penstock.core.state import Drafter
-from penstock.core.types import TARGET, StepResult
+from penstock.core.types import TARGET, StepPlan, StepResult, Verdict
 from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 from penstock.fluid.step_times import StepTimeCurve
 
@@ -136,6 +136,30 @@ class Times:
         self._num_plain += not has_drafts
         # What is not measured any more must not keep drafts away for good.
         self.draft_overhead *= _DRAFT_OVERHEAD_KEEP
+
+
+def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:
+    """Positions and context of a plan's first step. One known token behind some context is a
+    decoding request, everything else is prefill. Drafts are as long as `verdicts` say, or as was
+    granted: a look-up often finds less."""
+    proposed = {} if verdicts is None else {v.request_id: v.num_proposed for v in verdicts}
+    run = plan.decodes
+    if run is not None and not plan.items:
+        return StepWork(0, 0.0, run.num_requests, run.num_kv_tokens, 0)
+    prefill, decodes, kv, drafts, context = 0, 0, 0, 0, 0.0
+    for item in plan.items:
+        tokens, start = item.num_scheduled_tokens, item.start
+        if tokens == 1 and start:
+            decodes += 1
+            kv += start + 1
+            drafts += proposed.get(item.request_id, item.num_draft_tokens)
+        else:
+            prefill += tokens
+            context += tokens * (start + 0.5 * tokens)
+    if run is not None:
+        decodes += run.num_requests
+        kv += run.num_kv_tokens
+    return StepWork(prefill, context, decodes, kv, drafts)
 
 
 def drafter_profiles(

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.core.packing import AttentionCost, Decomposition, best_decomposition, decompose
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind
 from penstock.engine.kv_cache import PagedKVCache
+from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposition, decompose
 
 Planner = Callable[[list[int], int], Decomposition]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from penstock.core.blocks import BlockPool
+from penstock.core.kv.blocks import BlockPool
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.ngram import NgramIndex
 from penstock.engine.drafters.sessions import Guess, Session, TopWeights

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.registry import make_policy
+from penstock.core.policies.registry import make_policy
 from penstock.lab.claims import ClaimVerdict, Finding, check
 from penstock.lab.experiment import Experiment, Run
 from penstock.lab.oracles import Misled

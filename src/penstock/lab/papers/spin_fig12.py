@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from penstock.core.packing import LAYOUTS, KVShape, Layout, compare
+from penstock.fluid.packing import LAYOUTS, KVShape, Layout, compare
 from penstock.lab.claims import ClaimVerdict, Finding, check
 from penstock.lab.experiment import Experiment, LabError, Run
 from penstock.lab.report import Plot, draw, write_table

@@ -11,7 +11,7 @@ from collections.abc import Hashable
 from typing import ClassVar
 
 from penstock.core.learn import Estimators
-from penstock.core.order import ArrivalQueue, OrderName, make_queue
+from penstock.core.queues import ArrivalQueue, OrderName, make_queue
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 

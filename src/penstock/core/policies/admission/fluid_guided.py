@@ -13,13 +13,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.growth import Refill, num_that_fit
-from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt
-from penstock.core.order import OrderName
 from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.admission.growth import Refill, num_that_fit
+from penstock.core.policies.admission.targets import Targets
+from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, PositiveInt
+from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
-from penstock.core.targets import Targets
 from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.options import PositiveInt
-from penstock.core.order import OrderName
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.token_budget import check_budget
+from penstock.core.policies.options import PositiveInt
+from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 

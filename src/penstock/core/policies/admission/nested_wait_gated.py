@@ -6,10 +6,10 @@ import bisect
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt, Range
-from penstock.core.order import OrderName
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.papers.wait import check_thresholds
+from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.options import PositiveInt, Share
-from penstock.core.order import OrderName
 from penstock.core.policies.admission.token_budget import TokenBudget, check_budget
+from penstock.core.policies.options import PositiveInt, Share
+from penstock.core.queues import OrderName
 
 
 class Sarathi(TokenBudget):

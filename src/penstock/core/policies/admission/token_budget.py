@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from penstock.core.options import PositiveInt, Share
-from penstock.core.order import OrderName
 from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.options import PositiveInt, Share
+from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 

@@ -6,10 +6,10 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.options import NonNegativeFloat, PositiveFloat, PositiveInt
-from penstock.core.order import OrderName
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.papers.wait import check_thresholds, type_of
+from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, PositiveInt
+from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.learn.times import round_seconds
-from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
@@ -27,6 +26,7 @@ from penstock.core.policies.allocation.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
 

@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
@@ -21,6 +20,7 @@ from penstock.core.policies.allocation.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths

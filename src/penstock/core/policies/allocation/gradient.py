@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from penstock.core.learn.streams import ESTIMATORS, AcceptanceModel, Evidence, Population
-from penstock.core.options import Range
+from penstock.core.policies.options import Range
 from penstock.core.state import Outcome, Tenant
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork

@@ -19,7 +19,6 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from penstock.core.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
@@ -27,6 +26,7 @@ from penstock.core.policies.allocation.gradient import (
     draft_budget,
     tenant_weight,
 )
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.learn.times import round_seconds
-from penstock.core.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import RequestState
 from penstock.core.view import DraftCandidate, View
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.options import Probability, Range
+from penstock.core.policies.options import Probability, Range
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.division import Division
 from penstock.core.policies.pipeline.planner import Setting

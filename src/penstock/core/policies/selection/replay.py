@@ -13,7 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
 
-from penstock.core.options import LONGEST_DRAFT, NonNegativeFloat, PositiveFloat, PositiveInt, Range
+from penstock.core.policies.options import (
+    LONGEST_DRAFT,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+)
 from penstock.core.policies.selection import ReplayWish, usable
 from penstock.core.policies.selection.goodput import RoundTimes, model_of
 from penstock.core.policies.selection.staged import StagedPolicy, kept, rounds_ahead, step_times

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.options import NonNegativeFloat, PositiveFloat, Range
+from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, Range
 from penstock.core.policies.selection.goodput import Mean, ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.staged import StagedPolicy, kept, rounds_ahead
 from penstock.core.state import Drafter, Outcome, RequestState

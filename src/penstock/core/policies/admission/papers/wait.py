@@ -12,8 +12,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.options import PositiveInt
 from penstock.core.policies.admission import AdmissionPolicy
+from penstock.core.policies.options import PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 

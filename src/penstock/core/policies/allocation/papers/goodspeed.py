@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 from penstock.core.learn.streams import Evidence, Smoothed
-from penstock.core.options import (
-    MaxDraftTokens,
-    NonNegativeInt,
-    PositiveFloat,
-    Probability,
-    Range,
-    Share,
-)
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.gradient import (
     Fairness,
     draft_budget,
     tenant_weight,
     tokens_by_tenant,
+)
+from penstock.core.policies.options import (
+    MaxDraftTokens,
+    NonNegativeInt,
+    PositiveFloat,
+    Probability,
+    Range,
+    Share,
 )
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View

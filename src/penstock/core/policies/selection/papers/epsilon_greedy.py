@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.options import Range, Seed
+from penstock.core.policies.options import Range, Seed
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.places import Places

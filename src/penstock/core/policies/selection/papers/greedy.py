@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.options import PositiveInt
+from penstock.core.policies.options import PositiveInt
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.goodput import model_of
 from penstock.core.policies.selection.places import Places

@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from penstock.core.options import NonNegativeFloat, PositiveInt, Seed
+from penstock.core.policies.options import NonNegativeFloat, PositiveInt, Seed
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
 from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.matching import assign

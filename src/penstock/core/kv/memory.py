@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.core.blocks import BlockPool, hash_blocks
+from penstock.core.kv.blocks import BlockPool, hash_blocks
 from penstock.core.state import RequestState, SequenceKV
 
 

@@ -1,6 +1,6 @@
 """Weighted fairness between tenants, whatever the admission policy.
 
-The order of those who wait goes by the tenants' counters (`core.accounts`). Two things it cannot
+The order of those who wait goes by the tenants' counters (`core.tenants.accounts`). Two things it cannot
 settle. Long outputs may hold the memory, or the places, that a tenant's request needs: then others
 make way, as soon as they have been served more for as long as it costs to compute them again. And
 where nobody waits, whoever sends most requests slows all the others: then requests of tenants with
@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 
-from penstock.core.accounts import UNITS, Account, Accounts
 from penstock.core.learn import Estimators
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.state import RequestState
 from penstock.core.step import Step, newest
+from penstock.core.tenants.accounts import UNITS, Account, Accounts
 from penstock.fluid.step_profile import StepWork
 
 _SLOWER = 0.15

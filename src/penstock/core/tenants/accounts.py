@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from penstock.core.groups import DecodeGroup
 from penstock.core.learn import Estimators
-from penstock.core.order import ArrivalQueue
+from penstock.core.queues import ArrivalQueue
 from penstock.core.state import RequestState, Tenant
 from penstock.fluid.step_profile import StepProfile
 

@@ -15,7 +15,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from penstock.core.options import checked, described
+from penstock.core.policies.options import checked, described
 
 _BASES = {
     "admission": "AdmissionPolicy",
@@ -33,7 +33,7 @@ class PolicyError(ValueError):
 @functools.cache
 def policy_names(kind: str) -> tuple[str, ...]:
     """Names of a kind's policies, from their files: none is imported."""
-    folder = Path(__file__).parent / "policies" / kind
+    folder = Path(__file__).parent / kind
     texts = (file.read_text(encoding="utf-8") for file in folder.rglob("*.py"))
     names = (_NAME.search(text) for text in texts if "\nPOLICY = " in text)
     return tuple(sorted(found[1] for found in names if found))
@@ -95,7 +95,7 @@ def _from_file(kind: str, path: Path) -> type[Any]:
 
 
 def option_types(kind: str, name: str) -> dict[str, Any]:
-    """What a policy's options may be, by their names (`core/options.py`).
+    """What a policy's options may be, by their names (`core/policies/options.py`).
 
     Raises: PolicyError for a policy that does not exist.
     """

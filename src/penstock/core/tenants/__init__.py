@@ -1,0 +1,1 @@
+"""Tenants: what each has been served, and fairness between them."""
