@@ -1,6 +1,6 @@
 """Weighted fairness between tenants, whatever the admission policy.
 
-The order of those who wait goes by the tenants' counters (`core.tenants.accounts`). Two things it cannot
+The order of those who wait goes by the tenants' counters (`accounts`). Two things it cannot
 settle. Long outputs may hold the memory, or the places, that a tenant's request needs: then others
 make way, as soon as they have been served more for as long as it costs to compute them again. And
 where nobody waits, whoever sends most requests slows all the others: then requests of tenants with

@@ -1,7 +1,7 @@
 """The drafter that promises a request the most, from everything that is known of it.
 
 For every drafter a request has a posterior of its acceptance, whether or not it has ever used it
-(`core.learn.prior`): from its prompt's words, from its tenant, from what its own drafts have shown, and
+(`learn.prior`): from its prompt's words, from its tenant, from what its own drafts have shown, and
 from what is known to go together. Drafters are compared by the seconds that they save the request
 to its end: those of a step with their drafts, over the tokens that it yields, against those of a
 step without, for all the tokens that are to come, less the reading of the text so far. A step's
