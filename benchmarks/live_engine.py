@@ -23,7 +23,7 @@ from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import NO_DRAFTER, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.drafters.ngram import NgramIndex
+from penstock.engine.drafters.lookup import NgramIndex
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.lab.hindsight import LONGEST, Costs, KnownText

@@ -43,8 +43,6 @@ from penstock.core.types import NO_DRAFTER, Arrive, Output, Request, SamplingPar
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.calibrate import calibrate
 from penstock.engine.executor import LocalExecutor
-from penstock.engine.native.sampler import sample_natively
-from penstock.engine.sampling import sample_coupled
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.serving.bench import BenchPrompt, cut_prompts
@@ -188,9 +186,8 @@ class LiveServer:
         )
         self.engine: Engine = load_engine(config)
         self.clock = CpuClock()
-        sample = sample_natively if self.engine.backend == "native" else sample_coupled
         self.executor = LocalExecutor(
-            self.engine.executor.target, (), self.clock, self.engine.max_model_len, sample
+            self.engine.executor.target, (), self.clock, self.engine.max_model_len
         )
         estimators = Estimators()
         calibrate(self.executor, estimators, self.clock)

@@ -14,7 +14,8 @@ from tests.engine.small_models import SHAPE, Checkpoint, Paging
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
-from penstock.engine.native.runner import NativeRunner, sample_coupled
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_unfiltered
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling import sample_coupled as sample_reference
 from penstock.engine.sampling.noise import Salt
@@ -84,7 +85,8 @@ def draft_step_by_step(
             last = token_ids[alive, step - 1].tolist()
             logits = runner.forward(one_row_each(batch, alive.tolist(), last, step))
         positions = batch.seq_lens[alive].astype(np.int64) + step
-        sampled = sample_coupled(logits, TEMPERATURES[alive], SEEDS[alive], positions, SALTS[alive])
+        order = (TEMPERATURES[alive], SEEDS[alive], positions, SALTS[alive])
+        sampled = sample_unfiltered(logits, *order)
         token_ids[alive, step] = sampled
         logits_of |= {(int(i), step): row for i, row in zip(alive, logits, strict=True)}
     return token_ids, logits_of
@@ -176,10 +178,10 @@ def test_samples_are_the_reference_samples(vocab_size: int) -> None:
     salts = np.full(count, Salt.TARGET, dtype=np.int32)
     rows = SamplingRows(temperatures, np.ones(count), np.zeros(count, dtype=np.int64), seeds)
     expected = sample_reference(logits, rows, positions).numpy()
-    sampled = sample_coupled(logits, temperatures, seeds, positions, salts)
+    sampled = sample_unfiltered(logits, temperatures, seeds, positions, salts)
     np.testing.assert_array_equal(sampled, expected)
     if vocab_size > 1:
-        others = sample_coupled(logits, temperatures, seeds, positions + 1, salts)
+        others = sample_unfiltered(logits, temperatures, seeds, positions + 1, salts)
         hot = temperatures >= 1
         assert (others[hot] != sampled[hot]).mean() > 0.2
 
@@ -189,7 +191,7 @@ def test_excluded_tokens_are_never_sampled() -> None:
     logits[:, 37] = -5.0
     logits[:, 60] = -5.0
     noisy = np.arange(64) >= 32
-    sampled = sample_coupled(
+    sampled = sample_unfiltered(
         logits,
         noisy.astype(np.float64),
         np.arange(64, dtype=np.uint64),
@@ -203,6 +205,6 @@ def test_excluded_tokens_are_never_sampled() -> None:
 def test_logits_of_another_type_are_refused() -> None:
     order = [np.zeros(1, dtype=d) for d in (np.float64, np.uint64, np.int64, np.int32)]
     with pytest.raises(ValueError, match="contiguous float32"):
-        sample_coupled(torch.zeros(1, 5, dtype=torch.bfloat16), *order)
+        sample_unfiltered(torch.zeros(1, 5, dtype=torch.bfloat16), *order)
     with pytest.raises(ValueError, match=r"positions is int64 \(1,\); expected .* \(2,\)"):
-        sample_coupled(torch.zeros(2, 5), *order)
+        sample_unfiltered(torch.zeros(2, 5), *order)

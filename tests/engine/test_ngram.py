@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from penstock.engine.drafters.ngram import NgramIndex
+from penstock.engine.drafters.lookup import NgramIndex
 
 
 def search(text: list[int], num_tokens: int, max_ngram: int, min_ngram: int) -> list[int]:

@@ -130,10 +130,10 @@ def test_output_is_the_targets_own(engine: Engine, times: int) -> None:
             tokens = [(t + 1) % VOCAB for t in tokens]
         return hold(engine, order, tokens, times)
 
-    before = engine.executor.num_target_steps
+    before = engine.executor.totals.num_target_steps
     made = run(engine, [request("a"), request("b")], answer)
     assert made == {"a": alone, "b": alone}
-    assert engine.executor.num_target_steps - before < NUM_TOKENS - 5
+    assert engine.executor.totals.num_target_steps - before < NUM_TOKENS - 5
     assert len(engine.executor._held) == 0
 
 

@@ -14,11 +14,12 @@ from tests.engine.small_family import VOCAB, write_family
 from penstock.core.types import SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.confidence import Calibration
+from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
 from penstock.engine.drafters.sessions import (
     DraftingSessions,
-    Order,
     SessionDraft,
+    SessionOrder,
     TopWeights,
 )
 from penstock.engine.eager import EagerRunner
@@ -77,7 +78,8 @@ def make(family: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
         runner = CountingRunner(
             EagerRunner.load(family[model], torch.float32, torch.device("cpu"), num_blocks, 16)
         )
-        proposer = ModelProposer(runner, quantise)  # type: ignore[arg-type]
+        drafter = ModelDrafter("small", runner, 16 * num_blocks)  # type: ignore[arg-type]
+        proposer = ModelProposer(drafter, quantise)
         return DraftingSessions(proposer, max_draft_tokens), runner
 
     return build
@@ -94,7 +96,7 @@ def settle(sessions: DraftingSessions) -> list[SessionDraft]:
 
 
 def draft(sessions: DraftingSessions, key: str, prefix_len: int, size: int) -> SessionDraft:
-    sessions.order(key, Order("tag", prefix_len, size))
+    sessions.order(key, SessionOrder("tag", prefix_len, size))
     for _ in range(1000):
         for made in sessions.step():
             assert (made.key, made.tag, made.prefix_len) == (key, "tag", prefix_len)
@@ -227,7 +229,7 @@ def test_ratio_tokens_are_sampled_from_what_is_sent(make) -> None:
         for i, key in enumerate(keys):
             seeded = replace(RATIO, temperature=2.0, seed=batch * num + i)
             sessions.begin(key, PROMPT[:3], seeded)
-            sessions.order(key, Order(None, 3, 1))
+            sessions.order(key, SessionOrder(None, 3, 1))
         drafts = []
         while len(drafts) < len(keys):
             drafts += sessions.step()
@@ -246,12 +248,12 @@ def test_ratio_tokens_are_sampled_from_what_is_sent(make) -> None:
 def test_stopping_by_survival(make) -> None:
     sessions, _ = make()
     sessions.begin("r", PROMPT, SEEDED)
-    sessions.order("r", Order(0, len(PROMPT), 8, min_survival=0.0))
+    sessions.order("r", SessionOrder(0, len(PROMPT), 8, min_survival=0.0))
     full = settle(sessions)[0].token_ids
     sizes = []
     for least in (0.01, 0.1, 0.2, 0.4, 0.9, 1.0):
         sessions.begin("r", PROMPT, SEEDED)
-        sessions.order("r", Order(0, len(PROMPT), 8, min_survival=least))
+        sessions.order("r", SessionOrder(0, len(PROMPT), 8, min_survival=least))
         tokens = settle(sessions)[0].token_ids
         assert tokens == full[: len(tokens)]
         sizes.append(len(tokens))
@@ -266,7 +268,7 @@ def test_in_ratio_mode_stopping_ignores_the_sampled_token(make) -> None:
         stops = set()
         for seed in range(40):
             sessions.begin("r", PROMPT, replace(RATIO, seed=seed))
-            sessions.order("r", Order(0, len(PROMPT), 1, min_survival=least))
+            sessions.order("r", SessionOrder(0, len(PROMPT), 1, min_survival=least))
             stops.add(len(settle(sessions)[0].token_ids))
             sessions.forget("r")
         assert len(stops) == 1
@@ -284,7 +286,7 @@ def test_a_full_cache_evicts_and_changes_nothing(make) -> None:
         made = []
         for sessions in (small, large):
             for key, text in texts.items():
-                sessions.order(key, Order(key, len(text), 5))
+                sessions.order(key, SessionOrder(key, len(text), 5))
             drafts = settle(sessions)
             assert len(drafts) == 8
             made.append({d.key: d.token_ids for d in drafts})
@@ -343,8 +345,8 @@ def test_a_long_text_is_read_in_pieces_beside_others(make) -> None:
     sessions, runner = make()
     sessions.begin("long", [i % VOCAB for i in range(500)], GREEDY)
     sessions.begin("short", PROMPT, GREEDY)
-    sessions.order("long", Order(0, 500, 1))
-    sessions.order("short", Order(0, len(PROMPT), 1))
+    sessions.order("long", SessionOrder(0, 500, 1))
+    sessions.order("short", SessionOrder(0, len(PROMPT), 1))
     assert [d.key for d in sessions.step()] == ["short"]
     assert [d.key for d in sessions.step() or sessions.step()] == ["long"]
     assert runner.num_rows <= 500 + len(PROMPT) + 1
@@ -375,8 +377,8 @@ def test_tokens_that_the_drafter_does_not_have_stop_it(make) -> None:
 def test_orders_for_another_text_or_request_are_ignored(make) -> None:
     sessions, _ = make()
     sessions.begin("r", PROMPT, GREEDY)
-    sessions.order("r", Order(0, len(PROMPT) - 1, 4))
-    sessions.order("nobody", Order(0, 3, 4))
+    sessions.order("r", SessionOrder(0, len(PROMPT) - 1, 4))
+    sessions.order("nobody", SessionOrder(0, 3, 4))
     sessions.extend("nobody", [1], 0)
     sessions.forget("nobody")
     assert settle(sessions) == []
@@ -385,10 +387,10 @@ def test_orders_for_another_text_or_request_are_ignored(make) -> None:
 def test_a_verdict_drops_the_order_before_it(make) -> None:
     sessions, _ = make()
     sessions.begin("r", PROMPT, GREEDY)
-    sessions.order("r", Order("old", len(PROMPT), 4))
+    sessions.order("r", SessionOrder("old", len(PROMPT), 4))
     sessions.step()
     sessions.extend("r", [9], 0)
-    sessions.order("r", Order("new", len(PROMPT) + 1, 4))
+    sessions.order("r", SessionOrder("new", len(PROMPT) + 1, 4))
     assert [d.tag for d in settle(sessions)] == ["new"]
 
 

@@ -17,8 +17,14 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from penstock.core.types import SamplingParams
 from penstock.engine.batch import RaggedBatch
+from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import ModelProposer
-from penstock.engine.drafters.sessions import DraftingSessions, Order, SessionDraft, TopWeights
+from penstock.engine.drafters.sessions import (
+    DraftingSessions,
+    SessionDraft,
+    SessionOrder,
+    TopWeights,
+)
 from penstock.engine.eager import EagerRunner
 from penstock.engine.sampling import SamplingRows, VerifyBatch, verify
 
@@ -130,7 +136,7 @@ def verify_drafts(
 def sample(models: tuple[EagerRunner, EagerRunner], first_seed: int, cut: Cut) -> np.ndarray:
     """[BATCH, NUM_POSITIONS] tokens, each row by a seed of its own."""
     target, drafter = models
-    sessions = DraftingSessions(ModelProposer(drafter, quantise), 8)
+    sessions = DraftingSessions(ModelProposer(ModelDrafter("small", drafter, 32), quantise), 8)
     params = [SamplingParams(1.0, seed=first_seed + i, verification="ratio") for i in range(BATCH)]
     texts = [list(PROMPT) for _ in range(BATCH)]
     for i in range(BATCH):
@@ -141,7 +147,7 @@ def sample(models: tuple[EagerRunner, EagerRunner], first_seed: int, cut: Cut) -
         made: dict[int, SessionDraft] = {}
         for i in live:
             # Every fifth round of a request is verified without a draft, as when it is late.
-            sessions.order(str(i), Order(number, len(texts[i]), 1 + (i + number) % 3))
+            sessions.order(str(i), SessionOrder(number, len(texts[i]), 1 + (i + number) % 3))
         while len(made) < len(live):
             made.update((int(d.key), d) for d in sessions.step())
         for _ in range(3):  # ahead, but not always to the end

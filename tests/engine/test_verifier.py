@@ -15,7 +15,6 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
-from penstock.engine.native.sampler import sample_natively
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Drafted, Verifier
 
@@ -40,9 +39,14 @@ def text_of(params: SamplingParams, length: int = 20) -> TokenBuffer:
     )
 
 
-def by_the_logits(logits, rows, positions):
-    """The same samples, of logits that have come back."""
-    return sample_natively(logits, rows, positions)
+class ByTheLogits:
+    """A runner that samples nothing in its pass: the logits come back."""
+
+    def __init__(self, runner: NativeRunner) -> None:
+        self.forward, self.sample = runner.forward, runner.sample
+
+    def verify(self, *_: object) -> None:
+        return None
 
 
 def decided(verifier: Verifier, drafts: list[list[int]], params: list[SamplingParams]):
@@ -73,8 +77,8 @@ def decided(verifier: Verifier, drafts: list[list[int]], params: list[SamplingPa
 @pytest.mark.parametrize("threads", [1, 3])
 def test_samples_of_the_pass_decide_as_logits_do(checkpoint: Checkpoints, threads: int) -> None:
     path = checkpoint("llama").path
-    verifier = Verifier(load(path, threads), sample_natively)
-    first = Verifier(load(path), by_the_logits)
+    verifier = Verifier(load(path, threads))
+    first = Verifier(ByTheLogits(load(path)))
     nothing = [[], [], [], []]
     _, alone = decided(first, nothing, COUPLED)
     right = [d.token_ids for d in alone]
@@ -91,7 +95,7 @@ def test_samples_of_the_pass_decide_as_logits_do(checkpoint: Checkpoints, thread
 
 
 def test_other_seeds_would_be_seen(checkpoint: Checkpoints) -> None:
-    verifier = Verifier(load(checkpoint("llama").path), sample_natively)
+    verifier = Verifier(load(checkpoint("llama").path))
     others = [SamplingParams(temperature=p.temperature, seed=p.seed + 9) for p in COUPLED]
     _, found = decided(verifier, [[], [], [], []], COUPLED)
     _, changed = decided(verifier, [[], [], [], []], others)
@@ -111,7 +115,7 @@ def test_whoever_needs_the_logits_gets_them(
     checkpoint: Checkpoints, params: SamplingParams
 ) -> None:
     """And the others beside it get the same tokens as ever."""
-    verifier = Verifier(load(checkpoint("llama").path), sample_natively)
+    verifier = Verifier(load(checkpoint("llama").path))
     scores, mixed = decided(verifier, [[], [], [], []], [*COUPLED[:3], params])
     _, plain = decided(verifier, [[], [], [], []], COUPLED)
     assert isinstance(scores, torch.Tensor)

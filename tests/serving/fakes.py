@@ -23,7 +23,8 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
-from penstock.engine.lane_threads import Wakeup
+from penstock.engine.lanes import Wakeup
+from penstock.engine.steps import Totals
 
 TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-small"
 EOS = 2
@@ -52,9 +53,7 @@ class EchoExecutor:
         self._requests: dict[str, Request] = {}
         self._queue: deque[StepPlan] = deque()
         self.remote = SimpleNamespace(sink=None)
-        self.num_target_steps = 0
-        self.phases = PhaseTimes()
-        self.drafter_seconds: dict[str, float] = {}
+        self.totals = Totals({})
         self._wakeup = Wakeup()
 
     def fileno(self) -> int:

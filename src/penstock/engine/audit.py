@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from penstock.core.types import SamplingParams
-from penstock.engine.batch import RaggedBatch
+from penstock.engine.batch import BatchWriter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.remote import Weights
 from penstock.engine.sampling import SamplingRows, draw_draft, sample_coupled
@@ -82,7 +82,7 @@ class Auditor:
             self._thread = threading.Thread(target=self._run, name="audits", daemon=True)
             self._thread.start()
         if not self._waiting.full():
-            known = tuple(text.span(0, text.length).tolist())
+            known = tuple(text.tokens(0, text.length))
             sampling = text.request.sampling
             self._waiting.put_nowait(Audit(drafter, model, known, sampling, token_ids, weights))
 
@@ -106,7 +106,7 @@ class Auditor:
         beyond = [ids for ids, _ in audit.weights or () if max(ids) >= logits.shape[1]]
         if beyond:
             return Finding(audit.drafter, True, num_tokens, num_tokens, 1.0)
-        rows = _rows(audit.sampling, num_tokens)
+        rows = SamplingRows.of([audit.sampling] * num_tokens)
         positions = np.arange(len(audit.text), len(audit.text) + num_tokens)
         tokens = torch.tensor(audit.token_ids)
         distance = 0.0
@@ -127,17 +127,11 @@ class Auditor:
     def _logits(self, audit: Audit) -> torch.Tensor:
         """[draft tokens, V]: what the model says where each of them stands."""
         runner = self._runner(audit.model)
-        known = np.array((*audit.text, *audit.token_ids[:-1]), dtype=np.int32)
-        length = len(known)
-        batch = RaggedBatch(
-            token_ids=known,
-            positions=np.arange(length, dtype=np.int32),
-            query_start=np.array([0, length], dtype=np.int32),
-            seq_lens=np.array([length], dtype=np.int32),
-            block_tables=np.arange(-(-length // _BLOCK_SIZE), dtype=np.int32)[None],
-            logits_rows=np.arange(length - len(audit.token_ids), length, dtype=np.int32),
-        )
-        return runner.forward(batch)
+        known = (*audit.text, *audit.token_ids[:-1])
+        writer = BatchWriter()
+        writer.add(0, known, len(audit.token_ids))
+        blocks = np.arange(runner.blocks_for(len(known)), dtype=np.int32)
+        return runner.forward(writer.batch(blocks[None]))
 
     def _runner(self, model: str) -> EagerRunner:
         runner = self._runners.get(model)
@@ -148,15 +142,6 @@ class Auditor:
             runner = EagerRunner.load(path, torch.float32, device, blocks, _BLOCK_SIZE)
             self._runners[model] = runner
         return runner
-
-
-def _rows(sampling: SamplingParams, num_rows: int) -> SamplingRows:
-    return SamplingRows(
-        temperature=np.full(num_rows, sampling.temperature),
-        top_p=np.full(num_rows, sampling.top_p),
-        top_k=np.full(num_rows, sampling.top_k, dtype=np.int64),
-        seed=np.full(num_rows, sampling.seed, dtype=np.uint64),
-    )
 
 
 def _cut(probs: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:

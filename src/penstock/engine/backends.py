@@ -6,7 +6,8 @@ What only one backend needs is imported once it is chosen; `penstock.engine.gpu`
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -30,8 +31,7 @@ from penstock.engine.models.random import random_weights
 from penstock.engine.models.weights import load_weights, weight_bytes
 from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
-from penstock.engine.native.runner import NativeRunner
-from penstock.engine.native.sampler import sample_natively
+from penstock.engine.native.runner import DTYPES, NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.synthetic import SyntheticAcceptance
@@ -52,6 +52,8 @@ _ATTENTION = {
 _MEMORY_SHARE = 0.25
 _GPU_MEMORY_SHARE = 0.8
 _DEFAULT_SEQUENCES = 64
+_BLOCK_SIZE = 16
+"""Of a model by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +141,7 @@ def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> 
     why_not: str | None = None
     if device.type != "cpu":
         why_not = f"it runs on the CPU, not on {device}"
-    elif dtype not in (torch.float32, torch.bfloat16):
+    elif dtype not in DTYPES:
         why_not = f"it computes float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
     else:
         why_not = why_not_native()
@@ -218,32 +220,30 @@ class Models:
     synthetic: SyntheticAcceptance | None
 
     def drafter(self, name: str, path: str) -> LocalDrafter:
-        sample, longest = self._sampler(drafts=True), self.max_model_len
-        vocab = self.shapes[TARGET].vocab_size
+        longest, vocab = self.max_model_len, self.shapes[TARGET].vocab_size
         if self.place.backend != "graphs":
-            return ModelDrafter(name, self._runner(name, Path(path)), longest, sample, vocab)
+            return ModelDrafter(name, self._runner(name, Path(path)), longest, vocab)
         from penstock.engine.gpu.drafter import GraphDrafter
 
-        runner = self._graphs(name, Path(path), drafts=True)
-        return GraphDrafter(name, runner, longest, sample, vocab)
+        return GraphDrafter(name, self._graphs(name, Path(path), drafts=True), longest, vocab)
 
     def executor(self, drafters: Sequence[LocalDrafter], clock: Clock) -> LocalExecutor:
-        path, sample = self.config.target, self._sampler(drafts=False)
+        path = self.config.target
+        stream: Callable[[], AbstractContextManager[None]] = nullcontext
         most, threads = self.max_model_len, self.place.num_threads
+        if self.place.device.type == "cuda":
+            from penstock.engine.gpu.streams import own_stream
+
+            stream = partial(own_stream, self.place.device)
         if self.place.backend != "graphs":
             runner = self._runner(TARGET, path)
-            return LocalExecutor(runner, drafters, clock, most, sample, threads)
-        from penstock.engine.gpu.executor import DeviceExecutor
+            return LocalExecutor(runner, drafters, clock, most, threads, stream)
+        from penstock.engine.gpu.executor import GraphExecutor
 
         graphs = self._graphs(TARGET, path, drafts=False)
         # Where drafters' lanes work beside the target, its next step is planned meanwhile anyway.
         runs_ahead = self.place.device.type == "cuda" and self.config.pipeline == "off"
-        return DeviceExecutor(graphs, drafters, clock, most, sample, threads, runs_ahead=runs_ahead)
-
-    def _sampler(self, *, drafts: bool) -> Sampler:
-        if self.synthetic is not None:
-            return self.synthetic.samples(drafts=drafts)
-        return sample_natively if self.place.backend == "native" else sample_coupled
+        return GraphExecutor(graphs, drafters, clock, most, threads, stream, runs_ahead=runs_ahead)
 
     def _runner(self, name: str, path: Path) -> ModelRunner:
         place = self.place
@@ -251,18 +251,18 @@ class Models:
             return NativeRunner.load(
                 path, place.dtype, self.num_blocks, self.config.block_size, place.num_threads
             )
-        return self._eager(name, path, self.num_blocks)
+        return self._eager(name, path, self.num_blocks, sample_coupled)
 
     def _graphs(self, name: str, path: Path, *, drafts: bool) -> GraphRunner:
         from penstock.engine.gpu.graphs import GraphRunner
 
-        synthetic = self.synthetic
-        eager = self._eager(name, path, self.num_blocks + 1)
+        synthetic, num_blocks = self.synthetic, self.num_blocks + 1
         if synthetic is None:
-            return GraphRunner(eager)
+            return GraphRunner(self._eager(name, path, num_blocks, sample_coupled))
+        eager = self._eager(name, path, num_blocks, synthetic.samples(drafts=drafts))
         return GraphRunner(eager, lambda really: synthetic.decides(really, drafts=drafts))
 
-    def _eager(self, name: str, path: Path, num_blocks: int) -> EagerRunner:
+    def _eager(self, name: str, path: Path, num_blocks: int, sample: Sampler) -> EagerRunner:
         place, shape = self.place, self.shapes[name]
         if self.is_random:
             weights = random_weights(shape, place.dtype, place.device)
@@ -278,6 +278,27 @@ class Models:
                 self.config.block_size,
                 partial(make_attention, attention),
                 place.kv_dtype,
+                sample,
             )
         except BackendUnavailableError as error:
             raise ConfigError(str(error)) from error
+
+
+def load_runner(path: Path, dtype_name: str) -> ModelRunner:
+    """A checkpoint folder by itself, on the CPU, by the native kernels where they can be had.
+
+    Its KV memory is a share of what is free, at most enough for 64 texts of full length. Raises:
+    CheckpointError for a folder that cannot be used.
+    """
+    device = torch.device("cpu")
+    dtype = resolve_dtype(dtype_name, device)
+    config = DecoderConfig.from_pretrained(path)
+    num_blocks = affordable_blocks(
+        [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings, weights=0
+    )
+    threads = torch.get_num_threads()
+    if dtype not in DTYPES or why_not_native() is not None:
+        return EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
+    # The kernels have threads of their own; PyTorch's would spin on the same cores.
+    torch.set_num_threads(1)
+    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads)

@@ -14,16 +14,8 @@ from penstock.core.loop import Clock
 from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
-from penstock.engine.gpu.graphs import GraphRunner
 from penstock.engine.runner import ModelRunner
-from penstock.engine.scratch import (
-    best_seconds,
-    draft_scratch,
-    num_that_fit,
-    read_seconds,
-    verify_scratch,
-)
-from penstock.engine.together import slowdowns
+from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 _log = logging.getLogger(__name__)
@@ -50,10 +42,10 @@ def calibrate(
     steps of each on scratch blocks; stops growing when a model's share of `budget_s` seconds is
     spent. together: measure such drafters beside the target, too. No request may be running.
 
-    On a GPU the usual sizes of steps are recorded before. Compiling and tuning their kernels may
-    take minutes on a new machine, and would otherwise happen to the first requests.
+    CUDA graphs of the usual sizes of steps are captured before. Compiling and tuning their kernels
+    may take minutes on a new machine, and would otherwise happen to the first requests.
     """
-    _record(executor)
+    _capture_graphs(executor)
     share = budget_s / (1 + len(executor.drafters))
     known: set[str] = set()
     if profile is not None:
@@ -69,20 +61,19 @@ def calibrate(
                 _measure_together(executor, drafter, estimators, clock)
 
 
-def _record(executor: LocalExecutor) -> None:
+def _capture_graphs(executor: LocalExecutor) -> None:
     target = executor.target
-    if isinstance(target, GraphRunner) and target.device.type == "cuda":
+    if target.captures_graphs:
         # A warning, because nothing is heard of the server meanwhile.
-        _log.warning("recording steps on %s; may take minutes on a new machine", target.device)
+        _log.warning("capturing graphs on %s; may take minutes on a new machine", target.device)
         for num in _fitting(target):
-            verify_scratch(target, [1] * num, _CONTEXT)
+            dummy_verify(target, [1] * num, _CONTEXT)
         for rows in _ROWS:
             _verify(target, rows)
     for drafter in executor.drafters.values():
-        runner = getattr(drafter, "runner", None)
-        if isinstance(runner, GraphRunner) and runner.device.type == "cuda":
-            for num in _fitting(runner):
-                draft_scratch(drafter, num, _DRAFT_STEPS)
+        if drafter.runner is not None and drafter.runner.captures_graphs:
+            for num in _fitting(drafter):
+                dummy_draft(drafter, num, _DRAFT_STEPS)
 
 
 def _measure_target(
@@ -104,18 +95,21 @@ def _measure_drafter(
     max_model_len: int,
 ) -> None:
     curve = estimators.times.curve_of(drafter.name)
-    runner = getattr(drafter, "runner", None)
-    sizes = _BATCHES if runner is None else _fitting(runner)
+    sizes = _fitting(drafter)
     _grow(
         clock,
         budget_s,
         sizes,
-        lambda n: draft_scratch(drafter, n, _DRAFT_STEPS),
+        lambda n: dummy_draft(drafter, n, _DRAFT_STEPS),
         lambda n, seconds: curve.observe(n, seconds / _DRAFT_STEPS),
     )
     num_read = min(_CONTEXT, max_model_len - 2)
     if sizes and num_read > 0:
-        reading = read_seconds(clock, drafter, num_read, _REPEATS)
+        little, much = (
+            best_seconds(clock, partial(dummy_draft, drafter, 1, 1, n), _REPEATS)
+            for n in (1, 1 + num_read)
+        )
+        reading = max(0.0, much - little) / num_read
         estimators.times.note_catch_up(drafter.name, reading)
 
 
@@ -123,12 +117,11 @@ def _measure_together(
     executor: LocalExecutor, drafter: LocalDrafter, estimators: Estimators, clock: Clock
 ) -> None:
     """Add the drafter to the profile, with what working together costs."""
-    runner = getattr(drafter, "runner", None)
-    context = 0 if runner is None else _CONTEXT
-    if any(r is not None and num_that_fit(r, _TOKENS_EACH) < 4 for r in (runner, executor.target)):
+    context = 0 if drafter.runner is None else _CONTEXT
+    if min(m.num_that_fit(_TOKENS_EACH) for m in (drafter, executor.target)) < 4:
         return
     sizes, seconds = zip(*estimators.times.curve_of(drafter.name).points(), strict=True)
-    both = slowdowns(executor.target, drafter, clock, executor.num_threads, context, _TOGETHER_S)
+    both = slowdowns(executor, drafter, clock, context, _TOGETHER_S)
     reading = estimators.times.catch_up_of(drafter.name)
     measured = DrafterProfile(drafter.name, tuple(map(round, sizes)), seconds, reading, *both)
     model = estimators.times
@@ -152,13 +145,13 @@ def _grow(
             return
 
 
-def _fitting(runner: ModelRunner) -> list[int]:
+def _fitting(model: ModelRunner | LocalDrafter) -> list[int]:
     """Batches that a model's memory holds."""
-    return [n for n in _BATCHES if n <= num_that_fit(runner, _TOKENS_EACH)]
+    return [n for n in _BATCHES if n <= model.num_that_fit(_TOKENS_EACH)]
 
 
 def _verify(target: ModelRunner, rows: int) -> None:
     """One step over `rows` positions, in sequences of up to 5, and its sampling."""
     counts = [5] * (rows // 5) + ([rows % 5] if rows % 5 else [])
     context = min(_CONTEXT, target.num_blocks * target.block_size - max(counts))
-    verify_scratch(target, counts[: max(1, num_that_fit(target, _TOKENS_EACH))], context)
+    dummy_verify(target, counts[: max(1, target.num_that_fit(_TOKENS_EACH))], context)

@@ -14,10 +14,12 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.weights import load_weights
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import Sampler, sample_coupled
 
 
-class EagerRunner:
-    """A `ModelRunner`: decoder, cache and attention backend together."""
+class EagerRunner(ModelRunner):
+    """Decoder, cache and attention backend together."""
 
     def __init__(
         self,
@@ -25,10 +27,14 @@ class EagerRunner:
         decoder: Decoder,
         cache: PagedKVCache,
         attention: AttentionBackend[Any],
+        sample: Sampler = sample_coupled,
     ) -> None:
-        self._config = config
+        self.config = config
         self.decoder = decoder
         self.cache = cache
+        self.num_blocks, self.block_size = cache.num_blocks, cache.block_size
+        self.device = cache.device
+        self.sample = sample
         self._attention = attention
 
     @classmethod
@@ -59,6 +65,7 @@ class EagerRunner:
         block_size: int,
         attention: AttentionFactory = PackedAttention,
         kv_dtype: torch.dtype | None = None,
+        sample: Sampler = sample_coupled,
     ) -> EagerRunner:
         """weights: as `load_weights` returns them; emptied. It computes in their type.
         kv_dtype: of the cache, if another."""
@@ -67,25 +74,9 @@ class EagerRunner:
         backend = attention(cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
         decoder = Decoder(config, weights, max_positions, device)
-        return cls(config, decoder, cache, backend)
-
-    @property
-    def config(self) -> DecoderConfig:
-        return self._config
-
-    @property
-    def num_blocks(self) -> int:
-        return self.cache.num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self.cache.block_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache.device
+        return cls(config, decoder, cache, backend, sample)
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Float32 logits [num_logits, vocab_size]; see `ModelRunner`."""
+        """Float32 logits [num_logits, vocab_size]; see `ModelRunner.forward`."""
         return self.decoder.forward(batch, self.cache, self._attention)

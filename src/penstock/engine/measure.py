@@ -13,15 +13,13 @@ import torch
 from penstock.core.loop import Clock
 from penstock.engine.build import Engine
 from penstock.engine.drafters.base import LocalDrafter
-from penstock.engine.runner import ModelRunner
-from penstock.engine.scratch import (
+from penstock.engine.timing import (
     best_seconds,
-    draft_scratch,
-    num_that_fit,
-    prefill_scratch,
-    verify_scratch,
+    dummy_draft,
+    dummy_prefill,
+    dummy_verify,
+    slowdowns,
 )
-from penstock.engine.together import slowdowns
 from penstock.fluid.step_profile import DrafterProfile, StepWork
 
 _DRAFT_STEPS = 4
@@ -90,14 +88,8 @@ def measure(engine: Engine, grid: Grid, on_progress: Callable[[], None] = lambda
         on_progress()
     profiles = []
     for drafter, steps, seconds in zip(drafters, drafts, best_drafts, strict=True):
-        together = slowdowns(
-            engine.executor.target,
-            drafter,
-            clock,
-            engine.num_threads,
-            _context_of(engine, drafter),
-            grid.together_s,
-        )
+        context = _context_of(engine, drafter)
+        together = slowdowns(engine.executor, drafter, clock, context, grid.together_s)
         batches = [batch for batch, _ in steps[:-2]]
         num_read = _num_read(engine, drafter)
         profiles.append(_drafter_profile(drafter.name, batches, num_read, seconds, together))
@@ -120,33 +112,33 @@ def _target_steps(engine: Engine, grid: Grid) -> Iterator[tuple[StepWork, Callab
         for batch in grid.batches:
             for length in grid.draft_lengths:
                 tokens = context + length + 1
-                if tokens <= engine.max_model_len and batch <= num_that_fit(target, tokens):
+                if tokens <= engine.max_model_len and batch <= target.num_that_fit(tokens):
                     work = StepWork(0, 0.0, batch, batch * context, batch * length)
                     counts = [length + 1] * batch
-                    yield work, partial(verify_scratch, target, counts, context)
+                    yield work, partial(dummy_verify, target, counts, context)
     for context in (0, max(grid.contexts)):
         for chunk in grid.chunks:
             tokens = context + chunk
-            if tokens <= engine.max_model_len and num_that_fit(target, tokens):
+            if tokens <= engine.max_model_len and target.num_that_fit(tokens):
                 work = StepWork(chunk, chunk * (context + chunk / 2))
-                yield work, partial(prefill_scratch, target, chunk, context)
+                yield work, partial(dummy_prefill, target, chunk, context)
 
 
 def _draft_steps(
     engine: Engine, drafter: LocalDrafter, grid: Grid
 ) -> Iterator[tuple[int, Callable[[], None]]]:
     """Drafts of every batch; then, of one request, behind little and behind much that it reads."""
-    context, runner = _context_of(engine, drafter), getattr(drafter, "runner", None)
+    context = _context_of(engine, drafter)
     for batch in grid.batches:
-        if runner is None or batch <= num_that_fit(runner, context + 1 + _DRAFT_STEPS):
-            yield batch, partial(draft_scratch, drafter, batch, _DRAFT_STEPS, 1, context)
+        if batch <= drafter.num_that_fit(context + 1 + _DRAFT_STEPS):
+            yield batch, partial(dummy_draft, drafter, batch, _DRAFT_STEPS, 1, context)
     for num_read in (1, 1 + _num_read(engine, drafter)):
-        yield 1, partial(draft_scratch, drafter, 1, 1, num_read)
+        yield 1, partial(dummy_draft, drafter, 1, 1, num_read)
 
 
 def _context_of(engine: Engine, drafter: LocalDrafter) -> int:
     """Tokens before a draft. What has no model reads its context when it is first asked."""
-    if not hasattr(drafter, "runner"):
+    if drafter.runner is None:
         return 0
     return max(0, min(_DRAFT_CONTEXT, _longest(engine, drafter) - 1 - _DRAFT_STEPS))
 
@@ -158,8 +150,7 @@ def _num_read(engine: Engine, drafter: LocalDrafter) -> int:
 
 def _longest(engine: Engine, drafter: LocalDrafter) -> int:
     """Tokens of the longest request that it has room for."""
-    runner: ModelRunner | None = getattr(drafter, "runner", None)
-    room = engine.max_model_len
+    room, runner = engine.max_model_len, drafter.runner
     return room if runner is None else min(room, runner.num_blocks * runner.block_size)
 
 

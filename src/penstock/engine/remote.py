@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from penstock.core.types import DraftOrder, VerifyItem
+from penstock.core.types import DraftOrder, StepPlan, StepResult, VerifyItem
 from penstock.engine.drafters.base import Draft
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sequences import TokenBuffer
@@ -28,20 +28,26 @@ class RemoteOrders:
 
     def __init__(self) -> None:
         self.sink: Sink | None = None
+        self._sent: list[StepResult] = []
         self._known: set[str] = set()
         self._sent_at: dict[str, float] = {}
 
-    def send(
-        self, orders: Sequence[DraftOrder], texts: Mapping[str, TokenBuffer], now: float
-    ) -> None:
+    def send(self, plan: StepPlan, texts: Mapping[str, TokenBuffer], now: float) -> None:
+        """The orders go out, which ends the step."""
+        self._sent.append(StepResult(plan.id, plan.lane, started_at=now, finished_at=now))
         if self.sink is None:
             return
-        ids = [o.request_id for o in orders]
+        ids = [o.request_id for o in plan.drafts]
         news = {i: texts[i] for i in ids if i not in self._known}
         self._known.update(news)
         self._sent_at.update(dict.fromkeys(ids, now))
-        if orders:
-            self.sink(orders, news)
+        if plan.drafts:
+            self.sink(plan.drafts, news)
+
+    def take_sent(self) -> list[StepResult]:
+        """Results of the steps that have been sent since the last call."""
+        sent, self._sent = self._sent, []
+        return sent
 
     def oldest(self, items: Sequence[VerifyItem], now: float) -> float:
         """When the first of the orders went out that the decoding items of a step waited for;

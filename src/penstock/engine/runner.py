@@ -1,34 +1,75 @@
-"""One model on one device: the interface that every backend implements."""
+"""One model on one device: the contract that every backend fulfils."""
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
+import numpy as np
 import torch
 
-from penstock.engine.batch import RaggedBatch
+from penstock.core.types import SamplingParams
+from penstock.engine.batch import IntArray, RaggedBatch
+from penstock.engine.drafters.base import Drafts
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.sampling import Sampler, SamplingRows
+from penstock.engine.sampling.params import BoolArray
 
 
-class ModelRunner(Protocol):
+class ModelRunner(ABC):
     """Weights, paged KV cache and forward pass of one model.
 
     A backend may compute how it likes, but never changes which function it computes: logits equal
     the reference within rounding, and rows of one sequence do not depend on the others in a batch.
+
+    sample: draws the target's seeded samples from logits. captures_graphs: the first step of a size
+    takes long, because it is captured as a CUDA graph.
     """
 
-    @property
-    def config(self) -> DecoderConfig: ...
+    config: DecoderConfig
+    num_blocks: int
+    block_size: int
+    device: torch.device
+    sample: Sampler
+    captures_graphs = False
 
-    @property
-    def num_blocks(self) -> int: ...
-
-    @property
-    def block_size(self) -> int: ...
-
-    @property
-    def device(self) -> torch.device: ...
-
+    @abstractmethod
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Write the rows' KV, attend, and return float32 logits [num_logits, vocab_size]."""
-        ...
+
+    def verify(
+        self, batch: RaggedBatch, row_start: IntArray, params: SamplingRows
+    ) -> list[int] | None:
+        """`forward` and the target's samples of its rows in one call that brings no logits back;
+        None where there is no such call.
+
+        row_start: [num_requests + 1], the rows of logits of each request; params: unfiltered
+        """
+        return None
+
+    def propose(
+        self, first: RaggedBatch, limits: IntArray, params: SamplingRows, ratio: BoolArray
+    ) -> Drafts | None:
+        """Read a batch and draft up to limits[i] tokens behind sequence i, in one call; None where
+        it must go step by step.
+
+        ratio: [num_seqs], whose drafts are sampled from the drafter's own distribution; params:
+        unfiltered
+        """
+        return None
+
+    def limit_threads(self, num_threads: int) -> None:  # noqa: B027
+        """Compute with at most so many threads from now on: others are at work."""
+
+    def dummy_run(self, batch: RaggedBatch) -> None:
+        """A step and its samples, for nothing but the time that it takes."""
+        logits = self.forward(batch)
+        rows = SamplingRows.of([SamplingParams(temperature=0.0)] * logits.shape[0])
+        self.sample(logits, rows, np.zeros(logits.shape[0], dtype=np.int64)).cpu()
+
+    def num_that_fit(self, num_tokens: int) -> int:
+        """Requests of so many tokens that the KV cache holds."""
+        return self.num_blocks // self.blocks_for(num_tokens)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """KV blocks of so many tokens."""
+        return -(-num_tokens // self.block_size)

@@ -74,7 +74,12 @@ class TokenBuffer:
         return self.request.sampling.is_ratio
 
     def span(self, start: int, end: int) -> IntArray:
+        """Token ids of some positions, a view."""
         return self._tokens[start:end]
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids of some positions."""
+        return self._tokens[start:end].tolist()  # type: ignore[no-any-return]
 
 
 class SamplingTable:
@@ -93,11 +98,5 @@ class SamplingTable:
 
 
 def _sampling(texts: Sequence[TokenBuffer]) -> tuple[SamplingRows, BoolArray]:
-    params = [t.request.sampling for t in texts]
-    rows = SamplingRows(
-        temperature=np.array([p.temperature for p in params], dtype=np.float64),
-        top_p=np.array([p.top_p for p in params], dtype=np.float64),
-        top_k=np.array([p.top_k for p in params], dtype=np.int64),
-        seed=np.array([p.seed for p in params], dtype=np.uint64),
-    )
+    rows = SamplingRows.of([t.request.sampling for t in texts])
     return rows, np.array([t.is_ratio for t in texts], dtype=np.bool_)

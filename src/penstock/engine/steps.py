@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -21,7 +22,7 @@ from penstock.core.types import (
     VerifyItem,
 )
 from penstock.engine.drafters.base import Draft, Drafts
-from penstock.engine.lane_threads import Turn
+from penstock.engine.lanes import Ticket
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided, Drafted
 
@@ -75,26 +76,26 @@ class DraftsAtHand:
 
 
 @dataclass(slots=True)
-class Job:
+class StepJob:
     """A plan with everything that its thread may look at. num_threads: for the kernels."""
 
     plan: StepPlan
     texts: Mapping[str, TokenBuffer]
-    turns: Sequence[Turn]
+    tickets: Sequence[Ticket]
     recalled: Sequence[tuple[str, Draft, torch.Tensor | None]]
     receiving_since: float | None
     num_threads: int
 
     @contextlib.contextmanager
-    def all_turns(self) -> Iterator[None]:
+    def models(self) -> Iterator[None]:
         """While every model that the plan uses is its own."""
         try:
-            for turn in self.turns:
-                turn.begin()
+            for ticket in self.tickets:
+                ticket.begin()
             yield
         finally:
-            for turn in self.turns:
-                turn.ended.set()
+            for ticket in self.tickets:
+                ticket.end()
 
 
 @dataclass(slots=True)
@@ -117,6 +118,48 @@ class StepMarks:
     other_s: float = 0.0
 
 
+@dataclass(slots=True)
+class Totals:
+    """Of all steps so far. phases: seconds of target steps; drafter_seconds: that each drafter has
+    drafted and read."""
+
+    drafter_seconds: dict[str, float]
+    num_target_steps: int = 0
+    phases: PhaseTimes = field(default_factory=PhaseTimes)
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds of target steps inside models and samplers; the rest of a turn is the host's."""
+        return self.phases.draft + self.phases.verify + self.phases.sample
+
+    def add(self, result: StepResult, *, of_target: bool) -> None:
+        for timed in result.draft_times:
+            self.drafter_seconds[timed.drafter] += timed.seconds
+        if of_target:
+            self.num_target_steps += 1
+            self.phases = PhaseTimes(*map(sum, zip(self.phases, result.phases, strict=True)))
+
+
+class Failures:
+    """Drafters that fail in several steps, one after the other."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._num: Counter[str] = Counter()
+        self._broken: list[str] = []
+
+    def note(self, drafter: str, *, has_failed: bool) -> None:
+        """Of one step in which it was asked."""
+        self._num[drafter] = self._num[drafter] + 1 if has_failed else 0
+        if self._num[drafter] == self._most:
+            self._broken.append(drafter)
+
+    def take(self) -> list[str]:
+        """Those that have come to the limit, once each."""
+        broken, self._broken = self._broken, []
+        return broken
+
+
 def orders_of(plan: StepPlan) -> list[DraftOrder]:
     """All draft orders of a plan, those of its items among them."""
     return [*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)]
@@ -133,7 +176,7 @@ def draft_time(orders: Sequence[DraftOrder], seconds: float) -> DraftTime:
     )
 
 
-def sampled_of(job: Job, drafts: Sequence[tuple[list[int], list[int]]]) -> list[Drafted]:
+def sampled_of(job: StepJob, drafts: Sequence[tuple[list[int], list[int]]]) -> list[Drafted]:
     """What the target is to decide on. drafts: of all items, in their order."""
     return [
         Drafted(job.texts[item.request_id], item.start + item.num_scheduled_tokens, *draft)
@@ -174,7 +217,7 @@ def verdicts_of(
 
 
 def verified(
-    job: Job,
+    job: StepJob,
     drafted: DraftsAtHand,
     verdicts: Sequence[Verdict],
     num_rows: int,

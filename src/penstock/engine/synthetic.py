@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.engine.gpu.graphs import Decide
-from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled
+from penstock.engine.sampling import KeyedSampler, Sampler, SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 from penstock.engine.sampling.params import IntArray
 
@@ -25,7 +24,7 @@ class SyntheticAcceptance:
     probability: float
     vocab: int
 
-    def decides(self, really: Decide, *, drafts: bool) -> Decide:
+    def decides(self, really: KeyedSampler, *, drafts: bool) -> KeyedSampler:
         """In place of what `really` samples, which is computed all the same."""
 
         def decide(
@@ -37,7 +36,7 @@ class SyntheticAcceptance:
         return decide
 
     def samples(self, *, drafts: bool) -> Sampler:
-        """The same, for steps that are not recorded."""
+        """The same, for steps without a graph."""
 
         def sample(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:
             sampled = sample_coupled(logits, rows, positions)

@@ -184,6 +184,9 @@ class Tokenizer:
 class IncrementalDetokenizer:
     """Text of a growing sequence of token ids, in constant time for each token.
 
+    By hand, because `tokenizers.decoders.DecodeStream` has no end of a stream, and raises where a
+    vocabulary that falls back to bytes spells what is not UTF-8.
+
     Characters come out whole: bytes of an incomplete one are held back until it is complete, is
     seen to be invalid (then it becomes U+FFFD) or the stream ends. The pieces together are the
     text that `Tokenizer.decode` gives for all ids at once. (Where a vocabulary spells characters

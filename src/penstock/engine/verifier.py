@@ -11,10 +11,8 @@ import torch
 
 from penstock.core.types import TokenLogprob
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.native.runner import NativeRunner
-from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Sampler, VerifyBatch, token_logprobs, verify
+from penstock.engine.sampling import VerifyBatch, token_logprobs, verify
 from penstock.engine.sequences import SamplingTable, TokenBuffer
 
 
@@ -44,26 +42,25 @@ class Verifier:
     """Forward passes of the target, and what they say about drafts.
 
     Where every request of a batch takes the target's own coupled samples, and nobody asks for
-    probabilities, compiled kernels draw them in the pass itself: an accepted draft is then the
-    samples' own beginning, and no logits come back.
+    probabilities, a runner may draw them in the pass itself: an accepted draft is then the samples'
+    own beginning, and no logits come back.
     """
 
-    def __init__(self, runner: ModelRunner, sample: Sampler) -> None:
+    def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
-        self._sample = sample
         self._sampling = SamplingTable()
 
     def forward(self, batch: RaggedBatch, drafted: Sequence[Drafted]) -> torch.Tensor | list[int]:
         """Logits of the batch's rows, [num_logits, V], or the samples that they would give."""
-        runner = self.runner
-        if isinstance(runner, NativeRunner) and self._sample is sample_natively and drafted:
+        if drafted:
             params, ratio = self._sampling.of([d.text for d in drafted])
             wanted = any(_num_logprobs(d) is not None for d in drafted)
             if not (wanted or params.has_filters or ratio.any()):
                 row_start = np.array(_row_start(drafted), dtype=np.int32)
-                samples = runner.forward_sampled(batch, row_start, params.temperature, params.seed)
-                return samples.tolist()  # type: ignore[no-any-return]
-        return runner.forward(batch)
+                samples = self.runner.verify(batch, row_start, params)
+                if samples is not None:
+                    return samples
+        return self.runner.forward(batch)
 
     def decide(
         self,
@@ -97,7 +94,7 @@ class Verifier:
                 draft_probs=draft_probs,
                 draft_prob_row=np.array([r for d in drafted for r in d.prob_rows], dtype=np.int64),
             ),
-            self._sample,
+            self.runner.sample,
         )
         decided = []
         for n, d in enumerate(drafted):

@@ -106,7 +106,7 @@ def _requests(
 
 
 def _measure(engine: Engine, requests: list[Request], batch: int) -> _Sample:
-    busy_before = engine.executor.busy_s
+    busy_before = engine.executor.totals.busy_s
     cpu, wall = time.process_time(), time.perf_counter()
     completions = complete(engine.loop, requests, batch)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
@@ -115,7 +115,7 @@ def _measure(engine: Engine, requests: list[Request], batch: int) -> _Sample:
         raise RuntimeError(f"request {bad.request.id} failed: {bad.error}")
     tokens = sum(len(c.token_ids) for c in completions)
     return _Sample(
-        tokens / wall, cpu, wall, wall - (engine.executor.busy_s - busy_before), completions
+        tokens / wall, cpu, wall, wall - (engine.executor.totals.busy_s - busy_before), completions
     )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock.core.types import SamplingParams
-from penstock.engine.drafters.sessions import DraftingSessions, Order, SessionDraft
+from penstock.engine.drafters.sessions import DraftingSessions, SessionDraft, SessionOrder
 from penstock.serving.drafting import DraftingThread
 from penstock.serving.link import Endpoint, VerifierLink
 from penstock.serving.tracked import Piece, Tracked, VerifiedText
@@ -215,7 +215,7 @@ class DraftService:
             limit = assign.num_draft_tokens
             if tracked.max_draft_tokens is not None:
                 limit = min(limit, tracked.max_draft_tokens)
-            order = Order(tracked.tag, assign.prefix_len, limit, assign.min_survival)
+            order = SessionOrder(tracked.tag, assign.prefix_len, limit, assign.min_survival)
             self._drafting.post(lambda sessions: sessions.order(tracked.key, order))
 
     def _send_drafts(self, drafts: list[SessionDraft]) -> None:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.drafters.load import load_model
-from penstock.engine.drafters.proposers import LookupProposer
+from penstock.engine.backends import load_runner
+from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
 from penstock.engine.drafters.sessions import DraftingSessions, Proposer, SessionDraft, TopWeights
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
@@ -49,7 +50,10 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
     tokenizer = load_tokenizer(options.model)
     proposer: Proposer
     if options.uses_model:
-        proposer = load_model(options.model, options.dtype, quantise)
+        runner = load_runner(options.model, options.dtype)
+        room = runner.num_blocks * runner.block_size
+        longest = min(runner.config.max_position_embeddings, room)
+        proposer = ModelProposer(ModelDrafter(options.name, runner, longest), quantise)
     else:
         vocab_size = DecoderConfig.from_pretrained(options.model).vocab_size
         proposer = LookupProposer(vocab_size, WEIGHT_SUM)

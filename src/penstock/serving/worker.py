@@ -232,9 +232,9 @@ class EngineServer:
             num_steps=self._num_steps,
             busy_s=self._busy_s,
             uptime_s=self._engine.clock.now() - self._started_at,
-            num_target_steps=self._engine.executor.num_target_steps,
-            phases=self._engine.executor.phases,
-            drafter_seconds=self._engine.executor.drafter_seconds,
+            num_target_steps=self._engine.executor.totals.num_target_steps,
+            phases=self._engine.executor.totals.phases,
+            drafter_seconds=self._engine.executor.totals.drafter_seconds,
         )
 
 

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.gpu import graphs, torch_operations
-from penstock.engine.gpu.executor import DeviceExecutor
+from penstock.engine.gpu.executor import GraphExecutor
 
 _LOOKS = {"aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero"}
 
@@ -161,7 +161,7 @@ class _Stream:
 
 @contextlib.contextmanager
 def queued(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What a `DeviceExecutor` starts is put off, in this thread; what it does the ordinary way
+    """What a `GraphExecutor` starts is put off, in this thread; what it does the ordinary way
     waits for it all first, and so does memory that is made."""
     Queue.current = queue = Queue()
 
@@ -185,9 +185,9 @@ def queued(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         return method
 
     for kind, name, way in (
-        (DeviceExecutor, "_verify_batch", put_off),
+        (GraphExecutor, "_verify_batch", put_off),
         (LocalExecutor, "_verify_batch", at_once),
-        (DeviceExecutor, "_replayed", at_once),
+        (GraphExecutor, "_replayed", at_once),
         (graphs._Step, "__init__", at_once),
     ):
         monkeypatch.setattr(kind, name, way(getattr(kind, name)))

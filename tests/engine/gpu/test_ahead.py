@@ -31,7 +31,7 @@ from penstock.core.types import (
 from penstock.core.view import DraftCandidate, View
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.gpu import graphs
-from penstock.engine.gpu.executor import DeviceExecutor
+from penstock.engine.gpu.executor import GraphExecutor
 from penstock.engine.gpu.graphs import GraphRunner
 from penstock.engine.gpu.operations import Outcome
 from penstock.engine.gpu.rounds import Entry
@@ -55,9 +55,9 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def executor(engine: Engine) -> Iterator[DeviceExecutor]:
+def executor(engine: Engine) -> Iterator[GraphExecutor]:
     """With rounds ahead."""
-    assert isinstance(engine.executor, DeviceExecutor)
+    assert isinstance(engine.executor, GraphExecutor)
     engine.executor.runs_ahead = True
     yield engine.executor
     engine.executor.runs_ahead = False
@@ -122,15 +122,17 @@ def run_in_time(
 @pytest.mark.parametrize("sampling", ["greedy", "coupled"])
 @pytest.mark.parametrize("drafter", [NO_DRAFTER, "same", "near", "far"])
 def test_mostly_the_next_round_is_under_way_when_it_is_planned(
-    engine: Engine, executor: DeviceExecutor, drafter: str, sampling: str
+    engine: Engine, executor: GraphExecutor, drafter: str, sampling: str
 ) -> None:
     """And comes to the same, in as many steps."""
     found = []
     for ahead in (False, True):
         executor.runs_ahead = ahead
-        before = (executor.num_target_steps, executor.num_rounds_ahead)
+        totals = executor.totals
+        before = (totals.num_target_steps, executor.num_rounds_ahead)
         texts, accepted = run(make_loop(engine), make_requests(SAMPLINGS[sampling], 8, drafter))
-        steps, rounds = executor.num_target_steps - before[0], executor.num_rounds_ahead - before[1]
+        steps = totals.num_target_steps - before[0]
+        rounds = executor.num_rounds_ahead - before[1]
         assert rounds == (steps - 2 if ahead else 0), "all but the prompts and the first round"
         found.append((texts, accepted, steps))
     assert found[0] == found[1]
@@ -140,7 +142,7 @@ def test_mostly_the_next_round_is_under_way_when_it_is_planned(
 @pytest.mark.parametrize("kv_tokens", [32 * 256, 40 * 16])
 @pytest.mark.parametrize("drafter", ["near", "switching", "rotating"])
 def test_whatever_the_plan_asks_for(
-    engine: Engine, executor: DeviceExecutor, drafter: str, seed: int, kv_tokens: int
+    engine: Engine, executor: GraphExecutor, drafter: str, seed: int, kv_tokens: int
 ) -> None:
     """Other draft lengths, other drafters, drafters that only read, new requests, requests that are
     gone, scarce memory."""
@@ -162,7 +164,7 @@ def test_whatever_the_plan_asks_for(
 
 
 def test_a_new_request_joins_a_round_that_is_under_way(
-    engine: Engine, executor: DeviceExecutor
+    engine: Engine, executor: GraphExecutor
 ) -> None:
     """What is under way is used, and its prompt is read besides."""
     sampling = SAMPLINGS["greedy"]
@@ -187,7 +189,7 @@ def test_a_new_request_joins_a_round_that_is_under_way(
 
 @pytest.mark.parametrize("breakage", ["all is accepted", "nothing is accepted", "old noise"])
 def test_negative_control(
-    engine: Engine, executor: DeviceExecutor, monkeypatch: pytest.MonkeyPatch, breakage: str
+    engine: Engine, executor: GraphExecutor, monkeypatch: pytest.MonkeyPatch, breakage: str
 ) -> None:
     sampling = SAMPLINGS["coupled"]
     alone = run(make_loop(engine), make_requests(sampling, 8, NO_DRAFTER))[0]

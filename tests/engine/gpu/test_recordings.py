@@ -24,7 +24,7 @@ from penstock.core.types import NO_DRAFTER
 from penstock.engine import calibrate
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.gpu import graphs
-from penstock.engine.gpu.executor import DeviceExecutor
+from penstock.engine.gpu.executor import GraphExecutor
 from penstock.engine.gpu.graphs import GraphRunner
 from penstock.engine.models import random as random_models
 from penstock.serving.offline import complete
@@ -64,7 +64,7 @@ def test_output_is_the_targets_own(engine: Engine, monkeypatch: pytest.MonkeyPat
     work of the device put off until it is waited for."""
     assert engine.backend == "graphs"
     executor = engine.executor
-    assert isinstance(executor, DeviceExecutor)
+    assert isinstance(executor, GraphExecutor)
     assert executor.runs_ahead
     alone, _ = texts(engine, "coupled", NO_DRAFTER)
     at_once = {drafter: texts(engine, "coupled", drafter) for drafter in DRAFTERS}
@@ -75,7 +75,7 @@ def test_output_is_the_targets_own(engine: Engine, monkeypatch: pytest.MonkeyPat
         assert texts(engine, "coupled", "near") == at_once["near"]
         replace_policies(engine.scheduler, allocation=Whimsical(1))
         assert texts(engine, "coupled", "near")[0] == alone
-    assert executor.num_rounds_ahead > 0.5 * executor.num_target_steps
+    assert executor.num_rounds_ahead > 0.5 * executor.totals.num_target_steps
     target = executor.target
     assert isinstance(target, GraphRunner)
     assert target.recordings

@@ -1,16 +1,20 @@
-"""What the executor asks of any drafter."""
+"""What the executor, and a draft server's sessions, ask of any drafter."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import torch
 
 from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import TokenBuffer
+
+if TYPE_CHECKING:
+    from penstock.engine.runner import ModelRunner
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,16 +67,17 @@ class DraftBuilder:
         return Drafts(drafts, torch.cat(self._probs) if self._probs else None)
 
 
-class LocalDrafter(Protocol):
-    """A drafter in the engine's own process."""
+class LocalDrafter(ABC):
+    """A drafter in this process. runner: the model that it drafts with, if it is one."""
 
-    @property
-    def name(self) -> str: ...
+    name: str
+    runner: ModelRunner | None = None
 
+    @abstractmethod
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         """Carry out the orders as one batch; `texts` are their requests' known tokens."""
-        ...
 
+    @abstractmethod
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
     ) -> tuple[Replayed, ...]:
@@ -80,12 +85,19 @@ class LocalDrafter(Protocol):
         that the drafter's own first guess, behind the true text, would have been. An output token
         is counted once; those of a `ratio` request are not: what makes its evidence unbiased, the
         target's probabilities, is gone by then."""
-        ...
 
-    def drop_table(self, request_id: str) -> None:
+    def drop_table(self, request_id: str) -> None:  # noqa: B027
         """The scheduler took the request's KV in this drafter away."""
-        ...
 
+    @abstractmethod
     def forget(self, request_id: str) -> None:
         """The request is over."""
-        ...
+
+    def limit_threads(self, num_threads: int) -> None:
+        """See `ModelRunner.limit_threads`."""
+        if self.runner is not None:
+            self.runner.limit_threads(num_threads)
+
+    def num_that_fit(self, num_tokens: int) -> int:
+        """Requests of so many tokens that its memory holds."""
+        return 1 << 30 if self.runner is None else self.runner.num_that_fit(num_tokens)

@@ -1,17 +1,66 @@
-"""N-gram look-up as a drafter like any other."""
+"""Drafting by look-up: what followed the last time that the text ended as it does now."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from penstock.core.types import DraftOrder, Replayed
-from penstock.engine.drafters.base import Draft, Drafts
-from penstock.engine.drafters.ngram import NgramIndex
+from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.sequences import TokenBuffer
 
 
-class LookupDrafter:
-    """Proposes what followed the last time the request's own text ended as it does now."""
+class NgramIndex:
+    """The n-grams of one request's verified tokens, fed as they come.
+
+    A token costs one hash-map entry for each n-gram length; memory grows with the context and
+    with nothing else. Drafts are point masses: `ratio` mode verifies them with draft(x) = 1.
+
+    max_ngram, min_ngram: the longest and the shortest suffix that is looked up. Raises ValueError
+    unless 1 <= min_ngram <= max_ngram.
+    """
+
+    def __init__(self, max_ngram: int = 4, min_ngram: int = 2) -> None:
+        if not 1 <= min_ngram <= max_ngram:
+            raise ValueError(
+                f"n-gram lengths must satisfy 1 <= min_ngram <= max_ngram, "
+                f"not min_ngram={min_ngram}, max_ngram={max_ngram}"
+            )
+        self._lengths = range(max_ngram, min_ngram - 1, -1)
+        self._tokens: list[int] = []
+        # Where the last occurrence of an n-gram was followed. The n-gram that ends the text is
+        # entered only when something follows it, so a look-up of the suffix never finds itself.
+        self._followed_at: dict[tuple[int, ...], int] = {}
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Feed verified tokens (the prompt, then what each round emits)."""
+        for token in token_ids:
+            for suffix in self._suffixes():
+                self._followed_at[suffix] = len(self._tokens)
+            self._tokens.append(token)
+
+    def propose(self, num_tokens: int) -> list[int]:
+        """Up to ``num_tokens`` draft tokens: what followed the longest suffix's last occurrence.
+
+        A match that runs into the end of the text goes on through the proposal itself. Empty if
+        no suffix occurred before.
+        """
+        for suffix in self._suffixes():
+            start = self._followed_at.get(suffix)
+            if start is not None:
+                period = len(self._tokens) - start
+                return [self._tokens[start + i % period] for i in range(num_tokens)]
+        return []
+
+    def _suffixes(self) -> Iterable[tuple[int, ...]]:
+        end = len(self._tokens)
+        return (tuple(self._tokens[end - n :]) for n in self._lengths if n <= end)
+
+
+class LookupDrafter(LocalDrafter):
+    """An index for every request."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -20,8 +69,8 @@ class LookupDrafter:
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         drafts = []
         for order, text in zip(orders, texts, strict=True):
-            index = self._indices.setdefault(order.request_id, NgramIndex())
-            index.append(text.span(len(index), text.length).tolist())
+            index = self.index_of(order.request_id)
+            index.append(text.tokens(len(index), text.length))
             tokens = index.propose(order.max_draft_tokens)
             drafts.append(Draft(tokens, [-1] * len(tokens)))
         return Drafts(drafts)
@@ -32,19 +81,20 @@ class LookupDrafter:
         return tuple(self._replay(order, text) for order, text in zip(orders, texts, strict=True))
 
     def _replay(self, order: DraftOrder, text: TokenBuffer) -> Replayed:
-        index = self._indices.setdefault(order.request_id, NgramIndex())
+        index = self.index_of(order.request_id)
         known = order.start + order.num_catch_up_tokens
         num_tokens = num_matched = 0
-        index.append(text.span(len(index), min(text.request.prompt_len, known)).tolist())
-        for token in text.span(len(index), known).tolist():
+        index.append(text.tokens(len(index), min(text.request.prompt_len, known)))
+        for token in text.tokens(len(index), known):
             if order.evaluate and not text.is_ratio:
                 num_tokens += 1
                 num_matched += index.propose(1) == [token]
             index.append((token,))
         return Replayed(order.request_id, order.epoch, self.name, num_tokens, num_matched)
 
-    def drop_table(self, request_id: str) -> None:
-        """A look-up has no KV."""
+    def index_of(self, request_id: str) -> NgramIndex:
+        """Of what has been read of a request."""
+        return self._indices.setdefault(request_id, NgramIndex())
 
     def forget(self, request_id: str) -> None:
         self._indices.pop(request_id, None)

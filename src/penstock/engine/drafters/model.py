@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 import torch
 
 from penstock.core.types import DraftOrder, Replayed
-from penstock.engine import batch
 from penstock.engine.batch import BatchWriter, RaggedBatch
-from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts
-from penstock.engine.native.runner import NativeRunner
+from penstock.engine.batch import IntArray as Int32Array
+from penstock.engine.drafters.base import DraftBuilder, Drafts, LocalDrafter
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Sampler, SamplingRows, sample_coupled, sample_draft
-from penstock.engine.sampling.noise import Salt, draft_seeds
+from penstock.engine.sampling import SamplingRows, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
@@ -22,7 +21,15 @@ _MOST_EVALUATED = 256
 """Tokens of one replay that are evaluated, the latest ones: each needs a row of logits."""
 
 
-class ModelDrafter:
+class Readable(Protocol):
+    """A text that a drafter can read."""
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids of some positions."""
+        ...
+
+
+class ModelDrafter(LocalDrafter):
     """Drafts for many requests at once, each with its own paged KV.
 
     A `coupled` or greedy request gets the drafter's guess at the target's own sample, under the
@@ -34,32 +41,42 @@ class ModelDrafter:
         name: str,
         runner: ModelRunner,
         max_model_len: int,
-        sample: Sampler = sample_coupled,
         vocab: int | None = None,
     ) -> None:
-        """sample: makes the guesses. vocab: of the target, if it may be another; tokens beyond it
-        are never drafted."""
+        """vocab: of the target, if it may be another; tokens beyond it are never drafted."""
         self.name = name
-        self.runner = runner
+        self.runner: ModelRunner = runner
         self._vocab = runner.config.vocab_size if vocab is None else vocab
         self._num_guessed = min(self._vocab, runner.config.vocab_size)
         self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
         self._sampling = SamplingTable()
-        self._sampler = sample
         self._foreseen: dict[str, tuple[int, int]] = {}
         """By request: the position up to which its text was evaluated, and the guess at it."""
 
+    def limit_vocab(self, size: int) -> None:
+        """Draft no token id of `size` or above."""
+        self._num_guessed = min(size, self.runner.config.vocab_size)
+
+    def read(
+        self, orders: Sequence[DraftOrder], texts: Sequence[Readable], num_logits: Sequence[int]
+    ) -> torch.Tensor:
+        """Compute the orders' tokens of their texts, in one batch. Returns the logits of the last
+        num_logits[i] of each, [rows, tokens that may be drafted]."""
+        self._extend_tables(orders)
+        reach = max(o.start + o.num_catch_up_tokens for o in orders) + 1
+        return self._logits(self._catch_up(orders, texts, num_logits, reach))
+
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
-        for order in orders:
-            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+        self._extend_tables(orders)
         limits = np.array([o.max_draft_tokens for o in orders], dtype=np.int32)
         params, ratio = self._sampling.of(list(texts))
         reach = max(o.start + o.num_catch_up_tokens + max(o.max_draft_tokens, 1) for o in orders)
         first = self._catch_up(orders, texts, [int(o.max_draft_tokens > 0) for o in orders], reach)
         knows_all = self._num_guessed == self.runner.config.vocab_size
-        if isinstance(self.runner, NativeRunner) and knows_all and not params.has_filters:
-            drafts = _draft_natively(self.runner, first, limits, params, ratio)
-        else:
+        drafts = None
+        if knows_all and not params.has_filters:
+            drafts = self.runner.propose(first, limits, params, ratio)
+        if drafts is None:
             drafts = self._draft_stepwise(orders, first, limits, params, ratio)
         missing = self._vocab - self._num_guessed
         if drafts.probs is None or not missing:
@@ -70,8 +87,7 @@ class ModelDrafter:
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
     ) -> tuple[Replayed, ...]:
-        for order in orders:
-            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+        self._extend_tables(orders)
         ends = [o.start + o.num_catch_up_tokens for o in orders]
         firsts = [
             min(end, max(o.start, t.request.prompt_len - 1, end - _MOST_EVALUATED))
@@ -101,7 +117,7 @@ class ModelDrafter:
         logits = self._logits(batch)
         positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
         params = self._sampling.of(list(texts))[0].take(np.arange(len(texts)).repeat(counts))
-        tokens = self._sampler(logits, params, positions).cpu().numpy()
+        tokens = self.runner.sample(logits, params, positions).cpu().numpy()
         return np.split(tokens, np.cumsum(counts)[:-1])
 
     def _compare(
@@ -125,7 +141,7 @@ class ModelDrafter:
         self,
         orders: Sequence[DraftOrder],
         first: RaggedBatch,
-        limits: batch.IntArray,
+        limits: Int32Array,
         params: SamplingRows,
         ratio: BoolArray,
     ) -> Drafts:
@@ -157,7 +173,7 @@ class ModelDrafter:
             tokens, probs = sample_draft(logits, params, positions, starts)
             builder.add(jobs, tokens.tolist(), probs)
         elif not ratio.any():
-            builder.add(jobs, self._sampler(logits, params, positions).tolist())
+            builder.add(jobs, self.runner.sample(logits, params, positions).tolist())
         else:
             for part in (np.flatnonzero(ratio), np.flatnonzero(~ratio)):
                 rows = logits[torch.from_numpy(part).to(logits.device)]
@@ -171,10 +187,14 @@ class ModelDrafter:
             return logits
         return logits[:, : self._num_guessed].contiguous()
 
+    def _extend_tables(self, orders: Sequence[DraftOrder]) -> None:
+        for order in orders:
+            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+
     def _catch_up(
         self,
         orders: Sequence[DraftOrder],
-        texts: Sequence[TokenBuffer],
+        texts: Sequence[Readable],
         num_logits: Sequence[int],
         reach: int,
     ) -> RaggedBatch:
@@ -182,8 +202,8 @@ class ModelDrafter:
         block tables must hold."""
         writer = BatchWriter()
         for order, text, wanted in zip(orders, texts, num_logits, strict=True):
-            span = text.span(order.start, order.start + order.num_catch_up_tokens)
-            writer.add(order.start, span.tolist(), wanted)
+            tokens = text.tokens(order.start, order.start + order.num_catch_up_tokens)
+            writer.add(order.start, tokens, wanted)
         return writer.batch(self._gather([o.request_id for o in orders], reach - 1))
 
     def _one_more(
@@ -201,33 +221,5 @@ class ModelDrafter:
             logits_rows=rows[:-1],
         )
 
-    def _gather(self, request_ids: list[str], num_tokens: int) -> batch.IntArray:
-        return self._tables.gather(request_ids, -(-num_tokens // self.runner.block_size))
-
-
-def _draft_natively(
-    runner: NativeRunner,
-    first: RaggedBatch,
-    limits: batch.IntArray,
-    params: SamplingRows,
-    ratio: BoolArray,
-) -> Drafts:
-    """The whole loop in one call."""
-    salts = np.where(ratio, int(Salt.DRAFT), int(Salt.TARGET)).astype(np.int32)
-    starts = first.seq_lens.astype(np.int64)
-    seeds = np.where(ratio, draft_seeds(params.seed, starts), params.seed)
-    drafted = runner.draft(
-        first, limits, params.temperature, seeds, salts, return_logits=bool(ratio.any())
-    )
-    tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
-    prob_rows = [[-1] * len(t) for t in tokens]
-    probs = None
-    if drafted.logits is not None:
-        job = np.repeat(np.arange(len(limits)), np.where(ratio, limits, 0))
-        step = np.concatenate([np.arange(n) for n in limits[ratio]] or [job])
-        temperature = torch.from_numpy(params.temperature[job]).float().unsqueeze(-1)
-        rows = drafted.logits[torch.from_numpy(job), torch.from_numpy(step)]
-        probs = (rows / temperature).softmax(dim=-1)
-        for row, i in enumerate(job):
-            prob_rows[i][step[row]] = row
-    return Drafts([Draft(t, p) for t, p in zip(tokens, prob_rows, strict=True)], probs)
+    def _gather(self, request_ids: list[str], num_tokens: int) -> Int32Array:
+        return self._tables.gather(request_ids, self.runner.blocks_for(num_tokens))

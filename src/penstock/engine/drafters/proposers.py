@@ -1,4 +1,4 @@
-"""What sessions draft with: a model with its own paged KV, or look-up in the text itself."""
+"""What sessions draft with: the live engine's drafters, and blocks for what each session reads."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from penstock.core.kv.blocks import BlockPool
-from penstock.engine.batch import RaggedBatch
-from penstock.engine.drafters.ngram import NgramIndex
+from penstock.core.types import DraftOrder
+from penstock.engine.drafters.lookup import LookupDrafter
+from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sessions import Guess, Session, TopWeights
-from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Sampler, SamplingRows, draw_draft, sample_coupled
+from penstock.engine.sampling import SamplingRows, draw_draft
 from penstock.engine.sampling.filters import filtered_probs
 from penstock.engine.sampling.params import IntArray
 
@@ -41,30 +41,28 @@ class ModelProposer:
     quantise: makes the distributions that `ratio` drafts are sampled from
     """
 
-    def __init__(
-        self, runner: ModelRunner, quantise: Quantise, sample: Sampler = sample_coupled
-    ) -> None:
-        self._runner = runner
+    def __init__(self, drafter: ModelDrafter, quantise: Quantise) -> None:
+        runner = drafter.runner
+        self._drafter = drafter
         self._quantise = quantise
-        self._sample = sample
         self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=False)
         self._cached: OrderedDict[str, _Cached] = OrderedDict()
-        self._num_guessed = runner.config.vocab_size
 
     @property
     def max_length(self) -> int:
-        return min(self._runner.config.max_position_embeddings, self._pool.capacity_tokens)
+        config = self._drafter.runner.config
+        return min(config.max_position_embeddings, self._pool.capacity_tokens)
 
     @property
     def vocab_size(self) -> int:
-        return self._runner.config.vocab_size
+        return self._drafter.runner.config.vocab_size
 
     @property
     def kv_usage(self) -> float:
         return self._pool.num_used_blocks / self._pool.num_blocks
 
     def limit_vocab(self, size: int) -> None:
-        self._num_guessed = min(size, self.vocab_size)
+        self._drafter.limit_vocab(size)
 
     def cut(self, session: Session, length: int) -> None:
         cached = self._cached.get(session.key)
@@ -72,50 +70,51 @@ class ModelProposer:
             cached.num_computed = min(cached.num_computed, length)
 
     def forget(self, session: Session) -> None:
-        cached = self._cached.pop(session.key, None)
-        if cached is not None:
-            self._pool.free(cached.blocks)
+        if session.key in self._cached:
+            self._evict(session.key)
 
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
         taken = self._take_blocks(sessions, ahead)
         if not taken:
             return
-        logits = self._runner.forward(self._batch(taken))
-        if self._num_guessed < self.vocab_size:
-            logits = logits[:, : self._num_guessed].contiguous()
-        sampling = []
-        for session, end in taken:
+        readers, orders = zip(*taken, strict=True)
+        ends = [o.start + o.num_catch_up_tokens for o in orders]
+        at_end = [int(end == s.length) for s, end in zip(readers, ends, strict=True)]
+        logits = self._drafter.read(orders, readers, at_end)
+        for session, end in zip(readers, ends, strict=True):
             self._cached[session.key].num_computed = end
-            if end == session.length:
-                sampling.append(session)
+        sampling = [s for s, is_at_end in zip(readers, at_end, strict=True) if is_at_end]
         if sampling:
             for session, guess in zip(sampling, self._guess(sampling, logits), strict=True):
                 session.guesses.append(guess)
 
     # --- memory ---------------------------------------------------------------------------------
 
-    def _take_blocks(self, sessions: Sequence[Session], ahead: bool) -> list[tuple[Session, int]]:
-        """The sessions for which there is memory now, and how far each is to be computed."""
-        taken: list[tuple[Session, int]] = []
+    def _take_blocks(
+        self, sessions: Sequence[Session], ahead: bool
+    ) -> list[tuple[Session, DraftOrder]]:
+        """The sessions for which there is memory now, and what of each is to be computed."""
+        taken: list[tuple[Session, DraftOrder]] = []
         spared: set[str] = set()
         for session in sessions:
             cached = self._cached.setdefault(session.key, _Cached())
             self._cached.move_to_end(session.key)
             start = min(cached.num_computed, session.length - 1)
             end = min(start + (_CHUNK_AHEAD if ahead else _CHUNK), session.length)
-            missing = self._pool.blocks_for(end) - len(cached.blocks)
+            missing = max(0, self._pool.blocks_for(end) - len(cached.blocks))
             spared.add(session.key)
-            if ahead and not self._pool.can_allocate(max(missing, 0)):
+            if ahead and not self._pool.can_allocate(missing):
                 session.is_stuck = True
                 continue
-            if missing > 0 and not self._make_room(missing, spared):
+            if missing and not self._make_room(missing, spared):
                 # Whoever is in this step goes first; alone, there will never be room.
                 session.is_stuck = not taken
                 continue
-            if missing > 0:
-                cached.blocks += self._pool.allocate(missing)
-            cached.num_computed = start
-            taken.append((session, end))
+            blocks = self._pool.allocate(missing) if missing else []
+            cached.blocks += blocks
+            name, num_tokens = self._drafter.name, end - start
+            order = DraftOrder(session.key, 0, 0, name, start, num_tokens, 0, tuple(blocks))
+            taken.append((session, order))
         return taken
 
     def _make_room(self, num_blocks: int, spared: set[str]) -> bool:
@@ -123,38 +122,17 @@ class ModelProposer:
         for key in [k for k in self._cached if k not in spared]:
             if self._pool.can_allocate(num_blocks):
                 break
-            self._pool.free(self._cached.pop(key).blocks)
+            self._evict(key)
         return self._pool.can_allocate(num_blocks)
 
-    def _batch(self, taken: Sequence[tuple[Session, int]]) -> RaggedBatch:
-        cached = [self._cached[session.key] for session, _ in taken]
-        spans = [(c.num_computed, end) for c, (_, end) in zip(cached, taken, strict=True)]
-        query_start = np.zeros(len(taken) + 1, dtype=np.int32)
-        np.cumsum([end - start for start, end in spans], out=query_start[1:])
-        tables = np.zeros((len(taken), max(len(c.blocks) for c in cached)), dtype=np.int32)
-        for row, entry in zip(tables, cached, strict=True):
-            row[: len(entry.blocks)] = entry.blocks
-        reaches_end = np.array([end == session.length for session, end in taken])
-        tokens = [t for (s, _), span in zip(taken, spans, strict=True) for t in s.span(*span)]
-        return RaggedBatch(
-            token_ids=np.array(tokens, dtype=np.int32),
-            positions=np.concatenate([np.arange(*span, dtype=np.int32) for span in spans]),
-            query_start=query_start,
-            seq_lens=np.array([end for _, end in taken], dtype=np.int32),
-            block_tables=tables,
-            logits_rows=(query_start[1:] - 1)[reaches_end],
-        )
+    def _evict(self, key: str) -> None:
+        self._pool.free(self._cached.pop(key).blocks)
+        self._drafter.drop_table(key)
 
     # --- sampling -------------------------------------------------------------------------------
 
     def _guess(self, sessions: Sequence[Session], logits: torch.Tensor) -> list[Guess]:
-        params = [s.sampling for s in sessions]
-        rows = SamplingRows(
-            temperature=np.array([p.temperature for p in params], dtype=np.float64),
-            top_p=np.array([p.top_p for p in params], dtype=np.float64),
-            top_k=np.array([p.top_k for p in params], dtype=np.int64),
-            seed=np.array([p.seed for p in params], dtype=np.uint64),
-        )
+        rows = SamplingRows.of([s.sampling for s in sessions])
         positions = np.array([s.length for s in sessions], dtype=np.int64)
         starts = np.array([s.draft_start for s in sessions], dtype=np.int64)
         drawn = np.array([s.samples_next for s in sessions])
@@ -175,7 +153,7 @@ class ModelProposer:
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
     ) -> list[Guess]:
         """Guesses at the target's own samples, under the same noise."""
-        tokens = self._sample(logits, rows, positions)
+        tokens = self._drafter.runner.sample(logits, rows, positions)
         divisor = torch.from_numpy(np.where(rows.greedy, 1.0, rows.temperature)).float()
         scores = logits / divisor.to(logits.device).unsqueeze(-1)
         chosen = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -207,7 +185,7 @@ class LookupProposer:
     def __init__(self, vocab_size: int, weight_sum: int) -> None:
         self._vocab_size = vocab_size
         self._weight_sum = weight_sum
-        self._indices: dict[str, NgramIndex] = {}
+        self._drafter = LookupDrafter("n-gram")
 
     @property
     def max_length(self) -> int:
@@ -228,11 +206,11 @@ class LookupProposer:
         """Only verified text is ever looked at."""
 
     def forget(self, session: Session) -> None:
-        self._indices.pop(session.key, None)
+        self._drafter.forget(session.key)
 
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
         for session in sessions:
-            index = self._indices.setdefault(session.key, NgramIndex())
+            index = self._drafter.index_of(session.key)
             index.append(session.text[len(index) :])
             proposed = index.propose(len(session.guesses) + 1)
             if not proposed:

@@ -48,7 +48,7 @@ class Guess(NamedTuple):
     source: TopWeights | None = None
 
 
-class Order(NamedTuple):
+class SessionOrder(NamedTuple):
     """Draft up to `num_draft_tokens` tokens behind a text of `prefix_len`; stop before the first
     one with which the draft's predicted survival falls under `min_survival`. `tag` comes back with
     the draft."""
@@ -83,7 +83,7 @@ class Session:
     text: list[int]
     sampling: SamplingParams
     guesses: list[Guess] = field(default_factory=list)
-    order: Order | None = None
+    order: SessionOrder | None = None
     num_sent: int | None = 0
     last_grant: int = _FIRST_GRANT
     is_stuck: bool = False
@@ -112,7 +112,7 @@ class Session:
             return len(self.text)
         return len(self.text) + self.num_sent + 1
 
-    def span(self, start: int, end: int) -> list[int]:
+    def tokens(self, start: int, end: int) -> list[int]:
         """Token ids of text and guesses."""
         known = len(self.text)
         head = self.text[start:end]
@@ -198,7 +198,7 @@ class DraftingSessions:
         session.is_stuck = False
         self._read(session, token_ids)
 
-    def order(self, key: str, order: Order) -> None:
+    def order(self, key: str, order: SessionOrder) -> None:
         """Draft for a request, whose text must have the order's length. An order before it that is
         not finished is dropped."""
         session = self._sessions.get(key)
@@ -245,7 +245,7 @@ class DraftingSessions:
             session.key, order.tag, order.prefix_len, tuple(g.token_id for g in sent), sources
         )
 
-    def _draft_size(self, session: Session, order: Order) -> int | None:
+    def _draft_size(self, session: Session, order: SessionOrder) -> int | None:
         """Tokens of the finished draft; None if it is not finished."""
         limit = min(order.num_draft_tokens, self._max_draft_tokens)
         survival = 1.0

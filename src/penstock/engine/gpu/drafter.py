@@ -1,4 +1,4 @@
-"""A model whose drafting loop is one recording."""
+"""A model whose drafting loop is one CUDA graph."""
 
 from __future__ import annotations
 
@@ -14,23 +14,20 @@ from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.gpu.graphs import GraphRunner, Late
 from penstock.engine.gpu.rounds import draws_of, next_batch
 from penstock.engine.gpu.static_batch import MAX_WINDOW
-from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.sequences import TokenBuffer
 
 
 class GraphDrafter(ModelDrafter):
-    """A model whose drafting loop is one recording, for requests that are verified by equality."""
+    """A model whose drafting loop is one CUDA graph, for requests that are verified by equality."""
 
     def __init__(
         self,
         name: str,
         runner: GraphRunner,
         max_model_len: int,
-        sample: Sampler = sample_coupled,
         vocab: int | None = None,
     ) -> None:
-        """sample: for replays."""
-        super().__init__(name, runner, max_model_len, sample, vocab)
+        super().__init__(name, runner, max_model_len, vocab)
         self._graphs = runner
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
@@ -51,8 +48,7 @@ class GraphDrafter(ModelDrafter):
         limits = np.array([o.max_draft_tokens for o in orders], dtype=np.int32)
         if ratio.any() or params.has_filters or limits.min() < 1:
             return None
-        for order in orders:
-            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+        self._extend_tables(orders)
         reach = max(o.start + o.num_catch_up_tokens + o.max_draft_tokens for o in orders)
         orders = self._read_ahead(orders, texts, reach)
         first = self._catch_up(orders, texts, [1] * len(orders), reach)
@@ -102,7 +98,7 @@ class GraphDrafter(ModelDrafter):
     def _read_ahead(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer], reach: int
     ) -> list[DraftOrder]:
-        """Read what is too long for a recording, a prompt mostly; returns orders for the rest."""
+        """Read what is too long for a graph, a prompt mostly; returns orders for the rest."""
         long = [i for i, o in enumerate(orders) if o.num_catch_up_tokens > MAX_WINDOW]
         rest = list(orders)
         if long:

@@ -8,7 +8,8 @@ the target's samples, and compares. On the CPU the same code is simply carried o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import NamedTuple
@@ -32,12 +33,11 @@ from penstock.engine.gpu.rounds import (
     flat,
     next_batch,
 )
-from penstock.engine.sampling import Sampler, sample_coupled
 from penstock.engine.sequences import SamplingTable, TokenBuffer
 from penstock.engine.steps import (
     Done,
     DraftsAtHand,
-    Job,
+    StepJob,
     StepMarks,
     draft_time,
     joined,
@@ -88,7 +88,7 @@ class _Following(NamedTuple):
     drafter: str
 
 
-class DeviceExecutor(LocalExecutor):
+class GraphExecutor(LocalExecutor):
     """Carries out a step whose drafts and verification are all recorded without waiting between
     them, and every other step as `LocalExecutor` does.
 
@@ -103,20 +103,21 @@ class DeviceExecutor(LocalExecutor):
         drafters: Sequence[LocalDrafter],
         clock: Clock,
         max_model_len: int,
-        sample: Sampler = sample_coupled,
         num_threads: int = 1,
+        stream: Callable[[], AbstractContextManager[None]] = nullcontext,
         *,
         runs_ahead: bool = False,
     ) -> None:
-        super().__init__(target, drafters, clock, max_model_len, sample, num_threads)
+        super().__init__(target, drafters, clock, max_model_len, num_threads, stream)
         self._graphs = target
+        self._graph_drafters = {d.name: d for d in drafters if isinstance(d, GraphDrafter)}
         self._sampling = SamplingTable()
         self.runs_ahead = runs_ahead
         self._ahead: Round | None = None
         self.num_rounds_ahead = 0
         """Target steps that had begun before they were planned."""
 
-    def _verify_batch(self, job: Job) -> Done:
+    def _verify_batch(self, job: StepJob) -> Done:
         ahead, self._ahead = self._ahead, None
         items = job.plan.items
         if ahead is not None:
@@ -129,16 +130,15 @@ class DeviceExecutor(LocalExecutor):
         begun = self._start_planned(job)
         return self._end(job, begun, items)
 
-    def _go_on(self, job: Job, ahead: Round, mine: tuple[VerifyItem, ...]) -> Done:
+    def _go_on(self, job: StepJob, ahead: Round, mine: tuple[VerifyItem, ...]) -> Done:
         """Take what the round that is under way answers, and do the rest of the plan."""
         for item in mine:
             self._tables.extend(item.request_id, item.epoch, item.new_blocks)
-            drafter = None if item.draft is None else self.drafters[item.draft.drafter]
-            if isinstance(drafter, GraphDrafter) and item.draft is not None:
-                drafter.extend(item.draft)
+            if item.draft is not None and item.draft.drafter in self._graph_drafters:
+                self._graph_drafters[item.draft.drafter].extend(item.draft)
         return self._end(job, ahead, mine)
 
-    def _end(self, job: Job, begun: Round, mine: tuple[VerifyItem, ...]) -> Done:
+    def _end(self, job: StepJob, begun: Round, mine: tuple[VerifyItem, ...]) -> Done:
         """Wait for a round that answers some items, with the next one behind it; and then, if
         there is more to the plan than these, do that."""
         plan, named = job.plan, {i.request_id for i in mine}
@@ -152,7 +152,7 @@ class DeviceExecutor(LocalExecutor):
             return joined(plan, done, super()._verify_batch(others))
         return joined(plan, done, self._replayed(others))
 
-    def _replayed(self, job: Job) -> Done:
+    def _replayed(self, job: StepJob) -> Done:
         """A plan of nothing but orders that read."""
         started_at, drafted = self._clock.now(), DraftsAtHand()
         replays = self._carry_out(job, drafted)
@@ -160,7 +160,7 @@ class DeviceExecutor(LocalExecutor):
         marks = StepMarks(started_at, ended_at, ended_at, ended_at - started_at)
         return verified(job, drafted, (), 0, marks, replays)
 
-    def _is_recorded(self, job: Job) -> bool:
+    def _is_recorded(self, job: StepJob) -> bool:
         """Whether nothing in the step has to look at a draft, or at logits, before its end. What
         only reads comes after it."""
         items = job.plan.items
@@ -177,7 +177,7 @@ class DeviceExecutor(LocalExecutor):
 
     # --- a round as planned ---------------------------------------------------------------------
 
-    def _start_planned(self, job: Job) -> Round:
+    def _start_planned(self, job: StepJob) -> Round:
         started_at, items = self._clock.now(), job.plan.items
         started = self._start_drafts(job)
         for held in job.recalled:
@@ -198,7 +198,7 @@ class DeviceExecutor(LocalExecutor):
         texts = [job.texts[i.request_id] for i in items]
         return self._start_target(batch, texts, entries, late, started, started_at)
 
-    def _start_drafts(self, job: Job) -> _Started:
+    def _start_drafts(self, job: StepJob) -> _Started:
         """Have all drafts made. Those that will come later stand as zeros for the time being."""
         started = _Started(Stopwatch(self._graphs.device, self._clock))
         drafted = started.drafted
@@ -210,13 +210,24 @@ class DeviceExecutor(LocalExecutor):
             texts = [job.texts[o.request_id] for o in mine]
             with drafted.without_if_failing(name):
                 with started.watch:
-                    tokens, drafts = _begin(drafter, mine, texts)
+                    tokens, drafts = self._begin(drafter, mine, texts)
                 if tokens is not None:
                     started.request_ids.append([o.request_id for o in mine])
                     started.tokens.append(tokens)
                 drafted.add(mine, drafts)
                 drafted.times.append(draft_time(mine, 0.0))
         return started
+
+    def _begin(
+        self, drafter: LocalDrafter, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
+    ) -> tuple[torch.Tensor | None, Drafts]:
+        """Tokens that are being made, with zeros in their place, or None and finished drafts."""
+        graphs = self._graph_drafters.get(drafter.name)
+        tokens = None if graphs is None else graphs.start(orders, texts)
+        if tokens is None:
+            return None, drafter.draft(orders, texts)
+        lengths = [o.max_draft_tokens for o in orders]
+        return tokens, Drafts([Draft([0] * n, [-1] * n) for n in lengths])
 
     def _start_target(
         self,
@@ -247,7 +258,7 @@ class DeviceExecutor(LocalExecutor):
             started_at,
         )
 
-    def _conclude(self, job: Job, begun: Round) -> Done:
+    def _conclude(self, job: StepJob, begun: Round) -> Done:
         """Wait for a round, and decide on the plan's items, all of which it answers."""
         items, clock = job.plan.items, self._clock
         samples = begun.fetch()
@@ -270,7 +281,7 @@ class DeviceExecutor(LocalExecutor):
 
     # --- the round after it ---------------------------------------------------------------------
 
-    def _start_next(self, job: Job, before: Round) -> Round | None:
+    def _start_next(self, job: StepJob, before: Round) -> Round | None:
         """Start another round of the plan's requests behind one that is not over. Not where more
         requests are there, which the next plan will probably bring in; nor where the host has to
         look at something between the rounds."""
@@ -296,7 +307,7 @@ class DeviceExecutor(LocalExecutor):
             return None
         return self._start_next_target(following, behind, started)
 
-    def _following(self, job: Job, before: Round) -> list[_Following]:
+    def _following(self, job: StepJob, before: Round) -> list[_Following]:
         """Who goes on, those of one drafter side by side; nobody where memory does not hold all."""
         following = []
         for item in job.plan.items:
@@ -313,9 +324,7 @@ class DeviceExecutor(LocalExecutor):
             num_drafted, drafter = 0, ""
             if item.draft is not None:
                 drafter = item.draft.drafter
-                read = self.drafters[drafter]
-                assert isinstance(read, GraphDrafter)
-                room = min(room, read.room(item.request_id) - end)
+                room = min(room, self._graph_drafters[drafter].room(item.request_id) - end)
                 num_drafted = max(0, min(item.num_draft_tokens, room))
             drafter = drafter if num_drafted else ""
             following.append(
@@ -328,8 +337,8 @@ class DeviceExecutor(LocalExecutor):
         for name, group in groupby(following, key=lambda f: f.drafter):
             mine = list(group)
             last = first + len(mine)
-            drafter = self.drafters.get(name)
-            if isinstance(drafter, GraphDrafter):
+            drafter = self._graph_drafters.get(name)
+            if drafter is not None:
                 limits = np.array([f.num_drafted for f in mine], dtype=np.int32)
                 with started.drafted.without_if_failing(name), started.watch:
                     tokens = drafter.start_next(
@@ -369,14 +378,3 @@ class DeviceExecutor(LocalExecutor):
         late = Late(places, flat([behind.known, *started.tokens]), behind.short)
         texts, now = [f.text for f in following], self._clock.now()
         return self._start_target(batch, texts, entries, late, started, now, behind.most_short)
-
-
-def _begin(
-    drafter: LocalDrafter, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
-) -> tuple[torch.Tensor | None, Drafts]:
-    """Tokens that are being made, with zeros in their place, or None and finished drafts."""
-    tokens = drafter.start(orders, texts) if isinstance(drafter, GraphDrafter) else None
-    if tokens is None:
-        return None, drafter.draft(orders, texts)
-    lengths = [o.max_draft_tokens for o in orders]
-    return tokens, Drafts([Draft([0] * n, [-1] * n) for n in lengths])

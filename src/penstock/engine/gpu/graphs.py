@@ -23,7 +23,8 @@ from penstock.engine.gpu.static_batch import MAX_WINDOW, Capacity, StaticBatch, 
 from penstock.engine.gpu.streams import spare_stream
 from penstock.engine.gpu.torch_operations import TorchOperations
 from penstock.engine.gpu.triton_paged import why_not_triton
-from penstock.engine.models.config import DecoderConfig
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import KeyedSampler
 
 ROWS = (*(1, 2, 4, 8, 16, 24, 32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 320), 384, 448, 512)
 WINDOWS = (1, 2, 4, 8, MAX_WINDOW)
@@ -108,11 +109,6 @@ class Stepped(NamedTuple):
     token_ids: torch.Tensor
 
 
-Decide = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""Tokens of rows, from their logits, temperatures, keys, and the number of tokens to choose from;
-see `Operations.sample`."""
-
-
 class _Step:
     """One size of step: its inputs, and its recording. settled: the batch that the recording works
     on, and keys: [num_draws, 2] int32, after it has put in what the host did not know."""
@@ -177,19 +173,25 @@ def sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-class GraphRunner:
-    """A `ModelRunner` whose decoding and verifying steps are recorded; others run eagerly.
+class GraphRunner(ModelRunner):
+    """Decoding and verifying steps are captured as CUDA graphs; others run eagerly.
 
     One step is in flight at a time: its results are overwritten by the next of the same size.
     """
 
     def __init__(
-        self, runner: EagerRunner, instead: Callable[[Decide], Decide] = lambda really: really
+        self,
+        runner: EagerRunner,
+        instead: Callable[[KeyedSampler], KeyedSampler] = lambda really: really,
     ) -> None:
         """runner: its cache has a block more than it is asked to serve; see `scratch_slot`.
         instead: how to sample, made from how it is really done."""
         self._runner = runner
         self.cache = runner.cache
+        self.config, self.sample = runner.config, runner.sample
+        self.num_blocks, self.block_size = runner.num_blocks - 1, runner.block_size
+        self.device = runner.device
+        self.captures_graphs = self.device.type == "cuda"
         operations: Operations
         if why_not_triton(self.cache.device) is None:
             from penstock.engine.gpu.kernels.triton_operations import TritonOperations
@@ -203,22 +205,6 @@ class GraphRunner:
         self._decide = instead(operations.sample)
         self._forwards: dict[tuple[Capacity, bool], tuple[_Forward, Graph]] = {}
         self._drafts: dict[tuple[Capacity, int, int], tuple[_Draft, Graph]] = {}
-
-    @property
-    def config(self) -> DecoderConfig:
-        return self._runner.config
-
-    @property
-    def num_blocks(self) -> int:
-        return self.cache.num_blocks - 1
-
-    @property
-    def block_size(self) -> int:
-        return self.cache.block_size
-
-    @property
-    def device(self) -> torch.device:
-        return self.cache.device
 
     @property
     def num_positions(self) -> int:
@@ -239,10 +225,17 @@ class GraphRunner:
         return rows <= ROWS[-1] and window <= MAX_WINDOW
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Float32 logits [num_logits, vocab_size]; see `ModelRunner`."""
+        """Float32 logits [num_logits, vocab_size]; see `ModelRunner.forward`."""
         if not self.records(batch):
             return self._runner.forward(batch)
         return self.step(batch).logits
+
+    def dummy_run(self, batch: RaggedBatch) -> None:
+        """Until the samples are on the host: the device has then done everything before them."""
+        if self.records(batch):
+            self.step(batch).samples.cpu()
+        else:
+            super().dummy_run(batch)
 
     @torch.inference_mode()
     def step(

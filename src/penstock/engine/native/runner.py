@@ -1,4 +1,4 @@
-"""`ModelRunner` on the compiled kernels, with a drafting loop that never returns to Python."""
+"""The native runner: compiled kernels, with a drafting loop that never returns to Python."""
 
 from __future__ import annotations
 
@@ -7,25 +7,25 @@ import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from penstock.engine.batch import IntArray, RaggedBatch
+from penstock.engine.drafters.base import Draft, Drafts
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import load_weights
 from penstock.engine.native import library as c
 from penstock.engine.native.library import native_library
 from penstock.engine.native.packing import Arena, Layout, pack_weights
-from penstock.engine.sampling.noise import Salt
+from penstock.engine.native.sampler import sample_natively
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sampling import SamplingRows
+from penstock.engine.sampling.noise import Salt, draft_seeds
+from penstock.engine.sampling.params import BoolArray
 
 DTYPES = (torch.float32, torch.bfloat16)
-
-# Compared with these, a dtype is checked ten times faster than with the type's name.
-_INT32, _INT64, _UINT64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
-_FLOAT64 = np.dtype(np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class NativeDraft:
     logits: torch.Tensor | None
 
 
-class NativeRunner:
+class NativeRunner(ModelRunner):
     """A decoder, its packed weights and its paged cache, for one calling thread at a time.
 
     A row's logits are bitwise the same whatever else is in the batch, however its context was cut
@@ -66,9 +66,11 @@ class NativeRunner:
             if value < 1:
                 raise ValueError(f"{name} is {value}; must be at least 1")
         self._library = native_library()
-        self._config = config
-        self._num_blocks = num_blocks
-        self._block_size = block_size
+        self.config = config
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.device = torch.device("cpu")
+        self.sample = sample_natively
         layout = Layout(config, self._library.penstock_lanes())
         self._weights = pack_weights(dict(weights), layout)
         self._rope = layout.rope(min(config.max_position_embeddings, num_blocks * block_size))
@@ -99,30 +101,13 @@ class NativeRunner:
         weights = load_weights(path, config, torch.bfloat16 if rounded else torch.float32)
         return cls(config, weights, dtype, num_blocks, block_size, num_threads)
 
-    @property
-    def config(self) -> DecoderConfig:
-        return self._config
-
-    @property
-    def num_blocks(self) -> int:
-        return self._num_blocks
-
-    @property
-    def block_size(self) -> int:
-        return self._block_size
-
-    @property
-    def device(self) -> torch.device:
-        return torch.device("cpu")
-
     def limit_threads(self, num_threads: int) -> None:
-        """Use at most so many of its threads from now on: others are at work."""
         self._library.penstock_limit_threads(self._model, num_threads)
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """See ModelRunner. Raises ValueError for a batch that does not fit model or cache."""
+        """Raises ValueError for a batch that does not fit model or cache."""
         _values, described = _flatten(batch)
-        logits = torch.empty(described.num_logits, self._config.vocab_size)
+        logits = torch.empty(described.num_logits, self.config.vocab_size)
         refused = self._library.penstock_forward(
             self._model, ctypes.byref(described), logits.data_ptr(), self._error
         )
@@ -144,17 +129,17 @@ class NativeRunner:
         one entry a request
         """
         count = len(row_start) - 1
-        _require("row_start", row_start, _INT32, (count + 1,))
-        _require("temperatures", temperatures, _FLOAT64, (count,))
-        _require("seeds", seeds, _UINT64, (count,))
+        c.require("row_start", row_start, c.INT32, (count + 1,))
+        c.require("temperatures", temperatures, c.FLOAT64, (count,))
+        c.require("seeds", seeds, c.UINT64, (count,))
         token_ids = np.empty(len(batch.logits_rows), dtype=np.int32)
-        order = c.TargetOrder(
+        order = c.VerifyCall(
             count,
             Salt.TARGET,
-            _address(row_start),
-            _address(temperatures),
-            _address(seeds),
-            _address(token_ids),
+            c.address(row_start),
+            c.address(temperatures),
+            c.address(seeds),
+            c.address(token_ids),
         )
         _values, described = _flatten(batch)
         refused = self._library.penstock_forward_sampled(
@@ -187,17 +172,17 @@ class NativeRunner:
         salts:        [num_seqs] int32, values of `Salt`
         """
         count = batch.num_seqs
-        _require("num_steps", num_steps, _INT32, (count,))
+        c.require("num_steps", num_steps, c.INT32, (count,))
         max_steps = int(num_steps.max(initial=0))
         token_ids = np.full((count, max_steps), -1, dtype=np.int32)
-        vocab_size = self._config.vocab_size
+        vocab_size = self.config.vocab_size
         logits = torch.empty(count, max_steps, vocab_size) if return_logits else None
-        order = c.DraftOrder(
+        order = c.DraftCall(
             max_steps=max_steps,
-            num_steps=_address(num_steps),
-            token_ids=_address(token_ids),
+            num_steps=c.address(num_steps),
+            token_ids=c.address(token_ids),
             logits=None if logits is None else logits.data_ptr(),
-            **_sampling(temperatures, seeds, salts, count),
+            **c.sampling_fields(temperatures, seeds, salts, count),
         )
         _values, described = _flatten(batch)
         refused = self._library.penstock_draft(
@@ -207,8 +192,36 @@ class NativeRunner:
             raise ValueError(self._error.value.decode())
         return NativeDraft(token_ids, logits)
 
+    def verify(
+        self, batch: RaggedBatch, row_start: IntArray, params: SamplingRows
+    ) -> list[int] | None:
+        samples = self.forward_sampled(batch, row_start, params.temperature, params.seed)
+        return samples.tolist()  # type: ignore[no-any-return]
+
+    def propose(
+        self, first: RaggedBatch, limits: IntArray, params: SamplingRows, ratio: BoolArray
+    ) -> Drafts | None:
+        salts = np.where(ratio, int(Salt.DRAFT), int(Salt.TARGET)).astype(np.int32)
+        starts = first.seq_lens.astype(np.int64)
+        seeds = np.where(ratio, draft_seeds(params.seed, starts), params.seed)
+        drafted = self.draft(
+            first, limits, params.temperature, seeds, salts, return_logits=bool(ratio.any())
+        )
+        tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
+        prob_rows = [[-1] * len(t) for t in tokens]
+        probs = None
+        if drafted.logits is not None:
+            job = np.repeat(np.arange(len(limits)), np.where(ratio, limits, 0))
+            step = np.concatenate([np.arange(n) for n in limits[ratio]] or [job])
+            temperature = torch.from_numpy(params.temperature[job]).float().unsqueeze(-1)
+            rows = drafted.logits[torch.from_numpy(job), torch.from_numpy(step)]
+            probs = (rows / temperature).softmax(dim=-1)
+            for row, i in enumerate(job):
+                prob_rows[i][step[row]] = row
+        return Drafts([Draft(t, p) for t, p in zip(tokens, prob_rows, strict=True)], probs)
+
     def _create(self, num_threads: int) -> int:
-        config, weights = self._config, self._weights
+        config, weights = self.config, self._weights
         layers = (c.LayerWeights * config.num_layers)()
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
             for name in c.LAYER_TENSORS:
@@ -218,8 +231,8 @@ class NativeRunner:
         cos, sin = self._rope
         described = c.ModelWeights(
             **{name: getattr(config, name) for name in c.CONFIG_SIZES},
-            num_blocks=self._num_blocks,
-            block_size=self._block_size,
+            num_blocks=self.num_blocks,
+            block_size=self.block_size,
             max_positions=cos.shape[0],
             weights_bf16=weights["lm_head"].dtype == torch.bfloat16,
             kv_bf16=self._cache[0][0].dtype == torch.bfloat16,
@@ -238,55 +251,6 @@ class NativeRunner:
         return int(model)
 
 
-def sample_coupled(
-    logits: torch.Tensor,
-    temperatures: npt.NDArray[np.float64],
-    seeds: npt.NDArray[np.uint64],
-    positions: npt.NDArray[np.int64],
-    salts: IntArray,
-) -> IntArray:
-    """Samples of unfiltered logits, as `NativeRunner.draft` takes them: [rows] int32.
-
-    logits: [rows, V] float32, contiguous; the others have one entry a row. positions: of the tokens
-    that are being sampled.
-    """
-    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.is_contiguous():
-        raise ValueError("logits must be a contiguous float32 tensor of two dimensions")
-    count, vocab_size = logits.shape
-    if vocab_size < 1:
-        raise ValueError("logits have no column")
-    _require("positions", positions, _INT64, (count,))
-    token_ids = np.empty(count, dtype=np.int32)
-    order = c.SampleOrder(
-        num_rows=count,
-        vocab_size=vocab_size,
-        logits=logits.data_ptr(),
-        positions=_address(positions),
-        token_ids=_address(token_ids),
-        **_sampling(temperatures, seeds, salts, count),
-    )
-    error = ctypes.create_string_buffer(c.ERROR_BYTES)
-    if native_library().penstock_sample(ctypes.byref(order), error):
-        raise ValueError(error.value.decode())
-    return token_ids
-
-
-def _sampling(
-    temperatures: npt.NDArray[np.float64],
-    seeds: npt.NDArray[np.uint64],
-    salts: IntArray,
-    count: int,
-) -> dict[str, int]:
-    _require("temperatures", temperatures, _FLOAT64, (count,))
-    _require("seeds", seeds, _UINT64, (count,))
-    _require("salts", salts, _INT32, (count,))
-    return {
-        "temperatures": _address(temperatures),
-        "seeds": _address(seeds),
-        "salts": _address(salts),
-    }
-
-
 def _allocate_cache(
     layout: Layout, dtype: torch.dtype, num_blocks: int, block_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -299,22 +263,6 @@ def _allocate_cache(
     one_layer = sum(Arena.size_of(int(np.prod(s)) * dtype.itemsize) for s in shapes)
     arena = Arena(layers * one_layer)
     return [(arena.take(shapes[0], dtype), arena.take(shapes[1], dtype)) for _ in range(layers)]
-
-
-def _address(array: npt.NDArray[np.generic]) -> int:
-    if not array.size or not array.flags.writeable:
-        return int(array.__array_interface__["data"][0])
-    # A quarter of the time that the array interface takes; a step asks about twenty times.
-    return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
-
-
-def _require(
-    name: str, array: npt.NDArray[np.generic], dtype: np.dtype[Any], shape: tuple[int, ...]
-) -> None:
-    if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
-        raise ValueError(
-            f"{name} is {array.dtype} {array.shape}; expected contiguous {dtype} {shape}"
-        )
 
 
 def _flatten(batch: RaggedBatch) -> tuple[IntArray, c.BatchValues]:
@@ -335,9 +283,9 @@ def _flatten(batch: RaggedBatch) -> tuple[IntArray, c.BatchValues]:
     )
     values = np.concatenate(arrays)
     expected = 2 * num_tokens + 2 * num_seqs + 1 + num_logits + num_seqs * max_blocks
-    if values.dtype != _INT32 or len(values) != expected or tables.ndim != 2:
+    if values.dtype != c.INT32 or len(values) != expected or tables.ndim != 2:
         _refuse(batch, max_blocks)
-    return values, c.BatchValues(num_tokens, num_seqs, max_blocks, num_logits, _address(values))
+    return values, c.BatchValues(num_tokens, num_seqs, max_blocks, num_logits, c.address(values))
 
 
 def _refuse(batch: RaggedBatch, max_blocks: int) -> None:
@@ -350,4 +298,4 @@ def _refuse(batch: RaggedBatch, max_blocks: int) -> None:
         "logits_rows": (len(batch.logits_rows),),
     }
     for name, shape in shapes.items():
-        _require(name, getattr(batch, name), _INT32, shape)
+        c.require(name, getattr(batch, name), c.INT32, shape)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from penstock.engine.native import runner
+from penstock.engine.batch import IntArray as Int32Array
+from penstock.engine.native import library as c
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt
 from penstock.engine.sampling.params import IntArray
@@ -27,5 +31,38 @@ def sample_natively(logits: torch.Tensor, rows: SamplingRows, positions: IntArra
             samples[index] = sample_natively(logits[index], rows.take(part), positions[part])
         return samples
     salts = np.full(len(rows), _TARGET, dtype=np.int32)
-    tokens = runner.sample_coupled(logits, rows.temperature, rows.seed, positions, salts)
+    tokens = sample_unfiltered(logits, rows.temperature, rows.seed, positions, salts)
     return torch.from_numpy(tokens.astype(np.int64))
+
+
+def sample_unfiltered(
+    logits: torch.Tensor,
+    temperatures: npt.NDArray[np.float64],
+    seeds: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+    salts: Int32Array,
+) -> Int32Array:
+    """Samples of unfiltered logits, as `NativeRunner.draft` takes them: [rows] int32.
+
+    logits: [rows, V] float32, contiguous; the others have one entry a row. positions: of the tokens
+    that are being sampled.
+    """
+    if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.is_contiguous():
+        raise ValueError("logits must be a contiguous float32 tensor of two dimensions")
+    count, vocab_size = logits.shape
+    if vocab_size < 1:
+        raise ValueError("logits have no column")
+    c.require("positions", positions, c.INT64, (count,))
+    token_ids = np.empty(count, dtype=np.int32)
+    order = c.SampleCall(
+        num_rows=count,
+        vocab_size=vocab_size,
+        logits=logits.data_ptr(),
+        positions=c.address(positions),
+        token_ids=c.address(token_ids),
+        **c.sampling_fields(temperatures, seeds, salts, count),
+    )
+    error = ctypes.create_string_buffer(c.ERROR_BYTES)
+    if c.native_library().penstock_sample(ctypes.byref(order), error):
+        raise ValueError(error.value.decode())
+    return token_ids

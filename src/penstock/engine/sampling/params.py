@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from penstock.core.types import SamplingParams
 
 BoolArray = npt.NDArray[np.bool_]
 FloatArray = npt.NDArray[np.float64]
@@ -35,6 +38,16 @@ class SamplingRows:
     top_p: FloatArray
     top_k: IntArray
     seed: SeedArray
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> SamplingRows:
+        """Of some requests, in their order."""
+        return cls(
+            np.array([p.temperature for p in params], dtype=np.float64),
+            np.array([p.top_p for p in params], dtype=np.float64),
+            np.array([p.top_k for p in params], dtype=np.int64),
+            np.array([p.seed for p in params], dtype=np.uint64),
+        )
 
     def __len__(self) -> int:
         return int(self.seed.shape[0])

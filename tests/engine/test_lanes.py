@@ -14,7 +14,7 @@ from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_req
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.types import DraftOrder, Request, StepPlan
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.lane_threads import LaneThreads, Turns
+from penstock.engine.lanes import Lanes, TicketQueue
 from penstock.engine.verifier import Verifier
 
 PATIENCE_S = 30
@@ -37,7 +37,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
 
 
 def test_changes_wait_for_the_turns_before_them() -> None:
-    turns, seen = Turns(), []
+    turns, seen = TicketQueue(), []
     turns.change(lambda: seen.append("idle"))
     assert seen == ["idle"], "at once"
     first = turns.take()
@@ -47,16 +47,16 @@ def test_changes_wait_for_the_turns_before_them() -> None:
     assert seen == ["idle"]
     first.begin()
     assert seen == ["idle"], "a plan that is inside keeps what it reads"
-    first.ended.set()
+    first.end()
     second.begin()
     assert seen == ["idle", "between"]
-    second.ended.set()
+    second.end()
     turns.change(lambda: seen.append("last"))
     assert seen == ["idle", "between", "after", "last"]
 
 
 def test_a_turn_waits_for_the_one_before() -> None:
-    turns, began = Turns(), threading.Event()
+    turns, began = TicketQueue(), threading.Event()
     first, second = turns.take(), turns.take()
 
     def begin() -> None:
@@ -66,12 +66,12 @@ def test_a_turn_waits_for_the_one_before() -> None:
     threading.Thread(target=begin, daemon=True).start()
     first.begin()
     assert not began.is_set()
-    first.ended.set()
+    first.end()
     assert began.wait(PATIENCE_S)
 
 
 def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
-    threads: LaneThreads[str] = LaneThreads()
+    threads: Lanes[str] = Lanes()
     meet = threading.Barrier(2)
 
     def job(name: str) -> str:
@@ -94,7 +94,7 @@ def test_lanes_work_at_the_same_time_and_give_a_sign() -> None:
 
 def test_a_sign_that_comes_after_its_result_was_taken_does_not_stay() -> None:
     """Whoever waits for the sign would never sleep again."""
-    threads: LaneThreads[str] = LaneThreads()
+    threads: Lanes[str] = Lanes()
     threads.start("a", lambda: "done")
     threads.wakeup.wait(PATIENCE_S)
     assert threads.take() == ["done"]
@@ -104,7 +104,7 @@ def test_a_sign_that_comes_after_its_result_was_taken_does_not_stay() -> None:
 
 
 def test_what_a_lane_raises_is_raised_where_it_is_collected() -> None:
-    threads: LaneThreads[str] = LaneThreads()
+    threads: Lanes[str] = Lanes()
 
     def fail() -> str:
         raise RuntimeError("no memory")
@@ -116,11 +116,11 @@ def test_what_a_lane_raises_is_raised_where_it_is_collected() -> None:
 
 
 def test_threads_end_with_their_executor() -> None:
-    threads: LaneThreads[str] = LaneThreads()
+    threads: Lanes[str] = Lanes()
     threads.start("ends-with-it", lambda: "done")
     threads.wakeup.wait(PATIENCE_S)
     threads.take()
-    (thread,) = (t for t in threading.enumerate() if t.name == "ends-with-it")
+    (thread,) = (t for t in threading.enumerate() if t.name.startswith("ends-with-it"))
     del threads
     gc.collect()
     thread.join(PATIENCE_S)

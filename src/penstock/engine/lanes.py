@@ -1,0 +1,158 @@
+"""Lanes that work at the same time: a thread for each, and a queue at every model."""
+
+from __future__ import annotations
+
+import contextlib
+import select
+import socket
+import threading
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from typing import Generic, TypeVar
+
+Change = Callable[[], None]
+_Result = TypeVar("_Result")
+
+
+class Ticket:
+    """A plan's turn on one model: it begins when the one before has ended."""
+
+    __slots__ = ("_before", "_changes", "_ended")
+
+    def __init__(self, before: Ticket | None, changes: Iterable[Change]) -> None:
+        self._before = before
+        self._changes = tuple(changes)
+        # A lock is the cheapest event; one is made for every plan.
+        self._ended = threading.Lock()
+        self._ended.acquire()
+
+    def begin(self) -> None:
+        """Wait for the turn, and apply what has changed since the one before."""
+        before, self._before = self._before, None
+        if before is not None:
+            with before._ended:
+                pass
+        for change in self._changes:
+            change()
+
+    def end(self) -> None:
+        self._ended.release()
+
+    @property
+    def has_ended(self) -> bool:
+        return not self._ended.locked()
+
+
+class TicketQueue:
+    """Plans use a model in the order in which they were submitted. What must be dropped between two
+    of them is dropped between them, whoever carries them out: a plan that is already inside keeps
+    what it reads.
+
+    To be used by the submitting thread alone, except for the tickets that it hands out.
+    """
+
+    def __init__(self) -> None:
+        self._last: Ticket | None = None
+        self._changes: list[Change] = []
+
+    def change(self, change: Change) -> None:
+        """To be applied before every later turn; at once if nobody is at work."""
+        self._changes.append(change)
+        if self._last is None or self._last.has_ended:
+            for waiting in self._changes:
+                waiting()
+            self._changes = []
+
+    def take(self) -> Ticket:
+        """The next turn. It must be begun and ended, in any thread."""
+        self._last = Ticket(self._last, self._changes)
+        self._changes = []
+        return self._last
+
+
+class Wakeup:
+    """Something to wait for together with sockets; any thread may give the sign."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socket.socketpair()
+        for end in (self._reader, self._writer):
+            end.setblocking(False)
+            weakref.finalize(self, end.close)
+
+    def fileno(self) -> int:
+        """Readable after a sign."""
+        return self._reader.fileno()
+
+    def give(self) -> None:
+        """Give the sign; several before it is heard are one."""
+        with contextlib.suppress(OSError):  # full, or closed with the program
+            self._writer.send(b"\0")
+
+    def clear(self) -> None:
+        """It has been heard."""
+        with contextlib.suppress(BlockingIOError):
+            while self._reader.recv(4096):
+                pass
+
+    def wait(self, timeout: float | None) -> None:
+        """Until the sign, at most `timeout` seconds (None: for ever)."""
+        select.select([self], [], [], timeout)
+
+
+class Lanes(Generic[_Result]):
+    """A thread for every lane that is used; each does its jobs in order. Results, or what a job
+    raised, come back to whoever asks. The threads end with this object.
+
+    models: what the lanes share, each with a queue
+    """
+
+    def __init__(self, models: Iterable[str] = ()) -> None:
+        self.wakeup = Wakeup()
+        self.models = {name: TicketQueue() for name in models}
+        self._threads: dict[str, ThreadPoolExecutor] = {}
+        self._ended: deque[tuple[str, Future[_Result]]] = deque()
+        self._num_jobs: Counter[str] = Counter()
+
+    @property
+    def num_busy(self) -> int:
+        """Lanes that have a job whose result nobody has taken."""
+        return sum(num > 0 for num in self._num_jobs.values())
+
+    def is_busy(self, lane: str) -> bool:
+        return self._num_jobs[lane] > 0
+
+    def start(self, lane: str, job: Callable[[], _Result]) -> None:
+        """Have a job done in the lane's thread."""
+        if lane not in self._threads:
+            self._threads[lane] = ThreadPoolExecutor(1, thread_name_prefix=lane)
+        self._num_jobs[lane] += 1
+        future = self._threads[lane].submit(job)
+        future.add_done_callback(partial(_report, lane, self._ended, self.wakeup))
+
+    def take(self) -> list[_Result]:
+        """Results since the last call, in the order in which they came. Raises what a job
+        raised."""
+        if not self._threads:
+            return []
+        # Before looking, so that no sign is lost; and though nobody is busy, for a result may have
+        # been taken before its sign was given, which would then stay.
+        self.wakeup.clear()
+        results = []
+        while self._ended:
+            lane, future = self._ended.popleft()
+            self._num_jobs[lane] -= 1
+            results.append(future.result())
+        return results
+
+
+def _report(
+    lane: str,
+    ended: deque[tuple[str, Future[_Result]]],
+    wakeup: Wakeup,
+    future: Future[_Result],
+) -> None:
+    ended.append((lane, future))
+    wakeup.give()

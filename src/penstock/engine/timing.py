@@ -1,0 +1,140 @@
+"""Steps of made-up requests, timed alone and together. No request may be running."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from statistics import median
+
+import numpy as np
+import torch
+
+from penstock.core.loop import Clock
+from penstock.core.types import DraftOrder, Request, SamplingParams
+from penstock.engine.batch import BatchWriter, RaggedBatch
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.executor import LocalExecutor
+from penstock.engine.runner import ModelRunner
+from penstock.engine.sequences import TokenBuffer
+
+_BATCH = 4
+_NUM_DRAFT_TOKENS = 4
+_ROUNDS = 5
+
+
+def dummy_verify(target: ModelRunner, counts: Sequence[int], context: int) -> None:
+    """One step over `counts[i]` positions of request i behind `context` tokens, all of which are
+    sampled."""
+    target.dummy_run(_batch(target, counts, context, all_logits=True))
+
+
+def dummy_prefill(target: ModelRunner, chunk: int, context: int) -> None:
+    """One step over `chunk` positions of a prompt, of which the last is sampled."""
+    target.dummy_run(_batch(target, (chunk,), context, all_logits=False))
+
+
+def dummy_draft(
+    drafter: LocalDrafter, batch: int, num_steps: int, num_read: int = 1, context: int = 0
+) -> None:
+    """Read `num_read` tokens of each of `batch` requests behind `context` others, then draft. The
+    others are taken as read, which only a model can do."""
+    known = context + num_read
+    each = 0 if drafter.runner is None else drafter.runner.blocks_for(known + num_steps)
+    sampling = SamplingParams(temperature=0.0)
+    orders, texts = [], []
+    for i in range(batch):
+        name = f"dummy-{i}"
+        blocks = tuple(range(i * each, (i + 1) * each))
+        orders.append(DraftOrder(name, 0, 0, drafter.name, context, num_read, num_steps, blocks))
+        prompt = (1,) * known
+        texts.append(
+            TokenBuffer(Request(name, known, 16, prompt_token_ids=prompt, sampling=sampling))
+        )
+    drafter.draft(orders, texts)
+    for order in orders:
+        drafter.forget(order.request_id)
+
+
+def best_seconds(clock: Clock, run: Callable[[], None], repeats: int) -> float:
+    """The shortest of several runs: whatever else the machine does only ever adds to one."""
+    best = float("inf")
+    for _ in range(repeats):
+        began = clock.now()
+        run()
+        best = min(best, clock.now() - began)
+    return best
+
+
+def slowdowns(
+    executor: LocalExecutor, drafter: LocalDrafter, clock: Clock, context: int, seconds: float
+) -> tuple[float, float]:
+    """How many times as long a drafter's step takes beside a working target, and the target's
+    beside it; each at least 1, the median of several tries of `seconds` each.
+
+    The kernels' threads are shared as the executor shares them. context: tokens before the step;
+    both must fit into memory.
+    """
+    target, num_threads = executor.target, executor.num_threads
+    pace = partial(_Pace, clock, executor.stream)
+    verifying = partial(dummy_verify, target, [_NUM_DRAFT_TOKENS + 1] * _BATCH, context)
+    drafting = partial(dummy_draft, drafter, _BATCH, _NUM_DRAFT_TOKENS, 1, context)
+    slower: list[float] = []
+    target_slower: list[float] = []
+    for _ in range(_ROUNDS):
+        target.limit_threads(num_threads)
+        drafter.limit_threads(num_threads)
+        alone = pace().run(drafting, seconds)
+        target_alone = pace().run(verifying, seconds)
+        target.limit_threads(max(1, num_threads - 1))
+        drafter.limit_threads(max(1, num_threads // 2))
+        beside = pace()
+        thread = threading.Thread(target=beside.run, args=(drafting, 2 * seconds))
+        thread.start()
+        target_beside = pace().run(verifying, seconds)
+        thread.join()
+        slower.append(beside.during(seconds) / alone.mean)
+        target_slower.append(target_beside.mean / target_alone.mean)
+    target.limit_threads(num_threads)
+    drafter.limit_threads(num_threads)
+    return max(1.0, median(slower)), max(1.0, median(target_slower))
+
+
+class _Pace:
+    """Runs something over and over, and knows when each time ended."""
+
+    def __init__(self, clock: Clock, stream: Callable[[], AbstractContextManager[None]]) -> None:
+        self._clock = clock
+        self._stream = stream
+        self._times: list[float] = []
+
+    def run(self, step: Callable[[], None], seconds: float) -> _Pace:
+        """For at least so long, and at least once."""
+        with torch.inference_mode(), self._stream():
+            self._times.append(self._clock.now())
+            while len(self._times) < 2 or self._times[-1] - self._times[0] < seconds:
+                step()
+                self._times.append(self._clock.now())
+        return self
+
+    @property
+    def mean(self) -> float:
+        return (self._times[-1] - self._times[0]) / (len(self._times) - 1)
+
+    def during(self, seconds: float) -> float:
+        """The mean of those that ended in the first so many seconds, or of the first alone."""
+        inside = [t for t in self._times if t - self._times[0] <= seconds]
+        ended = inside if len(inside) > 1 else self._times[:2]
+        return (ended[-1] - ended[0]) / (len(ended) - 1)
+
+
+def _batch(
+    runner: ModelRunner, counts: Sequence[int], context: int, *, all_logits: bool
+) -> RaggedBatch:
+    writer = BatchWriter()
+    for count in counts:
+        writer.add(context, [1] * count, count if all_logits else 1)
+    each = runner.blocks_for(writer.longest)
+    tables = np.arange(len(counts) * each, dtype=np.int32).reshape(len(counts), each)
+    return writer.batch(np.minimum(tables, runner.num_blocks - 1))
