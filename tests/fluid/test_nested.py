@@ -13,7 +13,6 @@ from penstock.fluid.nested import (
     NestedThresholds,
     Segments,
     best_nested_thresholds,
-    constant_arrivals,
     log_odds,
     nested_policy,
     nested_thresholds,
@@ -22,7 +21,6 @@ from penstock.fluid.nested import (
 from penstock.fluid.queues import tail_exponent
 from penstock.fluid.stages import iteration_seconds
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
-from penstock.fluid.time_varying import RateCurve, time_varying_segments
 from penstock.fluid.traffic import Speculation, TrafficType, scaled
 
 MEMORY = 111_580
@@ -47,7 +45,7 @@ def test_segments_of_types() -> None:
     four = segments_of(NESTED, 4)
     assert four.ends == (20, 40, 80, 160)
     assert four.survival == pytest.approx((3 / 4, 2 / 3, 1 / 2))
-    assert four.arrivals(2.0) == 8.0
+    assert four.rate == 4.0
     two = segments_of(NESTED, 2)
     assert two.ends == (40, 160)
     assert two.survival == (0.5,)
@@ -87,7 +85,7 @@ def test_peak_memory_is_the_sum_over_stages_and_not_what_is_printed() -> None:
     )
     assert policy.batch_kv_tokens == by_stage
     assert printed_in_appendix_d(62, [20, 40, 80, 160], counts) != by_stage
-    equal = Segments((62,) * 3, (20, 40, 60), (0.6, 0.5), constant_arrivals(1.0))
+    equal = Segments((62,) * 3, (20, 40, 60), (0.6, 0.5), 1.0)
     three = nested_policy(PAPER_LINEAR, equal, [7, 6, 5], 0.01, 1000)
     assert printed_in_b2(62, 20, [7, 6, 5]) < 0.9 * three.batch_kv_tokens, "far too small"
     assert printed_in_appendix_d(62, [20, 40, 60], [7, 6, 5]) != three.batch_kv_tokens
@@ -134,7 +132,7 @@ def smallest(segments: Segments, shape: Callable[[int], list[int]]) -> NestedThr
     for first in range(1, 400):
         thresholds = shape(first)
         seconds = iteration_seconds(PAPER_LINEAR, segments.ranges(), thresholds)
-        if segments.arrivals(seconds) < first:
+        if segments.rate * seconds < first:
             return nested_policy(PAPER_LINEAR, segments, thresholds, 1e-3, 10**5)
     raise AssertionError("this shape never keeps up")
 
@@ -143,7 +141,7 @@ def smallest(segments: Segments, shape: Callable[[int], list[int]]) -> NestedThr
 def test_the_solver_needs_less_memory_than_simple_shapes(rate: float) -> None:
     segments = segments_of(scaled(NESTED, rate), 4, wave=4)
     policy = nested_thresholds(PAPER_LINEAR, segments, MEMORY, 1e-3, 10**5)
-    assert policy.thresholds[0] > segments.arrivals(policy.iteration_s)
+    assert policy.thresholds[0] > segments.rate * policy.iteration_s
     for (a, b), p in zip(itertools.pairwise(policy.thresholds), segments.survival, strict=True):
         assert a * p < b <= a
 
@@ -247,35 +245,11 @@ def test_headroom_and_speculation() -> None:
     assert fast.segments.ends[-1] == 80
 
 
-def test_time_varying_rates_are_planned_at_their_worst() -> None:
-    """B.1: a rate that doubles for a while, and a share of long outputs that is highest when the
-    rate is lowest."""
-    times = np.array([0.0, 10.0, 20.0, 40.0])
-    curve = RateCurve(times, np.array([[6.0, 2.0], [12.0, 4.0], [1.0, 3.0]]))
-    assert curve.most_arrivals(5.0) == pytest.approx(80.0)
-    assert curve.most_arrivals(12.0) == pytest.approx(160 + 2 * 8)
-    assert curve.most_arrivals(100.0) == pytest.approx(80 + 160 + 80)
-    assert curve.worst_survival([1]) == (0.75,)
-    starts = np.linspace(0, 40, 4001)
-    arrived = np.interp(starts, times, [0.0, 80.0, 240.0, 320.0])
-    for window in (0.3, 5.0, 12.0, 17.0):
-        brute = (np.interp(starts + window, starts, arrived) - arrived).max()
-        assert curve.most_arrivals(window) == pytest.approx(brute, rel=1e-3)
-    segments = time_varying_segments(10, [3, 6], curve)
-    policy = nested_thresholds(TOY, segments, 10**6, 0.01, 1000)
+def test_a_queue_that_would_grow_without_bound_is_refused() -> None:
+    """Three requests in four go on, and the second threshold is only 14 of 20."""
+    traffic = (TrafficType(4.0, 10, 3), TrafficType(12.0, 10, 6))
     busiest = segments_of((TrafficType(12.0, 10, 3), TrafficType(4.0, 10, 6)), 2)
     assert nested_policy(TOY, busiest, [20, 14], 0.01, 1000).tail_kv_tokens > 0
-    assert policy.thresholds[1] / policy.thresholds[0] > 0.75
     with pytest.raises(ValueError, match="grow without bound"):
-        nested_policy(TOY, segments, [20, 14], 0.01, 1000)
-    assert tail_exponent(20, 16, 0.75) < tail_exponent(20, 16, 0.25), "eq. 14: the worst p*"
-
-
-def test_rate_curves_are_checked() -> None:
-    with pytest.raises(ValueError, match="one row of rates"):
-        RateCurve(np.array([0.0, 1.0]), np.ones((2, 2)))
-    with pytest.raises(ValueError, match="times rise"):
-        RateCurve(np.array([0.0, 0.0]), np.ones((1, 2)))
-    curve = RateCurve(np.array([0.0, 1.0]), np.ones((1, 2)))
-    with pytest.raises(ValueError, match="one column"):
-        time_varying_segments(10, [3], curve)
+        nested_policy(TOY, segments_of(traffic, 2), [20, 14], 0.01, 1000)
+    assert tail_exponent(20, 16, 0.75) < tail_exponent(20, 16, 0.25)

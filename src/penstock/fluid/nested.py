@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from penstock.fluid.queues import mean_excess, queue_limit
@@ -16,9 +16,6 @@ from penstock.fluid.wait import wave_lengths
 _MARGIN_SCALES = (0.0, 0.3, 1.0)
 """Shares of `_margins` that are tried."""
 
-Arrivals = Callable[[float], float]
-"""The most requests that are expected to arrive within so many seconds: λ × s, or Λ^π of B.1."""
-
 
 @dataclass(frozen=True)
 class Segments:
@@ -29,14 +26,14 @@ class Segments:
                  given here; give the longest to have it for certain.
     ends:        last step of each segment, (L,), rising; segment 1 has the prefill, step 0, too.
     survival:    probability that a request of segment i goes on into segment i + 1, (L − 1,).
-    arrivals:    of all requests.
+    rate:        of Poisson arrivals of all requests, 1/s.
     wave:        steps of a stage (see `stages`). All ends but the last are ends of stages.
     """
 
     prompt_lens: tuple[int, ...]
     ends: tuple[int, ...]
     survival: tuple[float, ...]
-    arrivals: Arrivals
+    rate: float
     wave: int = 1
     speculation: Speculation = NO_SPECULATION
 
@@ -68,11 +65,6 @@ class Segments:
         return self.prompt_lens[segment] + math.ceil(self.ends[segment - 1] * gain)
 
 
-def constant_arrivals(rate: float) -> Arrivals:
-    """Poisson arrivals at `rate` requests/s."""
-    return lambda seconds: rate * seconds
-
-
 def segments_of(
     traffic: Traffic,
     num_segments: int,
@@ -96,7 +88,7 @@ def segments_of(
         ),
         ends=tuple(ends),
         survival=tuple(b / a for a, b in itertools.pairwise(rates)),
-        arrivals=constant_arrivals(rates[0]),
+        rate=rates[0],
         wave=wave,
         speculation=speculation,
     )
@@ -130,7 +122,7 @@ class NestedThresholds:
     def queue_bounds(self) -> tuple[float, ...]:
         """Bound on the expected queue before each segment, in prompts (appendix D): Kingman's term
         over 2 n_1 for the first, over n_k for the others."""
-        arrivals = self.segments.arrivals(self.iteration_s)
+        arrivals = self.segments.rate * self.iteration_s
         first = 2 * self.thresholds[0] + mean_excess(arrivals, self.thresholds[0] - arrivals)
         later = (
             here + mean_excess(before * p * (1 - p), here - before * p)
@@ -172,7 +164,7 @@ def nested_policy(
         raise ValueError(f"{len(segments.ends)} segments need as many thresholds of 1 or more")
     ranges = segments.ranges()
     seconds = iteration_seconds(profile, ranges, thresholds)
-    arrivals = segments.arrivals(seconds)
+    arrivals = segments.rate * seconds
     if arrivals >= thresholds[0]:
         raise ValueError(
             f"the first threshold is too low: an iteration takes {seconds:.4g} s, {arrivals:.4g} "
@@ -233,7 +225,7 @@ def _that_keep_up(
         if (least := peak_kv_tokens(ranges, thresholds)) > kv_tokens:
             raise _too_large(least, kv_tokens)
         seconds = iteration_seconds(profile, ranges, thresholds)
-        needed = math.floor(segments.arrivals(seconds)) + 1
+        needed = math.floor(segments.rate * seconds) + 1
         if needed <= first:
             return thresholds
         first = needed
@@ -262,10 +254,10 @@ def best_nested_thresholds(
     if not shortest:
         raise ValueError(f"profile {profile.name!r} has no times: nothing can be planned with it")
     iterations = math.ceil(horizon_s / shortest)
-    arrivals = constant_arrivals(sum(t.rate for t in traffic) * (1 + headroom))
+    rate = sum(t.rate for t in traffic) * (1 + headroom)
     found, refusal = [], None
     for segments in _all_segments(traffic, speculation):
-        planned = replace(segments, arrivals=arrivals)
+        planned = replace(segments, rate=rate)
         try:
             found.append(nested_thresholds(profile, planned, kv_tokens, delta, iterations))
         except ValueError as error:
