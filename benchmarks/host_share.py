@@ -17,7 +17,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass
 
-from benchmarks.soak import metric, start_server
+from benchmarks.bundled_server import BundledServer, bundled_server
 from openai import AsyncOpenAI
 from rich.console import Console
 from rich.table import Table
@@ -63,15 +63,17 @@ async def ask_on(client: AsyncOpenAI, number: int, drafter: str, streaming: bool
         turn += 1
 
 
-async def measure(url: str, clients: int, seconds: float, drafter: str, streaming: bool) -> Share:
-    client = AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=120)
+async def measure(
+    server: BundledServer, clients: int, seconds: float, drafter: str, streaming: bool
+) -> Share:
+    client = AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=120)
     asking = [asyncio.create_task(ask_on(client, n, drafter, streaming)) for n in range(clients)]
     await asyncio.sleep(WARM_S)
     names = ("engine_busy_seconds_total", "target_steps_total", "generation_tokens_total")
-    before, since = [await asyncio.to_thread(metric, url, n) for n in names], time.perf_counter()
+    before, since = [await asyncio.to_thread(server.metric, n) for n in names], time.perf_counter()
     await asyncio.sleep(seconds)
     after, passed = (
-        [await asyncio.to_thread(metric, url, n) for n in names],
+        [await asyncio.to_thread(server.metric, n) for n in names],
         time.perf_counter() - since,
     )
     for task in asking:
@@ -90,16 +92,12 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=15.0)
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    server, url = start_server(args.clients * 1024)
-    try:
+    with bundled_server("--dtype", "float32", "--kv-tokens", str(args.clients * 1024)) as server:
         shares = [
-            asyncio.run(measure(url, args.clients, args.seconds, drafter, streaming))
+            asyncio.run(measure(server, args.clients, args.seconds, drafter, streaming))
             for drafter in ("none", "auto")
             for streaming in (True, False)
         ]
-    finally:
-        server.terminate()
-        server.wait(60)
     if args.json:
         print(json.dumps([{**asdict(s), "share": s.share} for s in shares]))
         return

@@ -13,42 +13,17 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import re
-import subprocess
 import sys
 import time
-import urllib.request
 from collections import Counter
 
+from benchmarks.bundled_server import bundled_server
 from openai import AsyncOpenAI, OpenAIError
 
 from penstock.zoo.registry import DOMAINS, load_prompts
 
 MAX_TOKENS = 128
 WANTED_PER_CLIENT = 256
-
-
-def start_server(kv_tokens: int) -> tuple[subprocess.Popen[str], str]:
-    command = ["penstock", "serve", "--dtype", "float32", "--port", "0"]
-    server = subprocess.Popen(
-        [sys.executable, "-m", "penstock.cli", *command[1:], "--kv-tokens", str(kv_tokens)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert server.stdout is not None
-    for line in server.stdout:
-        found = re.search(r"http://\S+", line)
-        if found:
-            return server, found.group()
-    raise RuntimeError("the server did not start")
-
-
-def metric(url: str, name: str) -> float:
-    """Sum over all labels of a metric."""
-    text = urllib.request.urlopen(f"{url}/metrics", timeout=10).read().decode()
-    lines = [x for x in text.splitlines() if x.startswith(f"penstock:{name}")]
-    return sum(float(x.rsplit(" ", 1)[1]) for x in lines)
 
 
 class Soak:
@@ -61,6 +36,9 @@ class Soak:
         self.texts: dict[tuple[str, int], str] = {}
         self.counts: Counter[str] = Counter()
         self.errors: list[str] = []
+
+    async def run(self, clients: int) -> None:
+        await asyncio.gather(*(self.run_client(n) for n in range(clients)))
 
     async def run_client(self, number: int) -> None:
         turn = 0
@@ -98,38 +76,26 @@ class Soak:
             self.errors.append(f"two texts for one prompt and seed {seed}")
 
 
-async def soak(url: str, clients: int, seconds: float) -> Soak:
-    run = Soak(url, seconds)
-    await asyncio.gather(*(run.run_client(n) for n in range(clients)))
-    return run
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--seconds", type=float, default=60)
     args = parser.parse_args()
     kv_tokens = args.clients * WANTED_PER_CLIENT // 4
-    server, url = start_server(kv_tokens)
-    try:
-        run = asyncio.run(soak(url, args.clients, args.seconds))
+    with bundled_server("--dtype", "float32", "--kv-tokens", str(kv_tokens)) as server:
+        soak = Soak(server.url, args.seconds)
+        asyncio.run(soak.run(args.clients))
         time.sleep(0.5)
-        result = {
-            **run.counts,
-            "kv_tokens": kv_tokens,
-            "preemptions": metric(url, "num_preemptions_total"),
-            "kv_use_afterwards": metric(url, "kv_cache_usage_perc"),
-            "running_afterwards": metric(url, "num_requests_running"),
-            "waiting_afterwards": metric(url, "num_requests_waiting"),
-            "errors": run.errors[:5],
+        left = {
+            "kv_use_afterwards": server.metric("kv_cache_usage_perc"),
+            "running_afterwards": server.metric("num_requests_running"),
+            "waiting_afterwards": server.metric("num_requests_waiting"),
         }
-    finally:
-        server.terminate()
-        server.wait(60)
-    failed = run.errors or run.counts["started"] != run.counts["completed"]
-    left = [result[k] for k in ("kv_use_afterwards", "running_afterwards", "waiting_afterwards")]
-    print(json.dumps(result))
-    sys.exit(bool(failed or any(left)))
+        preemptions = server.metric("num_preemptions_total")
+    counts = {**soak.counts, "kv_tokens": kv_tokens, "preemptions": preemptions}
+    print(json.dumps({**counts, **left, "errors": soak.errors[:5]}))
+    failed = soak.errors or soak.counts["started"] != soak.counts["completed"]
+    sys.exit(bool(failed or any(left.values())))
 
 
 if __name__ == "__main__":

@@ -10,78 +10,152 @@ measured again; the report has means over the seeds with 95% intervals (medians 
 from __future__ import annotations
 
 import argparse
-import json
+import itertools
 import statistics
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from benchmarks.figures import interval, line
+import numpy as np
+import numpy.typing as npt
 from benchmarks.tenants_live import CASES, Seconds, measure, serving
-from benchmarks.tenants_simulated import CAPACITY, LOADS, figures
+
+from penstock.lab.cells import Cells, Figures
+from penstock.lab.claims import ClaimVerdict, bar
+from penstock.lab.statistics import interval, plus_minus
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Report, Setup, run
+from penstock.sim.workloads import Workload, make_workload
+
+NUM_TENANTS = 27
+LOADS = (0.9, 1.5)
+"""Of the capacity of the policy without fairness."""
+CAPACITY = {"vllm_v1": 4.7, "sarathi": 4.7, "fluid_guided": 5.4}
+"""Requests a second of this trace: at 1.5 times so many each policy ends so many."""
+_PROMPT, _OUTPUT = (6.63, 0.985, 16, 14_000), (5.02, 0.859, 4, 1_000)
+"""Mean and deviation of the logarithm, least and most tokens: as in the Azure conversation trace of
+2023 (Patel et al., ISCA'24)."""
+NAMES = [f"t{k + 1:02d}" for k in range(NUM_TENANTS)]
+ZIPF = 1 / np.arange(1, NUM_TENANTS + 1)
+SHARES = ZIPF / ZIPF.sum()
+"""Of the load: the k-th tenant asks for 1/k of what the first does."""
+
+# --- 27 tenants, simulated ------------------------------------------------------------------------
 
 
-class Record:
-    """Figures by key, kept in a file."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.done: dict[str, dict[str, Any]] = {(f := json.loads(x))["key"]: f for x in lines}
-
-    def note(self, key: str, found: dict[str, Any]) -> None:
-        self.done[key] = {"key": key, **found}
-        with self._path.open("a") as file:
-            file.write(json.dumps(self.done[key]) + "\n")
-        print(json.dumps(self.done[key]), flush=True)
+def trace(num_requests: int, rate: float, seed: int) -> Workload:
+    """Conversation lengths, Poisson arrivals, tenants `t01` to `t27`."""
+    rng = np.random.default_rng([seed, NUM_TENANTS])
+    owner = rng.choice(NUM_TENANTS, size=num_requests, p=SHARES)
+    prompt_len, output_len = (
+        np.clip(np.exp(rng.normal(mean, deviation, num_requests)), least, most).astype(np.int64)
+        for mean, deviation, least, most in (_PROMPT, _OUTPUT)
+    )
+    lengths = Workload("27 tenants", prompt_len, output_len, tenants=np.array(NAMES)[owner])
+    return make_workload(lengths, rate=rate, seed=seed)
 
 
-def simulated(record: Record, seeds: int, num_requests: int) -> None:
-    for seed in range(seeds):
-        for admission in CAPACITY:
-            for load in LOADS:
-                key = f"simulated/{admission}/{load}/{seed}"
-                if key not in record.done:
-                    record.note(key, figures(admission, load, seed, num_requests))
+def ttft_p99(report: Report, chosen: npt.NDArray[np.bool_]) -> float:
+    return float(np.percentile((report.first_token_at - report.arrived_at)[chosen], 99))
 
 
-def live(record: Record, seeds: int, seconds: Seconds) -> None:
+def delivered(report: Report) -> float:
+    """Seconds of ordinary work a second, of the requests that ended while others still came: a
+    prompt's token counts for a seventh of a decoded one, as on this profile."""
+    done = report.completed & (report.finished_at <= report.arrived_at[-1])
+    workload = report.workload
+    work = workload.prompt_len[done].sum() / 7 + workload.output_len[done].sum()
+    return float(work / report.arrived_at[-1])
+
+
+def alone(setup: Setup, workload: Workload, name: str) -> float:
+    """p99 of TTFT of a tenant's own requests on a server with its share of the speed."""
+    rows, times = np.flatnonzero(workload.tenants == name), workload.arrival_time
+    assert times is not None
+    lengths = replace(workload, arrival_time=None).take(rows)
+    own = replace(lengths, arrival_time=times[rows] - times[rows[0]])
+    profile = setup.profile
+    scaled = ("decode_fixed", "per_decode", "per_kv_token", "per_prefill_token")
+    slow = replace(
+        profile,
+        token_seconds=tuple(NUM_TENANTS * s for s in profile.token_seconds),
+        **{k: NUM_TENANTS * getattr(profile, k) for k in (*scaled, "per_prefill_context")},
+    )
+    report = run(replace(setup, profile=slow, fairness=False), own)
+    return ttft_p99(report, report.completed)
+
+
+def figures(admission: str, load: float, seed: int, num_requests: int) -> Figures:
+    """Of tenants that ask for less than their share: their p99 of TTFT over 1.5 times what it is on
+    a server of their share and two steps, at the worst; and what all are served."""
+    setup = Setup(load_profile("a100-llama2-7b"), admission)
+    workload = trace(num_requests, load * CAPACITY[admission], seed)
+    fair, unfair = run(replace(setup, fairness=True), workload), run(setup, workload)
+    step_s = fair.result.finished_at / fair.result.num_steps
+    quiet = [n for n, share in zip(NAMES, SHARES, strict=True) if load * share < 1 / NUM_TENANTS]
+    over: dict[str, list[float]] = {"fair": [], "unfair": []}
+    for name in quiet:
+        most = 1.5 * alone(setup, workload, name) + 2 * step_s
+        for key, report in (("fair", fair), ("unfair", unfair)):
+            over[key].append(ttft_p99(report, workload.tenants == name) / most)
+    return {
+        "tenants_below_share": len(quiet),
+        "worst_ttft_over_bar": max(over["fair"]),
+        "median_ttft_over_bar": float(np.median(over["fair"])),
+        "worst_ttft_over_bar_without": max(over["unfair"]),
+        "throughput_over_without": delivered(fair) / delivered(unfair),
+        "makespan_over_without": fair.result.finished_at / unfair.result.finished_at,
+        "jain": fair.figures()["jain"],
+        "jain_without": unfair.figures()["jain"],
+        "preemptions": fair.result.num_preemptions,
+        "preemptions_without": unfair.result.num_preemptions,
+    }
+
+
+# --- the parts ------------------------------------------------------------------------------------
+
+
+def simulated(cells: Cells, seeds: int, num_requests: int) -> None:
+    for case in itertools.product(CAPACITY, LOADS, range(seeds)):
+        key = "simulated/{}/{}/{}".format(*case)
+        cells.measure(key, lambda c=case: figures(*c, num_requests))
+
+
+def live(cells: Cells, seeds: int, seconds: Seconds) -> None:
     for seed in range(seeds):
         for weight in sorted({w for _, w in CASES}):
-            keys = {
-                g: f"live/{g}/{weight:g}:1/{seed}"
-                for g, w in CASES
-                if w == weight and f"live/{g}/{weight:g}:1/{seed}" not in record.done
-            }
-            if not keys:
+            keys = {g: f"live/{g}/{weight:g}:1/{seed}" for g, w in CASES if w == weight}
+            if all(key in cells.done for key in keys.values()):
                 continue
-            with serving(weight) as port:
+            with serving(weight) as server:
                 for greedy, key in keys.items():
-                    record.note(key, measure(port, greedy, weight, seconds, seed))
+                    job = (server, greedy, weight, seconds, seed)
+                    cells.measure(key, lambda j=job: measure(*j))
 
 
-def report(record: Record) -> None:
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for key, found in record.done.items():
-        groups.setdefault(key.rpartition("/")[0], []).append(found)
-    for name, runs in sorted(groups.items()):
-        for figure in runs[0]:
-            if figure == "key":
-                continue
-            values = [run[figure] for run in runs]
-            mean, half = interval(values)
-            print(
-                f"{name} {figure}: {mean:.4g} ± {half:.2g}, median {statistics.median(values):.4g}"
-            )
-        if name.startswith("simulated"):
-            worst, _ = interval([run["worst_ttft_over_bar"] for run in runs])
-            kept, _ = interval([run["throughput_over_without"] for run in runs])
-            print(line(worst <= 1, f"{name}: the worst TTFT is {worst:.2f} of its bar"))
-            print(line(kept >= 0.98, f"{name}: {kept:.3f} of the throughput"))
-        else:
-            due = statistics.median(run["of_what_is_due"] for run in runs)
-            ttft = statistics.median(run["ttft_over_bar"] for run in runs)
-            print(line(due >= 0.9, f"{name}: {due:.2f} of what is due"))
-            print(line(ttft <= 1, f"{name}: TTFT is {ttft:.2f} of its bar"))
+def report(cells: Cells) -> None:
+    for name in sorted({key.rpartition("/")[0] for key in cells.done}):
+        first = next(f for key, f in cells.done.items() if key.rpartition("/")[0] == name)
+        values = {f: cells.values(name, f) for f in first if f not in ("key", "cpu_s")}
+        for figure, found in values.items():
+            median = statistics.median(found)
+            print(f"{name} {figure}: {plus_minus(interval(found))}, median {median:.4g}")
+        for verdict in verdicts(name, values):
+            print(verdict.line())
+
+
+def verdicts(name: str, values: dict[str, list[float]]) -> list[ClaimVerdict]:
+    if name.startswith("simulated"):
+        worst = interval(values["worst_ttft_over_bar"]).mean
+        kept = interval(values["throughput_over_without"]).mean
+        return [
+            bar(name, f"the worst TTFT is {worst:.2f} of its bar", worst <= 1),
+            bar(name, f"{kept:.3f} of the throughput", kept >= 0.98),
+        ]
+    due, ttft = (statistics.median(values[f]) for f in ("of_what_is_due", "ttft_over_bar"))
+    return [
+        bar(name, f"{due:.2f} of what is due", due >= 0.9),
+        bar(name, f"TTFT is {ttft:.2f} of its bar", ttft <= 1),
+    ]
 
 
 def main() -> None:
@@ -93,14 +167,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("tenants.jsonl"))
     parser.add_argument("--report", action="store_true")
     given = parser.parse_args()
-    record = Record(given.out)
+    cells = Cells(given.out)
     if not given.report:
         parts = given.parts or ["simulated", "live"]
         if "simulated" in parts:
-            simulated(record, given.seeds, given.requests)
+            simulated(cells, given.seeds, given.requests)
         if "live" in parts:
-            live(record, given.seeds, Seconds(0.8 * given.seconds, given.seconds))
-    report(record)
+            live(cells, given.seeds, Seconds(0.8 * given.seconds, given.seconds))
+    report(cells)
 
 
 if __name__ == "__main__":

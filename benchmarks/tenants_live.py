@@ -1,22 +1,27 @@
 """A quiet tenant beside a greedy one, on `penstock serve` with the bundled family: real sockets,
-streaming clients in a process of their own."""
+streaming clients in a process of their own.
+
+    python -m benchmarks.tenants_live HOST PORT < tenants.json > figures.json
+
+are the clients. tenants.json: `{"seconds": S, "warm_up": S, "max_tokens": N, "prompts": [...],
+"tenants": [{"name", "key", "clients"}]}`. Every client asks one thing after the other. Figures of
+the seconds after the warm-up, by tenant: tokens of the requests that ended in them, and their times
+to the first token.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import yaml
+from benchmarks.bundled_server import BundledServer, bundled_server
 
 from penstock.zoo.registry import load_prompts
 
@@ -24,6 +29,7 @@ CASES = ((80, 1.0), (400, 1.0), (80, 10.0), (400, 10.0))
 """Greedy clients, and the weight of the quiet tenant, whose clients are four."""
 QUIET = 4
 _DOMAINS = ("instruction", "chat", "qa", "math")
+_CONNECTIONS_AT_ONCE = 64
 
 
 @dataclass(frozen=True)
@@ -34,37 +40,16 @@ class Seconds:
     measured: float
 
 
-@contextmanager
-def serving(weight: float) -> Iterator[int]:
-    """`penstock serve` with the keys of two tenants; its port."""
-    settings = {
-        "open_metrics": True,
-        "engine": {
-            "tenants": {
-                "quiet": {"weight": weight, "api_keys": ["quiet-key"]},
-                "greedy": {"weight": 1.0, "api_keys": ["greedy-key"]},
-            },
-        },
+def serving(weight: float) -> AbstractContextManager[BundledServer]:
+    """A server with the keys of two tenants."""
+    tenants = {
+        "quiet": {"weight": weight, "api_keys": ["quiet-key"]},
+        "greedy": {"weight": 1.0, "api_keys": ["greedy-key"]},
     }
-    with tempfile.TemporaryDirectory() as folder:
-        config = Path(folder) / "tenants.yaml"
-        config.write_text(yaml.safe_dump(settings))
-        command = [sys.executable, "-m", "penstock.cli", "serve", "--config", str(config)]
-        server = subprocess.Popen([*command, "--port", "0"], stdout=subprocess.PIPE, text=True)
-        assert server.stdout is not None
-        try:
-            for line in server.stdout:
-                if "serving on" in line:
-                    yield int(line.rsplit(":", 1)[1])
-                    break
-            else:
-                raise RuntimeError("the server did not start")
-        finally:
-            server.terminate()
-            server.wait(60)
+    return bundled_server(settings={"open_metrics": True, "engine": {"tenants": tenants}})
 
 
-def load(port: int, seconds: Seconds, shift: int, **clients: int) -> dict[str, Any]:
+def load(server: BundledServer, seconds: Seconds, shift: int, **clients: int) -> dict[str, Any]:
     """Figures by tenant of so many clients of each."""
     prompts = [p.prompt for domain in _DOMAINS for p in load_prompts(domain)[:40]]
     given = {
@@ -74,8 +59,9 @@ def load(port: int, seconds: Seconds, shift: int, **clients: int) -> dict[str, A
         "prompts": prompts[shift:] + prompts[:shift],
         "tenants": [{"name": n, "key": f"{n}-key", "clients": c} for n, c in clients.items()],
     }
+    port = server.url.rsplit(":", 1)[1]
     done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.tenants_load", "127.0.0.1", str(port)],
+        [sys.executable, "-m", "benchmarks.tenants_live", "127.0.0.1", port],
         input=json.dumps(given),
         capture_output=True,
         text=True,
@@ -86,22 +72,15 @@ def load(port: int, seconds: Seconds, shift: int, **clients: int) -> dict[str, A
     return figures
 
 
-def steps_taken(port: int) -> float:
-    """Target steps since the start."""
-    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30).read().decode()
-    return sum(
-        float(line.rsplit(" ", 1)[1])
-        for line in text.splitlines()
-        if line.startswith("penstock:target_steps_total")
-    )
-
-
-def measure(port: int, greedy: int, weight: float, seconds: Seconds, seed: int) -> dict[str, Any]:
+def measure(
+    server: BundledServer, greedy: int, weight: float, seconds: Seconds, seed: int
+) -> dict[str, Any]:
     """The quiet tenant alone, then beside the greedy one, in one run on one server."""
-    alone = load(port, seconds, 7 * seed, quiet=QUIET)["quiet"]
-    before, started = steps_taken(port), time.perf_counter()
-    both = load(port, seconds, 7 * seed, quiet=QUIET, greedy=greedy)
-    step_s = (time.perf_counter() - started) / max(1.0, steps_taken(port) - before)
+    alone = load(server, seconds, 7 * seed, quiet=QUIET)["quiet"]
+    before, started = server.metric("target_steps_total"), time.perf_counter()
+    both = load(server, seconds, 7 * seed, quiet=QUIET, greedy=greedy)
+    steps = server.metric("target_steps_total") - before
+    step_s = (time.perf_counter() - started) / max(1.0, steps)
     quiet, other = both["quiet"], both["greedy"]
     made = quiet["tokens_per_s"] + other["tokens_per_s"]
     share = weight / (weight + 1.0)
@@ -117,3 +96,89 @@ def measure(port: int, greedy: int, weight: float, seconds: Seconds, seed: int) 
         "step_s": step_s,
         "ttft_over_bar": ttft / (1.5 * ttft_alone / share + 2 * step_s),
     }
+
+
+# --- the clients ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """What one tenant's clients have seen: (end, time to first token, tokens) of each request."""
+
+    requests: list[tuple[float, float, int]] = field(default_factory=list)
+    refused: int = 0
+
+    def between(self, start: float, end: float) -> dict[str, Any]:
+        ended = [r for r in self.requests if start <= r[0] < end]
+        return {
+            "tokens_per_s": sum(tokens for _, _, tokens in ended) / (end - start),
+            "requests": len(ended),
+            "refused": self.refused,
+            "ttft_s": sorted(ttft for _, ttft, _ in ended),
+        }
+
+
+async def ask(host: str, port: int, key: str, body: bytes, tally: Tally) -> None:
+    """One streamed completion. Read by hand: four hundred clients must not cost what they
+    measure."""
+    started = time.perf_counter()
+    reader, writer = await asyncio.open_connection(host, port)
+    try:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {key}\r\n"
+            f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
+            "Connection: close\r\n\r\n"
+        )
+        writer.write(head.encode() + body)
+        if b" 200 " not in await reader.readline():
+            tally.refused += 1
+            await asyncio.sleep(0.2)
+            return
+        first, tokens = 0.0, 0
+        async for line in reader:
+            if not line.startswith(b"data: {"):
+                continue
+            first = first or time.perf_counter()
+            if b'"completion_tokens"' in line:
+                tokens = json.loads(line[6:])["usage"]["completion_tokens"]
+        if tokens:
+            tally.requests.append((time.perf_counter(), first - started, tokens))
+    finally:
+        writer.close()
+
+
+async def client(host: str, port: int, tenant: dict[str, Any], number: int, given: Any) -> None:
+    prompts, asked = given["prompts"], number
+    while True:
+        body = {
+            "prompt": prompts[asked % len(prompts)],
+            "max_tokens": given["max_tokens"],
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        asked += 1 + number
+        await ask(host, port, tenant["key"], json.dumps(body).encode(), tenant["tally"])
+
+
+async def all_clients(host: str, port: int, given: dict[str, Any]) -> dict[str, Any]:
+    async with asyncio.TaskGroup() as group:
+        tasks = []
+        for tenant in given["tenants"]:
+            tenant["tally"] = Tally()
+            for number in range(tenant["clients"]):
+                tasks.append(group.create_task(client(host, port, tenant, number, given)))
+                if len(tasks) % _CONNECTIONS_AT_ONCE == 0:
+                    await asyncio.sleep(0.05)
+        await asyncio.sleep(given["warm_up"])
+        start = time.perf_counter()
+        await asyncio.sleep(given["seconds"])
+        end = time.perf_counter()
+        for task in tasks:
+            task.cancel()
+    return {tenant["name"]: tenant["tally"].between(start, end) for tenant in given["tenants"]}
+
+
+if __name__ == "__main__":
+    host, port = sys.argv[1], int(sys.argv[2])
+    print(json.dumps(asyncio.run(all_clients(host, port, json.load(sys.stdin)))))

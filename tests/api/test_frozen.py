@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from benchmarks.bad_clients import server as bundled_server
+from benchmarks.bundled_server import bundled_server
 from tests.api.samples import samples
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import (
