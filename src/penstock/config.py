@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ipaddress
+import logging
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,9 +19,11 @@ NGRAM = "ngram"
 """Path of the drafter that has none: n-gram lookup in the request's own text."""
 
 DEFAULT_TENANT = "default"
-"""Whoever is not told apart."""
+"""The tenant of requests without an API key of another."""
 
 PolicyKind = Literal["admission", "selection", "allocation"]
+
+_log = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
@@ -30,10 +33,17 @@ class ConfigError(ValueError):
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
+    renamed: ClassVar[dict[str, str]] = {}
+    """Old names of settings, which are accepted for one release, and the new ones."""
+
     @model_validator(mode="before")
     @classmethod
     def _known(cls, data: Any) -> Any:
         """Says what is allowed, which `extra="forbid"` does not."""
+        for old, new in cls.renamed.items():
+            if isinstance(data, dict) and old in data and new not in data:
+                _log.warning("the setting %s is now called %s; use that name", old, new)
+                data = {new if name == old else name: value for name, value in data.items()}
         for name in data if isinstance(data, dict) else ():
             if name not in cls.model_fields:
                 known = ", ".join(cls.model_fields)
@@ -67,24 +77,17 @@ class TenantConfig(_Model):
     max_running_requests: int | None = Field(default=None, ge=1)
 
 
-class EngineConfig(_Model):
-    """One target, its drafters, and the policies that rule them.
+class ModelsConfig(_Model):
+    """Target and drafters, and how they are computed.
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
-    verification: None is `coupled` for requests with a seed and `ratio` for the others.
-    pipeline: off (rounds: draft, then verify), a number of micro-batches, auto (whichever of these
-        step times promise most of), or async (verify whatever is ready). But for off the drafters
-        work beside the target.
     drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
     profile: step times from `penstock profile measure`, which are then not measured at the start.
-    backend: native (the CPU's own kernels), eager (PyTorch's operations), graphs (steps recorded
-        once for each size on a GPU, and replayed) or auto (the first that can be had: graphs on a
-        GPU, native or eager on a CPU).
+    backend: native (the CPU's own kernels), eager (PyTorch's operations), graphs (CUDA graphs, one
+        for each batch size) or auto (the first that can be had: graphs on a GPU, native or eager on
+        a CPU).
     kv_dtype: of keys and values in the cache; auto is that of the weights, float8 is e4m3.
-    heartbeat_timeout_s: an engine process without a sign of life for so long is killed and started
-        again; for a quarter of it, it takes no requests.
     attention: of eager and graphs, by name; auto is triton_paged on a GPU with Triton, else packed.
-    fairness: between tenants, by weight, in who is admitted, keeps its memory and decodes.
     """
 
     target: Path
@@ -101,14 +104,6 @@ class EngineConfig(_Model):
     block_size: int = Field(default=16, ge=1, le=256)
     max_model_len: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True
-    verification: Literal["coupled", "ratio"] | None = None
-    admission: PolicyConfig = PolicyConfig(name="vllm_v1")
-    selection: PolicyConfig = PolicyConfig(name="single")
-    allocation: PolicyConfig = PolicyConfig(name="throughput")
-    pipeline: str = "off"
-    heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
-    fairness: bool = True
-    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
     @field_validator("drafters")
     @classmethod
@@ -127,6 +122,28 @@ class EngineConfig(_Model):
             except OSError as error:
                 raise ValueError(f"cannot read {profile}: {error.strerror}") from error
         return profile
+
+
+class EngineConfig(ModelsConfig):
+    """Models, and the policies that schedule them.
+
+    verification: None is `coupled` for requests with a seed and `ratio` for the others.
+    pipeline: off (drafts, then verification, in turns), a number of micro-batches, auto (whichever
+        of these is fastest by the measured times) or async (verify whatever drafts are ready). But
+        for off the drafters work beside the target.
+    heartbeat_timeout_s: an engine process without a heartbeat for so long is killed and started
+        again; after a quarter of it, it takes no requests.
+    fairness: between tenants, by weight, in who is admitted, keeps its memory and decodes.
+    """
+
+    verification: Literal["coupled", "ratio"] | None = None
+    admission: PolicyConfig = PolicyConfig(name="vllm_v1")
+    selection: PolicyConfig = PolicyConfig(name="single")
+    allocation: PolicyConfig = PolicyConfig(name="throughput")
+    pipeline: str = "off"
+    heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    fairness: bool = True
+    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
 
     @field_validator("tenants")
     @classmethod
@@ -202,11 +219,13 @@ class DraftersConfig(_Model):
     max_connections_per_s: streams that one draft server, by its name, may begin; eight times as
                            many at once. One a second for each of the streams that it has open is
                            all that `penstock draft` ever needs
-    max_strangers_per_s: connections from one address that are told that they are not known; eight
-                         times as many at once
+    max_unauthenticated_connections_per_s: connections without a known identity, from one address,
+        that are answered with that reason; eight times as many at once
     audit_share: of the drafts of a model that this machine has among its drafters, too, those that
                  are recomputed here; a trusted server that fails is trusted no more
     """
+
+    renamed = {"max_strangers_per_s": "max_unauthenticated_connections_per_s"}
 
     listen: str
     servers: dict[str, DraftServerConfig] = Field(default_factory=dict)
@@ -214,7 +233,7 @@ class DraftersConfig(_Model):
     max_open_requests: int = Field(default=64, ge=1)
     max_messages_per_s: float = Field(default=1000.0, gt=0, allow_inf_nan=False)
     max_connections_per_s: float = Field(default=16.0, gt=0, allow_inf_nan=False)
-    max_strangers_per_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    max_unauthenticated_connections_per_s: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     audit_share: float = Field(default=0.02, ge=0, le=1)
 
     @field_validator("listen")
