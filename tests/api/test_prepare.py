@@ -8,7 +8,7 @@ from tests.serving.fakes import TOKENIZER
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
-from penstock.api.prepare import Caller, Preparer, derived_seed
+from penstock.api.prepare import Caller, RequestBuilder, derived_seed
 from penstock.core.types import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.serving.messages import Ready
@@ -19,13 +19,13 @@ READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})
 
 def preparer(
     tokenizer: Tokenizer, verification: Literal["coupled", "ratio"] | None = None
-) -> Preparer:
-    return Preparer(
+) -> RequestBuilder:
+    return RequestBuilder(
         "toy", tokenizer, READY, verification, lambda: READY.drafters, lambda client: 64
     )
 
 
-async def completion(preparer: Preparer, **fields: Any) -> list[Request]:
+async def completion(preparer: RequestBuilder, **fields: Any) -> list[Request]:
     body = CompletionBody.model_validate({"prompt": [5, 6, 7], **fields})
     return [c.request for c in await preparer.completion(body, SOMEONE, "job")]
 
@@ -95,7 +95,7 @@ async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
     ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
     text = "some words " * 2000
     (request,) = await completion(
-        Preparer("toy", tokenizer, ready, None, lambda: ready.drafters, lambda client: 64),
+        RequestBuilder("toy", tokenizer, ready, None, lambda: ready.drafters, lambda client: 64),
         prompt=text,
     )
     assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)

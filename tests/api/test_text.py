@@ -10,7 +10,7 @@ from tests.engine.test_tokenizer import CHAT, metaspace, save
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.choices import TextStream
-from penstock.api.prepare import Caller, Preparer
+from penstock.api.prepare import Caller, RequestBuilder
 from penstock.core.types import Output, TokenLogprob
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.serving.messages import Ready
@@ -88,7 +88,7 @@ def test_a_text_may_go_on_from_another(tmp_path: Path) -> None:
 async def test_completions_go_on_from_their_prompt_and_assistants_begin(tmp_path: Path) -> None:
     spelled = load_tokenizer(save(tmp_path, metaspace(), chat_template=CHAT))
     engine = Ready(tmp_path, 1000, 4096, frozenset(), (), {})
-    prepare = Preparer("toy", spelled, engine, None, lambda: (), lambda client: 8)
+    prepare = RequestBuilder("toy", spelled, engine, None, lambda: (), lambda client: 8)
     body: dict[str, Any] = {"prompt": "The quick"}
     (completion,) = await prepare.completion(CompletionBody.model_validate(body), SOMEONE, "job")
     body = {"messages": [{"role": "user", "content": "The quick"}]}

@@ -293,7 +293,7 @@ async def test_servers_of_another_kind(
     answer: pb.Down | None,
     why: str,
 ) -> None:
-    monkeypatch.setattr("penstock.serving.link._WELCOME_S", 0.2)
+    monkeypatch.setattr("penstock.serving.link._WELCOME_TIMEOUT_S", 0.2)
 
     async def connect(messages, context) -> None:
         await anext(aiter(messages))

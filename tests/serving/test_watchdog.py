@@ -7,7 +7,7 @@ import pytest
 
 from penstock.serving.messages import Heartbeat
 from penstock.serving.process import Watchdog
-from penstock.serving.worker import Pulse
+from penstock.serving.worker import HeartbeatSender
 
 LIMIT_S = 0.4
 
@@ -56,7 +56,7 @@ async def test_a_step_without_end_is_noticed() -> None:
 
 def test_an_engine_beats_while_it_loads_and_works() -> None:
     beats: list[object] = []
-    pulse = Pulse(LIMIT_S, beats.append)
+    pulse = HeartbeatSender(LIMIT_S, beats.append)
 
     def last_step() -> float:
         time.sleep(LIMIT_S / 4)

@@ -12,9 +12,9 @@ from penstock.core.types import Arrive, Cancel, Request
 from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop
 from penstock.serving.worker import (
     Channel,
+    Disconnected,
     EngineServer,
-    PeerGone,
-    Pulse,
+    HeartbeatSender,
     describe,
     idle_seconds,
 )
@@ -43,7 +43,7 @@ def test_how_long_the_loop_may_sleep(engine: ToyEngine) -> None:
 def test_a_turn_is_one_message(engine: ToyEngine) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        server = EngineServer(engine, Channel(theirs), Pulse(20.0, [].append))
+        server = EngineServer(engine, Channel(theirs), HeartbeatSender(20.0, [].append))
         thread = threading.Thread(target=server.serve)
         thread.start()
         channel = Channel(ours)
@@ -70,7 +70,7 @@ def test_a_turn_is_one_message(engine: ToyEngine) -> None:
 def test_events_in_one_frame_keep_their_order(engine: ToyEngine) -> None:
     ours, theirs = multiprocessing.Pipe()
     with ours, theirs:
-        server = EngineServer(engine, Channel(theirs), Pulse(20.0, [].append))
+        server = EngineServer(engine, Channel(theirs), HeartbeatSender(20.0, [].append))
         ours.send(Events((Arrive(request()), Cancel("a"), Arrive(request("b")))))
         ours.send(Stop())
         server.serve()
@@ -81,8 +81,8 @@ def test_the_loop_ends_with_its_peer(engine: ToyEngine) -> None:
     ours, theirs = multiprocessing.Pipe()
     with theirs:
         ours.close()
-        with pytest.raises(PeerGone):
-            EngineServer(engine, Channel(theirs), Pulse(20.0, [].append)).serve()
+        with pytest.raises(Disconnected):
+            EngineServer(engine, Channel(theirs), HeartbeatSender(20.0, [].append)).serve()
 
 
 def test_what_the_other_process_is_told(engine: ToyEngine) -> None:

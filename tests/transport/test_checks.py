@@ -11,8 +11,8 @@ from penstock.transport.checks import (
     PROTOCOL_VERSION,
     ExpectedDraft,
     Limits,
-    Quota,
     Refusal,
+    TokenBucket,
     answers,
     check_draft,
     check_hello,
@@ -172,7 +172,7 @@ def test_sizes() -> None:
 
 
 def test_a_quota_refills() -> None:
-    quota = Quota(10.0, 0.0)
+    quota = TokenBucket(10.0, 0.0)
     assert [quota.take(1, 0.0) for _ in range(21)] == [True] * 20 + [False]
     assert [quota.take(1, 0.25) for _ in range(3)] == [True, True, False]
     assert quota.take(20, 100.0)

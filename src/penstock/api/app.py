@@ -35,7 +35,7 @@ from penstock.api.http import (
     client_network,
 )
 from penstock.api.metrics import Metrics
-from penstock.api.prepare import Caller, Keyring, Preparer
+from penstock.api.prepare import ApiKeys, Caller, RequestBuilder
 from penstock.api.responses import (
     ChatFormat,
     CompletionFormat,
@@ -108,7 +108,7 @@ class Service:
         self.started_at = int(time.time())
         self._timeout_s = config.request_timeout_s
         self.metrics = Metrics(self.model_name)
-        self.prepare = Preparer(
+        self.prepare = RequestBuilder(
             self.model_name,
             tokenizer,
             client.info,
@@ -191,15 +191,15 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     app.add_middleware(ResponseHeaders)
     service = Service(config, client, tokenizer)
     app.state.metrics = service.metrics
-    keyring = Keyring(config.engine.tenants, config.metrics_keys)
-    _add_openai(app, service, keyring)
-    _add_operations(app, service, Keyring({}) if config.open_metrics else keyring)
+    api_keys = ApiKeys(config.engine.tenants, config.metrics_keys)
+    _add_openai(app, service, api_keys)
+    _add_operations(app, service, ApiKeys({}) if config.open_metrics else api_keys)
     return app
 
 
-def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
+def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
     def caller_of(http: Request, authorization: Annotated[str | None, Header()] = None) -> Caller:
-        return keyring.caller(authorization, client_network(http.scope))
+        return api_keys.caller(authorization, client_network(http.scope))
 
     @app.post("/v1/completions", openapi_extra=_body_of(CompletionBody))
     async def completions(http: Request, caller: Caller = Depends(caller_of)) -> Response:
@@ -230,7 +230,7 @@ def _add_openai(app: FastAPI, service: Service, keyring: Keyring) -> None:
         return service.model_card()
 
 
-def _add_operations(app: FastAPI, service: Service, keyring: Keyring) -> None:
+def _add_operations(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
     dashboard = files("penstock.api").joinpath("dashboard.html").read_text(encoding="utf-8")
 
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
@@ -246,7 +246,7 @@ def _add_operations(app: FastAPI, service: Service, keyring: Keyring) -> None:
 
     @app.get("/metrics")
     async def metrics(authorization: Annotated[str | None, Header()] = None) -> Response:
-        keyring.check_operator(authorization)
+        api_keys.check_operator(authorization)
         client = service.client
         text = service.metrics.render(
             await client.stats(), is_up=client.problem is None, num_restarts=client.num_restarts

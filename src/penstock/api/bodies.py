@@ -182,7 +182,7 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
-_UNOFFERED: Mapping[str, tuple[object, ...]] = {
+_UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     # which token is drawn
     "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
     "repeat_penalty": (1,), "logit_bias": ({},), "min_p": (0,), "typical_p": (1,), "top_a": (0,),
@@ -212,7 +212,7 @@ _UNOFFERED: Mapping[str, tuple[object, ...]] = {
 }  # fmt: skip
 """Fields by which the answer would change, with the values at which it does not."""
 
-_UNOFFERED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
+_UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
     "tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (),
     "prefix": (False,), "partial": (False,),
 }  # fmt: skip
@@ -231,11 +231,11 @@ def ignored_fields(body: GenerationBody) -> list[str]:
     has.
     """
     names: dict[str, None] = {}
-    for path, name, value, unoffered in _unknown(body):
+    for path, name, value, unsupported in _unknown(body):
         if len(names) > _MAX_FIELDS:
             raise ApiError(400, f"the body has more than {_MAX_FIELDS} unknown fields")
-        if name in unoffered:
-            _check_neutral(_joined(*path, name), value, unoffered[name])
+        if name in unsupported:
+            _check_neutral(_joined(*path, name), value, unsupported[name])
         else:
             known = _joined(*(part for part in path if isinstance(part, str)), name)
             names[known if _NAME.fullmatch(known) else UNNAMED] = None
@@ -254,13 +254,13 @@ def _unknown(
 ) -> Iterator[tuple[tuple[str | int, ...], str, Any, Mapping[str, tuple[object, ...]]]]:
     """Where a field is, its name, its value, and what is not offered there."""
     for name, value in (body.model_extra or {}).items():
-        yield (), name, value, _UNOFFERED
+        yield (), name, value, _UNSUPPORTED
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
             yield ("stream_options",), name, value, {}
     for index, message in enumerate(body.messages if isinstance(body, ChatBody) else ()):
         for name, value in (message.model_extra or {}).items():
-            yield ("messages", index), name, value, _UNOFFERED_IN_MESSAGES
+            yield ("messages", index), name, value, _UNSUPPORTED_IN_MESSAGES
         for part in () if isinstance(message.content, str) else message.content:
             for name, value in (part.model_extra or {}).items():
                 yield ("messages", index, "content"), name, value, {}

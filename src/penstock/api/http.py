@@ -212,7 +212,7 @@ IGNORED_FIELDS = "X-Penstock-Ignored-Fields"
 EXPECTED_OUTPUT_TOKENS = "X-Penstock-Expected-Output-Tokens"
 """Of a request: the body's field of that name, for proxies; the body's own comes first."""
 
-_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 _request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 _log = logging.getLogger(__name__)
 
@@ -230,7 +230,7 @@ class ResponseHeaders:
             await self._app(scope, receive, send)
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = given if _SANE_ID.fullmatch(given) else uuid4().hex
+        request_id = given if _VALID_ID.fullmatch(given) else uuid4().hex
         # Not reset: a failure is logged after this has been left, in the same task.
         _request_id.set(request_id)
         state = scope.setdefault("state", {})

@@ -49,35 +49,35 @@ _REASONS = {
 }
 
 
-class _Tenant:
-    """Metrics of one tenant, looked up once."""
+_TENANT_COUNTERS = {
+    "prompt_tokens": "Prompt tokens processed.",
+    "generation_tokens": "Tokens generated.",
+    "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
+    "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+}
+_TENANT_HISTOGRAMS = {
+    "time_to_first_token_seconds": ("Time to the first token.", _FIRST_TOKEN_S),
+    "inter_token_latency_seconds": (
+        "Time between a request's outputs; a round of speculation is one output.",
+        _BETWEEN_TOKENS_S,
+    ),
+    "request_time_per_output_token_seconds": (
+        "Mean time for each token after the first, one value a request.",
+        _BETWEEN_TOKENS_S,
+    ),
+    "e2e_request_latency_seconds": ("Time from arrival to the last token.", _REQUEST_S),
+}
+_DRAFTER_COUNTERS = {
+    "spec_decode_num_drafts": "Rounds in which a drafter proposed tokens.",
+    "spec_decode_num_draft_tokens": "Draft tokens proposed.",
+    "spec_decode_num_accepted_tokens": "Draft tokens accepted.",
+    "drafter_requests": "Requests whose first draft it made.",
+    "drafter_switches": "Requests that came to it from another drafter.",
+}
 
-    def __init__(self, metrics: Metrics, name: str) -> None:
-        def child(metric: Any) -> Any:
-            return metric.labels(model_name=metrics.model_name, tenant=name)
 
-        self.prompt_tokens: Counter = child(metrics.prompt_tokens)
-        self.generation_tokens: Counter = child(metrics.generation_tokens)
-        self.prefix_queries: Counter = child(metrics.prefix_queries)
-        self.prefix_hits: Counter = child(metrics.prefix_hits)
-        self.first_token: Histogram = child(metrics.first_token)
-        self.between_tokens: Histogram = child(metrics.between_tokens)
-        self.per_token: Histogram = child(metrics.per_token)
-        self.latency: Histogram = child(metrics.latency)
-
-
-class _Drafter:
-    """Metrics of one drafter, looked up once."""
-
-    def __init__(self, metrics: Metrics, name: str) -> None:
-        labels = {"model_name": metrics.model_name, "drafter": name}
-        self.drafts = metrics.drafts.labels(**labels)
-        self.draft_tokens = metrics.draft_tokens.labels(**labels)
-        self.accepted_tokens = metrics.accepted_tokens.labels(**labels)
-        self.requests = metrics.drafter_requests.labels(**labels)
-        self.switches = metrics.drafter_switches.labels(**labels)
-        self.by_length = [0] * (MAX_POSITIONS + 1)
-        """Rounds by accepted tokens."""
+_Values = float | Mapping[Any, float]
+"""One value, or several by the tuples of their labels."""
 
 
 class Metrics:
@@ -88,65 +88,38 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._engine = _EngineCollector(model_name)
         self.registry.register(self._engine)
-        tenant, drafter = ("model_name", "tenant"), ("model_name", "drafter")
-        self.prompt_tokens = self._counter("prompt_tokens", "Prompt tokens processed.", tenant)
-        self.generation_tokens = self._counter("generation_tokens", "Tokens generated.", tenant)
-        self.prefix_queries = self._counter(
-            "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", tenant
-        )
-        self.prefix_hits = self._counter(
-            "prefix_cache_hits", "Prompt tokens found in the prefix cache.", tenant
-        )
+        self._of_tenant: dict[str, Counter | Histogram] = {
+            n: self._counter(n, text, "tenant") for n, text in _TENANT_COUNTERS.items()
+        }
+        self._of_tenant |= {
+            name: self._histogram(name, text, buckets)
+            for name, (text, buckets) in _TENANT_HISTOGRAMS.items()
+        }
+        self._of_drafter = {
+            n: self._counter(n, text, "drafter") for n, text in _DRAFTER_COUNTERS.items()
+        }
         self.finished = self._counter(
-            "request_success", "Finished requests.", (*tenant, "finished_reason")
-        )
-        self.first_token = self._histogram(
-            "time_to_first_token_seconds", "Time to the first token.", _FIRST_TOKEN_S
-        )
-        self.between_tokens = self._histogram(
-            "inter_token_latency_seconds",
-            "Time between a request's outputs; a round of speculation is one output.",
-            _BETWEEN_TOKENS_S,
-        )
-        self.per_token = self._histogram(
-            "request_time_per_output_token_seconds",
-            "Mean time for each token after the first, one value a request.",
-            _BETWEEN_TOKENS_S,
-        )
-        self.latency = self._histogram(
-            "e2e_request_latency_seconds", "Time from arrival to the last token.", _REQUEST_S
-        )
-        self.drafts = self._counter(
-            "spec_decode_num_drafts", "Rounds in which a drafter proposed tokens.", drafter
-        )
-        self.draft_tokens = self._counter(
-            "spec_decode_num_draft_tokens", "Draft tokens proposed.", drafter
-        )
-        self.accepted_tokens = self._counter(
-            "spec_decode_num_accepted_tokens", "Draft tokens accepted.", drafter
-        )
-        self.drafter_requests = self._counter(
-            "drafter_requests", "Requests whose first draft it made.", drafter
-        )
-        self.drafter_switches = self._counter(
-            "drafter_switches", "Requests that came to it from another drafter.", drafter
+            "request_success", "Finished requests.", "tenant", "finished_reason"
         )
         self._ignored_fields = self._counter(
-            "ignored_fields",
-            "Requests with a field that is ignored, by its name.",
-            ("model_name", "field"),
+            "ignored_fields", "Requests with a field that is ignored, by its name.", "field"
         )
         self._ignored_names: set[str] = set()
-        self.drafters: dict[str, _Drafter] = {}
-        self.registry.register(_PositionCollector(model_name, self.drafters))
-        self.tenant = cache(lambda name: _Tenant(self, name))
+        self.accepted: dict[str, list[int]] = {}
+        """Rounds by accepted tokens, by drafter."""
+        self.registry.register(_PositionCollector(model_name, self.accepted))
+        # Looked up once each: a look-up by labels takes longer than counting.
+        self.tenant = cache(lambda name: self._children(self._of_tenant, tenant=name))
+        self.drafter = cache(lambda name: self._children(self._of_drafter, drafter=name))
 
-    def drafter(self, name: str) -> _Drafter:
-        """A drafter's metrics."""
-        known = self.drafters.get(name)
-        if known is None:
-            known = self.drafters[name] = _Drafter(self, name)
-        return known
+    def count_draft(self, drafter: str, num_proposed: int, num_accepted: int) -> None:
+        """Count a round in which a drafter proposed tokens."""
+        counters = self.drafter(drafter)
+        counters["spec_decode_num_drafts"].inc()
+        counters["spec_decode_num_draft_tokens"].inc(num_proposed)
+        counters["spec_decode_num_accepted_tokens"].inc(num_accepted)
+        by_length = self.accepted.setdefault(drafter, [0] * (MAX_POSITIONS + 1))
+        by_length[min(num_accepted, MAX_POSITIONS)] += 1
 
     def count_ignored_fields(self, names: Iterable[str]) -> None:
         """Count a request's ignored fields, each once."""
@@ -169,17 +142,15 @@ class Metrics:
         """Also tell of draft servers."""
         self._engine.hub = hub
 
-    def _counter(self, name: str, text: str, labels: Iterable[str]) -> Counter:
-        return Counter(f"penstock:{name}", text, tuple(labels), registry=self.registry)
+    def _counter(self, name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"penstock:{name}", text, ("model_name", *labels), registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-        return Histogram(
-            f"penstock:{name}",
-            text,
-            ("model_name", "tenant"),
-            buckets=buckets,
-            registry=self.registry,
-        )
+        labels = ("model_name", "tenant")
+        return Histogram(f"penstock:{name}", text, labels, buckets=buckets, registry=self.registry)
+
+    def _children(self, metrics: Mapping[str, Any], **labels: str) -> dict[str, Any]:
+        return {n: m.labels(model_name=self.model_name, **labels) for n, m in metrics.items()}
 
 
 class RequestMeter:
@@ -197,17 +168,13 @@ class RequestMeter:
         self._is_finished = False
 
     def observe(self, output: Output) -> None:
-        now = time.perf_counter()
         if output.token_ids:
-            self._time_tokens(now, output)
+            self._time_tokens(time.perf_counter(), output)
         if output.drafter is not None and output.num_proposed:
-            drafter = self._metrics.drafter(output.drafter)
-            drafter.drafts.inc()
-            drafter.draft_tokens.inc(output.num_proposed)
-            drafter.accepted_tokens.inc(output.num_accepted)
-            drafter.by_length[min(output.num_accepted, MAX_POSITIONS)] += 1
+            self._metrics.count_draft(output.drafter, output.num_proposed, output.num_accepted)
             if output.drafter != self._drafter:
-                (drafter.requests if self._drafter is None else drafter.switches).inc()
+                name = "drafter_requests" if self._drafter is None else "drafter_switches"
+                self._metrics.drafter(output.drafter)[name].inc()
                 self._drafter = output.drafter
 
     def finish(self, reason: FinishReason) -> None:
@@ -218,31 +185,33 @@ class RequestMeter:
         metrics = self._metrics
         metrics.finished.labels(metrics.model_name, self._request.tenant, _REASONS[reason]).inc()
         if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self._tenant.latency.observe(time.perf_counter() - self._arrived_at)
+            seconds = time.perf_counter() - self._arrived_at
+            self._tenant["e2e_request_latency_seconds"].observe(seconds)
             if self._num_tokens > 1:
-                seconds = self._last_at - self._first_at
-                self._tenant.per_token.observe(seconds / (self._num_tokens - 1))
+                mean = (self._last_at - self._first_at) / (self._num_tokens - 1)
+                self._tenant["request_time_per_output_token_seconds"].observe(mean)
 
     def _time_tokens(self, now: float, output: Output) -> None:
+        tenant = self._tenant
         if self._num_tokens:
-            self._tenant.between_tokens.observe(now - self._last_at)
+            tenant["inter_token_latency_seconds"].observe(now - self._last_at)
         else:
             self._first_at = now
-            self._tenant.first_token.observe(now - self._arrived_at)
-            self._tenant.prompt_tokens.inc(self._request.prompt_len)
-            self._tenant.prefix_queries.inc(self._request.prompt_len)
-            self._tenant.prefix_hits.inc(output.num_cached_tokens)
+            tenant["time_to_first_token_seconds"].observe(now - self._arrived_at)
+            tenant["prompt_tokens"].inc(self._request.prompt_len)
+            tenant["prefix_cache_queries"].inc(self._request.prompt_len)
+            tenant["prefix_cache_hits"].inc(output.num_cached_tokens)
         self._last_at = now
         self._num_tokens += len(output.token_ids)
-        self._tenant.generation_tokens.inc(len(output.token_ids))
+        tenant["generation_tokens"].inc(len(output.token_ids))
 
 
 class _PositionCollector(Collector):
     """Counts accepted draft tokens by their position in the draft, from 0 on, when it is asked."""
 
-    def __init__(self, model_name: str, drafters: Mapping[str, _Drafter]) -> None:
+    def __init__(self, model_name: str, accepted: Mapping[str, list[int]]) -> None:
         self._model_name = model_name
-        self._drafters = drafters
+        self._accepted = accepted
 
     def collect(self) -> Iterator[Metric]:
         family = CounterMetricFamily(
@@ -250,8 +219,8 @@ class _PositionCollector(Collector):
             "Accepted draft tokens by position in the draft.",
             labels=("model_name", "drafter", "position"),
         )
-        for name, drafter in list(self._drafters.items()):
-            longer = accumulate(reversed(drafter.by_length[1:]))
+        for name, by_length in list(self._accepted.items()):
+            longer = accumulate(reversed(by_length[1:]))
             for position, count in enumerate(reversed(list(longer))):
                 family.add_metric((self._model_name, name, str(position)), count)
         yield family
@@ -280,44 +249,33 @@ class _EngineCollector(Collector):
         yield self._gauge(
             "kv_cache_usage_perc", "Share of the target's KV blocks used.", stats.kv_usage[TARGET]
         )
-        by_drafter = GaugeMetricFamily(
-            "penstock:drafter_kv_cache_usage_perc",
+        yield self._gauge(
+            "drafter_kv_cache_usage_perc",
             "Share of a drafter's KV blocks used.",
-            labels=("model_name", "drafter"),
+            {(name,): share for name, share in stats.kv_usage.items() if name != TARGET},
+            ("drafter",),
         )
-        for name, value in stats.kv_usage.items():
-            if name != TARGET:
-                by_drafter.add_metric((self._model_name, name), value)
-        yield by_drafter
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
         yield self._counter("engine_busy_seconds", "Seconds the engine was at work.", stats.busy_s)
         yield self._counter("target_steps", "Steps of the target.", stats.num_target_steps)
-        yield self._phases(stats)
-        seconds = CounterMetricFamily(
-            "penstock:drafter_seconds",
-            "Seconds that a drafter of this machine has drafted and read.",
-            labels=("model_name", "drafter"),
-        )
-        for name, value in stats.drafter_seconds.items():
-            seconds.add_metric((self._model_name, name), value)
-        yield seconds
-
-    def _phases(self, stats: EngineStats) -> Metric:
-        family = CounterMetricFamily(
-            "penstock:target_step_seconds",
-            "Seconds of the target's steps by phase; receive is the wait for draft servers.",
-            labels=("model_name", "phase"),
-        )
         phases = stats.phases
-        seconds = {
-            "receive": phases.receive,
-            "draft": phases.draft,
-            "verify": phases.verify + phases.sample,
-        }
-        for phase, value in seconds.items():
-            family.add_metric((self._model_name, phase), value)
-        return family
+        yield self._counter(
+            "target_step_seconds",
+            "Seconds of the target's steps by phase; receive is the wait for draft servers.",
+            {
+                ("receive",): phases.receive,
+                ("draft",): phases.draft,
+                ("verify",): phases.verify + phases.sample,
+            },
+            ("phase",),
+        )
+        yield self._counter(
+            "drafter_seconds",
+            "Seconds that a drafter of this machine has drafted and read.",
+            {(name,): seconds for name, seconds in stats.drafter_seconds.items()},
+            ("drafter",),
+        )
 
     def _draft_servers(self, hub: DraftHub) -> Iterator[Metric]:
         yield self._gauge("draft_servers", "Draft servers connected.", len(hub.drafters))
@@ -326,14 +284,12 @@ class _EngineCollector(Collector):
         yield self._counter(
             "verdict_send_seconds", "Seconds until verdicts were written, summed.", times.seconds
         )
-        refused = CounterMetricFamily(
-            "penstock:refused_connections",
+        yield self._counter(
+            "refused_connections",
             "Connections that were refused, by draft server (empty: not known).",
-            labels=("model_name", "draft_server", "reason"),
+            hub.arrivals.refused,
+            ("draft_server", "reason"),
         )
-        for (server, reason), count in hub.arrivals.refused.items():
-            refused.add_metric((self._model_name, server, reason), count)
-        yield refused
         counts = {
             "audited_drafts": ("Drafts recomputed.", "num_drafts"),
             "failed_audits": ("Weighted drafts that proved false.", "num_failed"),
@@ -341,19 +297,22 @@ class _EngineCollector(Collector):
             "false_draft_tokens": ("Draft tokens that the model does not draw.", "num_false_draws"),
         }
         for name, (text, field) in counts.items():
-            family = CounterMetricFamily(
-                f"penstock:{name}", text, labels=("model_name", "draft_server")
-            )
-            for server, audited in hub.audits.by_server.items():
-                family.add_metric((self._model_name, server), getattr(audited, field))
-            yield family
+            audited = {(s,): getattr(a, field) for s, a in hub.audits.by_server.items()}
+            yield self._counter(name, text, audited, ("draft_server",))
 
-    def _gauge(self, name: str, text: str, value: float) -> Metric:
-        family = GaugeMetricFamily(f"penstock:{name}", text, labels=("model_name",))
-        family.add_metric((self._model_name,), float(value))
-        return family
+    def _gauge(self, name: str, text: str, values: _Values, labels: tuple[str, ...] = ()) -> Metric:
+        return self._family(GaugeMetricFamily, name, text, values, labels)
 
-    def _counter(self, name: str, text: str, value: float) -> Metric:
-        family = CounterMetricFamily(f"penstock:{name}", text, labels=("model_name",))
-        family.add_metric((self._model_name,), float(value))
-        return family
+    def _counter(
+        self, name: str, text: str, values: _Values, labels: tuple[str, ...] = ()
+    ) -> Metric:
+        return self._family(CounterMetricFamily, name, text, values, labels)
+
+    def _family(
+        self, kind: Any, name: str, text: str, values: _Values, labels: tuple[str, ...]
+    ) -> Metric:
+        family = kind(f"penstock:{name}", text, labels=("model_name", *labels))
+        for of, value in values.items() if isinstance(values, Mapping) else [((), values)]:
+            family.add_metric((self._model_name, *of), float(value))
+        made: Metric = family
+        return made

@@ -29,7 +29,7 @@ class Caller(NamedTuple):
     client: str
 
 
-class Keyring:
+class ApiKeys:
     """Who a request is from. Without any key configured, everybody is the default tenant.
 
     operators: keys for what is said of all tenants; without any, every tenant's key is one
@@ -78,12 +78,12 @@ _GREEDY_BELOW = 1e-5
 _LONG_TEXT = 8192
 """Characters; longer texts are tokenised in a thread, so that streams do not stand still."""
 
-_PER_TEXT = 100
+_COST_PER_TEXT = 100
 """As many characters' time goes into tokenising any text, even an empty one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Preparer:
+class RequestBuilder:
     """Knows the model that requests are for.
 
     verification: of every request, or None: `coupled` with a seed, `ratio` without.
@@ -97,7 +97,7 @@ class Preparer:
     verification: Literal["coupled", "ratio"] | None
     drafters: Callable[[], tuple[str, ...]]
     max_choices: Callable[[str], int]
-    _one_at_a_time: Executor = field(
+    _long_texts: Executor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "penstock-tokenizer")
     )
     """Long texts wait for each other: each takes up to a thousand times its size in memory."""
@@ -110,7 +110,7 @@ class Preparer:
         self._check(body, caller, len(given))
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
-        size = sum(_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
+        size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
         # One by one, so that the texts of others can go between.
         prompts = [await self._tokenise(size, self._completion_prompt, p) for p in given]
         return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, caller.tenant, job_id)
@@ -120,7 +120,7 @@ class Preparer:
         ApiError."""
         self._check(body, caller, 1)
         messages = [m.for_template() for m in body.messages]
-        size = sum(_PER_TEXT + len(m["content"]) for m in messages)
+        size = sum(_COST_PER_TEXT + len(m["content"]) for m in messages)
         prompt = await self._tokenise(size, self._chat_prompt, messages)
         return self._choices(body, [prompt], self.engine.max_request_tokens, caller.tenant, job_id)
 
@@ -128,7 +128,7 @@ class Preparer:
         """Raises: as `work`."""
         if size <= _LONG_TEXT:
             return work(given)
-        return await asyncio.get_running_loop().run_in_executor(self._one_at_a_time, work, given)
+        return await asyncio.get_running_loop().run_in_executor(self._long_texts, work, given)
 
     def check_model(self, name: str) -> None:
         """Raises: ApiError for any but this server's."""

@@ -186,7 +186,7 @@ class Generation(AbstractContextManager["Generation"]):
         the event loop's clock. Raises: ApiError if it cannot take them."""
         requests = [choice.request for choice in choices]
         meters = [RequestMeter(metrics, request) for request in requests]
-        with _overload():
+        with _as_api_errors():
             async with asyncio.timeout_at(deadline):
                 stream = await client.submit(asker, requests)
         return cls(choices, stream, meters, deadline)
@@ -205,7 +205,7 @@ class Generation(AbstractContextManager["Generation"]):
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What the choices come to, in pieces. Raises: ApiError."""
-        with _overload():
+        with _as_api_errors():
             async for output in self._stream:
                 choice, meter = self._by_request[output.request_id]
                 meter.observe(output)
@@ -220,7 +220,7 @@ class Generation(AbstractContextManager["Generation"]):
 
 
 @contextmanager
-def _overload() -> Iterator[None]:
+def _as_api_errors() -> Iterator[None]:
     """What is said of requests that are not taken, or not made in time. Raises: ApiError."""
     try:
         yield
@@ -251,7 +251,7 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
 
     async def stream_response(self, send: Send) -> None:
-        kept_alive = _KeptAlive(send)
+        kept_alive = _KeepAliveSender(send)
         comments = asyncio.create_task(kept_alive.run())
         try:
             await super().stream_response(kept_alive.send)
@@ -259,7 +259,7 @@ class EventStream(StreamingResponse):
             comments.cancel()
 
 
-class _KeptAlive:
+class _KeepAliveSender:
     """Sends a comment where nothing else was sent for a while: proxies close quiet connections."""
 
     def __init__(self, send: Send) -> None:

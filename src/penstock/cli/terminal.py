@@ -45,7 +45,7 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
 
 
 def announce(line: str) -> None:
-    """Say that something is ready, for whoever waits for it."""
+    """Print one line at once: scripts wait for it."""
     print(f"penstock: {line}", flush=True)
 
 

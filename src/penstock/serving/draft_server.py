@@ -3,7 +3,7 @@
 Messages may come twice, late and in any order. Verdicts are joined by position, assignments wait
 until the text has come as far as they say, and of two the one with the higher (epoch, round)
 counts. Every assignment is answered once, if only by an empty draft when it is too late: the
-verification server holds whoever does not answer for dead.
+verification server counts a draft server that does not answer as dead.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from penstock.core.types import SamplingParams
 from penstock.engine.drafters.sessions import DraftingSessions, SessionDraft, SessionOrder
 from penstock.serving.drafting import DraftingThread
 from penstock.serving.link import Endpoint, VerifierLink
-from penstock.serving.tracked import Piece, Tracked, VerifiedText
+from penstock.serving.tracked import Piece, TrackedRequest, VerifiedText
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import decode_sampling, in_effect
 
-_MAX_STRAYS = 1024
+_MAX_REMEMBERED = 1024
 """Verdicts kept for requests that are not known yet; releases that are remembered."""
 
-_DOUBT_S = 0.1
+_REFUSAL_GRACE_S = 0.1
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +46,9 @@ class DraftService:
         """Of the last stream."""
         self._takes_assignments = hello.takes_assignments
         self._drafting = DraftingThread(sessions, self._send_drafts)
-        self._by_wire_id: dict[str, Tracked] = {}
-        self._by_key: dict[str, Tracked] = {}
-        self._strays: OrderedDict[tuple[str, int], Piece] = OrderedDict()
+        self._by_wire_id: dict[str, TrackedRequest] = {}
+        self._by_key: dict[str, TrackedRequest] = {}
+        self._early_verdicts: OrderedDict[tuple[str, int], Piece] = OrderedDict()
         self._released: OrderedDict[str, tuple[int, int]] = OrderedDict()
         self._num_opened = 0
 
@@ -66,7 +66,7 @@ class DraftService:
 
     # --- edge ingress ---------------------------------------------------------------------------
 
-    def open(self, tracked: Tracked, message: pb.Open) -> None:
+    def open(self, tracked: TrackedRequest, message: pb.Open) -> None:
         """Have a text of ours continued on the present stream. The message's id is given here."""
         self._num_opened += 1
         tracked.begin_stream(f"{self._num_opened:x}")
@@ -77,7 +77,7 @@ class DraftService:
         message.request_id = tracked.wire_id
         self.link.send(pb.Up(open=message))
 
-    def close(self, tracked: Tracked) -> None:
+    def close(self, tracked: TrackedRequest) -> None:
         """The text is not wanted any more."""
         if self._by_wire_id.get(tracked.wire_id) is tracked:
             self._answer(tracked)
@@ -98,7 +98,7 @@ class DraftService:
             if tracked.listener is None:
                 self._forget(tracked)
         self._by_wire_id.clear()
-        self._strays.clear()
+        self._early_verdicts.clear()
         self._released.clear()
         self.on_lost()
 
@@ -124,14 +124,14 @@ class DraftService:
 
     def _assign(self, assign: pb.Assign) -> None:
         tracked = self._by_wire_id.get(assign.request_id) or self._adopt(assign)
-        if tracked is None or not tracked.is_news(assign):
+        if tracked is None or not tracked.is_newer(assign):
             return
         tracked.is_taken = True
         self._answer(tracked)
         tracked.asked, tracked.newest = assign, (assign.epoch, assign.round)
         self._order(tracked)
 
-    def _adopt(self, assign: pb.Assign) -> Tracked | None:
+    def _adopt(self, assign: pb.Assign) -> TrackedRequest | None:
         """Begin with a request of somebody else's, if this is the first of its assignments."""
         request_id = assign.request_id
         released = self._released.get(request_id, (-1, -1))
@@ -140,11 +140,11 @@ class DraftService:
             return None
         params = decode_sampling(assign.sampling)
         text = VerifiedText(assign.prefix_token_ids)
-        tracked = Tracked(request_id, text, params, wire_id=request_id)
+        tracked = TrackedRequest(request_id, text, params, wire_id=request_id)
         self._by_wire_id[request_id] = tracked
         self._begin(tracked, params)
-        for key in [k for k in self._strays if k[0] == request_id]:
-            self._advance(tracked, self._strays.pop(key))
+        for key in [k for k in self._early_verdicts if k[0] == request_id]:
+            self._advance(tracked, self._early_verdicts.pop(key))
         return tracked
 
     def _verdict(self, verdict: pb.VerifiedTokens) -> None:
@@ -153,9 +153,9 @@ class DraftService:
             tracked.is_taken = True
             self._advance(tracked, Piece.of(verdict))
         else:
-            self._strays[verdict.request_id, verdict.start] = Piece.of(verdict)
-            if len(self._strays) > _MAX_STRAYS:
-                self._strays.popitem(last=False)
+            self._early_verdicts[verdict.request_id, verdict.start] = Piece.of(verdict)
+            if len(self._early_verdicts) > _MAX_REMEMBERED:
+                self._early_verdicts.popitem(last=False)
 
     def _release(self, request_id: str) -> None:
         tracked = self._by_wire_id.get(request_id)
@@ -169,26 +169,26 @@ class DraftService:
         tracked = self._by_wire_id.get(refused.request_id)
         if tracked is not None and not tracked.is_taken:
             loop = asyncio.get_running_loop()
-            loop.call_later(_DOUBT_S, self._believe, tracked, refused)
+            loop.call_later(_REFUSAL_GRACE_S, self._apply_refusal, tracked, refused)
 
-    def _believe(self, tracked: Tracked, refused: pb.Refused) -> None:
+    def _apply_refusal(self, tracked: TrackedRequest, refused: pb.Refused) -> None:
         if self._by_wire_id.get(refused.request_id) is tracked and not tracked.is_taken:
             at = len(tracked.text)
             self._advance(tracked, Piece(at, (), 0, "refused", refused.reason, refused.code))
 
     # --- texts and drafts -----------------------------------------------------------------------
 
-    def _advance(self, tracked: Tracked, piece: Piece) -> None:
-        for news in tracked.text.take(piece):
-            if news.token_ids:
-                self._drafting.post(partial(_extend, tracked.key, news))
+    def _advance(self, tracked: TrackedRequest, piece: Piece) -> None:
+        for fresh in tracked.text.take(piece):
+            if fresh.token_ids:
+                self._drafting.post(partial(_extend, tracked.key, fresh))
             self._order(tracked)
-            if news.finish_reason:
+            if fresh.finish_reason:
                 self._finish(tracked)
             if tracked.listener is not None:
-                tracked.listener(news, tracked.num_proposed(news))
+                tracked.listener(fresh, tracked.num_proposed(fresh))
 
-    def _finish(self, tracked: Tracked) -> None:
+    def _finish(self, tracked: TrackedRequest) -> None:
         """No more comes of a request on this stream. One of edge ingress may be opened again."""
         if tracked.listener is None:
             self._drop(tracked)
@@ -196,14 +196,14 @@ class DraftService:
             self._answer(tracked)
             self._by_wire_id.pop(tracked.wire_id, None)
 
-    def _drop(self, tracked: Tracked) -> None:
+    def _drop(self, tracked: TrackedRequest) -> None:
         self._answer(tracked)
         self._released[tracked.wire_id] = tracked.newest
-        if len(self._released) > _MAX_STRAYS:
+        if len(self._released) > _MAX_REMEMBERED:
             self._released.popitem(last=False)
         self._forget(tracked)
 
-    def _order(self, tracked: Tracked) -> None:
+    def _order(self, tracked: TrackedRequest) -> None:
         """Hand an assignment to the drafting thread when its turn has come."""
         assign = tracked.asked
         if assign is None or assign.prefix_len > len(tracked.text):
@@ -224,19 +224,19 @@ class DraftService:
             if tracked is not None and tracked.asked is not None and draft.tag == tracked.tag:
                 self._answer(tracked, draft)
 
-    def _answer(self, tracked: Tracked, draft: SessionDraft | None = None) -> None:
+    def _answer(self, tracked: TrackedRequest, draft: SessionDraft | None = None) -> None:
         """Answer the assignment that is open, if one is; without a draft, by an empty one."""
         message = tracked.answer(draft)
         if message is not None:
             self.link.send(pb.Up(draft=message))
 
-    def _begin(self, tracked: Tracked, params: SamplingParams) -> None:
+    def _begin(self, tracked: TrackedRequest, params: SamplingParams) -> None:
         self._by_key[tracked.key] = tracked
         tracked.drafted_as = params
         token_ids = tuple(tracked.text.token_ids)
         self._drafting.post(lambda sessions: sessions.begin(tracked.key, token_ids, params))
 
-    def _forget(self, tracked: Tracked) -> None:
+    def _forget(self, tracked: TrackedRequest) -> None:
         self._by_wire_id.pop(tracked.wire_id, None)
         self._by_key.pop(tracked.key, None)
         self._drafting.post(lambda sessions: sessions.forget(tracked.key))

@@ -28,8 +28,8 @@ from penstock.transport.checks import (
     ASSIGNED_PREFIX,
     ExpectedDraft,
     Limits,
-    Quota,
     Refusal,
+    TokenBucket,
     answers,
     check_draft,
     check_hello,
@@ -68,7 +68,7 @@ class Identity(NamedTuple):
         return self.name if self.tenant == DEFAULT_TENANT else self.tenant
 
 
-class End(NamedTuple):
+class StreamEnd(NamedTuple):
     """Why a stream is ended."""
 
     code: grpc.StatusCode
@@ -150,7 +150,7 @@ class DraftStream:
         self.identity = identity
         self.limits = limits
         self.outbox = Outbox()
-        self.ended: asyncio.Future[End] = asyncio.get_running_loop().create_future()
+        self.ended: asyncio.Future[StreamEnd] = asyncio.get_running_loop().create_future()
         self.drafter: str | None = None
         """The name that the scheduler knows it by; None before its `Hello`."""
         self.takes_assignments = False
@@ -159,10 +159,10 @@ class DraftStream:
         self._edge: dict[str, EdgeRequest] = {}
         self._assigned: dict[str, DraftedRequest] = {}
         self._num_assigned = 0
-        self._num_unheard = 0
+        self._num_late = 0
         now = time.perf_counter()
-        self._messages = Quota(limits.max_messages_per_s, now)
-        self._bytes = Quota(limits.max_bytes_per_s, now)
+        self._messages = TokenBucket(limits.max_messages_per_s, now)
+        self._bytes = TokenBucket(limits.max_bytes_per_s, now)
 
     # --- up -------------------------------------------------------------------------------------
 
@@ -239,11 +239,11 @@ class DraftStream:
     def _draft(self, draft: pb.DraftTokens) -> bool:
         request = self._edge.get(draft.request_id) or self._assigned.get(draft.request_id)
         if request is None:
-            self._heard()
+            self._note_late_answer()
             raise Refusal("this stream has no such request open", draft.request_id[:64])
         order = request.order
         if order is None or not answers(draft, order):
-            self._heard()
+            self._note_late_answer()
             return False
         try:
             check_draft(draft, self.limits, order, request.prefix)
@@ -276,10 +276,10 @@ class DraftStream:
             )
         )
 
-    def _heard(self) -> None:
+    def _note_late_answer(self) -> None:
         """A late answer to an order that is no more: the engine may hold the server for dead."""
-        if self._num_unheard and self.drafter is not None:
-            self._num_unheard -= 1
+        if self._num_late and self.drafter is not None:
+            self._num_late -= 1
             self._hub.client.post(RemoteDraft("", 0, 0, self.drafter))
 
     def _close(self, wire_id: str) -> None:
@@ -300,7 +300,7 @@ class DraftStream:
 
     def _void(self, request: DraftedRequest) -> None:
         """A draft would come too late from now on."""
-        self._num_unheard += request.order is not None
+        self._num_late += request.order is not None
         request.order = None
 
     # --- down -----------------------------------------------------------------------------------
@@ -312,7 +312,7 @@ class DraftStream:
     def end(self, code: grpc.StatusCode, reason: str) -> None:
         """Nothing more is sent but the reason."""
         if not self.ended.done():
-            self.ended.set_result(End(code, reason))
+            self.ended.set_result(StreamEnd(code, reason))
 
     def attempt(self, action: Callable[[], None]) -> bool:
         """Do what a message of the engine asks of this stream; False where that fails. Then this
@@ -353,7 +353,7 @@ class DraftStream:
         self._void(request)
         self.send(pb.Down(verdict=verdict), self._hub.verdict_written())
 
-    def take_over(self, engine_id: str, prefix: PrefixDigest, *, weighted: bool) -> DraftedRequest:
+    def assign(self, engine_id: str, prefix: PrefixDigest, *, weighted: bool) -> DraftedRequest:
         """A request of central ingress that this server drafts for from now on."""
         self._num_assigned += 1
         wire_id = f"{ASSIGNED_PREFIX}{self._num_assigned}"

@@ -14,14 +14,14 @@ from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
 from penstock.serving.draft_server import DraftService
 from penstock.serving.intake import (
     EngineUnavailable,
-    NotTaken,
     OutputStream,
     QueueFull,
     RequestClient,
+    RequestRejected,
     WaitingRoom,
 )
 from penstock.serving.messages import Ready
-from penstock.serving.tracked import Piece, Tracked, VerifiedText
+from penstock.serving.tracked import Piece, TrackedRequest, VerifiedText
 from penstock.transport.checks import Limits, Refusal, check_open
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import encode_sampling
@@ -29,7 +29,7 @@ from penstock.transport.wire import encode_sampling
 _MAX_TRIES = 5
 """A request that the verification server gives up so often, with no token between, is hopeless."""
 
-_NOT_TAKEN: dict[pb.Refused.Code, type[NotTaken]] = {
+_REJECTIONS: dict[pb.Refused.Code, type[RequestRejected]] = {
     pb.Refused.BUSY: QueueFull,
     pb.Refused.UNAVAILABLE: EngineUnavailable,
 }
@@ -45,7 +45,7 @@ class _EdgeRequest:
     """One request, and its text. num_tries: since the last token."""
 
     request: Request
-    tracked: Tracked
+    tracked: TrackedRequest
     is_open: bool = False
     num_tries: int = 0
     retry: asyncio.TimerHandle | None = None
@@ -108,7 +108,7 @@ class EdgeClient(RequestClient):
     def _start(self, request: Request) -> None:
         if request.prompt_token_ids is None:
             raise ValueError("a request needs its prompt's tokens, not only its length")
-        tracked = Tracked(
+        tracked = TrackedRequest(
             request.id,
             VerifiedText(request.prompt_token_ids),
             request.sampling,
@@ -174,29 +174,29 @@ class EdgeClient(RequestClient):
     def _take(self, edge: _EdgeRequest, piece: Piece, num_proposed: int) -> None:
         if piece.token_ids:
             edge.num_tries = 0
-        if piece.finish_reason and self._is_passing(edge, piece.finish_reason):
+        if piece.finish_reason and self._is_temporary(edge, piece.finish_reason):
             self._hand_on(edge, piece, num_proposed, None)
-            self._set_aside(edge, piece.reason)
+            self._retry_later(edge, piece.reason)
             return
         finish = FinishReason(piece.finish_reason) if piece.finish_reason else None
-        if piece.code in _NOT_TAKEN:
+        if piece.code in _REJECTIONS:
             sink = self._sinks[edge.request.id]
             self._forget(edge.request.id)
             assert isinstance(sink, OutputStream)
-            sink.fail(_NOT_TAKEN[piece.code](piece.reason))
+            sink.fail(_REJECTIONS[piece.code](piece.reason))
         else:
             self._hand_on(edge, piece, num_proposed, finish)
         if finish is not None:
             self._open_waiting()
 
-    def _is_passing(self, edge: _EdgeRequest, finish_reason: str) -> bool:
+    def _is_temporary(self, edge: _EdgeRequest, finish_reason: str) -> bool:
         """Whether an end is none of the request's own doing: its engine died, is being shut down,
         or has too much to do. (What would always be refused was never sent.)"""
         if self._stopping or edge.num_tries >= _MAX_TRIES:
             return False
         return finish_reason in ("cancelled", "error", "refused")
 
-    def _set_aside(self, edge: _EdgeRequest, reason: str) -> None:
+    def _retry_later(self, edge: _EdgeRequest, reason: str) -> None:
         """Open a request again after a while."""
         delay = _RETRY_S * 2**edge.num_tries
         edge.num_tries += 1

@@ -20,7 +20,7 @@ _SHORTEST_S, _LONGEST_S = 1.0, 60.0
 _COUNTED = 256
 
 
-class NotTaken(Exception):
+class RequestRejected(Exception):
     """One line. retry_after_s: seconds after which a request may be taken."""
 
     def __init__(self, message: str, retry_after_s: float = _SHORTEST_S) -> None:
@@ -28,15 +28,15 @@ class NotTaken(Exception):
         self.retry_after_s = min(max(retry_after_s, _SHORTEST_S), _LONGEST_S)
 
 
-class EngineUnavailable(NotTaken):
+class EngineUnavailable(RequestRejected):
     """The engine takes no requests now."""
 
 
-class QueueFull(NotTaken):
+class QueueFull(RequestRejected):
     """Too many requests wait already."""
 
 
-class Departures:
+class QueueWait:
     """When requests left a queue, for how long those in it will wait."""
 
     def __init__(self) -> None:
@@ -102,7 +102,7 @@ class WaitingRoom:
     def __init__(self, size: int, limits: Mapping[str, int] | None = None) -> None:
         self._places = Shares(size, limits)
         self._client_of: dict[str, str] = {}
-        self._departures = Departures()
+        self._queue_wait = QueueWait()
 
     def most_of(self, client: str) -> int:
         """Requests of a client that can ever wait at once."""
@@ -115,14 +115,14 @@ class WaitingRoom:
             raise QueueFull(
                 f"{places.num_taken} requests are waiting already, of at most {places.size}, "
                 f"{places.held_by(client)} of them from this client; try again later",
-                self._departures.seconds_for(places.num_taken),
+                self._queue_wait.seconds_for(places.num_taken),
             )
         self._client_of.update(dict.fromkeys(request_ids, client))
 
     def answered(self, request_id: str) -> None:
         """A request has an output; it need not be its first."""
         if request_id in self._client_of:
-            self._departures.add()
+            self._queue_wait.add()
             self.leave([request_id])
 
     def leave(self, request_ids: Iterable[str]) -> None:
@@ -149,7 +149,7 @@ class OutputStream:
     def __init__(self, client: RequestClient, request_ids: Iterable[str]) -> None:
         self._client = client
         self._open = set(request_ids)
-        self._outputs: asyncio.Queue[Output | NotTaken | TimeoutError] = asyncio.Queue()
+        self._outputs: asyncio.Queue[Output | RequestRejected | TimeoutError] = asyncio.Queue()
 
     def put(self, output: Output) -> None:
         self._outputs.put_nowait(output)
@@ -160,7 +160,7 @@ class OutputStream:
             self._client.cancel(request_id)
         self.fail(TimeoutError())
 
-    def fail(self, error: NotTaken | TimeoutError) -> None:
+    def fail(self, error: RequestRejected | TimeoutError) -> None:
         """A request was not taken after all, or will not be finished."""
         self._outputs.put_nowait(error)
 

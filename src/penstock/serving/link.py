@@ -16,10 +16,10 @@ import grpc.aio
 from penstock.transport.service import DraftingStub, channel_options, token_metadata
 from penstock.transport.v1 import drafting_pb2 as pb
 
-_WELCOME_S = 10.0
+_WELCOME_TIMEOUT_S = 10.0
 _FIRST_DELAY_S = 0.1
 _LONGEST_DELAY_S = 2.0
-_LASTING_S = 10.0
+_STABLE_S = 10.0
 
 _FINAL = (
     grpc.StatusCode.UNAUTHENTICATED,
@@ -87,7 +87,7 @@ class Backoff:
 
     def after(self, lasted_s: float) -> float:
         """Seconds to wait after a stream that lasted so long; 0 if there was none."""
-        if lasted_s >= _LASTING_S:
+        if lasted_s >= _STABLE_S:
             self._longest = _FIRST_DELAY_S
         longest, self._longest = self._longest, min(2 * self._longest, _LONGEST_DELAY_S)
         return longest * random.uniform(0.5, 1.0)
@@ -171,7 +171,7 @@ class VerifierLink:
 
     async def _welcome(self, messages: AsyncIterator[pb.Down]) -> pb.Welcome:
         try:
-            first = await asyncio.wait_for(anext(messages), _WELCOME_S)
+            first = await asyncio.wait_for(anext(messages), _WELCOME_TIMEOUT_S)
         except TimeoutError:
             raise _LinkLost(self._lost("it does not answer")) from None
         except StopAsyncIteration:

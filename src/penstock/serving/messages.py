@@ -43,7 +43,7 @@ class RemoteDraft:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """Arrivals, cancellations, drafts and the like, in order."""
+    """ConnectionLimits, cancellations, drafts and the like, in order."""
 
     events: tuple[Event | RemoteDraft, ...]
 
@@ -94,7 +94,7 @@ def _outputs(rows: list[tuple[Any, ...]]) -> Outputs:
     return Outputs(tuple(Output(*row) for row in rows))
 
 
-class OrderedRequest(NamedTuple):
+class RequestText(NamedTuple):
     """What a draft server must know of a request. `token_ids`: prompt and output so far."""
 
     tenant: str
@@ -104,10 +104,10 @@ class OrderedRequest(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class DraftOrders:
-    """Orders for draft servers; `news` are those of the requests that were never ordered before."""
+    """Orders for draft servers. new_requests: those of them that were never ordered before."""
 
     orders: tuple[DraftOrder, ...]
-    news: dict[str, OrderedRequest]
+    new_requests: dict[str, RequestText]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.config import EngineConfig
 from penstock.serving.messages import HEADER, Failed, Heartbeat, Ready, Stop, frame
-from penstock.serving.worker import HEARTBEATS, run_engine
+from penstock.serving.worker import HEARTBEATS_PER_TIMEOUT, run_engine
 
 if TYPE_CHECKING:
     from penstock.serving.client import EngineClient
@@ -174,11 +174,11 @@ class Watchdog:
         itself, as in a machine that sleeps. Loading has begun with the first beat.
         """
         while True:
-            await asyncio.sleep(self._limit_s / HEARTBEATS)
+            await asyncio.sleep(self._limit_s / HEARTBEATS_PER_TIMEOUT)
             if self._step_s > _LONGEST_STEP_S:
                 return f"is stuck in a step of {self._step_s:.0f} s"
             self._num_silent += self._has_begun
-            if self._num_silent > HEARTBEATS:
+            if self._num_silent > HEARTBEATS_PER_TIMEOUT:
                 return f"has given no sign of life for {self._limit_s:g} s"
             if self._num_silent > _SILENT_BEATS and not self.is_silent:
                 self.is_silent = True

@@ -55,17 +55,17 @@ class VerifiedText:
         known = self._ahead.get(piece.start)
         if known is None or len(piece.token_ids) >= len(known.token_ids):
             self._ahead[piece.start] = piece
-        news: list[Piece] = []
+        joined: list[Piece] = []
         while (start := min(self._ahead, default=len(self) + 1)) <= len(self):
             fresh = self._without_known(self._ahead.pop(start))
             if not fresh.token_ids and not fresh.finish_reason:
                 continue
             self.token_ids += fresh.token_ids
             self.digest.extend(fresh.token_ids)
-            news.append(fresh)
+            joined.append(fresh)
             if fresh.finish_reason:
                 self._ahead.clear()
-        return news
+        return joined
 
     def forget_ahead(self) -> None:
         """What waits for a gap to be filled will not be joined any more."""
@@ -86,7 +86,7 @@ Listener = Callable[[Piece, int], None]
 
 
 @dataclass(slots=True, eq=False)
-class Tracked:
+class TrackedRequest:
     """One request.
 
     key:              of its drafting session
@@ -126,7 +126,7 @@ class Tracked:
         self.asked, self.newest = None, (-1, -1)
         self.text.forget_ahead()
 
-    def is_news(self, assign: pb.Assign) -> bool:
+    def is_newer(self, assign: pb.Assign) -> bool:
         return (assign.epoch, assign.round) > self.newest
 
     def num_proposed(self, piece: Piece) -> int:

@@ -18,18 +18,18 @@ import grpc.aio
 from penstock.config import DEFAULT_TENANT, ConfigError, DraftersConfig, TenantConfig
 from penstock.core.types import DrafterDown, DrafterUp, DraftOrder, Output, Request
 from penstock.serving.client import EngineClient
-from penstock.serving.draft_access import Arrivals, Audits
+from penstock.serving.draft_access import Audits, ConnectionLimits
 from penstock.serving.draft_streams import (
     DraftedRequest,
     DraftStream,
     EdgeRequest,
-    End,
     Identity,
     Meter,
+    StreamEnd,
 )
-from penstock.serving.messages import AuditFinding, DraftOrders, OrderedRequest, RemoteDraft
+from penstock.serving.messages import AuditFinding, DraftOrders, RemoteDraft, RequestText
 from penstock.transport import service
-from penstock.transport.checks import Limits, Quota, Refusal
+from penstock.transport.checks import Limits, Refusal, TokenBucket
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import PrefixDigest
 
@@ -37,13 +37,13 @@ ANONYMOUS = "loopback"
 """Name of draft servers on this machine where the configuration names none."""
 
 _MAX_STREAMS_EACH = 16
-_HELLO_S = 10.0
-_LAST_WORDS_S = 1.0
-_GRACE_S = 1.0
-_WASTE_PER_S = 100.0
-_WASTE_PAUSE_S = 0.05
-_TURNED_AWAY_S = 1.0
-_MAX_TURNED_AWAY = 512
+_HELLO_TIMEOUT_S = 10.0
+_FLUSH_S = 1.0
+_STOP_GRACE_S = 1.0
+_USELESS_PER_S = 100.0
+_USELESS_PAUSE_S = 0.05
+_REJECTION_DELAY_S = 1.0
+_MAX_DELAYED_REJECTIONS = 512
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ class SendTimes:
 class _CentralRequest:
     """A request of this server's own endpoint that draft servers have been asked for."""
 
-    known: OrderedRequest
+    known: RequestText
     token_ids: list[int]
     prefix: PrefixDigest
     stream: DraftStream | None = None
@@ -133,9 +133,9 @@ class DraftHub:
         self.new_meter = new_meter
         self.send_times = SendTimes()
         self.audits = Audits(config.audit_share, client.info.drafters)
-        self.arrivals = Arrivals(config)
+        self.arrivals = ConnectionLimits(config)
         self._tenants = tenants
-        self._waste: dict[str, Quota] = {}
+        self._useless: dict[str, TokenBucket] = {}
         self._streams: dict[str, DraftStream] = {}
         self._central: dict[str, _CentralRequest] = {}
         self._serial = itertools.count()
@@ -171,13 +171,13 @@ class DraftHub:
                 request.stream = request.drafted = None
         self.client.post(DrafterDown(stream.drafter))
 
-    def may_waste(self, name: str) -> bool:
+    def may_send_useless(self, name: str) -> bool:
         """Whether a draft server may send one more message without use, over all its streams: some
         repeat, and some are late. A new stream brings it no more of them."""
         now = time.perf_counter()
-        if name not in self._waste:
-            self._waste[name] = Quota(_WASTE_PER_S, now)
-        return self._waste[name].take(1, now)
+        if name not in self._useless:
+            self._useless[name] = TokenBucket(_USELESS_PER_S, now)
+        return self._useless[name].take(1, now)
 
     def new_engine_id(self, drafter: str) -> str:
         """No two requests share one, so that a late output reaches nobody else."""
@@ -213,7 +213,7 @@ class DraftHub:
                 del self._central[output.request_id]
 
     def on_orders(self, orders: DraftOrders) -> None:
-        for request_id, known in orders.news.items():
+        for request_id, known in orders.new_requests.items():
             sink = self.client.sink_of(request_id)
             if sink is not None and not isinstance(sink, EdgeRequest):
                 self._central[request_id] = _CentralRequest(
@@ -254,18 +254,18 @@ class DraftHub:
         elif request.stream is stream and request.drafted is not None:
             stream.order(request.drafted, order)
         else:
-            self._move(request, stream, order)
+            self._reassign(request, stream, order)
 
-    def _move(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
+    def _reassign(self, request: _CentralRequest, stream: DraftStream, order: DraftOrder) -> None:
         """Let another server draft for a request from now on."""
         if request.stream is not None and request.drafted is not None:
             request.stream.release(request.drafted)
         sampling = request.known.sampling
-        drafted = stream.take_over(order.request_id, request.prefix, weighted=sampling.is_ratio)
+        drafted = stream.assign(order.request_id, request.prefix, weighted=sampling.is_ratio)
         request.stream, request.drafted = stream, drafted
         stream.order(drafted, order, (request.token_ids, sampling))
 
-    def _may_draft(self, stream: DraftStream, known: OrderedRequest) -> bool:
+    def _may_draft(self, stream: DraftStream, known: RequestText) -> bool:
         """Whether a server may see a request of central ingress, and whether it can be verified so
         that the server changes nothing."""
         owner = self._tenants.get(known.tenant)
@@ -287,7 +287,7 @@ class VerificationServer:
         self.config = config
         self._identities = Identities(config)
         self._hub: DraftHub | None = None
-        self._num_turned_away = 0
+        self._num_delayed = 0
         self._server = grpc.aio.server(
             options=service.server_options(), compression=grpc.Compression.NoCompression
         )
@@ -317,7 +317,7 @@ class VerificationServer:
         """End all streams, and listen no more."""
         if self._hub is not None:
             self._hub.on_drain()
-        await self._server.stop(_GRACE_S)
+        await self._server.stop(_STOP_GRACE_S)
 
     async def _connect(
         self, messages: AsyncIterator[bytes], context: grpc.aio.ServicerContext[bytes, bytes]
@@ -342,7 +342,7 @@ class VerificationServer:
             await context.abort(end.code, end.reason)
 
     async def _admit(
-        self, arrivals: Arrivals, context: grpc.aio.ServicerContext[bytes, bytes]
+        self, arrivals: ConnectionLimits, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> Identity:
         """Who has connected; the stream is aborted if nobody known has, or one who does so too
         often."""
@@ -350,26 +350,26 @@ class VerificationServer:
         try:
             identity = self._identities.of(peer)
         except Refusal as refusal:
-            too_often = arrivals.of_stranger(peer.network)
+            too_often = arrivals.unauthenticated(peer.network)
             if too_often is None:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal.reason)
         else:
-            too_often = arrivals.of_server(identity.name)
+            too_often = arrivals.authenticated(identity.name)
             if too_often is None:
                 return identity
-        await self._turn_away()
+        await self._delay_rejection()
         await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, too_often)
 
-    async def _turn_away(self) -> None:
+    async def _delay_rejection(self) -> None:
         """An answer at once would only be followed by the next attempt. No more than so many wait
         for theirs, since each costs memory."""
-        if self._num_turned_away >= _MAX_TURNED_AWAY:
+        if self._num_delayed >= _MAX_DELAYED_REJECTIONS:
             return
-        self._num_turned_away += 1
+        self._num_delayed += 1
         try:
-            await asyncio.sleep(_TURNED_AWAY_S)
+            await asyncio.sleep(_REJECTION_DELAY_S)
         finally:
-            self._num_turned_away -= 1
+            self._num_delayed -= 1
 
 
 async def _run(
@@ -377,11 +377,11 @@ async def _run(
     hub: DraftHub,
     messages: AsyncIterator[bytes],
     context: grpc.aio.ServicerContext[bytes, bytes],
-) -> End | None:
+) -> StreamEnd | None:
     """Serve a stream to its end; returns why this side ended it, if it did."""
     reader = asyncio.create_task(_read(stream, hub, messages))
     writer = asyncio.create_task(_write(stream, context))
-    hello = asyncio.get_running_loop().call_later(_HELLO_S, _expect_hello, stream)
+    hello = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, _expect_hello, stream)
     tasks: list[asyncio.Future[Any]] = [reader, writer, stream.ended]
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -394,7 +394,7 @@ async def _run(
         hub.leave(stream)
         try:
             if stream.ended.done() and not writer.done():
-                await asyncio.wait({writer}, timeout=_LAST_WORDS_S)
+                await asyncio.wait({writer}, timeout=_FLUSH_S)
         finally:
             writer.cancel()
             failed, _ = await asyncio.gather(reader, writer, return_exceptions=True)
@@ -415,13 +415,13 @@ async def _read(stream: DraftStream, hub: DraftHub, messages: AsyncIterator[byte
             if not refusal.request_id:
                 stream.end(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)
                 return
-        if not is_of_use and not hub.may_waste(stream.identity.name):
+        if not is_of_use and not hub.may_send_useless(stream.identity.name):
             # Its next messages wait on its own machine, and cost this one nothing.
-            await asyncio.sleep(_WASTE_PAUSE_S)
+            await asyncio.sleep(_USELESS_PAUSE_S)
 
 
 def _report(stream: DraftStream, failed: BaseException | None) -> None:
-    """A peer that is gone is no news; anything else should not have happened."""
+    """Log an error, unless it is only that the peer is gone."""
     if isinstance(failed, Exception) and not isinstance(failed, grpc.RpcError):
         _log.error("draft server %s: %r", stream.drafter, failed, exc_info=failed)
 
@@ -436,4 +436,4 @@ async def _write(stream: DraftStream, context: grpc.aio.ServicerContext[bytes, b
 
 def _expect_hello(stream: DraftStream) -> None:
     if stream.drafter is None:
-        stream.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_S:g} s")
+        stream.end(grpc.StatusCode.DEADLINE_EXCEEDED, f"no hello within {_HELLO_TIMEOUT_S:g} s")

@@ -27,10 +27,10 @@ from penstock.serving.messages import (
     Events,
     Failed,
     Heartbeat,
-    OrderedRequest,
     Outputs,
     Ready,
     RemoteDraft,
+    RequestText,
     StatsRequest,
     Stop,
 )
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from penstock.engine.build import Engine
     from penstock.engine.sequences import TokenBuffer
 
-HEARTBEATS = 20
+HEARTBEATS_PER_TIMEOUT = 20
 """Within the time after which a process without any is given up."""
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ def idle_seconds(engine: Engine, turn: Turn) -> float | None:
     return max(turn.wake_at - engine.clock.now(), 0.0)
 
 
-class PeerGone(Exception):
+class Disconnected(Exception):
     """The other process is no longer there."""
 
 
@@ -76,19 +76,19 @@ class Channel:
         self._sending = threading.Lock()
 
     def send(self, message: object) -> None:
-        """From any thread. Raises: PeerGone."""
+        """From any thread. Raises: Disconnected."""
         data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
         try:
             with self._sending:
                 self._connection.send_bytes(data)
         except OSError as error:
-            raise PeerGone from error
+            raise Disconnected from error
 
     def receive(self, timeout: float | None, *others: HasFileno) -> list[Any]:
         """What has come, after waiting at most `timeout` seconds (None: for ever) for something, or
         until one of `others` can be read.
 
-        Raises: PeerGone.
+        Raises: Disconnected.
         """
         messages: list[Any] = []
         sources = [self._connection, *others]
@@ -96,19 +96,19 @@ class Channel:
             try:
                 messages.append(pickle.loads(self._connection.recv_bytes()))
             except (EOFError, OSError) as error:
-                raise PeerGone from error
+                raise Disconnected from error
             timeout = 0.0
         return messages
 
 
-class Pulse:
+class HeartbeatSender:
     """Sends heartbeats from a thread of its own, so that a long step or the loading of models does
     not look like death, and says how long the loop's step has taken, so that a loop that is stuck
     is found out, too. A stopped process, or one that holds the interpreter's lock for ever, beats
     no more."""
 
     def __init__(self, limit_s: float, send: Callable[[object], None]) -> None:
-        self._interval_s = limit_s / HEARTBEATS
+        self._interval_s = limit_s / HEARTBEATS_PER_TIMEOUT
         self._send = send
         self._step_began_at: float | None = None
         threading.Thread(target=self._beat, daemon=True, name="penstock-pulse").start()
@@ -133,7 +133,7 @@ class Pulse:
 class EngineServer:
     """Runs an engine's loop between messages, until it is told to stop."""
 
-    def __init__(self, engine: Engine, channel: Channel, pulse: Pulse) -> None:
+    def __init__(self, engine: Engine, channel: Channel, pulse: HeartbeatSender) -> None:
         self._engine = engine
         self._channel = channel
         self._pulse = pulse
@@ -144,7 +144,7 @@ class EngineServer:
         engine.executor.remote.sink = self._send_orders
 
     def serve(self) -> None:
-        """Raises: PeerGone."""
+        """Raises: Disconnected."""
         timeout: float | None = None
         while True:
             self._pulse.step_ends()
@@ -209,15 +209,15 @@ class EngineServer:
             )
         return DraftReady(*key, draft.drafter, len(draft.token_ids))
 
-    def _send_orders(self, orders: Sequence[DraftOrder], news: Mapping[str, TokenBuffer]) -> None:
+    def _send_orders(self, orders: Sequence[DraftOrder], new: Mapping[str, TokenBuffer]) -> None:
         """At once: the draft servers work while the target does."""
         described = {
-            request_id: OrderedRequest(
+            request_id: RequestText(
                 text.request.tenant,
                 text.request.sampling,
                 tuple(text.span(0, text.length).tolist()),
             )
-            for request_id, text in news.items()
+            for request_id, text in new.items()
         }
         self._channel.send(DraftOrders(tuple(orders), described))
 
@@ -262,8 +262,8 @@ def run_engine(connection: Connection, factory: str, config: EngineConfig) -> No
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
     channel = Channel(connection)
-    pulse = Pulse(config.heartbeat_timeout_s, channel.send)
-    with contextlib.suppress(PeerGone):
+    pulse = HeartbeatSender(config.heartbeat_timeout_s, channel.send)
+    with contextlib.suppress(Disconnected):
         try:
             engine = import_factory(factory)(config)
         except Exception as error:

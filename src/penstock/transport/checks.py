@@ -90,7 +90,7 @@ class Limits:
         )
 
 
-class Quota:
+class TokenBucket:
     """A bucket that fills with `per_s` units a second and holds so many seconds' worth."""
 
     def __init__(self, per_s: float, now: float, seconds: float = 2.0) -> None:

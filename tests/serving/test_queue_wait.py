@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock.serving import intake
-from penstock.serving.intake import Departures, QueueFull
+from penstock.serving.intake import QueueFull, QueueWait
 
 
 class _Clock:
@@ -21,7 +21,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
 
 
 def test_a_queue_takes_as_long_as_its_length_over_the_rate(clock: _Clock) -> None:
-    departures = Departures()
+    departures = QueueWait()
     for _ in range(1000):
         clock.now += 0.1
         departures.add()
@@ -30,7 +30,7 @@ def test_a_queue_takes_as_long_as_its_length_over_the_rate(clock: _Clock) -> Non
 
 
 def test_a_queue_that_stands_still_takes_ever_longer(clock: _Clock) -> None:
-    departures = Departures()
+    departures = QueueWait()
     for _ in range(10):
         clock.now += 0.1
         departures.add()

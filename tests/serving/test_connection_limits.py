@@ -16,7 +16,7 @@ from tests.serving.verified import NUM_TOKENS, PROMPT, World, guess_from, verifi
 
 from penstock.config import DraftersConfig
 from penstock.serving import draft_access
-from penstock.serving.draft_access import Arrivals
+from penstock.serving.draft_access import ConnectionLimits
 from penstock.serving.link import Backoff
 from penstock.serving.verification import _MAX_STREAMS_EACH
 
@@ -36,47 +36,47 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def arrivals_of(**settings: float) -> Arrivals:
-    return Arrivals(DraftersConfig.model_validate({"listen": "127.0.0.1:0", **settings}))
+def arrivals_of(**settings: float) -> ConnectionLimits:
+    return ConnectionLimits(DraftersConfig.model_validate({"listen": "127.0.0.1:0", **settings}))
 
 
 def test_a_server_has_its_own_allowance(clock: Clock) -> None:
     counted = arrivals_of(max_connections_per_s=2)
-    answers = [counted.of_server("a") for _ in range(18)]
+    answers = [counted.authenticated("a") for _ in range(18)]
     assert answers[:16] == [None] * 16
     assert answers[16] == "a connects too often; at most 2 a second, and 16 at once"
-    assert counted.of_server("b") is None
+    assert counted.authenticated("b") is None
     clock.now += 0.5
-    assert counted.of_server("a") is None
-    assert counted.of_server("a") is not None
+    assert counted.authenticated("a") is None
+    assert counted.authenticated("a") is not None
     assert counted.refused == {("a", "too_often"): 3}
 
 
 def test_strangers_have_one_by_network(clock: Clock) -> None:
-    counted = arrivals_of(max_strangers_per_s=0.5)
-    answers = [counted.of_stranger("192.0.2.1") for _ in range(5)]
+    counted = arrivals_of(max_unauthenticated_connections_per_s=0.5)
+    answers = [counted.unauthenticated("192.0.2.1") for _ in range(5)]
     assert answers[:4] == [None] * 4
     assert answers[4] is not None
     assert "from 192.0.2.1; at most 0.5 a second, and 4 at once" in answers[4]
-    assert counted.of_stranger("192.0.2.2") is None
-    assert counted.of_server("192.0.2.1") is None
+    assert counted.unauthenticated("192.0.2.2") is None
+    assert counted.authenticated("192.0.2.1") is None
     assert counted.refused == {("", "unknown"): 5, ("", "too_often"): 1}
 
 
 def test_a_slow_allowance_still_lets_one_in(clock: Clock) -> None:
     counted = arrivals_of(max_connections_per_s=0.01)
-    assert counted.of_server("a") is None
-    assert counted.of_server("a") is not None
+    assert counted.authenticated("a") is None
+    assert counted.authenticated("a") is not None
     clock.now += 100
-    assert counted.of_server("a") is None
+    assert counted.authenticated("a") is None
 
 
 def test_the_table_of_strangers_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_access, "_MAX_NETWORKS", 10)
-    counted = arrivals_of(max_strangers_per_s=0.25)
+    counted = arrivals_of(max_unauthenticated_connections_per_s=0.25)
     for n in range(1000):
-        counted.of_stranger(f"network {n}")
-        counted.of_stranger("busy")
+        counted.unauthenticated(f"network {n}")
+        counted.unauthenticated("busy")
         assert len(counted._networks) <= 10
     # Whoever goes on is remembered; only those that have not been back are forgotten.
     assert counted.refused["", "too_often"] == 998
@@ -96,17 +96,17 @@ def test_the_comparison_with_the_limit_can_fail(
 ) -> None:
     """Did a stream that breaks at once start the pauses anew, the limit would be met."""
     monkeypatch.setattr("penstock.serving.link.random.uniform", lambda low, high: low)
-    monkeypatch.setattr("penstock.serving.link._LASTING_S", 0.0)
+    monkeypatch.setattr("penstock.serving.link._STABLE_S", 0.0)
     assert num_refused(clock, arrivals_of(), 0.0) > 0
 
 
-def num_refused(clock: Clock, counted: Arrivals, lasting_s: float) -> int:
+def num_refused(clock: Clock, counted: ConnectionLimits, lasting_s: float) -> int:
     """Of the attempts of ten minutes by servers whose streams last so long."""
     begun = clock.now
     servers = [(begun, n, Backoff()) for n in range(_MAX_STREAMS_EACH)]
     while servers[0][0] < begun + 600:
         clock.now, n, backoff = heapq.heappop(servers)
-        counted.of_server("shared")
+        counted.authenticated("shared")
         heapq.heappush(servers, (clock.now + lasting_s + backoff.after(lasting_s), n, backoff))
     return counted.refused.total()
 
@@ -121,7 +121,7 @@ def limited(family: dict[str, Path]) -> Iterator[World]:
         for name in ("ann", "ben", "cleo", "dora", "bad")
     }
     # One connection each, however slow the machine is.
-    limits = {"max_connections_per_s": 0.001, "max_strangers_per_s": 0.001}
+    limits = {"max_connections_per_s": 0.001, "max_unauthenticated_connections_per_s": 0.001}
     with verified_world(family, servers=servers, **limits) as running:
         yield running
 
