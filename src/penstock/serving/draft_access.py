@@ -1,19 +1,69 @@
-"""Which draft servers may connect, how often, and which are trusted still."""
+"""Which draft servers may connect, how often, and which ones keep their trust."""
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from penstock.config import DraftersConfig
+from penstock.config import DEFAULT_TENANT, DraftersConfig
 from penstock.serving.messages import AuditFinding
-from penstock.transport.checks import TokenBucket
+from penstock.transport import service
+from penstock.transport.checks import Refusal, TokenBucket
+
+ANONYMOUS = "loopback"
+"""Name of draft servers on this machine where the configuration names none."""
 
 _BURST_S = 8.0
 _MAX_NETWORKS = 4096
+
+
+class Identity(NamedTuple):
+    """A draft server as the operator knows it. `trusted`: its `ratio` drafts are taken."""
+
+    name: str
+    tenant: str
+    trusted: bool = False
+
+    @property
+    def client(self) -> str:
+        """Who shares the waiting room with others: its tenant, if it has one."""
+        return self.name if self.tenant == DEFAULT_TENANT else self.tenant
+
+
+class Identities:
+    """Which draft servers may connect."""
+
+    def __init__(self, config: DraftersConfig) -> None:
+        self._by_token: dict[str, Identity] = {}
+        self._by_common_name: dict[str, Identity] = {}
+        self._is_open = not config.servers
+        for name, server in config.servers.items():
+            identity = Identity(name, server.tenant, server.trusted)
+            if server.token_sha256 is not None:
+                self._by_token[server.token_sha256] = identity
+            if server.common_name is not None:
+                self._by_common_name[server.common_name] = identity
+
+    def of(self, peer: service.Peer) -> Identity:
+        """Raises: Refusal."""
+        if self._is_open:
+            return Identity(ANONYMOUS, DEFAULT_TENANT)
+        identity = self._by_common_name.get(peer.common_name or "")
+        if identity is None and peer.token is not None:
+            # Looked up by digest, so that the time of a look-up says nothing about a token.
+            digest = hashlib.sha256(peer.token.encode("utf-8", "surrogateescape")).hexdigest()
+            identity = self._by_token.get(digest)
+        if identity is None:
+            raise Refusal(
+                "this draft server is not known here; it needs a client certificate or the "
+                "metadata authorization: Bearer TOKEN"
+            )
+        return identity
 
 
 class ConnectionLimits:

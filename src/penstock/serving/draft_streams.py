@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import grpc
 
-from penstock.config import DEFAULT_TENANT
 from penstock.core.types import (
     DraftOrder,
     FinishReason,
@@ -22,6 +21,7 @@ from penstock.core.types import (
     SamplingParams,
     TokenLogprob,
 )
+from penstock.serving.draft_access import Identity
 from penstock.serving.intake import EngineUnavailable, QueueFull
 from penstock.serving.messages import RemoteDraft
 from penstock.transport.checks import (
@@ -55,19 +55,6 @@ _MAX_QUEUED_BYTES = 16 << 20
 _log = logging.getLogger(__name__)
 
 
-class Identity(NamedTuple):
-    """A draft server as the operator knows it. `trusted`: its `ratio` drafts are taken."""
-
-    name: str
-    tenant: str
-    trusted: bool = False
-
-    @property
-    def client(self) -> str:
-        """Who shares the waiting room with others: its tenant, if it has one."""
-        return self.name if self.tenant == DEFAULT_TENANT else self.tenant
-
-
 class StreamEnd(NamedTuple):
     """Why a stream is ended."""
 
@@ -86,13 +73,13 @@ class Outbox:
     """Messages that wait to be written, bounded: a reader that is too slow must not cost memory."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[bytes, Callable[[], None] | None]] = deque()
+        self._waiting: deque[tuple[bytes, float | None]] = deque()
         self._num_bytes = 0
         self._changed = asyncio.Event()
         self._is_closed = False
 
-    def put(self, message: pb.Down, on_written: Callable[[], None] | None = None) -> bool:
-        """False where there is no room."""
+    def put(self, message: pb.Down, verdict_at: float | None = None) -> bool:
+        """False where there is no room. verdict_at: when the verdict in it came, if any."""
         data = message.SerializeToString()
         if (
             len(self._waiting) >= _MAX_QUEUED_MESSAGES
@@ -100,7 +87,7 @@ class Outbox:
         ):
             return False
         self._num_bytes += len(data)
-        self._waiting.append((data, on_written))
+        self._waiting.append((data, verdict_at))
         self._changed.set()
         return True
 
@@ -109,16 +96,16 @@ class Outbox:
         self._is_closed = True
         self._changed.set()
 
-    async def get(self) -> tuple[bytes, Callable[[], None] | None] | None:
+    async def get(self) -> tuple[bytes, float | None] | None:
         """The oldest message; None when all are out and the box is closed."""
         while not self._waiting:
             if self._is_closed:
                 return None
             self._changed.clear()
             await self._changed.wait()
-        data, on_written = self._waiting.popleft()
-        self._num_bytes -= len(data)
-        return data, on_written
+        waiting = self._waiting.popleft()
+        self._num_bytes -= len(waiting[0])
+        return waiting
 
 
 @dataclass(slots=True, eq=False)
@@ -305,8 +292,8 @@ class DraftStream:
 
     # --- down -----------------------------------------------------------------------------------
 
-    def send(self, message: pb.Down, on_written: Callable[[], None] | None = None) -> None:
-        if not self.ended.done() and not self.outbox.put(message, on_written):
+    def send(self, message: pb.Down, verdict_at: float | None = None) -> None:
+        if not self.ended.done() and not self.outbox.put(message, verdict_at):
             self.end(grpc.StatusCode.RESOURCE_EXHAUSTED, "the draft server reads too slowly")
 
     def end(self, code: grpc.StatusCode, reason: str) -> None:
@@ -351,7 +338,7 @@ class DraftStream:
         )
         request.prefix.extend(output.token_ids)
         self._void(request)
-        self.send(pb.Down(verdict=verdict), self._hub.verdict_written())
+        self.send(pb.Down(verdict=verdict), time.perf_counter())
 
     def assign(self, engine_id: str, prefix: PrefixDigest, *, weighted: bool) -> DraftedRequest:
         """A request of central ingress that this server drafts for from now on."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import itertools
 import logging
 import time
@@ -15,15 +14,14 @@ from typing import Any
 import grpc
 import grpc.aio
 
-from penstock.config import DEFAULT_TENANT, ConfigError, DraftersConfig, TenantConfig
+from penstock.config import ConfigError, DraftersConfig, TenantConfig
 from penstock.core.types import DrafterDown, DrafterUp, DraftOrder, Output, Request
 from penstock.serving.client import EngineClient
-from penstock.serving.draft_access import Audits, ConnectionLimits
+from penstock.serving.draft_access import Audits, ConnectionLimits, Identities, Identity
 from penstock.serving.draft_streams import (
     DraftedRequest,
     DraftStream,
     EdgeRequest,
-    Identity,
     Meter,
     StreamEnd,
 )
@@ -32,9 +30,6 @@ from penstock.transport import service
 from penstock.transport.checks import Limits, Refusal, TokenBucket
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import PrefixDigest
-
-ANONYMOUS = "loopback"
-"""Name of draft servers on this machine where the configuration names none."""
 
 _MAX_STREAMS_EACH = 16
 _HELLO_TIMEOUT_S = 10.0
@@ -48,56 +43,16 @@ _MAX_DELAYED_REJECTIONS = 512
 _log = logging.getLogger(__name__)
 
 
-class Identities:
-    """Which draft servers may connect."""
-
-    def __init__(self, config: DraftersConfig) -> None:
-        self._by_token: dict[str, Identity] = {}
-        self._by_common_name: dict[str, Identity] = {}
-        self._is_open = not config.servers
-        for name, server in config.servers.items():
-            identity = Identity(name, server.tenant, server.trusted)
-            if server.token_sha256 is not None:
-                self._by_token[server.token_sha256] = identity
-            if server.common_name is not None:
-                self._by_common_name[server.common_name] = identity
-
-    def of(self, peer: service.Peer) -> Identity:
-        """Raises: Refusal."""
-        if self._is_open:
-            return Identity(ANONYMOUS, DEFAULT_TENANT)
-        identity = self._by_common_name.get(peer.common_name or "")
-        if identity is None and peer.token is not None:
-            # Looked up by digest, so that the time of a look-up says nothing about a token.
-            digest = hashlib.sha256(peer.token.encode("utf-8", "surrogateescape")).hexdigest()
-            identity = self._by_token.get(digest)
-        if identity is None:
-            raise Refusal(
-                "this draft server is not known here; it needs a client certificate or the "
-                "metadata authorization: Bearer TOKEN"
-            )
-        return identity
-
-
+@dataclass(slots=True)
 class SendTimes:
-    """How long verdicts take from the engine's word until they are written.
+    """How long verdicts take from the engine's word until they are written: sums."""
 
-    seconds, num_verdicts: sums
-    """
+    seconds: float = 0.0
+    num_verdicts: int = 0
 
-    def __init__(self) -> None:
-        self.seconds = 0.0
-        self.num_verdicts = 0
-
-    def started(self) -> Callable[[], None]:
-        """A verdict is on its way; call the result when it is out."""
-        started_at = time.perf_counter()
-
-        def written() -> None:
-            self.seconds += time.perf_counter() - started_at
-            self.num_verdicts += 1
-
-        return written
+    def add(self, started_at: float) -> None:
+        self.seconds += time.perf_counter() - started_at
+        self.num_verdicts += 1
 
 
 @dataclass(slots=True, eq=False)
@@ -182,9 +137,6 @@ class DraftHub:
     def new_engine_id(self, drafter: str) -> str:
         """No two requests share one, so that a late output reaches nobody else."""
         return f"{drafter}/{next(self._serial)}"
-
-    def verdict_written(self) -> Callable[[], None]:
-        return self.send_times.started()
 
     def end_all(self, reason: str) -> None:
         """End every stream; draft servers connect again and go on where they were."""
@@ -380,7 +332,7 @@ async def _run(
 ) -> StreamEnd | None:
     """Serve a stream to its end; returns why this side ended it, if it did."""
     reader = asyncio.create_task(_read(stream, hub, messages))
-    writer = asyncio.create_task(_write(stream, context))
+    writer = asyncio.create_task(_write(stream, hub.send_times, context))
     hello = asyncio.get_running_loop().call_later(_HELLO_TIMEOUT_S, _expect_hello, stream)
     tasks: list[asyncio.Future[Any]] = [reader, writer, stream.ended]
     try:
@@ -426,12 +378,14 @@ def _report(stream: DraftStream, failed: BaseException | None) -> None:
         _log.error("draft server %s: %r", stream.drafter, failed, exc_info=failed)
 
 
-async def _write(stream: DraftStream, context: grpc.aio.ServicerContext[bytes, bytes]) -> None:
+async def _write(
+    stream: DraftStream, times: SendTimes, context: grpc.aio.ServicerContext[bytes, bytes]
+) -> None:
     while (waiting := await stream.outbox.get()) is not None:
-        data, on_written = waiting
+        data, verdict_at = waiting
         await context.write(data)
-        if on_written is not None:
-            on_written()
+        if verdict_at is not None:
+            times.add(verdict_at)
 
 
 def _expect_hello(stream: DraftStream) -> None:
