@@ -59,17 +59,14 @@ class SpeculationOptions(_Body):
     max_draft_tokens: int | None = Field(default=None, ge=0)
 
 
-class GenerationBody(_Body):
-    """What completions and chat completions have in common.
+class _SamplingBody(_Body):
+    """Which tokens are made, and how many.
 
     temperature: 0 is greedy. top_k: 0 and -1 are off, and so is the vocabulary's size or more.
     seed: the output is a function of prompt and seed; without one it is drawn. n: choices, with
-    seeds derived from the first. user is ignored. timeout: seconds until the request is
-    given up. ignore_eos: go on after the model's own end of text. expected_output_tokens: how long
-    the client thinks a choice's output will be; admission policies go by it.
+    seeds derived from the first. ignore_eos: go on after the model's own end of text.
     """
 
-    model: str | None = None
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
@@ -79,12 +76,6 @@ class GenerationBody(_Body):
     stop: str | _Texts = Field(default_factory=list)
     stop_token_ids: _TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
-    stream: bool = False
-    stream_options: StreamOptions | None = None
-    speculation: SpeculationOptions = SpeculationOptions()
-    user: str | None = None
-    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    expected_output_tokens: int | None = Field(default=None, ge=1)
 
     @field_validator("stop")
     @classmethod
@@ -95,15 +86,31 @@ class GenerationBody(_Body):
             raise ValueError("a stop string must not be empty")
         return stop
 
+    @property
+    def stops(self) -> tuple[str, ...]:
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+
+class GenerationBody(_SamplingBody):
+    """What completions and chat completions have in common.
+
+    user is ignored. timeout: seconds until the request is given up. expected_output_tokens: how
+    long the client thinks a choice's output will be; admission policies go by it.
+    """
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculation: SpeculationOptions = SpeculationOptions()
+    user: str | None = None
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    expected_output_tokens: int | None = Field(default=None, ge=1)
+
     @model_validator(mode="after")
     def _streaming(self) -> GenerationBody:
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only allowed with stream: true")
         return self
-
-    @property
-    def stops(self) -> tuple[str, ...]:
-        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
     def usage_at_end(self) -> bool:

@@ -234,7 +234,6 @@ class PhaseTimes(NamedTuple):
     receive: float = 0.0
     verify: float = 0.0
     sample: float = 0.0
-    send: float = 0.0
     other: float = 0.0
 
 
