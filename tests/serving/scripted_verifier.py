@@ -22,8 +22,9 @@ from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.sampling import SamplingRows, sample_coupled
+from penstock.serving.draft_access import peer_of
 from penstock.transport.checks import ExpectedDraft, Limits, check_draft
-from penstock.transport.service import add_service, peer_of, server_options
+from penstock.transport.service import add_service, server_options
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import PrefixDigest, encode_logprobs
 

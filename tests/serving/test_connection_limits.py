@@ -16,7 +16,7 @@ from tests.serving.verified import NUM_TOKENS, PROMPT, World, guess_from, verifi
 
 from penstock.config import DraftersConfig
 from penstock.serving import draft_access
-from penstock.serving.draft_access import ConnectionLimits
+from penstock.serving.draft_access import ConnectionLimits, network_of
 from penstock.serving.link import Backoff
 from penstock.serving.verification import _MAX_STREAMS_EACH
 
@@ -175,3 +175,19 @@ async def refused(world: World, **labels: str) -> float:
     lines = [t for t in text.splitlines() if t.startswith("penstock:refused_connections_total")]
     wanted = [f'{name}="{value}"' for name, value in labels.items()]
     return sum(float(t.rpartition(" ")[2]) for t in lines if all(w in t for w in wanted))
+
+
+@pytest.mark.parametrize(
+    ("peer", "network"),
+    [
+        ("ipv4:192.0.2.1:50100", "192.0.2.1"),
+        ("ipv6:[2001:db8:1:2:3:4:5:6]:50100", "2001:db8:1:2::/64"),
+        ("ipv6:%5B2001:db8:1:2::9%5D:50101", "2001:db8:1:2::/64"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:50101", "fe80::/64"),
+        ("ipv6:[::ffff:192.0.2.1]:50100", "192.0.2.1"),
+        ("unix:/run/socket", "unix"),
+        ("", ""),
+    ],
+)
+def test_the_network_of_a_peer(peer: str, network: str) -> None:
+    assert network_of(peer) == network

@@ -18,8 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.api.errors import ApiError
-from penstock.serving.intake import Shares
-from penstock.transport.service import network_of_host
+from penstock.serving.intake import Shares, network_of_host
 
 _UNSENT_BYTES = 16 * 1024
 """What the kernel takes ahead of the client. Its own default is megabytes, and whole streams would

@@ -36,7 +36,7 @@ SyntheticAcceptanceOption = Annotated[
         metavar="P",
         min=0,
         max=1,
-        help="Make drafters right with this probability. What is generated means nothing.",
+        help="Accept each draft token with this probability; the generated text is meaningless.",
     ),
 ]
 

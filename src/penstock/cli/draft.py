@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def draft(
     connect: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="Where the verification server listens.")
+        str, typer.Option(metavar="HOST:PORT", help="Address of the verification server.")
     ],
     model: Annotated[
         str | None,
@@ -29,27 +29,28 @@ def draft(
         str | None,
         typer.Option(
             metavar="[HOST:]PORT",
-            help="Serve own users here by the OpenAI API. Without it no port is opened.",
+            help="Serve the OpenAI API here. Without it no port is opened.",
         ),
     ] = None,
     token: Annotated[
         str | None,
-        typer.Option(help="Shows the verification server who this is.", envvar="PENSTOCK_TOKEN"),
+        typer.Option(help="Bearer token for the verification server.", envvar="PENSTOCK_TOKEN"),
     ] = None,
     cert: Annotated[Path | None, typer.Option(help="TLS: this server's certificate, PEM.")] = None,
     key: Annotated[Path | None, typer.Option(help="TLS: the certificate's key, PEM.")] = None,
     ca: Annotated[
-        Path | None, typer.Option(help="TLS: the authority that the other's certificate is from.")
+        Path | None, typer.Option(help="TLS: CA of the verification server's certificate, PEM.")
     ] = None,
     max_draft_tokens: Annotated[
-        int, typer.Option(min=1, max=1024, help="Longest draft that is ever made.")
+        int, typer.Option(min=1, max=1024, help="Most draft tokens a round.")
     ] = 16,
     no_assignments: Annotated[
-        bool, typer.Option("--no-assignments", help="Draft for own users only.")
+        bool,
+        typer.Option("--no-assignments", help="Draft only for requests to this server's own API."),
     ] = False,
     dtype: DtypeOption = "auto",
 ) -> None:
-    """Draft for a verification server, and serve own users over it."""
+    """Draft for a verification server, and serve the OpenAI API through it."""
     import asyncio
 
     from penstock.cli.models import drafter_folder

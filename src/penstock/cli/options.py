@@ -18,7 +18,6 @@ def policy_option(kind: str, what: str) -> typer.models.OptionInfo:
 
 
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
-ThreadsOption = Annotated[int | None, typer.Option(min=1, help="CPU threads.")]
 
 # --- commands that load models ------------------------------------------------------------------
 
@@ -53,7 +52,9 @@ OneDrafterOption = Annotated[
         help="Use this drafter only; a bare NAME is a bundled one or `ngram`.",
     ),
 ]
-NoSpeculationOption = Annotated[bool, typer.Option("--no-speculation", help="Load no drafters.")]
+NoSpeculationOption = Annotated[
+    bool, typer.Option("--no-speculation", help="No speculative decoding: load no drafters.")
+]
 DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
 DeviceOption = Annotated[str, typer.Option(help=DEVICE_HELP)]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
@@ -63,7 +64,7 @@ TextSeedOption = Annotated[
     typer.Option(min=0, max=2**64 - 1, help="The same seed gives the same text."),
 ]
 StatsOption = Annotated[
-    bool, typer.Option("--stats", help="Say how fast it was, on standard error.")
+    bool, typer.Option("--stats", help="Print speed and acceptance on standard error.")
 ]
 
 # --- commands that simulate ---------------------------------------------------------------------
@@ -95,11 +96,11 @@ TimeScaleOption = Annotated[
     float, typer.Option(help="Recorded arrivals come so many times faster.")
 ]
 KvTokensOption = Annotated[
-    int | None, typer.Option(min=1, help="KV memory in tokens. Default: the profile's.")
+    int | None, typer.Option(min=1, help="KV cache size in tokens. Default: the profile's.")
 ]
 BlockSizeOption = Annotated[int, typer.Option(min=1, help="Tokens of a KV block.")]
 FairnessOption = Annotated[
-    bool, typer.Option("--fairness", help="Between the tenants of a trace, by weight.")
+    bool, typer.Option("--fairness", help="Share the server by the weights of a trace's tenants.")
 ]
 TenantWeightOption = Annotated[
     list[str] | None,

@@ -46,14 +46,19 @@ def serve(
     ] = None,
     fairness: Annotated[
         bool | None,
-        typer.Option("--fairness/--no-fairness", help="Between tenants, by weight. [--fairness]"),
+        typer.Option(
+            "--fairness/--no-fairness",
+            help="Share the server by the tenants' weights. [--fairness]",
+        ),
     ] = None,
     verification: Annotated[
         str | None,
         typer.Option(
             metavar="coupled|ratio",
-            help="For all requests. Default: coupled for requests with a seed and with "
-            "--drafters-listen, ratio for others.",
+            help="How the draft tokens of all requests are verified.\n\n"
+            "coupled: compared with the target's own seeded sample.\n\n"
+            "ratio: by rejection sampling.\n\n"
+            "Default: coupled for requests with a seed and with --drafters-listen, else ratio.",
         ),
     ] = None,
     no_speculation: NoSpeculationOption = False,
@@ -66,7 +71,7 @@ def serve(
         ),
     ] = None,
     kv_tokens: Annotated[
-        int | None, typer.Option(help="KV memory in tokens. Default: a share of what is free.")
+        int | None, typer.Option(help="KV cache size in tokens. Default: a share of free memory.")
     ] = None,
     profile: Annotated[
         Path | None,
@@ -83,11 +88,13 @@ def serve(
         ),
     ] = None,
     tls_certificate: Annotated[
-        Path | None, typer.Option(help="PEM certificate shown to draft servers.")
+        Path | None, typer.Option(help="TLS for draft servers: this server's certificate, PEM.")
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(help="PEM key of that certificate.")] = None,
+    tls_key: Annotated[
+        Path | None, typer.Option(help="TLS for draft servers: the certificate's key, PEM.")
+    ] = None,
     tls_client_ca: Annotated[
-        Path | None, typer.Option(help="PEM authority that must have signed draft servers' ones.")
+        Path | None, typer.Option(help="TLS for draft servers: the CA of their certificates, PEM.")
     ] = None,
     pipeline: Annotated[
         str | None,
@@ -108,18 +115,19 @@ def serve(
         list[str] | None,
         typer.Option(
             envvar="PENSTOCK_API_KEY",
-            help="Key that clients must send, as those of the default tenant; may be repeated.",
+            help="API key of the default tenant; clients must then send one. May be repeated.",
         ),
     ] = None,
     cors_origin: Annotated[
         list[str] | None,
         typer.Option(
             metavar="ORIGIN",
-            help="Let web pages from here call the API, as https://chat.example; may be repeated.",
+            help="CORS: let web pages of this origin call the API, as https://chat.example; may be "
+            "repeated.",
         ),
     ] = None,
 ) -> None:
-    """Serve a target, with drafters, by the OpenAI API."""
+    """Serve a target model over the OpenAI API, with speculative decoding by drafters."""
     import asyncio
 
     from penstock.cli.models import settings_in, with_models

@@ -6,13 +6,16 @@ import hashlib
 import random
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
+from urllib.parse import unquote
+
+import grpc.aio
 
 from penstock.config import DEFAULT_TENANT, DraftersConfig
+from penstock.serving.intake import network_of_host
 from penstock.serving.messages import AuditFinding
-from penstock.transport import service
 from penstock.transport.checks import Refusal, TokenBucket
 
 ANONYMOUS = "loopback"
@@ -20,6 +23,39 @@ ANONYMOUS = "loopback"
 
 _BURST_S = 8.0
 _MAX_NETWORKS = 4096
+
+
+class Peer(NamedTuple):
+    """Who is at the other end, as far as it has proven or said so.
+
+    common_name: of its certificate, which an authority of ours has signed; token: from the metadata
+    network: the address that it comes from; of IPv6 the /64 network, which is one subscriber's
+    """
+
+    common_name: str | None
+    token: str | None
+    network: str
+
+
+def peer_of(context: grpc.aio.ServicerContext[bytes, bytes]) -> Peer:
+    """Raises: nothing; what is malformed counts as absent."""
+    names = tuple(context.auth_context().get("x509_common_name", ()))
+    name = names[0].decode(errors="replace") if names else None
+    network = network_of(context.peer())
+    metadata: Mapping[str, str | bytes] = dict(context.invocation_metadata() or ())
+    authorization = metadata.get("authorization", "")
+    if isinstance(authorization, bytes):
+        return Peer(name, None, network)
+    scheme, _, token = authorization.partition(" ")
+    is_token = scheme.lower() == "bearer" and token.strip()
+    return Peer(name, token.strip() if is_token else None, network)
+
+
+def network_of(peer: str) -> str:
+    """Of gRPC's words for a peer, as in `ipv4:192.0.2.1:50100`; what is no such address is one
+    network with all of its kind."""
+    kind, _, rest = unquote(peer).partition(":")
+    return network_of_host(rest.rpartition(":")[0]) or kind
 
 
 class Identity(NamedTuple):
@@ -49,7 +85,7 @@ class Identities:
             if server.common_name is not None:
                 self._by_common_name[server.common_name] = identity
 
-    def of(self, peer: service.Peer) -> Identity:
+    def of(self, peer: Peer) -> Identity:
         """Raises: Refusal."""
         if self._is_open:
             return Identity(ANONYMOUS, DEFAULT_TENANT)

@@ -8,6 +8,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
+from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Protocol, Self
 
 from penstock.core.types import FinishReason, Output, Request
@@ -55,6 +56,20 @@ class QueueWait:
         if not self._times:
             return _LONGEST_S
         return num_requests * (now - self._times[0]) / len(self._times)
+
+
+def network_of_host(host: str) -> str:
+    """Whose requests share one limit where there are no API keys: the address, or of IPv6 the /64
+    network, which is one subscriber's. Empty for what is no address; brackets and a zone may be
+    there."""
+    try:
+        address = ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return ""
+    if not isinstance(address, IPv6Address):
+        return str(address)
+    mapped = address.ipv4_mapped
+    return str(mapped) if mapped is not None else str(ip_network((address, 64), strict=False))
 
 
 class Shares:

@@ -17,7 +17,7 @@ import grpc.aio
 from penstock.config import ConfigError, DraftersConfig, TenantConfig
 from penstock.core.types import DrafterDown, DrafterUp, DraftOrder, Output, Request
 from penstock.serving.client import EngineClient
-from penstock.serving.draft_access import Audits, ConnectionLimits, Identities, Identity
+from penstock.serving.draft_access import Audits, ConnectionLimits, Identities, Identity, peer_of
 from penstock.serving.draft_streams import (
     DraftedRequest,
     DraftStream,
@@ -298,7 +298,7 @@ class VerificationServer:
     ) -> Identity:
         """Who has connected; the stream is aborted if nobody known has, or one who does so too
         often."""
-        peer = service.peer_of(context)
+        peer = peer_of(context)
         try:
             identity = self._identities.of(peer)
         except Refusal as refusal:

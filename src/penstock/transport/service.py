@@ -6,11 +6,9 @@ cannot be parsed is then refused in words, and one that is too large never parse
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from ipaddress import IPv6Address, ip_address, ip_network
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, NamedTuple
-from urllib.parse import unquote
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -94,51 +92,6 @@ def add_service(server: grpc.aio.Server, connect: Connect) -> None:
 
 
 # --- identities ---------------------------------------------------------------------------------
-
-
-class Peer(NamedTuple):
-    """Who is at the other end, as far as it has proven or said so.
-
-    common_name: of its certificate, which an authority of ours has signed; token: from the metadata
-    network: the address that it comes from; of IPv6 the /64 network, which is one subscriber's
-    """
-
-    common_name: str | None
-    token: str | None
-    network: str
-
-
-def peer_of(context: grpc.aio.ServicerContext[bytes, bytes]) -> Peer:
-    """Raises: nothing; what is malformed counts as absent."""
-    names = tuple(context.auth_context().get("x509_common_name", ()))
-    name = names[0].decode(errors="replace") if names else None
-    network = network_of(context.peer())
-    metadata: Mapping[str, str | bytes] = dict(context.invocation_metadata() or ())
-    authorization = metadata.get("authorization", "")
-    if isinstance(authorization, bytes):
-        return Peer(name, None, network)
-    scheme, _, token = authorization.partition(" ")
-    is_token = scheme.lower() == "bearer" and token.strip()
-    return Peer(name, token.strip() if is_token else None, network)
-
-
-def network_of(peer: str) -> str:
-    """Of gRPC's words for a peer, as in `ipv4:192.0.2.1:50100`; what is no such address is one
-    network with all of its kind."""
-    kind, _, rest = unquote(peer).partition(":")
-    return network_of_host(rest.rpartition(":")[0]) or kind
-
-
-def network_of_host(host: str) -> str:
-    """Of an address, perhaps in brackets and with a zone; empty for what is none."""
-    try:
-        address = ip_address(host.strip("[]").partition("%")[0])
-    except ValueError:
-        return ""
-    if not isinstance(address, IPv6Address):
-        return str(address)
-    mapped = address.ipv4_mapped
-    return str(mapped) if mapped is not None else str(ip_network((address, 64), strict=False))
 
 
 def token_metadata(token: str | None) -> tuple[tuple[str, str], ...]:
