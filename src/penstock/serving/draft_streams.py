@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,38 +72,28 @@ class Outbox:
     """Messages that wait to be written, bounded: a reader that is too slow must not cost memory."""
 
     def __init__(self) -> None:
-        self._waiting: deque[tuple[bytes, float | None]] = deque()
+        self._waiting: asyncio.Queue[tuple[bytes, float | None] | None] = asyncio.Queue()
         self._num_bytes = 0
-        self._changed = asyncio.Event()
-        self._is_closed = False
 
     def put(self, message: pb.Down, verdict_at: float | None = None) -> bool:
         """False where there is no room. verdict_at: when the verdict in it came, if any."""
         data = message.SerializeToString()
-        if (
-            len(self._waiting) >= _MAX_QUEUED_MESSAGES
-            or self._num_bytes + len(data) > _MAX_QUEUED_BYTES
-        ):
+        num_bytes = self._num_bytes + len(data)
+        if self._waiting.qsize() >= _MAX_QUEUED_MESSAGES or num_bytes > _MAX_QUEUED_BYTES:
             return False
-        self._num_bytes += len(data)
-        self._waiting.append((data, verdict_at))
-        self._changed.set()
+        self._num_bytes = num_bytes
+        self._waiting.put_nowait((data, verdict_at))
         return True
 
     def close(self) -> None:
         """Nothing more comes."""
-        self._is_closed = True
-        self._changed.set()
+        self._waiting.put_nowait(None)
 
     async def get(self) -> tuple[bytes, float | None] | None:
         """The oldest message; None when all are out and the box is closed."""
-        while not self._waiting:
-            if self._is_closed:
-                return None
-            self._changed.clear()
-            await self._changed.wait()
-        waiting = self._waiting.popleft()
-        self._num_bytes -= len(waiting[0])
+        waiting = await self._waiting.get()
+        if waiting is not None:
+            self._num_bytes -= len(waiting[0])
         return waiting
 
 
