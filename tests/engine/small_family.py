@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -59,7 +59,10 @@ def write_family(root: Path) -> dict[str, Path]:
 
 
 def make_unreliable(
-    monkeypatch: pytest.MonkeyPatch, drafter: object, methods: Sequence[str], failing: set[int]
+    monkeypatch: pytest.MonkeyPatch,
+    drafter: object,
+    methods: Sequence[str],
+    failing: Container[int],
 ) -> Iterator[int]:
     """Let some of a drafter's calls fail: the odd ones before they do their work, the others after
     it. Returns the count that all its methods share."""

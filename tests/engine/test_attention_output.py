@@ -9,13 +9,8 @@ import pytest
 import torch
 from tests.engine.small_family import write_family
 from tests.engine.test_attention import USABLE
-from tests.engine.test_exactness import (
-    DRAFTERS,
-    SAMPLINGS,
-    make_loop,
-    make_requests,
-    run,
-)
+from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
+from tests.products import covering
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.engine.attention import decomposed
@@ -55,7 +50,7 @@ def load(family: dict[str, Path], attention: str) -> Engine:
 def speculated(engine: Engine, sampling: str) -> tuple[list[tuple[int, ...]], int]:
     """Mixed with chunks of prompts: the step is small."""
     loop = make_loop(engine, rotating=True, max_num_batched_tokens=48)
-    return run(loop, make_requests(SAMPLINGS[sampling], BATCH, "auto"))
+    return run(loop, make_requests(SAMPLINGS[sampling], BATCH, "auto", tokens=40))
 
 
 @pytest.fixture(scope="module")
@@ -64,14 +59,16 @@ def alone(family: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
     engine = load(family, "reference")
     return {
         name: [
-            run(make_loop(engine), [r])[0][0] for r in make_requests(SAMPLINGS[name], BATCH, "none")
+            run(make_loop(engine), [r])[0][0]
+            for r in make_requests(SAMPLINGS[name], BATCH, "none", tokens=40)
         ]
         for name in ("greedy", "coupled")
     }
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
-@pytest.mark.parametrize("attention", USABLE)
+@pytest.mark.parametrize(
+    ("attention", "sampling"), covering(USABLE, ["greedy", "coupled"], strength=1)
+)
 def test_output_is_the_same_with_every_backend(
     family: dict[str, Path],
     alone: dict[str, list[tuple[int, ...]]],

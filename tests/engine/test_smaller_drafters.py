@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,8 @@ import pytest
 import torch
 from tests.core.world import Rotating
 from tests.engine.small_family import VOCAB, make_unreliable, write_family, write_tokenizer
-from tests.engine.test_exactness import SAMPLINGS, make_requests, run
+from tests.engine.test_exactness import BACKENDS, SAMPLINGS, make_requests, run
+from tests.products import covering
 from transformers import LlamaForCausalLM
 
 from penstock.config import EngineConfig
@@ -48,7 +49,7 @@ def write_drafters(near: Path, root: Path) -> dict[str, Path]:
     return paths
 
 
-@pytest.fixture(scope="module", params=["eager", "native", "graphs"])
+@pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
     if request.param == "native" and why_not_native() is not None:
         pytest.skip(f"no native kernels: {why_not_native()}")
@@ -104,7 +105,7 @@ def make_loop(engine: Engine, pipeline: str) -> Loop:
 def some_requests(sampling: SamplingParams, *drafters: str) -> list[Request]:
     """For each drafter in turn. Half of them with prompts that all drafters know, though not what
     follows. Most become longer than the shortest context; some are longer from the start."""
-    requests = make_requests(sampling, 6, "auto")
+    requests = make_requests(sampling, 6, "auto", tokens=40)
     for i, request in enumerate(requests):
         prompt = request.prompt_token_ids or ()
         if i % 2:
@@ -119,9 +120,11 @@ def test_limits_are_where_the_target_can_read_more(engine: Engine) -> None:
     assert limits == {"short": (SHORT, None), "fewer": (None, FEWER), "more": (None, None)}
 
 
-@pytest.mark.parametrize("drafters", [DRAFTERS, ("auto",)])
-@pytest.mark.parametrize("sampling", ["greedy", "coupled-filtered"])
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    ("engine", "pipeline", "sampling", "drafters"),
+    covering(BACKENDS, PIPELINES, ["greedy", "coupled-filtered"], [DRAFTERS, ("auto",)]),
+    indirect=["engine"],
+)
 def test_output_is_the_targets_own(
     engine: Engine,
     alone: dict[str, list[tuple[int, ...]]],
@@ -137,8 +140,11 @@ def test_output_is_the_targets_own(
     assert " failed: " not in caplog.text
 
 
-@pytest.mark.parametrize("drafters", [DRAFTERS, ("auto",)])
-@pytest.mark.parametrize("pipeline", PIPELINES)
+@pytest.mark.parametrize(
+    ("engine", "pipeline", "drafters"),
+    covering(BACKENDS, PIPELINES, [DRAFTERS, ("auto",)], strength=1),
+    indirect=["engine"],
+)
 def test_distributions_of_another_size(
     engine: Engine,
     pipeline: str,
@@ -152,13 +158,16 @@ def test_distributions_of_another_size(
     assert " failed: " not in caplog.text
 
 
-@pytest.mark.parametrize("asked", ["draft", "replay"])
-@pytest.mark.parametrize("failing", [{2, 3, 5}, set(range(1000))])
+@pytest.mark.parametrize(
+    ("engine", "asked", "failing"),
+    covering(BACKENDS, ["draft", "replay"], [frozenset({2, 3, 5}), range(1000)]),
+    indirect=["engine"],
+)
 def test_a_drafter_that_fails_inside_a_step_loses_no_request(
     engine: Engine,
     alone: dict[str, list[tuple[int, ...]]],
     monkeypatch: pytest.MonkeyPatch,
-    failing: set[int],
+    failing: Collection[int],
     asked: str,
 ) -> None:
     """Some of its steps, or all: before and after it has taken note of new blocks."""

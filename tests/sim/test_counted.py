@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.products import covering
 
 from penstock.core.policies.registry import policies
 from penstock.sim.profiles import load_profile
@@ -81,9 +82,10 @@ def assert_same(counted: Report, single: Report) -> None:
     assert peaks[0] == pytest.approx(peaks[1], rel=0.02)
 
 
-@pytest.mark.parametrize("block_size", [1, 16])
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("admission", sorted(policies("admission")))
+@pytest.mark.parametrize(
+    ("admission", "name", "block_size"),
+    covering(sorted(policies("admission")), WORKLOADS, [1, 16]),
+)
 def test_counting_changes_nothing(admission: str, name: str, block_size: int) -> None:
     literal = admission in ("wait", "nested_wait")
     counted, single = both(admission, name, block_size, AMPLE if literal else None)

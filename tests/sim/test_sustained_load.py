@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.products import first_fast
 
 from penstock.lab.loads import requests_at, setup_of
 from penstock.sim.capacity import Criterion, Estimate, TooShort, capacity, judge_load
@@ -43,7 +44,7 @@ def one_server(load: float, num: int, seed: int) -> Report:
     )
 
 
-@pytest.mark.parametrize("num", [20_000, 60_000, 150_000])
+@pytest.mark.parametrize("num", first_fast([20_000, 60_000, 150_000]))
 def test_a_queue_with_a_known_limit(num: int) -> None:
     stable = [Criterion().judge(one_server(0.95, num, seed)) for seed in SEEDS]
     assert all(verdict.sustained for verdict in stable)
@@ -62,6 +63,7 @@ def test_batch_means_are_students() -> None:
     assert (found.low, found.high) == pytest.approx((2 - 2.4841, 2 + 2.4841), abs=1e-3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ["fluid_guided", "vllm_v0", "sarathi"])
 def test_runs_of_any_length_agree(admission: str) -> None:
     setup = Setup(PROFILE, admission)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.products import covering
 from tests.sim.test_counted import LENGTHS, THRESHOLDS, assert_same
 
 from penstock.core.policies.registry import policies
@@ -48,8 +49,10 @@ def setup_of(admission: str, name: str, fairness: bool, **changes: Any) -> Setup
     return Setup(PROFILE, admission, options, fairness=fairness, **changes)
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("admission", sorted(set(policies("admission")) - set(LITERAL)))
+@pytest.mark.parametrize(
+    ("admission", "name"),
+    covering(sorted(set(policies("admission")) - set(LITERAL)), WORKLOADS, strength=1),
+)
 def test_counting_changes_nothing(admission: str, name: str) -> None:
     reports = [
         run(
@@ -64,8 +67,10 @@ def test_counting_changes_nothing(admission: str, name: str) -> None:
     assert (reports[0].finished_at != unfair.finished_at).any()
 
 
-@pytest.mark.parametrize("name", WORKLOADS)
-@pytest.mark.parametrize("admission", sorted(set(policies("admission")) - set(LITERAL)))
+@pytest.mark.parametrize(
+    ("admission", "name"),
+    covering(sorted(set(policies("admission")) - set(LITERAL)), WORKLOADS, strength=1),
+)
 def test_one_tenant_is_served_as_without(admission: str, name: str) -> None:
     alone = replace(WORKLOADS[name], tenants=None)
     reports = [run(setup_of(admission, name, rule), alone) for rule in (False, True)]

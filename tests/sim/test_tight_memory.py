@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.products import covering, first_fast
 
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Output, StepPlan, StepResult
@@ -48,8 +49,9 @@ def served(
     return run(setup, workload, watch=watch)
 
 
-@pytest.mark.parametrize("pipeline", ["off", "2"])
-@pytest.mark.parametrize("kv_tokens", [2048, 4096])
+@pytest.mark.parametrize(
+    ("pipeline", "kv_tokens"), covering(["off", "2"], [2048, 4096], strength=1)
+)
 def test_long_prompts_wait_hardly_longer_than_in_order_of_arrival(
     kv_tokens: int, pipeline: str
 ) -> None:
@@ -86,7 +88,7 @@ class EndsBeforeTurn:
     def on_result(self, plan: StepPlan, result: StepResult) -> None: ...
 
 
-@pytest.mark.parametrize("pipeline", ["off", "2"])
+@pytest.mark.parametrize("pipeline", first_fast(["2", "off"]))
 def test_whoever_is_first_is_admitted_before_more_have_ended_than_ran(pipeline: str) -> None:
     watches: list[EndsBeforeTurn] = []
 

@@ -14,6 +14,7 @@ import torch
 from tests.core.world import replace_policies
 from tests.engine.small_family import write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
+from tests.products import covering
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.loop import Loop
@@ -119,8 +120,10 @@ def run_in_time(
     return {id_: tuple(text) for id_, text in texts.items()}
 
 
-@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
-@pytest.mark.parametrize("drafter", [NO_DRAFTER, "same", "near", "far"])
+@pytest.mark.parametrize(
+    ("drafter", "sampling"),
+    covering([NO_DRAFTER, "same", "near", "far"], ["greedy", "coupled"], strength=1),
+)
 def test_mostly_the_next_round_is_under_way_when_it_is_planned(
     engine: Engine, executor: GraphExecutor, drafter: str, sampling: str
 ) -> None:
@@ -138,9 +141,10 @@ def test_mostly_the_next_round_is_under_way_when_it_is_planned(
     assert found[0] == found[1]
 
 
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("kv_tokens", [32 * 256, 40 * 16])
-@pytest.mark.parametrize("drafter", ["near", "switching", "rotating"])
+@pytest.mark.parametrize(
+    ("drafter", "kv_tokens", "seed"),
+    covering(["near", "switching", "rotating"], [32 * 256, 30 * 16], range(2)),
+)
 def test_whatever_the_plan_asks_for(
     engine: Engine, executor: GraphExecutor, drafter: str, seed: int, kv_tokens: int
 ) -> None:

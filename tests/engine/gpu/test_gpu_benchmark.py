@@ -57,6 +57,7 @@ def setting(monkeypatch: pytest.MonkeyPatch) -> gpu.Setting:
     return SMALL
 
 
+@pytest.mark.slow
 def test_every_item_can_be_rehearsed(
     setting: gpu.Setting, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -95,6 +96,7 @@ def test_says_that_there_is_no_gpu(
     assert "no item 'speed'; allowed: numerics" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_hosts_work_is_measured_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(random_models, "_shapes", lambda: {"tiny": gpu_host.TINY})
     for num_drafted in (0, 4):

@@ -55,7 +55,7 @@ def engine(
 
 def texts(engine: Engine, sampling: str, drafter: str) -> tuple[list[list[int]], int]:
     """And the number of accepted draft tokens."""
-    done = complete(engine.loop, make_requests(SAMPLINGS[sampling], 6, drafter, 20), 4)
+    done = complete(engine.loop, make_requests(SAMPLINGS[sampling], 4, drafter, 16), 4)
     return [c.token_ids for c in done], sum(c.usage.num_accepted_tokens for c in done)
 
 
