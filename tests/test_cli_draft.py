@@ -212,6 +212,7 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
         assert await running.ended() == (0, "", "")
 
 
+@pytest.mark.slow
 async def test_texts_end_where_the_targets_do(
     family: dict[str, Path], oracle: Oracle, tmp_path: Path
 ) -> None:
@@ -247,6 +248,7 @@ async def tokens_of(http: httpx.AsyncClient, family: dict[str, Path], text: str)
     return load_tokenizer(family["near"]).encode(text)
 
 
+@pytest.mark.slow
 async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: Oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     async with (
@@ -300,6 +302,7 @@ async def test_a_refusal_is_one_line_and_exit_code_2(
     )
 
 
+@pytest.mark.slow
 async def test_it_can_be_stopped_before_it_is_connected(family: dict[str, Path]) -> None:
     async with program("--connect", "127.0.0.1:9", "--model", family["near"]) as running:
         assert running.process.stderr is not None
@@ -311,6 +314,7 @@ async def test_it_can_be_stopped_before_it_is_connected(family: dict[str, Path])
         assert await running.ended() == (0, "", "")
 
 
+@pytest.mark.slow
 async def test_certificates(family: dict[str, Path], oracle: Oracle, certificates: Path) -> None:
     verifier = ScriptedVerifier(oracle)
     secured = server_credentials(

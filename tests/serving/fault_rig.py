@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import os
 import random
 import signal
@@ -18,7 +17,7 @@ import grpc
 import grpc.aio
 import httpx
 import psutil
-import tests.serving.harness  # noqa: F401  (says what forked processes have loaded)
+from tests.serving.harness import FORKS, load_libraries_once
 from tests.serving.links import Relay, sum_of
 
 from penstock.api.edge import DraftSettings, serve_drafts
@@ -31,8 +30,6 @@ from penstock.transport import service
 
 PROMPTS = ["The quick brown fox", "def main():", "select * from t", "0123456789", "Once upon a"]
 NUM_TOKENS = 180
-
-_FORKS = multiprocessing.get_context("forkserver")
 
 
 class Child(AbstractContextManager["Child"]):
@@ -49,8 +46,9 @@ class Child(AbstractContextManager["Child"]):
         await asyncio.to_thread(self._start, num_lines)
 
     def _start(self, num_lines: int) -> None:
-        ours, theirs = _FORKS.Pipe()
-        self.process = _FORKS.Process(target=self._body, args=(theirs, *self._arguments))
+        load_libraries_once()
+        ours, theirs = FORKS.Pipe()
+        self.process = FORKS.Process(target=self._body, args=(theirs, *self._arguments))
         self.process.start()
         theirs.close()
         self.lines = [ours.recv() for _ in range(num_lines)]

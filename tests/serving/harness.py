@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
@@ -78,6 +79,7 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
         finally:
             started.set()
 
+    load_libraries_once()
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
     assert started.wait(60), "the server did not start"
@@ -93,8 +95,9 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
 @contextmanager
 def server_process(factory: str, **settings: Any) -> Iterator[tuple[BaseProcess, str]]:
     """Serve in a process of its own; yields it and its address."""
-    ours, theirs = _FORKS.Pipe()
-    process = _FORKS.Process(target=_serve, args=(theirs, factory, settings))
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=_serve, args=(theirs, factory, settings))
+    load_libraries_once()
     process.start()
     theirs.close()
     try:
@@ -110,6 +113,11 @@ def _serve(pipe: Connection, factory: str, settings: dict[str, Any]) -> None:
     asyncio.run(serve(serve_config(**settings), pipe.send, factory))
 
 
-_FORKS = multiprocessing.get_context("forkserver")
-# The libraries behind the tokenizer take seconds to import: once is enough.
-_FORKS.set_forkserver_preload([__name__, "penstock.engine.tokenizer"])
+FORKS = multiprocessing.get_context("forkserver")
+
+
+def load_libraries_once() -> None:
+    """In the process from which servers and engines are forked: importing takes each seconds."""
+    loaded = ["penstock.serving.fork_server", "penstock.engine.build", __name__]
+    FORKS.set_forkserver_preload(loaded)
+    forkserver.ensure_running()
