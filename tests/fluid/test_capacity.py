@@ -5,17 +5,29 @@ import pytest
 from tests.fluid.test_equilibrium import HIGH, LOW, STAIRS
 
 from penstock.fluid.capacity import (
+    RequestWork,
     capacity_bound,
     output_work,
-    paper_linear_capacity,
     request_work,
-    traffic_work,
 )
-from penstock.fluid.equilibrium import equilibrium
+from penstock.fluid.equilibrium import equilibrium, token_steps_per_s
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
-from penstock.fluid.traffic import Speculation, TrafficType, scaled
+from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic, TrafficType, scaled
 
 MEMORY = 111_580
+
+
+def paper_linear_capacity(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> float:
+    """The closed form for a profile d0 + d1 × tokens: the factor by which `traffic` can grow until
+    Σ λ_j (l'_j + 1)(l_j + l'_j/2) = C / (d0 + d1 C), where M* of eq. 5 fills the memory."""
+    d0, d1 = profile.token_seconds[0], profile.per_kv_token
+    return kv_tokens / (d0 + d1 * kv_tokens) / token_steps_per_s(traffic)
+
+
+def traffic_work(traffic: Traffic, speculation: Speculation = NO_SPECULATION) -> RequestWork:
+    """Of a mix of types."""
+    columns = zip(*((t.prompt_len, t.decode_len, t.rate) for t in traffic), strict=True)
+    return request_work(*columns, speculation)
 
 
 def test_the_linear_profile_has_the_closed_form() -> None:

@@ -12,7 +12,6 @@ from tests.fluid.simulate import Line, poisson, run
 from penstock.fluid.nested import (
     NestedThresholds,
     Segments,
-    best_nested_thresholds,
     log_odds,
     nested_policy,
     nested_thresholds,
@@ -21,7 +20,7 @@ from penstock.fluid.nested import (
 from penstock.fluid.queues import tail_exponent
 from penstock.fluid.stages import iteration_seconds
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
-from penstock.fluid.traffic import Speculation, TrafficType, scaled
+from penstock.fluid.traffic import TrafficType, scaled
 
 MEMORY = 111_580
 NESTED = tuple(TrafficType(1.0, 62, n) for n in (20, 40, 80, 160))
@@ -197,21 +196,19 @@ def test_the_printed_peaks_are_passed() -> None:
     assert peak_batch > printed_in_appendix_d(2, [4, 8, 12], [9, 7, 4])
 
 
-def test_the_number_of_segments_is_chosen_by_memory() -> None:
+def test_the_memory_bound_is_u_shaped_in_the_number_of_segments() -> None:
+    """As figures 4 to 6 say."""
     mix = scaled(TEN_BINS, 4.0)
-    best = best_nested_thresholds(PAPER_LINEAR, mix, MEMORY, 1e-3, 3600.0)
-    assert best.kv_bound_tokens <= MEMORY
     bounds = {}
     for count in range(1, 11):
-        segments = segments_of(mix, count, best.segments.wave)
         try:
-            found = nested_thresholds(PAPER_LINEAR, segments, MEMORY, 1e-3, best.iterations)
+            segments = segments_of(mix, count, 16)
+            found = nested_thresholds(PAPER_LINEAR, segments, MEMORY, 1e-3, 10**5)
         except ValueError:
             continue
         bounds[count] = found.kv_bound_tokens
-    assert best.kv_bound_tokens == pytest.approx(min(bounds.values()))
     chosen = min(bounds, key=lambda count: bounds[count])
-    assert 1 < chosen < 10, "U-shaped, as figures 4 to 6 say"
+    assert 1 < chosen < 10
     assert bounds[max(bounds)] > bounds[chosen]
 
 
@@ -219,30 +216,6 @@ def test_one_prompt_a_stage_of_ten_bins_does_not_fit() -> None:
     """The paper's own workload and memory: 501 stages of one prompt each hold 156,312 tokens."""
     with pytest.raises(ValueError, match="156312 KV tokens, memory has 111580"):
         nested_thresholds(PAPER_LINEAR, segments_of(scaled(TEN_BINS, 1e-3), 1), MEMORY, 1e-3, 10**6)
-
-
-def test_what_cannot_be_served_is_refused() -> None:
-    with pytest.raises(ValueError, match="no thresholds fit"):
-        best_nested_thresholds(PAPER_LINEAR, scaled(NESTED, 56.0), MEMORY, 1e-3, 3600.0)
-    with pytest.raises(ValueError, match="at least one type"):
-        best_nested_thresholds(PAPER_LINEAR, (), MEMORY, 1e-3, 3600.0)
-    timeless = replace(PAPER_LINEAR, token_seconds=(0.0,), per_prefill_token=0.0)
-    with pytest.raises(ValueError, match="has no times"):
-        best_nested_thresholds(timeless, NESTED, MEMORY, 1e-3, 3600.0)
-    with pytest.raises(ValueError, match="headroom"):
-        best_nested_thresholds(PAPER_LINEAR, NESTED, MEMORY, 1e-3, 3600.0, headroom=-1.0)
-
-
-def test_headroom_and_speculation() -> None:
-    mix = scaled(NESTED, 10.0)
-    plain = best_nested_thresholds(PAPER_LINEAR, mix, MEMORY, 1e-3, 3600.0)
-    eased = best_nested_thresholds(PAPER_LINEAR, mix, MEMORY, 1e-3, 3600.0, headroom=0.2)
-    fast = best_nested_thresholds(
-        PAPER_LINEAR, mix, MEMORY, 1e-3, 3600.0, speculation=Speculation(2.0, 2)
-    )
-    assert eased.kv_bound_tokens > plain.kv_bound_tokens
-    assert fast.kv_bound_tokens < plain.kv_bound_tokens
-    assert fast.segments.ends[-1] == 80
 
 
 def test_a_queue_that_would_grow_without_bound_is_refused() -> None:

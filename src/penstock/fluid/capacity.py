@@ -16,9 +16,8 @@ import numpy as np
 import numpy.typing as npt
 from scipy.optimize import linprog
 
-from penstock.fluid.equilibrium import token_steps_per_s
 from penstock.fluid.step_profile import StepProfile
-from penstock.fluid.traffic import NO_SPECULATION, LengthArray, Speculation, Traffic, decode_len
+from penstock.fluid.traffic import NO_SPECULATION, LengthArray, Speculation, decode_len
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -137,23 +136,6 @@ def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> C
 def _per_request(work: RequestWork) -> FloatArray:
     """(prefill tokens, decodes, KV tokens) of a request; 1 where it has none."""
     return np.array([work.prefill_tokens, work.decode_steps or 1.0, work.kv_token_steps or 1.0])
-
-
-def paper_linear_capacity(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> float:
-    """The closed form for a profile d0 + d1 × tokens: the factor by which `traffic` can grow until
-    Σ λ_j (l'_j + 1)(l_j + l'_j/2) = C / (d0 + d1 C), where M* of eq. 5 fills the memory."""
-    d0, d1 = profile.token_seconds[0], profile.per_kv_token
-    return kv_tokens / (d0 + d1 * kv_tokens) / token_steps_per_s(traffic)
-
-
-def traffic_work(traffic: Traffic, speculation: Speculation = NO_SPECULATION) -> RequestWork:
-    """`request_work` of a mix of types."""
-    return request_work(
-        [t.prompt_len for t in traffic],
-        [t.decode_len for t in traffic],
-        [t.rate for t in traffic],
-        speculation,
-    )
 
 
 def output_work(

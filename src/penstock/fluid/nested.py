@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from penstock.fluid.queues import mean_excess, queue_limit
 from penstock.fluid.stages import StageRange, iteration_seconds, peak_kv_tokens
 from penstock.fluid.step_profile import StepProfile
 from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic
-from penstock.fluid.wait import wave_lengths
 
 _MARGIN_SCALES = (0.0, 0.3, 1.0)
 """Shares of `_margins` that are tried."""
@@ -229,52 +228,6 @@ def _that_keep_up(
         if needed <= first:
             return thresholds
         first = needed
-
-
-def best_nested_thresholds(
-    profile: StepProfile,
-    traffic: Traffic,
-    kv_tokens: int,
-    delta: float,
-    horizon_s: float,
-    headroom: float = 0.0,
-    speculation: Speculation = NO_SPECULATION,
-) -> NestedThresholds:
-    """Thresholds with the number of segments, and the wave, whose memory bound is the smallest (it
-    is U-shaped in the number: few segments keep places for finished prompts, many need queues).
-
-    The bound holds for `horizon_s` seconds with probability 1 − `delta`. `headroom` plans for rates
-    that much higher. Raises ValueError where no number of segments fits into `kv_tokens`.
-    """
-    if not traffic:
-        raise ValueError("thresholds need at least one type of request")
-    if headroom < 0 or horizon_s <= 0:
-        raise ValueError("headroom is a share of 0 or more, a horizon some seconds")
-    shortest = profile.seconds(StageRange(min(t.prompt_len for t in traffic), 0, 0).work())
-    if not shortest:
-        raise ValueError(f"profile {profile.name!r} has no times: nothing can be planned with it")
-    iterations = math.ceil(horizon_s / shortest)
-    rate = sum(t.rate for t in traffic) * (1 + headroom)
-    found, refusal = [], None
-    for segments in _all_segments(traffic, speculation):
-        planned = replace(segments, rate=rate)
-        try:
-            found.append(nested_thresholds(profile, planned, kv_tokens, delta, iterations))
-        except ValueError as error:
-            refusal = error
-    if not found:
-        raise refusal or ValueError("no thresholds fit")
-    return min(found, key=lambda policy: policy.kv_bound_tokens)
-
-
-def _all_segments(traffic: Traffic, speculation: Speculation) -> Iterator[Segments]:
-    """Every number of segments with every wave (a power of 2)."""
-    last_step = max(speculation.num_steps(t.decode_len) for t in traffic)
-    for wave in wave_lengths(last_step + 1):
-        steps = {speculation.num_steps(t.decode_len) for t in traffic}
-        ends = {_stage_end(n, wave, last_step) for n in steps}
-        for count in range(1, len(ends) + 1):
-            yield segments_of(traffic, count, wave, speculation)
 
 
 def _stage_end(step: int, wave: int, last_step: int) -> int:
