@@ -27,7 +27,7 @@ from rich.progress import track
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.policies.pipeline.planner import (
+from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
     Setting,
     cycle_seconds,

@@ -26,7 +26,7 @@ from benchmarks.live_engine import by_domain, load, request_of, target_names, te
 from rich.console import Console
 from rich.progress import track
 
-from penstock.core.policies.selection.words import Words
+from penstock.core.policies.selection.parts.words import Words
 from penstock.lab.bench import Results, Table, parser, table, tell
 from penstock.lab.hindsight import KnownText
 from penstock.zoo.evidence import answer_logits

@@ -14,8 +14,8 @@ from tests.core.world import Rotating, World, make_request, make_scheduler
 from penstock.core.learn import Estimators
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.auto import Auto
-from penstock.core.policies.pipeline.division import Division
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
+from penstock.core.policies.pipeline.parts.division import Division
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.state import Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.types import (

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.core.policies.pipeline.planner import (
+from penstock.core.policies.pipeline.parts.planner import (
     Lane,
     Round,
     Setting,

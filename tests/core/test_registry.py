@@ -37,7 +37,7 @@ def test_every_policy_can_be_made_from_its_defaults(kind: str) -> None:
 def test_options_reach_the_policy() -> None:
     policy = make_policy("admission", "vllm_v1", {"max_num_seqs": 3, "watermark": 0})
     assert isinstance(policy, VllmV1)
-    assert (policy.options.max_num_seqs, policy.options.watermark) == (3, 0)
+    assert policy.max_num_seqs == 3
     assert make_policy("allocation", "fixed", {"total": None}).options.total is None
     assert make_policy("selection", "single", {"drafter": "d"}).options.drafter == "d"
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
-from penstock.core.policies.allocation.gradient import GoodputAverages, tokens_by_tenant
+from penstock.core.policies.allocation.parts.gradient import GoodputAverages, tokens_by_tenant
 from penstock.core.policies.registry import policies, register
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.policies.selection.adaptive import Adaptive

@@ -14,7 +14,7 @@ from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.policies.pipeline.auto import Auto
-from penstock.core.policies.pipeline.planner import Round, Setting, cycle_seconds, round_of
+from penstock.core.policies.pipeline.parts.planner import Round, Setting, cycle_seconds, round_of
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.allocation.gradient import draft_budget
+from penstock.core.policies.allocation.parts.gradient import draft_budget
 from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.state import Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 from tests.core.selection.rounds import Machine
 
-from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
+from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import TARGET, Request, Status, Verdict
 from penstock.core.view import View

@@ -12,8 +12,8 @@ from tests.core.selection.rounds import Machine, Rates, Rounds, mixed_rates
 from penstock.core.learn import Estimators
 from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.policies.selection import staged as staged_module
-from penstock.core.policies.selection.goodput import RoundTimes
+from penstock.core.policies.selection.parts import staged as staged_module
+from penstock.core.policies.selection.parts.goodput import RoundTimes
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 from penstock.core.view import View
@@ -207,7 +207,7 @@ def test_on_most_rounds_nothing_is_decided(policy: str, monkeypatch: pytest.Monk
         calls.append(len(values))
         return honest(values, *rest)
 
-    monkeypatch.setattr("penstock.core.policies.selection.staged.assign", counting)
+    monkeypatch.setattr("penstock.core.policies.selection.parts.staged.assign", counting)
     monkeypatch.setattr("penstock.core.policies.selection.papers.lbss.assign", counting)
     world = play(policy, 300, max_tokens=400)
     rounds = sum(len(chosen) for chosen in world.played)

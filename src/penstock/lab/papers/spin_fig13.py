@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from penstock.core.policies.pipeline.planner import (
+from penstock.core.policies.pipeline.parts.planner import (
     Setting,
     best_setting,
     cycle_seconds,

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.admission.growth import Refill, num_that_fit
-from penstock.core.policies.admission.targets import Targets
+from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
+from penstock.core.policies.admission.parts.targets import Targets
 from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from penstock.core.policies.admission.token_budget import TokenBudget, check_budget
+from penstock.core.policies.admission.parts.token_budget import TokenBudget, check_budget
 from penstock.core.policies.options import PositiveInt, Share
 from penstock.core.queues import OrderName
 

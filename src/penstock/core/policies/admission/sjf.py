@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.learn import Estimators
-from penstock.core.policies.admission.token_budget import TokenBudget, check_budget
+from penstock.core.policies.admission.parts.token_budget import TokenBudget, check_budget
 from penstock.core.policies.options import PositiveInt, Share
 from penstock.core.queues import ArrivalQueue, shortest_output_first
 

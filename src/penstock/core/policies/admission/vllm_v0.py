@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from penstock.core.policies.admission.token_budget import TokenBudget
+from penstock.core.policies.admission.parts.token_budget import TokenBudget
 from penstock.core.step import Step
 
 

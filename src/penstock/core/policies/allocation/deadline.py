@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.policies.allocation.gradient import (
+from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     GoodputAverages,
     Streams,

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.policies.allocation.gradient import (
+from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     GoodputAverages,
     Streams,

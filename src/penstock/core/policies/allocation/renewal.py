@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.policies.allocation.gradient import (
+from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     Streams,
     draft_budget,

@@ -12,7 +12,7 @@ from penstock.core.policies.options import Range
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
-from penstock.core.policies.pipeline.planner import (
+from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
     Round,
     Setting,

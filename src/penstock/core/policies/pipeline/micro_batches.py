@@ -10,8 +10,8 @@ from typing import Annotated, ClassVar
 
 from penstock.core.policies.options import Probability, Range
 from penstock.core.policies.pipeline import Pipeline
-from penstock.core.policies.pipeline.division import Division
-from penstock.core.policies.pipeline.planner import Setting
+from penstock.core.policies.pipeline.parts.division import Division
+from penstock.core.policies.pipeline.parts.planner import Setting
 from penstock.core.state import RequestState
 from penstock.core.view import View
 

@@ -37,8 +37,8 @@ from penstock.core.policies.options import (
     Share,
 )
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
-from penstock.core.policies.selection.matching import assign
-from penstock.core.policies.selection.words import NUM_WORDS, Words
+from penstock.core.policies.selection.parts.matching import assign
+from penstock.core.policies.selection.parts.words import NUM_WORDS, Words
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
 from penstock.core.view import View

@@ -21,8 +21,13 @@ from penstock.core.policies.options import (
     Range,
 )
 from penstock.core.policies.selection import ReplayWish, usable
-from penstock.core.policies.selection.goodput import RoundTimes, model_of
-from penstock.core.policies.selection.staged import StagedPolicy, kept, rounds_ahead, step_times
+from penstock.core.policies.selection.parts.goodput import RoundTimes, model_of
+from penstock.core.policies.selection.parts.staged import (
+    StagedPolicy,
+    kept,
+    rounds_ahead,
+    step_times,
+)
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
 from penstock.core.view import View

@@ -14,8 +14,13 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, Range
-from penstock.core.policies.selection.goodput import Mean, ObservedGoodput, RoundTimes, model_of
-from penstock.core.policies.selection.staged import StagedPolicy, kept, rounds_ahead
+from penstock.core.policies.selection.parts.goodput import (
+    Mean,
+    ObservedGoodput,
+    RoundTimes,
+    model_of,
+)
+from penstock.core.policies.selection.parts.staged import StagedPolicy, kept, rounds_ahead
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.view import View
 

@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal
 
 from penstock.core.learn.streams import Evidence, Smoothed
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.policies.allocation.gradient import (
+from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     draft_budget,
     tenant_weight,

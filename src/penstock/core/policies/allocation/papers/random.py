@@ -9,7 +9,7 @@ from random import Random
 from typing import ClassVar
 
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.policies.allocation.gradient import draft_budget
+from penstock.core.policies.allocation.parts.gradient import draft_budget
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Seed
 from penstock.core.state import RequestState
 from penstock.core.view import DraftCandidate, View

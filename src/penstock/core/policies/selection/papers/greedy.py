@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from penstock.core.policies.options import PositiveInt
 from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.policies.selection.goodput import model_of
-from penstock.core.policies.selection.places import Places
+from penstock.core.policies.selection.parts.goodput import model_of
+from penstock.core.policies.selection.parts.places import Places
 from penstock.core.state import Drafter, RequestState
 from penstock.core.view import View
 

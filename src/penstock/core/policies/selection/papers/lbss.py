@@ -18,10 +18,10 @@ import numpy as np
 
 from penstock.core.policies.options import NonNegativeFloat, PositiveInt, Seed
 from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
-from penstock.core.policies.selection.goodput import ObservedGoodput, RoundTimes, model_of
-from penstock.core.policies.selection.matching import assign
-from penstock.core.policies.selection.places import Places
-from penstock.core.policies.selection.staged import kept, step_times
+from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
+from penstock.core.policies.selection.parts.matching import assign
+from penstock.core.policies.selection.parts.places import Places
+from penstock.core.policies.selection.parts.staged import kept, step_times
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.view import View
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from penstock.core.policies.selection import usable
-from penstock.core.policies.selection.goodput import model_of
+from penstock.core.policies.selection.parts.goodput import model_of
 from penstock.core.state import Drafter, RequestState
 from penstock.core.view import View
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.policies.selection.goodput import RoundTimes
-from penstock.core.policies.selection.matching import assign
-from penstock.core.policies.selection.places import Places
+from penstock.core.policies.selection.parts.goodput import RoundTimes
+from penstock.core.policies.selection.parts.matching import assign
+from penstock.core.policies.selection.parts.places import Places
 from penstock.core.state import Drafter, RequestState
 from penstock.core.view import View
 
