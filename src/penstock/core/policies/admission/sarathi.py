@@ -31,6 +31,7 @@ class Sarathi(TokenBudget):
     def __init__(self, options: Options) -> None:
         limits = (options.max_num_seqs, options.watermark, options.order)
         super().__init__(TokenBudget.Options(options.token_budget, *limits))
+        self.options = options
 
 
 POLICY = Sarathi

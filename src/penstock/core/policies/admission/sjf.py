@@ -33,6 +33,7 @@ class ShortestJobFirst(TokenBudget):
     def __init__(self, options: Options) -> None:
         limits = (options.max_num_batched_tokens, options.max_num_seqs, options.watermark)
         super().__init__(TokenBudget.Options(*limits))
+        self.options = options
 
     def new_queue(self, estimators: Estimators) -> ArrivalQueue:
         return shortest_output_first()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.options import PositiveInt, Share
@@ -51,6 +52,7 @@ class TokenBudget(AdmissionPolicy):
             )
 
     def __init__(self, options: Options) -> None:
+        self.options: Any = options
         self.order = options.order
         self.token_budget = options.max_num_batched_tokens
         self.max_num_seqs = options.max_num_seqs
