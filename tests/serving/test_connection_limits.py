@@ -42,41 +42,41 @@ def arrivals_of(**settings: float) -> ConnectionLimits:
 
 def test_a_server_has_its_own_allowance(clock: Clock) -> None:
     counted = arrivals_of(max_connections_per_s=2)
-    answers = [counted.authenticated("a") for _ in range(18)]
+    answers = [counted.check_authenticated("a") for _ in range(18)]
     assert answers[:16] == [None] * 16
     assert answers[16] == "a connects too often; at most 2 a second, and 16 at once"
-    assert counted.authenticated("b") is None
+    assert counted.check_authenticated("b") is None
     clock.now += 0.5
-    assert counted.authenticated("a") is None
-    assert counted.authenticated("a") is not None
+    assert counted.check_authenticated("a") is None
+    assert counted.check_authenticated("a") is not None
     assert counted.refused == {("a", "too_often"): 3}
 
 
 def test_strangers_have_one_by_network(clock: Clock) -> None:
     counted = arrivals_of(max_unauthenticated_connections_per_s=0.5)
-    answers = [counted.unauthenticated("192.0.2.1") for _ in range(5)]
+    answers = [counted.check_unauthenticated("192.0.2.1") for _ in range(5)]
     assert answers[:4] == [None] * 4
     assert answers[4] is not None
     assert "from 192.0.2.1; at most 0.5 a second, and 4 at once" in answers[4]
-    assert counted.unauthenticated("192.0.2.2") is None
-    assert counted.authenticated("192.0.2.1") is None
+    assert counted.check_unauthenticated("192.0.2.2") is None
+    assert counted.check_authenticated("192.0.2.1") is None
     assert counted.refused == {("", "unknown"): 5, ("", "too_often"): 1}
 
 
 def test_a_slow_allowance_still_lets_one_in(clock: Clock) -> None:
     counted = arrivals_of(max_connections_per_s=0.01)
-    assert counted.authenticated("a") is None
-    assert counted.authenticated("a") is not None
+    assert counted.check_authenticated("a") is None
+    assert counted.check_authenticated("a") is not None
     clock.now += 100
-    assert counted.authenticated("a") is None
+    assert counted.check_authenticated("a") is None
 
 
 def test_the_table_of_strangers_is_bounded(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_access, "_MAX_NETWORKS", 10)
     counted = arrivals_of(max_unauthenticated_connections_per_s=0.25)
     for n in range(1000):
-        counted.unauthenticated(f"network {n}")
-        counted.unauthenticated("busy")
+        counted.check_unauthenticated(f"network {n}")
+        counted.check_unauthenticated("busy")
         assert len(counted._networks) <= 10
     # Whoever goes on is remembered; only those that have not been back are forgotten.
     assert counted.refused["", "too_often"] == 998
@@ -106,7 +106,7 @@ def num_refused(clock: Clock, counted: ConnectionLimits, lasting_s: float) -> in
     servers = [(begun, n, Backoff()) for n in range(_MAX_STREAMS_EACH)]
     while servers[0][0] < begun + 600:
         clock.now, n, backoff = heapq.heappop(servers)
-        counted.authenticated("shared")
+        counted.check_authenticated("shared")
         heapq.heappush(servers, (clock.now + lasting_s + backoff.after(lasting_s), n, backoff))
     return counted.refused.total()
 

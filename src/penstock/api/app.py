@@ -67,6 +67,7 @@ _ERROR = {
         }
     },
 }
+_Body = TypeVar("_Body", bound=GenerationBody)
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -93,9 +94,6 @@ def _describe(app: FastAPI) -> None:
         return app.openapi_schema
 
     app.openapi = describe  # type: ignore[method-assign]
-
-
-_Body = TypeVar("_Body", bound=GenerationBody)
 
 
 class Service:

@@ -12,6 +12,7 @@ from penstock.serving.usage import Usage
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
+_STATUS = {FinishReason.REFUSED: 400, FinishReason.ERROR: 500, FinishReason.CANCELLED: 503}
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,9 +107,6 @@ class TextStream:
             if any(stop.startswith(tail) for stop in self._stops):
                 return size
         return 0
-
-
-_STATUS = {FinishReason.REFUSED: 400, FinishReason.ERROR: 500, FinishReason.CANCELLED: 503}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,8 +21,23 @@ from penstock.api.errors import ApiError
 from penstock.serving.intake import Shares, network_of_host
 
 _UNSENT_BYTES = 16 * 1024
-"""What the kernel takes ahead of the client. Its own default is megabytes, and whole streams would
-disappear in it before it shows that nobody reads them."""
+"""Unsent bytes that a socket buffers (TCP_NOTSENT_LOWAT). The kernel's default is megabytes: whole
+streams would fit, and a client that stops reading would go unnoticed."""
+_BODIES = 16
+"""Memory for bodies that are being read, in bodies of the largest size."""
+
+REQUEST_ID = "X-Request-Id"
+
+IGNORED_FIELDS = "X-Penstock-Ignored-Fields"
+
+EXPECTED_OUTPUT_TOKENS = "X-Penstock-Expected-Output-Tokens"
+"""Of a request: the body's field of that name, for proxies; the body's own comes first."""
+
+_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
+
+_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+
+_log = logging.getLogger(__name__)
 
 
 class Connection(H11Protocol):
@@ -46,7 +61,7 @@ class Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        # Whatever is not sent at once counts as unread.
+        # No buffer above the socket's: `pause_writing` is called as soon as that one is full.
         transport.set_write_buffer_limits(high=0)
         sock: socket.socket = transport.get_extra_info("socket")
         with contextlib.suppress(OSError, AttributeError):
@@ -105,7 +120,7 @@ class Connection(H11Protocol):
             self.transport.write(b"".join(self.conn.send(event) or b"" for event in events))
         self.transport.close()
 
-    # --- what is not read -----------------------------------------------------------------------
+    # --- clients that do not read ---------------------------------------------------------------
 
     def _watch_writing(self) -> None:
         unread = self.transport.get_write_buffer_size()
@@ -121,10 +136,6 @@ class Connection(H11Protocol):
         if self._stall is not None:
             self._stall.cancel()
             self._stall = None
-
-
-_BODIES = 16
-"""So many of the largest bodies may be in memory while they are read."""
 
 
 def client_network(scope: Scope) -> str:
@@ -204,16 +215,6 @@ class _BodyReader:
     def release(self) -> None:
         self._memory.release(self._client, self._num_bytes)
         self._num_bytes = 0
-
-
-REQUEST_ID = "X-Request-Id"
-IGNORED_FIELDS = "X-Penstock-Ignored-Fields"
-EXPECTED_OUTPUT_TOKENS = "X-Penstock-Expected-Output-Tokens"
-"""Of a request: the body's field of that name, for proxies; the body's own comes first."""
-
-_VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
-_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
-_log = logging.getLogger(__name__)
 
 
 class ResponseHeaders:

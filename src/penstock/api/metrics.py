@@ -287,7 +287,7 @@ class _EngineCollector(Collector):
         yield self._counter(
             "refused_connections",
             "Connections that were refused, by draft server (empty: not known).",
-            hub.arrivals.refused,
+            hub.connections.refused,
             ("draft_server", "reason"),
         )
         counts = {

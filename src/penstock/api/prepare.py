@@ -19,6 +19,19 @@ from penstock.serving.messages import Ready
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
+_T = TypeVar("_T")
+
+_U = TypeVar("_U")
+
+_DEFAULT_COMPLETION_TOKENS = 16
+
+_GREEDY_BELOW = 1e-5
+
+_LONG_TEXT = 8192
+"""Characters; longer texts are tokenised in a thread, so that streams do not stand still."""
+
+_COST_PER_TEXT = 100
+"""Overhead of tokenising any text, in characters."""
 
 
 class Caller(NamedTuple):
@@ -70,21 +83,9 @@ def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-_T = TypeVar("_T")
-_U = TypeVar("_U")
-
-_DEFAULT_COMPLETION_TOKENS = 16
-_GREEDY_BELOW = 1e-5
-_LONG_TEXT = 8192
-"""Characters; longer texts are tokenised in a thread, so that streams do not stand still."""
-
-_COST_PER_TEXT = 100
-"""As many characters' time goes into tokenising any text, even an empty one."""
-
-
 @dataclass(frozen=True, slots=True)
 class RequestBuilder:
-    """Knows the model that requests are for.
+    """Turns bodies into engine requests for one model.
 
     verification: of every request, or None: `coupled` with a seed, `ratio` without.
     drafters: names that a request may ask for now; draft servers come and go.

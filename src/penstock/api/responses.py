@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
 
 JsonDict = dict[str, Any]
+_KEEP_ALIVE_S = 5.0
 
 
 class Format(ABC):
@@ -148,9 +149,6 @@ def _text(raw: bytes) -> str:
 
 def _entry(raw: bytes, logprob: float) -> JsonDict:
     return {"token": _text(raw), "logprob": logprob, "bytes": list(raw)}
-
-
-_KEEP_ALIVE_S = 5.0
 
 
 class Generation(AbstractContextManager["Generation"]):

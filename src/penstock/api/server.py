@@ -105,7 +105,7 @@ class HttpServer(uvicorn.Server):
         self._on_started = on_started
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Raises: ConfigError where somebody else listens on the address by now."""
+        """Raises: ConfigError where another process has taken the address."""
         try:
             await super().startup(sockets)
         except OSError as error:

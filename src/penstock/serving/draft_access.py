@@ -23,6 +23,13 @@ ANONYMOUS = "loopback"
 
 _BURST_S = 8.0
 _MAX_NETWORKS = 4096
+MAX_DISTANCE = 0.1
+"""Mean total variation between a reported and a recomputed distribution. Machines that round
+differently, or compute in another dtype, stay well below."""
+
+_MIN_FAILURES = 2
+
+_MAX_FAILURE_SHARE = 0.05
 
 
 class Peer(NamedTuple):
@@ -117,24 +124,24 @@ class ConnectionLimits:
         self._servers: dict[str, TokenBucket] = {}
         self._networks: OrderedDict[str, TokenBucket] = OrderedDict()
 
-    def authenticated(self, name: str) -> str | None:
+    def check_authenticated(self, name: str) -> str | None:
         """A draft server connects; returns why it may not, in one line."""
         now = time.monotonic()
         if name not in self._servers:
-            self._servers[name] = _quota(self._server_per_s, now)
+            self._servers[name] = _bucket(self._server_per_s, now)
         if self._servers[name].take(1, now):
             return None
         self.refused[name, "too_often"] += 1
         return f"{name} connects too often; {_allowed(self._server_per_s)}"
 
-    def unauthenticated(self, network: str) -> str | None:
-        """Somebody unknown is about to be told so; returns why that is refused, too."""
+    def check_unauthenticated(self, network: str) -> str | None:
+        """A client without an identity connects; returns why it gets no answer, in one line."""
         now = time.monotonic()
-        quota = self._networks.pop(network, None) or _quota(self._unauthenticated_per_s, now)
-        self._networks[network] = quota
+        bucket = self._networks.pop(network, None) or _bucket(self._unauthenticated_per_s, now)
+        self._networks[network] = bucket
         if len(self._networks) > _MAX_NETWORKS:
             self._networks.popitem(last=False)
-        if quota.take(1, now):
+        if bucket.take(1, now):
             self.refused["", "unknown"] += 1
             return None
         self.refused["", "too_often"] += 1
@@ -144,20 +151,12 @@ class ConnectionLimits:
         )
 
 
-def _quota(per_s: float, now: float) -> TokenBucket:
+def _bucket(per_s: float, now: float) -> TokenBucket:
     return TokenBucket(per_s, now, seconds=max(_BURST_S, 1 / per_s))
 
 
 def _allowed(per_s: float) -> str:
     return f"at most {per_s:g} a second, and {max(_BURST_S * per_s, 1):g} at once"
-
-
-MAX_DISTANCE = 0.1
-"""Mean total variation between a reported and a recomputed distribution. Machines that round
-differently, or compute in another dtype, stay well below."""
-
-_MIN_FAILURES = 2
-_MAX_FAILURE_SHARE = 0.05
 
 
 @dataclass(slots=True)

@@ -23,7 +23,7 @@ from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import decode_sampling, in_effect
 
 _MAX_REMEMBERED = 1024
-"""Verdicts kept for requests that are not known yet; releases that are remembered."""
+"""Most verdicts kept for requests that are not known yet, and most releases remembered."""
 
 _REFUSAL_GRACE_S = 0.1
 
@@ -31,7 +31,7 @@ _log = logging.getLogger(__name__)
 
 
 class DraftService:
-    """Everything that is drafted for over one link.
+    """Drafts for all requests of one link.
 
     on_connected, on_lost: called when a stream has begun and when it has ended
     """
@@ -67,7 +67,7 @@ class DraftService:
     # --- edge ingress ---------------------------------------------------------------------------
 
     def open(self, tracked: TrackedRequest, message: pb.Open) -> None:
-        """Have a text of ours continued on the present stream. The message's id is given here."""
+        """Open a request of this server's own users on the present stream; gives it an id."""
         self._num_opened += 1
         tracked.begin_stream(f"{self._num_opened:x}")
         self._by_wire_id[tracked.wire_id] = tracked
@@ -132,7 +132,7 @@ class DraftService:
         self._order(tracked)
 
     def _adopt(self, assign: pb.Assign) -> TrackedRequest | None:
-        """Begin with a request of somebody else's, if this is the first of its assignments."""
+        """Begin with a request of central ingress, if this is the first of its assignments."""
         request_id = assign.request_id
         released = self._released.get(request_id, (-1, -1))
         is_first = bool(assign.prefix_token_ids) and (assign.epoch, assign.round) > released

@@ -253,7 +253,7 @@ class DraftStream:
         )
 
     def _note_late_answer(self) -> None:
-        """A late answer to an order that is no more: the engine may hold the server for dead."""
+        """A late answer to an order that was withdrawn: the engine learns that the server lives."""
         if self._num_late and self.drafter is not None:
             self._num_late -= 1
             self._hub.client.post(RemoteDraft("", 0, 0, self.drafter))
@@ -275,7 +275,7 @@ class DraftStream:
         self._void(request)
 
     def _void(self, request: DraftedRequest) -> None:
-        """A draft would come too late from now on."""
+        """Withdraw the open order: its draft would come too late."""
         self._num_late += request.order is not None
         request.order = None
 

@@ -23,6 +23,7 @@ from penstock.transport.wire import WEIGHT_SUM, truncate, weight_rows
 
 _NUM_WEIGHTS = 32
 """Tokens of a truncated distribution: 64 would double a draft's bytes for 0.001 of acceptance."""
+Command = Callable[[DraftingSessions], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +73,6 @@ def quantise(draft_probs: torch.Tensor) -> list[TopWeights]:
     """What is sent of distributions [rows, V]; tokens are sampled from this, not from them."""
     cut = truncate(draft_probs.cpu().numpy(), _NUM_WEIGHTS)
     return [TopWeights(*row) for row in weight_rows(*cut)]
-
-
-Command = Callable[[DraftingSessions], None]
 
 
 class DraftingThread:

@@ -27,7 +27,7 @@ from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import encode_sampling
 
 _MAX_TRIES = 5
-"""A request that the verification server gives up so often, with no token between, is hopeless."""
+"""Attempts without a new token after which a request fails."""
 
 _REJECTIONS: dict[pb.Refused.Code, type[RequestRejected]] = {
     pb.Refused.BUSY: QueueFull,
@@ -190,8 +190,8 @@ class EdgeClient(RequestClient):
             self._open_waiting()
 
     def _is_temporary(self, edge: _EdgeRequest, finish_reason: str) -> bool:
-        """Whether an end is none of the request's own doing: its engine died, is being shut down,
-        or has too much to do. (What would always be refused was never sent.)"""
+        """Whether the request may succeed later: its engine died, is being shut down, or is
+        overloaded. (What would always be refused was never sent.)"""
         if self._stopping or edge.num_tries >= _MAX_TRIES:
             return False
         return finish_reason in ("cancelled", "error", "refused")

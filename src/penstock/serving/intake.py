@@ -330,7 +330,7 @@ class RequestClient(ABC):
             self._idle.set()
 
     def _fail_all(self, error: str) -> None:
-        """End every open request; where the engine lives it is told so."""
+        """End every open request; the engine is told to cancel them."""
         for request_id, sink in list(self._sinks.items()):
             self.cancel(request_id)
             sink.put(Output(request_id, finish_reason=FinishReason.CANCELLED, error=error))

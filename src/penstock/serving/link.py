@@ -74,9 +74,8 @@ class Endpoint:
 
 
 class Backoff:
-    """Pauses between attempts: at first up to 0.1 s, doubling to 2 s, and anew only after a stream
-    that lasted, so that one which breaks at once is not made again and again. Each is shortened at
-    random by up to a half: those that lose a server together do not come back together.
+    """Exponential back-off with jitter: 0.1 s, doubling to 2 s, each shortened at random by up to a
+    half. It starts anew only after a stream that lasted `_STABLE_S`.
 
     Whatever happens, one attempt is made at once, five more in 1.5 s, and one a second from then
     on: less than a verification server allows (`DraftersConfig.max_connections_per_s`).

@@ -67,7 +67,8 @@ class _CentralRequest:
 
 
 class DraftHub:
-    """Routes orders and verdicts to the streams, and what they send to the engine.
+    """Connects the engine with the streams of all draft servers: orders and verdicts go to the
+    streams, drafts and requests to the engine.
 
     target, tokenizer_digest: its name for users, and its tokenizer. new_meter: called for every
     request of edge ingress.
@@ -88,7 +89,7 @@ class DraftHub:
         self.new_meter = new_meter
         self.send_times = SendTimes()
         self.audits = Audits(config.audit_share, client.info.drafters)
-        self.arrivals = ConnectionLimits(config)
+        self.connections = ConnectionLimits(config)
         self._tenants = tenants
         self._useless: dict[str, TokenBucket] = {}
         self._streams: dict[str, DraftStream] = {}
@@ -127,8 +128,8 @@ class DraftHub:
         self.client.post(DrafterDown(stream.drafter))
 
     def may_send_useless(self, name: str) -> bool:
-        """Whether a draft server may send one more message without use, over all its streams: some
-        repeat, and some are late. A new stream brings it no more of them."""
+        """Rate limit on useless messages (repeated or late ones) of a draft server, over all its
+        streams. False where it is exceeded."""
         now = time.perf_counter()
         if name not in self._useless:
             self._useless[name] = TokenBucket(_USELESS_PER_S, now)
@@ -276,7 +277,7 @@ class VerificationServer:
     ) -> None:
         hub = self._hub
         assert hub is not None
-        identity = await self._admit(hub.arrivals, context)
+        identity = await self._admit(hub.connections, context)
         if hub.client.problem is not None:
             await context.abort(grpc.StatusCode.UNAVAILABLE, hub.client.problem)
         info = hub.client.info
@@ -294,7 +295,7 @@ class VerificationServer:
             await context.abort(end.code, end.reason)
 
     async def _admit(
-        self, arrivals: ConnectionLimits, context: grpc.aio.ServicerContext[bytes, bytes]
+        self, limits: ConnectionLimits, context: grpc.aio.ServicerContext[bytes, bytes]
     ) -> Identity:
         """Who has connected; the stream is aborted if nobody known has, or one who does so too
         often."""
@@ -302,11 +303,11 @@ class VerificationServer:
         try:
             identity = self._identities.of(peer)
         except Refusal as refusal:
-            too_often = arrivals.unauthenticated(peer.network)
+            too_often = limits.check_unauthenticated(peer.network)
             if too_often is None:
                 await context.abort(grpc.StatusCode.UNAUTHENTICATED, refusal.reason)
         else:
-            too_often = arrivals.authenticated(identity.name)
+            too_often = limits.check_authenticated(identity.name)
             if too_often is None:
                 return identity
         await self._delay_rejection()
@@ -368,7 +369,7 @@ async def _read(stream: DraftStream, hub: DraftHub, messages: AsyncIterator[byte
                 stream.end(grpc.StatusCode.INVALID_ARGUMENT, refusal.reason)
                 return
         if not is_of_use and not hub.may_send_useless(stream.identity.name):
-            # Its next messages wait on its own machine, and cost this one nothing.
+            # Reading stops for a while: flow control keeps further messages at the sender.
             await asyncio.sleep(_USELESS_PAUSE_S)
 
 
