@@ -12,7 +12,7 @@ from tests.core.world import Chaos, Rotating, World, make_request, make_schedule
 from tests.golden.record import Recorder
 
 from penstock.core.policies.registry import policies
-from penstock.core.types import Cancel, DrafterDown, DrafterUp, Reconfigure
+from penstock.core.types import Cancel, DrafterDown, DrafterUp
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.acceptance import DriftingAcceptance, GeometricAcceptance
 from penstock.sim.drafters import Capacity
@@ -216,7 +216,6 @@ OUTAGES = (
     (0.5, DrafterDown("far")),
     (0.7, Cancel("2")),
     (1.0, SERVERS[1].up()),
-    (1.2, Reconfigure("near", 4.0)),
     (1.5, DrafterDown("shared")),
     (2.0, SERVERS[3].up()),
 )

@@ -38,7 +38,6 @@ from penstock.core.types import (
     Event,
     FinishReason,
     Output,
-    Reconfigure,
     StepPlan,
     StepResult,
     VerifyItem,
@@ -144,9 +143,6 @@ class Scheduler:
                 draft.up(ctx, event)
             case DrafterDown(name):
                 draft.down(ctx, name)
-            case Reconfigure(tenant, weight):
-                table.tenant(tenant).weight = weight
-                table.accounts.num_changes += 1
         return []
 
     def schedule(self, now: float, lane: str = TARGET) -> StepPlan:

@@ -118,15 +118,7 @@ class DrafterDown:
     drafter: str
 
 
-@dataclass(frozen=True, slots=True)
-class Reconfigure:
-    """Change a tenant's weight while running."""
-
-    tenant: str
-    weight: float
-
-
-Event = Arrive | Cancel | DraftReady | DrafterUp | DrafterDown | Reconfigure
+Event = Arrive | Cancel | DraftReady | DrafterUp | DrafterDown
 
 
 # --- plans --------------------------------------------------------------------------------------

@@ -75,7 +75,6 @@ class Account:
     __slots__ = (
         "_served",
         "_start",
-        "_weight",
         "most_at_work",
         "num_running",
         "num_waiting",
@@ -89,19 +88,16 @@ class Account:
         self.num_running = 0
         self.most_at_work = math.inf
         self.turn = 0.0
-        self._weight = tenant.weight
         self._start = 0.0
         self._served = 0
 
     @property
     def counter(self) -> float:
         """Service over weight, in units."""
-        return self._start + self._served / self._weight
+        return self._start + self._served / self.tenant.weight
 
     def charge(self, units: int) -> None:
-        """So much service was given. A new weight holds for what is given from now on."""
-        if self._weight != self.tenant.weight:
-            self._start, self._served, self._weight = self.counter, 0, self.tenant.weight
+        """So much service was given."""
         self._served += units
 
     def lift(self, counter: float) -> None:
