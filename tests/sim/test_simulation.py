@@ -35,10 +35,35 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.fluid.step_profile import StepWork
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.clock import VirtualClock
 from penstock.sim.driver import SimulationResult, simulate
-from penstock.sim.executor import LinearStepTimes, SimulatedExecutor
+from penstock.sim.executor import SimulatedExecutor
+
+
+@dataclass(frozen=True, slots=True)
+class LinearStepTimes:
+    """A fixed cost for each step and one for each row, in seconds; a drafter pays its own once for
+    each token of its longest draft."""
+
+    verify_fixed: float
+    verify_per_row: float = 0.0
+    draft_fixed: float = 0.0
+    draft_per_row: float = 0.0
+
+    def verify(self, work: StepWork) -> float:
+        rows = work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
+        return self.verify_fixed + self.verify_per_row * rows
+
+    def decoding(self, num_decodes: int) -> tuple[float, float]:
+        return self.verify_fixed + self.verify_per_row * num_decodes, 0.0
+
+    def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
+        steps = max(1, *(o.max_draft_tokens for o in orders))
+        rows = sum(o.num_catch_up_tokens + max(0, o.max_draft_tokens - 1) for o in orders)
+        return self.draft_fixed * steps + self.draft_per_row * rows
+
 
 TIMES = LinearStepTimes(
     verify_fixed=0.01, verify_per_row=1e-4, draft_fixed=1e-3, draft_per_row=1e-5

@@ -5,7 +5,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 from penstock.core.learn.times import step_work
@@ -47,29 +46,6 @@ class StepTimeModel(Protocol):
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
         """All of one drafter's orders of a step: catching up and drafting."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class LinearStepTimes:
-    """A fixed cost for each step and one for each row, in seconds; a drafter pays its own once for
-    each token of its longest draft."""
-
-    verify_fixed: float
-    verify_per_row: float = 0.0
-    draft_fixed: float = 0.0
-    draft_per_row: float = 0.0
-
-    def verify(self, work: StepWork) -> float:
-        rows = work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
-        return self.verify_fixed + self.verify_per_row * rows
-
-    def decoding(self, num_decodes: int) -> tuple[float, float]:
-        return self.verify_fixed + self.verify_per_row * num_decodes, 0.0
-
-    def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:
-        steps = max(1, *(o.max_draft_tokens for o in orders))
-        rows = sum(o.num_catch_up_tokens + max(0, o.max_draft_tokens - 1) for o in orders)
-        return self.draft_fixed * steps + self.draft_per_row * rows
 
 
 class ProfiledStepTimes:
