@@ -168,16 +168,12 @@ class EngineConfig(ModelsConfig):
         kinds: tuple[PolicyKind, ...] = ("admission", "selection", "allocation")
         for kind in kinds:
             getattr(self, kind).make(kind)
-        drafter = self.selection.options.get("drafter")
-        if drafter is not None and drafter not in self.drafters:
-            known = ", ".join(self.drafters) or "none is configured"
-            raise ValueError(f"selection names an unknown drafter {drafter!r}; drafters: {known}")
-        for name in self.drafter_max_num_seqs:
-            if name not in self.drafters:
+        selected = self.selection.options.get("drafter")
+        named = [("drafter_max_num_seqs", name) for name in self.drafter_max_num_seqs]
+        for setting, name in [("selection", selected), *named]:
+            if name is not None and name not in self.drafters:
                 known = ", ".join(self.drafters) or "none is configured"
-                raise ValueError(
-                    f"drafter_max_num_seqs names an unknown drafter {name!r}; drafters: {known}"
-                )
+                raise ValueError(f"{setting} names an unknown drafter {name!r}; drafters: {known}")
         return self
 
 

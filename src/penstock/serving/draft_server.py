@@ -87,6 +87,7 @@ class DraftService:
     # --- the link -------------------------------------------------------------------------------
 
     def connected(self, welcome: pb.Welcome) -> None:
+        """A new stream is open, and everything sent before is void."""
         self.limits = welcome
         self._drafting.post(lambda sessions: sessions.proposer.limit_vocab(welcome.vocab_size))
         if not self.welcome.done():

@@ -8,13 +8,16 @@ import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 import grpc
 import grpc.aio
 
 from penstock.transport.service import DraftingStub, channel_options, token_metadata
 from penstock.transport.v1 import drafting_pb2 as pb
+
+if TYPE_CHECKING:
+    from penstock.serving.draft_server import DraftService
 
 _WELCOME_TIMEOUT_S = 10.0
 _FIRST_DELAY_S = 0.1
@@ -42,20 +45,6 @@ class LinkRefused(Exception):
 
 class _LinkLost(Exception):
     """The stream broke, or could not be made; one line."""
-
-
-class LinkPeer(Protocol):
-    """Who is told what happens on the stream."""
-
-    def connected(self, welcome: pb.Welcome) -> None:
-        """A new stream is open, and everything sent before is void."""
-        ...
-
-    def received(self, message: pb.Down) -> None: ...
-
-    def lost(self) -> None:
-        """The stream is over."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,10 +84,10 @@ class Backoff:
 class VerifierLink:
     """Keeps one stream open, with exponential back-off between attempts."""
 
-    def __init__(self, endpoint: Endpoint, hello: pb.Hello, peer: LinkPeer) -> None:
+    def __init__(self, endpoint: Endpoint, hello: pb.Hello, service: DraftService) -> None:
         self._endpoint = endpoint
         self._hello = hello
-        self._peer = peer
+        self._service = service
         self._outbox: _Outbox | None = None
         self._welcome_at = 0.0
         self.problem: str | None = _NOT_YET
@@ -150,11 +139,11 @@ class VerifierLink:
                 _log.warning("connected to %s again", self._endpoint.address)
             self._outbox, self.problem = outbox, None
             self._welcome_at = time.monotonic()
-            self._peer.connected(welcome)
+            self._service.connected(welcome)
             async for message in messages:
                 if message.WhichOneof("message") == "refused" and not message.refused.request_id:
                     raise LinkRefused(self._refused(message.refused.reason))
-                self._peer.received(message)
+                self._service.received(message)
         except grpc.aio.AioRpcError as error:
             details = " ".join((error.details() or error.code().name).split())
             if error.code() in _FINAL:
@@ -165,7 +154,7 @@ class VerifierLink:
             outbox.put_nowait(None)
             if self._outbox is not None:
                 self._outbox = None
-                self._peer.lost()
+                self._service.lost()
         raise _LinkLost(self._lost("it ended the stream"))
 
     async def _welcome(self, messages: AsyncIterator[pb.Down]) -> pb.Welcome:
