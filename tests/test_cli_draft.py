@@ -274,6 +274,7 @@ async def test_without_users_no_port_is_opened(family: dict[str, Path], oracle: 
         assert await running.ended() == (0, "", "")
 
 
+@pytest.mark.slow
 async def test_look_up_needs_no_model(oracle: Oracle) -> None:
     verifier = ScriptedVerifier(oracle)
     async with (

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 from tests.engine.small_family import write_family
+from tests.products import first_fast
 from tests.serving.harness import RunningServer, running_server
 
 from penstock.config import parse_config
@@ -59,7 +60,7 @@ def test_drafters_change_nothing_but_the_speed(
     assert near["mean_acceptance_length"] > 1
 
 
-@pytest.mark.parametrize("batch", [8, 32])
+@pytest.mark.parametrize("batch", first_fast([8, 32]))
 def test_many_at_once_with_every_drafter(real_server: RunningServer, batch: int) -> None:
     """Half of them greedy, half sampled: each gets the text that the target alone would give it,
     whatever drafts for it and for its neighbours."""

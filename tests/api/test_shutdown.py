@@ -10,6 +10,7 @@ from multiprocessing.process import BaseProcess
 import httpx
 import psutil
 import pytest
+from tests.products import first_fast
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import engine_pid, eventually, server_process
 
@@ -32,7 +33,7 @@ def exit_code(process: BaseProcess, timeout: float) -> int | None:
     return process.exitcode
 
 
-@pytest.mark.parametrize("sig", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("sig", first_fast([signal.SIGTERM, signal.SIGINT, signal.SIGHUP]))
 def test_what_runs_is_finished_and_nothing_new_is_taken(sig: signal.Signals) -> None:
     with server_process(SLOW_FACTORY) as (process, url):
         engine = engine_pid(url)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
+from tests.products import covering
 
 from penstock.core import admit, observe
 from penstock.core.context import Context
@@ -99,11 +100,10 @@ def make_world(
     return World(scheduler, executor, chaos=chaos, seed=seed), requests
 
 
-@pytest.mark.parametrize("restless", [False, True], ids=["faithful", "restless"])
-@pytest.mark.parametrize("depth", [1, 3])
-@pytest.mark.parametrize("lanes", OWN_LANES)
-@pytest.mark.parametrize("drafter_blocks", [3, 40], ids=["tiny-drafters", "roomy-drafters"])
-@pytest.mark.parametrize("num_blocks", [20, 60], ids=["tight", "roomy"])
+@pytest.mark.parametrize(
+    ("num_blocks", "drafter_blocks", "lanes", "depth", "restless"),
+    covering([20, 60], [3, 40], OWN_LANES, [1, 3], [False, True]),
+)
 def test_output_is_the_targets_own_in_a_rough_world(
     num_blocks: int, drafter_blocks: int, lanes: str, depth: int, restless: bool
 ) -> None:

@@ -24,7 +24,6 @@ from penstock.core.types import (
     VerifyItem,
 )
 from penstock.engine.lanes import Wakeup
-from penstock.engine.steps import Totals
 
 TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-small"
 EOS = 2
@@ -53,7 +52,8 @@ class EchoExecutor:
         self._requests: dict[str, Request] = {}
         self._queue: deque[StepPlan] = deque()
         self.remote = SimpleNamespace(sink=None)
-        self.totals = Totals({})
+        # Plain, since what has PyTorch imported takes seconds to start.
+        self.totals = SimpleNamespace(num_target_steps=0, phases=PhaseTimes(), drafter_seconds={})
         self._wakeup = Wakeup()
 
     def fileno(self) -> int:

@@ -57,7 +57,7 @@ def test_capacities_hold_and_no_place_is_left_unused(
         assert max(drafting) == 5
 
 
-@pytest.mark.parametrize("first", range(5))
+@pytest.mark.parametrize("first", [0, 4])
 @pytest.mark.parametrize("policy", [*LEARNING, "adaptive"])
 def test_a_bad_beginning_is_not_held_against_a_drafter_for_ever(policy: str, first: int) -> None:
     """One request at a time: the first ones are too hard for the only drafter, all others easy.
