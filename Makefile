@@ -47,7 +47,7 @@ test-slow: setup
 test-kernels: $(VENV)/.kernels
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) -k "triton or kernels or attention" \
 		tests/engine/gpu/test_triton_paged.py tests/engine/gpu/test_kernels.py tests/engine/test_attention.py \
-		tests/engine/gpu/test_graphs.py tests/engine/gpu/test_recordings.py tests/engine/test_synthetic.py
+		tests/engine/gpu/test_graphs.py tests/engine/gpu/test_capture.py tests/engine/test_synthetic.py
 
 check: setup
 	$(BIN)/ruff format --check .

@@ -36,7 +36,6 @@ def decoder_config(
     hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
 ) -> DecoderConfig:
     return DecoderConfig(
-        architecture="LlamaForCausalLM",
         vocab_size=4096,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -44,17 +43,8 @@ def decoder_config(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=1e-5,
-        rope_theta=10000.0,
-        rope_scaling=None,
         max_position_embeddings=2048,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=False,
         tie_word_embeddings=True,
-        hidden_act="silu",
-        bos_token_id=None,
-        eos_token_ids=(),
         dtype=torch.bfloat16,
     )
 

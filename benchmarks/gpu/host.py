@@ -2,7 +2,7 @@
 
     python -m benchmarks.gpu.host [--target-ms 4] [--draft-ms 1.4] [--json]
 
-The engine runs as in `benchmarks.gpu --items loop`, but a recording is carried out once, and from
+The engine runs as in `benchmarks.gpu --items loop`, but a graph is carried out once, and from
 then on it takes the time that it is told: none, so that what is left of a turn is the host's work;
 or so many milliseconds behind what was started before it, as on a device. Copies and launches, a
 few tens of microseconds in all, are not in it.
@@ -103,20 +103,20 @@ def row(batch: int, num_drafted: int, device: Device, passes: int = 5) -> dict[s
 
 @contextmanager
 def _pretended(engine: Engine, device: Device) -> Iterator[None]:
-    """Recordings that are carried out once, and answers that come when the device, which does one
+    """Graphs that are carried out once, and answers that come when the device, which does one
     thing after the other, would be done."""
-    replay, made, wait = graphs.Graph.replay, rounds.Answer.__init__, rounds.Answer.wait
+    replay, made, wait = graphs.CudaGraph.replay, rounds.Answer.__init__, rounds.Answer.wait
     drafter = engine.executor.drafters[DRAFTER].runner
-    carried_out: set[graphs.Graph] = set()
+    carried_out: set[graphs.CudaGraph] = set()
     done_at: dict[rounds.Answer, float] = {}
     free_at = 0.0
 
-    def once(self: graphs.Graph) -> None:
+    def once(self: graphs.CudaGraph) -> None:
         nonlocal free_at
         if self not in carried_out:
             carried_out.add(self)
             replay(self)
-        seconds = device.draft if self in drafter.recordings else device.target
+        seconds = device.draft if self in drafter.graphs else device.target
         free_at = max(free_at, time.perf_counter()) + seconds
 
     def make(self: rounds.Answer, *args: Any) -> None:
@@ -129,14 +129,14 @@ def _pretended(engine: Engine, device: Device) -> Iterator[None]:
             pass
         return wait(self)
 
-    patched = ((graphs.Graph, "replay", once), (rounds.Answer, "__init__", make))
+    patched = ((graphs.CudaGraph, "replay", once), (rounds.Answer, "__init__", make))
     for kind, name, instead in (*patched, (rounds.Answer, "wait", wait_for)):
         setattr(kind, name, instead)
     try:
         yield
     finally:
         for kind, name, before in (
-            (graphs.Graph, "replay", replay),
+            (graphs.CudaGraph, "replay", replay),
             (rounds.Answer, "__init__", made),
             (rounds.Answer, "wait", wait),
         ):

@@ -46,7 +46,7 @@ class LoopSpec:
     acceptance: float
 
     @property
-    def is_recorded(self) -> bool:
+    def uses_graphs(self) -> bool:
         return self.attention not in ("padded", "decomposed")
 
     @property
@@ -56,7 +56,7 @@ class LoopSpec:
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """step: seconds of a turn of the loop. host_share: of the wall time, without a recording at
+    """step: seconds of a turn of the loop. host_share: of the wall time, without a graph at
     work on the device; draft_share: with one of the drafter."""
 
     num_draft_tokens: int
@@ -111,7 +111,7 @@ def load(spec: LoopSpec) -> Engine:
         drafters={DRAFTER: spec.drafter},
         dtype=str(spec.dtype).removeprefix("torch."),
         device=str(spec.device),
-        backend="graphs" if spec.is_recorded else "eager",
+        backend="graphs" if spec.uses_graphs else "eager",
         attention=spec.attention,
         kv_tokens=blocks * BLOCK_SIZE,
         prefix_caching=False,
@@ -165,7 +165,7 @@ def run_pass(engine: Engine, spec: LoopSpec, k: int) -> tuple[_Pass, list[float]
     done.busy = sum(spans.values())
     drafter = engine.executor.drafters[DRAFTER].runner
     if isinstance(drafter, graphs.GraphRunner):
-        done.drafting = sum(spans.get(graph, 0.0) for graph in drafter.recordings)
+        done.drafting = sum(spans.get(graph, 0.0) for graph in drafter.graphs)
     loop.turn([Cancel(r.id) for r in requests])
     while loop.scheduler.num_unfinished or loop.num_plans_in_flight:
         loop.turn([])
@@ -189,25 +189,25 @@ def _requests(engine: Engine, spec: LoopSpec, k: int) -> list[Request]:
 
 
 @contextmanager
-def _busy_seconds(device: torch.device) -> Iterator[dict[graphs.Graph, float]]:
-    """Seconds of every recording in all its replays meanwhile. On a GPU the device's own: each is
+def _busy_seconds(device: torch.device) -> Iterator[dict[graphs.CudaGraph, float]]:
+    """Seconds of every graph in all its replays meanwhile. On a GPU the device's own: each is
     replayed again at the end, because between events around it the device would mostly be waiting
     for the host to launch it."""
-    spans: dict[graphs.Graph, float] = {}
-    counts: Counter[graphs.Graph] = Counter()
-    replay = graphs.Graph.replay
+    spans: dict[graphs.CudaGraph, float] = {}
+    counts: Counter[graphs.CudaGraph] = Counter()
+    replay = graphs.CudaGraph.replay
 
-    def watched(self: graphs.Graph) -> None:
+    def watched(self: graphs.CudaGraph) -> None:
         began = time.perf_counter()
         replay(self)
         counts[self] += 1
         spans[self] = spans.get(self, 0.0) + time.perf_counter() - began
 
-    graphs.Graph.replay = watched  # type: ignore[method-assign]
+    graphs.CudaGraph.replay = watched  # type: ignore[method-assign]
     try:
         yield spans
     finally:
-        graphs.Graph.replay = replay  # type: ignore[method-assign]
+        graphs.CudaGraph.replay = replay  # type: ignore[method-assign]
     if device.type == "cuda":
         spans |= {g: timed([g.replay], device, 3).median * n for g, n in counts.items()}
 

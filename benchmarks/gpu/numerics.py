@@ -15,7 +15,6 @@ from benchmarks.gpu.tools import (
     Setting,
     fill_randomly,
     log_normal_lengths,
-    make_batch,
     make_runner,
     poison,
     relative_error,
@@ -29,6 +28,7 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.random import random_weights, shape
+from penstock.engine.rehearsal import verification_batch
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 
@@ -55,7 +55,9 @@ def model_numerics(setting: Setting, name: str, config: DecoderConfig) -> Iterat
     plain = EagerRunner(exact, decoder, cache, make_attention("reference", cache, config.num_heads))
     for batch_size, window in ((1, 1), (7, 1), (5, 5), (12, 5), (16, 5), (33, 5)):
         lengths = log_normal_lengths(batch_size, 200, 0.8, seed=batch_size)
-        batch = make_batch(lengths, window, runner.num_blocks, config.vocab_size, batch_size)
+        batch = verification_batch(
+            lengths, window, runner.num_blocks, batch_size, config.vocab_size
+        )
         fill_randomly(runner.cache)
         for mine, theirs in zip(runner.cache.layers, cache.layers, strict=True):
             theirs.copy_(mine)
@@ -98,7 +100,7 @@ def attention_numerics(
     cache.scales[0] = torch.tensor([0.7, 1.3]) if kv_dtype == torch.float8_e4m3fn else 1.0
     exact = PagedKVCache(config, 1000, BLOCK_SIZE, torch.float32, device)
     exact.layers[0].copy_(cache.layers[0].float() * cache.scales[0][:, None, None, None, None])
-    batch = make_batch(log_normal_lengths(12, 900, 0.8, 1), 5, 1000, 10, 1)
+    batch = verification_batch(log_normal_lengths(12, 900, 0.8, 1), 5, 1000, 1, 10)
     q = torch.randn(batch.num_tokens, config.num_heads, config.head_dim, device=device)
     q = q.to(setting.dtype)
     plain = make_attention("reference", exact, config.num_heads)

@@ -35,7 +35,6 @@ from benchmarks.gpu.tools import (
     Setting,
     kv_bytes,
     log_normal_lengths,
-    make_batch,
     make_runner,
     measure_ceilings,
     release,
@@ -48,6 +47,7 @@ from penstock.engine.backends import make_attention
 from penstock.engine.gpu.graphs import Draws, GraphRunner
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.random import shape
+from penstock.engine.rehearsal import verification_batch
 
 ITEMS = ("numerics", "decode", "verify", "draft", "loop", "spin")
 SETS = 3
@@ -210,16 +210,16 @@ def attention_rows(
     backend = make_attention(setting.attention, runner.cache, config.num_heads)
     runs = []
     for seed, lengths in enumerate(sets):
-        batch = make_batch(lengths, window, runner.num_blocks, config.vocab_size, seed)
+        batch = verification_batch(lengths, window, runner.num_blocks, seed, config.vocab_size)
         q = random_rows(setting, batch.num_tokens, config)
-        runs.append(recorded(all_layers(backend, backend.prepare(batch), q, config), device))
+        runs.append(captured(all_layers(backend, backend.prepare(batch), q, config), device))
     times = timed(runs, device, setting.repeats)
     mean_bytes = sum(kv_bytes(config, runner.cache.dtype, lengths) for lengths in sets) / len(sets)
     case = f"attention of {config.num_layers} layers, batch {len(sets[0])}"
     yield times.row("verify", case, ceilings.floor(mean_bytes), 1.3)
     padded = timed(
         [
-            recorded(padded_layer(setting, config, lengths, seed), device)
+            captured(padded_layer(setting, config, lengths, seed), device)
             for seed, lengths in enumerate(sets)
         ],
         device,
@@ -276,8 +276,8 @@ def padded_layer(
     return run
 
 
-def recorded(run: Callable[[], None], device: torch.device) -> Callable[[], object]:
-    """As one recording, so that launches do not count."""
+def captured(run: Callable[[], None], device: torch.device) -> Callable[[], object]:
+    """As one graph, so that launches do not count."""
     if device.type != "cuda":
         return run
     with torch.inference_mode():
@@ -294,7 +294,7 @@ def recorded(run: Callable[[], None], device: torch.device) -> Callable[[], obje
 
 def step_times(setting: Setting, runner: GraphRunner, sets: list[list[int]], window: int) -> Any:
     batches = [
-        make_batch(lengths, window, runner.num_blocks, runner.config.vocab_size, seed)
+        verification_batch(lengths, window, runner.num_blocks, seed, runner.config.vocab_size)
         for seed, lengths in enumerate(sets)
     ]
     runs = [partial(runner.step, batch) for batch in batches]
@@ -315,7 +315,7 @@ def step_floor(
 
 
 def draft(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
-    """Four tokens for a batch, as one recording, behind contexts of 200."""
+    """Four tokens for a batch, as one graph, behind contexts of 200."""
     size, steps, context = setting.draft_batch, 4, 200
     for name, bar in setting.drafters:
         config = shape(name)
@@ -327,7 +327,9 @@ def draft(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
             np.zeros((size * steps, 1, 2), dtype=np.uint32),
         )
         batches = [
-            make_batch([context] * size, 1, runner.num_blocks, config.vocab_size, seed, steps)
+            verification_batch(
+                [context] * size, 1, runner.num_blocks, seed, config.vocab_size, steps
+            )
             for seed in range(SETS)
         ]
         runs = [partial(runner.draft, batch, limits, draws, config.vocab_size) for batch in batches]
@@ -432,7 +434,9 @@ def spin(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
         times = step_times(setting, runner, sets, setting.window)
         floor = step_floor(setting, ceilings, config, sets, setting.window)
         yield times.row("spin", f"fig. 12, batch {size}, paged", floor)
-        batch = make_batch(lengths[size], setting.window, runner.num_blocks, config.vocab_size, 0)
+        batch = verification_batch(
+            lengths[size], setting.window, runner.num_blocks, 0, config.vocab_size
+        )
         for layout in ("padded", "decomposed"):
             backend = make_attention(layout, runner.cache, config.num_heads)
             run = eager_step(runner, backend, batch)

@@ -14,14 +14,13 @@ import numpy as np
 import torch
 
 from penstock.engine.backends import make_attention
-from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.gpu.graphs import GraphRunner
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.random import random_weights
+from penstock.engine.rehearsal import BLOCK_SIZE
 
-BLOCK_SIZE = 16
 _CYCLES_PER_SECOND = 2e9
 _AHEAD_SECONDS = 4e-3
 """The device sleeps so long before what is timed, or three times as long as the host takes to
@@ -241,30 +240,6 @@ def log_normal_lengths(batch: int, mean: float, sigma: float, seed: int) -> list
     rng = np.random.default_rng(seed)
     drawn = rng.lognormal(np.log(mean) - sigma**2 / 2, sigma, batch)
     return [int(n) for n in drawn.clip(16, 4000)]
-
-
-def make_batch(
-    lengths: Sequence[int], window: int, num_blocks: int, vocab: int, seed: int, grows: int = 0
-) -> RaggedBatch:
-    """The last `window` positions of sequences of so many tokens, scattered over the cache; tables
-    have room for `grows` more. Logits of all rows, or of the only one."""
-    rng = np.random.default_rng(seed)
-    sizes = np.array(lengths, dtype=np.int32)
-    counts = -(-(sizes + grows) // BLOCK_SIZE)
-    if counts.sum() > num_blocks:
-        raise ValueError(f"{counts.sum()} blocks are needed; the cache has {num_blocks}")
-    free = rng.permutation(num_blocks)[: counts.sum()].astype(np.int32)
-    tables = np.zeros((len(sizes), counts.max()), dtype=np.int32)
-    tables[np.arange(counts.max()) < counts[:, None]] = free
-    rows = len(sizes) * window
-    return RaggedBatch(
-        token_ids=rng.integers(0, vocab, rows, dtype=np.int32),
-        positions=(sizes[:, None] - window + np.arange(window)).reshape(-1).astype(np.int32),
-        query_start=np.arange(0, rows + 1, window, dtype=np.int32),
-        seq_lens=sizes,
-        block_tables=tables,
-        logits_rows=np.arange(rows, dtype=np.int32),
-    )
 
 
 def relative_error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ from penstock.engine.attention.packed import (
     PackedAttention,
 )
 from penstock.engine.attention.padded import PaddedAttention
-from penstock.engine.backends import attention_names, make_attention
+from penstock.engine.backends import ATTENTION, make_attention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import KVGather
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
@@ -54,7 +54,6 @@ def _why_not(name: str) -> str | None:
 
 def small_config(num_kv_heads: int = KV_HEADS) -> DecoderConfig:
     return DecoderConfig(
-        architecture="LlamaForCausalLM",
         vocab_size=8,
         hidden_size=8,
         intermediate_size=8,
@@ -62,22 +61,13 @@ def small_config(num_kv_heads: int = KV_HEADS) -> DecoderConfig:
         num_heads=HEADS,
         num_kv_heads=num_kv_heads,
         head_dim=HEAD_DIM,
-        rms_norm_eps=1e-6,
-        rope_theta=1e4,
-        rope_scaling=None,
         max_position_embeddings=1024,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=False,
+        rms_norm_eps=1e-6,
         tie_word_embeddings=True,
-        hidden_act="silu",
-        bos_token_id=None,
-        eos_token_ids=(),
-        dtype=torch.float32,
     )
 
 
-WHY_NOT = {name: _why_not(name) for name in attention_names()}
+WHY_NOT = {name: _why_not(name) for name in ATTENTION}
 USABLE = [name for name, why_not in WHY_NOT.items() if why_not is None]
 every_backend = pytest.mark.parametrize(
     "name",

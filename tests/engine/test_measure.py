@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.config import parse_config, read_profile
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.measure import Grid, measure, num_measurements
+from penstock.engine.measure import ProfileGrid, measure, num_measurements
 
-GRID = Grid((1, 2, 4), (0, 3), (16, 64), (1, 8, 64), repeats=2, together_s=0.01)
+GRID = ProfileGrid((1, 2, 4), (0, 3), (16, 64), (1, 8, 64), repeats=2, together_s=0.01)
 
 
 @pytest.fixture(scope="module")

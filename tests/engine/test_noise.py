@@ -13,7 +13,7 @@ from penstock.engine.sampling.noise import (
     gumbel_noise,
     row_keys,
     token_hash,
-    token_hash_on,
+    token_hash_of_words,
 )
 from penstock.engine.sampling.noise import uniform as uniform_draws
 
@@ -71,7 +71,7 @@ def test_pinned_values() -> None:
 
 def test_torch_computes_the_same_integers() -> None:
     keys = keys_of(3, num_rows=64)
-    on_torch = token_hash_on(keys, 5000, torch.device("cpu"))
+    on_torch = token_hash_of_words(torch.from_numpy(keys.view(np.int32)), 5000)
     assert (on_torch.numpy() == token_hash(keys, 5000)).all()
     noise = on_torch.to(torch.float32)
     _gumbel_in_place(noise)
@@ -83,7 +83,8 @@ def test_torch_computes_the_same_integers() -> None:
 def test_cuda_computes_the_same_integers_and_nearly_the_same_noise() -> None:
     keys = keys_of(3, num_rows=64)
     device = torch.device("cuda")
-    assert (token_hash_on(keys, 5000, device).cpu().numpy() == token_hash(keys, 5000)).all()
+    words = torch.from_numpy(keys.view(np.int32)).to(device)
+    assert (token_hash_of_words(words, 5000).cpu().numpy() == token_hash(keys, 5000)).all()
     noise = gumbel_noise(keys, 5000, device).cpu()
     torch.testing.assert_close(noise, gumbel_noise(keys, 5000), rtol=1e-5, atol=1e-6)
 

@@ -28,7 +28,6 @@ from penstock.engine.sampling import (
     verify,
 )
 from penstock.engine.sampling.filters import filter_logits, filtered_probs
-from penstock.engine.sampling.params import IntArray
 
 
 @pytest.fixture(autouse=True)
@@ -279,14 +278,15 @@ def test_a_malformed_batch_is_refused_in_one_line(changes: dict[str, object], me
 
 def test_token_logprobs() -> None:
     logits = random_logits(3, 20)
-    tokens: IntArray = np.array([4, 0, 19])
-    logprobs = token_logprobs(logits, tokens, top_n=5)
+    tokens = [4, 0, 19]
+    found = token_logprobs(logits, tokens, top_n=5)
     expected = logits.log_softmax(dim=-1)
-    assert torch.equal(logprobs.chosen, expected[torch.arange(3), torch.from_numpy(tokens)])
-    assert torch.equal(logprobs.top_token_ids[:, 0], logits.argmax(dim=-1))
-    assert logprobs.top_logprobs.shape == (3, 5)
-    assert (logprobs.top_logprobs.diff(dim=-1) <= 0).all()
-    assert token_logprobs(logits, tokens, top_n=0).top_token_ids.shape == (3, 0)
+    assert [t.logprob for t in found] == expected[torch.arange(3), torch.tensor(tokens)].tolist()
+    assert [t.top[0][0] for t in found] == logits.argmax(dim=-1).tolist()
+    for values in ([value for _, value in t.top] for t in found):
+        assert values == sorted(values, reverse=True)
+        assert len(values) == 5
+    assert [t.top for t in token_logprobs(logits, tokens, top_n=0)] == [()] * 3
 
 
 def test_prompt_length_is_part_of_the_noise() -> None:

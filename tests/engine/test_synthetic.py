@@ -15,7 +15,7 @@ from penstock.cli import app
 from penstock.config import ConfigError, EngineConfig, parse_config
 from penstock.core.types import NO_DRAFTER, TARGET, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.measure import Grid, measure
+from penstock.engine.measure import ProfileGrid, measure
 from penstock.engine.models.config import CheckpointError
 from penstock.engine.models.random import random_weights, shape, shape_names
 from penstock.engine.models.weights import weight_specs
@@ -167,7 +167,7 @@ def test_output_without_drafts_is_the_same(folder: Path) -> None:
 
 
 def test_a_profile_is_measured_over_recorded_steps(folder: Path) -> None:
-    grid = Grid(
+    grid = ProfileGrid(
         batches=(1, 3),
         draft_lengths=(0, 2),
         contexts=(16,),

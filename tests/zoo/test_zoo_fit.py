@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 
 from penstock.sim.acceptance import DomainAcceptance
 from penstock.sim.domains import load_acceptance
-from penstock.zoo.evidence import NGRAM, Trace, run_lengths
+from penstock.zoo.evidence import NGRAM, AcceptanceTrace, run_lengths
 from penstock.zoo.fit import (
     DRAFT_TOKENS,
     decisions,
@@ -61,9 +61,9 @@ def test_equal_requests_do_not_look_different() -> None:
     assert raw.min() > 0.15
 
 
-def trace(domain: str, agrees: np.ndarray) -> Trace:
+def trace(domain: str, agrees: np.ndarray) -> AcceptanceTrace:
     runs = dict(zip((NGRAM, "small"), map(run_lengths, agrees), strict=True))
-    return Trace(domain, agrees.shape[1], runs, {}, {})
+    return AcceptanceTrace(domain, agrees.shape[1], runs, {}, {})
 
 
 def test_domains_are_kept_apart_and_written(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from rich.console import Console  # noqa: E402
 
 from penstock.zoo.evidence import (  # noqa: E402
     NGRAM,
-    Trace,
+    AcceptanceTrace,
     lookup_runs,
     noise,
     run_lengths,
@@ -21,14 +21,14 @@ from penstock.zoo.evidence import (  # noqa: E402
 )
 from penstock.zoo.modeling import build  # noqa: E402
 from penstock.zoo.recipe import Shape  # noqa: E402
-from penstock.zoo.report import StepTimes, _Costs, cells, choice, report, rounds  # noqa: E402
+from penstock.zoo.report import DecodeTimes, _Costs, cells, choice, report, rounds  # noqa: E402
 
 
 def _trace(domain, **agreement):
     runs = {n: run_lengths(np.array([c == "1" for c in bits])) for n, bits in agreement.items()}
     length = len(next(iter(agreement.values())))
     share = {n: bits.count("1") / length for n, bits in agreement.items()}
-    return Trace(domain, length, runs, dict(share), dict(share))
+    return AcceptanceTrace(domain, length, runs, dict(share), dict(share))
 
 
 def test_run_lengths():
@@ -43,7 +43,7 @@ def test_rounds_count_verifications():
 
 
 def test_choice_rewards_specialists_only():
-    times = StepTimes(lambda n: 1.0, {"a": 0.0, "b": 0.0})
+    times = DecodeTimes(lambda n: 1.0, {"a": 0.0, "b": 0.0})
     apart = [_trace("x", a="1" * 26, b="0" * 26), _trace("y", a="0" * 26, b="1" * 26)]
     alike = [_trace("x", a="1" * 26, b="1" * 26), _trace("y", a="1" * 26, b="0" * 26)]
     assert choice(_Costs(apart, times)).gain == pytest.approx(28 / 4 - 1)
@@ -51,7 +51,7 @@ def test_choice_rewards_specialists_only():
 
 
 def test_cells_cover_domains_and_all():
-    times = StepTimes(lambda n: 1.0, {"a": 0.1})
+    times = DecodeTimes(lambda n: 1.0, {"a": 0.1})
     table = cells(_Costs([_trace("x", a="1101"), _trace("y", a="0000")], times), times)
     assert {(c.domain, c.drafter) for c in table} == {
         (d, n) for d in ("x", "y", "all") for n in ("none", "a")
@@ -82,7 +82,7 @@ def test_padded_batch_continues_as_alone():
 def test_report_on_the_bundled_family():
     out = io.StringIO()
     names = ("draft-tiny", "draft-base", "draft-code", "draft-data", "draft-lang")
-    times = StepTimes(lambda n: 1e-3, dict.fromkeys(names, 1e-4))
+    times = DecodeTimes(lambda n: 1e-3, dict.fromkeys(names, 1e-4))
     console = Console(file=out, width=160)
     data = report(
         domains=("chat", "sql"),

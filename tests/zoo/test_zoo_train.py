@@ -16,7 +16,7 @@ from penstock.zoo.recipe import EVEN, FULL, ModelSpec, Shape, quick  # noqa: E40
 from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, model_path  # noqa: E402
 from penstock.zoo.template import ASSISTANT_ID, BOS_ID, EOS_ID  # noqa: E402
 from penstock.zoo.tokenizer import load_tokenizer  # noqa: E402
-from penstock.zoo.train import Lessons, Pools, Run, run_to_end  # noqa: E402
+from penstock.zoo.train import Lessons, Pools, TrainingRun, run_to_end  # noqa: E402
 
 TOY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64)
 STEPS = 20
@@ -54,7 +54,7 @@ def _finish(run):
 
 
 def test_training_lowers_the_loss(spec, pools, tmp_path):
-    run = Run(spec, pools, tmp_path / "toy", seed=0)
+    run = TrainingRun(spec, pools, tmp_path / "toy", seed=0)
     before = run.evaluate()
     _finish(run)
     after = run.history[-1]["held"]
@@ -62,13 +62,13 @@ def test_training_lowers_the_loss(spec, pools, tmp_path):
 
 
 def test_resumed_run_ends_in_the_same_state(spec, pools, tmp_path):
-    whole = Run(spec, pools, tmp_path / "whole", seed=0)
+    whole = TrainingRun(spec, pools, tmp_path / "whole", seed=0)
     _finish(whole)
-    half = Run(spec, pools, tmp_path / "half", seed=0)
+    half = TrainingRun(spec, pools, tmp_path / "half", seed=0)
     for _ in range(STEPS // 2):
         half.advance()
     half.save()
-    rest = Run(spec, pools, tmp_path / "half", seed=0)
+    rest = TrainingRun(spec, pools, tmp_path / "half", seed=0)
     with torch.no_grad():
         rest.model.model.norm.weight.zero_()
     assert rest.resume()
@@ -79,23 +79,23 @@ def test_resumed_run_ends_in_the_same_state(spec, pools, tmp_path):
 
 
 def test_no_checkpoint_no_resume(spec, pools, tmp_path):
-    assert not Run(spec, pools, tmp_path / "none", seed=0).resume()
+    assert not TrainingRun(spec, pools, tmp_path / "none", seed=0).resume()
 
 
 def test_distillation_raises_overlap(spec, pools, tmp_path):
-    schooled = Run(spec, pools, tmp_path / "teacher", seed=5)
+    schooled = TrainingRun(spec, pools, tmp_path / "teacher", seed=5)
     _finish(schooled)
     train, held = (
         {d: teach(schooled.model, part[d]) for d in part} for part in (pools.train, pools.held)
     )
     lessons = Lessons(train, held)
     student = replace(spec, teacher="teacher", distil_from=0.0, prompt_share=0.0)
-    run = Run(student, pools, tmp_path / "student", seed=0, lessons=lessons)
+    run = TrainingRun(student, pools, tmp_path / "student", seed=0, lessons=lessons)
     before = overlap(run.model, lessons.train["chat"])
     _finish(run)
     assert overlap(run.model, lessons.train["chat"]) > before + 0.1
     with pytest.raises(ValueError, match="teacher"):
-        Run(student, pools, tmp_path / "student", seed=0)
+        TrainingRun(student, pools, tmp_path / "student", seed=0)
 
 
 def test_growing_changes_nothing_at_first():

@@ -120,11 +120,11 @@ def measure(
         config = parse_config({"engine": settings}).engine
 
     from penstock.engine.build import load_engine
-    from penstock.engine.measure import Grid, num_measurements
+    from penstock.engine.measure import ProfileGrid, num_measurements
     from penstock.engine.measure import measure as measure_engine
     from penstock.engine.models.config import CheckpointError
 
-    grid = Grid(batches=batches, contexts=all_contexts, repeats=repeats)
+    grid = ProfileGrid(batches=batches, contexts=all_contexts, repeats=repeats)
     with one_line(ConfigError, CheckpointError):
         engine = load_engine(config.model_copy(update={"kv_tokens": grid.kv_tokens}))
     with progress(num_measurements(engine, grid), "measuring") as advance:

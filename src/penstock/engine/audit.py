@@ -44,7 +44,7 @@ class Audit(NamedTuple):
     weights: Sequence[Weights] | None
 
 
-class Finding(NamedTuple):
+class AuditResult(NamedTuple):
     """What an audit came to. num_false_draws: tokens that the reported distribution does not give
     at their positions, or, without one, that the model does not foresee. distance: the mean total
     variation of the distributions; 0 without any."""
@@ -63,7 +63,7 @@ class Auditor:
         self._models = dict(models)
         self._runners: dict[str, EagerRunner] = {}
         self._waiting: queue.Queue[Audit] = queue.Queue(_MAX_WAITING)
-        self._found: queue.Queue[Finding] = queue.Queue()
+        self._found: queue.Queue[AuditResult] = queue.Queue()
         self._thread: threading.Thread | None = None
 
     def submit(
@@ -86,7 +86,7 @@ class Auditor:
             sampling = text.request.sampling
             self._waiting.put_nowait(Audit(drafter, model, known, sampling, token_ids, weights))
 
-    def findings(self) -> list[Finding]:
+    def findings(self) -> list[AuditResult]:
         """Those that are new since the last call."""
         found = []
         while not self._found.empty():
@@ -99,13 +99,13 @@ class Auditor:
             self._found.put(self.check(audit))
 
     @torch.inference_mode()
-    def check(self, audit: Audit) -> Finding:
+    def check(self, audit: Audit) -> AuditResult:
         """Recompute one draft now."""
         num_tokens = len(audit.token_ids)
         logits = self._logits(audit)
         beyond = [ids for ids, _ in audit.weights or () if max(ids) >= logits.shape[1]]
         if beyond:
-            return Finding(audit.drafter, True, num_tokens, num_tokens, 1.0)
+            return AuditResult(audit.drafter, True, num_tokens, num_tokens, 1.0)
         rows = SamplingRows.of([audit.sampling] * num_tokens)
         positions = np.arange(len(audit.text), len(audit.text) + num_tokens)
         tokens = torch.tensor(audit.token_ids)
@@ -122,7 +122,9 @@ class Auditor:
             own = _cut(filtered_probs(logits, rows), [len(ids) for ids, _ in audit.weights])
             distance = float((own - reported).abs().sum(dim=-1).mean()) / 2
         num_false = int((expected != tokens).sum())
-        return Finding(audit.drafter, audit.weights is not None, num_tokens, num_false, distance)
+        return AuditResult(
+            audit.drafter, audit.weights is not None, num_tokens, num_false, distance
+        )
 
     def _logits(self, audit: Audit) -> torch.Tensor:
         """[draft tokens, V]: what the model says where each of them stands."""

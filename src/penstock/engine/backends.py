@@ -33,13 +33,13 @@ from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import DTYPES, NativeRunner
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Sampler, sample_coupled
+from penstock.engine.sampling import TokenSampler, sample_coupled
 from penstock.engine.synthetic import SyntheticAcceptance
 
 if TYPE_CHECKING:
     from penstock.engine.gpu.graphs import GraphRunner
 
-_ATTENTION = {
+ATTENTION = {
     "decomposed": "penstock.engine.attention.decomposed:DecomposedAttention",
     "decomposed_spin": "penstock.engine.attention.decomposed:SpinDecomposedAttention",
     "flashinfer": "penstock.engine.gpu.flashinfer:FlashInferAttention",
@@ -48,6 +48,7 @@ _ATTENTION = {
     "reference": "penstock.engine.attention.reference:ReferenceAttention",
     "triton_paged": "penstock.engine.gpu.triton_paged:TritonAttention",
 }
+"""Where each attention backend is."""
 
 _MEMORY_SHARE = 0.25
 _GPU_MEMORY_SHARE = 0.8
@@ -92,21 +93,16 @@ def resolve_attention(name: str, device: torch.device) -> str:
         from penstock.engine.gpu.triton_paged import why_not_triton
 
         return "triton_paged" if why_not_triton(device) is None else "packed"
-    if name not in _ATTENTION:
-        raise ConfigError(f"attention is {name!r}; allowed: auto, {', '.join(_ATTENTION)}")
+    if name not in ATTENTION:
+        raise ConfigError(f"attention is {name!r}; allowed: auto, {', '.join(ATTENTION)}")
     return name
-
-
-def attention_names() -> list[str]:
-    """Names of the attention backends."""
-    return list(_ATTENTION)
 
 
 def make_attention(name: str, cache: PagedKVCache, num_heads: int) -> AttentionBackend[Any]:
     """Raises: ValueError for an unknown name, BackendUnavailableError where it cannot be used."""
-    if name not in _ATTENTION:
-        raise ValueError(f"attention is {name!r}; allowed: {', '.join(_ATTENTION)}")
-    module, _, kind = _ATTENTION[name].partition(":")
+    if name not in ATTENTION:
+        raise ValueError(f"attention is {name!r}; allowed: {', '.join(ATTENTION)}")
+    module, _, kind = ATTENTION[name].partition(":")
     backend: AttentionBackend[Any] = getattr(import_module(module), kind)(cache, num_heads)
     return backend
 
@@ -133,7 +129,7 @@ def _device(name: str) -> torch.device:
 
 
 def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> str:
-    """Recorded steps on a GPU; the native CPU kernels where they can be had, else eager."""
+    """CUDA graphs on a GPU; the native CPU kernels where they can be had, else eager."""
     if config.backend in ("eager", "graphs"):
         return config.backend
     if config.backend == "auto" and device.type == "cuda":
@@ -262,7 +258,7 @@ class Models:
         eager = self._eager(name, path, num_blocks, synthetic.samples(drafts=drafts))
         return GraphRunner(eager, lambda really: synthetic.decides(really, drafts=drafts))
 
-    def _eager(self, name: str, path: Path, num_blocks: int, sample: Sampler) -> EagerRunner:
+    def _eager(self, name: str, path: Path, num_blocks: int, sample: TokenSampler) -> EagerRunner:
         place, shape = self.place, self.shapes[name]
         if self.is_random:
             weights = random_weights(shape, place.dtype, place.device)

@@ -15,7 +15,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.weights import load_weights
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Sampler, sample_coupled
+from penstock.engine.sampling import TokenSampler, sample_coupled
 
 
 class EagerRunner(ModelRunner):
@@ -27,7 +27,7 @@ class EagerRunner(ModelRunner):
         decoder: Decoder,
         cache: PagedKVCache,
         attention: AttentionBackend[Any],
-        sample: Sampler = sample_coupled,
+        sample: TokenSampler = sample_coupled,
     ) -> None:
         self.config = config
         self.decoder = decoder
@@ -65,7 +65,7 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
         kv_dtype: torch.dtype | None = None,
-        sample: Sampler = sample_coupled,
+        sample: TokenSampler = sample_coupled,
     ) -> EagerRunner:
         """weights: as `load_weights` returns them; emptied. It computes in their type.
         kv_dtype: of the cache, if another."""

@@ -28,7 +28,7 @@ _NUM_READ = 128
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class ProfileGrid:
     """What is measured: every batch with every draft length behind every context, and every chunk
     of prefill behind none and the longest; drafters at every batch. repeats: passes.
     together_s: seconds of each measurement of two models at once."""
@@ -61,12 +61,14 @@ class Measured:
     drafters: tuple[DrafterProfile, ...]
 
 
-def num_measurements(engine: Engine, grid: Grid) -> int:
+def num_measurements(engine: Engine, grid: ProfileGrid) -> int:
     """Calls of `on_progress` that `measure` will make."""
     return grid.repeats + 1 + len(engine.executor.drafters)
 
 
-def measure(engine: Engine, grid: Grid, on_progress: Callable[[], None] = lambda: None) -> Measured:
+def measure(
+    engine: Engine, grid: ProfileGrid, on_progress: Callable[[], None] = lambda: None
+) -> Measured:
     """Time the models of an engine that serves nobody, and has memory for four requests at least.
 
     A step is the model's and the sampler's: what the scheduler takes is not in it. Of every step
@@ -105,7 +107,9 @@ def _best(clock: Clock, runs: Sequence[Callable[[], None]], before: Sequence[flo
         ]
 
 
-def _target_steps(engine: Engine, grid: Grid) -> Iterator[tuple[StepWork, Callable[[], None]]]:
+def _target_steps(
+    engine: Engine, grid: ProfileGrid
+) -> Iterator[tuple[StepWork, Callable[[], None]]]:
     """Steps that the memory holds and the context allows."""
     target = engine.executor.target
     for context in grid.contexts:
@@ -125,7 +129,7 @@ def _target_steps(engine: Engine, grid: Grid) -> Iterator[tuple[StepWork, Callab
 
 
 def _draft_steps(
-    engine: Engine, drafter: LocalDrafter, grid: Grid
+    engine: Engine, drafter: LocalDrafter, grid: ProfileGrid
 ) -> Iterator[tuple[int, Callable[[], None]]]:
     """Drafts of every batch; then, of one request, behind little and behind much that it reads."""
     context = _context_of(engine, drafter)

@@ -32,7 +32,6 @@ def decoder_shape(
 ) -> DecoderConfig:
     """A Llama of that shape with a small vocabulary, in float32."""
     return DecoderConfig(
-        architecture="LlamaForCausalLM",
         vocab_size=_VOCAB,
         hidden_size=hidden,
         intermediate_size=intermediate,
@@ -40,18 +39,8 @@ def decoder_shape(
         num_heads=heads,
         num_kv_heads=kv_heads,
         head_dim=head_dim,
-        rms_norm_eps=1e-5,
-        rope_theta=1e4,
-        rope_scaling=None,
         max_position_embeddings=16384,
-        qkv_bias=False,
-        o_bias=False,
-        qk_norm=False,
         tie_word_embeddings=True,
-        hidden_act="silu",
-        bos_token_id=None,
-        eos_token_ids=(),
-        dtype=torch.float32,
     )
 
 
@@ -69,22 +58,30 @@ def random_cache(config: DecoderConfig, num_blocks: int) -> PagedKVCache:
 
 
 def verification_batch(
-    lengths: Sequence[int], window: int, num_blocks: int, seed: int
+    lengths: Sequence[int],
+    window: int,
+    num_blocks: int,
+    seed: int,
+    vocab: int = _VOCAB,
+    grows: int = 0,
 ) -> RaggedBatch:
     """The last `window` positions of each request; blocks lie scattered as after hours of service.
 
-    lengths: tokens of each request, at least `window`, `window` included.
+    lengths: tokens of each request, at least `window`, `window` included. grows: tokens more that
+    the tables have room for. Raises ValueError where there are too few blocks.
     """
     rng = np.random.default_rng(seed)
     sizes = np.array(lengths, dtype=np.int32)
-    counts = -(-sizes // BLOCK_SIZE)
+    counts = -(-(sizes + grows) // BLOCK_SIZE)
+    if counts.sum() > num_blocks:
+        raise ValueError(f"{counts.sum()} blocks are needed; the cache has {num_blocks}")
     free = rng.permutation(num_blocks)[: counts.sum()].astype(np.int32)
     tables = np.zeros((len(sizes), counts.max()), dtype=np.int32)
     tables[np.arange(counts.max()) < counts[:, None]] = free
     rows = len(sizes) * window
     positions = (sizes[:, None] - window + np.arange(window)).reshape(-1)
     return RaggedBatch(
-        token_ids=rng.integers(0, _VOCAB, rows, dtype=np.int32),
+        token_ids=rng.integers(0, vocab, rows, dtype=np.int32),
         positions=positions.astype(np.int32),
         query_start=np.arange(0, rows + 1, window, dtype=np.int32),
         seq_lens=sizes,
@@ -100,7 +97,7 @@ def random_queries(config: DecoderConfig, num_tokens: int) -> torch.Tensor:
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class RehearsalTimes:
     """Processor seconds of a verification step, and of its attention in all layers alone."""
 
     step: float
@@ -129,12 +126,12 @@ class Rehearsal:
     @torch.inference_mode()
     def times(
         self, lengths: Sequence[int], window: int, turns: int
-    ) -> dict[Layout, list[StepTimes]]:
+    ) -> dict[Layout, list[RehearsalTimes]]:
         """So many turns of each, after one to warm up, on as many threads as torch is set to. Each
         turn begins with another layout, so that none always follows the same."""
         batch = verification_batch(lengths, window, self._cache.num_blocks, seed=0)
         q = random_queries(self._config, batch.num_tokens)
-        found: dict[Layout, list[StepTimes]] = {layout: [] for layout in self._backends}
+        found: dict[Layout, list[RehearsalTimes]] = {layout: [] for layout in self._backends}
         layouts = deque(self._backends)
         for turn in range(turns + 1):
             for layout in layouts:
@@ -146,11 +143,11 @@ class Rehearsal:
 
     def _once(
         self, backend: AttentionBackend[Any], batch: RaggedBatch, q: torch.Tensor
-    ) -> StepTimes:
+    ) -> RehearsalTimes:
         started = time.process_time()
         self._decoder.forward(batch, self._cache, backend)
         forward = time.process_time()
         metadata = backend.prepare(batch)
         for layer in range(self._config.num_layers):
             backend.attend(q, layer, metadata)
-        return StepTimes(forward - started, time.process_time() - forward)
+        return RehearsalTimes(forward - started, time.process_time() - forward)

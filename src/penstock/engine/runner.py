@@ -11,7 +11,7 @@ from penstock.core.types import SamplingParams
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Drafts
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.sampling import Sampler, SamplingRows
+from penstock.engine.sampling import SamplingRows, TokenSampler
 from penstock.engine.sampling.params import BoolArray
 
 
@@ -29,7 +29,7 @@ class ModelRunner(ABC):
     num_blocks: int
     block_size: int
     device: torch.device
-    sample: Sampler
+    sample: TokenSampler
     captures_graphs = False
 
     @abstractmethod

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from penstock.engine.sampling import KeyedSampler, Sampler, SamplingRows, sample_coupled
+from penstock.engine.sampling import KeyedSampler, SamplingRows, TokenSampler, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 from penstock.engine.sampling.params import IntArray
 
@@ -35,7 +35,7 @@ class SyntheticAcceptance:
 
         return decide
 
-    def samples(self, *, drafts: bool) -> Sampler:
+    def samples(self, *, drafts: bool) -> TokenSampler:
         """The same, for steps without a graph."""
 
         def sample(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:

@@ -77,7 +77,7 @@ def slowdowns(
     both must fit into memory.
     """
     target, num_threads = executor.target, executor.num_threads
-    pace = partial(_Pace, clock, executor.stream)
+    pace = partial(_Stopwatch, clock, executor.stream)
     verifying = partial(dummy_verify, target, [_NUM_DRAFT_TOKENS + 1] * _BATCH, context)
     drafting = partial(dummy_draft, drafter, _BATCH, _NUM_DRAFT_TOKENS, 1, context)
     slower: list[float] = []
@@ -101,7 +101,7 @@ def slowdowns(
     return max(1.0, median(slower)), max(1.0, median(target_slower))
 
 
-class _Pace:
+class _Stopwatch:
     """Runs something over and over, and knows when each time ended."""
 
     def __init__(self, clock: Clock, stream: Callable[[], AbstractContextManager[None]]) -> None:
@@ -109,7 +109,7 @@ class _Pace:
         self._stream = stream
         self._times: list[float] = []
 
-    def run(self, step: Callable[[], None], seconds: float) -> _Pace:
+    def run(self, step: Callable[[], None], seconds: float) -> _Stopwatch:
         """For at least so long, and at least once."""
         with torch.inference_mode(), self._stream():
             self._times.append(self._clock.now())

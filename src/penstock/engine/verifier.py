@@ -99,6 +99,7 @@ class Verifier:
         decided = []
         for n, d in enumerate(drafted):
             tokens = result.tokens(n)
+            num = _num_logprobs(d)
             rows = logits[row_start[n] : row_start[n] + len(tokens)]
             decided.append(
                 Decided(
@@ -107,7 +108,7 @@ class Verifier:
                     int(result.num_decided[n]),
                     float(result.evidence[n]),
                     float(result.evidence_all[n]),
-                    _logprobs(rows, tokens, _num_logprobs(d)),
+                    () if num is None else token_logprobs(rows, tokens, num),
                 )
             )
         return decided
@@ -134,15 +135,4 @@ def _compare(samples: list[int], first: int, draft: list[int]) -> Decided:
         min(num_accepted + 1, len(draft)),
         float(num_accepted),
         float(sum(samples[first + n] == token for n, token in enumerate(draft))),
-    )
-
-
-def _logprobs(logits: torch.Tensor, tokens: list[int], num: int | None) -> tuple[TokenLogprob, ...]:
-    if num is None:
-        return ()
-    found = token_logprobs(logits, np.array(tokens, dtype=np.int64), num)
-    tops = zip(found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True)
-    return tuple(
-        TokenLogprob(chosen, tuple(zip(*top, strict=True)))
-        for chosen, top in zip(found.chosen.tolist(), tops, strict=True)
     )

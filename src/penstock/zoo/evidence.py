@@ -22,7 +22,7 @@ Bools = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True)
-class Trace:
+class AcceptanceTrace:
     """One request's text by the target, and each drafter's run of agreement along it.
 
     `runs[drafter][t]` is how many drafts in a row would be accepted from position t on, however
@@ -141,7 +141,7 @@ def trace(
     target: LlamaForCausalLM,
     drafters: dict[str, LlamaForCausalLM],
     gumbel: Tensor | None,
-) -> Trace:
+) -> AcceptanceTrace:
     """Compare all drafters along `text`, sampled with the noise `gumbel` or greedy."""
     added = 0.0 if gumbel is None else gumbel[: len(text)]
     truth = np.array(text)
@@ -156,7 +156,7 @@ def trace(
         overlaps[name] = float(both.mean())
     matches[NGRAM] = float((runs[NGRAM] > 0).mean())
     overlaps[NGRAM] = matches[NGRAM]  # a point mass: its acceptance is the estimate
-    return Trace(domain, len(text), runs, overlaps, matches)
+    return AcceptanceTrace(domain, len(text), runs, overlaps, matches)
 
 
 def collect(
@@ -168,7 +168,7 @@ def collect(
     limit: int,
     greedy: bool,
     seed: int,
-) -> list[Trace]:
+) -> list[AcceptanceTrace]:
     """A trace for every prompt of every domain."""
     traces = []
     vocab = target.config.vocab_size

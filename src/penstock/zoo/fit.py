@@ -12,7 +12,7 @@ from scipy.optimize import brentq
 
 from penstock.config import NGRAM as LOOKUP
 from penstock.sim.domains import AcceptanceFile, AcceptanceFit, DomainFit
-from penstock.zoo.evidence import NGRAM, Trace, collect
+from penstock.zoo.evidence import NGRAM, AcceptanceTrace, collect
 from penstock.zoo.modeling import load_model
 from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts
 from penstock.zoo.tokenizer import load_tokenizer
@@ -65,7 +65,7 @@ def measure_acceptance(
     return fits
 
 
-def fit_acceptance(traces: Sequence[Trace]) -> AcceptanceFit:
+def fit_acceptance(traces: Sequence[AcceptanceTrace]) -> AcceptanceFit:
     """Fit every domain of `traces`.
 
     Raises: ValueError for a domain with fewer than two requests of `LEAST_TOKENS` tokens.
@@ -88,8 +88,9 @@ def decisions(runs: NDArray[np.int64]) -> Array:
     """What verifying drafts of `DRAFT_TOKENS` along a text says of each position [tokens]: 1 for an
     accepted draft token, 0 for a rejected one, NaN where none was decided.
 
-    runs: as in `Trace`. Positions behind a rejection are easier or harder than others, so that not
-    the share of all positions but that of decided ones gives a geometric draft its right length.
+    runs: as in `AcceptanceTrace`. Positions behind a rejection are easier or harder than others, so
+    that not the share of all positions but that of decided ones gives a geometric draft its right
+    length.
     """
     decided = np.full(len(runs), np.nan)
     start = 0

@@ -35,7 +35,11 @@ def orthogonalise(matrix: Tensor) -> Tensor:
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum, orthogonalised (after K. Jordan, 2024), with decoupled weight decay."""
+    """Momentum, orthogonalised (after K. Jordan, 2024), with decoupled weight decay.
+
+    Not torch.optim.Muon: that orthogonalises in bfloat16 with other coefficients, and the recipe,
+    and so the bundled weights, were made with these.
+    """
 
     def __init__(
         self,

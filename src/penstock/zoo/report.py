@@ -14,7 +14,7 @@ from rich.table import Table
 from penstock.config import NGRAM as LOOKUP
 from penstock.config import EngineConfig
 from penstock.engine.build import load_engine
-from penstock.zoo.evidence import NGRAM, Trace, collect
+from penstock.zoo.evidence import NGRAM, AcceptanceTrace, collect
 from penstock.zoo.modeling import load_model
 from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, WEIGHTS, bundled_models, load_prompts
 from penstock.zoo.tokenizer import load_tokenizer
@@ -25,7 +25,7 @@ NO_DRAFTER = "none"
 
 
 @dataclass(frozen=True, slots=True)
-class StepTimes:
+class DecodeTimes:
     """Seconds at batch 1: a verification of `1 + draft length` positions, and a draft token."""
 
     verify: Callable[[int], float]
@@ -67,7 +67,7 @@ class Choice:
         return self.both_by_request / self.single - 1
 
 
-def rounds(trace: Trace, drafter: str, length: int) -> int:
+def rounds(trace: AcceptanceTrace, drafter: str, length: int) -> int:
     """Verification steps that `trace` takes with drafts of `length`."""
     if drafter == NO_DRAFTER or length == 0:
         return trace.length
@@ -78,7 +78,7 @@ def rounds(trace: Trace, drafter: str, length: int) -> int:
     return count
 
 
-def request_seconds(trace: Trace, drafter: str, length: int, times: StepTimes) -> float:
+def request_seconds(trace: AcceptanceTrace, drafter: str, length: int, times: DecodeTimes) -> float:
     """Seconds that `trace` takes alone with that drafter and draft length."""
     if drafter == NO_DRAFTER:
         return trace.length * times.verify(1)
@@ -89,7 +89,7 @@ def request_seconds(trace: Trace, drafter: str, length: int, times: StepTimes) -
 class _Costs:
     """Seconds of every trace under every (drafter, length), computed once."""
 
-    def __init__(self, traces: list[Trace], times: StepTimes) -> None:
+    def __init__(self, traces: list[AcceptanceTrace], times: DecodeTimes) -> None:
         self.traces = traces
         names = list(traces[0].runs)
         self.options = [(NO_DRAFTER, 0)] + [(n, s) for n in names for s in range(1, MAX_DRAFT + 1)]
@@ -130,7 +130,7 @@ def choice(costs: _Costs) -> Choice:
     )
 
 
-def cells(costs: _Costs, times: StepTimes) -> list[Cell]:
+def cells(costs: _Costs, times: DecodeTimes) -> list[Cell]:
     """A cell for every domain and drafter, then for all domains together."""
     result = []
     domains: list[str | None] = [*dict.fromkeys(t.domain for t in costs.traces), None]
@@ -158,14 +158,14 @@ def cells(costs: _Costs, times: StepTimes) -> list[Cell]:
     return result
 
 
-def measured_times(weights: Path, target: str, drafters: list[str]) -> StepTimes:
+def measured_times(weights: Path, target: str, drafters: list[str]) -> DecodeTimes:
     """Step times that the engine measures here and now when it loads the models."""
     paths = {name: str(weights / name) for name in drafters}
     config = EngineConfig(
         target=weights / target, drafters={**paths, NGRAM: LOOKUP}, kv_tokens=KV_TOKENS
     )
     times = load_engine(config).scheduler.learn.times
-    return StepTimes(times.target, {name: times.curve_of(name)(1) for name in config.drafters})
+    return DecodeTimes(times.target, {name: times.curve_of(name)(1) for name in config.drafters})
 
 
 def _traces(
@@ -177,7 +177,7 @@ def _traces(
     limit: int,
     greedy: bool,
     seed: int,
-) -> list[Trace]:
+) -> list[AcceptanceTrace]:
     models = {name: load_model(weights / name) for name in drafters}
     tokenizer = load_tokenizer(weights / target)
     prompts = {d: load_prompts(d)[:per_domain] for d in domains}
@@ -199,7 +199,7 @@ def report(
     per_domain: int = 8,
     limit: int = 128,
     seed: int = 0,
-    times: StepTimes | None = None,
+    times: DecodeTimes | None = None,
     weights: Path = WEIGHTS,
     as_json: bool = False,
     console: Console | None = None,

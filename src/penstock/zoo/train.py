@@ -138,7 +138,7 @@ def prepare_lessons(work: Path, out: Path, recipe: Recipe, teacher: str) -> Less
     return Lessons(train, held)
 
 
-class Run:
+class TrainingRun:
     """The training of one model: state, step, checkpoint."""
 
     def __init__(
@@ -276,7 +276,12 @@ def _bar(name: str, steps: int, show: bool) -> Iterator[Any]:
 
 
 def run_to_end(
-    run: Run, *, checkpoint_s: float, evaluate_every: int, show: bool, log: Path | None = None
+    run: TrainingRun,
+    *,
+    checkpoint_s: float,
+    evaluate_every: int,
+    show: bool,
+    log: Path | None = None,
 ) -> None:
     """Train until the last step, with checkpoints and held-back losses at intervals."""
     saved = time.monotonic()
@@ -330,7 +335,7 @@ def train(
         lessons = None
         if spec.teacher is not None:
             lessons = prepare_lessons(work, out, recipe, spec.teacher)
-        run = Run(spec, pools, folder, recipe.seed, lessons)
+        run = TrainingRun(spec, pools, folder, recipe.seed, lessons)
         run.resume()
         run_to_end(
             run, checkpoint_s=checkpoint_s, evaluate_every=240, show=show, log=work / "log.txt"

@@ -1,6 +1,6 @@
-"""A GPU that is none: what is asked of CUDA happens on the CPU, and what is recorded is replayed
-operation by operation, into the same memory. So a number that a recording took from the host and
-kept, or one that it asks of the device while it is recorded, shows without a GPU.
+"""A GPU that is none: what is asked of CUDA happens on the CPU, and what is captured is replayed
+operation by operation, into the same memory. So a number that a graph took from the host and
+kept, or one that it asks of the device while it is captured, shows without a GPU.
 
 It is as late as it can be: in the stretches of work that are `queued`, nothing is done before the
 host waits for it. So what the host overwrites before the device has read it shows, too.
@@ -42,7 +42,7 @@ def _elsewhere(value: Any) -> Any:
     return torch.device("cpu") if is_gpu else value
 
 
-class Recording(TorchDispatchMode):
+class FakeGraph(TorchDispatchMode):
     """Stands for `torch.cuda.CUDAGraph`."""
 
     def __init__(self) -> None:
@@ -203,13 +203,13 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """`torch.device("cuda")` works meanwhile, in this thread."""
 
     @contextlib.contextmanager
-    def graph(recording: Recording, **_: Any) -> Iterator[None]:
-        with torch.utils._python_dispatch._disable_current_modes(), recording:
+    def graph(capture: FakeGraph, **_: Any) -> Iterator[None]:
+        with torch.utils._python_dispatch._disable_current_modes(), capture:
             yield
 
     @contextlib.contextmanager
     def stream(_: _Stream) -> Iterator[None]:
-        """Only ever used to record: at once."""
+        """Only ever used to capture: at once."""
         _finish()
         with torch.utils._python_dispatch._disable_current_modes():
             yield
@@ -219,7 +219,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "mem_get_info": lambda device: (1 << 33, 1 << 33),
         "Event": _Event,
         "Stream": _Stream,
-        "CUDAGraph": Recording,
+        "CUDAGraph": FakeGraph,
         "graph": graph,
         "stream": stream,
         "current_stream": lambda device=None: _Stream(),
@@ -232,7 +232,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, stand_in in stands_for.items():
         monkeypatch.setattr(torch.cuda, name, stand_in)
     monkeypatch.setattr(torch, "Generator", _Generator)
-    # On the CPU NumPy does it, of which a recording sees nothing.
+    # On the CPU NumPy does it, of which a graph sees nothing.
     monkeypatch.setattr(torch_operations, "lowest_argmax", lambda scores: scores.argmax(dim=-1))
     with _OnTheCpu():
         yield

@@ -34,7 +34,7 @@ from penstock.engine.build import Engine, load_engine
 from penstock.engine.gpu import graphs
 from penstock.engine.gpu.executor import GraphExecutor
 from penstock.engine.gpu.graphs import GraphRunner
-from penstock.engine.gpu.operations import Outcome
+from penstock.engine.gpu.operations import VerifyOutcome
 from penstock.engine.gpu.rounds import Entry
 
 
@@ -199,9 +199,11 @@ def test_negative_control(
     alone = run(make_loop(engine), make_requests(sampling, 8, NO_DRAFTER))[0]
     outcome, send = GraphRunner.outcome, graphs._Step.send
 
-    def wrong(self: GraphRunner, before: Any, rows: Any, limits: Any) -> Outcome:
+    def wrong(self: GraphRunner, before: Any, rows: Any, limits: Any) -> VerifyOutcome:
         short, known = outcome(self, before, rows, limits)
-        return Outcome(0 * short if breakage.startswith("all") else torch.from_numpy(limits), known)
+        return VerifyOutcome(
+            0 * short if breakage.startswith("all") else torch.from_numpy(limits), known
+        )
 
     def with_old_noise(self: graphs._Step, late: graphs.Late | None) -> None:
         self.host.keys[:] = self.host.keys[:, :1].clone()

@@ -25,7 +25,7 @@ TINY = {
     "rope_theta": 1e4,
     "max_position_embeddings": 4096,
 }
-QWEN = {**TINY, "architecture": "Qwen3ForCausalLM", "tie_word_embeddings": True}
+QWEN = {**TINY, "qk_norm": True, "tie_word_embeddings": True}
 
 
 SMALL = gpu.Setting(

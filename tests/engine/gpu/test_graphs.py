@@ -1,4 +1,4 @@
-"""Steps over static buffers equal the ordinary path; here without a GPU, so never recorded."""
+"""Steps over static buffers equal the ordinary path; here without a GPU, so never captured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.engine.test_attention import WHY_NOT
 from penstock.engine.eager import EagerRunner
 from penstock.engine.gpu import graphs
 from penstock.engine.gpu.graphs import Draws, GraphRunner, Late, Stepped, size_of
-from penstock.engine.gpu.static_batch import Capacity, StepInputs
+from penstock.engine.gpu.static_batch import BatchShape, StepInputs
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 
@@ -82,7 +82,7 @@ def test_steps_equal_the_ordinary_path(
         spans = [(str(i), ids[i], starts[i], ends[i]) for i in range(3)]
         for logits in ("all", "last"):
             batch = paging.batch(*spans, logits=logits)
-            assert graphed.records(batch)
+            assert graphed.captures(batch)
             torch.testing.assert_close(graphed.forward(batch), plain.forward(batch), **CLOSE)
         paging.ends = ends  # type: ignore[attr-defined]
 
@@ -178,7 +178,7 @@ def test_longer_chunks_go_the_ordinary_way(
 ) -> None:
     plain, graphed = runners
     batch = Paging(NUM_BLOCKS, BLOCK_SIZE).batch(("a", texts(1)[0], 0, 17))
-    assert not graphed.records(batch)
+    assert not graphed.captures(batch)
     torch.testing.assert_close(graphed.forward(batch), plain.forward(batch), **CLOSE)
 
 
@@ -214,7 +214,7 @@ def test_what_the_host_did_not_know_is_put_in(
     runners: tuple[EagerRunner, GraphRunner], way: str, case: str, by_row: bool
 ) -> None:
     operations, rng = runners[1]._operations, np.random.default_rng(3)
-    capacity, num_draws = Capacity(24, 4, 8, 5, 9), 24 if by_row else 3 * 4
+    capacity, num_draws = BatchShape(24, 4, 8, 5, 9), 24 if by_row else 3 * 4
     given = StepInputs.allocate(capacity, num_draws, CPU)
     given.flat.copy_(torch.from_numpy(rng.integers(0, 9, given.flat.shape)))
     batch, seqs = given.batch, np.repeat([0, 1, 2, -1], [5, 8, 1, 10])

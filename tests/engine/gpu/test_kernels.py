@@ -12,7 +12,7 @@ from tests.engine.small_models import Paging
 from tests.engine.test_attention import HEADS, KV_HEADS, small_config
 
 from penstock.engine.gpu.operations import Operations, Projection
-from penstock.engine.gpu.static_batch import Capacity, StaticBatch
+from penstock.engine.gpu.static_batch import BatchShape, StaticBatch
 from penstock.engine.gpu.torch_operations import TorchOperations
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.decoder import RmsNorm
@@ -108,7 +108,7 @@ def test_rotation_and_store(kv: torch.dtype, qk_norm: bool) -> None:
     for number, into in ((1, expected), (2, found)):
         cache, *operations = ways(kv)
         cache.scales[1] = torch.tensor([0.5, 2.0])
-        batch = StaticBatch.allocate(Capacity(5, 5, 1, 2, 8), CPU)
+        batch = StaticBatch.allocate(BatchShape(5, 5, 1, 2, 8), CPU)
         batch.positions.copy_(torch.tensor([3, 0, 9, 1, 0]))
         batch.slots.copy_(torch.tensor([5, 60, 17, 8, 63]))
         qkv = randn(5, HEADS + 2 * KV_HEADS, cache.head_dim)
@@ -151,7 +151,7 @@ def test_attention_of_both_is_the_same_over_a_static_batch() -> None:
             for i, (n, r) in enumerate([(20, 3), (9, 1)])
         )
     )
-    capacity = Capacity(8, 4, 4, 4, fused.num_pieces(4))
+    capacity = BatchShape(8, 4, 4, 4, fused.num_pieces(4))
     static = StaticBatch.allocate(capacity, CPU)
     static.fill(batch, 8, scratch_slot=63, grows_by=0)
     q = randn(8, HEADS, cache.head_dim)

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels as compiled, and recordings that are really replayed."""
+"""What only a GPU can show: kernels as compiled, and graphs that are really replayed."""
 
 from __future__ import annotations
 

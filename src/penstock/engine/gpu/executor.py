@@ -27,7 +27,7 @@ from penstock.engine.gpu.graphs import GraphRunner, Late
 from penstock.engine.gpu.rounds import (
     Answer,
     Entry,
-    Round,
+    InFlightRound,
     Stopwatch,
     draws_of,
     flat,
@@ -67,8 +67,8 @@ class _Started:
 
 
 class _Behind(NamedTuple):
-    """What the device alone knows of the requests of the next round. known: their last two tokens;
-    short: by how much each is shorter than planned for, at most `most_short`; see `Outcome`."""
+    """What the device alone knows of the requests of the next round: a `VerifyOutcome`, if any is
+    `short` of what was planned for by at most `most_short` tokens."""
 
     known: torch.Tensor
     short: torch.Tensor | None
@@ -89,7 +89,7 @@ class _Following(NamedTuple):
 
 
 class GraphExecutor(LocalExecutor):
-    """Carries out a step whose drafts and verification are all recorded without waiting between
+    """Carries out a step whose drafts and verification are all captured without waiting between
     them, and every other step as `LocalExecutor` does.
 
     runs_ahead: while the device is at such a step, it is given another round of the same requests
@@ -113,7 +113,7 @@ class GraphExecutor(LocalExecutor):
         self._graph_drafters = {d.name: d for d in drafters if isinstance(d, GraphDrafter)}
         self._sampling = SamplingTable()
         self.runs_ahead = runs_ahead
-        self._ahead: Round | None = None
+        self._ahead: InFlightRound | None = None
         self.num_rounds_ahead = 0
         """Target steps that had begun before they were planned."""
 
@@ -125,12 +125,12 @@ class GraphExecutor(LocalExecutor):
             if mine:
                 self.num_rounds_ahead += 1
                 return self._go_on(job, ahead, mine)
-        if not self._is_recorded(job):
+        if not self._runs_as_graphs(job):
             return super()._verify_batch(job)
         begun = self._start_planned(job)
         return self._end(job, begun, items)
 
-    def _go_on(self, job: StepJob, ahead: Round, mine: tuple[VerifyItem, ...]) -> Done:
+    def _go_on(self, job: StepJob, ahead: InFlightRound, mine: tuple[VerifyItem, ...]) -> Done:
         """Take what the round that is under way answers, and do the rest of the plan."""
         for item in mine:
             self._tables.extend(item.request_id, item.epoch, item.new_blocks)
@@ -138,7 +138,7 @@ class GraphExecutor(LocalExecutor):
                 self._graph_drafters[item.draft.drafter].extend(item.draft)
         return self._end(job, ahead, mine)
 
-    def _end(self, job: StepJob, begun: Round, mine: tuple[VerifyItem, ...]) -> Done:
+    def _end(self, job: StepJob, begun: InFlightRound, mine: tuple[VerifyItem, ...]) -> Done:
         """Wait for a round that answers some items, with the next one behind it; and then, if
         there is more to the plan than these, do that."""
         plan, named = job.plan, {i.request_id for i in mine}
@@ -160,7 +160,7 @@ class GraphExecutor(LocalExecutor):
         marks = StepMarks(started_at, ended_at, ended_at, ended_at - started_at)
         return verified(job, drafted, (), 0, marks, replays)
 
-    def _is_recorded(self, job: StepJob) -> bool:
+    def _runs_as_graphs(self, job: StepJob) -> bool:
         """Whether nothing in the step has to look at a draft, or at logits, before its end. What
         only reads comes after it."""
         items = job.plan.items
@@ -177,7 +177,7 @@ class GraphExecutor(LocalExecutor):
 
     # --- a round as planned ---------------------------------------------------------------------
 
-    def _start_planned(self, job: StepJob) -> Round:
+    def _start_planned(self, job: StepJob) -> InFlightRound:
         started_at, items = self._clock.now(), job.plan.items
         started = self._start_drafts(job)
         for held in job.recalled:
@@ -238,7 +238,7 @@ class GraphExecutor(LocalExecutor):
         started: _Started,
         started_at: float,
         most_short: int = 0,
-    ) -> Round:
+    ) -> InFlightRound:
         """Start the target on a batch, behind its drafts."""
         params, _ = self._sampling.of(list(texts))
         counts = [len(e.tokens) + 1 for e in entries]
@@ -247,7 +247,7 @@ class GraphExecutor(LocalExecutor):
         stepped = self._graphs.step(batch, draws, late)
         tokens = flat([*started.tokens, stepped.samples])
         num_drafted = tokens.numel() - stepped.samples.numel()
-        return Round(
+        return InFlightRound(
             {e.request_id: e for e in entries},
             batch,
             stepped,
@@ -258,7 +258,7 @@ class GraphExecutor(LocalExecutor):
             started_at,
         )
 
-    def _conclude(self, job: StepJob, begun: Round) -> Done:
+    def _conclude(self, job: StepJob, begun: InFlightRound) -> Done:
         """Wait for a round, and decide on the plan's items, all of which it answers."""
         items, clock = job.plan.items, self._clock
         samples = begun.fetch()
@@ -281,7 +281,7 @@ class GraphExecutor(LocalExecutor):
 
     # --- the round after it ---------------------------------------------------------------------
 
-    def _start_next(self, job: StepJob, before: Round) -> Round | None:
+    def _start_next(self, job: StepJob, before: InFlightRound) -> InFlightRound | None:
         """Start another round of the plan's requests behind one that is not over. Not where more
         requests are there, which the next plan will probably bring in; nor where the host has to
         look at something between the rounds."""
@@ -307,7 +307,7 @@ class GraphExecutor(LocalExecutor):
             return None
         return self._start_next_target(following, behind, started)
 
-    def _following(self, job: StepJob, before: Round) -> list[_Following]:
+    def _following(self, job: StepJob, before: InFlightRound) -> list[_Following]:
         """Who goes on, those of one drafter side by side; nobody where memory does not hold all."""
         following = []
         for item in job.plan.items:
@@ -358,7 +358,7 @@ class GraphExecutor(LocalExecutor):
 
     def _start_next_target(
         self, following: Sequence[_Following], behind: _Behind, started: _Started
-    ) -> Round:
+    ) -> InFlightRound:
         counts = np.array([f.num_drafted + 1 for f in following], dtype=np.int32)
         ends = np.array([f.end for f in following], dtype=np.int32)
         num_blocks = -(-int((ends + counts).max()) // self._graphs.block_size)

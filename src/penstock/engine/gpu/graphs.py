@@ -1,6 +1,6 @@
-"""Steps of a model recorded once for each size and replayed: no launches to wait for in between.
+"""Steps of a model as CUDA graphs, one for each size: no launches to wait for in between.
 
-A recording reads and writes buffers that stay where they are. A step fills them, padded up to the
+A graph reads and writes buffers that stay where they are. A step fills them, padded up to the
 next size that there is, and replays. Rows that pad write to a block of the cache that belongs to no
 request. Without a GPU the same function over the same buffers is simply called.
 """
@@ -18,8 +18,8 @@ import torch
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.eager import EagerRunner
 from penstock.engine.gpu.decoder import StaticDecoder
-from penstock.engine.gpu.operations import Operations, Outcome
-from penstock.engine.gpu.static_batch import MAX_WINDOW, Capacity, StaticBatch, StepInputs
+from penstock.engine.gpu.operations import Operations, VerifyOutcome
+from penstock.engine.gpu.static_batch import MAX_WINDOW, BatchShape, StaticBatch, StepInputs
 from penstock.engine.gpu.streams import spare_stream
 from penstock.engine.gpu.torch_operations import TorchOperations
 from penstock.engine.gpu.triton_paged import why_not_triton
@@ -34,8 +34,8 @@ _WIDTHS = 32
 _MOST_LATE = MAX_WINDOW + 2
 """Late tokens for each sequence: two that are known, and its draft."""
 
-_RECORDING = threading.Lock()
-"""One recording at a time in this process, whatever threads its lanes have."""
+_CAPTURING = threading.Lock()
+"""One capture at a time in this process, whatever threads its lanes have."""
 
 
 def size_of(number: int, sizes: tuple[int, ...]) -> int:
@@ -43,30 +43,30 @@ def size_of(number: int, sizes: tuple[int, ...]) -> int:
     return next(size for size in sizes if size >= number)
 
 
-class Graph:
-    """A function over static buffers. On a GPU it is recorded by the first replay."""
+class CudaGraph:
+    """A function over static buffers. On a GPU it is captured by the first replay."""
 
     def __init__(self, run: Callable[[], None], device: torch.device) -> None:
         self._run = run
         self._device = device
-        self._recorded: torch.cuda.CUDAGraph | None = None
+        self._captured: torch.cuda.CUDAGraph | None = None
 
     def replay(self) -> None:
         """Carry it out, on the current stream."""
         if self._device.type != "cuda":
             self._run()
             return
-        if self._recorded is None:
-            with _RECORDING:
-                self._recorded = self._record()
-        self._recorded.replay()
+        if self._captured is None:
+            with _CAPTURING:
+                self._captured = self._capture()
+        self._captured.replay()
 
-    def _record(self) -> torch.cuda.CUDAGraph:
+    def _capture(self) -> torch.cuda.CUDAGraph:
         with spare_stream(self._device) as stream:
             stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(stream):
                 # Twice: what compiles, is tuned or makes its workspace does so outside the
-                # recording.
+                # capture.
                 self._run()
                 self._run()
             stream.synchronize()
@@ -110,12 +110,12 @@ class Stepped(NamedTuple):
 
 
 class _Step:
-    """One size of step: its inputs, and its recording. settled: the batch that the recording works
+    """One size of step: its inputs, and its graph. settled: the batch that the graph works
     on, and keys: [num_draws, 2] int32, after it has put in what the host did not know."""
 
     tokens: torch.Tensor
 
-    def __init__(self, capacity: Capacity, num_draws: int, device: torch.device) -> None:
+    def __init__(self, capacity: BatchShape, num_draws: int, device: torch.device) -> None:
         self.device = StepInputs.allocate(capacity, num_draws, device)
         self.host = self.device
         if device.type == "cuda":
@@ -203,8 +203,8 @@ class GraphRunner(ModelRunner):
         self._operations = operations
         self._decoder = StaticDecoder(runner.decoder, operations)
         self._decide = instead(operations.sample)
-        self._forwards: dict[tuple[Capacity, bool], tuple[_Forward, Graph]] = {}
-        self._drafts: dict[tuple[Capacity, int, int], tuple[_Draft, Graph]] = {}
+        self._forwards: dict[tuple[BatchShape, bool], tuple[_Forward, CudaGraph]] = {}
+        self._drafts: dict[tuple[BatchShape, int, int], tuple[_Draft, CudaGraph]] = {}
 
     @property
     def num_positions(self) -> int:
@@ -216,23 +216,23 @@ class GraphRunner(ModelRunner):
         """A slot that belongs to no request."""
         return self.num_blocks * self.block_size
 
-    def records(self, batch: RaggedBatch) -> bool:
-        """Whether the batch has a size that is recorded."""
+    def captures(self, batch: RaggedBatch) -> bool:
+        """Whether the batch has a size that is captured."""
         return self.holds(batch.num_tokens, int(np.diff(batch.query_start).max()))
 
     def holds(self, rows: int, window: int) -> bool:
-        """Whether so many rows, of one sequence at most `window`, have a size that is recorded."""
+        """Whether so many rows, of one sequence at most `window`, have a size that is captured."""
         return rows <= ROWS[-1] and window <= MAX_WINDOW
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Float32 logits [num_logits, vocab_size]; see `ModelRunner.forward`."""
-        if not self.records(batch):
+        if not self.captures(batch):
             return self._runner.forward(batch)
         return self.step(batch).logits
 
     def dummy_run(self, batch: RaggedBatch) -> None:
         """Until the samples are on the host: the device has then done everything before them."""
-        if self.records(batch):
+        if self.captures(batch):
             self.step(batch).samples.cpu()
         else:
             super().dummy_run(batch)
@@ -293,14 +293,14 @@ class GraphRunner(ModelRunner):
         graph.replay()
         return step.tokens[:num_seqs]
 
-    def _capacity(self, batch: RaggedBatch) -> Capacity:
+    def _capacity(self, batch: RaggedBatch) -> BatchShape:
         seqs = size_of(batch.num_seqs, ROWS)
         window = size_of(int(np.diff(batch.query_start).max()), WINDOWS)
         width = -(-batch.block_tables.shape[1] // _WIDTHS) * _WIDTHS
         rows = size_of(batch.num_tokens, ROWS)
-        return Capacity(rows, seqs, window, width, self._operations.num_pieces(seqs))
+        return BatchShape(rows, seqs, window, width, self._operations.num_pieces(seqs))
 
-    def outcome(self, before: Stepped, rows: IntArray, limits: IntArray) -> Outcome:
+    def outcome(self, before: Stepped, rows: IntArray, limits: IntArray) -> VerifyOutcome:
         """What a verification comes to for some of its sequences, found without waiting.
 
         rows: [n], where theirs begin; limits: [n], how many of their draft tokens count.
@@ -309,11 +309,11 @@ class GraphRunner(ModelRunner):
         return self._operations.outcome(before.token_ids, before.samples, *both.unbind())
 
     @property
-    def recordings(self) -> list[Graph]:
+    def graphs(self) -> list[CudaGraph]:
         """Of all sizes met so far, forward passes and drafting loops."""
         return [graph for _, graph in (*self._forwards.values(), *self._drafts.values())]
 
-    def _new_forward(self, capacity: Capacity, all_rows: bool) -> tuple[_Forward, Graph]:
+    def _new_forward(self, capacity: BatchShape, all_rows: bool) -> tuple[_Forward, CudaGraph]:
         step = _Forward(capacity, capacity.rows if all_rows else capacity.seqs, self.device)
 
         def run() -> None:
@@ -323,13 +323,13 @@ class GraphRunner(ModelRunner):
                 step.logits, step.device.temperature, step.keys, step.logits.shape[1]
             )
 
-        self._forwards[capacity, all_rows] = step, Graph(run, self.device)
+        self._forwards[capacity, all_rows] = step, CudaGraph(run, self.device)
         return self._forwards[capacity, all_rows]
 
-    def _new_draft(self, key: tuple[Capacity, int, int]) -> tuple[_Draft, Graph]:
+    def _new_draft(self, key: tuple[BatchShape, int, int]) -> tuple[_Draft, CudaGraph]:
         capacity, steps, vocab = key
         step = _Draft(capacity, steps * capacity.seqs, self.device)
-        one_each = Capacity(capacity.seqs, capacity.seqs, 1, capacity.width, capacity.pieces)
+        one_each = BatchShape(capacity.seqs, capacity.seqs, 1, capacity.width, capacity.pieces)
         later = StaticBatch.allocate(one_each, self.device)
         later.query_start.copy_(torch.arange(capacity.seqs + 1))
 
@@ -347,7 +347,7 @@ class GraphRunner(ModelRunner):
                 tokens.append(self._decide(logits, heat[at], keys[number], vocab))
             step.tokens = torch.stack(tokens, dim=1)
 
-        self._drafts[key] = step, Graph(run, self.device)
+        self._drafts[key] = step, CudaGraph(run, self.device)
         return self._drafts[key]
 
     def _settle(self, step: _Step, *, by_row: bool) -> None:
@@ -360,7 +360,7 @@ class GraphRunner(ModelRunner):
         lens = step.settled.seq_lens
         active = step.device.limits > number
         # Filled, not chosen by `torch.where`: a number there is copied to the device, which a
-        # recording must not do.
+        # capture must not do.
         position = (lens + (number - 1)).masked_fill(~active, 0)
         block = later.tables.gather(1, (position // self.block_size)[:, None].long()).squeeze(1)
         slot = block * self.block_size + position % self.block_size

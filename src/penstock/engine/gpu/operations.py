@@ -1,7 +1,7 @@
 """What a decoder does over a static batch: the interface of `torch_operations` and of
 `kernels.triton_operations`.
 
-No operation looks at a tensor's content on the host, so a GPU can record it.
+No operation looks at a tensor's content on the host, so a GPU can capture it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Projection:
     gated: bool = False
 
 
-class Outcome(NamedTuple):
+class VerifyOutcome(NamedTuple):
     """What a verification came to for n sequences, int32 on the device. short: [n], draft tokens
     that count and were not accepted; known: [2 * n], the last two known tokens of each."""
 
@@ -98,7 +98,7 @@ class Operations(Protocol):
         samples: torch.Tensor,
         rows: torch.Tensor,
         limits: torch.Tensor,
-    ) -> Outcome:
+    ) -> VerifyOutcome:
         """What the rows' samples, [rows] int32, mean for drafts among their tokens.
 
         rows, limits: [n] int32, where sequences begin, and how many draft tokens behind count

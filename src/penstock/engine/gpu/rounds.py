@@ -69,7 +69,7 @@ class Answer:
 
 
 @dataclass(slots=True)
-class Round:
+class InFlightRound:
     """A target step that has been started, with its drafts.
 
     stepped: what the target's pass leaves on the device. answer: all drafts that are made on the

@@ -1,4 +1,4 @@
-"""A ragged batch in buffers that stay where they are, so that one recording serves many steps."""
+"""A ragged batch in buffers that stay where they are, so that one graph serves many steps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_WINDOW = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class BatchShape:
     """Places of a static batch. window: most rows of a sequence; width: blocks of a table."""
 
     rows: int
@@ -36,7 +36,7 @@ class StaticBatch:
     tables:       [seqs, width]
     """
 
-    capacity: Capacity
+    capacity: BatchShape
     flat: torch.Tensor
     token_ids: torch.Tensor
     positions: torch.Tensor
@@ -49,13 +49,13 @@ class StaticBatch:
     tables: torch.Tensor
 
     @classmethod
-    def allocate(cls, capacity: Capacity, device: torch.device) -> StaticBatch:
+    def allocate(cls, capacity: BatchShape, device: torch.device) -> StaticBatch:
         """Without any sequence."""
         flat = torch.zeros(_flat_size(capacity), dtype=torch.int32, device=device)
         return cls.over(capacity, flat).emptied()
 
     @classmethod
-    def over(cls, capacity: Capacity, flat: torch.Tensor) -> StaticBatch:
+    def over(cls, capacity: BatchShape, flat: torch.Tensor) -> StaticBatch:
         """In memory that is there: int32, at a multiple of 16 bytes."""
         sizes = _sizes(capacity)
         whole = torch.split(flat, [_aligned(size) for size in sizes])
@@ -133,7 +133,7 @@ class StepInputs:
 
     @classmethod
     def allocate(
-        cls, capacity: Capacity, num_draws: int, device: torch.device, *, pinned: bool = False
+        cls, capacity: BatchShape, num_draws: int, device: torch.device, *, pinned: bool = False
     ) -> StepInputs:
         """pinned: in page-locked memory, from where a copy to a GPU need not be waited for."""
         rows, seqs = capacity.rows, capacity.seqs
@@ -167,12 +167,12 @@ def piece_length(seq_lens: IntArray, num_pieces: int) -> int:
     return max(1, -(-int(seq_lens.sum()) // (spare * PIECE_STEP))) * PIECE_STEP
 
 
-def _sizes(capacity: Capacity) -> list[int]:
+def _sizes(capacity: BatchShape) -> list[int]:
     rows, seqs = capacity.rows, capacity.seqs
     return [rows, rows, rows, rows, seqs + 1, seqs, seqs, 1, seqs * capacity.width]
 
 
-def _flat_size(capacity: Capacity) -> int:
+def _flat_size(capacity: BatchShape) -> int:
     """Numbers that a static batch consists of."""
     return sum(_aligned(size) for size in _sizes(capacity))
 

@@ -18,7 +18,7 @@ _taken: set[int] = set()
 @contextlib.contextmanager
 def spare_stream(device: torch.device) -> Iterator[torch.cuda.Stream]:
     """A stream that nobody else is given meanwhile. PyTorch hands out the same few again and again,
-    and what a thread launched on one that another records would become a part of the recording."""
+    and what a thread launched on one that another captures would become a part of the graph."""
     with _lock:
         for _ in range(_POOL_SIZE):
             stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.gpu.operations import Outcome, Projection
+from penstock.engine.gpu.operations import Projection, VerifyOutcome
 from penstock.engine.gpu.static_batch import MAX_WINDOW, StaticBatch, StepInputs
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.decoder import RmsNorm
@@ -125,7 +125,7 @@ class TorchOperations:
         samples: torch.Tensor,
         rows: torch.Tensor,
         limits: torch.Tensor,
-    ) -> Outcome:
+    ) -> VerifyOutcome:
         draft = torch.arange(MAX_WINDOW - 1, device=rows.device)
         at = rows.long()[:, None] + draft
         drafted = token_ids[(at + 1).clamp(max=token_ids.numel() - 1)]
@@ -133,7 +133,7 @@ class TorchOperations:
         accepted = right.int().cumprod(1).sum(1)
         last = rows + accepted
         known = torch.stack((token_ids[last], samples[last]), dim=1).reshape(-1)
-        return Outcome((limits - accepted).int(), known)
+        return VerifyOutcome((limits - accepted).int(), known)
 
     def sample(
         self, logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, vocab: int

@@ -16,7 +16,7 @@ from penstock.engine.attention import BackendUnavailableError
 from penstock.engine.attention.packed import PackedAttention, PackedMetadata
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import IntArray
-from penstock.engine.gpu.static_batch import MAX_WINDOW, PIECE_STEP, Capacity, StaticBatch
+from penstock.engine.gpu.static_batch import MAX_WINDOW, PIECE_STEP, BatchShape, StaticBatch
 from penstock.engine.kv_cache import PagedKVCache
 
 # Programs that keep every multiprocessor of a large GPU busy, a few turns each, so that the last
@@ -200,7 +200,7 @@ class TritonAttention:
         seqs = batch.num_seqs
         window = int(np.diff(batch.query_start).max())
         width = batch.block_tables.shape[1]
-        capacity = Capacity(batch.num_tokens, seqs, window, width, self.num_pieces(seqs))
+        capacity = BatchShape(batch.num_tokens, seqs, window, width, self.num_pieces(seqs))
         host = StaticBatch.allocate(capacity, torch.device("cpu"))
         host.fill(batch, self._cache.block_size, scratch_slot=0, grows_by=0)
         return self.plan(host.on(self._cache.device))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from transformers import AutoConfig, LlamaConfig
@@ -47,11 +47,12 @@ def one_line(error: BaseException) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class RopeScaling:
-    """Parameters of a scaled rotary embedding, under transformers' names; None: not used by it."""
+class Rope:
+    """Rotary embedding, its parameters under transformers' names; None: not used by the type."""
 
-    rope_type: str
-    factor: float
+    theta: float = 10_000.0
+    rope_type: str = "default"
+    factor: float = 1.0
     original_max_position_embeddings: int | None = None
     low_freq_factor: float | None = None
     high_freq_factor: float | None = None
@@ -63,6 +64,8 @@ class RopeScaling:
     truncate: bool = True
 
     def __post_init__(self) -> None:
+        if self.rope_type == "default":
+            return
         allowed = _ROPE_FIELDS.get(self.rope_type)
         if allowed is None:
             raise ValueError(_rope_type_error(self.rope_type))
@@ -78,7 +81,7 @@ class RopeScaling:
             raise ValueError("rope llama3: low_freq_factor must be below high_freq_factor")
 
     def as_transformers(self) -> dict[str, Any]:
-        """The same parameters as the dict that transformers reads."""
+        """The scaling's parameters as the dict that transformers reads."""
         used = _ROPE_FIELDS[self.rope_type]
         values = {k: v for k, v in asdict(self).items() if k in used and v is not None}
         return {"rope_type": self.rope_type, **values}
@@ -88,17 +91,14 @@ class RopeScaling:
 class DecoderConfig:
     """Shape and arithmetic of a Llama, Qwen2 or Qwen3 decoder.
 
-    architecture:   transformers' class name, one of ARCHITECTURES
     head_dim:       even; need not be hidden_size / num_heads
-    qkv_bias:       q, k and v projections have a bias;  o_bias: so has the output projection
-    qk_norm:        an RMSNorm over head_dim on every query and key head, before the rotation
-    rope_scaling:   None for the plain rotary embedding
     max_position_embeddings: positions the model can tell apart, in tokens
+    bias:           which of attention's projections have one
+    qk_norm:        an RMSNorm over head_dim on every query and key head, before the rotation
     eos_token_ids:  every id that ends a text (config.json, then generation_config.json)
     dtype:          the checkpoint's own
     """
 
-    architecture: str
     vocab_size: int
     hidden_size: int
     intermediate_size: int
@@ -106,48 +106,36 @@ class DecoderConfig:
     num_heads: int
     num_kv_heads: int
     head_dim: int
-    rms_norm_eps: float
-    rope_theta: float
-    rope_scaling: RopeScaling | None
     max_position_embeddings: int
-    qkv_bias: bool
-    o_bias: bool
-    qk_norm: bool
-    tie_word_embeddings: bool
-    hidden_act: str
-    bos_token_id: int | None
-    eos_token_ids: tuple[int, ...]
-    dtype: torch.dtype
+    rms_norm_eps: float = 1e-5
+    rope: Rope = Rope()
+    bias: Literal["none", "qkv", "qkvo"] = "none"
+    qk_norm: bool = False
+    tie_word_embeddings: bool = False
+    eos_token_ids: tuple[int, ...] = ()
+    dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
-        if self.architecture not in ARCHITECTURES:
-            raise ValueError(
-                f"architecture is {self.architecture!r}; allowed: {', '.join(ARCHITECTURES)}"
-            )
-        for name in (
-            "vocab_size",
-            "hidden_size",
-            "intermediate_size",
-            "num_layers",
-            "num_heads",
-            "num_kv_heads",
-            "head_dim",
-            "max_position_embeddings",
-            "rms_norm_eps",
-            "rope_theta",
-        ):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; must be above 0")
+        sizes = {f.name: getattr(self, f.name) for f in fields(self)[:9]}
+        for name, value in {**sizes, "rope_theta": self.rope.theta}.items():
+            if not value > 0:
+                raise ValueError(f"{name} is {value}; must be above 0")
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; must be even")
-        if self.hidden_act != "silu":
-            raise ValueError(f"hidden_act is {self.hidden_act!r}; allowed: silu")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype is {self.dtype}; allowed: {', '.join(map(str, DTYPES))}")
+
+    @property
+    def qkv_bias(self) -> bool:
+        return self.bias != "none"
+
+    @property
+    def o_bias(self) -> bool:
+        return self.bias == "qkvo"
 
     @property
     def q_size(self) -> int:
@@ -206,19 +194,19 @@ class RopeTable:
 
 def _inverse_frequencies(config: DecoderConfig) -> tuple[torch.Tensor, float]:
     """[head_dim / 2] float32, and the factor on cos and sin."""
-    if config.rope_scaling is None:
+    if config.rope.rope_type == "default":
         exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float) / config.head_dim
-        return 1.0 / (config.rope_theta**exponents), 1.0
+        return 1.0 / (config.rope.theta**exponents), 1.0
     # The older spelling, which every transformers from 4 on still reads.
     parameters: dict[str, Any] = {
         "hidden_size": config.num_heads * config.head_dim,
         "num_attention_heads": config.num_heads,
         "head_dim": config.head_dim,
         "max_position_embeddings": config.max_position_embeddings,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": config.rope_scaling.as_transformers(),
+        "rope_theta": config.rope.theta,
+        "rope_scaling": config.rope.as_transformers(),
     }
-    rope_init = ROPE_INIT_FUNCTIONS[config.rope_scaling.rope_type]
+    rope_init = ROPE_INIT_FUNCTIONS[config.rope.rope_type]
     frequencies, factor = rope_init(LlamaConfig(**parameters), "cpu")
     return frequencies.float(), float(factor)
 
@@ -275,11 +263,11 @@ def _from_transformers(
     _refuse_sliding_window(hf_config)
     has_bias_key = architecture != "Qwen2ForCausalLM"
     attention_bias = has_bias_key and bool(getattr(hf_config, "attention_bias", False))
-    rope_theta, rope_scaling = _rope(hf_config)
+    if hf_config.hidden_act != "silu":
+        raise ValueError(f"hidden_act is {hf_config.hidden_act!r}; allowed: silu")
     eos_token_ids = _token_ids(hf_config.eos_token_id) + generation_eos
     head_dim = getattr(hf_config, "head_dim", None)
     return DecoderConfig(
-        architecture=architecture,
         vocab_size=hf_config.vocab_size,
         hidden_size=hf_config.hidden_size,
         intermediate_size=hf_config.intermediate_size,
@@ -288,15 +276,11 @@ def _from_transformers(
         num_kv_heads=hf_config.num_key_value_heads,
         head_dim=head_dim or hf_config.hidden_size // hf_config.num_attention_heads,
         rms_norm_eps=float(hf_config.rms_norm_eps),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
+        rope=_rope(hf_config),
         max_position_embeddings=hf_config.max_position_embeddings,
-        qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
-        o_bias=attention_bias,
+        bias="qkvo" if attention_bias else "none" if has_bias_key else "qkv",
         qk_norm=architecture == "Qwen3ForCausalLM",
         tie_word_embeddings=bool(hf_config.tie_word_embeddings),
-        hidden_act=hf_config.hidden_act,
-        bos_token_id=hf_config.bos_token_id,
         eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
         dtype=_dtype(hf_config),
     )
@@ -312,18 +296,18 @@ def _refuse_sliding_window(hf_config: Any) -> None:
         raise ValueError("sliding-window layers are in use; allowed: full attention in every layer")
 
 
-def _rope(hf_config: Any) -> tuple[float, RopeScaling | None]:
+def _rope(hf_config: Any) -> Rope:
     """Both spellings: rope_parameters (transformers 5), rope_theta with rope_scaling (4)."""
     values = dict(getattr(hf_config, "rope_parameters", None) or {})
     if not values:
-        values = {"rope_theta": hf_config.rope_theta, **(hf_config.rope_scaling or {})}
+        values = {"rope_theta": hf_config.rope.theta, **(hf_config.rope_scaling or {})}
     legacy_type = values.pop("type", "default")
     rope_type = values.pop("rope_type", None) or legacy_type
     theta = float(values.pop("rope_theta"))
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not 1; allowed: rotation of the whole head")
     if rope_type == "default":
-        return theta, None
+        return Rope(theta)
     if (original := getattr(hf_config, "original_max_position_embeddings", None)) is not None:
         # At the top of config.json it has priority in transformers, too.
         values["original_max_position_embeddings"] = original
@@ -332,7 +316,7 @@ def _rope(hf_config: Any) -> tuple[float, RopeScaling | None]:
         values["factor"] = hf_config.max_position_embeddings / original
     used = _ROPE_FIELDS[rope_type]
     given = {k: v for k, v in values.items() if k in used and v is not None}
-    return theta, RopeScaling(rope_type=rope_type, **{"factor": 0.0, **given})
+    return Rope(theta, rope_type, **{"factor": 0.0, **given})
 
 
 def _dtype(hf_config: Any) -> torch.dtype:

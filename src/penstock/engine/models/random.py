@@ -9,19 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.config import CheckpointError, DecoderConfig, RopeScaling
+from penstock.engine.models.config import CheckpointError, DecoderConfig, Rope
 from penstock.engine.models.weights import weight_specs
-
-_REST: dict[str, Any] = {
-    "architecture": "LlamaForCausalLM",
-    "tie_word_embeddings": False,
-    "qkv_bias": False,
-    "o_bias": False,
-    "hidden_act": "silu",
-    "bos_token_id": None,
-    "eos_token_ids": (),
-    "dtype": torch.bfloat16,
-}
 
 
 def shape_names() -> list[str]:
@@ -43,13 +32,9 @@ def shape(name: str) -> DecoderConfig:
             f"{name!r} is neither a folder with a config.json nor a known shape; "
             f"known are {', '.join(known)}"
         )
-    fields = {**_REST, **known[name]}
-    scaling = fields.pop("rope_scaling", None)
-    return DecoderConfig(
-        **fields,
-        rope_scaling=None if scaling is None else RopeScaling(**scaling),
-        qk_norm=fields["architecture"] == "Qwen3ForCausalLM",
-    )
+    fields = dict(known[name])
+    rope = Rope(fields.pop("rope_theta"), **fields.pop("rope_scaling", {}))
+    return DecoderConfig(**{"rope": rope, "dtype": torch.bfloat16, **fields})
 
 
 def random_weights(

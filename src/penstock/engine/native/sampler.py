@@ -18,7 +18,7 @@ _TARGET = int(Salt.TARGET)
 
 
 def sample_natively(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:
-    """A `Sampler`: rows under top-p or top-k are sorted by torch, the others sampled in one
+    """A `TokenSampler`: rows under top-p or top-k are sorted by torch, the others sampled in one
     compiled pass. Which way a row takes depends on its own request alone, so that a near-tie falls
     the same way in any batch."""
     if rows.has_filters:

@@ -1,16 +1,15 @@
 """Exact sampling and verification, in two modes."""
 
-from penstock.engine.sampling.coupled import KeyedSampler, Sampler, sample_coupled
-from penstock.engine.sampling.logprobs import TokenLogprobs, token_logprobs
+from penstock.engine.sampling.coupled import KeyedSampler, TokenSampler, sample_coupled
+from penstock.engine.sampling.logprobs import token_logprobs
 from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
 from penstock.engine.sampling.ratio import draw_draft, sample_draft
 from penstock.engine.sampling.verify import verify
 
 __all__ = [
     "KeyedSampler",
-    "Sampler",
     "SamplingRows",
-    "TokenLogprobs",
+    "TokenSampler",
     "VerifyBatch",
     "VerifyResult",
     "draw_draft",

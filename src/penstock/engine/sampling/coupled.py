@@ -42,7 +42,7 @@ def gumbel_argmax(
     return lowest_argmax(scores.add_(gumbel_noise(keys, scores.shape[-1], scores.device)))
 
 
-class Sampler(Protocol):
+class TokenSampler(Protocol):
     """The signature of `sample_coupled`; a backend may bring a faster one of its own."""
 
     def __call__(
@@ -74,7 +74,7 @@ def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray
     return samples
 
 
-def verify_coupled(batch: VerifyBatch, sample: Sampler = sample_coupled) -> Decisions:
+def verify_coupled(batch: VerifyBatch, sample: TokenSampler = sample_coupled) -> Decisions:
     """Accept while the draft equals the target's sample; the sample itself follows."""
     if not batch.draft_tokens.size:
         return Decisions(

@@ -2,30 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
-from penstock.engine.sampling.params import IntArray, as_index
+from penstock.core.types import TokenLogprob
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Under the model itself, before temperature and filters.
-
-    chosen:        [rows] float32, of the tokens that were emitted
-    top_token_ids: [rows, top_n] int64, most probable first
-    top_logprobs:  [rows, top_n] float32
-    """
-
-    chosen: torch.Tensor
-    top_token_ids: torch.Tensor
-    top_logprobs: torch.Tensor
-
-
-def token_logprobs(logits: torch.Tensor, tokens: IntArray, top_n: int) -> TokenLogprobs:
-    """Log-probabilities of ``tokens`` [rows] and of the ``top_n`` best under logits [rows, V]."""
+def token_logprobs(
+    logits: torch.Tensor, tokens: Sequence[int], top_n: int
+) -> tuple[TokenLogprob, ...]:
+    """Of ``tokens`` [rows], each with the ``top_n`` best, most probable first, under logits
+    [rows, V]: the model's own, before temperature and filters."""
     logprobs = logits.log_softmax(dim=-1)
     top = logprobs.topk(top_n, dim=-1)
-    index = as_index(tokens, logits).unsqueeze(-1)
-    return TokenLogprobs(logprobs.gather(-1, index).squeeze(-1), top.indices, top.values)
+    index = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
+    chosen = logprobs.gather(-1, index).squeeze(-1).tolist()
+    tops = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    return tuple(
+        TokenLogprob(value, tuple(zip(*best, strict=True)))
+        for value, best in zip(chosen, tops, strict=True)
+    )

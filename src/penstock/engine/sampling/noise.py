@@ -115,16 +115,13 @@ def _signed(word: int) -> int:
     return word - (1 << 32) if word >= 1 << 31 else word
 
 
-def token_hash_on(keys: UInt32Array, vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`token_hash` computed by torch on ``device``: [rows, vocab_size] int64, the same integers.
+def token_hash_of_words(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """`token_hash` on the device of its keys, which are [rows, 2] int32 of the same bits:
+    [rows, vocab_size] int64, the same integers.
 
     torch has no uint32 arithmetic, but int32 wraps to the same bits; only a right shift must be
     stripped of the copies of the sign.
     """
-    return _hash_of_words(torch.from_numpy(keys.view(np.int32)).to(device), vocab_size)
-
-
-def _hash_of_words(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
     x = torch.arange(vocab_size, dtype=torch.int32, device=words.device) * _signed(_TOKEN_STEP)
     x = x + words[:, :1]
     x = (x ^ ((x >> 16) & 0xFFFF)) * _ROUND_1 + words[:, 1:]
@@ -141,7 +138,7 @@ def _gumbel_in_place(hashed: torch.Tensor) -> None:
 
 def gumbel_of_words(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """`gumbel_noise` on the device of its keys, which are [rows, 2] int32 of the same bits."""
-    noise = _hash_of_words(words, vocab_size).to(torch.float32)
+    noise = token_hash_of_words(words, vocab_size).to(torch.float32)
     _gumbel_in_place(noise)
     return noise
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from penstock.engine.sampling.coupled import Sampler, sample_coupled, verify_coupled
+from penstock.engine.sampling.coupled import TokenSampler, sample_coupled, verify_coupled
 from penstock.engine.sampling.params import Decisions, VerifyBatch, VerifyResult
 from penstock.engine.sampling.ratio import verify_ratio
 
 
-def _decide(batch: VerifyBatch, sample: Sampler) -> Decisions:
+def _decide(batch: VerifyBatch, sample: TokenSampler) -> Decisions:
     # Greedy is the special case of both modes: the equality test decides it.
     by_ratio = batch.ratio & ~batch.params.greedy
     if not by_ratio.any():
@@ -31,7 +31,7 @@ def _decide(batch: VerifyBatch, sample: Sampler) -> Decisions:
     return merged
 
 
-def verify(batch: VerifyBatch, sample: Sampler = sample_coupled) -> VerifyResult:
+def verify(batch: VerifyBatch, sample: TokenSampler = sample_coupled) -> VerifyResult:
     """Decide every draft of the batch; the output has exactly the target's distribution.
 
     `sample` draws the target's seeded samples. A request's result depends on its own rows alone,

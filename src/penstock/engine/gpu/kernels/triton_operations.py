@@ -6,7 +6,7 @@ import torch
 
 from penstock.engine.gpu.kernels import fused, launch, rounds, sampling
 from penstock.engine.gpu.kernels.tuning import Tile, Tuner
-from penstock.engine.gpu.operations import Outcome, Projection
+from penstock.engine.gpu.operations import Projection, VerifyOutcome
 from penstock.engine.gpu.static_batch import MAX_WINDOW, StaticBatch, StepInputs
 from penstock.engine.gpu.triton_paged import Pieces, TritonAttention, power_of_2
 from penstock.engine.kv_cache import PagedKVCache
@@ -146,7 +146,7 @@ class TritonOperations:
         samples: torch.Tensor,
         rows: torch.Tensor,
         limits: torch.Tensor,
-    ) -> Outcome:
+    ) -> VerifyOutcome:
         num = rows.numel()
         short = torch.empty(num, dtype=torch.int32, device=rows.device)
         known = torch.empty(2 * num, dtype=torch.int32, device=rows.device)
@@ -162,7 +162,7 @@ class TritonOperations:
             BLOCK=_SEQS_TOGETHER,
             **launch.options(),
         )
-        return Outcome(short, known)
+        return VerifyOutcome(short, known)
 
     def sample(
         self, logits: torch.Tensor, temperature: torch.Tensor, keys: torch.Tensor, vocab: int

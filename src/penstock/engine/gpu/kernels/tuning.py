@@ -73,7 +73,7 @@ class Tuner:
         self, kind: Hashable, matrix: torch.Tensor, rows: int, size: int, run: Run
     ) -> Tile | None:
         """The tile for a kind of product with `size` results a row; None: leave it to the library.
-        `run` is called only when the kind is new, which must not be while a graph is recorded."""
+        `run` is called only when the kind is new, which must not be while a graph is captured."""
         if kind not in self._best:
             if self._device.type == "cuda":
                 count = torch.cuda.get_device_properties(self._device).multi_processor_count

@@ -1,4 +1,4 @@
-"""Recorded steps, replayed on a GPU that is none: see `pretend_gpu`."""
+"""Captured steps, replayed on a GPU that is none: see `pretend_gpu`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from benchmarks.gpu import report as gpu
 from tests.core.world import replace_policies
-from tests.engine.gpu.pretend_gpu import Recording, pretended_gpu, queued
+from tests.engine.gpu.pretend_gpu import FakeGraph, pretended_gpu, queued
 from tests.engine.gpu.test_ahead import Whimsical
 from tests.engine.gpu.test_gpu_benchmark import QWEN, SMALL, TINY
 from tests.engine.small_family import write_family
@@ -78,22 +78,22 @@ def test_output_is_the_targets_own(engine: Engine, monkeypatch: pytest.MonkeyPat
     assert executor.num_rounds_ahead > 0.5 * executor.totals.num_target_steps
     target = executor.target
     assert isinstance(target, GraphRunner)
-    assert target.recordings
-    assert all(recording._recorded is not None for recording in target.recordings)
+    assert target.graphs
+    assert all(graph._captured is not None for graph in target.graphs)
 
 
 def test_the_usual_sizes_are_recorded_before_they_are_measured(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long that takes: it is not part of any measurement, nor of the time for them."""
-    clock, record = engine.clock, graphs.Graph._record
+    clock, capture = engine.clock, graphs.CudaGraph._capture
     now, slept = clock.now, [0.0]
 
-    def slowly(self: graphs.Graph) -> Recording:
+    def slowly(self: graphs.CudaGraph) -> FakeGraph:
         slept[0] += 60.0
-        return record(self)  # type: ignore[return-value]
+        return capture(self)  # type: ignore[return-value]
 
-    monkeypatch.setattr(graphs.Graph, "_record", slowly)
+    monkeypatch.setattr(graphs.CudaGraph, "_capture", slowly)
     monkeypatch.setattr(type(clock), "now", lambda self: now() + slept[0])
     monkeypatch.setattr(calibrate, "_ROWS", (1, 2, 7))
     monkeypatch.setattr(calibrate, "_BATCHES", (1, 3))
@@ -109,7 +109,7 @@ def test_the_usual_sizes_are_recorded_before_they_are_measured(
 def test_negative_control_a_length_kept_from_the_host_is_caught(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A recording that takes a number from the host gives it for ever."""
+    """A graph that takes a number from the host gives it for ever."""
     alone, _ = texts(engine, "greedy", NO_DRAFTER)
     settle = GraphRunner._settle
 
