@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from penstock.lab.experiment import QUICK, Run, experiments
-from penstock.lab.loads import Candidate, Sustained, best_of, gain_verdict, setup_of
+from penstock.lab.loads import (
+    Candidate,
+    Sustained,
+    best_of,
+    capacity_of,
+    gain_verdict,
+    requests_at,
+    setup_of,
+)
 from penstock.lab.papers import wait_fig1_known as known
 from penstock.lab.papers import wait_fig1_nested as nested
 from penstock.lab.papers import wait_fig4_6 as memory
@@ -24,7 +32,7 @@ from penstock.lab.thresholds import (
     wait_choice,
     wait_neighbours,
 )
-from penstock.sim.capacity import Criterion
+from penstock.sim.capacity import Criterion, TooShort, capacity
 from penstock.sim.run import run
 from penstock.sim.workloads import make_workload
 
@@ -167,3 +175,14 @@ def test_the_search_follows_what_is_better() -> None:
     assert corrected is not None
     assert corrected.setup.admission == "wait"
     assert best_of([], lambda _: [], "low", effort) is None
+
+
+def test_a_policy_that_completes_unevenly_counts_as_estimated() -> None:
+    """Literal Nested WAIT serves in waves: so few arrivals do not tell its capacity precisely."""
+    options = {"segment_ends": (21, 41, 81, 161), "thresholds": (11, 8, 6, 3)}
+    choice = Candidate(setup_of("nested_wait", **options), 240.0)
+    effort = replace(QUICK, arrivals=3_000, tolerance=0.2)
+    with pytest.raises(TooShort) as told:
+        capacity(choice.setup, requests_at("nested", 3_000), 60.0, 264.0, tolerance=0.2)
+    assert told.value.estimate is not None
+    assert capacity_of(choice, "nested", effort).requests_per_s > 0

@@ -12,7 +12,7 @@ from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.lab.claims import ClaimVerdict, Finding, check
 from penstock.lab.experiment import Effort
 from penstock.lab.report import Plot, draw, write_table
-from penstock.sim.capacity import capacity, judge_load
+from penstock.sim.capacity import TooShort, capacity, judge_load
 from penstock.sim.planner import load_bound
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -103,12 +103,18 @@ def sustains(setup: Setup, at: Callable[[float], Workload], rate: float) -> bool
 
 def capacity_of(choice: Candidate, name: str, effort: Effort, least: float = 0.0) -> Sustained:
     """Bisection below 1.1 times the expected capacity and above `least`, which is known to be
-    sustained, or a quarter of what is expected: less counts as none."""
+    sustained, or a quarter of what is expected: less counts as none. A policy that serves in long
+    waves may complete too unevenly for a precise answer: then the estimate counts."""
     at = requests_at(name, effort.arrivals)
     low, high = max(0.25 * choice.expected, least), max(1.1 * choice.expected, 1.05 * least)
     if low > least and not sustains(choice.setup, at, low):
         return Sustained(choice.setup, 0.0)
-    found = capacity(choice.setup, at, low, high, tolerance=effort.tolerance)
+    try:
+        found = capacity(choice.setup, at, low, high, tolerance=effort.tolerance)
+    except TooShort as error:
+        if error.estimate is None:
+            raise
+        found = error.estimate
     return Sustained(choice.setup, found.requests_per_s)
 
 

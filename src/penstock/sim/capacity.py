@@ -39,7 +39,12 @@ _MARGIN = 3
 
 
 class TooShort(ValueError):
-    """A trace cannot tell which loads are sustained. The message is one line."""
+    """A trace cannot tell which loads are sustained. The message is one line. estimate: the answer
+    as far as it can tell, if it tells that much."""
+
+    def __init__(self, message: str, estimate: Capacity | None = None) -> None:
+        super().__init__(message)
+        self.estimate = estimate
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,20 +261,23 @@ class _Search:
         """Between the largest load that is sustained and the smallest that is not.
         Raises: TooShort."""
         at_best, at_beyond = self._tried.get(best), self._tried[beyond]
+        estimate, needed = Capacity(0.0, 0.0, beyond), 0
         for verdict in (at_best, at_beyond):
             if verdict is not None and self._num_requests < verdict.requests_needed():
-                self._refuse_below(verdict.requests_needed(_MARGIN))
-        if at_best is None:
-            return Capacity(0.0, 0.0, beyond)
-        found = self._completed(at_best, at_beyond)
-        width = found.half / found.mean
-        if width > _PRECISION:
-            self._refuse_below(math.ceil((width / _PRECISION) ** 2 * self._num_requests))
-        # More than the load is completed where a recorded trace has more to do in its second half.
-        answer = min(best, found.mean)
-        if at_beyond is not None and at_beyond.growth.low > 0:
-            return Capacity(answer, answer * (1 - width), answer * (1 + width))
-        return self._between_targets(best, answer)
+                needed = max(needed, verdict.requests_needed(_MARGIN))
+        if at_best is not None:
+            found = self._completed(at_best, at_beyond)
+            width = found.half / found.mean
+            # More than the load is completed where a recorded trace has more to do in its second
+            # half.
+            answer = min(best, found.mean)
+            estimate = Capacity(answer, answer * (1 - width), answer * (1 + width))
+            if width > _PRECISION:
+                needed = max(needed, math.ceil((width / _PRECISION) ** 2 * self._num_requests))
+        self._refuse_below(needed, estimate)
+        if at_best is None or (at_beyond is not None and at_beyond.growth.low > 0):
+            return estimate
+        return self._between_targets(best, estimate.requests_per_s)
 
     @staticmethod
     def _completed(at_best: Verdict, at_beyond: Verdict | None) -> Estimate:
@@ -303,11 +311,12 @@ class _Search:
             return sustained and all(share.high <= 0 for share in verdict.beyond)
         return any(share.low > 0 for share in verdict.beyond)
 
-    def _refuse_below(self, needed: int) -> None:
+    def _refuse_below(self, needed: int, estimate: Capacity | None = None) -> None:
         if self._num_requests < needed:
             raise TooShort(
                 f"{self._num_requests} requests are too few to tell which load is sustained: "
-                f"it takes about {_rounded_up(needed)}"
+                f"it takes about {_rounded_up(needed)}",
+                estimate,
             )
 
 
