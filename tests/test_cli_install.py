@@ -47,6 +47,7 @@ class Absent(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
+import penstock.config
 from penstock.cli import main
 
 for i, arguments in enumerate({commands!r}):

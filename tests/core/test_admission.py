@@ -42,7 +42,7 @@ def test_running_requests_first_then_waiting_ones_in_order() -> None:
     world.arrive(make_request("a", 6), make_request("b", 6, seed=1), make_request("c", 9, seed=2))
     assert scheduled(world) == [("a", 6), ("b", 6), ("c", 4)]
     advance(world)
-    world.turn(*world._arrivals([make_request("d", 30, seed=3)]))
+    world.turn(*world.arrivals([make_request("d", 30, seed=3)]))
     assert scheduled(world) == [("a", 1), ("b", 1), ("c", 5)]
     advance(world)
     assert scheduled(world) == [("a", 1), ("b", 1), ("c", 1), ("d", 13)]
@@ -85,7 +85,7 @@ def test_a_prompt_begins_only_where_all_of_it_fits(reserve: bool, begun: list[st
     world = make_world(budget=16, seqs=8, num_blocks=10, reserve_full_prompt=reserve)
     world.arrive(make_request("a", 10, 20))
     advance(world)
-    world.turn(*world._arrivals([make_request("b", 30, 4, seed=1)]))
+    world.turn(*world.arrivals([make_request("b", 30, 4, seed=1)]))
     advance(world)
     assert list(world.scheduler.table.running) == begun
     world.run()
@@ -97,7 +97,7 @@ def test_a_long_prompt_leaves_room_for_drafts() -> None:
     world = make_world(DRAFTER, budget=20, seqs=4)
     world.arrive(make_request("a", 6, 30))
     advance(world)
-    world.turn(*world._arrivals([make_request("b", 60, seed=1)]))
+    world.turn(*world.arrivals([make_request("b", 60, seed=1)]))
     advance(world)
     assert scheduled(world) == [("a", 1), ("b", 15)]
     assert [i.num_draft_tokens for i in world.plans[-1].items] == [4, 0]
@@ -108,7 +108,7 @@ def test_drafts_leave_room_for_prompts() -> None:
     world = make_world(DRAFTER, budget=24, seqs=20, num_blocks=200)
     world.arrive(*(make_request(f"r{i}", 2, 60, seed=i) for i in range(12)))
     advance(world)
-    world.turn(*world._arrivals([make_request("late", 30, seed=99)]))
+    world.turn(*world.arrivals([make_request("late", 30, seed=99)]))
     advance(world)
     assert scheduled(world) == [*((f"r{i}", 1) for i in range(12)), ("late", 6)]
 

@@ -244,7 +244,7 @@ def test_a_cancelled_id_may_come_again_at_once() -> None:
 def test_cancelled_before_the_executor_hears_of_it() -> None:
     world = make_world()
     request = make_request("r")
-    events = [*world._arrivals([request]), Cancel("r"), *world._arrivals([request]), Cancel("r")]
+    events = [*world.arrivals([request]), Cancel("r"), *world.arrivals([request]), Cancel("r")]
     for event in events:
         world.loop.scheduler.apply(event, 0.0)
     plan = world.scheduler.schedule(0.0)

@@ -83,7 +83,7 @@ def test_policies_choose_among_those_that_can_read(policy: str) -> None:
         world.turn()
         for state in world.scheduler.table.running.values():
             can_read(state)
-        world._move()
+        world.move()
         if not world.scheduler.num_unfinished:
             break
     world.turn()

@@ -179,7 +179,7 @@ def test_auto_begins_and_ends_micro_batches_as_the_batch_changes() -> None:
 
     world.arrive(*(make_request(n, seed=i, max_tokens=40) for i, n in enumerate("stuv")))
     for _ in range(12):
-        world._move()
+        world.move()
         world.turn()
     assert pipeline.setting.num > 1
     assert world.scheduler.lanes == ("d", TARGET)

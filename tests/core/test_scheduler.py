@@ -261,7 +261,7 @@ def test_the_executor_hears_of_requests_that_must_wait() -> None:
     world = make_world(num_blocks=4)
     world.arrive(make_request("r", prompt_len=14, max_tokens=2))
     world.executor.run(TARGET)
-    world.turn(*world._arrivals([make_request("s", prompt_len=10, max_tokens=2)]))
+    world.turn(*world.arrivals([make_request("s", prompt_len=10, max_tokens=2)]))
     world.run()
     world.check_outputs()
     world.check_empty()

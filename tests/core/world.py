@@ -180,9 +180,9 @@ class World:
         return self.requests.keys() - self.ends.keys()
 
     def arrive(self, *requests: Request) -> None:
-        self.turn(*self._arrivals(requests))
+        self.turn(*self.arrivals(requests))
 
-    def _arrivals(self, requests: Sequence[Request]) -> list[Event]:
+    def arrivals(self, requests: Sequence[Request]) -> list[Event]:
         for request in requests:
             self.requests[request.id] = request
             self.tokens[request.id] = []
@@ -200,9 +200,9 @@ class World:
         for _ in range(max_turns):
             events = self._happenings()
             while coming and self.rng.random() < 0.5:
-                events += self._arrivals([coming.pop(0)])
+                events += self.arrivals([coming.pop(0)])
             self.turn(*events)
-            self._move()
+            self.move()
             if not coming and not self.scheduler.num_unfinished and self.executor.is_idle:
                 self.turn()
                 return
@@ -229,7 +229,7 @@ class World:
         self.executor.lose(drafter)
         return DrafterDown(drafter)
 
-    def _move(self) -> None:
+    def move(self) -> None:
         """Let lanes begin, end and report, in a random order and not always."""
         executor = self.executor
         for lane in self.rng.sample(sorted(executor.lanes), len(executor.lanes)):

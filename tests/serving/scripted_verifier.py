@@ -221,14 +221,14 @@ class ScriptedVerifier:
                     self._end = lambda: outbox.put_nowait(None)
                     self.connected.set()
                 case "open":
-                    self._open(up.open)
+                    self.open_request(up.open)
                 case "draft":
                     self._draft(up.draft)
                 case "close":
                     self.closes.append(up.close.request_id)
                     self.jobs.pop(up.close.request_id, None)
 
-    def _open(self, message: pb.Open) -> None:
+    def open_request(self, message: pb.Open) -> None:
         self.opens.append(message)
         if self.refuse_opens is not None:
             refused = pb.Refused(

@@ -387,7 +387,7 @@ async def test_a_hopeless_request_ends_in_an_error(
         )
         verifier.send(pb.Down(verdict=verdict))
 
-    verifier._open = give_up
+    verifier.open_request = give_up
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
         with await client.submit("someone", [request("a")]) as stream:
@@ -404,7 +404,7 @@ async def test_a_refused_request_is_tried_again_for_a_while(
     monkeypatch.setattr("penstock.serving.edge._RETRY_S", 0.001)
     for times in (3, 100):
         verifier = ScriptedVerifier(oracle)
-        opening = verifier._open
+        opening = verifier.open_request
         num_refused = 0
 
         def refuse(message: pb.Open) -> None:
@@ -416,7 +416,7 @@ async def test_a_refused_request_is_tried_again_for_a_while(
             refused = pb.Refused(request_id=message.request_id, reason="too many requests")
             verifier.send(pb.Down(refused=refused))  # noqa: B023
 
-        verifier._open = refuse
+        verifier.open_request = refuse
         async with verifier.serving() as port, drafting(port, family["near"]) as server:
             client = edge_client(server, family["near"])
             with await client.submit("someone", [request("a")]) as stream:

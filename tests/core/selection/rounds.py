@@ -85,10 +85,10 @@ class Rounds:
         self.finished: list[RequestState] = []
         self.played: list[dict[str, str | None]] = []
         """By round: each request's drafter."""
-        self._rates = rates
+        self.rates = rates
         self._live = live
         self._prompt_len = prompt_len if callable(prompt_len) else lambda _: prompt_len
-        self._max_tokens = max_tokens
+        self.max_tokens = max_tokens
         self._draft_len = draft_len
         self._sampling = sampling or SamplingParams()
         self._rng = np.random.default_rng(seed)
@@ -143,7 +143,7 @@ class Rounds:
     def _arrive(self) -> None:
         n = self._num_requests
         prompt_len = self._prompt_len(n)
-        request = Request(str(n), prompt_len, self._max_tokens, sampling=self._sampling)
+        request = Request(str(n), prompt_len, self.max_tokens, sampling=self._sampling)
         state = RequestState(request, n)
         state.status = Status.RUNNING
         state.kv[TARGET] = SequenceKV(prompt_len)
@@ -188,7 +188,7 @@ class Rounds:
         return 0
 
     def _rate(self, state: RequestState, drafter: Drafter) -> float:
-        return self._rates(int(state.request.id))[drafter.model or drafter.name]
+        return self.rates(int(state.request.id))[drafter.model or drafter.name]
 
     def _verdict(self, state: RequestState) -> Verdict:
         key = (state.request.id, state.epoch, state.round)

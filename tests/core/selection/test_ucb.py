@@ -40,8 +40,8 @@ def test_stages_of_a_drafter_double_and_switches_are_few() -> None:
 def test_a_drafter_that_was_given_up_is_tried_again_within_one_request() -> None:
     """In one long text it is useless for 300 rounds, and then the best."""
     world = make_world({})
-    world._max_tokens = 20_000
-    world._rates = lambda _: (
+    world.max_tokens = 20_000
+    world.rates = lambda _: (
         {"d0": 0.5, "d1": 0.0, "d2": 0.0, "d3": 0.9 if len(world.played) > 300 else 0.0}
     )
     world.run(2000)
