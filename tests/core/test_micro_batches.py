@@ -280,5 +280,5 @@ def test_a_newcomer_goes_where_there_are_fewest() -> None:
 
 def test_one_micro_batch_is_no_pipeline() -> None:
     for num in ("0", "1", "65"):
-        with pytest.raises(ValueError, match="num must be a whole number from 2 to 64"):
+        with pytest.raises(ValueError, match="a number of micro-batches from 2 to 64"):
             make_pipeline(num)
