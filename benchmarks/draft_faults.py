@@ -17,25 +17,23 @@ compared with what the target says alone, and must be whole.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
-import json
 import signal
 import statistics
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from typing import Any
 
 import httpx
 import psutil
-from rich.console import Console
-from rich.table import Table
 from tests.serving.fault_rig import Child, draft_process, url_of, verification_process
 from tests.serving.scripted import free_port
 
+from penstock.lab.bench import Results, parser, table, tell
 from penstock.zoo.registry import DOMAINS, load_prompts, model_path
 
 SERVERS = ("ann", "ben", "cleo")
@@ -156,20 +154,7 @@ def tokens(name: str) -> dict[str, str]:
     return {"token_sha256": hashlib.sha256(name.encode()).hexdigest()}
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
-    """Medians of the ratios, after over before, with and without the fault."""
-
-    fault: str
-    rest: float
-    rest_control: float
-    own: float
-    num_wrong: int
-    num_lost: int
-    cpu_share: float
-
-
-async def measure(kind: str, pairs: int, seconds: float) -> Found:
+async def measure(kind: str, pairs: int, seconds: float) -> dict[str, Any]:
     port, http_port = free_port(), free_port()
     servers = {"servers": {name: tokens(name) for name in SERVERS}}
     target = model_path("target-small")
@@ -205,36 +190,40 @@ async def measure(kind: str, pairs: int, seconds: float) -> Found:
     return summary(kind, found, users)
 
 
-def summary(kind: str, found: list[tuple[str | None, Window, Window]], users: Users) -> Found:
+def summary(
+    kind: str, found: list[tuple[str | None, Window, Window]], users: Users
+) -> dict[str, Any]:
+    """Medians of the ratios, after over before, with and without the fault."""
     with_fault = [(b, a) for k, b, a in found if k]
     control = [(b, a) for k, b, a in found if not k]
-    return Found(
-        kind,
-        statistics.median(a.rest / b.rest for b, a in with_fault),
-        statistics.median(a.rest / b.rest for b, a in control),
-        statistics.median(a.own / b.own for b, a in with_fault),
-        users.num_wrong,
-        users.num_lost,
-        statistics.median(w.cpu_share for _, *both in found for w in both),
-    )
+    return {
+        "fault": kind,
+        "rest": statistics.median(a.rest / b.rest for b, a in with_fault),
+        "rest_control": statistics.median(a.rest / b.rest for b, a in control),
+        "own": statistics.median(a.own / b.own for b, a in with_fault),
+        "num_wrong": users.num_wrong,
+        "num_lost": users.num_lost,
+        "cpu_share": statistics.median(w.cpu_share for _, *both in found for w in both),
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=3)
-    parser.add_argument("--seconds", type=float, default=5.0)
-    parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    found = [asyncio.run(measure(kind, options.pairs, options.seconds)) for kind in FAULTS]
-    table = Table(title="one of three draft processes fails: rates after over before")
-    for name in ("fault", "the rest", "control", "its own", "wrong", "lost", "CPU s/s"):
-        table.add_column(name, justify="right")
-    for f in found:
-        ratios = (f"{x:.2f}" for x in (f.rest, f.rest_control, f.own))
-        table.add_row(f.fault, *ratios, str(f.num_wrong), str(f.num_lost), f"{f.cpu_share:.2f}")
-    Console(stderr=options.json).print(table)
-    if options.json:
-        print(json.dumps([asdict(f) for f in found]))
+    options = parser(__doc__)
+    options.add_argument("--pairs", type=int, default=3)
+    options.add_argument("--seconds", type=float, default=5.0)
+    args = options.parse_args()
+    found = [asyncio.run(measure(kind, args.pairs, args.seconds)) for kind in FAULTS]
+    columns = {
+        "fault": "{fault}",
+        "the rest": "{rest:.2f}",
+        "control": "{rest_control:.2f}",
+        "its own": "{own:.2f}",
+        "wrong": "{num_wrong}",
+        "lost": "{num_lost}",
+        "CPU s/s": "{cpu_share:.2f}",
+    }
+    title = "one of three draft processes fails: rates after over before"
+    tell(args, Results(found, tables=[table(title, found, columns)]))
 
 
 if __name__ == "__main__":

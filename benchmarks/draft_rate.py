@@ -10,15 +10,12 @@ draft. Neither network nor target is in it. Every pass is a process of its own; 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +27,7 @@ BLOCK_SIZE, BLOCKS_EACH = 16, 32
 REPEATS, ROUNDS = 40, 5
 """Measured repeats, and the rounds of each."""
 
-
-@dataclass(frozen=True)
-class Rate:
-    """Draft tokens a second; cpu_share: CPU time over wall time."""
-
-    source: str
-    model: str
-    dtype: str
-    batch: int
-    best: float
-    median: float
-    cpu_share: float
+# --- one pass, in a process of its own, of whichever checkout -------------------------------------
 
 
 class Drafting:
@@ -89,7 +75,6 @@ class Drafting:
         from penstock.core.types import DraftOrder
 
         is_first = not self._num_read
-        blocks = [range(i * BLOCKS_EACH, (i + 1) * BLOCKS_EACH) for i in range(len(self._texts))]
         orders = [
             DraftOrder(
                 request_id=str(i),
@@ -99,9 +84,9 @@ class Drafting:
                 start=self._num_read,
                 num_catch_up_tokens=num_unread,
                 max_draft_tokens=DRAFT_TOKENS,
-                new_blocks=tuple(own) if is_first else (),
+                new_blocks=tuple(range(i * BLOCKS_EACH, (i + 1) * BLOCKS_EACH)) if is_first else (),
             )
-            for i, own in enumerate(blocks)
+            for i in range(len(self._texts))
         ]
         drafts = self._drafter.draft(orders, self._texts).drafts
         if [len(d.token_ids) for d in drafts] != [DRAFT_TOKENS] * len(self._texts):
@@ -123,17 +108,12 @@ def measure(path: Path, batch: int) -> dict[str, Any]:
         for _ in range(ROUNDS):
             drafting.round()
         seconds.append((time.perf_counter() - begun) / ROUNDS)
-    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-    return {
-        "model": path.name,
-        "dtype": drafting.dtype,
-        "batch": batch,
-        "seconds": seconds,
-        "cpu_share": cpu / wall,
-    }
+    share = (time.process_time() - cpu) / (time.perf_counter() - wall)
+    cell = {"model": path.name, "dtype": drafting.dtype, "batch": batch}
+    return {**cell, "seconds": seconds, "cpu_share": share}
 
 
-def one_pass(paths: Sequence[Path]) -> None:
+def one_pass(paths: list[Path]) -> None:
     """All cells, on the last core there is, as JSON on standard output."""
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
     import torch
@@ -145,10 +125,13 @@ def one_pass(paths: Sequence[Path]) -> None:
     print(json.dumps({"source": str(Path(penstock.__file__).parents[1]), "cells": cells}))
 
 
-def run_pass(source: Path, paths: Sequence[Path]) -> list[dict[str, Any]]:
+# --- all passes -----------------------------------------------------------------------------------
+
+
+def run_pass(source: Path, paths: list[Path]) -> list[dict[str, Any]]:
     """The cells of a process that imports Penstock from `source`."""
     done = subprocess.run(
-        [sys.executable, __file__, "--measure", *map(str, paths)],
+        [sys.executable, __file__, *map(str, paths)],
         env={**os.environ, "PYTHONPATH": str(source)},
         stdout=subprocess.PIPE,
         check=False,
@@ -162,85 +145,58 @@ def run_pass(source: Path, paths: Sequence[Path]) -> list[dict[str, Any]]:
     return cells
 
 
-def measure_all(sources: Sequence[Path], paths: Sequence[Path], passes: int) -> list[Rate]:
-    """Every source's cells, over all passes."""
-    by_source: dict[Path, list[list[dict[str, Any]]]] = {source: [] for source in sources}
-    for _ in range(passes):
-        for source, found in by_source.items():
-            found.append(run_pass(source, paths))
-    return [
-        rate_of(str(source), cells)
-        for source, found in by_source.items()
-        for cells in zip(*found, strict=True)
-    ]
+def rate_of(source: str, passes: tuple[dict[str, Any], ...]) -> dict[str, Any]:
+    """Draft tokens a second of one cell in all passes; cpu_share: CPU time over wall time."""
+    seconds = [s for cell in passes for s in cell["seconds"]]
+    tokens = passes[0]["batch"] * DRAFT_TOKENS
+    return {
+        "source": source,
+        **{key: passes[0][key] for key in ("model", "dtype", "batch")},
+        "best": tokens / min(seconds),
+        "median": tokens / statistics.median(seconds),
+        "cpu_share": statistics.fmean(cell["cpu_share"] for cell in passes),
+    }
 
 
-def rate_of(source: str, cells: Sequence[dict[str, Any]]) -> Rate:
-    """Of one cell in all passes."""
-    first = cells[0]
-    seconds = [s for cell in cells for s in cell["seconds"]]
-    tokens = first["batch"] * DRAFT_TOKENS
-    return Rate(
-        source,
-        first["model"],
-        first["dtype"],
-        first["batch"],
-        best=tokens / min(seconds),
-        median=tokens / statistics.median(seconds),
-        cpu_share=statistics.fmean(cell["cpu_share"] for cell in cells),
-    )
-
-
-def print_table(rates: Sequence[Rate], own: str) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(title=f"draft tokens a second, {rates[0].dtype}, one core")
-    for column in ("model", "batch", "source", "best", "median", "this / other", "CPU / wall"):
-        table.add_column(column, justify="left" if column in ("model", "source") else "right")
-    ours = {(r.model, r.batch): r for r in rates if r.source == own}
-    for r in rates:
-        mine = ours[r.model, r.batch]
-        ratio = "" if r is mine else f"{mine.best / r.best:.3f} ({mine.median / r.median:.3f})"
-        table.add_row(
-            r.model,
-            str(r.batch),
-            "this" if r is mine else "other",
-            f"{r.best:,.0f}",
-            f"{r.median:,.0f}",
-            ratio,
-            f"{r.cpu_share:.2f}",
-        )
-    Console(file=sys.stdout).print(table)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--passes", type=int, default=5)
-    parser.add_argument(
-        "--against", type=Path, metavar="SRC", help="src folder of another checkout"
-    )
-    parser.add_argument("--json", action="store_true")
-    parser.add_argument("--measure", type=Path, nargs="+", help=argparse.SUPPRESS)
-    args = parser.parse_args()
-    if args.measure:
-        one_pass(args.measure)
-        return
-    if args.passes < 1:
-        parser.error(f"--passes must be at least 1, not {args.passes}")
-    if args.against is not None and not (args.against / "penstock" / "__init__.py").is_file():
-        parser.error(f"--against takes the src folder of a checkout, not {args.against}")
+def main() -> int:
+    from penstock.lab.bench import Results, parser, table, tell
     from penstock.zoo.registry import bundled_models
 
-    own = Path(__file__).resolve().parents[1] / "src"
-    sources = [own] if args.against is None else [own, args.against.resolve()]
-    cards = bundled_models()
-    rates = measure_all(sources, [cards[name].path for name in MODELS], args.passes)
-    if args.json:
-        print(json.dumps([asdict(r) for r in rates]))
-        return
-    print_table(rates, str(own))
+    options = parser(__doc__)
+    options.add_argument("--passes", type=int, default=5)
+    options.add_argument("--against", type=Path, metavar="SRC", help="src of another checkout")
+    args = options.parse_args()
+    if args.passes < 1:
+        options.error(f"--passes must be at least 1, not {args.passes}")
+    if args.against is not None and not (args.against / "penstock" / "__init__.py").is_file():
+        options.error(f"--against takes the src folder of a checkout, not {args.against}")
+    sources = {"this": Path(__file__).resolve().parents[1] / "src"}
+    if args.against is not None:
+        sources["other"] = args.against.resolve()
+    paths = [bundled_models()[name].path for name in MODELS]
+    passes: dict[str, list[list[dict[str, Any]]]] = {name: [] for name in sources}
+    for _ in range(args.passes):
+        for name, source in sources.items():
+            passes[name].append(run_pass(source, paths))
+    rates = [rate_of(n, c) for n, found in passes.items() for c in zip(*found, strict=True)]
+    this = {(r["model"], r["batch"]): r["best"] for r in rates if r["source"] == "this"}
+    rows = [{**r, "ratio": this[r["model"], r["batch"]] / r["best"]} for r in rates]
+    columns = {
+        "model": "{model}",
+        "batch": "{batch}",
+        "source": "{source}",
+        "best": "{best:,.0f}",
+        "median": "{median:,.0f}",
+        "this over it, best": "{ratio:.3f}",
+        "CPU / wall": "{cpu_share:.2f}",
+    }
+    title = f"draft tokens a second, {rates[0]['dtype']}, one core"
+    return tell(args, Results(rates, tables=[table(title, rows, columns)]))
 
 
 if __name__ == "__main__":
-    main()
+    # A pass has the paths of models as its arguments, and nothing of this checkout's `penstock`.
+    if sys.argv[1:] and not sys.argv[1].startswith("-"):
+        one_pass([Path(path) for path in sys.argv[1:]])
+    else:
+        sys.exit(main())

@@ -24,10 +24,8 @@ compared with the target's own.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import hashlib
-import json
 import multiprocessing
 import statistics
 import sys
@@ -53,10 +51,11 @@ from benchmarks.hostile_attacks import (
 from benchmarks.live_rig import Process
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from tests.serving.scripted import ScriptedServer, free_port, greedy, scripted_server, seeded
 
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.lab.bench import Results, parser, table, tell
+from penstock.lab.claims import ClaimVerdict, bar
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.zoo.registry import DOMAINS, load_prompts, model_path
 
@@ -75,7 +74,7 @@ _SPAWN = multiprocessing.get_context("spawn")
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Question:
     """What the honest ones ask for, again and again."""
 
     prompt: list[int]
@@ -89,7 +88,7 @@ class Job:
 class Honest:
     """All honest draft servers. `expected`: the target's own text of each job; empty at first."""
 
-    jobs: dict[str, list[Job]]
+    jobs: dict[str, list[Question]]
     expected: dict[tuple[str, int], list[int]] = field(default_factory=dict)
     num_tokens: int = 0
     num_compared: int = 0
@@ -139,13 +138,13 @@ class Honest:
         await server.open(f"{number}.{int(turn) + 1}", job.prompt, NUM_TOKENS, job.sampling)
 
 
-def make_jobs(tokenizer: Any) -> dict[str, list[Job]]:
+def make_jobs(tokenizer: Any) -> dict[str, list[Question]]:
     prompts = [load_prompts(domain)[0].prompt for domain in DOMAINS]
-    jobs: dict[str, list[Job]] = {name: [] for name in HONEST}
+    jobs: dict[str, list[Question]] = {name: [] for name in HONEST}
     for n in range(len(HONEST) * REQUESTS_EACH):
         ids = tokenizer.encode(prompts[n])
         sampling = seeded(100 + n) if n % 2 else greedy()
-        jobs[HONEST[n % len(HONEST)]].append(Job(list(ids), sampling))
+        jobs[HONEST[n % len(HONEST)]].append(Question(list(ids), sampling))
     return jobs
 
 
@@ -194,7 +193,7 @@ async def verification_server() -> AsyncIterator[tuple[Process, str]]:
 
 
 @dataclass(slots=True)
-class Found:
+class AttackRates:
     """Of one attack. Rates: the honest ones' tokens a second, one a window; memory after it."""
 
     attack: str
@@ -252,7 +251,7 @@ class HostileProcess:
 
 
 @dataclass(slots=True)
-class Scene:
+class Everybody:
     """Everybody at work. seconds: of a window"""
 
     honest: Honest
@@ -274,7 +273,7 @@ class Scene:
 
 
 @asynccontextmanager
-async def scene(address: str, tokenizer: Any, seconds: float) -> AsyncIterator[Scene]:
+async def scene(address: str, tokenizer: Any, seconds: float) -> AsyncIterator[Everybody]:
     """The honest ones, who know what the target will say, and the hostile one, behaved so far."""
     honest = Honest(make_jobs(tokenizer))
     await honest.learn(address, tokenizer.digest)
@@ -285,13 +284,13 @@ async def scene(address: str, tokenizer: Any, seconds: float) -> AsyncIterator[S
     ]
     try:
         await hostile.is_ready()
-        yield Scene(honest, hostile, working, seconds)
+        yield Everybody(honest, hostile, working, seconds)
     finally:
         hostile.kill()
         await asyncio.gather(*(ended(task) for task in working))
 
 
-async def measure(pairs: int, seconds: float) -> tuple[Honest, list[Found], float]:
+async def measure(pairs: int, seconds: float) -> tuple[Honest, list[AttackRates], float]:
     """All attacks, and the server's memory before them."""
     tokenizer = load_tokenizer(model_path(TARGET))
     pin(0)
@@ -311,9 +310,9 @@ async def measure(pairs: int, seconds: float) -> tuple[Honest, list[Found], floa
 
 
 async def _attack(
-    everybody: Scene, attack: str, pairs: int, on_window: Callable[[], None]
-) -> Found:
-    found = Found(attack)
+    everybody: Everybody, attack: str, pairs: int, on_window: Callable[[], None]
+) -> AttackRates:
+    found = AttackRates(attack)
     for pair in range(pairs):
         for is_bad in (False, True) if pair % 2 else (True, False):
             rate, did = await everybody.window(attack, is_bad)
@@ -329,69 +328,51 @@ async def _attack(
 # --- report -------------------------------------------------------------------------------------
 
 
-def verdicts(honest: Honest, found: Sequence[Found], before: float) -> list[tuple[bool, str]]:
-    """A line for each claim, and whether it holds."""
-    lines = [
-        (
-            honest.num_different == 0 and honest.num_compared > 0 and not honest.num_refused,
-            f"texts of others: {honest.num_compared} compared with the target's own, "
-            f"{honest.num_different} different, {honest.num_refused} messages refused",
-        )
-    ]
-    lines += [
-        (
-            f.ratio >= 1 - BAR,
-            f"{f.attack}: rate of others {100 * (f.ratio - 1):+.1f}% (pairs from "
-            f"{100 * (f.ratios[0] - 1):+.1f} to {100 * (f.ratios[-1] - 1):+.1f}; bar -5%)",
-        )
-        for f in found
-    ]
-    after = max(f.memory_mib for f in found)
-    lines.append(
-        (after <= before + 64, f"memory: {before:.0f} MiB before, at most {after:.0f} MiB after")
+def verdicts(honest: Honest, found: Sequence[AttackRates], before: float) -> list[ClaimVerdict]:
+    unharmed = honest.num_different == 0 and honest.num_compared > 0 and not honest.num_refused
+    texts = (
+        f"{honest.num_compared} compared with the target's own, {honest.num_different} different, "
+        f"{honest.num_refused} messages refused"
     )
-    return lines
-
-
-def show(found: Sequence[Found]) -> None:
-    table = Table(title="others' tokens a second; what the hostile server spent")
-    table.add_column("attack")
-    for column in ("behaved", "hostile", "ratio", "its messages/s", "streams", "its core", "MiB"):
-        table.add_column(column, justify="right")
-    for f in found:
-        rates = (f"{statistics.median(x):.0f}" for x in (f.good, f.bad))
-        table.add_row(
-            f.attack,
-            *rates,
-            f"{f.ratio:.3f}",
-            f"{f.messages_per_s:.0f}",
-            f"{f.streams:.0f}",
-            f"{100 * f.cpu_share:.0f}%",
-            f"{f.memory_mib:.0f}",
-        )
-    Console().print(table)
+    after = max(f.memory_mib for f in found)
+    memory = f"{before:.0f} MiB before, at most {after:.0f} MiB after"
+    return [
+        bar("texts of others", texts, unharmed),
+        *(
+            bar(
+                f.attack,
+                f"rate of others {100 * (f.ratio - 1):+.1f}% (pairs from "
+                f"{100 * (f.ratios[0] - 1):+.1f} to {100 * (f.ratios[-1] - 1):+.1f}; bar -5%)",
+                f.ratio >= 1 - BAR,
+            )
+            for f in found
+        ),
+        bar("memory", memory, after <= before + 64),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter windows")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    options = parser.parse_args(arguments)
-    pairs, seconds = (3, 2.0) if options.quick else (7, 3.0)
+    args = parser(__doc__, quick="fewer and shorter windows").parse_args(arguments)
+    pairs, seconds = (3, 2.0) if args.quick else (7, 3.0)
     honest, found, before = asyncio.run(measure(pairs, seconds))
-    lines = verdicts(honest, found, before)
-    if options.json:
-        report = {
-            "attacks": [{**asdict(f), "ratio": f.ratio} for f in found],
-            "memory_before_mib": before,
-            "verdict": {"met": all(m for m, _ in lines), "lines": [t for _, t in lines]},
-        }
-        print(json.dumps(report))
-    else:
-        show(found)
-        for met, text in lines:
-            print(f"{'met   ' if met else 'MISSED'}  {text}")
-    return 0
+    rows = [
+        {**asdict(f), "ratio": f.ratio}
+        | {"behaved": statistics.median(f.good), "hostile": statistics.median(f.bad)}
+        for f in found
+    ]
+    columns = {
+        "attack": "{attack}",
+        "behaved": "{behaved:.0f}",
+        "hostile": "{hostile:.0f}",
+        "ratio": "{ratio:.3f}",
+        "its messages/s": "{messages_per_s:.0f}",
+        "streams": "{streams:.0f}",
+        "its core": "{cpu_share:.0%}",
+        "MiB": "{memory_mib:.0f}",
+    }
+    shown = table("others' tokens a second; what the hostile server spent", rows, columns)
+    runs = {"attacks": rows, "memory_before_mib": before}
+    return tell(args, Results(runs, verdicts(honest, found, before), [shown]))
 
 
 if __name__ == "__main__":

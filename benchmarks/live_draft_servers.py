@@ -30,12 +30,14 @@ from typing import Any
 
 import httpx
 import psutil
-from benchmarks.live_record import Record, calibrate, estimates
+from benchmarks.live_record import RoundsRecord, calibrate, estimates
 from benchmarks.live_rig import CLIENTS, Process, Rig
 from rich.console import Console
 from rich.progress import Progress
-from rich.table import Table
 from tests.serving.links import sum_of
+
+from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.claims import ClaimVerdict, bar
 
 POLICIES = (
     ("fixed", "off"),
@@ -157,7 +159,7 @@ def analyse(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
     """A row for each run, with what the simulator says of it."""
     jobs = jobs_of(args)
     records = {
-        job: Record.read(summary_of(folder, job).with_suffix(".jsonl"), CLIENTS, args.rounds)
+        job: RoundsRecord.read(summary_of(folder, job).with_suffix(".jsonl"), CLIENTS, args.rounds)
         for job in jobs
     }
     at = CALIBRATED_MS if CALIBRATED_MS in args.delays else args.delays[0]
@@ -186,101 +188,70 @@ def analyse(args: argparse.Namespace, folder: Path, progress: Progress) -> list[
     return rows
 
 
-def verdicts(rows: Sequence[dict[str, Any]]) -> list[tuple[bool | None, str]]:
-    """A line for each bar and whether it is met; None where it is only told."""
-    lines: list[tuple[bool | None, str]] = []
-    for row in rows:
-        if row["allocation"] != "goodspeed":
-            continue
+def verdicts(rows: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
+    told = []
+    for row in (r for r in rows if r["allocation"] == "goodspeed"):
         found = row["estimates"]
-        lines.append(
-            (
-                found["worst_client"] <= CLOSE,
-                f"round trip {row['round_trip_ms']:g} ms, estimated goodput (eq. 4) against real: "
-                f"all {found['total']:+.1%}, worst client {found['worst_client']:.1%} (bar "
-                f"{CLOSE:.0%}), correlation of ten-round averages {found['correlation']:.2f}; "
-                f"expected from eq. 3: worst client {found['expected']:.1%}",
-            )
+        text = (
+            f"all {found['total']:+.1%}, worst client {found['worst_client']:.1%} (bar {CLOSE:.0%}"
+            f"), correlation of ten-round averages {found['correlation']:.2f}; expected from eq. "
+            f"3: worst client {found['expected']:.1%}"
         )
+        what = f"round trip {row['round_trip_ms']:g} ms, estimated goodput (eq. 4) against real"
+        told.append(bar(what, text, found["worst_client"] <= CLOSE))
     for delay in dict.fromkeys(r["round_trip_ms"] for r in rows):
         here = {(r["allocation"], r["pipeline"]): r for r in rows if r["round_trip_ms"] == delay}
+        where = f"round trip {delay:g} ms"
         equal = here["fixed", "off"]["per_round"]["sum_log"]
         gains = ", ".join(
             f"{name} {here[name, 'off']['per_round']['sum_log'] - equal:+.2f}"
             for name in ("random", "goodspeed", "goodspeed_adaptive", "deadline")
         )
-        lines.append((None, f"round trip {delay:g} ms, sum of logs a round over fixed: {gains}"))
+        told.append(bar(f"{where}, sum of logs a round over fixed", gains, None))
         best = max(here.values(), key=lambda r: r["per_second"]["sum_log"])
-        lines.append(
-            (
-                None,
-                f"round trip {delay:g} ms, largest sum of logs a second: {best['allocation']}, "
-                f"{best['pipeline']} ({best['per_second']['sum_log']:.2f})",
-            )
-        )
+        text = f"{best['allocation']}, {best['pipeline']} ({best['per_second']['sum_log']:.2f})"
+        told.append(bar(f"{where}, largest sum of logs a second", text, None))
         if not here["fixed", "off"]["calibration"]:
             worst = max(here.values(), key=lambda r: abs(r["simulator_error"]))
             mean = sum(abs(r["simulator_error"]) for r in here.values()) / len(here)
-            lines.append(
-                (
-                    None,
-                    f"round trip {delay:g} ms, simulator's tokens a second: {mean:.1%} off in the "
-                    f"mean, {worst['simulator_error']:+.1%} at worst ({worst['allocation']}, "
-                    f"{worst['pipeline']})",
-                )
-            )
-    return lines
+            text = f"{mean:.1%} off in the mean, {worst['simulator_error']:+.1%} at worst "
+            text += f"({worst['allocation']}, {worst['pipeline']})"
+            told.append(bar(f"{where}, simulator's tokens a second", text, None))
+    return told
 
 
-def show(rows: Sequence[dict[str, Any]]) -> None:
-    """A table for each round trip."""
-    console = Console(width=200)
+def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+    """One for each round trip."""
+    columns = {
+        "allocation, pipeline": "{allocation}, {pipeline}",
+        "round ms": "{round_ms:.1f}",
+        "receive": "{receive_ms:.1f}",
+        "verify": "{verify_ms:.1f}",
+        "send": "{send_ms:.1f}",
+        "tokens/round": "{per_round[total]:.2f}",
+        "sum log": "{per_round[sum_log]:.2f}",
+        "±": "{sum_log_error:.2f}",
+        "smallest": "{per_round[smallest]:.2f}",
+        "Jain": "{jain:.3f}",
+        "tokens/s": "{per_second[total]:.0f}",
+        "sum log a second": "{per_second[sum_log]:.2f}",
+        "smallest a second": "{per_second[smallest]:.1f}",
+        "draft/round": "{draft_tokens_per_round:.1f}",
+        "simulated": "{simulator_error:+.1%}",
+        "its sum log": "{simulator_sum_log:+.2f}",
+        "CPU own": "{own:.0%}",
+        "others": "{cpu[others]:.0%}",
+    }
+    found = []
     for delay in dict.fromkeys(r["round_trip_ms"] for r in rows):
-        here = [r for r in rows if r["round_trip_ms"] == delay]
-        told = "what it was calibrated on" if here[0]["calibration"] else "predicted"
-        table = Table(title=f"round trip {delay:g} ms (simulator: {told})")
-        table.add_column("allocation, pipeline")
-        for column in (
-            "round ms",
-            "receive",
-            "verify",
-            "send",
-            "tokens/round",
-            "sum log",
-            "±",
-            "smallest",
-            "Jain",
-            "tokens/s",
-            "sum log",
-            "smallest",
-            "draft/round",
-            "simulated",
-            "sum log",
-            "CPU own",
-            "others",
-        ):
-            table.add_column(column, justify="right")
-        for r in here:
-            a_round, a_second, cpu = r["per_round"], r["per_second"], r["cpu"]
-            table.add_row(
-                f"{r['allocation']}, {r['pipeline']}",
-                f"{r['round_ms']:.1f}",
-                *(f"{r[key]:.1f}" for key in ("receive_ms", "verify_ms", "send_ms")),
-                f"{a_round['total']:.2f}",
-                f"{a_round['sum_log']:.2f}",
-                f"{r['sum_log_error']:.2f}",
-                f"{a_round['smallest']:.2f}",
-                f"{r['jain']:.3f}",
-                f"{a_second['total']:.0f}",
-                f"{a_second['sum_log']:.2f}",
-                f"{a_second['smallest']:.1f}",
-                f"{r['draft_tokens_per_round']:.1f}",
-                f"{r['simulator_error']:+.1%}",
-                f"{r['simulator_sum_log']:+.2f}",
-                f"{sum(cpu[k] for k in ('verification', 'drafting', 'links')):.0%}",
-                f"{cpu['others']:.0%}",
-            )
-        console.print(table)
+        own = ("verification", "drafting", "links")
+        here = [
+            {**r, "own": sum(r["cpu"][k] for k in own)} for r in rows if r["round_trip_ms"] == delay
+        ]
+        simulator = "what it was calibrated on" if here[0]["calibration"] else "predicted"
+        title = f"round trip {delay:g} ms (simulator: {simulator})"
+        found.append(table(title, here, columns))
+    return found
 
 
 def delays_of(text: str) -> list[float]:
@@ -288,15 +259,13 @@ def delays_of(text: str) -> list[float]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="60 rounds, round trips 0 and 5 ms")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    parser.add_argument("--delays", type=delays_of, default=[0.0, 5.0, 30.0], help="round trips")
-    parser.add_argument("--rounds", type=int, default=600)
-    parser.add_argument("--total", type=int, default=20, help="draft tokens a round (C)")
-    parser.add_argument("--temperature", type=float, default=1.0, help="of seeded requests")
-    parser.add_argument("--out", type=Path, help="folder for the records")
-    args = parser.parse_args(arguments)
+    options = parser(__doc__, quick="60 rounds, round trips 0 and 5 ms")
+    options.add_argument("--delays", type=delays_of, default=[0.0, 5.0, 30.0], help="round trips")
+    options.add_argument("--rounds", type=int, default=600)
+    options.add_argument("--total", type=int, default=20, help="draft tokens a round (C)")
+    options.add_argument("--temperature", type=float, default=1.0, help="of seeded requests")
+    options.add_argument("--out", type=Path, help="folder for the records")
+    args = options.parse_args(arguments)
     if args.quick:
         args.rounds, args.delays = 60, [0.0, 5.0]
     with (
@@ -308,15 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if any(not summary_of(folder, job).exists() for job in jobs_of(args)):
             asyncio.run(play(args, folder, progress))
         rows = analyse(args, folder, progress)
-    lines = verdicts(rows)
-    if args.json:
-        met = all(line[0] is not False for line in lines)
-        print(json.dumps({"runs": rows, "verdict": {"met": met, "lines": [t for _, t in lines]}}))
-    else:
-        show(rows)
-        for reached, text in lines:
-            print(f"{'      ' if reached is None else 'met   ' if reached else 'MISSED'}  {text}")
-    return 0
+    return tell(args, Results(rows, verdicts(rows), tables(rows)))
 
 
 if __name__ == "__main__":

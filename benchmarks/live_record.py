@@ -16,6 +16,7 @@ from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 from penstock.fluid.step_profile import StepProfile, StepWork
+from penstock.lab.statistics import jain
 from penstock.sim.acceptance import CurveAcceptance
 from penstock.sim.links import DraftServer, Link
 from penstock.sim.run import Setup, run
@@ -32,7 +33,7 @@ _BLOCK = 4096
 _LEAST_TOKEN_S = 1e-4
 
 
-class Drafted(NamedTuple):
+class DraftSeconds(NamedTuple):
     """A draft's tokens and seconds; `fresh`: nothing of it can have been drafted ahead."""
 
     num_tokens: int
@@ -40,7 +41,7 @@ class Drafted(NamedTuple):
     fresh: bool
 
 
-class Answer(NamedTuple):
+class ClientAnswer(NamedTuple):
     """What a verification came to for one client."""
 
     num_proposed: int
@@ -48,25 +49,25 @@ class Answer(NamedTuple):
     num_tokens: int
 
 
-class Step(NamedTuple):
+class TargetStep(NamedTuple):
     """A step of the target: when it ended, and what each client got."""
 
     at: float
     seconds: float
     work: StepWork
-    answers: dict[str, Answer]
+    answers: dict[str, ClientAnswer]
 
 
 @dataclass
-class Record:
+class RoundsRecord:
     """One run, from the round on in which every client has been served for a while."""
 
     clients: tuple[str, ...]
-    steps: list[Step] = field(default_factory=list)
-    drafts: dict[str, list[Drafted]] = field(default_factory=dict)
+    steps: list[TargetStep] = field(default_factory=list)
+    drafts: dict[str, list[DraftSeconds]] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, path: Path, clients: Iterable[str], rounds: int) -> Record:
+    def read(cls, path: Path, clients: Iterable[str], rounds: int) -> RoundsRecord:
         """At most so many rounds, and one before them, which only begins the time."""
         record = cls(tuple(clients))
         record.drafts = {name: [] for name in record.clients}
@@ -77,10 +78,10 @@ class Record:
             if "draft" in data:
                 name = data["draft"]
                 if not warm_up:
-                    drafted = Drafted(data["tokens"], data["seconds"], fresh[name])
+                    drafted = DraftSeconds(data["tokens"], data["seconds"], fresh[name])
                     record.drafts[name].append(drafted)
                 continue
-            answers = {name: Answer(*rest) for name, *rest in data["verdicts"]}
+            answers = {name: ClientAnswer(*rest) for name, *rest in data["verdicts"]}
             for name, answer in answers.items():
                 fresh[name] = answer.num_tokens <= answer.num_proposed
             unseen -= set(answers)
@@ -89,13 +90,13 @@ class Record:
             warm_up = max(0, warm_up - 1)
             if not warm_up:
                 work = StepWork(*data["work"])
-                record.steps.append(Step(data["at"], data["seconds"], work, answers))
+                record.steps.append(TargetStep(data["at"], data["seconds"], work, answers))
                 if len(record.steps) > rounds:
                     break
         return record
 
     @property
-    def rounds(self) -> Sequence[Step]:
+    def rounds(self) -> Sequence[TargetStep]:
         return self.steps[1:]
 
     @property
@@ -104,7 +105,7 @@ class Record:
 
     def tokens(self) -> FloatArray:
         """Of each client in each round, shape [rounds, clients]."""
-        nothing = Answer(0, 0, 0)
+        nothing = ClientAnswer(0, 0, 0)
         return np.array(
             [[s.answers.get(n, nothing).num_tokens for n in self.clients] for s in self.rounds],
             dtype=np.float64,
@@ -125,7 +126,7 @@ class Record:
             "per_round": _shares(by_round),
             "per_second": _shares(by_round * each),
             "sum_log_error": _error(tokens),
-            "jain": float(by_round.sum() ** 2 / (len(by_round) * (by_round**2).sum())),
+            "jain": jain(by_round),
             "draft_tokens_per_round": drafted / len(tokens),
             "accepted_share": accepted / max(drafted, 1),
             "clients": dict(zip(self.clients, by_round.tolist(), strict=True)),
@@ -151,7 +152,7 @@ def _error(tokens: FloatArray) -> float:
 # --- GoodSpeed's estimates ------------------------------------------------------------------------
 
 
-def estimates(record: Record) -> dict[str, float]:
+def estimates(record: RoundsRecord) -> dict[str, float]:
     """The literal policy's estimates, replayed over the verdicts, against what was realised.
 
     total, worst_client: relative difference of the means of X (eq. 4) and goodput
@@ -189,7 +190,7 @@ def estimates(record: Record) -> dict[str, float]:
     }
 
 
-def _verdict(name: str, answer: Answer) -> Verdict:
+def _verdict(name: str, answer: ClientAnswer) -> Verdict:
     return Verdict(
         name,
         0,
@@ -211,7 +212,7 @@ def _moving(values: FloatArray) -> FloatArray:
 
 
 @dataclass(frozen=True)
-class Calibration:
+class SimulatorInputs:
     """What the simulator is told, from runs at one delay.
 
     survival: for each server, the probability that at least 1, 2, … of its tokens are accepted
@@ -259,10 +260,12 @@ class Calibration:
         return _shares(rates * np.array([self.shares[n] for n in names]))
 
 
-def calibrate(records: Sequence[Record], equal: Record, round_trip: float) -> Calibration:
+def calibrate(
+    records: Sequence[RoundsRecord], equal: RoundsRecord, round_trip: float
+) -> SimulatorInputs:
     """Fit what the simulator needs. records: runs under all policies; equal: one with a barrier and
     equal lengths, which shows what is lost between requests."""
-    return Calibration(
+    return SimulatorInputs(
         _profile(records),
         tuple(_server(name, records) for name in equal.clients),
         {name: _survival(name, records) for name in equal.clients},
@@ -271,7 +274,7 @@ def calibrate(records: Sequence[Record], equal: Record, round_trip: float) -> Ca
     )
 
 
-def _profile(records: Sequence[Record]) -> StepProfile:
+def _profile(records: Sequence[RoundsRecord]) -> StepProfile:
     """A line through the seconds of steps without prefill; what prefill adds is spread over all."""
     steps = [s for r in records for s in r.rounds]
     rows = np.array([s.work.num_decodes + s.work.num_draft_tokens for s in steps], dtype=float)
@@ -282,7 +285,7 @@ def _profile(records: Sequence[Record]) -> StepProfile:
     return StepProfile("live", 10**9, (0, 1000), (fixed, fixed + 1000 * slope))
 
 
-def _server(name: str, records: Sequence[Record]) -> DraftServer:
+def _server(name: str, records: Sequence[RoundsRecord]) -> DraftServer:
     """Round trip and seconds of a token, from drafts of which nothing was there before."""
     drafts = [d for r in records for d in r.drafts[name] if d.num_tokens]
     tokens, seconds = np.array([d[:2] for d in drafts if d.fresh]).T
@@ -297,7 +300,7 @@ def _server(name: str, records: Sequence[Record]) -> DraftServer:
     return DraftServer(name, slope, Link(trip / 2 - jitter, jitter), draft_ahead=ahead, tenant=name)
 
 
-def _survival(name: str, records: Sequence[Record]) -> list[float]:
+def _survival(name: str, records: Sequence[RoundsRecord]) -> list[float]:
     """Probability that at least 1, 2, … draft tokens are accepted (Kaplan and Meier); where drafts
     are too few, with the mean acceptance."""
     answers = [s.answers[name] for r in records for s in r.rounds if name in s.answers]
@@ -312,7 +315,7 @@ def _survival(name: str, records: Sequence[Record]) -> list[float]:
     return curve
 
 
-def _share(name: str, record: Record) -> float:
+def _share(name: str, record: RoundsRecord) -> float:
     drafted = [
         s.answers[name].num_tokens
         for s in record.rounds

@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import math
 import sys
 import tempfile
@@ -45,6 +44,8 @@ from penstock.engine.calibrate import calibrate
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import StepProfile, StepWork
+from penstock.lab.bench import Results, parser, table, tell
+from penstock.lab.claims import bar
 from penstock.serving.bench import BenchPrompt, cut_prompts
 from penstock.serving.offline import complete
 from penstock.serving.steps import StepRecorder
@@ -121,7 +122,7 @@ def mixed_prompts(target: Path) -> list[BenchPrompt]:
 
 
 @dataclass
-class Outcome:
+class Latencies:
     """What became of the requests of some stretches of one load; times in seconds."""
 
     ttft: list[float] = field(default_factory=list)
@@ -205,7 +206,7 @@ class LiveServer:
         scheduler = make_scheduler(admission, self.belief, self.engine.max_model_len, counted=False)
         return Loop(scheduler, self.executor, self.clock, (self.recorder,))
 
-    def play(self, requests: Sequence[Request], admission: str, outcome: Outcome) -> None:
+    def play(self, requests: Sequence[Request], admission: str, outcome: Latencies) -> None:
         """Let the requests arrive at their times, and wait for the last of them."""
         clock, loop = self.clock, self._loop(admission)
         rows = {r.id: row for row, r in enumerate(requests)}
@@ -246,7 +247,7 @@ def _check(output: Output) -> None:
 
 
 def play_simulated(
-    workload: Workload, profile: StepProfile, scheduler: Scheduler, outcome: Outcome
+    workload: Workload, profile: StepProfile, scheduler: Scheduler, outcome: Latencies
 ) -> None:
     """The same requests on the virtual clock, of which only lengths are known."""
     assert workload.arrival_time is not None
@@ -272,7 +273,7 @@ def play_simulated(
 
 
 @dataclass
-class Cell:
+class LoadCell:
     """One load under one policy, live and simulated. `step_seconds`: what the live steps took
     together; `predicted_step_seconds`: what the profile says of the very same steps."""
 
@@ -280,8 +281,8 @@ class Cell:
     load: float
     rate: float
     workloads: list[Workload]
-    live: Outcome = field(default_factory=Outcome)
-    simulated: Outcome = field(default_factory=Outcome)
+    live: Latencies = field(default_factory=Latencies)
+    simulated: Latencies = field(default_factory=Latencies)
     step_seconds: float = 0.0
     predicted_step_seconds: float = 0.0
     cpu_s: float = 0.0
@@ -322,7 +323,7 @@ class Cell:
         }
 
 
-def fit(cell: Cell, server: LiveServer, folder: Path) -> Fit:
+def fit(cell: LoadCell, server: LiveServer, folder: Path) -> Fit:
     """Fit and write a profile of the steps of one load."""
     server.recorder.steps = cell.steps
     server.recorder.write(folder / "steps.csv")
@@ -353,7 +354,7 @@ def compare(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         # A load has the same requests under every policy.
         seeds = [round(1000 * load) + s for s in range(stretches)]
         workloads = [draw_workload(rate, seconds, seed) for seed in seeds]
-        cells.append(Cell(admission, load, rate, workloads))
+        cells.append(LoadCell(admission, load, rate, workloads))
     for stretch, cell in itertools.product(range(stretches), cells):
         say(f"stretch {stretch + 1}/{stretches}: {cell.admission} at {cell.load}")
         cell.play(server, stretch, prompts)
@@ -379,48 +380,48 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def print_table(result: dict[str, Any]) -> None:
-    print(
-        "| admission | load | requests | TTFT ms | TPOT ms | tokens/s | steps | busy | CPU |\n"
-        "|---|---|---|---|---|---|---|---|---|"
-    )
-    for row in (result["calibration"], *result["loads"]):
-        cells = [row["admission"], f"{row['load']:.2f}", f"{row['requests']}"]
+def results(found: dict[str, Any]) -> Results:
+    """The first row is the load that the profile was fitted to. Engine → simulator (ratio); steps:
+    the profile over the measured time of the live steps."""
+    rows = [found["calibration"], *found["loads"]]
+    shown = []
+    for row in rows:
+        cells = {}
         for key, scale in (("ttft_s", 1e3), ("tpot_s", 1e3), ("throughput_tokens_per_s", 1.0)):
             live, simulated = (row[who][key] * scale for who in ("engine", "simulator"))
-            cells.append(f"{live:.4g} → {simulated:.4g} ({row['ratio'][key]:.3f})")
-        cells.append(f"{row['step_seconds_ratio']:.3f}")
-        cells += [f"{row['busy_share']:.2f}", f"{row['cpu_share']:.3f}"]
-        print(f"| {' | '.join(cells)} |")
-    print(
-        "\nThe first row is the load that the profile was fitted to. Engine → simulator (ratio); "
-        "steps: the profile over the measured time of the live steps.\n"
-        f"Largest deviation at the other loads: {result['largest_deviation']:.1%}."
-    )
-    shares = [row["cpu_share"] for row in (result["calibration"], *result["loads"])]
-    if min(shares) < MIN_CPU_SHARE:
-        print(f"The core was not the engine's own: CPU share {min(shares):.3f}.")
+            cells[key] = f"{live:.4g} → {simulated:.4g} ({row['ratio'][key]:.3f})"
+        shown.append(row | cells)
+    columns = {
+        "admission": "{admission}",
+        "load": "{load:.2f}",
+        "requests": "{requests}",
+        "TTFT ms": "{ttft_s}",
+        "TPOT ms": "{tpot_s}",
+        "tokens/s": "{throughput_tokens_per_s}",
+        "steps": "{step_seconds_ratio:.3f}",
+        "busy": "{busy_share:.2f}",
+        "CPU": "{cpu_share:.3f}",
+    }
+    worst, share = found["largest_deviation"], min(row["cpu_share"] for row in rows)
+    told = [bar("largest deviation at the other loads", f"{worst:.1%} (bar 10%)", worst <= 0.1)]
+    if share < MIN_CPU_SHARE:
+        told.append(bar("the core was not the engine's own", f"CPU share {share:.3f}", None))
+    return Results(found, told, [table("engine → simulator (ratio)", shown, columns)])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--target", default="target-large")
-    parser.add_argument("--dtype", default="float32")
-    parser.add_argument("--stretches", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of each stretch")
-    parser.add_argument("--out", type=Path, help="folder for steps.csv and zoo-large.json")
-    parser.add_argument("--quick", action="store_true", help="one stretch of 8 seconds")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+def main() -> int:
+    options = parser(__doc__, quick="one stretch of 8 seconds")
+    options.add_argument("--target", default="target-large")
+    options.add_argument("--dtype", default="float32")
+    options.add_argument("--stretches", type=int, default=8)
+    options.add_argument("--seconds", type=float, default=8.0, help="of each stretch")
+    options.add_argument("--out", type=Path, help="folder for steps.csv and zoo-large.json")
+    args = options.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folder = args.out or Path(scratch)
         folder.mkdir(parents=True, exist_ok=True)
-        result = compare(args, folder)
-    if args.json:
-        print(json.dumps(result))
-    else:
-        print_table(result)
+        return tell(args, results(compare(args, folder)))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

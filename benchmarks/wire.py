@@ -19,22 +19,20 @@ the same noise. Intervals are of the loss against whole distributions, at 95%.
 
 from __future__ import annotations
 
-import argparse
-import json
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from transformers import LlamaForCausalLM
 
 from penstock.engine.sampling.noise import Salt, gumbel_noise, row_keys
+from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.claims import ClaimVerdict, bar
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import (
     WEIGHT_SUM,
@@ -240,67 +238,57 @@ def bytes_per_token(messages: int) -> dict[str, dict[int, float]]:
 # --- report -------------------------------------------------------------------------------------
 
 
-def verdicts(sizes: dict[str, dict[int, float]]) -> list[tuple[bool, str]]:
-    """A line for each bar and length of draft."""
+def verdicts(sizes: dict[str, dict[int, float]]) -> list[ClaimVerdict]:
+    """For each bar and length of draft."""
     return [
-        (
-            sizes[form][n] <= bar,
-            f"{form}, drafts of {n}: {sizes[form][n]:.1f} bytes a token "
-            f"({sizes[form][n] + FRAMING_BYTES / n:.1f} with framing; bar {bar})",
+        bar(
+            f"{form}, drafts of {n}",
+            f"{sizes[form][n]:.1f} bytes a token "
+            f"({sizes[form][n] + FRAMING_BYTES / n:.1f} with framing; bar {most})",
+            sizes[form][n] <= most,
         )
-        for form, bar in BARS.items()
+        for form, most in BARS.items()
         for n in DRAFT_TOKENS
     ]
 
 
-def show(sizes: dict[str, dict[int, float]], found: Sequence[Acceptance]) -> None:
-    console = Console(width=132)
-    table = Table(title=f"bytes a draft token, vocabulary {VOCAB:,}")
-    for column in ("form", *(f"drafts of {n}" for n in DRAFT_TOKENS), "a further token"):
-        table.add_column(column, justify="left" if column == "form" else "right")
+def tables(sizes: dict[str, dict[int, float]], found: Sequence[Acceptance]) -> list[Table]:
     few, many = DRAFT_TOKENS
-    for form, by_length in sizes.items():
-        further = (many * by_length[many] - few * by_length[few]) / (many - few)
-        table.add_row(form, *(f"{x:,.1f}" for x in (by_length[few], by_length[many], further)))
-    console.print(table)
-    table = Table(title="acceptance at temperature 1")
-    for column in ("", "positions", "entropy", "mass outside 32", "full", "top-64", "top-32"):
-        table.add_column(column, justify="right" if column else "left")
-    for column in ("loss of top-32", "coupled"):
-        table.add_column(column, justify="right")
-    for a in found:
-        rates = (f"{x:.4f}" for x in (a.outside_32, a.full, a.top_64, a.top_32))
-        loss = f"{a.full - a.top_32:.4f} ± {a.interval_32:.4f}"
-        table.add_row(
-            a.what, str(a.positions), f"{a.entropy:.2f}", *rates, loss, f"{a.coupled:.3f}"
-        )
-    console.print(table)
+    rows = [
+        {"form": form, "few": by[few], "many": by[many]}
+        | {"further": (many * by[many] - few * by[few]) / (many - few)}
+        for form, by in sizes.items()
+    ]
+    lengths = {f"drafts of {few}": "{few:,.1f}", f"drafts of {many}": "{many:,.1f}"}
+    columns = {"form": "{form}", **lengths, "a further token": "{further:,.1f}"}
+    acceptance = {
+        "": "{what}",
+        "positions": "{positions}",
+        "entropy": "{entropy:.2f}",
+        "mass outside 32": "{outside_32:.4f}",
+        "full": "{full:.4f}",
+        "top-64": "{top_64:.4f}",
+        "top-32": "{top_32:.4f}",
+        "loss of top-32": "{loss:.4f} ± {interval_32:.4f}",
+        "coupled": "{coupled:.3f}",
+    }
+    accepted = [{**asdict(a), "loss": a.full - a.top_32} for a in found]
+    return [
+        table(f"bytes a draft token, vocabulary {VOCAB:,}", rows, columns),
+        table("acceptance at temperature 1", accepted, acceptance),
+    ]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--quick", action="store_true", help="fewer prompts and contexts")
-    parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
-    options = parser.parse_args(arguments)
+    args = parser(__doc__, quick="fewer prompts and contexts").parse_args(arguments)
     torch.set_num_threads(1)
-    contexts, per_domain = (20, 1) if options.quick else (200, 8)
+    contexts, per_domain, limit, messages = (20, 1, 24, 5) if args.quick else (200, 8, 64, 30)
     console = Console(file=sys.stderr)
     found = [of_made_up(k, contexts) for k in track(KINDS, "made-up texts", console=console)]
-    found += of_bundled(per_domain, 24 if options.quick else 64)
-    sizes = bytes_per_token(5 if options.quick else 30)
-    lines = verdicts(sizes)
-    if options.json:
-        report: dict[str, Any] = {
-            "bytes_per_token": sizes,
-            "acceptance": [asdict(a) for a in found],
-            "verdict": {"met": all(m for m, _ in lines), "lines": [t for _, t in lines]},
-        }
-        print(json.dumps(report))
-    else:
-        show(sizes, found)
-        for met, text in lines:
-            print(f"{'met   ' if met else 'MISSED'}  {text}")
-    return 0
+    found += of_bundled(per_domain, limit)
+    sizes = bytes_per_token(messages)
+    runs = {"bytes_per_token": sizes, "acceptance": [asdict(a) for a in found]}
+    return tell(args, Results(runs, verdicts(sizes), tables(sizes, found)))
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+from penstock.fluid.nested import segments_of
 from penstock.fluid.stages import StageRange, stages_of
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.fluid.traffic import Traffic
+from penstock.fluid.traffic import Traffic, scaled
 from penstock.fluid.wait import wait_thresholds
 from penstock.lab.loads import Candidate, setup_of
 from penstock.sim.planner import traffic_of
@@ -59,9 +60,8 @@ def planned_wait(traffic: Traffic, bound: float) -> Iterator[Candidate]:
 
 def planned_thresholds(traffic: Traffic, rate: float) -> tuple[int, ...] | None:
     """The fluid planner's thresholds for `rate` requests/s; None where none fit."""
-    loaded = tuple(type(t)(t.rate * rate, t.prompt_len, t.decode_len) for t in traffic)
     try:
-        found = wait_thresholds(PAPER_LINEAR, loaded, PAPER_LINEAR.kv_tokens)
+        found = wait_thresholds(PAPER_LINEAR, scaled(traffic, rate), PAPER_LINEAR.kv_tokens)
     except ValueError:
         return None
     return tuple(int(n) for n in found.thresholds)
@@ -123,10 +123,7 @@ def nested_neighbours(traffic: Traffic, setup: Setup) -> Iterator[Candidate]:
 
 def segment_ends(traffic: Traffic, num_segments: int) -> tuple[int, ...]:
     """Output tokens with which each segment ends, of equally many types each (B.2)."""
-    lengths = sorted({t.output_len for t in traffic})
-    return tuple(
-        lengths[round(i * len(lengths) / num_segments) - 1] for i in range(1, num_segments + 1)
-    )
+    return tuple(end + 1 for end in segments_of(traffic, num_segments).ends)
 
 
 def nested_kv(traffic: Traffic, ends: Sequence[int], thresholds: Sequence[int]) -> float:

@@ -31,7 +31,7 @@ from penstock.lab.families import (
     spin_acceptances,
     spin_profile,
 )
-from penstock.lab.report import pyplot, save_figure, write_table
+from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.statistics import SEEDS, FloatArray, Interval, ratio
 from penstock.sim.acceptance import DomainAcceptance
 from penstock.sim.run import run as simulate
@@ -191,27 +191,16 @@ def _span(ratios: Sequence[Interval]) -> str:
 
 
 def _draw(job: Run, found: Goodput) -> None:
-    figure, axes = pyplot().subplots(1, len(DATASETS), figsize=(14, 4), layout="constrained")
-    shown = [p for p in POLICIES if p not in _singles()]
-    places = np.arange(len(SPIN_TARGETS))
-    for axis, dataset in zip(axes, DATASETS, strict=True):
-        for i, policy in enumerate(shown):
-            rates = [found[t, dataset, policy] for t in SPIN_TARGETS]
-            axis.bar(
-                places + i / (len(shown) + 1),
-                [r.mean() for r in rates],
-                1 / (len(shown) + 1),
-                yerr=[r.std(ddof=1) for r in rates],
-                label=policy,
-            )
-        for place, target in zip(places, SPIN_TARGETS, strict=True):
-            best = max(float(found[target, dataset, v].mean()) for v in _singles())
-            axis.hlines(best, place - 0.1, place + 0.9, colors="black", linewidth=0.8)
-        axis.set_xticks(places + 0.4, [f"LLaMA-{t}" for t in SPIN_TARGETS])
-        axis.set(title=dataset, ylabel="tokens/s")
-    axes[0].legend(fontsize="x-small")
-    figure.suptitle("Drafter selection (Spin, figure 11); line: the best single drafter")
-    save_figure(figure, job.out / f"{NAME}.png")
+    plots = []
+    for dataset in DATASETS:
+        rates = {p: [found[t, dataset, p].mean() for t in SPIN_TARGETS] for p in POLICIES}
+        singles = _singles()
+        best = np.max([rates.pop(p) for p in singles], axis=0)
+        lines = {policy: (list(SPIN_TARGETS), y) for policy, y in rates.items()}
+        lines["best single drafter"] = list(SPIN_TARGETS), best
+        axes = {"title": dataset, "xlabel": "target", "ylabel": "tokens/s", "ylim": (0, None)}
+        plots.append(Plot(lines, axes, "o-", {"best single drafter": "k--"}))
+    draw(job.out / f"{NAME}.png", "Drafter selection (Spin, figure 11)", [plots])
 
 
 EXPERIMENT = Experiment(NAME, "Figure 11: goodput by way of selecting drafters", run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.fluid.traffic import Traffic, TrafficType
 from penstock.lab.claims import ClaimVerdict, Finding, check
 from penstock.lab.experiment import Experiment, Run
-from penstock.lab.report import pyplot, save_figure, write_table
+from penstock.lab.report import Plot, draw, write_table
 
 NAME = "wait_fig4_6"
 
@@ -60,7 +61,7 @@ CASES = (
 
 
 def run(job: Run) -> list[ClaimVerdict]:
-    curves: dict[BoundCase, list[NestedThresholds]] = {}
+    curves: Curves = {}
     for case in CASES:
         job.tell(f"{NAME}: {case.label}")
         curves[case] = bounds(case, _SEGMENTS)
@@ -103,77 +104,78 @@ def terms(bound: NestedThresholds) -> tuple[float, float, float]:
     return bound.batch_kv_tokens, bound.queue_kv_tokens, bound.tail_kv_tokens
 
 
-def verdicts(curves: dict[BoundCase, list[NestedThresholds]]) -> list[ClaimVerdict]:
-    """What the curves, each by rising number of segments, say about the paper's claims."""
-    best = {p: min(c, key=lambda b: b.kv_bound_tokens) for p, c in curves.items()}
-    one = {p: c[0] for p, c in curves.items()}
-    ten = {
-        p: next((b for b in c if len(b.thresholds) >= _PRACTICAL), c[-1]) for p, c in curves.items()
+Curves = dict[BoundCase, list[NestedThresholds]]
+"""By rising number of segments."""
+
+
+def verdicts(curves: Curves) -> list[ClaimVerdict]:
+    """What the curves say about the paper's claims."""
+    least = {p: min(b.kv_bound_tokens for b in c) for p, c in curves.items()}
+    fluid = {p: equilibrium(UNIT_STEP, traffic_of(p.rate)).kv_tokens for p in curves}
+    chosen = {
+        "best": {p: min(c, key=lambda b: b.kv_bound_tokens) for p, c in curves.items()},
+        "one": {p: c[0] for p, c in curves.items()},
+        "ten": {
+            p: next((b for b in c if len(b.thresholds) >= _PRACTICAL), c[-1])
+            for p, c in curves.items()
+        },
     }
+
+    def beyond(what: str, limit: dict[BoundCase, float]) -> Callable[[str], Finding]:
+        return lambda which: _excess(
+            what, [b.kv_bound_tokens / limit[p] - 1 for p, b in chosen[which].items()]
+        )
+
+    return [
+        *_shape(curves, chosen["best"]),
+        check(
+            f"only marginally more than the fluid's M* (at most {_MARGINAL:.0%} at the best L)",
+            beyond("the bound exceeds it by", fluid),
+            "best",
+            "one segment",
+            "one",
+        ),
+        check(
+            f"L = {_PRACTICAL} is sufficient (within {_MARGINAL:.0%} of the best L)",
+            beyond("its bound is higher by", least),
+            "ten",
+            "one segment",
+            "one",
+        ),
+    ]
+
+
+def _shape(curves: Curves, best: dict[BoundCase, NestedThresholds]) -> list[ClaimVerdict]:
     totals = {p: [b.kv_bound_tokens for b in c] for p, c in curves.items()}
-    counts = {p: [len(b.thresholds) for b in c] for p, c in curves.items()}
 
     def u_shaped(heights: dict[BoundCase, list[float]]) -> Finding:
         least = {p: int(np.argmin(h)) for p, h in heights.items()}
-        at = ", ".join(f"{p.figure}: L = {counts[p][i]}" for p, i in least.items())
-        return Finding(
-            f"smallest at (figure) {at}",
-            tuple(_falls_and_rises(h, least[p]) for p, h in heights.items()),
-        )
+        counts = {p: len(curves[p][i].thresholds) for p, i in least.items()}
+        at = ", ".join(f"{p.figure}: L = {count}" for p, count in counts.items())
+        parts = (_falls_and_rises(h, least[p]) for p, h in heights.items())
+        return Finding(f"smallest at (figure) {at}", tuple(parts))
 
     def most(shares: list[list[float]]) -> Finding:
-        at_best, least = shares
-        return Finding(
-            f"its share at the best L is {_percents(at_best)}, the least over all L "
-            + _percents(least),
-            tuple(share > _FIRST_SHARE for share in (*at_best, *least)),
-        )
-
-    def close_to_the_fluid(bounds: dict[BoundCase, NestedThresholds]) -> Finding:
-        fluid = {p: equilibrium(UNIT_STEP, traffic_of(p.rate)).kv_tokens for p in bounds}
-        return _excess(
-            "the bound exceeds it by", [b.kv_bound_tokens / fluid[p] - 1 for p, b in bounds.items()]
-        )
-
-    def close_to_the_best(bounds: dict[BoundCase, NestedThresholds]) -> Finding:
-        return _excess(
-            "its bound is higher by",
-            [b.kv_bound_tokens / best[p].kv_bound_tokens - 1 for p, b in bounds.items()],
-        )
+        at_best, least = map(_percents, shares)
+        text = f"its share at the best L is {at_best}, the least over all L {least}"
+        return Finding(text, tuple(x > _FIRST_SHARE for x in itertools.chain(*shares)))
 
     first = [
         [b.batch_kv_tokens / b.kv_bound_tokens for b in best.values()],
         [min(b.batch_kv_tokens / b.kv_bound_tokens for b in c) for c in curves.values()],
     ]
+    dealt = {p: np.random.default_rng(0).permutation(h).tolist() for p, h in totals.items()}
+    others = [[1 - share for share in shares] for shares in first]
+    what = "the first term, the batch's memory, is most of the bound"
     return [
         check(
             "the bound is U-shaped in L",
             u_shaped,
             totals,
             "the same bounds dealt to other L",
-            {p: np.random.default_rng(0).permutation(h).tolist() for p, h in totals.items()},
+            dealt,
         ),
-        check(
-            "the first term, the batch's memory, is most of the bound",
-            most,
-            first,
-            "the other two terms",
-            [[1 - share for share in shares] for shares in first],
-        ),
-        check(
-            f"only marginally more than the fluid's M* (at most {_MARGINAL:.0%} at the best L)",
-            close_to_the_fluid,
-            best,
-            "one segment",
-            one,
-        ),
-        check(
-            f"L = {_PRACTICAL} is sufficient (within {_MARGINAL:.0%} of the best L)",
-            close_to_the_best,
-            ten,
-            "one segment",
-            one,
-        ),
+        check(what, most, first, "the other two terms", others),
     ]
 
 
@@ -218,18 +220,17 @@ def _bearable(rates: list[float]) -> Finding:
     return Finding("; ".join(parts) + "; taken as requests an iteration", tuple(found))
 
 
-def _draw(job: Run, curves: dict[BoundCase, list[NestedThresholds]]) -> None:
-    figure, grid = pyplot().subplots(2, 3, figsize=(13, 7), layout="constrained", sharex=True)
-    for axes, (case, curve) in zip(grid.T.flat, curves.items(), strict=True):
+def _draw(job: Run, curves: Curves) -> None:
+    plots = []
+    for case, curve in curves.items():
         counts = [len(b.thresholds) for b in curve]
-        rows = list(zip(*(terms(b) for b in curve), strict=True))
-        axes.stackplot(counts, *rows, labels=("batch", "queues", "tails"), alpha=0.8)
-        axes.set(xscale="log", title=case.label, ylabel="KV tokens")
-    grid[0, 0].legend(fontsize="small")
-    for axes in grid[-1]:
-        axes.set_xlabel("segments L")
-    figure.suptitle("Nested WAIT's memory bound (WAIT paper, figures 4 to 6)")
-    save_figure(figure, job.out / f"{NAME}.png")
+        sums = np.cumsum([terms(b) for b in curve], axis=1).T
+        names = ("batch", "and queues", "and tails")
+        lines = {name: (counts, y) for name, y in zip(names, sums, strict=True)}
+        axes = {"xscale": "log", "title": case.label, "xlabel": "segments L", "ylabel": "KV tokens"}
+        plots.append(Plot(lines, {**axes, "ylim": (0, None)}))
+    title = "Nested WAIT's memory bound (WAIT paper, figures 4 to 6)"
+    draw(job.out / f"{NAME}.png", title, [plots[::2], plots[1::2]])
 
 
 EXPERIMENT = Experiment(NAME, "Nested WAIT's memory bound against the number of segments", run)
