@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from penstock.lab.bench import Results, Table, save, show
+from penstock.lab.bench import Results, ResultTable, save, show
 from penstock.lab.cells import Cells
 from penstock.lab.statistics import interval, plus_minus
 
@@ -49,12 +49,12 @@ def grid(
     rows: dict[str, str],
     columns: Sequence[str],
     cell: Callable[[str], str],
-) -> Table:
+) -> ResultTable:
     """rows: label to the first part of its keys; columns: the second part."""
     cells = [
         [label, *(cell(f"{key}/{column}") for column in columns)] for label, key in rows.items()
     ]
-    return Table(title, (corner, *(f"`{c}`" for c in columns)), cells)
+    return ResultTable(title, (corner, *(f"`{c}`" for c in columns)), cells)
 
 
 def named(part: str, names: Sequence[str], suffix: str = "") -> dict[str, str]:
@@ -92,7 +92,7 @@ def with_interval(cells: Cells, figure: str) -> Callable[[str], str]:
 # --- the parts ------------------------------------------------------------------------------------
 
 
-def capacity(cells: Cells) -> Iterator[Table]:
+def capacity(cells: Cells) -> Iterator[ResultTable]:
     names = parts_of(cells, "capacity", 1)
     columns = ("fluid_guided", "sarathi*", "sarathi", "vllm_v1", "vllm_v0")
     shown = grid(
@@ -104,7 +104,7 @@ def capacity(cells: Cells) -> Iterator[Table]:
     )
     bounds = [mean(cells, "requests_per_s", 4)(f"bound/{n}") for n in names]
     rows = [[*row, bound] for row, bound in zip(shown.rows, bounds, strict=True)]
-    yield Table(shown.title, (*shown.header, "bound"), rows)
+    yield ResultTable(shown.title, (*shown.header, "bound"), rows)
 
     def ratio(key: str) -> str:
         ours = key.rpartition("/")[0] + "/fluid_guided"
@@ -126,7 +126,7 @@ def capacity(cells: Cells) -> Iterator[Table]:
         )
 
 
-def trace(cells: Cells) -> Iterator[Table]:
+def trace(cells: Cells) -> Iterator[ResultTable]:
     policies = ("fluid_guided", "sarathi 376/320", *RIVALS)
     rows = named("trace", ("stretched", "recorded", "faster"))
     yield grid("Mean latency in s", "", rows, policies, mean(cells, "latency"))
@@ -135,7 +135,7 @@ def trace(cells: Cells) -> Iterator[Table]:
     yield grid("Mean slowdown of the longest tenth", "", rows, policies, longest)
 
 
-def memory(cells: Cells) -> Iterator[Table]:
+def memory(cells: Cells) -> Iterator[ResultTable]:
     policies = ("fluid_guided", "sarathi", "vllm_v1")
     rows = named("memory", ("high", "ten_bins"))
     figures = {
@@ -153,7 +153,7 @@ def memory(cells: Cells) -> Iterator[Table]:
     yield grid("Preemptions in 30,000 requests (most of a seed)", "", rows, policies, preemptions)
 
 
-def robust(cells: Cells) -> Iterator[Table]:
+def robust(cells: Cells) -> Iterator[ResultTable]:
     names = parts_of(cells, "robust", 1)
     policies = ("fluid_guided", *RIVALS)
     shown = grid("Mean latency in s", "", named("robust", names), policies, mean(cells, "latency"))
@@ -163,10 +163,10 @@ def robust(cells: Cells) -> Iterator[Table]:
         ours = cells.values(f"robust/{name}/fluid_guided", "latency")
         ratios = [mine / min(others) for mine, *others in zip(ours, *rivals, strict=False)]
         rows.append([*row, plus_minus(interval(ratios)) if ratios else ""])
-    yield Table(shown.title, (*shown.header, "over the best of them"), rows)
+    yield ResultTable(shown.title, (*shown.header, "over the best of them"), rows)
 
 
-def slo(cells: Cells) -> Iterator[Table]:
+def slo(cells: Cells) -> Iterator[ResultTable]:
     rows = named("slo", ("conversation", "sharegpt"))
     policies = ("fluid_guided", *RIVALS)
     yield grid(
@@ -174,14 +174,14 @@ def slo(cells: Cells) -> Iterator[Table]:
     )
 
 
-def targets(cells: Cells) -> Iterator[Table]:
+def targets(cells: Cells) -> Iterator[ResultTable]:
     rows = named("targets", parts_of(cells, "targets", 1))
     policies = ("fluid_guided, told", "fluid_guided", "sarathi*")
     within = with_interval(cells, "within")
     yield grid("Share of the requests within both targets", "", rows, policies, within)
 
 
-def speculation(cells: Cells) -> Iterator[Table]:
+def speculation(cells: Cells) -> Iterator[ResultTable]:
     rates = parts_of(cells, "speculation", 1)
     seconds, made = mean(cells, "latency"), mean(cells, "requests_per_s", 4)
     rows = {f"{rate}": f"speculation/{rate}" for rate in rates}
@@ -194,7 +194,7 @@ def speculation(cells: Cells) -> Iterator[Table]:
     )
 
 
-def order(cells: Cells) -> Iterator[Table]:
+def order(cells: Cells) -> Iterator[ResultTable]:
     policies = [f"{p}, {o}" for p in ORDERED for o in ("arrival", "size_aware")] + ["sjf"]
     names = parts_of(cells, "order", 1)
     figures = {
@@ -205,7 +205,7 @@ def order(cells: Cells) -> Iterator[Table]:
     for title, figure in figures.items():
         cell = mean(cells, figure)
         rows = [[f"`{p}`", *(cell(f"order/{n}/0.95/{p}") for n in names)] for p in policies]
-        yield Table(f"{title}, at 0.95", ("", *(NAMES.get(n, n) for n in names)), rows)
+        yield ResultTable(f"{title}, at 0.95", ("", *(NAMES.get(n, n) for n in names)), rows)
     compared = {
         "mean latency": "latency",
         "mean TTFT": "ttft",
@@ -222,13 +222,15 @@ def order(cells: Cells) -> Iterator[Table]:
             ]
             shown = ["" if r is None else plus_minus(r) for r in ratios]
             rows.append([f"{NAMES.get(name, name)}, {share}", *shown])
-    yield Table("`fluid_guided`: `size_aware` over `arrival`", ("at the load", *compared), rows)
+    yield ResultTable(
+        "`fluid_guided`: `size_aware` over `arrival`", ("at the load", *compared), rows
+    )
 
 
-def speed(cells: Cells) -> Iterator[Table]:
+def speed(cells: Cells) -> Iterator[ResultTable]:
     rates = parts_of(cells, "speed", 1)
     rows = [[rate, mean(cells, "requests_per_cpu_s", 2)(f"speed/{rate}")] for rate in rates]
-    yield Table(
+    yield ResultTable(
         "Requests simulated per second of CPU time", ("requests/s", "`sarathi` on high"), rows
     )
 

@@ -37,7 +37,7 @@ from penstock.core.policies.registry import policies, register
 from penstock.core.types import Request
 from penstock.engine.build import Engine
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
-from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import bar
 from penstock.lab.families import OwnRow
 from penstock.lab.hindsight import NONE, Costs, KnownText, best_single, clairvoyant
@@ -193,7 +193,7 @@ def _row(target: str, cell: str, rates: dict[str, list[float]]) -> dict[str, Any
     }
 
 
-def tables(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[Table]:
+def tables(rows: Sequence[dict[str, Any]], names: Sequence[str]) -> list[ResultTable]:
     found = []
     columns = {"cell": "{cell}"} | {n: f"{{tokens_per_s[{n}]:.0f}}" for n in HINDSIGHT}
     columns |= {f"{n} " if n in columns else n: f"{{share[{n}]:.3f}}" for n in names}

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import track
 
 from penstock.fluid.step_profile import StepProfile
-from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 from penstock.lab.statistics import SEEDS, jain, ratio
 from penstock.sim.acceptance import GeometricAcceptance
@@ -136,7 +136,7 @@ def verdicts(runs: Runs, networks: Sequence[Network]) -> list[ClaimVerdict]:
     return told
 
 
-def means(runs: Runs, network: Network) -> Table:
+def means(runs: Runs, network: Network) -> ResultTable:
     """A table of a network: means over the seeds."""
     figures = ("tokens_per_s", "sum_log_rate", "smallest", "jain")
     rows = [

@@ -41,7 +41,7 @@ from rich.progress import Progress
 from penstock.core.loop import Loop
 from penstock.core.types import Output
 from penstock.engine.build import Engine
-from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 from penstock.lab.hindsight import NONE, KnownText, Option, best_single, clairvoyant
 from penstock.serving.offline import complete
@@ -203,7 +203,7 @@ def verdicts(cells: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
     ]
 
 
-def tables(cells: Sequence[dict[str, Any]]) -> list[Table]:
+def tables(cells: Sequence[dict[str, Any]]) -> list[ResultTable]:
     found = []
     for target in dict.fromkeys(c["target"] for c in cells):
         mine = [c for c in cells if c["target"] == target]

@@ -36,7 +36,7 @@ from rich.console import Console
 from rich.progress import Progress
 from tests.serving.links import sum_of
 
-from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 
 POLICIES = (
@@ -220,7 +220,7 @@ def verdicts(rows: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
     return told
 
 
-def tables(rows: Sequence[dict[str, Any]]) -> list[Table]:
+def tables(rows: Sequence[dict[str, Any]]) -> list[ResultTable]:
     """One for each round trip."""
     columns = {
         "allocation, pipeline": "{allocation}, {pipeline}",

@@ -27,7 +27,7 @@ from rich.console import Console
 from rich.progress import track
 
 from penstock.core.policies.selection.parts.words import Words
-from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.hindsight import KnownText
 from penstock.zoo.evidence import answer_logits
 from penstock.zoo.modeling import load_model
@@ -107,7 +107,7 @@ def evidence(texts: Sequence[KnownText], target: str) -> dict[str, dict[str, flo
     return found
 
 
-def shown(found: dict[str, dict[str, float]], target: str, num: int) -> Table:
+def shown(found: dict[str, dict[str, float]], target: str, num: int) -> ResultTable:
     """A row for each kind of evidence."""
     rows = []
     for kind in next(iter(found.values())):

@@ -31,7 +31,7 @@ from rich.progress import track
 from transformers import LlamaForCausalLM
 
 from penstock.engine.sampling.noise import Salt, gumbel_noise, row_keys
-from penstock.lab.bench import Results, Table, parser, table, tell
+from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import (
@@ -252,7 +252,7 @@ def verdicts(sizes: dict[str, dict[int, float]]) -> list[ClaimVerdict]:
     ]
 
 
-def tables(sizes: dict[str, dict[int, float]], found: Sequence[Acceptance]) -> list[Table]:
+def tables(sizes: dict[str, dict[int, float]], found: Sequence[Acceptance]) -> list[ResultTable]:
     few, many = DRAFT_TOKENS
     rows = [
         {"form": form, "few": by[few], "many": by[many]}

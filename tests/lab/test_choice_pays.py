@@ -15,8 +15,8 @@ from penstock.lab.families import SPECIALISTS, specialists_acceptances, speciali
 from penstock.lab.papers.choice_pays import (
     CHOOSERS,
     Gains,
-    Grid,
     Machine,
+    MapGrid,
     Requests,
     Spot,
     tokens_per_s,
@@ -25,7 +25,7 @@ from penstock.lab.papers.choice_pays import (
 
 INSIDE = Machine(own_devices=False, batch=2)
 ALONE = Machine(own_devices=False, batch=1)
-SMALL = replace(Grid.of(QUICK), warm=4, counted=8)
+SMALL = replace(MapGrid.of(QUICK), warm=4, counted=8)
 
 
 @pytest.mark.parametrize("contrast", [0.0, 0.1, 0.4])
@@ -45,7 +45,7 @@ def test_a_drafter_takes_a_share_of_the_targets_step() -> None:
 
 
 def test_the_full_map_holds_the_quick_one() -> None:
-    full, quick = Grid.of(FULL), Grid.of(QUICK)
+    full, quick = MapGrid.of(FULL), MapGrid.of(QUICK)
     assert set(quick.spots) < set(full.spots)
     assert {0.02, 0.5} < set(full.ratios)
 

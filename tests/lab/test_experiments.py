@@ -12,13 +12,13 @@ from tests.products import first_fast
 
 from penstock.cli import main
 from penstock.lab import loads
-from penstock.lab.claims import ClaimVerdict, Finding, bar, check, judge, summary
+from penstock.lab.claims import ClaimVerdict, Measurement, bar, check, judge, summary
 from penstock.lab.experiment import (
     Effort,
     Experiment,
     LabError,
-    Run,
     Skipped,
+    Trial,
     experiments,
     experiments_named,
 )
@@ -61,7 +61,7 @@ def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_an_experiment_writes_its_files_and_judges_every_claim(name: str, tmp_path: Path) -> None:
     told: list[str] = []
-    verdicts = experiments()[name].run(Run(tmp_path, TINY, tell=told.append))
+    verdicts = experiments()[name].run(Trial(tmp_path, TINY, tell=told.append))
     assert verdicts
     assert all(v.claim and v.measured for v in verdicts)
     assert all(v.control is not None and v.control.measured for v in verdicts)
@@ -77,9 +77,9 @@ def test_an_experiment_writes_its_files_and_judges_every_claim(name: str, tmp_pa
 def test_a_missing_data_folder_skips_with_a_message(tmp_path: Path) -> None:
     entry = experiments()["wait_linear_model"]
     with pytest.raises(Skipped, match="PENSTOCK_DATA"):
-        entry.run(Run(tmp_path, TINY))
+        entry.run(Trial(tmp_path, TINY))
     with pytest.raises(Skipped, match="which is not in"):
-        entry.run(Run(tmp_path, TINY, data=tmp_path))
+        entry.run(Trial(tmp_path, TINY, data=tmp_path))
     assert not list(tmp_path.iterdir())
 
 
@@ -96,8 +96,8 @@ def test_a_verdict_has_three_outcomes() -> None:
     assert ClaimVerdict("a", "b", judge(False)).line() == "[does not hold] a: b"
 
 
-def above_three(numbers: list[int]) -> Finding:
-    return Finding(f"the least is {min(numbers)}", (min(numbers) > 3,))
+def above_three(numbers: list[int]) -> Measurement:
+    return Measurement(f"the least is {min(numbers)}", (min(numbers) > 3,))
 
 
 def test_a_bar_is_met_or_missed_or_only_told() -> None:
@@ -128,12 +128,12 @@ def _call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     """A registry with an entry that writes a file and one that is skipped."""
 
-    def run(job: Run) -> list[ClaimVerdict]:
+    def run(job: Trial) -> list[ClaimVerdict]:
         job.tell("half of [it]")
         (job.out / "toy.csv").write_text("a\n1\n", encoding="utf-8")
         return [ClaimVerdict("claim", f"{job.effort.arrivals} arrivals", "does not hold")]
 
-    def skip(job: Run) -> list[ClaimVerdict]:
+    def skip(job: Trial) -> list[ClaimVerdict]:
         raise Skipped("no data")
 
     found = {"toy": Experiment("toy", "A toy", run), "toyless": Experiment("toyless", "None", skip)}

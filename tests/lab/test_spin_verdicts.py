@@ -85,14 +85,14 @@ def test_a_run_keeps_eight_requests_live_and_is_reproducible() -> None:
     assert 150 < rate < 8 * 5 / 0.02
 
 
-def curve(gains: dict[int, float], spin: int = 9, planned: int = 4) -> spin_fig13.MicroBatches:
+def curve(gains: dict[int, float], spin: int = 9, planned: int = 4) -> spin_fig13.ByMicroBatches:
     """Gains over no micro-batches; of the others 0.8."""
-    return spin_fig13.MicroBatches(
+    return spin_fig13.ByMicroBatches(
         {1: 100.0} | {n: 100.0 * gains.get(n, 0.8) for n in range(2, 10)}, 0.0, spin, planned
     )
 
 
-def figure_13(hard: spin_fig13.MicroBatches, easy: spin_fig13.MicroBatches) -> list[str]:
+def figure_13(hard: spin_fig13.ByMicroBatches, easy: spin_fig13.ByMicroBatches) -> list[str]:
     names = [f"{times}, {text}" for times in ("rows", "streaming") for text in ("hard", "easy")]
     curves = dict(zip(names, (hard, easy, hard, easy), strict=True))
     flat = dict.fromkeys(names, curve({}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.lab.experiment import QUICK, Run, experiments
+from penstock.lab.experiment import QUICK, Trial, experiments
 from penstock.lab.loads import (
     Candidate,
     Sustained,
@@ -104,7 +104,7 @@ def test_eq_1_on_the_measurements(tmp_path: Path) -> None:
     if not DATA.is_dir():
         pytest.skip("the data folder is not there (set PENSTOCK_DATA)")
     pytest.importorskip("matplotlib")
-    decode, mixed = experiments()["wait_linear_model"].run(Run(tmp_path, data=DATA))
+    decode, mixed = experiments()["wait_linear_model"].run(Trial(tmp_path, data=DATA))
     for verdict in (decode, mixed):
         assert verdict.control is not None
         assert verdict.control.outcome == "does not hold"

@@ -14,7 +14,7 @@ import typer
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
-    from penstock.lab.experiment import Experiment, Run
+    from penstock.lab.experiment import Experiment, Trial
 
 
 def reproduce(
@@ -34,7 +34,7 @@ def reproduce(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
 ) -> None:
     """A paper's figure or table again: PNG, CSV and a verdict for each claim."""
-    from penstock.lab.experiment import FULL, QUICK, LabError, Run, experiments, experiments_named
+    from penstock.lab.experiment import FULL, QUICK, LabError, Trial, experiments, experiments_named
     from penstock.lab.report import pyplot
 
     if name == "list":
@@ -48,7 +48,7 @@ def reproduce(
         folder = data or (Path(named) if named else None)
         found = []
         with _progress(len(chosen)) as (tell, advance):
-            job = Run(out, QUICK if quick else FULL, folder, tell)
+            job = Trial(out, QUICK if quick else FULL, folder, tell)
             for entry in chosen:
                 found.append(_outcome(entry, job))
                 if not as_json:
@@ -58,7 +58,7 @@ def reproduce(
         print(json.dumps({"out": str(out), "quick": quick, "entries": found}, allow_nan=False))
 
 
-def _outcome(entry: Experiment, job: Run) -> dict[str, Any]:
+def _outcome(entry: Experiment, job: Trial) -> dict[str, Any]:
     """Verdicts and files of an entry, or why it was skipped. Raises: LabError, OSError."""
     from dataclasses import asdict
 

@@ -20,7 +20,7 @@ DATA = Path(os.environ.get("PENSTOCK_DATA", "../shared/data"))
 
 
 @dataclass(frozen=True)
-class Table:
+class ResultTable:
     """Cells as they are shown."""
 
     title: str
@@ -28,10 +28,10 @@ class Table:
     rows: Sequence[Sequence[str]]
 
 
-def table(title: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> Table:
+def table(title: str, rows: Iterable[Mapping[str, Any]], columns: Mapping[str, str]) -> ResultTable:
     """Of rows with named figures. columns: header to format string, such as "{total:.2f}"."""
     cells = [[form.format_map(row) for form in columns.values()] for row in rows]
-    return Table(title, list(columns), cells)
+    return ResultTable(title, list(columns), cells)
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Results:
 
     runs: Any
     verdicts: Sequence[ClaimVerdict] = ()
-    tables: Sequence[Table] = field(default_factory=list)
+    tables: Sequence[ResultTable] = field(default_factory=list)
 
 
 def parser(doc: str | None, quick: str = "") -> argparse.ArgumentParser:

@@ -27,7 +27,7 @@ def judge(*parts: bool) -> Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class Measurement:
     """What a claim's test says: its figures in words, and whether each part of the claim is
     true."""
 
@@ -63,7 +63,7 @@ class ClaimVerdict:
 
 
 def check(
-    claim: str, test: Callable[[Data], Finding], data: Data, control: str, placebo: Data
+    claim: str, test: Callable[[Data], Measurement], data: Data, control: str, placebo: Data
 ) -> ClaimVerdict:
     """The verdict of a test on `data`, which is `not shown` where the whole claim would also hold
     of `placebo`. control: what `placebo` is."""

@@ -50,7 +50,7 @@ QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.4, 0.7, 0.9, 1.05), 2, 4)
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class Trial:
     """One run: where its files go, how much to simulate, the folder of measurements (None: there
     is none), and whom to tell what is being done."""
 
@@ -69,7 +69,7 @@ class Experiment:
 
     name: str
     title: str
-    run: Callable[[Run], list[ClaimVerdict]]
+    run: Callable[[Trial], list[ClaimVerdict]]
 
 
 @functools.cache

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.lab.claims import ClaimVerdict, Finding, check
+from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Effort
 from penstock.lab.report import Plot, draw, write_table
 from penstock.sim.capacity import TooShort, capacity, judge_load
@@ -59,10 +59,10 @@ class Point:
 def gain_verdict(claim: str, mine: Sustained, rivals: Mapping[str, Sustained]) -> ClaimVerdict:
     """Whether a policy carries a fifth more than each rival. The control is the best rival."""
 
-    def ahead(policy: Sustained) -> Finding:
+    def ahead(policy: Sustained) -> Measurement:
         gains = {rival: policy.over(s) for rival, s in rivals.items()}
         parts = ", ".join(f"{gain - 1:+.0%} over {rival}" for rival, gain in gains.items())
-        return Finding(
+        return Measurement(
             f"{policy.requests_per_s:.4g} requests/s, {parts}",
             tuple(gain >= _CLAIMED_GAIN for gain in gains.values()),
         )

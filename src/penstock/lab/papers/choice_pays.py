@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Effort, Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Effort, Experiment, Trial
 from penstock.lab.families import (
     SPECIALISTS,
     always_live,
@@ -70,7 +70,7 @@ class Spot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class MapGrid:
     """What is tried; `warm` requests are served before `counted` ones are counted."""
 
     machines: tuple[Machine, ...]
@@ -80,7 +80,7 @@ class Grid:
     counted: int
 
     @classmethod
-    def of(cls, effort: Effort) -> Grid:
+    def of(cls, effort: Effort) -> MapGrid:
         inside = tuple(Machine(False, batch) for batch in (1, 8, 32))
         beside = tuple(Machine(True, batch) for batch in (8, 32))
         if effort.curve_arrivals >= 10_000:
@@ -115,8 +115,8 @@ class Gains:
 Map = dict[Spot, Gains]
 
 
-def run(job: Run) -> list[ClaimVerdict]:
-    grid = Grid.of(job.effort)
+def run(job: Trial) -> list[ClaimVerdict]:
+    grid = MapGrid.of(job.effort)
     found: Map = {}
     without = {m: Requests(Spot(m, grid.ratios[0], 0.0), grid) for m in grid.machines}
     none = {m: requests.tokens_per_s(None) for m, requests in without.items()}
@@ -134,7 +134,7 @@ def run(job: Run) -> list[ClaimVerdict]:
     return verdicts(found)
 
 
-def measure(spot: Spot, grid: Grid, none: float) -> Gains:
+def measure(spot: Spot, grid: MapGrid, none: float) -> Gains:
     """Everybody at one point of the map. Raises: PolicyError."""
     requests = Requests(spot, grid)
     one = requests.tokens_per_s("single")
@@ -159,7 +159,7 @@ def measure(spot: Spot, grid: Grid, none: float) -> Gains:
 class Requests:
     """The same requests under different policies."""
 
-    def __init__(self, spot: Spot, grid: Grid) -> None:
+    def __init__(self, spot: Spot, grid: MapGrid) -> None:
         self._spot = spot
         self._grid = grid
         total = grid.warm + grid.counted + spot.machine.batch
@@ -218,16 +218,16 @@ def verdicts(found: Map) -> list[ClaimVerdict]:
     worth = {s for s, g in found.items() if g.over("clairvoyant") >= WORTH_IT}
     elsewhere = found.keys() - worth
 
-    def pays(chooser: str) -> Finding:
+    def pays(chooser: str) -> Measurement:
         there = _reaching([g.over(chooser) for g in found.values()], WORTH_IT)
         if chooser == _CONTROL:
             return there
-        return Finding(f"{there.measured}; {_least_contrasts(found)}", there.parts)
+        return Measurement(f"{there.measured}; {_least_contrasts(found)}", there.parts)
 
-    def gains(chooser: str) -> Finding:
+    def gains(chooser: str) -> Measurement:
         return _reaching([found[s].over(chooser) for s in worth], WORTH_IT)
 
-    def loses_little(chooser: str) -> Finding:
+    def loses_little(chooser: str) -> Measurement:
         return _reaching([found[s].over(chooser) for s in elsewhere], _NO_LOSS)
 
     tests = [
@@ -244,10 +244,10 @@ def verdicts(found: Map) -> list[ClaimVerdict]:
     return [check(*test, "drafters at random", _CONTROL) for test in tests]
 
 
-def _reaching(gains: Sequence[float], least: float) -> Finding:
+def _reaching(gains: Sequence[float], least: float) -> Measurement:
     reached = [gain >= least for gain in gains]
     span = f", {min(gains):.2f}× to {max(gains):.2f}×" if gains else ""
-    return Finding(
+    return Measurement(
         f"in {sum(reached)} of {len(gains)} cells{span}", tuple(reached) if reached else (False,)
     )
 
@@ -268,7 +268,7 @@ def _least_contrasts(found: Map) -> str:
     return "; ".join(parts)
 
 
-def _draw(job: Run, grid: Grid, found: Map) -> None:
+def _draw(job: Trial, grid: MapGrid, found: Map) -> None:
     rows, columns = len(CHOOSERS), len(grid.machines)
     figure, axes = pyplot().subplots(
         rows, columns, figsize=(2.6 * columns + 1, 9), layout="constrained", squeeze=False

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.rounds import FloatArray, GeometricClients, jumping_rates, play
 from penstock.lab.statistics import interval
@@ -53,7 +53,7 @@ class Forecast:
         return Forecast(real, np.array(forecast))
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     rounds = min(_ROUNDS, job.effort.curve_arrivals)
     curves = {}
     for budget in _BUDGETS:
@@ -97,14 +97,14 @@ def verdict(budget: int, found: Sequence[Forecast]) -> ClaimVerdict:
     )
 
 
-def forecasts(found: Sequence[Forecast]) -> Finding:
+def forecasts(found: Sequence[Forecast]) -> Measurement:
     """A forecast has the right mean, goes with what follows, and errs less than the mean of all
     rounds so far, which knows of no change."""
     bias = max(abs(float(c.forecast.mean() / c.real.mean()) - 1) for c in found)
     together = interval([c.correlation for c in found])
     error = float(np.mean([_error(c.forecast, c.real) for c in found]))
     constant = float(np.mean([_error(_mean_so_far(c), c.real) for c in found]))
-    return Finding(
+    return Measurement(
         f"means differ by at most {bias:.1%}, correlation with the next round {together}; root "
         f"mean square error {error:.2f} tokens, that of the mean so far {constant:.2f}",
         (bias <= _CLOSE, together.low > 0, error < constant),
@@ -120,7 +120,7 @@ def _mean_so_far(found: Forecast) -> FloatArray:
     return np.asarray(before / np.arange(1, len(before) + 1))
 
 
-def _draw(job: Run, curves: dict[int, Forecast]) -> None:
+def _draw(job: Trial, curves: dict[int, Forecast]) -> None:
     plots = []
     for budget, found in curves.items():
         rounds = np.arange(_WINDOW, len(found.real) + 1)

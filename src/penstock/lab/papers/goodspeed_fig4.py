@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from penstock.core.policies.registry import make_policy
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.oracles import Misled
 from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.rounds import FloatArray, GeometricClients, jumping_rates, play
@@ -37,7 +37,7 @@ _POLICIES = (*_BASELINES, "goodspeed", "goodspeed_adaptive", _MISLED)
 Curves = dict[tuple[int, int], dict[str, FloatArray]]
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     curves: Curves = {}
     for clients, budget in _SETTINGS:
         job.tell(f"{NAME}: {clients} clients, C = {budget}")
@@ -97,13 +97,13 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
     return found
 
 
-def steadiness(utilities: FloatArray) -> Finding:
+def steadiness(utilities: FloatArray) -> Measurement:
     """utilities: [seeds, rounds], in nats a client."""
     moved = float(np.ptp(utilities.mean(axis=0)[_SETTLED:]))
-    return Finding(f"moves by {moved:.3f} nats a client", (moved <= _STEADY,))
+    return Measurement(f"moves by {moved:.3f} nats a client", (moved <= _STEADY,))
 
 
-def advantage(found: tuple[FloatArray, dict[str, FloatArray]]) -> Finding:
+def advantage(found: tuple[FloatArray, dict[str, FloatArray]]) -> Measurement:
     """Utilities of a policy and of its baselines, [seeds, rounds] each."""
     ours, baselines = found
     shown, parts = [], []
@@ -113,10 +113,10 @@ def advantage(found: tuple[FloatArray, dict[str, FloatArray]]) -> Finding:
         least = float(ahead.mean(axis=0)[_FIRST:].min())
         shown.append(f"{last} against {name} after {_ROUNDS} (smallest mean {least:+.2f})")
         parts.append(last.low > 0 and least > 0)
-    return Finding("nats, all clients together: " + ", ".join(shown), tuple(parts))
+    return Measurement("nats, all clients together: " + ", ".join(shown), tuple(parts))
 
 
-def _draw(job: Run, curves: Curves) -> None:
+def _draw(job: Trial, curves: Curves) -> None:
     rounds = np.arange(1, _ROUNDS + 1)
     plots = [
         Plot(

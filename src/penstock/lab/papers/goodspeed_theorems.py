@@ -20,8 +20,8 @@ import numpy as np
 
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.fluid.fair_path import FluidPath, fair_optimum, fluid_path
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.rounds import FloatArray, GeometricClients, play
 
@@ -61,7 +61,7 @@ def rates() -> FloatArray:
     return np.linspace(0.35, 0.88, _CLIENTS)
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     best = fair_optimum(rates(), _BUDGET).goodput
     job.tell(f"{NAME}: fluid paths")
     paths = {start: path_from(start) for start in _STARTS}
@@ -137,7 +137,7 @@ def attraction(paths: dict[float, FluidPath], best: FloatArray) -> ClaimVerdict:
     )
 
 
-def attracted(found: tuple[dict[float, FluidPath], FloatArray]) -> Finding:
+def attracted(found: tuple[dict[float, FluidPath], FloatArray]) -> Measurement:
     paths, best = found
     ends, risen = [], []
     for path in paths.values():
@@ -147,7 +147,7 @@ def attracted(found: tuple[dict[float, FluidPath], FloatArray]) -> Finding:
         # Where a path comes from above, x falls to the region first; from then on U may not fall.
         inside = utility <= np.log(best).sum()
         risen.append(bool((np.diff(utility[inside]) >= -5 * _STEP).all()))
-    return Finding(
+    return Measurement(
         f"largest distance after t = {_DURATION:g} from starts of "
         f"{', '.join(f'{s:g}' for s in paths)} tokens a round: {max(ends):.4f}; "
         f"utility never falls below x*'s level: {'yes' if all(risen) else 'no'}",
@@ -160,8 +160,8 @@ def concentration(samples: Sequence[AtBeta]) -> ClaimVerdict:
     return check(claim, concentrated, samples, _STUCK, [samples[0]] * len(samples))
 
 
-def concentrated(samples: Sequence[AtBeta]) -> Finding:
-    return Finding(
+def concentrated(samples: Sequence[AtBeta]) -> Measurement:
+    return Measurement(
         ", ".join(f"β {s.beta:g}: {s.exceeded:.1%}" for s in samples),
         (
             all(b.exceeded <= a.exceeded + 0.01 for a, b in pairwise(samples)),
@@ -176,16 +176,16 @@ def averages(
     return check(claim, average, samples, _STUCK, [samples[0]] * len(samples))
 
 
-def average(samples: Sequence[AtBeta]) -> Finding:
+def average(samples: Sequence[AtBeta]) -> Measurement:
     last = samples[-1]
-    return Finding(
+    return Measurement(
         ", ".join(f"β {s.beta:g}: {s.average_error:.1%} off" for s in samples),
         (last.average_error <= _NEAR, last.average_error < samples[0].average_error),
     )
 
 
 def _draw(
-    job: Run,
+    job: Trial,
     paths: dict[float, FluidPath],
     best: FloatArray,
     samples: dict[str, list[AtBeta]],

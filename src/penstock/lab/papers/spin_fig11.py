@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.families import (
     SPIN_DRAFTERS,
     SPIN_TARGETS,
@@ -62,7 +62,7 @@ Goodput = dict[tuple[str, str, str], FloatArray]
 """Tokens per second by target, data set and policy: [seeds]."""
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     seconds = min(_SECONDS, max(_LEAST_SECONDS, job.effort.curve_arrivals / 1000))
     seeds = SEEDS[: job.effort.repetitions]
     found: Goodput = {}
@@ -163,20 +163,20 @@ def _against(claim: str, ours: Sequence[FloatArray], rivals: Sequence[FloatArray
     )
 
 
-def ahead(cells: Sequence[tuple[FloatArray, FloatArray]]) -> Finding:
+def ahead(cells: Sequence[tuple[FloatArray, FloatArray]]) -> Measurement:
     """Whether the first is ahead of the second in every cell, and in any."""
     ratios = [ratio(ours, rival) for ours, rival in cells]
     beaten = sum(r.low > 1 for r in ratios)
-    return Finding(
+    return Measurement(
         f"{_span(ratios)}, beyond the interval in {beaten} of {len(ratios)} cells",
         (beaten == len(ratios), beaten > 0),
     )
 
 
-def larger_gain(gains: tuple[Interval, Interval]) -> Finding:
+def larger_gain(gains: tuple[Interval, Interval]) -> Measurement:
     """Over the better of greedy and ε-greedy, with a small and with a large target."""
     small, large = gains
-    return Finding(
+    return Measurement(
         f"LBSS over the better of the two: {times(small)} for 7B, {times(large)} for 30B",
         (large.low > small.mean,),
     )
@@ -190,7 +190,7 @@ def _span(ratios: Sequence[Interval]) -> str:
     return f"{min(r.mean for r in ratios):.2f}× to {max(r.mean for r in ratios):.2f}×"
 
 
-def _draw(job: Run, found: Goodput) -> None:
+def _draw(job: Trial, found: Goodput) -> None:
     plots = []
     for dataset in DATASETS:
         rates = {p: [found[t, dataset, p].mean() for t in SPIN_TARGETS] for p in POLICIES}

@@ -17,8 +17,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from penstock.fluid.packing import LAYOUTS, KVShape, Layout, compare
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, LabError, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, LabError, Trial
 from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.statistics import Interval, interval
 
@@ -73,7 +73,7 @@ class LayoutTimes:
 Cells = dict[tuple[str, int], LayoutTimes]
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     seeds = range(max(1, job.effort.seeds // 4))
     cells: Cells = {}
     for name in (*DATA_SETS, "Mix"):
@@ -169,12 +169,12 @@ def _turned(times: list[float]) -> list[float]:
     return times[1:] + times[:1]
 
 
-def reduction(cell: LayoutTimes) -> Finding:
+def reduction(cell: LayoutTimes) -> Measurement:
     """At least three quarters of the paper's, with certainty."""
     step, attention = saved(cell, "decomposed")
     packed, packed_attention = saved(cell, "packed")
     enough = _CLOSE * _PAPER_REDUCTION
-    return Finding(
+    return Measurement(
         f"the whole step by {_percent(step)}, its attention by {_percent(attention)}; packed by "
         f"{_percent(packed)} and {_percent(packed_attention)}",
         (step.low >= enough, attention.low >= enough),
@@ -199,11 +199,11 @@ def order(cells: Cells) -> ClaimVerdict:
     )
 
 
-def extremes(found: dict[str, Interval]) -> Finding:
+def extremes(found: dict[str, Interval]) -> Measurement:
     """With certainty: the intervals do not overlap."""
     rest = [share for name, share in found.items() if name not in ("Alpaca", "CP")]
     most, least = found["Alpaca"], found["CP"]
-    return Finding(
+    return Measurement(
         "of attention's time " + ", ".join(f"{n} {_percent(share)}" for n, share in found.items()),
         (
             all(most.low > share.high for share in (*rest, least)),
@@ -225,7 +225,7 @@ def exhaustion(cells: Cells) -> ClaimVerdict:
     )
 
 
-def runs_out(cells: Cells) -> Finding:
+def runs_out(cells: Cells) -> Measurement:
     """Whether a size of KV memory shows what the paper saw; it says neither size nor lengths."""
     parts, shown = [], []
     for name in ("Alpaca", "CIP"):
@@ -237,7 +237,7 @@ def runs_out(cells: Cells) -> Finding:
             f"{whole['decomposed']:.0f}, packed {whole['packed']:.0f}, own "
             f"{cells[name, 32].real:.0f})"
         )
-    return Finding("; ".join(shown), tuple(parts))
+    return Measurement("; ".join(shown), tuple(parts))
 
 
 def _rows(cells: Cells) -> Iterator[tuple[object, ...]]:
@@ -254,7 +254,7 @@ def _rows(cells: Cells) -> Iterator[tuple[object, ...]]:
             )
 
 
-def _draw(job: Run, cells: Cells) -> None:
+def _draw(job: Trial, cells: Cells) -> None:
     steps, memory = [], []
     for name in (*DATA_SETS, "Mix"):
         column = [cells[name, batch] for batch in _BATCHES]

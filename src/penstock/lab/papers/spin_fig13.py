@@ -28,8 +28,8 @@ from penstock.core.policies.pipeline.parts.planner import (
     spin_setting,
 )
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.families import SPIN_DRAFTERS
 from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.steady_batch import SteadyBatch, play
@@ -53,7 +53,7 @@ _WITHOUT = "drafters that take no time"
 
 
 @dataclass(frozen=True)
-class MicroBatches:
+class ByMicroBatches:
     """Tokens a second by number of micro-batches (1: all drafters at once, then the target), what
     `auto` came to, and the numbers that the planners choose from step times."""
 
@@ -75,7 +75,7 @@ _NO_TIME = 1e-6
 _ROWS = StepProfile("rows", 100_000, (0, 1000), (0.020, 2.020))
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     rounds = _ROUNDS if job.effort.curve_arrivals >= 1000 else _FEW_ROUNDS
     curves, controls = {}, {}
     for target in (_ROWS, replace(load_profile("a100-llama2-7b"), name="streaming")):
@@ -101,7 +101,7 @@ def run(job: Run) -> list[ClaimVerdict]:
 
 def curve(
     target: StepProfile, requests: Mapping[str, int], rounds: int, drafting: float = 1.0
-) -> MicroBatches:
+) -> ByMicroBatches:
     """Every number of micro-batches on the virtual clock. drafting: factor of the drafters' own
     times."""
     drafters = tuple(drafter(name, target, drafting) for name in SPIN_DRAFTERS)
@@ -115,7 +115,7 @@ def curve(
     def seconds(setting: Setting) -> float:
         return cycle_seconds(work, setting)
 
-    return MicroBatches(
+    return ByMicroBatches(
         rates,
         play(batch, "auto", rounds=rounds).tokens_per_s,
         spin_setting(seconds, _MOST).num,
@@ -134,7 +134,7 @@ def drafter(name: str, target: StepProfile, factor: float = 1.0) -> DrafterProfi
     return DrafterProfile(name, _COUNTS, tuple(factor * s for s in seconds))
 
 
-Curves = Mapping[str, MicroBatches]
+Curves = Mapping[str, ByMicroBatches]
 
 
 def verdicts(curves: Curves, controls: Curves) -> list[ClaimVerdict]:
@@ -176,8 +176,8 @@ def verdicts(curves: Curves, controls: Curves) -> list[ClaimVerdict]:
     ]
 
 
-def rises_and_falls(curves: Curves) -> Finding:
-    return Finding(
+def rises_and_falls(curves: Curves) -> Measurement:
+    return Measurement(
         "; ".join(
             f"{name}: best {c.best} ({c.gain(c.best):.2f}x), {_MOST} give {c.gain(_MOST):.2f}x"
             for name, c in curves.items()
@@ -189,11 +189,11 @@ def rises_and_falls(curves: Curves) -> Finding:
     )
 
 
-def gains_of_four(curves: Curves) -> Finding:
+def gains_of_four(curves: Curves) -> Measurement:
     """The paper's factor to 5% and its loss, with one of the two step times at least."""
     hard = {name: c for name, c in curves.items() if name.endswith("hard")}
     gains = [(c.gain(4), c.gain(_MOST)) for c in hard.values()]
-    return Finding(
+    return Measurement(
         "; ".join(
             f"{name}: {c.gain(4):.2f}x with 4, {c.gain(_MOST):.2f}x with {_MOST}"
             for name, c in hard.items()
@@ -205,23 +205,23 @@ def gains_of_four(curves: Curves) -> Finding:
     )
 
 
-def wants_more(found: tuple[MicroBatches, MicroBatches]) -> Finding:
+def wants_more(found: tuple[ByMicroBatches, ByMicroBatches]) -> Measurement:
     hard, easy = found
-    return Finding(
+    return Measurement(
         f"rows: {hard.best} where hard, {easy.best} where easy", (hard.best > easy.best,)
     )
 
 
-def near_the_best(found: tuple[Curves, Mapping[str, int]]) -> Finding:
+def near_the_best(found: tuple[Curves, Mapping[str, int]]) -> Measurement:
     curves, chosen = found
     shares = {n: c.rates[max(1, chosen[n])] / c.rates[c.best] for n, c in curves.items()}
-    return Finding(
+    return Measurement(
         "; ".join(f"{n}: {chosen[n]}, {share:.1%} of the best" for n, share in shares.items()),
         tuple(share >= 1 - _CLOSE for share in shares.values()),
     )
 
 
-def _draw(job: Run, curves: Curves) -> None:
+def _draw(job: Trial, curves: Curves) -> None:
     plots = []
     for name, found in curves.items():
         chosen = {"heuristic": found.spin, "best": found.best}

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Effort, Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Effort, Experiment, Trial
 from penstock.lab.loads import (
     UNCAPPED,
     Candidate,
@@ -46,7 +46,7 @@ _NESTED_SEGMENTS = 4
 Found = dict[str, dict[str, Sustained]]
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     effort = job.effort
     found: Found = {}
     bounds = {name: bound_of(name, effort.arrivals) for name in _PROTOTYPE}
@@ -76,7 +76,7 @@ def run(job: Run) -> list[ClaimVerdict]:
     ]
 
 
-def capacities(job: Run, name: str, bound: float) -> dict[str, Sustained]:
+def capacities(job: Trial, name: str, bound: float) -> dict[str, Sustained]:
     """Best literal WAIT and its rivals, by policy."""
     effort, traffic = job.effort, unit_traffic(name)
     found: dict[str, Sustained] = {}
@@ -111,7 +111,7 @@ def ratio_verdict(name: str, found: dict[str, Sustained], effort: Effort) -> Cla
     """The capacity of the best literal WAIT over vLLM's, beside the prototype's."""
     rival = found["vllm_v0"]
 
-    def as_far_ahead(policies: dict[str, Sustained]) -> Finding:
+    def as_far_ahead(policies: dict[str, Sustained]) -> Measurement:
         ratios = {p: s.over(rival) for p, s in policies.items()}
         parts = ", ".join(
             f"{p} ({options_of(s.setup)}) {s.requests_per_s:.4g}/s, ratio {ratios[p]:.2f} "
@@ -120,7 +120,7 @@ def ratio_verdict(name: str, found: dict[str, Sustained], effort: Effort) -> Cla
         )
         # One of the literal algorithms is enough.
         reached = max(ratios.values()) >= (1 - _CLOSE) * _PROTOTYPE[name]
-        return Finding(
+        return Measurement(
             f"{parts}; vllm_v0 {rival.requests_per_s:.4g}/s; {effort.arrivals} arrivals a run",
             (reached,),
         )
@@ -153,9 +153,9 @@ def _unit_verdict(bounds: dict[str, float]) -> ClaimVerdict:
     )
 
 
-def _bearable(rates: Mapping[str, float], bounds: Mapping[str, float]) -> Finding:
+def _bearable(rates: Mapping[str, float], bounds: Mapping[str, float]) -> Measurement:
     over = {name: rate / bounds[name] for name, rate in rates.items()}
-    return Finding(
+    return Measurement(
         f"{over['low']:.2f} and {over['high']:,.0f} times the fluid capacity bound: no machine of "
         f"this profile serves the high ones in less than {over['high']:,.0f} s; taken as requests "
         "a run, of which only the proportions matter",
@@ -168,7 +168,7 @@ def _latency_verdict(points: list[tuple[str, Point]]) -> ClaimVerdict:
     thresholds of its capacity, which wait there for many requests."""
     lightest = {name: min(p.rate for w, p in points if w == name) for name in _PAPER_RATES}
 
-    def slightly_higher(policy: str) -> Finding:
+    def slightly_higher(policy: str) -> Measurement:
         parts, within = [], []
         for name, rate in lightest.items():
             at = {p.policy: p.latency_s for w, p in points if w == name and p.rate == rate}
@@ -176,7 +176,7 @@ def _latency_verdict(points: list[tuple[str, Point]]) -> ClaimVerdict:
             within.append(bool(mine and rival and mine <= 2 * rival))
             what = f"{mine:.3g} s against {rival:.3g} s" if mine and rival else "nothing finished"
             parts.append(f"{name} at {rate:.3g}/s: {what}")
-        return Finding("; ".join(parts), tuple(within))
+        return Measurement("; ".join(parts), tuple(within))
 
     return check(
         "WAIT's latency is only slightly higher at low loads (at most twice vllm_v0's)",

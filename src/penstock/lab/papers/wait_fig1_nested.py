@@ -7,8 +7,8 @@ from dataclasses import replace
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.fluid.traffic import Traffic, scaled
 from penstock.fluid.wait import fractional_wait_thresholds
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Effort, Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Effort, Experiment, Trial
 from penstock.lab.loads import (
     Candidate,
     Point,
@@ -41,7 +41,7 @@ _GATED_LOAD = 0.95
 """Share of the bound for which the gated version's thresholds are planned."""
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     effort = job.effort
     traffic = unit_traffic(_WORKLOAD)
     bound = bound_of(_WORKLOAD, effort.arrivals)
@@ -72,7 +72,7 @@ def gated(num_segments: int) -> str:
     return f"nested_wait_gated, L = {num_segments}"
 
 
-def _capacities(job: Run, traffic: Traffic, bound: float) -> dict[str, Sustained]:
+def _capacities(job: Trial, traffic: Traffic, bound: float) -> dict[str, Sustained]:
     """Rivals; the literal algorithm with the paper's ten segments, thresholds of one, and with
     fewer, in hindsight; the gated version with ten."""
     effort = job.effort
@@ -133,9 +133,9 @@ def verdicts(found: dict[str, Sustained], traffic: Traffic) -> list[ClaimVerdict
     literals = {p: s for p, s in found.items() if p.startswith("nested_wait,")}
     best = max(literals, key=lambda policy: literals[policy].requests_per_s)
 
-    def fits(thresholds: tuple[int, ...]) -> Finding:
+    def fits(thresholds: tuple[int, ...]) -> Measurement:
         needed = nested_kv(traffic, ends, thresholds)
-        return Finding(
+        return Measurement(
             f"{thresholds[0]} at each stage hold {needed:,.0f} KV tokens on average, memory has "
             f"{PAPER_LINEAR.kv_tokens:,}; capacity of one {ten.requests_per_s:.3g} requests/s",
             (needed <= PAPER_LINEAR.kv_tokens,),

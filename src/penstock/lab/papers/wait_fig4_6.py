@@ -18,8 +18,8 @@ from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.nested import NestedThresholds, nested_thresholds, segments_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.fluid.traffic import Traffic, TrafficType
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.report import Plot, draw, write_table
 
 NAME = "wait_fig4_6"
@@ -60,7 +60,7 @@ CASES = (
 )
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     curves: Curves = {}
     for case in CASES:
         job.tell(f"{NAME}: {case.label}")
@@ -121,7 +121,7 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
         },
     }
 
-    def beyond(what: str, limit: dict[BoundCase, float]) -> Callable[[str], Finding]:
+    def beyond(what: str, limit: dict[BoundCase, float]) -> Callable[[str], Measurement]:
         return lambda which: _excess(
             what, [b.kv_bound_tokens / limit[p] - 1 for p, b in chosen[which].items()]
         )
@@ -148,17 +148,17 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
 def _shape(curves: Curves, best: dict[BoundCase, NestedThresholds]) -> list[ClaimVerdict]:
     totals = {p: [b.kv_bound_tokens for b in c] for p, c in curves.items()}
 
-    def u_shaped(heights: dict[BoundCase, list[float]]) -> Finding:
+    def u_shaped(heights: dict[BoundCase, list[float]]) -> Measurement:
         least = {p: int(np.argmin(h)) for p, h in heights.items()}
         counts = {p: len(curves[p][i].thresholds) for p, i in least.items()}
         at = ", ".join(f"{p.figure}: L = {count}" for p, count in counts.items())
         parts = (_falls_and_rises(h, least[p]) for p, h in heights.items())
-        return Finding(f"smallest at (figure) {at}", tuple(parts))
+        return Measurement(f"smallest at (figure) {at}", tuple(parts))
 
-    def most(shares: list[list[float]]) -> Finding:
+    def most(shares: list[list[float]]) -> Measurement:
         at_best, least = map(_percents, shares)
         text = f"its share at the best L is {at_best}, the least over all L {least}"
-        return Finding(text, tuple(x > _FIRST_SHARE for x in itertools.chain(*shares)))
+        return Measurement(text, tuple(x > _FIRST_SHARE for x in itertools.chain(*shares)))
 
     first = [
         [b.batch_kv_tokens / b.kv_bound_tokens for b in best.values()],
@@ -186,8 +186,8 @@ def _falls_and_rises(heights: list[float], least: int) -> bool:
     return 0 < least < len(heights) - 1 and falls and rises
 
 
-def _excess(what: str, excess: list[float]) -> Finding:
-    return Finding(f"{what} {_percents(excess)}", tuple(e <= _MARGINAL for e in excess))
+def _excess(what: str, excess: list[float]) -> Measurement:
+    return Measurement(f"{what} {_percents(excess)}", tuple(e <= _MARGINAL for e in excess))
 
 
 def _percents(values: list[float]) -> str:
@@ -206,7 +206,7 @@ def _seconds_verdict() -> ClaimVerdict:
     )
 
 
-def _bearable(rates: list[float]) -> Finding:
+def _bearable(rates: list[float]) -> Measurement:
     parts, found = [], []
     for rate in rates:
         try:
@@ -217,10 +217,10 @@ def _bearable(rates: list[float]) -> Finding:
         else:
             found.append(fluid <= PAPER_LINEAR.kv_tokens)
             parts.append(f"{rate:g}/s needs {fluid:,.0f} of {PAPER_LINEAR.kv_tokens:,} KV tokens")
-    return Finding("; ".join(parts) + "; taken as requests an iteration", tuple(found))
+    return Measurement("; ".join(parts) + "; taken as requests an iteration", tuple(found))
 
 
-def _draw(job: Run, curves: Curves) -> None:
+def _draw(job: Trial, curves: Curves) -> None:
     plots = []
     for case, curve in curves.items():
         counts = [len(b.thresholds) for b in curve]

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run, Skipped
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Skipped, Trial
 from penstock.lab.report import Plot, draw, write_table
 from penstock.sim.profiles import fit_profile
 from penstock.sim.traces import Table, numbers, read_table
@@ -34,7 +34,7 @@ _PUBLISHED = 0.894
 _GOOD = 0.85
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     job.tell(NAME)
     decode, mixed = _batches(_folder(job.data))
     fits = {"decode": fit(decode), "mixed": fit(mixed)}
@@ -111,21 +111,21 @@ def verdicts(decode: Array, mixed: Array) -> list[ClaimVerdict]:
     """Whether eq. 1 explains decode batches, and mixed ones. Controls have the times of others."""
     fitted = fit(decode)
 
-    def explains_decodes(batches: Array) -> Finding:
+    def explains_decodes(batches: Array) -> Measurement:
         own, given = r_squared(batches, fit(batches)), r_squared(batches, _PAPER)
-        return Finding(
+        return Measurement(
             f"R² {own:.3f} on {len(batches)} batches ({_text(fit(batches))}); {given:.3f} with "
             f"paper-linear's coefficients ({_text(_PAPER)})",
             (own >= _GOOD, given >= _GOOD),
         )
 
-    def explains_mixed(batches: Array) -> Finding:
+    def explains_mixed(batches: Array) -> Measurement:
         refitted = fit(batches)
         other, best = r_squared(batches, fitted), r_squared(batches, refitted)
         prefill, kv = np.linalg.lstsq(
             np.column_stack([batches[:, :2], np.ones(len(batches))]), batches[:, 2], rcond=None
         )[0][:2]
-        return Finding(
+        return Measurement(
             f"R² {other:.2f} with the coefficients of decode batches; {best:.2f} fitted anew on "
             f"{len(batches)} mixed ones ({_text(refitted)}); with two coefficients a prefill token "
             f"costs {prefill / kv:.0f} KV tokens",
@@ -159,7 +159,7 @@ def _text(coefficients: tuple[float, float]) -> str:
     return f"{coefficients[0] * 1e3:.3g} ms + {coefficients[1] * 1e3:.3g} ms a token"
 
 
-def _draw(job: Run, decode: Array, mixed: Array, coefficients: tuple[float, float]) -> None:
+def _draw(job: Trial, decode: Array, mixed: Array, coefficients: tuple[float, float]) -> None:
     lines: dict[str, tuple[Array, Array]] = {
         label: (batches[:, 0] + batches[:, 1], batches[:, 2] * 1e3)
         for label, batches in (("mixed", mixed), ("decode", decode))

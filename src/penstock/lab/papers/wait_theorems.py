@@ -16,8 +16,8 @@ from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.fluid.traffic import Traffic, scaled
 from penstock.fluid.wait import WaitThresholds, wait_thresholds
-from penstock.lab.claims import ClaimVerdict, Finding, check
-from penstock.lab.experiment import Experiment, Run
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.loads import setup_of
 from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.thresholds import unit_traffic
@@ -48,7 +48,7 @@ class AtHorizon:
     kv_peak: int
 
 
-def run(job: Run) -> list[ClaimVerdict]:
+def run(job: Trial) -> list[ClaimVerdict]:
     unit = unit_traffic(_WORKLOAD)
     strict = wait_thresholds(PAPER_LINEAR, scaled(unit, _RATE), PAPER_LINEAR.kv_tokens)
     tight = scaled(unit, _equality_rate(unit, strict))
@@ -104,7 +104,7 @@ def _bound(name: str, strict: WaitThresholds, tight: Traffic, horizon_s: float) 
 
 
 def _samples(
-    job: Run, name: str, setup: Setup, rate: float, horizons: Sequence[float]
+    job: Trial, name: str, setup: Setup, rate: float, horizons: Sequence[float]
 ) -> list[AtHorizon]:
     samples = []
     for horizon in horizons:
@@ -169,15 +169,17 @@ def verdicts(
     ]
 
 
-def _decays_as(power: float) -> Callable[[Sequence[AtHorizon]], Finding]:
-    def test(samples: Sequence[AtHorizon]) -> Finding:
+def _decays_as(power: float) -> Callable[[Sequence[AtHorizon]], Measurement]:
+    def test(samples: Sequence[AtHorizon]) -> Measurement:
         found = slope(samples)
-        return Finding(f"gap ∝ T^{found:.2f}: {_gaps(samples)}", (abs(found - power) <= _SLACK,))
+        return Measurement(
+            f"gap ∝ T^{found:.2f}: {_gaps(samples)}", (abs(found - power) <= _SLACK,)
+        )
 
     return test
 
 
-def _steady(curves: Sequence[Sequence[AtHorizon]]) -> Finding:
+def _steady(curves: Sequence[Sequence[AtHorizon]]) -> Measurement:
     """Latency over the second half of the horizons."""
     parts, growths = [], []
     for curve in curves:
@@ -187,7 +189,7 @@ def _steady(curves: Sequence[Sequence[AtHorizon]]) -> Finding:
             f"×{growths[-1]:.2f} from T = {first.horizon_s:g} to {last.horizon_s:g} s "
             f"({last.latency_s:.2f} s)"
         )
-    return Finding(", ".join(parts), tuple(growth <= _STEADY for growth in growths))
+    return Measurement(", ".join(parts), tuple(growth <= _STEADY for growth in growths))
 
 
 def _gaps(samples: Sequence[AtHorizon]) -> str:
@@ -201,10 +203,10 @@ def _gaps(samples: Sequence[AtHorizon]) -> str:
 def _constant_verdict(
     strict: Sequence[AtHorizon], overload: Sequence[AtHorizon], found: WaitThresholds
 ) -> ClaimVerdict:
-    def test(samples: Sequence[AtHorizon]) -> Finding:
+    def test(samples: Sequence[AtHorizon]) -> Measurement:
         last = samples[-1]
         bound = found.throughput_gap(last.horizon_s)
-        return Finding(
+        return Measurement(
             f"gap {last.gap:,.0f} of {bound:,.0f} tokens/s at T = {last.horizon_s:g} s; "
             f"KV peak {last.kv_peak:,} of {found.kv_tokens:,.0f}",
             (last.gap <= bound, last.kv_peak <= found.kv_tokens),
@@ -219,15 +221,15 @@ def _constant_verdict(
     )
 
 
-def _memory_verdict(job: Run, found: WaitThresholds, horizon_s: float) -> ClaimVerdict:
+def _memory_verdict(job: Trial, found: WaitThresholds, horizon_s: float) -> ClaimVerdict:
     """Thresholds that keep up, with memory just above M*, as the theorem has it."""
     fluid = equilibrium(PAPER_LINEAR, found.traffic).kv_tokens
     offered = _RATE * float(np.mean([t.output_len for t in found.traffic]))
 
-    def test(memory: int) -> Finding:
+    def test(memory: int) -> Measurement:
         job.tell(f"{NAME}: memory of {memory} KV tokens")
         starved = sample(replace(_wait(found), kv_tokens=memory), _RATE, horizon_s, range(1))
-        return Finding(
+        return Measurement(
             f"with {memory:,} KV tokens {starved.gap / offered:.0%} of the tokens are missing "
             f"after {horizon_s:g} s (M* {fluid:,.0f}, M^π {found.kv_tokens:,.0f})",
             (starved.gap <= found.throughput_gap(horizon_s),),
@@ -242,7 +244,7 @@ def _memory_verdict(job: Run, found: WaitThresholds, horizon_s: float) -> ClaimV
     )
 
 
-def _draw(job: Run, curves: dict[str, list[AtHorizon]]) -> None:
+def _draw(job: Trial, curves: dict[str, list[AtHorizon]]) -> None:
     gaps, latencies = {}, {}
     for name, samples in curves.items():
         horizons = [s.horizon_s for s in samples]
