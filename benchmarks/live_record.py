@@ -293,11 +293,13 @@ def _server(name: str, records: Sequence[RoundsRecord]) -> DraftServer:
     if np.ptp(tokens):
         slope = max(slope, float(np.polyfit(tokens, seconds, 1)[0]))
     trips = seconds - slope * tokens
-    trip = float(trips.mean())
+    trip = max(0.0, float(trips.mean()))
     # Two messages with an exponential delay each have this spread together.
     jitter = min(float(trips.std()) / np.sqrt(2), trip / 2)
     ahead = 1 + round(np.mean([d.num_tokens for d in drafts]))
-    return DraftServer(name, slope, Link(trip / 2 - jitter, jitter), draft_ahead=ahead, tenant=name)
+    return DraftServer(
+        name, slope, Link(max(0.0, trip / 2 - jitter), jitter), draft_ahead=ahead, tenant=name
+    )
 
 
 def _survival(name: str, records: Sequence[RoundsRecord]) -> list[float]:

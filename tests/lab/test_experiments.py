@@ -53,6 +53,7 @@ def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spin_fig12, "_BATCHES", (16, 32))
     monkeypatch.setattr(spin_fig12, "_ROUNDS", 24)
     monkeypatch.setattr(spin_fig12, "_LAYERS", 1)
+    monkeypatch.setattr(spin_fig12, "_HEADS", 2)
 
 
 @pytest.mark.usefixtures("expected_capacities", "few_cells")
