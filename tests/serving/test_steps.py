@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from benchmarks.simulator_vs_engine import (
     KV_TOKENS,
-    Cell,
     LiveServer,
+    LoadCell,
     draw_workload,
     fit,
     mixed_prompts,
@@ -81,7 +81,7 @@ def test_the_engine_and_the_simulator_serve_the_same_requests(
 ) -> None:
     workload = _short_workload()
     prompts = mixed_prompts(server.engine.tokenizer_path)
-    cell = Cell(admission, 0.5, 250.0, [workload])
+    cell = LoadCell(admission, 0.5, 250.0, [workload])
     cell.play(server, 0, prompts)
     works = [work for work, _ in cell.steps]
     assert sum(w.num_decodes + w.num_prefill_tokens for w in works) == int(
