@@ -14,7 +14,7 @@ from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.registry import make_pipeline, make_policy
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy
+from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState, Tenant
 from penstock.core.types import (
@@ -100,11 +100,11 @@ class Rotating(SelectionPolicy):
         names = [*view.drafters, None]
         return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
 
-    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
         """The drafter of the next round, so that its KV is ready."""
         names = [*view.drafters, None]
         after = [(s, names[(s.order + s.round + 1) % len(names)]) for s in states]
-        return [ReplayWish(s, name) for s, name in after if name is not None]
+        return [ReplayProposal(s, name) for s, name in after if name is not None]
 
 
 @dataclass(frozen=True, slots=True)

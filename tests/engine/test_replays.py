@@ -17,7 +17,7 @@ from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_req
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.policies.registry import make_policy
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy
+from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
 from penstock.core.view import View
@@ -216,9 +216,9 @@ class Reading(SelectionPolicy):
             names = [self._drafter if s.round % 2 else None for s in states]
         return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
 
-    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
         return [
-            ReplayWish(s, n, (s.round + i) % 3 > 0)
+            ReplayProposal(s, n, (s.round + i) % 3 > 0)
             for s in states
             for i, n in enumerate(view.drafters)
         ]

@@ -1,1 +1,1 @@
-"""Decisions: who runs, who drafts, how far. No clock, no I/O, no tensors."""
+"""Decisions: which requests run, which drafter drafts, how far. No clock, I/O or tensors."""

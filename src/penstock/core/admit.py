@@ -13,7 +13,7 @@ from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, FinishReason, 
 
 
 def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
-    """A request comes: it waits, or is refused at once."""
+    """A request arrives: it waits, or is refused at once."""
     error = refusal(ctx, request)
     if error is not None:
         return [Output(request.id, finish_reason=FinishReason.REFUSED, error=error)]
@@ -54,7 +54,7 @@ def refusal(ctx: Context, request: Request) -> str | None:
 
 
 def _can_count(ctx: Context, request: Request) -> bool:
-    """Whether the request's tokens make no difference to anybody."""
+    """Whether only the request's lengths matter, so that a decode group can count it."""
     return (
         ctx.counted
         and request.prompt_token_ids is None

@@ -20,7 +20,7 @@ from penstock.core.view import NO_ROOM, Loads, Room, View
 class Context:
     """The table, the policies and what was learned.
 
-    fairness: between tenants; None where nobody asked for it.
+    fairness: between tenants; None where it is off.
     counted: requests of which only lengths are known, and that use no drafter, decode in groups.
     runs_ahead: the executor begins the next round before it is planned, for which blocks are kept
     where there are."""
@@ -67,7 +67,7 @@ class Context:
         return self.has_draft(state) and self.pipeline.joins(state)
 
     def view(self, drafters: Mapping[str, Drafter], now: float, room: Room = NO_ROOM) -> View:
-        """The moment, as far as these drafters go."""
+        """What a policy may see, with these drafters only."""
         table = self.table
         return View(
             drafters,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.allocation import Grant
-from penstock.core.policies.selection import ReplayWish, usable
+from penstock.core.policies.selection import ReplayProposal, usable
 from penstock.core.select import select
 from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.table import DueDrafts
@@ -82,7 +82,7 @@ def _catch_up(
         has_room = _make_room(ctx, drafter, missing, state)
     if num_tokens <= 0 or not has_room:
         if is_new:
-            # The executor has not heard of this table.
+            # The executor does not know this block table yet.
             memory.release(state, [drafter.name])
         return None
     if ctx.runs_ahead and length:
@@ -203,7 +203,7 @@ def up(ctx: Context, event: DrafterUp) -> None:
 
 
 def down(ctx: Context, name: str) -> None:
-    """Its KV and its drafts are gone; its requests finish their round without them, so that a late
+    """Its KV and its drafts are lost; its requests finish their round without them, so that a late
     draft cannot answer a new order after it has come back."""
     table = ctx.table
     drafter = table.drafters.get(name)
@@ -229,7 +229,7 @@ def replays(
     """Orders for what the policy would like to have read by the drafters of a lane, those that
     draft inside the step in the target's, and the most important first. They take only memory that
     is free, and are registered with the plan."""
-    if not ctx.selection.has_wishes:
+    if not ctx.selection.proposes_replays:
         return ()
     drafters = {
         n: d
@@ -240,30 +240,30 @@ def replays(
         return ()
     free = [s for s in states if s.is_decoding and s.request.drafter == AUTO_DRAFTER]
     local = {n: d for n, d in ctx.table.drafters.items() if not d.remote}
-    wishes = ctx.selection.replays(free, ctx.view(local, now)) if free else []
+    proposals = ctx.selection.replays(free, ctx.view(local, now)) if free else []
     orders = []
-    for wish in wishes:
-        drafter = drafters.get(wish.drafter)
-        given = None if drafter is None else _replay(ctx, wish, drafter)
+    for proposal in proposals:
+        drafter = drafters.get(proposal.drafter)
+        given = None if drafter is None else _replay(ctx, proposal, drafter)
         if given is not None:
-            state = wish.state
-            state.plans[plan_id] = (*state.plans.get(plan_id, ()), wish.drafter)
+            state = proposal.state
+            state.plans[plan_id] = (*state.plans.get(plan_id, ()), proposal.drafter)
             orders.append(given)
     return tuple(orders)
 
 
-def _replay(ctx: Context, wish: ReplayWish, drafter: Drafter) -> DraftOrder | None:
+def _replay(ctx: Context, proposal: ReplayProposal, drafter: Drafter) -> DraftOrder | None:
     """None where it has nothing to read, or cannot, or is at work on the request already."""
-    state, name = wish.state, drafter.name
+    state, name = proposal.state, drafter.name
     if any(name in pools for pools in state.plans.values()) or not drafter.can_read(state):
         return None
     num_known = state.num_known_tokens
     if drafter.pool is None:
-        catch_up = CatchUp(num_known, 0) if wish.evaluate else None
+        catch_up = CatchUp(num_known, 0) if proposal.evaluate else None
     else:
         catch_up = _catch_up(ctx, state, drafter, num_known, 0, evict=False)
     if catch_up is None:
         return None
-    given = _order(state, drafter, catch_up)._replace(evaluate=wish.evaluate)
+    given = _order(state, drafter, catch_up)._replace(evaluate=proposal.evaluate)
     ctx.table.replays[state.request.id, name] = (given, state.kv.get(name))
     return given

@@ -58,7 +58,7 @@ class CountedState(RequestState):
         super().__init__(request, order, epoch)
         self.leaves_at = 0
         self.num_announced = 0
-        """Output tokens that an Output has told of."""
+        """Output tokens announced so far."""
         self.until: int | None = None
         """Leave the group with so many output tokens, if the request goes on so long."""
 

@@ -28,8 +28,8 @@ class Executor(Protocol):
         ...
 
     def submit(self, plan: StepPlan) -> None:
-        """Take a plan. Its news (`released`, then `forgotten`, then `new_requests`) hold from now
-        on, but plans that are already inside keep what they read. An empty plan is only news: it
+        """Take a plan. Its updates (`released`, then `forgotten`, then `new_requests`) hold from
+        now on, but plans already in flight keep what they read. An empty plan is only updates: it
         gets no result."""
         ...
 
@@ -134,7 +134,7 @@ class Loop:
                 submitted += 1
                 for instrument in self._instruments:
                     instrument.on_plan(plan)
-            elif not plan.has_news:
+            elif not plan.has_updates:
                 continue
             executor.submit(plan)
         return submitted, wake_at, stalled

@@ -170,7 +170,7 @@ def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Ou
 def finish(
     ctx: Context, state: RequestState, reason: FinishReason, error: str | None = None
 ) -> Output:
-    """A request ends without new tokens but those that nobody was told of."""
+    """A request ends without new tokens, except those not yet announced."""
     num_tokens = 0
     if isinstance(state, CountedState):
         ctx.table.leave_group(state)
@@ -260,6 +260,6 @@ def _lose_kv(ctx: Context, plan: StepPlan, drafters: Iterable[str]) -> None:
 
 
 def _of(ctx: Context, order: DraftOrder) -> RequestState | None:
-    """The request of an order, if it is still in the life that the order was written for."""
+    """The request of an order, if its epoch is still that of the order."""
     state = ctx.table.requests.get(order.request_id)
     return state if state is not None and state.epoch == order.epoch else None

@@ -17,7 +17,7 @@ from penstock.core.state import RequestState
 
 OrderName = Literal["arrival", "size_aware"]
 """`arrival`: first come, first served. `size_aware`: shortest prompt first, as far as that delays
-nobody by more than the share `DELAY` of its wait in order of arrival."""
+no request by more than the share `DELAY` of its wait in order of arrival."""
 
 DELAY = 0.25
 """Work that may pass a request, as a share of the work before it and of its own."""

@@ -168,7 +168,7 @@ class Scheduler:
                 orders = draft.replays(ctx, lane, table.running.values(), plan_id, now)
         if items or orders or decodes:
             table.in_flight.add(plan_id)
-        new_requests, forgotten = table.news.take()
+        new_requests, forgotten = table.updates.take()
         return StepPlan(
             plan_id,
             lane,

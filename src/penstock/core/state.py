@@ -82,7 +82,7 @@ class Drafter:
     remote: a draft server, which always does. Its lane takes orders at any time, and answers them
     one by one by `DraftReady`; `tenant` is the only one whose prompts it may see (None: every
     tenant's).
-    silent: it has missed a deadline, and has not been heard of since.
+    silent: it has missed a deadline, and has not answered since.
     model: what it runs, if not the model of its own name: instances of one model accept alike.
     max_num_seqs: most requests that it drafts for at once (Spin's B_j); None is no limit.
     max_len: most tokens of a text that it can read; vocab_size: token ids that it knows, from 0 on.

@@ -183,7 +183,7 @@ class Step:
         return self.num_tokens - before
 
     def _make_room_together(self, states: list[RequestState]) -> None:
-        """For the next token of each, so that nobody is spared for having come first."""
+        """For the next token of each, so that arriving first is no protection."""
         while not self.pool.can_allocate(
             sum(self._missing_blocks(s, 1) for s in states if s.status is Status.RUNNING)
         ):

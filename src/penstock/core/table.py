@@ -17,8 +17,8 @@ from penstock.core.types import TARGET, DraftOrder, Request, Status
 
 @dataclass(slots=True)
 class Counters:
-    """What only grows. epochs: lives of requests; version: of the table, changed by every event
-    and result."""
+    """Counts that only grow. epochs: given out so far; version: of the table, changed by every
+    event and result."""
 
     requests: int = 0
     epochs: int = 0
@@ -28,8 +28,8 @@ class Counters:
 
 
 @dataclass(slots=True)
-class News:
-    """Of requests, for the executor: told with the next plan."""
+class ExecutorUpdates:
+    """Requests that came and went, which the executor is told of with the next plan."""
 
     arrived: dict[str, Request] = field(default_factory=dict)
     forgotten: list[str] = field(default_factory=list)
@@ -89,11 +89,11 @@ class Table:
         self.in_flight: set[int] = set()
         self.replays: dict[tuple[str, str], tuple[DraftOrder, SequenceKV | None]] = {}
         self.due = DueDrafts(-1, {})
-        self.news = News()
+        self.updates = ExecutorUpdates()
         self.counters = Counters()
 
     def tenant(self, name: str) -> Tenant:
-        """By its name; one that nobody has heard of has weight 1."""
+        """By its name; an unknown one has weight 1."""
         tenant = self.tenants.get(name)
         if tenant is None:
             tenant = self.tenants[name] = Tenant(name)
@@ -114,7 +114,7 @@ class Table:
     # --- requests -------------------------------------------------------------------------------
 
     def next_epoch(self) -> int:
-        """No two lives of a request id share an epoch, so nothing late can be mistaken."""
+        """A new epoch, even where a request id is used again: late results never match."""
         self.counters.epochs += 1
         return self.counters.epochs
 
@@ -124,7 +124,7 @@ class Table:
         self.requests[state.request.id] = state
         self.tenant(state.request.tenant)
         self.waiting.append(state)
-        self.news.arrived[state.request.id] = state.request
+        self.updates.arrived[state.request.id] = state.request
 
     def admit(self, state: RequestState) -> None:
         """A waiting request runs."""
@@ -165,6 +165,6 @@ class Table:
         self.accounts.forget(request_id)
         self.key_of.pop(request_id, None)
         self.memory.release(state)
-        if self.news.arrived.pop(request_id, None) is None:
-            self.news.forgotten.append(request_id)
+        if self.updates.arrived.pop(request_id, None) is None:
+            self.updates.forgotten.append(request_id)
         del self.requests[request_id]

@@ -199,11 +199,11 @@ class StepPlan(NamedTuple):
 
     @property
     def is_empty(self) -> bool:
-        """Nothing to execute (there may still be news for the executor)."""
+        """Nothing to execute (there may still be updates for the executor)."""
         return not self.items and not self.drafts and self.decodes is None
 
     @property
-    def has_news(self) -> bool:
+    def has_updates(self) -> bool:
         """Something for the executor to note, whether or not there is anything to execute."""
         return bool(self.new_requests or self.released or self.forgotten)
 
@@ -281,7 +281,7 @@ class DraftTime:
 
 class Replayed(NamedTuple):
     """A drafter has read verified text instead of drafting: of `num_tokens` output tokens it would
-    have guessed `num_matched`, each behind the true text (0 of 0 where nobody asked)."""
+    have guessed `num_matched`, each behind the true text (0 of 0 where `evaluate` was not set)."""
 
     request_id: str
     epoch: int

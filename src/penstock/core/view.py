@@ -88,7 +88,7 @@ class View:
 
 
 class Loads(Mapping[str, int]):
-    """Running requests by drafter's name, counted when somebody asks."""
+    """Running requests by drafter's name, counted on first use."""
 
     def __init__(self, running: Mapping[str, RequestState]) -> None:
         self._running = running

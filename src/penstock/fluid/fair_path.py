@@ -111,7 +111,7 @@ def fair_optimum_of(
         else:
             high = middle
     few, many = lengths_at(high), lengths_at(low)
-    # Where equal gains are cut by the budget, everybody takes the same part of them.
+    # Where equal gains are cut by the budget, all take the same part of them.
     gap = many.sum() - few.sum()
     part = (budget - few.sum()) / gap if gap > 0 else 0.0
     lengths = few + min(1.0, part) * (many - few)

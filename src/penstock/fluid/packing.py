@@ -129,7 +129,7 @@ class LayoutCost:
 
 
 def decompose(lengths: Sequence[int], num_rows: int) -> Decomposition:
-    """Cut and stitch into at most `num_rows` rows with the fewest padded tokens.
+    """Cut and pack into at most `num_rows` rows with the fewest padded tokens.
 
     With B fixed the padding is B L less what there is to hold, so the best L is the shortest one
     that holds everything; since a row may take pieces of several requests, that is the mean of a
@@ -163,7 +163,7 @@ def decompose(lengths: Sequence[int], num_rows: int) -> Decomposition:
 
 
 def cut(lengths: Sequence[int], row_length: int) -> Decomposition:
-    """Rows of one piece each: requests cut every `row_length` tokens, and nothing stitched.
+    """Rows of one piece each: requests cut every `row_length` tokens, and no row shared.
 
     No query meets another request's tokens, and each request's last row is padded: what a split-KV
     kernel does. Raises ValueError as `decompose`.
@@ -199,9 +199,9 @@ def best_decomposition(lengths: Sequence[int], window: int, cost: AttentionCost)
     best = cut(lengths, int(tried[np.argmin(seconds)]))
     found = _seconds(best, window, cost)
     for share in _ROWS_TRIED:
-        stitched = decompose(lengths, max(1, round(share * len(sizes))))
-        if _seconds(stitched, window, cost) < found:
-            best, found = stitched, _seconds(stitched, window, cost)
+        candidate = decompose(lengths, max(1, round(share * len(sizes))))
+        if _seconds(candidate, window, cost) < found:
+            best, found = candidate, _seconds(candidate, window, cost)
     return best
 
 

@@ -1,4 +1,4 @@
-"""Weighted max-min fair shares: nobody gets more than it asks for, and what is left over goes to
+"""Weighted max-min fair shares: no share exceeds its demand, and what is left over goes to
 the others by weight."""
 
 from __future__ import annotations

@@ -37,10 +37,10 @@ class StepTimeCurve:
 
     Sizes are pooled into cells a few per cent wide. Between measured cells the curve interpolates;
     beyond the last it goes on with the slope of the chord from the first, and before the first it
-    is flat: a smaller step is never predicted dearer than a larger one.
+    is flat: a smaller step is never predicted slower than a larger one.
 
     How fast the machine is just now is one factor of all sizes, and follows every measurement: the
-    sizes that are tried must not look dear, nor those that are not cheap, because of a bad minute.
+    a slow minute must not make the sizes tried in it look worse than the others.
     """
 
     def __init__(self, cell_width: float = 0.08) -> None:

@@ -29,7 +29,7 @@ class RequestRecord:
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
     """A whole run. `records` are by request id, in order of arrival; `kv_peak_tokens` counts the
-    target's blocks that somebody reads, in tokens. `stalled`: why the rest never ran, if so."""
+    target's blocks in use, in tokens. `stalled`: why the rest never ran, if so."""
 
     records: dict[str, RequestRecord]
     finished_at: float

@@ -60,7 +60,7 @@ class DraftServer:
     hears of them.
 
     draft_ahead: tokens that it drafts on, as if all were accepted, while its draft is under way
-    and verified. tenant: whose requests it may see (None: everybody's).
+    and verified. tenant: whose requests it may see (None: all tenants').
     """
 
     name: str

@@ -38,7 +38,7 @@ from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.workloads import Workload
 
 DELTA = 1e-3
-"""Probability that memory is exceeded within the horizon, where nobody asks for another."""
+"""Probability that memory is exceeded within the horizon, by default."""
 HORIZON_S = 3600.0
 THRESHOLD_POLICIES = ("wait", "wait_gated", "nested_wait", "nested_wait_gated")
 
@@ -208,7 +208,7 @@ def _least_nested(
 ) -> NestedThresholds | None:
     """Nested WAIT's thresholds with the smallest memory bound, which may be beyond the memory, over
     numbers of segments and waves. None where no segments keep up: they keep a place at every stage
-    for whoever has finished early, and at high load that is too many."""
+    for requests that have finished early, and at high load that is too many."""
     last_step = max(t.decode_len for t in traffic)
     iterations = max(1, round(HORIZON_S / profile.seconds(StepWork(num_prefill_tokens=1))))
     found = []

@@ -25,7 +25,7 @@ class Sampler:
     ends: output tokens at which a request leaves each class, rising, shape [classes]; what is
         longer is counted in the last class.
 
-    Samples, all of one length: `times` in seconds; `kv_tokens` that somebody reads; `waiting`, the
+    Samples, all of one length: `times` in seconds; `kv_tokens` in use; `waiting`, the
     requests that are not admitted; `running`, the admitted ones by class, [samples][classes].
     """
 

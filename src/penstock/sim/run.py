@@ -204,7 +204,7 @@ class Report:
 
         Served is what was asked for and finished while there was something to share out: until
         the last request arrived, or through half of the run if that is longer. In the end
-        everybody has been served what it asked for, whatever the policy did.
+        all tenants have been served what they asked for, whatever the policy did.
         """
         tenants = tenants[: len(self.arrived_at)]
         names, owner = np.unique(tenants, return_inverse=True)

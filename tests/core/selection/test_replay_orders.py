@@ -12,7 +12,7 @@ from tests.core.fakes import Corruption, ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, World, make_request, make_scheduler
 
 from penstock.core import draft, observe
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy
+from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import TARGET, Cancel, DrafterDown, DraftOrder, Replayed
 from penstock.core.view import View
@@ -42,15 +42,15 @@ class Curious(SelectionPolicy):
         names = [*view.drafters, None]
         return {s.request.id: names[(s.order + s.round) % len(names)] for s in states}
 
-    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
-        wishes = [
-            ReplayWish(s, name, self._rng.random() < 0.7)
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
+        proposals = [
+            ReplayProposal(s, name, self._rng.random() < 0.7)
             for s in states
             for name in view.drafters
             if self._rng.random() < self._share
         ]
-        self._rng.shuffle(wishes)
-        return wishes
+        self._rng.shuffle(proposals)
+        return proposals
 
     def replayed(self, state: RequestState, replayed: Replayed) -> None:
         self.answers.append((state, replayed))
@@ -91,7 +91,7 @@ def test_output_and_kv_stay_right_whatever_is_replayed(
 
 def test_a_replay_brings_kv_up_to_the_verified_text_and_counts_guesses() -> None:
     policy = Curious(drafter="poor")
-    policy.replays = lambda states, work: [ReplayWish(s, "good", True) for s in states]  # type: ignore[method-assign]
+    policy.replays = lambda states, work: [ReplayProposal(s, "good", True) for s in states]  # type: ignore[method-assign]
     world = make_world(policy)
     world.run([make_request("r", 6, 30)])
     orders = replay_orders(world)

@@ -7,7 +7,7 @@ import pytest
 from tests.core.selection.rounds import Machine, Rounds
 
 from penstock.core.policies.registry import make_policy
-from penstock.core.policies.selection import ReplayWish
+from penstock.core.policies.selection import ReplayProposal
 from penstock.core.policies.selection.replay import Replay
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed, Request, SamplingParams, Verdict
@@ -30,7 +30,7 @@ def test_all_others_are_evaluated_before_each_decision_and_nobody_between() -> N
     evaluated: set[str] = set()
     honest = world.policy.replays
 
-    def noting(states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+    def noting(states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
         wished = honest(states, view)
         if wished:
             asked.append(states[0].round)

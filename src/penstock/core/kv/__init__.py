@@ -1,1 +1,1 @@
-"""KV memory by its blocks: pools, the prefix cache, and what waits until nobody reads it."""
+"""KV memory by its blocks: pools, prefix cache, and blocks that a plan in flight may read."""

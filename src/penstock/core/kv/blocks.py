@@ -1,7 +1,7 @@
 """KV block ids of one model: reference counts, and a prefix cache over verified full blocks.
 
 free blocks, in the order in which they are taken
-|<- empty, last freed first ->|<- never used ->|<- cached, nobody reads them, oldest first ->|
+|<- empty, last freed first ->|<- never used ->|<- cached, without readers, oldest first ->|
 A block with ref > 0 is in no list. Cached blocks keep their hash until they are reclaimed. Blocks
 that were never used are only counted: a pool takes memory for what was in use at once.
 """
@@ -122,7 +122,7 @@ class BlockPool:
         self._take(num_idle)
 
     def num_idle(self, blocks: Iterable[int]) -> int:
-        """How many of `blocks` nobody reads: sharing them takes them off the free list."""
+        """How many of `blocks` have no reader: sharing them takes them off the free list."""
         return sum(self._refs[block] == 0 for block in blocks)
 
     def commit(self, block: int, block_hash: bytes) -> None:

@@ -1,4 +1,4 @@
-"""KV pools of all models, and the blocks that wait until nobody in flight reads them."""
+"""KV pools of all models, and the blocks that wait until no plan in flight reads them."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 FloatArray = npt.NDArray[np.float64]
 
-_MOST = 1 << 14
+_MAX_LEN = 1 << 14
 _PRIOR_MEAN = 200.0
 _PRIOR_WEIGHT = 2.0
 
@@ -23,12 +23,12 @@ class OutputLengths:
     def __init__(self, memory: float = 2000.0) -> None:
         self._growth = 1 + 1 / memory
         self._weight = 1.0
-        self._ends = np.zeros(_MOST + 1)
+        self._ends = np.zeros(_MAX_LEN + 1)
         self._weights = self._weight * _PRIOR_WEIGHT
         self._tokens = self._weights * _PRIOR_MEAN
         self._num_since = 0
         self._next_draw = 1
-        self._survival = np.exp(-np.arange(_MOST + 1) / _PRIOR_MEAN)
+        self._survival = np.exp(-np.arange(_MAX_LEN + 1) / _PRIOR_MEAN)
         self.mean = _PRIOR_MEAN
         """Expected output tokens, as the curve was last drawn."""
         self.mean_residual = _PRIOR_MEAN
@@ -37,7 +37,7 @@ class OutputLengths:
     def ended(self, num_output_tokens: int) -> None:
         """A request has made its last token."""
         self._weight *= self._growth
-        self._ends[min(num_output_tokens, _MOST)] += self._weight
+        self._ends[min(num_output_tokens, _MAX_LEN)] += self._weight
         self._weights += self._weight
         self._tokens += self._weight * num_output_tokens
         self._num_since += 1
@@ -62,14 +62,14 @@ class OutputLengths:
         return self._survival
 
     def _draw(self, running: npt.NDArray[np.int64]) -> None:
-        reached = np.bincount(np.minimum(running, _MOST), minlength=_MOST + 1) * self._weight
-        # At risk of ending with n tokens: whoever ended there or later, or has got beyond.
+        reached = np.bincount(np.minimum(running, _MAX_LEN), minlength=_MAX_LEN + 1) * self._weight
+        # At risk of ending with n tokens: requests that ended there or later, or still run beyond.
         at_risk = np.cumsum((self._ends + reached)[::-1])[::-1]
-        prior = _PRIOR_WEIGHT * self._weight * np.exp(-np.arange(_MOST + 1) / _PRIOR_MEAN)
+        prior = _PRIOR_WEIGHT * self._weight * np.exp(-np.arange(_MAX_LEN + 1) / _PRIOR_MEAN)
         hazard = (self._ends + prior / _PRIOR_MEAN) / (at_risk + prior + 1e-300)
         self._survival = np.cumprod(1 - np.clip(hazard, 0.0, 1.0))
         self.mean = float(self._survival.sum())
         # Not a dot product: one so long is shared out to threads, which then spin on cores that the
         # models need.
-        weighted = (self._survival * np.arange(_MOST + 1)).sum()
+        weighted = (self._survival * np.arange(_MAX_LEN + 1)).sum()
         self.mean_residual = float(weighted) / self.mean + 0.5

@@ -54,7 +54,7 @@ _LEAST_PATIENCE_S = 0.05
 
 class LinkTimes:
     """How long draft servers take from an order to its draft, measured here: a round trip, and so
-    much for each draft token. What they say of themselves is not asked."""
+    much for each draft token. Nothing that a server reports about itself is used."""
 
     def __init__(self) -> None:
         self._lines: defaultdict[str, _Line] = defaultdict(_Line)
@@ -92,7 +92,7 @@ class LinkTimes:
         return _LEAST_PATIENCE_S + 2 * line.at(num_tokens) + 4 * line.error
 
     def forget(self, drafter: str) -> None:
-        """The server has gone."""
+        """The server has disconnected."""
         self._lines.pop(drafter, None)
 
     def _of(self, drafter: str, value: Callable[[_Line], float]) -> float:

@@ -1,12 +1,12 @@
 """What a request's acceptance by every drafter is expected to be, learned over requests.
 
 The log-odds of acceptance of one request are normal around a mean that depends linearly on the
-request's features, and drafters go together: who finds a text easy is seldom alone.
+request's features, and drafters are correlated: an easy text is easy for most of them.
 
     theta_i ~ N(W x_i, S)        accepted_ij | theta_ij  binomial with odds exp(theta_ij)
 
 A request in progress has a posterior for ALL drafters, those it has never used included. When it
-ends it teaches W (recursive least squares, one regression a drafter) and S (one step of online EM).
+ends it updates W (recursive least squares, one regression a drafter) and S (one step of online EM).
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Posterior:
 
 
 class AcceptancePrior:
-    """Learns over requests. Drafters are numbered by whoever uses it: columns 0 to J - 1."""
+    """Learns over requests. The caller numbers the drafters: columns 0 to J - 1."""
 
     def __init__(self, num_features: int) -> None:
         self._num_features = num_features
@@ -81,7 +81,7 @@ class AcceptancePrior:
         return means
 
     def doubt(self, features: FloatArray) -> FloatArray:
-        """[J] standard deviation of that mean: what more requests would teach."""
+        """[J] standard deviation of that mean, which more requests would lower."""
         variance: FloatArray = (self._spread @ features) @ features
         return np.sqrt(np.maximum(variance, 0.0))
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from penstock.core.types import Verdict
 
-_MOST = 0.99
+_MAX_ACCEPTANCE = 0.99
 
 
 class Evidence(NamedTuple):
@@ -89,7 +89,7 @@ class Smoothed(AcceptanceModel):
             self._rate = max(self._least, self._rate + self.step * (observed - self._rate))
 
     def rate(self) -> float:
-        return min(self._rate, _MOST)
+        return min(self._rate, _MAX_ACCEPTANCE)
 
 
 class Population:
@@ -101,14 +101,14 @@ class Population:
         self._decided = 1.0
 
     def observe(self, evidence: Evidence) -> None:
-        self._successes = _POPULATION_KEEP * self._successes + evidence.successes
-        self._decided = _POPULATION_KEEP * self._decided + evidence.num_decided
+        self._successes = _POPULATION_DECAY * self._successes + evidence.successes
+        self._decided = _POPULATION_DECAY * self._decided + evidence.num_decided
 
     def mean(self) -> float:
         return self._successes / self._decided
 
 
-_POPULATION_KEEP = 0.999
+_POPULATION_DECAY = 0.999
 
 
 class DiscountedBeta(AcceptanceModel):
@@ -142,7 +142,7 @@ class DiscountedBeta(AcceptanceModel):
         mean = self.mean()
         count = self._accepted + self._rejected + self._strength
         deviation = math.sqrt(mean * (1 - mean) / (count + 1))
-        return min(mean + self._optimism * deviation, _MOST)
+        return min(mean + self._optimism * deviation, _MAX_ACCEPTANCE)
 
 
 class Switching(AcceptanceModel):
@@ -170,7 +170,7 @@ class Switching(AcceptanceModel):
         self._posterior = _STAY * posterior + _JUMPS * weights * goal
         self._rate = float(self._posterior.sum(axis=0) @ _LEVELS)
         if evidence.num_decided:
-            self._visited *= _VISITED_KEEP
+            self._visited *= _VISITED_DECAY
             self._visited += posterior.sum(axis=0)
 
     def rate(self) -> float:
@@ -184,7 +184,7 @@ _JUMPS = np.array([0.0, 0.003, 0.01, 0.03, 0.1])[:, None]
 _STAY = 1 - _JUMPS
 _JUMP_PRIOR = np.full(len(_JUMPS), 1 / len(_JUMPS))
 _UNKNOWN_ROUNDS = 20.0
-_VISITED_KEEP = 0.998
+_VISITED_DECAY = 0.998
 
 
 class Bank(AcceptanceModel):
@@ -225,7 +225,7 @@ class Bank(AcceptanceModel):
         rates = [e.rate() for e in self._experts]
         mean = sum(w * r for w, r in zip(self._weights, rates, strict=True))
         spread = sum(w * (r - mean) ** 2 for w, r in zip(self._weights, rates, strict=True))
-        return min(mean + self._optimism * math.sqrt(spread), _MOST)
+        return min(mean + self._optimism * math.sqrt(spread), _MAX_ACCEPTANCE)
 
 
 class Confident(AcceptanceModel):
@@ -265,13 +265,13 @@ class Confident(AcceptanceModel):
         self._weights += np.linalg.solve(self._information, (accepted - expected) * features)
 
     def _features(self, confidence: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        bounded = min(_MOST, max(1 - _MOST, confidence))
+        bounded = min(_MAX_ACCEPTANCE, max(1 - _MAX_ACCEPTANCE, confidence))
         return np.array([1.0, math.log(bounded / (1 - bounded)), self._last])
 
     def probability(self, confidence: float) -> float:
         """That a token is accepted of which the drafter is so confident, if those before it
         were."""
-        return min(_MOST, _logistic(float(self._features(confidence) @ self._weights)))
+        return min(_MAX_ACCEPTANCE, _logistic(float(self._features(confidence) @ self._weights)))
 
     def rate(self) -> float:
         return self.probability(self._confidence)

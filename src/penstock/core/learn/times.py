@@ -17,15 +17,15 @@ from penstock.fluid.step_times import StepTimeCurve
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 
 _CATCH_UP_WEIGHT = 0.1
-_MUCH = 16
+_MIN_CATCH_UP_TOKENS = 16
 """Tokens a request from which on a catch-up is a measurement of reading."""
 _MOST_OVERHEAD_S = 2e-3
 _OVERHEAD_WEIGHT = 0.02
 _SHIFT_WEIGHT = 0.05
-_ENOUGH_PLAIN = 50
+_MIN_PLAIN_STEPS = 50
 """Steps without a draft after which it is known what they take of the host."""
-_DRAFT_OVERHEAD_KEEP = 0.999
-"""Of the drafts' share of the host's time, for each step without one: half is gone after 700."""
+_DRAFT_OVERHEAD_DECAY = 0.999
+"""Decay of the drafts' share of the host's time per step without one: half is left after 700."""
 
 
 class Times:
@@ -84,7 +84,7 @@ class Times:
 
     def observe(self, result: StepResult, *, may_wait: bool) -> None:
         """Take in a step of the target that has ended, with the host's part before it: clients wait
-        for both. may_wait: it may have waited for drafts, which nobody can tell from that."""
+        for both. may_wait: it may have waited for drafts, which cannot be told from that."""
         if result.lane == TARGET:
             self._observe_pause(result)
             if result.work is not None:
@@ -98,7 +98,7 @@ class Times:
             self.target.observe(result.num_rows, seconds)
         for timed in result.draft_times:
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
-            if timed.num_catch_up_tokens > _MUCH * timed.batch:
+            if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:
                 drafting = timed.steps * self.curve_of(timed.drafter)(timed.batch)
                 reading = max(0.0, timed.seconds - drafting)
                 self.note_catch_up(timed.drafter, reading / timed.num_catch_up_tokens)
@@ -128,14 +128,14 @@ class Times:
         self._last_end = result.finished_at
 
     def _note_pause(self, pause: float, has_drafts: bool) -> None:
-        if has_drafts and self._num_plain >= _ENOUGH_PLAIN:
+        if has_drafts and self._num_plain >= _MIN_PLAIN_STEPS:
             beyond = max(0.0, pause - self.overhead)
             self.draft_overhead += _OVERHEAD_WEIGHT * (beyond - self.draft_overhead)
             return
         self.overhead += _OVERHEAD_WEIGHT * (pause - self.overhead)
         self._num_plain += not has_drafts
         # What is not measured any more must not keep drafts away for good.
-        self.draft_overhead *= _DRAFT_OVERHEAD_KEEP
+        self.draft_overhead *= _DRAFT_OVERHEAD_DECAY
 
 
 def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:

@@ -3,7 +3,7 @@
 Service is counted as it is given and for what it costs, over the tenant's weight (Sheng et al.,
 "Fairness in Serving Large Language Models", OSDI'24), with a step-time profile's prices in the
 place of fixed ones. Of the tenants that wait the one with the least comes first; one that did not
-wait starts again at the least of those that do: nobody saves up credit.
+wait starts again at the least of those that do: no credit is saved up.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Accounts:
 
     present: of tenants with unfinished requests, by name.
     paused: ids of running requests that keep their memory, but do not run now: others' turn.
-    is_fair: whether accounts decide who comes first. are_kept: otherwise nobody asks.
+    is_fair: whether accounts decide who comes first. are_kept: whether service is counted at all.
     """
 
     def __init__(

@@ -18,13 +18,13 @@ from penstock.core.step import Step, newest
 from penstock.core.tenants.accounts import UNITS, Account, Accounts
 from penstock.fluid.step_profile import StepWork
 
-_SLOWER = 0.15
+_MAX_SLOWDOWN = 0.15
 """How far others may slow a tenant that has less than its share, of how much slower a server of its
 share would be: with half a server by 15%, with a tenth of one by 135%."""
 _GROWTH = 1.25
 """By which more requests go to work a step when there is room for them again: tenants with little
 to do come and go, and a hundred prompts at once would be in their way."""
-_ROUNDS = 16
+_BISECTION_ROUNDS = 16
 """Of bisection."""
 
 
@@ -190,7 +190,7 @@ class Fairness:
         demands = [a.num_requests for a in accounts]
         whole = sum(weights)
         allowed = [
-            (1 + _SLOWER * (whole / w - 1)) * self._seconds(d, step)
+            (1 + _MAX_SLOWDOWN * (whole / w - 1)) * self._seconds(d, step)
             for w, d in zip(weights, demands, strict=True)
         ]
 
@@ -207,7 +207,7 @@ class Fairness:
         low, high = min(levels), max(levels)
         if is_kind(high):
             return math.inf
-        for _ in range(_ROUNDS):
+        for _ in range(_BISECTION_ROUNDS):
             middle = 0.5 * (low + high)
             low, high = (middle, high) if is_kind(middle) else (low, middle)
         return low

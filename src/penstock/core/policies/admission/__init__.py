@@ -17,7 +17,7 @@ from penstock.core.step import Step
 
 
 class AdmissionPolicy(ABC):
-    """What an admission policy may say besides."""
+    """Base of admission policies; only `compose` and `draft_budget` are required."""
 
     name: ClassVar[str]
     knows_tenants: ClassVar[bool] = True
@@ -31,7 +31,7 @@ class AdmissionPolicy(ABC):
 
     def is_steady(self, step: Step) -> bool:
         """Whether `compose`, asked again for the step after this one, would do the same as long as
-        nobody comes and nobody ends: then many steps are planned at once where nothing else
+        no request arrives or ends: then many steps are planned at once where nothing else
         happens in them."""
         return False
 

@@ -23,16 +23,16 @@ from penstock.core.step import Step
 from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
-_URGENT = 0.25
+_URGENT_SHARE = 0.25
 """Share of the target for the first token after which a waiting request is hurried."""
-_LOOK_AHEAD = 256
+_MAX_WAITING_CONSIDERED = 256
 """Waiting requests that are looked at."""
-_SPARE = 0.7
+_SPARE_LOAD = 0.7
 """Load, of what the server could do, up to which decoding may wait for a prompt that is on time
 anyway: a step without the requests that decode costs throughput."""
-_LONGER = 0.1
+_MAX_LONGER_SHARE = 0.1
 """Share by which a step may get longer for each prompt that it finishes instead of cutting it."""
-_FIRST_TOKEN = 6.0
+_FIRST_TOKEN_WEIGHT = 6.0
 """Seconds that decoding requests together may lose for a second gained before a first token."""
 
 
@@ -41,9 +41,9 @@ class FluidGuided(AdmissionPolicy):
     is not expected to hold.
 
     The time of a step is a staircase in its positions, so the next prompt tokens are sometimes
-    free and sometimes dear, while every prompt has to be computed at some time. In the fluid model
-    the best mixture of steps lies on the lower convex envelope of the staircase above the
-    decoding requests, and its slope where it meets the prompts' arrival is their price: a step
+    free and sometimes expensive, while every prompt has to be computed at some time. In the
+    fluid model the best mixture of steps lies on the lower convex envelope of the staircase above
+    the decoding requests, and its slope where it meets the prompts' arrival is their price: a step
     takes the prompt tokens that cost less than that. Under overload the price is that of the most
     efficient step there is.
     """
@@ -131,12 +131,15 @@ class FluidGuided(AdmissionPolicy):
         targets, ttft = self._targets, self.options.ttft_p99
         if ttft is None:
             return None, False
-        prompts = [*step.prefills(), *itertools.islice(step.waiting.queue(), _LOOK_AHEAD)]
+        prompts = [
+            *step.prefills(),
+            *itertools.islice(step.waiting.queue(), _MAX_WAITING_CONSIDERED),
+        ]
         num_decodes = step.num_decodes()
         beside = targets.order(prompts, step.now, self._seconds_of_prompt(step, num_decodes))
         if not prompts or not num_decodes or self.options.tpot_p99 is None:
             return beside.prompts, False
-        has_time = self._load(step) < _SPARE
+        has_time = self._load(step) < _SPARE_LOAD
         if not beside.num_late and not has_time:
             return beside.prompts, False
         alone = targets.order(prompts, step.now, self._seconds_of_prompt(step, 0))
@@ -243,7 +246,7 @@ class FluidGuided(AdmissionPolicy):
         What the decoding requests lose by it together grows with their number."""
         profile = step.learn.times.profile
         seconds = profile.linear(num_decodes + cheap)
-        share = min(_LONGER, _FIRST_TOKEN / max(num_decodes, 1))
+        share = min(_MAX_LONGER_SHARE, _FIRST_TOKEN_WEIGHT / max(num_decodes, 1))
         allowed = share * (seconds + self._decode_seconds(step, num_decodes))
         best = cheap
         for i, end in enumerate((end for end in ends if end > cheap), 1):
@@ -272,7 +275,7 @@ class FluidGuided(AdmissionPolicy):
         if target is None:
             return False
         ahead = backlog * self._best_step(step)[1]
-        return step.now - first.request.arrival_time + ahead > _URGENT * target
+        return step.now - first.request.arrival_time + ahead > _URGENT_SHARE * target
 
     def _most_in_time(
         self, step: Step, num_decodes: int, prompts: list[RequestState], most: int
@@ -297,7 +300,7 @@ class FluidGuided(AdmissionPolicy):
         self, profile: StepProfile, num_decodes: int, most: int
     ) -> list[tuple[int, float]]:
         """Corners of the lower convex envelope of a step's time over 0 to `most` prompt tokens."""
-        # Without anybody who decodes a step without prompts would be no step.
+        # Without decoding requests a step without prompts would be empty.
         points = [(0, profile.linear(num_decodes))] if num_decodes else []
         corners = self._corners_of(profile)
         first = bisect.bisect_right(corners, (num_decodes, math.inf))

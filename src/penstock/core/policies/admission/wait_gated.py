@@ -60,7 +60,7 @@ class WaitGated(AdmissionPolicy):
         if step.num_preempted:
             return
         for type_, threshold in enumerate(self.options.thresholds):
-            # Credit for one wave at most: waves that nobody filled do not come later at once.
+            # Credit for one wave at most: unused waves are not made up for later at once.
             self._credit[type_] = min(self._credit[type_] + threshold, max(threshold, 1.0))
             budget -= self._admit_wave(step, type_, threshold, budget)
         if not step.num_tokens:

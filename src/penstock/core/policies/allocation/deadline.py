@@ -1,6 +1,6 @@
 """Fair draft lengths per second, where a round waits for its slowest draft.
 
-Per round a longer draft never costs anything; per second it keeps everybody waiting. By the
+Per round a longer draft never costs anything; per second it makes all wait. By the
 renewal-reward rule a round is worth Σ U'(x_i) [μ_i(S_i) − x_i T], with x_i in tokens a second and
 T = max_i(S_i t_i + rtt_i) + verify(rows); for logarithmic utility a second costs exactly the number
 of tenants. Given the deadline of the drafts and their total, the largest gains are best: both are

@@ -13,7 +13,7 @@ from penstock.core.view import DraftCandidate, View
 
 
 class Fixed(AllocationPolicy):
-    """The same draft length for everybody, whatever it brings."""
+    """The same draft length for every request."""
 
     name: ClassVar[str] = "fixed"
 
@@ -45,9 +45,9 @@ class Fixed(AllocationPolicy):
 
     def _share(self, total: int, num: int) -> list[int]:
         each, extra = divmod(total, num)
-        lucky = {(self._turn + i) % num for i in range(extra)}
+        with_extra = {(self._turn + i) % num for i in range(extra)}
         self._turn += extra
-        return [each + (i in lucky) for i in range(num)]
+        return [each + (i in with_extra) for i in range(num)]
 
 
 def cut_to_budget(lengths: Sequence[int], budget: int) -> list[int]:

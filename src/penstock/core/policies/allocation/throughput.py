@@ -35,8 +35,8 @@ class Throughput(AllocationPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """k_max: most draft tokens for one request in a round.
-        margin: speculate only where it promises this share more: estimates err, and what looks
-            best of many is most likely to have been flattered."""
+        margin: speculate only where it is expected to gain this share more: the best of many
+            estimates is likely to be too high."""
 
         k_max: MaxDraftTokens = 8
         margin: NonNegativeFloat = 0.05

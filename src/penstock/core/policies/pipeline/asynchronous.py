@@ -60,7 +60,7 @@ class Asynchronous(Pipeline):
         return view.now + float(waits[best]) if best else None
 
     def _coming(self, view: View, state: RequestState) -> tuple[float, float, int]:
-        """Seconds until a draft is here, the tokens it promises, and its positions."""
+        """Seconds until a draft is here, its expected tokens, and its positions."""
         order = state.draft.order
         assert order is not None
         elapsed = view.now - state.draft.ordered_at
@@ -72,7 +72,7 @@ class Asynchronous(Pipeline):
         return left, expected_tokens(view.learn, state, order.drafter, num), num + 1
 
     def _held(self, estimators: Estimators, state: RequestState) -> tuple[float, int]:
-        """The tokens that a request promises, and its positions."""
+        """The expected tokens of a request, and its positions."""
         if state.draft.stage is not DraftStage.HELD or state.drafter is None:
             return 1.0, 1
         num = state.draft.num_draft_tokens

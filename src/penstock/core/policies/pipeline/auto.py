@@ -24,19 +24,19 @@ from penstock.core.state import RequestState
 from penstock.core.types import StepResult
 from penstock.core.view import View
 
-_GAIN = 0.005
-"""Micro-batches must promise so much more before they are begun, or ended."""
-_CHANGED = 0.1
-"""The batch has changed much when so large a share of it has come, gone or changed drafters."""
-_LENGTH_KEEP = 0.9
-_PACE_KEEP = 0.95
+_MIN_GAIN = 0.005
+"""Predicted gain from which on micro-batches are begun, or ended."""
+_MIN_CHANGED_SHARE = 0.1
+"""Share of the batch that must have come, gone or changed drafters for a new decision."""
+_LENGTH_DECAY = 0.9
+_PACE_DECAY = 0.95
 _MOST_PACE = 4.0
 _TOLERATED = 1.1
 _FADING = 2e-4
 _HOST_WEIGHT = 0.1
 _MOST_HOST_S = 2e-3
-"""A longer break between two steps is no plan being written."""
-_EVERY_STEPS = 64
+"""A longer gap between two steps is not the host's work."""
+_DECIDE_EVERY_STEPS = 64
 
 
 class Auto(Pipeline):
@@ -65,7 +65,7 @@ class Auto(Pipeline):
         self._last_end = math.inf
         self._predicted = 0.0
         self._taken = {False: 0.0, True: 0.0}
-        self._promised = {False: 0.0, True: 0.0}
+        self._predicted_by_mode = {False: 0.0, True: 0.0}
 
     @property
     def drafts_beside(self) -> bool:
@@ -93,7 +93,7 @@ class Auto(Pipeline):
         for verdict in result.verdicts:
             if verdict.drafter is not None:
                 length = self._lengths.setdefault(verdict.drafter, verdict.num_proposed)
-                length += (1 - _LENGTH_KEEP) * (verdict.num_proposed - length)
+                length += (1 - _LENGTH_DECAY) * (verdict.num_proposed - length)
                 self._lengths[verdict.drafter] = length
         drafting = [s for s in running if s.is_decoding and s.drafter in self._lengths]
         loads = Counter(s.drafter for s in drafting if s.drafter is not None)
@@ -112,23 +112,25 @@ class Auto(Pipeline):
         has_prefill = not all(v.num_proposed for v in result.verdicts)
         if since <= 0 or not num or not self._predicted or has_prefill:
             return
-        promised = num * self._predicted
-        self._taken[beside] *= _PACE_KEEP
-        self._promised[beside] *= _PACE_KEEP
-        self._taken[beside] += min(since, _MOST_PACE * promised)
-        self._promised[beside] += promised
+        predicted = num * self._predicted
+        self._taken[beside] *= _PACE_DECAY
+        self._predicted_by_mode[beside] *= _PACE_DECAY
+        self._taken[beside] += min(since, _MOST_PACE * predicted)
+        self._predicted_by_mode[beside] += predicted
         if not beside:
-            usual = self._promised[True] * self._taken[False] / self._promised[False]
+            usual = (
+                self._predicted_by_mode[True] * self._taken[False] / self._predicted_by_mode[False]
+            )
             self._taken[True] += _FADING * (usual - self._taken[True])
 
     @property
     def _worse(self) -> float:
-        """How much worse a pipeline keeps its promise; what was not tried is taken to keep it."""
+        """How far a pipeline falls behind its prediction; 1 where it was not tried."""
         pace = {
-            beside: self._taken[beside] / promised if promised else 1.0
-            for beside, promised in self._promised.items()
+            beside: self._taken[beside] / predicted if predicted else 1.0
+            for beside, predicted in self._predicted_by_mode.items()
         }
-        return pace[True] / pace[False] if self._promised[True] else 1.0
+        return pace[True] / pace[False] if self._predicted_by_mode[True] else 1.0
 
     def _learn_host(self, result: StepResult, *, is_idle: bool) -> None:
         """Without a pipeline the next step follows as soon as the engine has written its plan."""
@@ -143,7 +145,10 @@ class Auto(Pipeline):
         """positions: of each drafter's batch in a verification."""
         before = self._decided
         moved = sum(abs(positions.get(n, 0) - before.get(n, 0)) for n in {*positions, *before})
-        return moved > _CHANGED * sum(before.values()) or self._num_steps >= _EVERY_STEPS
+        return (
+            moved > _MIN_CHANGED_SHARE * sum(before.values())
+            or self._num_steps >= _DECIDE_EVERY_STEPS
+        )
 
     def _choose(self, work: Round) -> Setting:
         """The present setting, unless another is better by more than noise."""
@@ -155,8 +160,8 @@ class Auto(Pipeline):
             alone = cycle_seconds(work, setting)
             return alone * worse if setting.num and worse > _TOLERATED else alone
 
-        best = best_setting(seconds, most, _GAIN)
-        if self.setting.num <= most and seconds(best) > (1 - _GAIN) * seconds(self.setting):
+        best = best_setting(seconds, most, _MIN_GAIN)
+        if self.setting.num <= most and seconds(best) > (1 - _MIN_GAIN) * seconds(self.setting):
             best = self.setting
         self._predicted = cycle_seconds(work, best) / work.batch
         return best

@@ -89,7 +89,7 @@ class MicroBatches(Pipeline):
         return None
 
     def joins(self, state: RequestState) -> bool:
-        """Its own group, and whoever is in none."""
+        """Its own group, and requests without a group."""
         return self._group.get(state.request.id, self._verified) == self._verified
 
     def _turn(self, group: int) -> int:

@@ -17,7 +17,7 @@ from penstock.core.view import View
 
 
 @dataclass(frozen=True, slots=True)
-class ReplayWish:
+class ReplayProposal:
     """A drafter should read a request's verified text, if it has time: to have its KV ready, or
     also to `evaluate` what it would have drafted."""
 
@@ -32,7 +32,7 @@ class SelectionPolicy(ABC):
     name: ClassVar[str]
 
     @property
-    def has_wishes(self) -> bool:
+    def proposes_replays(self) -> bool:
         """Whether it is worth asking for `replays` now."""
         return type(self).replays is not SelectionPolicy.replays
 
@@ -43,12 +43,12 @@ class SelectionPolicy(ABC):
     def observe(self, outcomes: Sequence[Outcome], view: View) -> None:  # noqa: B027
         """Take in all verdicts of one target step."""
 
-    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
         """What should be read beside drafting; the least important last."""
         return []
 
     def replayed(self, state: RequestState, replayed: Replayed) -> None:  # noqa: B027
-        """Take in what a wish came to."""
+        """Take in the result of a replay."""
 
     def forget(self, request_id: str) -> None:  # noqa: B027
         """The request has ended."""

@@ -1,11 +1,11 @@
-"""The drafter that promises a request the most, from everything that is known of it.
+"""The drafter with the most expected tokens per second, from everything known of a request.
 
 For every drafter a request has a posterior of its acceptance, whether or not it has ever used it
 (`learn.prior`): from its prompt's words, from its tenant, from what its own drafts have shown, and
 from what is known to go together. Drafters are compared by the seconds that they save the request
 to its end: those of a step with their drafts, over the tokens that it yields, against those of a
 step without, for all the tokens that are to come, less the reading of the text so far. A step's
-seconds are those for which everybody in it waits; no drafter at all saves 0.
+seconds are those for which all requests in it wait; no drafter at all saves 0.
 
 Decisions are few: at the start, and after rounds that double. A drafter that little is known of,
 for requests like this one, is evaluated by replay: it reads a request's text and says what it would
@@ -36,7 +36,7 @@ from penstock.core.policies.options import (
     Seed,
     Share,
 )
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
+from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.matching import assign
 from penstock.core.policies.selection.parts.words import NUM_WORDS, Words
 from penstock.core.state import Drafter, Outcome, RequestState
@@ -45,14 +45,14 @@ from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
 
-_KEEP = 0.98
-_PACE_KEEP = 0.99
+_DECAY = 0.98
+_PACE_DECAY = 0.99
 _DEMAND_WEIGHT = 0.05
-_EVALUATED = 24
+_MIN_REPLAYED_TOKENS = 24
 """Output tokens from which on a replay says enough."""
-_EARLY = 64.0
+_EARLY_REQUESTS = 64.0
 """Requests after which the time for replays is not a fixed share any more."""
-_LEAST_DOUBT = 0.6
+_MIN_PRIOR_STD = 0.6
 """Standard deviation of a prior's mean that is worth a replay."""
 _MOST_OVERHEAD = 2.0
 """Most time of a step that counts, over what its rows and drafts should take: more is no work."""
@@ -61,10 +61,10 @@ _MOST_STRENGTH = 100.0
 """Tokens that what selection knows may be worth to allocation."""
 _BEST_RATE = 0.9
 """Acceptance of a draft token that hardly any drafter exceeds."""
-_UNDRAFTED = 0.1
+_UNDRAFTED_WEIGHT = 0.1
 """Of a step without drafts, towards the time for replays, which hardly pay where drafts do not."""
 _LONGEST_GAP = 64
-"""Rounds between decisions: what a replay has shown fades, and must not be gone by the next."""
+"""Rounds between decisions: evidence of a replay fades, and must last until the next."""
 _IDLE_GAP = 16
 """Rounds until it is looked again whether any drafter pays."""
 
@@ -90,7 +90,7 @@ class _Known:
 
     def note(self, column: int, accepted: float, rejected: float) -> None:
         """Draft tokens, really made or imagined, that were decided on."""
-        self.counts *= _KEEP
+        self.counts *= _DECAY
         self.counts[:, column] += accepted, rejected
 
     def grow(self, num_models: int) -> None:
@@ -127,11 +127,11 @@ class _Pace:
         seconds = times.target(rows)
         for drafter, lengths in drafts.items():
             seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
-        counted = 1.0 if drafts else _UNDRAFTED
+        counted = 1.0 if drafts else _UNDRAFTED_WEIGHT
         self.total_s += counted * min(passed, _MOST_OVERHEAD * seconds)
-        self.rows = _PACE_KEEP * self.rows + rows
-        self.requests = _PACE_KEEP * self.requests + len(outcomes)
-        self.steps = _PACE_KEEP * self.steps + 1
+        self.rows = _PACE_DECAY * self.rows + rows
+        self.requests = _PACE_DECAY * self.requests + len(outcomes)
+        self.steps = _PACE_DECAY * self.steps + 1
 
 
 class Adaptive(SelectionPolicy):
@@ -144,7 +144,7 @@ class Adaptive(SelectionPolicy):
         """k_max: most draft tokens that a drafter's worth counts on.
         first_gap: rounds after which a request's first choice is looked at again; the gap doubles,
             up to 64.
-        margin: a change must promise this share of the time beyond staying.
+        margin: a change must save this share of the time over staying.
         explore: share of the time that replays may take at first; it falls with the number of
             requests. 0 never explores.
         seed: of what is drawn."""
@@ -165,7 +165,7 @@ class Adaptive(SelectionPolicy):
         self._words = Words()
         self._pace = _Pace()
         self._demand: dict[str, float] = {}
-        self._wishes: dict[tuple[str, str], ReplayWish] = {}
+        self._proposals: dict[tuple[str, str], ReplayProposal] = {}
         self._replayed_s = 0.0
         self._num_ended = 0
 
@@ -203,7 +203,7 @@ class Adaptive(SelectionPolicy):
         for i, state in enumerate(states):
             known = self._know(state, drafters, view)
             if names:
-                self._wish(state, known, drafters, view)
+                self._propose(state, known, drafters, view)
                 rates = self._rates(state, known)[columns].tolist()
                 values[i] = self._worth(state, list(drafters.values()), rates, view)
         room = [
@@ -216,8 +216,8 @@ class Adaptive(SelectionPolicy):
             known = self._known[state.request.id]
             if name is not None:
                 self._tell(known, state.request.id, name, view.learn)
-            elif not any((state.request.id, n) in self._wishes for n in names):
-                # Nobody drafts, and nobody reads: nothing will be learned of the request.
+            elif not any((state.request.id, n) in self._proposals for n in names):
+                # No draft and no replay: nothing will be learned of the request.
                 known.next_round = max(known.next_round, state.round + _IDLE_GAP)
 
     def _worthwhile(self, drafters: Mapping[str, Drafter], view: View) -> dict[str, Drafter]:
@@ -336,7 +336,7 @@ class Adaptive(SelectionPolicy):
                 known.note(column, verdict.evidence, verdict.num_decided - verdict.evidence)
 
     def replayed(self, state: RequestState, replayed: Replayed) -> None:
-        self._wishes.pop((state.request.id, replayed.drafter), None)
+        self._proposals.pop((state.request.id, replayed.drafter), None)
         column = self._columns.get(replayed.drafter)
         known = self._known.get(state.request.id)
         if column is not None and known is not None and replayed.num_tokens:
@@ -345,8 +345,8 @@ class Adaptive(SelectionPolicy):
 
     def forget(self, request_id: str) -> None:
         known = self._known.pop(request_id, None)
-        for key in [k for k in self._wishes if k[0] == request_id]:
-            del self._wishes[key]
+        for key in [k for k in self._proposals if k[0] == request_id]:
+            del self._proposals[key]
         self._num_ended += known is not None
         if known is not None and known.counts.any():
             known.grow(len(self._models))
@@ -404,13 +404,13 @@ class Adaptive(SelectionPolicy):
     # --- replays --------------------------------------------------------------------------------
 
     @property
-    def has_wishes(self) -> bool:
-        return bool(self._wishes)
+    def proposes_replays(self) -> bool:
+        return bool(self._proposals)
 
-    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
-        return list(self._wishes.values())
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
+        return list(self._proposals.values())
 
-    def _wish(
+    def _propose(
         self,
         state: RequestState,
         known: _Known,
@@ -425,9 +425,9 @@ class Adaptive(SelectionPolicy):
             if name == state.drafter or not _can_replay(drafter, state):
                 continue
             if not view.is_beside(drafter) and drafter.pool is not None:
-                if state.num_output_tokens < _EVALUATED or name in known.evaluated:
+                if state.num_output_tokens < _MIN_REPLAYED_TOKENS or name in known.evaluated:
                     continue
-                if known.doubt[self._columns[name]] < _LEAST_DOUBT:
+                if known.doubt[self._columns[name]] < _MIN_PRIOR_STD:
                     continue
                 unread = state.num_known_tokens - self._num_read(state, drafter)
                 seconds = view.learn.times.catch_up_of(name) * unread
@@ -435,12 +435,12 @@ class Adaptive(SelectionPolicy):
                     continue
                 self._replayed_s += seconds
                 known.evaluated.add(name)
-            self._wishes[state.request.id, name] = ReplayWish(state, name, evaluate=True)
+            self._proposals[state.request.id, name] = ReplayProposal(state, name, evaluate=True)
 
     def _exploration_s(self) -> float:
         """Seconds that replays may have taken by now: at first a share of all decoding, then, as
         there is less to learn, a share that falls with the number of requests."""
-        ended = self._num_ended / _EARLY
+        ended = self._num_ended / _EARLY_REQUESTS
         share = math.log1p(ended) / ended if ended else 1.0
         return self.options.explore * share * self._pace.total_s
 

@@ -1,4 +1,4 @@
-"""Full information: every drafter is judged on the text that is verified, whoever drafted it.
+"""Full information: every drafter is judged on the verified text, whichever drafter drafted it.
 
 The idea of HedgeSpec (Liu et al., arXiv 2510.20064): verified text shows what any drafter would
 have had accepted, at no cost to the target, so that nothing need be explored. Here evidence comes
@@ -20,7 +20,7 @@ from penstock.core.policies.options import (
     PositiveInt,
     Range,
 )
-from penstock.core.policies.selection import ReplayWish, usable
+from penstock.core.policies.selection import ReplayProposal, usable
 from penstock.core.policies.selection.parts.goodput import RoundTimes, model_of
 from penstock.core.policies.selection.parts.staged import (
     StagedPolicy,
@@ -32,7 +32,7 @@ from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
 from penstock.core.view import View
 
-_POPULATION_KEEP = 0.999
+_POPULATION_DECAY = 0.999
 
 
 @dataclass(slots=True)
@@ -72,7 +72,7 @@ class Replay(StagedPolicy):
     others read what they have missed. Drafters of their own lane read whenever they are idle.
 
     A `ratio` request leaves no evidence but that of its own drafts: what else would be unbiased
-    needs target probabilities that nobody keeps.
+    needs target probabilities that are not kept.
     """
 
     name: ClassVar[str] = "replay"
@@ -140,10 +140,10 @@ class Replay(StagedPolicy):
 
     # --- replays --------------------------------------------------------------------------------
 
-    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
         drafters = usable(view.drafters)
         beside = view.beside & drafters.keys()
-        wishes = []
+        proposals = []
         times = None
         for state in states:
             record = self._records.get(state.request.id)
@@ -156,13 +156,13 @@ class Replay(StagedPolicy):
                 times = times or step_times(states, view)
                 record.asked = until
                 record.promising = self._promising(state, drafters, view, times)
-            wishes += [
-                (gain, ReplayWish(state, name, evaluate=True))
+            proposals += [
+                (gain, ReplayProposal(state, name, evaluate=True))
                 for gain, name in record.promising
                 if name in drafters and (is_last or name in beside)
             ]
-        wishes.sort(key=lambda wish: -wish[0])
-        return [wish for _, wish in wishes]
+        proposals.sort(key=lambda proposal: -proposal[0])
+        return [proposal for _, proposal in proposals]
 
     def _promising(
         self,
@@ -215,7 +215,7 @@ class Replay(StagedPolicy):
         uses or asks: what they showed long ago must not be held against them for ever."""
         num_tokens = sum(len(o.verdict.token_ids) for o in outcomes)
         for share in self._population.values():
-            share.fade(_POPULATION_KEEP**num_tokens)
+            share.fade(_POPULATION_DECAY**num_tokens)
         for state, verdict in outcomes:
             record = self._records.get(state.request.id, _UNKNOWN)
             for share in record.shares.values():

@@ -1,4 +1,4 @@
-"""One drafter for everybody: the Spin paper's Vanilla."""
+"""One drafter for all requests: the Spin paper's Vanilla."""
 
 from __future__ import annotations
 

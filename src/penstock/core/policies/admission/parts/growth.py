@@ -19,11 +19,11 @@ _AHEAD: IntArray = np.concatenate(
     [np.arange(64), np.arange(64, 128, 2), np.arange(128, 512, 8), 2 ** np.arange(9, 14)]
 )
 
-_MORE = 1.1
-"""Prompts admitted into short memory, over those that would leave it if it were full."""
+_REFILL_FACTOR = 1.1
+"""Rate of admission while memory is short, over the rate at which a full memory empties."""
 
 
-_AT_ONCE = 64
+_GROWTH_BATCH = 64
 """Waiting requests whose growth is computed together: mostly the first few decide."""
 
 
@@ -41,7 +41,7 @@ def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float)
     ages = np.array([(s.num_known_tokens, s.num_output_tokens) for s in waiting], dtype=np.int64)
     known = step.num_known_tokens + np.cumsum(ages[:, 0])
     num = len(step.running) + 1 + np.arange(len(ages))
-    # So much would hardly be needed if nobody ended for longer than an output takes.
+    # More than would be needed if no request ended for longer than an output takes.
     first = int(np.count_nonzero(known + 1.5 * num * lengths.mean <= capacity))
     last = int(np.count_nonzero(known <= capacity))
     if first >= last:
@@ -51,8 +51,8 @@ def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float)
     freed, variance = (
         parts.sum(axis=0) for parts in _freed(np.concatenate([running, ages[:first]]), survival)
     )
-    for start in range(first, last, _AT_ONCE):
-        some = slice(start, min(start + _AT_ONCE, last))
+    for start in range(first, last, _GROWTH_BATCH):
+        some = slice(start, min(start + _GROWTH_BATCH, last))
         more_freed, more_variance = _freed(ages[some], survival)
         all_freed = freed + np.cumsum(more_freed, axis=0)
         all_variance = variance + np.cumsum(more_variance, axis=0)
@@ -87,7 +87,7 @@ class Refill:
     leave a memory full of ordinary requests. A long prompt is admitted on credit.
 
     credit: prompt tokens that may be admitted; without end while memory is not short.
-    is_pausing: whether nobody was admitted only because it is too early.
+    is_pausing: whether requests were held back only because it is too early.
     """
 
     def __init__(self) -> None:
@@ -111,7 +111,7 @@ class Refill:
         lengths, self._prompt_len = step.learn.lengths, step.learn.traffic.mean_prompt_len
         if self.is_short:
             full = step.pool.capacity_tokens / (self._prompt_len + lengths.mean_residual)
-            earned = _MORE * full / lengths.mean * self._prompt_len
+            earned = _REFILL_FACTOR * full / lengths.mean * self._prompt_len
             self.credit = min(self._prompt_len, self.credit + earned)
             self.is_pausing = self.credit <= 0 and bool(step.running)
         return not self.is_pausing

@@ -23,12 +23,12 @@ from penstock.core.step import Step
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
 
-_PATIENCE = 20.0
+_LATE_AFTER_TARGETS = 20.0
 """Targets for the first token after which a late request comes before all others, if it is its
 turn."""
-_TURN = 2.0
+_LATE_EVERY_TARGETS = 2.0
 """Targets for the first token between two turns: late requests do not make all others late."""
-_AIM = 0.95
+_TARGET_MARGIN = 0.95
 """Share of the target for later tokens that is aimed at: steps are not quite as predicted."""
 
 
@@ -52,11 +52,13 @@ class Targets:
     def order(
         self, prompts: Iterable[RequestState], now: float, seconds: Callable[[RequestState], float]
     ) -> Order:
-        """Whose next token is waited for already, and whose turn it is though it is late; then
-        those that can be on time, then the others, each oldest first. Whoever would make most
-        others late is late: the fewest are that way (Moore and Hodgson). After `_PATIENCE` targets
-        one of them every `_TURN` targets comes first: nobody is put off for ever, and under
-        overload they do not make everybody late.
+        """The order in which prompts get their tokens.
+
+        First those whose next token is overdue and whose turn it is; then those that can be on
+        time, then the others, each oldest first. Requests that would make most others late are
+        late themselves: so the fewest are late (Moore and Hodgson). After `_LATE_AFTER_TARGETS`
+        targets a late request comes first, one every `_LATE_EVERY_TARGETS` targets, so that none
+        waits for ever, and under overload late ones do not make all others late.
 
         seconds: that the rest of a prompt takes."""
         assert self.ttft_p99 is not None
@@ -87,13 +89,13 @@ class Targets:
 
     def _turn_of(self, oldest: list[RequestState], now: float, target: float) -> list[RequestState]:
         """The oldest of the prompts, if it waits for too long and it is its turn."""
-        if not oldest or now <= oldest[0].request.arrival_time + _PATIENCE * target:
+        if not oldest or now <= oldest[0].request.arrival_time + _LATE_AFTER_TARGETS * target:
             return []
         first = oldest[0].request.id
         if first != self._turn[0]:
             if now < self._turn[1]:
                 return []
-            self._turn = (first, now + _TURN * target)
+            self._turn = (first, now + _LATE_EVERY_TARGETS * target)
         return oldest[:1]
 
     def time_left(self, step: Step, decoding: float) -> float:
@@ -104,7 +106,7 @@ class Targets:
         if self.tpot_p99 is None:
             return math.inf
         ahead, _ = self._ahead(step)
-        gained = max(0.0, _AIM * self.tpot_p99 - decoding)
+        gained = max(0.0, _TARGET_MARGIN * self.tpot_p99 - decoding)
         ahead = ahead[ahead + gained * step.learn.lengths.mean_residual >= decoding]
         return float(ahead.min()) if len(ahead) else math.inf
 
@@ -112,7 +114,7 @@ class Targets:
         """Expected number of running requests that end before they have made up for `seconds`
         without a token, though they would be within the target without."""
         assert self.tpot_p99 is not None
-        gained = _AIM * self.tpot_p99 - decoding
+        gained = _TARGET_MARGIN * self.tpot_p99 - decoding
         if gained <= 0:
             return math.inf
         ahead, num_tokens = self._ahead(step)
@@ -131,4 +133,4 @@ class Targets:
         tokens so far."""
         assert self.tpot_p99 is not None
         first_at, num_tokens = step.output_times()
-        return first_at + _AIM * self.tpot_p99 * num_tokens - step.now, num_tokens
+        return first_at + _TARGET_MARGIN * self.tpot_p99 * num_tokens - step.now, num_tokens

@@ -13,13 +13,13 @@ from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork
 
 IDLE_STEPS = 10
-_STRETCH = 1.5
+_MAX_STEP_STRETCH = 1.5
 _START_STEPS = 4.0
 _LEAST_WEIGHT = 1e-6
 
 
 Fairness = Annotated[float, Range(at_least=0, at_most=16)]
-"""Exponent of a concave utility: 0 total tokens, 1 proportional; beyond 16 floats give out."""
+"""Exponent of a concave utility: 0 total tokens, 1 proportional; beyond 16 floats underflow."""
 
 
 def draft_budget(total: int | None, view: View) -> int:
@@ -28,7 +28,7 @@ def draft_budget(total: int | None, view: View) -> int:
     if total is not None:
         return min(total, view.room.budget)
     times, num = view.learn.times, view.room.num_sampled
-    longest = _STRETCH * times.step_seconds(StepWork(num_decodes=num))
+    longest = _MAX_STEP_STRETCH * times.step_seconds(StepWork(num_decodes=num))
     low, high = 0, view.room.budget
     while low < high:
         middle = (low + high + 1) // 2

@@ -21,7 +21,7 @@ MOST_MICRO_BATCHES = 8
 _UNEVEN = (0.125, 0.25, 0.375)
 _ROUNDING = 1e-9
 _WARM_CYCLES, _CYCLES = 4, 4
-"""Until a pipeline that began empty runs steadily, and of those that are counted."""
+"""Cycles until a pipeline that began empty is steady, and cycles that are counted after them."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ def _drafting(lanes: Sequence[Lane], drafts: Sequence[float]) -> float:
 
 
 def _saturated(lanes: Sequence[Lane], drafts: Sequence[float], verify: float) -> float:
-    """Seconds of a cycle in which nobody waits without need."""
+    """Seconds of a cycle without unnecessary waits."""
     drafting = _drafting(lanes, drafts)
     slowdown = max(1.0, lanes[max(range(len(lanes)), key=drafts.__getitem__)].slowdown)
     of_target = max(1.0, *(lane.target_slowdown for lane in lanes))

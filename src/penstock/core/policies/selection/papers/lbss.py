@@ -17,7 +17,7 @@ from typing import ClassVar
 import numpy as np
 
 from penstock.core.policies.options import NonNegativeFloat, PositiveInt, Seed
-from penstock.core.policies.selection import ReplayWish, SelectionPolicy, usable
+from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.parts.matching import assign
 from penstock.core.policies.selection.parts.places import Places
@@ -154,22 +154,22 @@ class Lbss(SelectionPolicy):
 
     # --- fast switch ----------------------------------------------------------------------------
 
-    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayWish]:
+    def replays(self, states: Sequence[RequestState], view: View) -> list[ReplayProposal]:
         """In the last rounds of a stage, the drafter of the next. Inside a step there is no idle
         time: reading early would cost what it saves."""
         beside = {n: d for n, d in usable(view.drafters).items() if view.is_beside(d)}
         if not beside or not self.options.fast_switch:
             return []
-        wishes = []
+        proposals = []
         for state in states:
             course = self._courses.get(state.request.id)
             if course is None or course.until - state.round > self.options.beta:
                 continue
             name = self._destination(state, course, beside)
             if name is not None and name != state.drafter:
-                wishes.append((course.until - state.round, ReplayWish(state, name)))
-        wishes.sort(key=lambda wish: wish[0])
-        return [wish for _, wish in wishes]
+                proposals.append((course.until - state.round, ReplayProposal(state, name)))
+        proposals.sort(key=lambda proposal: proposal[0])
+        return [proposal for _, proposal in proposals]
 
     def _destination(
         self, state: RequestState, course: _Course, drafters: dict[str, Drafter]

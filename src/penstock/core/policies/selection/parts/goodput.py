@@ -20,9 +20,9 @@ from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
 from penstock.core.view import View
 
-_KEEP = 0.999
-_OWN_KEEP = 0.995
-_FORGOTTEN = 1e-6
+_DECAY = 0.999
+_OWN_DECAY = 0.995
+_NEGLIGIBLE = 1e-6
 
 
 def model_of(drafter: Drafter) -> str:
@@ -150,9 +150,9 @@ class ObservedGoodput:
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
         times = RoundTimes(view, len(outcomes), batches)
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
-        _fade(self.by_model, _KEEP ** len(decoding))
+        _fade(self.by_model, _DECAY ** len(decoding))
         for state, verdict in decoding:
-            _fade(self._by_request.get(state.request.id, {}), _OWN_KEEP)
+            _fade(self._by_request.get(state.request.id, {}), _OWN_DECAY)
             drafter = view.drafters.get(state.drafter or "")
             if drafter is None or not drafter.up or drafter.silent:
                 continue
@@ -183,5 +183,5 @@ class ObservedGoodput:
 def _fade(means: dict[str, Mean], keep: float) -> None:
     for model, mean in list(means.items()):
         mean.fade(keep)
-        if mean.count < _FORGOTTEN:
+        if mean.count < _NEGLIGIBLE:
             del means[model]

@@ -17,7 +17,7 @@ def assign(
     """The drafter of each request, or None: the assignment of the greatest sum, with a column for
     every place of a drafter. Of equals, the earlier drafter, and a drafter before none.
 
-    values: [N, M], -inf where a drafter is out of the question. room: [M] requests that each takes
+    values: [N, M], -inf where a drafter is excluded. room: [M] requests that each takes
     at most (0 or less: none; None: any number). alone: value of no drafter, of all or [N]; there is
     always room for that.
     """

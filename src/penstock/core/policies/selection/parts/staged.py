@@ -76,10 +76,10 @@ def step_times(states: Sequence[RequestState], view: View) -> RoundTimes:
 def rounds_ahead(state: RequestState) -> int:
     """Rounds that a switch is for. How many are to come nobody knows; as many again as there were
     is a fair guess, once there were a few."""
-    return max(1, min(max(state.round, _FEW), state.num_remaining_tokens))
+    return max(1, min(max(state.round, _MIN_ROUNDS_AHEAD), state.num_remaining_tokens))
 
 
-_FEW = 16
+_MIN_ROUNDS_AHEAD = 16
 
 
 def kept(state: RequestState, drafter: Drafter, times: RoundTimes, rounds: int) -> float:
