@@ -188,7 +188,7 @@ def overload() -> Workload:
 def test_whoever_is_late_does_not_make_all_others_late(monkeypatch: pytest.MonkeyPatch) -> None:
     ours = fluid(overload(), options=TARGETS)
     assert ours.figures()["requests_completed"] == 960
-    monkeypatch.setattr("penstock.core.policies.admission.parts.targets._TURN", 0.0)
+    monkeypatch.setattr("penstock.core.policies.admission.parts.targets._LATE_EVERY_TARGETS", 0.0)
     all_first = fluid(overload(), options=TARGETS)
     assert (ours.ttft > 0.6).mean() < 0.7 * (all_first.ttft > 0.6).mean()
 
@@ -202,7 +202,7 @@ def test_nobody_is_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     workload = Workload("long", prompts[order], np.full(1001, 40), arrivals[order] - arrivals.min())
     long = int(np.argmax(workload.prompt_len))
     waits = [float(fluid(workload, options=TARGETS).ttft[long])]
-    monkeypatch.setattr("penstock.core.policies.admission.parts.targets._PATIENCE", 1e9)
+    monkeypatch.setattr("penstock.core.policies.admission.parts.targets._LATE_AFTER_TARGETS", 1e9)
     waits.append(float(fluid(workload, options=TARGETS).ttft[long]))
     assert waits[0] < 22 * TARGETS["ttft_p99"] < waits[1]
 
