@@ -61,6 +61,18 @@ def few_cells(monkeypatch: pytest.MonkeyPatch) -> None:
     "name", [FAST, *first_fast(sorted(set(experiments()) - MEASURED - {FAST}), 0)]
 )
 def test_an_experiment_writes_its_files_and_judges_every_claim(name: str, tmp_path: Path) -> None:
+    is_whole(name, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("expected_capacities")
+@pytest.mark.parametrize("name", ["spin_fig11", "spin_fig12", "spin_fig13"])
+def test_the_largest_experiments_do_with_all_their_cells(name: str, tmp_path: Path) -> None:
+    is_whole(name, tmp_path)
+
+
+def is_whole(name: str, tmp_path: Path) -> None:
+    """A tiny run tells what it does, writes its files and judges every claim against a control."""
     told: list[str] = []
     verdicts = experiments()[name].run(Trial(tmp_path, TINY, tell=told.append))
     assert verdicts
