@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -182,7 +182,7 @@ def show(
     with one_line(ProfileError):
         loaded = load_profile(profile)
     if plot is not None:
-        with one_line(OSError, ValueError, ModuleNotFoundError):
+        with one_line(OSError, ValueError):
             _plot(loaded, plot)
     if as_json:
         print(json.dumps(asdict(loaded)))
@@ -250,24 +250,16 @@ def _curves(profile: StepProfile, counts: tuple[int, ...]) -> tuple[list[float],
 
 
 def _plot(profile: StepProfile, path: Path) -> None:
-    try:
-        import matplotlib
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "--plot needs matplotlib: pip install 'penstock[plot]'"
-        ) from error
-    matplotlib.use("agg")
-    from matplotlib import pyplot
+    """Raises: PlotError, OSError."""
+    from penstock.sim.plots import load_pyplot, save_figure
 
     counts = tuple(range(1, 1025))
     prefill, decode = _curves(profile, counts)
-    figure: Any
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure, axes = load_pyplot().subplots(figsize=(7, 4), layout="constrained")
     axes.plot(counts, [profile.linear(n) * 1e3 for n in counts], label="all but attention")
     axes.plot(counts, prefill, label="one prompt")
     axes.plot(counts, decode, label=f"decodes over {_DECODE_CONTEXT} tokens each")
     axes.set(xlabel="tokens in the step", ylabel="ms", title=profile.name)
     axes.set_ylim(bottom=0)
     axes.legend()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)
+    save_figure(figure, path)

@@ -69,7 +69,7 @@ class LoadPoint(NamedTuple):
 
 def check_target(path: Path) -> None:
     """Find out before a long run whether a picture can be written there. Raises: PlotError."""
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure = pyplot.figure()
     known = figure.canvas.get_supported_filetypes()
     pyplot.close(figure)
@@ -84,7 +84,7 @@ def plot_run(samples: Sampler, path: Path, title: str) -> None:
 
     Raises: PlotError, OSError.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, (memory, queues) = pyplot.subplots(
         2, 1, sharex=True, figsize=(8, 6), layout="constrained"
     )
@@ -97,7 +97,7 @@ def plot_run(samples: Sampler, path: Path, title: str) -> None:
         queues.plot(samples.times, samples.waiting, color="black", linewidth=0.8, label="waiting")
     queues.set(xlabel="seconds", ylabel="requests, running ones by output so far")
     queues.legend(fontsize="small")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def plot_load(
@@ -107,7 +107,7 @@ def plot_load(
 
     Raises: PlotError, OSError.
     """
-    pyplot = _pyplot()
+    pyplot = load_pyplot()
     figure, (throughput, latency) = pyplot.subplots(
         2, 1, sharex=True, figsize=(7, 6), layout="constrained"
     )
@@ -122,7 +122,7 @@ def plot_load(
     throughput.set(ylabel="requests a second", title=title)
     throughput.legend(fontsize="small")
     latency.set(xlabel="offered requests a second", ylabel="mean latency, s", yscale="log")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def _class_names(ends: Sequence[int]) -> list[str]:
@@ -131,7 +131,8 @@ def _class_names(ends: Sequence[int]) -> list[str]:
     return [*names[:-1], f"{starts[-1]} or more"]
 
 
-def _pyplot() -> Any:
+def load_pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files. Raises: PlotError where it is not installed."""
     try:
         import matplotlib
     except ModuleNotFoundError as error:
@@ -142,6 +143,7 @@ def _pyplot() -> Any:
     return pyplot
 
 
-def _save(figure: Any, path: Path) -> None:
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a picture and forget it. Raises: OSError."""
     figure.savefig(path, dpi=150)
-    _pyplot().close(figure)
+    load_pyplot().close(figure)
