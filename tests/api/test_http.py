@@ -71,6 +71,8 @@ def _references(value: Any) -> Iterator[str]:
 
 def test_openapi(http: httpx.Client) -> None:
     document = http.get("/openapi.json").json()
+    named = document["paths"]["/v1/completions"]["post"]["parameters"]
+    assert "X-Penstock-Expected-Output-Tokens" in {parameter["name"] for parameter in named}
     assert {"/v1/completions", "/v1/chat/completions", "/v1/models"} <= set(document["paths"])
     schemas = document["components"]["schemas"]
     assert set(schemas["ChatBody"]["required"]) == {"messages"}

@@ -212,6 +212,8 @@ async def _lie(liar: ScriptedServer) -> None:
 
 async def test_the_engine_dies(world: World) -> None:
     """Streams end, so that draft servers open their requests again; nothing is lost."""
+    # Asked for first: on a busy machine the answer may take longer than the request.
+    pid = await asyncio.to_thread(lambda: world.server.engine_pid)
     sampling = seeded(7)
     guess = guess_from(world.alone(sampling), len(PROMPT), 4)
     async with scripted_server(world.address) as first:
@@ -219,7 +221,6 @@ async def test_the_engine_dies(world: World) -> None:
         await first.open("r", PROMPT, NUM_TOKENS, sampling)
         text = first.texts["r"]
         await first.run(guess, lambda: len(text.output) > 8)
-        pid = await asyncio.to_thread(lambda: world.server.engine_pid)
         os.kill(pid, signal.SIGKILL)
         code, reason = await ended(first)
         assert code is grpc.StatusCode.UNAVAILABLE

@@ -76,7 +76,12 @@ def _body_of(model: type[BaseModel]) -> dict[str, Any]:
     content = {"application/json": {"schema": schema}}
     error = {"$ref": _REF.format(model="Error")}
     refused = {"description": "Refused", "content": {"application/json": {"schema": error}}}
-    return {"requestBody": {"required": True, "content": content}, "responses": {"4XX": refused}}
+    count = {"type": "integer", "minimum": 1}
+    return {
+        "parameters": [{"name": EXPECTED_OUTPUT_TOKENS, "in": "header", "schema": count}],
+        "requestBody": {"required": True, "content": content},
+        "responses": {"4XX": refused},
+    }
 
 
 def _describe(app: FastAPI) -> None:
