@@ -82,4 +82,4 @@ def test_the_engine_does_not_outlive_the_server() -> None:
         engine = engine_pid(url)
         assert httpx.get(f"{url}/health").status_code == 200
         process.kill()
-        eventually(lambda: not psutil.pid_exists(engine), timeout=5)
+        eventually(lambda: not psutil.pid_exists(engine))
