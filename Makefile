@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 PORT ?= 8000
 TORCH_INDEX ?=
-# Tests of one file stay together; every worker has a core of its own (tests/conftest.py).
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile
+# Tests of one file stay together, files in order: the last ones are short. Every worker has a core
+# of its own (tests/conftest.py).
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup serve test test-slow test-kernels check format docs clean
@@ -37,11 +38,14 @@ $(VENV)/.kernels: $(VENV)/.ready
 serve: $(VENV)/.serve
 	$(BIN)/penstock serve --port $(PORT)
 
+# Every behaviour at least once, exactness with its negative controls: under three minutes on two
+# cores. Of products of parameters a covering array (tests/products.py).
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
+# The rest: products in full, real processes that are broken, searches for capacities.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL)
 
 # Triton's kernels in its interpreter, on the CPU: a download of 290 MB, and minutes.
 test-kernels: $(VENV)/.kernels

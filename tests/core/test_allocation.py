@@ -40,10 +40,11 @@ def learned(
     verify: dict[int, float],
     draft: float = 0.0,
     drafter: str = "d",
+    before: Estimators | None = None,
 ) -> Estimators:
-    """Estimators that have seen requests r0, r1, ... accepted at `rates`, steps of so many rows
-    take so long, and a drafting step `draft` seconds."""
-    estimators = Estimators()
+    """Estimators that have seen, beside what was seen before, requests r0, r1, ... accepted at
+    `rates`, steps of so many rows take so long, and a drafting step `draft` seconds."""
+    estimators = before or Estimators()
     for i, rate in enumerate(rates):
         for n in range(1000):
             accepted = int((n + 1) * rate) - int(n * rate)
@@ -228,10 +229,7 @@ def test_throughput_is_exactly_best_where_drafting_is_free() -> None:
 def test_throughput_charges_each_drafter_for_its_own_longest_draft() -> None:
     policy = make_policy("allocation", "throughput")
     estimators = learned([0.9, 0.9], verify=FLAT, drafter="cheap", draft=1e-5)
-    dear = learned([0.9, 0.9], verify=FLAT, drafter="dear", draft=0.05)
-    estimators.acceptance._by_drafter.update(dear.acceptance._by_drafter)
-    estimators.acceptance._by_request.update(dear.acceptance._by_request)
-    estimators.times.curve_of("dear").observe(1, 0.05)
+    learned([0.9, 0.9], verify=FLAT, drafter="dear", draft=0.05, before=estimators)
     first, second = candidates(8, 8)
     mixed = [first._replace(drafter="cheap"), second._replace(drafter="dear")]
     assert lengths_of(policy, mixed[:1], work(estimators, num_rows=1)) == [8]
