@@ -43,9 +43,10 @@ serve: $(VENV)/.serve
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-# The rest: products in full, real processes that are broken, searches for capacities.
+# The rest: products in full, searches for capacities, and real processes that are broken, for which
+# a core stays free: one test at a time, a quarter of an hour.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PARALLEL)
+	$(BIN)/python -m pytest -m "slow and not gpu"
 
 # Triton's kernels in its interpreter, on the CPU: a download of 290 MB, and minutes.
 test-kernels: $(VENV)/.kernels
