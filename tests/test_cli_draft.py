@@ -287,6 +287,7 @@ async def test_look_up_needs_no_model(oracle: Oracle) -> None:
         assert (await running.ended())[0] == 0
 
 
+@pytest.mark.slow
 async def test_a_refusal_is_one_line_and_exit_code_2(
     family: dict[str, Path], oracle: Oracle
 ) -> None:

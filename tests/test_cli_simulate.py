@@ -13,7 +13,6 @@ from typing import Any, Literal
 
 import numpy as np
 import pytest
-from tests.products import first_fast
 
 from penstock.cli.simulator import parse_value
 from penstock.core.policies.options import PositiveInt
@@ -215,6 +214,7 @@ def test_capacity_is_of_the_whole_trace(cli: Cli, tmp_path: Path) -> None:
     assert 0.95 < report["fraction"] < 1
 
 
+@pytest.mark.slow
 def test_a_picture_of_the_capacity(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "capacity.png"
@@ -476,7 +476,8 @@ def tenants_trace(path: Path, requests: int = 3000) -> Path:
     return path
 
 
-@pytest.mark.parametrize("admission", first_fast(["vllm_v1", "fluid_guided"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("admission", ["vllm_v1", "fluid_guided"])
 def test_fairness_between_27_tenants(cli: Cli, tmp_path: Path, admission: str) -> None:
     """At one and a half times the capacity the small ones do not notice."""
     trace = tenants_trace(tmp_path / "trace.csv")

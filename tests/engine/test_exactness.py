@@ -239,7 +239,7 @@ only one is left."""
 
 @pytest.mark.parametrize(
     ("engine", "sampling", "pipeline"),
-    covering(BACKENDS, ["greedy", "coupled"], PIPELINES),
+    covering(BACKENDS, ["greedy", "coupled"], PIPELINES, strength=1),
     indirect=["engine"],
 )
 def test_drafts_held_from_lanes_of_their_own(

@@ -62,6 +62,7 @@ def test_a_grid_stays_within_memory_and_context(settings: dict[str, Any]) -> Non
     assert not any(w.num_prefill_tokens == 64 and w.prefill_context > 64 * 32 for w in works)
 
 
+@pytest.mark.slow
 def test_measured_by_command_and_read_by_the_engine(
     settings: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -122,7 +122,9 @@ def test_limits_are_where_the_target_can_read_more(engine: Engine) -> None:
 
 @pytest.mark.parametrize(
     ("engine", "pipeline", "sampling", "drafters"),
-    covering(BACKENDS, PIPELINES, ["greedy", "coupled-filtered"], [DRAFTERS, ("auto",)]),
+    covering(
+        BACKENDS, PIPELINES, ["greedy", "coupled-filtered"], [DRAFTERS, ("auto",)], strength=1
+    ),
     indirect=["engine"],
 )
 def test_output_is_the_targets_own(

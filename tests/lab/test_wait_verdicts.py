@@ -162,6 +162,7 @@ def test_ten_segments_hold_more_than_the_memory() -> None:
     assert nested_kv(traffic, ends, (1,) * 10) == sum(62 + k for k in range(501))
 
 
+@pytest.mark.slow
 def test_the_search_follows_what_is_better() -> None:
     low = unit_traffic("low")
     effort = replace(QUICK, arrivals=8_000, tolerance=0.2)

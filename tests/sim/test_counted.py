@@ -84,7 +84,7 @@ def assert_same(counted: Report, single: Report) -> None:
 
 @pytest.mark.parametrize(
     ("admission", "name", "block_size"),
-    covering(sorted(policies("admission")), WORKLOADS, [1, 16]),
+    covering(sorted(policies("admission")), WORKLOADS, [1, 16], strength=1),
 )
 def test_counting_changes_nothing(admission: str, name: str, block_size: int) -> None:
     literal = admission in ("wait", "nested_wait")

@@ -90,6 +90,7 @@ def test_short_memory_is_refilled_evenly() -> None:
     assert ours.result.num_preemptions <= 1
 
 
+@pytest.mark.slow
 def test_at_half_load_prompts_are_hardly_cut() -> None:
     """The first token is there nearly as early as with a policy that never cuts a prompt of that
     size, but where a whole one would fall on the hump of the profile (136 positions take 1.4 times
@@ -193,6 +194,7 @@ def test_whoever_is_late_does_not_make_all_others_late(monkeypatch: pytest.Monke
     assert (ours.ttft > 0.6).mean() < 0.7 * (all_first.ttft > 0.6).mean()
 
 
+@pytest.mark.slow
 def test_nobody_is_put_off_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     """Under an overload that goes on a long prompt would never be on time."""
     rng = np.random.default_rng(9)

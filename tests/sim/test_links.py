@@ -138,6 +138,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
     assert runs[0] != runs[2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verify_s", [0.03, 0.3])
 def test_renewal_is_not_behind_rounds_of_equal_lengths(verify_s: float) -> None:
     servers = [server("a", 0.004, 0.004), server("b", 0.02, 0.03), server("c", 0.012, 0.015)]

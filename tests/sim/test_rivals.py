@@ -55,6 +55,7 @@ def test_every_rival_takes_the_size_aware_order(admission: str) -> None:
     assert by_size.ttft.mean() < 0.85 * in_order.ttft.mean()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("admission", ["fluid_guided", "sarathi"])
 def test_the_size_aware_order_leaves_the_tail_where_it_was(admission: str) -> None:
     """It halves the mean wait of a long queue; the longest tenth and the last requests pay no more

@@ -76,6 +76,7 @@ def test_runs_of_any_length_agree(admission: str) -> None:
     assert min(c.requests_per_s for c in found) > 0.6 * 172
 
 
+@pytest.mark.slow
 def test_literal_wait_is_not_punished_for_its_full_stages() -> None:
     """888 requests in service are 4% of these arrivals, and no backlog."""
     setup = setup_of("wait", output_lens=(21, 41, 81, 161), thresholds=(3, 3, 3, 3))
@@ -97,6 +98,7 @@ def test_capacity_is_where_the_criterion_turns() -> None:
     assert found.low < load_bound(PROFILE, at(1.0), PROFILE.kv_tokens)
 
 
+@pytest.mark.slow
 def test_targets_end_the_search_where_they_are_missed() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=3000, rate=rate, seed=2)

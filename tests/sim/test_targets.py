@@ -48,6 +48,7 @@ def num_within(report: Report, ttft: float, tpot: float) -> int:
     return round(goodput * report.result.finished_at)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("workload", "ttft", "tpot"), [(long_prompts(), 10.0, 0.1), (bursts(), 0.2, 0.05)]
 )

@@ -61,6 +61,7 @@ def test_training_lowers_the_loss(spec, pools, tmp_path):
     assert all(after[d] < before[d] - 1.0 for d in before)
 
 
+@pytest.mark.slow
 def test_resumed_run_ends_in_the_same_state(spec, pools, tmp_path):
     whole = TrainingRun(spec, pools, tmp_path / "whole", seed=0)
     _finish(whole)
@@ -82,6 +83,7 @@ def test_no_checkpoint_no_resume(spec, pools, tmp_path):
     assert not TrainingRun(spec, pools, tmp_path / "none", seed=0).resume()
 
 
+@pytest.mark.slow
 def test_distillation_raises_overlap(spec, pools, tmp_path):
     schooled = TrainingRun(spec, pools, tmp_path / "teacher", seed=5)
     _finish(schooled)
