@@ -29,7 +29,7 @@ from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
-    Setting,
+    PipelineSetting,
     cycle_seconds,
     spin_setting,
 )
@@ -101,7 +101,7 @@ def simulated() -> Results:
     return Results(rows, tables=[table("tokens a second on the virtual clock", shown, columns)])
 
 
-def named(setting: Setting | None) -> str:
+def named(setting: PipelineSetting | None) -> str:
     if setting is None or not setting.num:
         return "off"
     return str(setting.num) if setting.share is None else f"2, {setting.share:g}"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from benchmarks.gpu.tools import BLOCK_SIZE, Times, fill_randomly, timed
+from benchmarks.gpu.tools import BLOCK_SIZE, GpuTimes, fill_randomly, timed
 
 from penstock.config import EngineConfig
 from penstock.core.kv.blocks import BlockPool
@@ -61,7 +61,7 @@ class Rate:
 
     num_draft_tokens: int
     tokens_per_s: float
-    step: Times
+    step: GpuTimes
     host_share: float
     draft_share: float
     mean_acceptance_length: float
@@ -97,7 +97,7 @@ def _rate(k: int, passes: list[_Pass], steps: list[float]) -> Rate:
     return Rate(
         k,
         statistics.median(p.tokens / p.wall for p in passes),
-        Times(tuple(steps)),
+        GpuTimes(tuple(steps)),
         max(0.0, 1 - sum(p.busy for p in passes) / wall),
         sum(p.drafting for p in passes) / wall,
         1 + sum(p.accepted for p in passes) / drafts if drafts else 1.0,
@@ -213,7 +213,7 @@ def _busy_seconds(device: torch.device) -> Iterator[dict[graphs.CudaGraph, float
 
 
 @torch.inference_mode()
-def transformers_rate(spec: LoopSpec) -> Times:
+def transformers_rate(spec: LoopSpec) -> GpuTimes:
     """Seconds of its decode steps at that context and batch, greedy, launches included."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -244,4 +244,4 @@ def transformers_rate(spec: LoopSpec) -> Times:
         out = model(tokens, past_key_values=out.past_key_values, use_cache=True)
         tokens.tolist()
         seconds.append(time.perf_counter() - began)
-    return Times(tuple(seconds[4:]))
+    return GpuTimes(tuple(seconds[4:]))

@@ -11,8 +11,8 @@ import torch
 from benchmarks.gpu.tools import (
     BLOCK_SIZE,
     Ceilings,
+    GpuSetting,
     Row,
-    Setting,
     fill_randomly,
     log_normal_lengths,
     make_runner,
@@ -33,7 +33,7 @@ from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sampling.noise import Salt, row_keys
 
 
-def numerics(setting: Setting, _: Ceilings) -> Iterator[Row]:
+def numerics(setting: GpuSetting, _: Ceilings) -> Iterator[Row]:
     """Two layers of each shape, and attention alone, against float32 on fresh random inputs."""
     for name in (setting.target, *(name for name, _ in setting.drafters)):
         config = dataclasses.replace(shape(name), num_layers=2)
@@ -44,7 +44,7 @@ def numerics(setting: Setting, _: Ceilings) -> Iterator[Row]:
         yield attention_numerics(setting, shape(setting.drafters[0][0]), kv_dtype, bound)
 
 
-def model_numerics(setting: Setting, name: str, config: DecoderConfig) -> Iterator[Row]:
+def model_numerics(setting: GpuSetting, name: str, config: DecoderConfig) -> Iterator[Row]:
     device, kv_tokens = setting.device, 12_000
     runner = make_runner(config, device, setting.dtype, kv_tokens, setting.attention)
     exact = dataclasses.replace(config, dtype=torch.float32)
@@ -91,7 +91,7 @@ def sampled_as_meant(runner: GraphRunner, batch: Any) -> Row:
 
 
 def attention_numerics(
-    setting: Setting, config: DecoderConfig, kv_dtype: torch.dtype, bound: float
+    setting: GpuSetting, config: DecoderConfig, kv_dtype: torch.dtype, bound: float
 ) -> Row:
     config = dataclasses.replace(config, num_layers=1)
     device = setting.device

@@ -31,8 +31,8 @@ from benchmarks.gpu.numerics import numerics
 from benchmarks.gpu.tools import (
     BLOCK_SIZE,
     Ceilings,
+    GpuSetting,
     Row,
-    Setting,
     kv_bytes,
     log_normal_lengths,
     make_runner,
@@ -76,19 +76,19 @@ def main() -> int:
         from penstock.engine.gpu.kernels import launch
 
         launch.overlapped = True
-    setting = Setting(torch.device("cuda", torch.cuda.current_device()))
+    setting = GpuSetting(torch.device("cuda", torch.cuda.current_device()))
     if options.quick:
         setting = quickened(setting)
     return report(setting, items, as_json=options.json)
 
 
-def quickened(setting: Setting) -> Setting:
+def quickened(setting: GpuSetting) -> GpuSetting:
     return dataclasses.replace(
         setting, repeats=5, draft_lengths=(3, 4), spin_batches=(1, 8, 64), loop_tokens=24
     )
 
 
-def report(setting: Setting, items: Sequence[str], *, as_json: bool) -> int:
+def report(setting: GpuSetting, items: Sequence[str], *, as_json: bool) -> int:
     """Measure the items; 0 if numerics pass and every bar is met."""
     ceilings = measure_ceilings(setting.device, setting.dtype, small=setting.small)
     say(
@@ -97,7 +97,7 @@ def report(setting: Setting, items: Sequence[str], *, as_json: bool) -> int:
         "TFLOP/s; weights and inputs are random, acceptance is SYNTHETIC"
     )
     rows: list[Row] = []
-    measures: dict[str, Callable[[Setting, Ceilings], Iterator[Row]]] = {
+    measures: dict[str, Callable[[GpuSetting, Ceilings], Iterator[Row]]] = {
         "numerics": numerics,
         "decode": decode,
         "verify": verify,
@@ -156,7 +156,7 @@ def line(row: Row) -> str:
 # --- steps --------------------------------------------------------------------------------------
 
 
-def decode(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
+def decode(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
     """One position each behind the same context."""
     config = shape(setting.target)
     need = max(setting.decode_batches) * (setting.context + BLOCK_SIZE)
@@ -180,7 +180,7 @@ def decode(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
     yield times.row("decode", f"{setting.target}, batch {size}, float8 keys and values", floor)
 
 
-def verify(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
+def verify(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
     """Five positions each behind log-normal contexts, and the decode step of the same."""
     config = shape(setting.target)
     for size in setting.verify_batches:
@@ -203,7 +203,7 @@ def verify(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
 
 
 def attention_rows(
-    setting: Setting, ceilings: Ceilings, runner: GraphRunner, sets: list[list[int]]
+    setting: GpuSetting, ceilings: Ceilings, runner: GraphRunner, sets: list[list[int]]
 ) -> Iterator[Row]:
     """Attention of all layers alone, and SDPA over tensors padded to the longest."""
     config, device, window = runner.config, setting.device, setting.window
@@ -238,7 +238,7 @@ def attention_rows(
     )
 
 
-def random_rows(setting: Setting, rows: int, config: DecoderConfig) -> torch.Tensor:
+def random_rows(setting: GpuSetting, rows: int, config: DecoderConfig) -> torch.Tensor:
     q = torch.randn(rows, config.num_heads, config.head_dim, device=setting.device)
     return q.to(setting.dtype)
 
@@ -254,7 +254,7 @@ def all_layers(
 
 
 def padded_layer(
-    setting: Setting, config: DecoderConfig, lengths: list[int], seed: int
+    setting: GpuSetting, config: DecoderConfig, lengths: list[int], seed: int
 ) -> Callable[[], None]:
     """As an engine with rectangular caches attends: every sequence as long as the longest."""
     device, window = setting.device, setting.window
@@ -292,7 +292,7 @@ def captured(run: Callable[[], None], device: torch.device) -> Callable[[], obje
     return graph.replay
 
 
-def step_times(setting: Setting, runner: GraphRunner, sets: list[list[int]], window: int) -> Any:
+def step_times(setting: GpuSetting, runner: GraphRunner, sets: list[list[int]], window: int) -> Any:
     batches = [
         verification_batch(lengths, window, runner.num_blocks, seed, runner.config.vocab_size)
         for seed, lengths in enumerate(sets)
@@ -302,7 +302,7 @@ def step_times(setting: Setting, runner: GraphRunner, sets: list[list[int]], win
 
 
 def step_floor(
-    setting: Setting,
+    setting: GpuSetting,
     ceilings: Ceilings,
     config: DecoderConfig,
     sets: list[list[int]],
@@ -314,7 +314,7 @@ def step_floor(
     return ceilings.floor(weight_bytes(config, setting.dtype) + mean, step_flops(config, rows))
 
 
-def draft(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
+def draft(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
     """Four tokens for a batch, as one graph, behind contexts of 200."""
     size, steps, context = setting.draft_batch, 4, 200
     for name, bar in setting.drafters:
@@ -357,7 +357,7 @@ def draft(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
 # --- the whole loop -----------------------------------------------------------------------------
 
 
-def loop(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
+def loop(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
     """The engine itself, all requests running: tokens a second, and the host between steps."""
     from benchmarks.gpu.loop import LoopSpec, steady_rate, transformers_rate
 
@@ -422,7 +422,7 @@ def loop(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
         release(setting.device)
 
 
-def spin(setting: Setting, ceilings: Ceilings) -> Iterator[Row]:
+def spin(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
     """Figure 12: a verification step by layout. Figure 4: throughput, target-only and drafted."""
     config = shape(setting.target)
     largest = max(setting.spin_batches)
@@ -459,7 +459,7 @@ def eager_step(runner: GraphRunner, backend: Any, batch: Any) -> Callable[[], No
     return run
 
 
-def figure_4(setting: Setting) -> Iterator[Row]:
+def figure_4(setting: GpuSetting) -> Iterator[Row]:
     from benchmarks.gpu.loop import LoopSpec, steady_rate
 
     for layout in (setting.attention, "padded", "decomposed"):

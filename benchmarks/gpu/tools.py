@@ -29,7 +29,7 @@ device's own time."""
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class GpuSetting:
     """Where and what is measured. The defaults are the issue's; a test takes small ones."""
 
     device: torch.device
@@ -79,7 +79,7 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Times:
+class GpuTimes:
     """Seconds of repeated runs."""
 
     seconds: tuple[float, ...]
@@ -111,7 +111,7 @@ class Times:
 
 @dataclass(frozen=True, slots=True)
 class _RowBuilder:
-    times: Times
+    times: GpuTimes
     item: str
     case: str
     note: str
@@ -127,7 +127,7 @@ def timed(
     repeats: int,
     *,
     queued: bool = True,
-) -> Times:
+) -> GpuTimes:
     """Seconds of `repeats` rounds over the runs (input sets in rotation), after two to warm up.
 
     queued: the device's own time; otherwise launches count where it waits for them.
@@ -135,7 +135,7 @@ def timed(
     for run in [*runs, *runs]:
         run()
     if device.type != "cuda":
-        return Times(tuple(_on_host(run) for _ in range(repeats) for run in runs))
+        return GpuTimes(tuple(_on_host(run) for _ in range(repeats) for run in runs))
     ahead = max(_AHEAD_SECONDS, *(3 * _launch_seconds(run, device) for run in runs))
     seconds = []
     for _ in range(repeats):
@@ -148,7 +148,7 @@ def timed(
             end.record()
             end.synchronize()
             seconds.append(begin.elapsed_time(end) / 1e3)
-    return Times(tuple(seconds))
+    return GpuTimes(tuple(seconds))
 
 
 def _launch_seconds(run: Callable[[], object], device: torch.device) -> float:

@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.peers.checkpoints import MODELS, load_models
-from benchmarks.peers.engines import ENGINES, PEERS, Engine
+from benchmarks.peers.engines import ENGINES, PEERS, PeerEngine
 from benchmarks.peers.install import install
-from benchmarks.peers.passes import Cell, take_turns
+from benchmarks.peers.passes import PeerCell, take_turns
 from benchmarks.peers.report import print_report, runs_of
-from benchmarks.peers.tuning import Tuner
+from benchmarks.peers.tuning import PeerTuner
 from benchmarks.peers.verdict import judge
 from benchmarks.peers.workers_pool import Pool
 
@@ -59,7 +59,7 @@ def _names(allowed: Sequence[str]):
     return names
 
 
-def ready_engines(names: Sequence[str], folder: Path) -> tuple[list[Engine], dict[str, str]]:
+def ready_engines(names: Sequence[str], folder: Path) -> tuple[list[PeerEngine], dict[str, str]]:
     """The engines that can be run, and why the others cannot."""
     folder.mkdir(parents=True, exist_ok=True)
     missing = {peer: "left out by --engines" for peer in PEERS if peer not in names}
@@ -73,7 +73,7 @@ def ready_engines(names: Sequence[str], folder: Path) -> tuple[list[Engine], dic
     return engines, missing
 
 
-def say(cell: Cell) -> None:
+def say(cell: PeerCell) -> None:
     """One line of progress."""
     setup = cell.setup
     rate = f"{cell.passes[-1].tokens_per_s:.0f}/s" if cell.passes else "warm"
@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     engines, missing = ready_engines(args.engines, args.folder)
     pool = Pool(args.folder, max(args.batches))
-    tuner = Tuner(pool, min(2, args.repeats), args.quick, say)
-    cells: list[Cell] = []
+    tuner = PeerTuner(pool, min(2, args.repeats), args.quick, say)
+    cells: list[PeerCell] = []
     try:
         for model in load_models(args.models, args.folder / "models"):
             found = [c for e in engines for c in tuner.cells(e, model, args.batches)]

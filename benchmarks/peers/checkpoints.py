@@ -47,7 +47,7 @@ Weights = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
-class Model:
+class PeerCheckpoint:
     """One target with its drafters.
 
     shape: models of one shape share the engines' best target-only settings.
@@ -126,24 +126,24 @@ def write_checkpoint(folder: Path, weights: Weights) -> Path:
     return folder
 
 
-def load_models(names: list[str], folder: Path) -> list[Model]:
+def load_models(names: list[str], folder: Path) -> list[PeerCheckpoint]:
     """Write or find the models of these `names` (of `MODELS`); new files go under `folder`."""
     return [_MAKERS[name](folder) for name in names]
 
 
-def _random(folder: Path) -> Model:
+def _random(folder: Path) -> PeerCheckpoint:
     target = write_checkpoint(folder / "random", random_llama())
-    return Model("random", "28M", target, prompts=_random_prompts())
+    return PeerCheckpoint("random", "28M", target, prompts=_random_prompts())
 
 
-def _right(folder: Path) -> Model:
+def _right(folder: Path) -> PeerCheckpoint:
     weights = silence(random_llama(), DRAFTER_LAYERS)
     target = write_checkpoint(folder / "right", weights)
     drafter = write_checkpoint(folder / "right-drafter", first_layers(weights, DRAFTER_LAYERS))
-    return Model("right", "28M", target, {RIGHT: drafter}, _random_prompts())
+    return PeerCheckpoint("right", "28M", target, {RIGHT: drafter}, _random_prompts())
 
 
-def _zoo(folder: Path) -> Model:
+def _zoo(folder: Path) -> PeerCheckpoint:
     from penstock.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(model_path(DEFAULT_TARGET))
@@ -154,7 +154,7 @@ def _zoo(folder: Path) -> Model:
         for p in one_of_each
     )
     drafters = {name: model_path(name) for name in _GENERALISTS}
-    return Model("zoo", "zoo", model_path(DEFAULT_TARGET), drafters, prompts[:32])
+    return PeerCheckpoint("zoo", "zoo", model_path(DEFAULT_TARGET), drafters, prompts[:32])
 
 
 def _random_prompts(num: int = 32, seed: int = 1) -> tuple[tuple[int, ...], ...]:

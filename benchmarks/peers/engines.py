@@ -20,7 +20,7 @@ Settings = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
+class PeerEngine:
     """One program.
 
     installs: arguments of `pip install`, one call each, in this order; empty: this Python's own.
@@ -89,13 +89,13 @@ _OPENVINO = {"precision": "f32", "kv": "f16", "batched_tokens": 8192, "split_fus
 ENGINES = {
     engine.name: engine
     for engine in (
-        Engine(
+        PeerEngine(
             "penstock",
             settings=({"dtype": "auto"}, {"dtype": "bfloat16"}),
             draft_tokens=(*DRAFT_TOKENS, BY_POLICY),
             fixed_draft_tokens=True,
         ),
-        Engine(
+        PeerEngine(
             "transformers",
             settings=(
                 {"dtype": "float32", "compiled": False},
@@ -105,7 +105,7 @@ ENGINES = {
             installs=(TORCH, ("transformers==5.23.0", "safetensors")),
             draft_batches=(1,),
         ),
-        Engine(
+        PeerEngine(
             "vllm",
             settings=(
                 {"dtype": "float32", "eager": False},
@@ -117,7 +117,7 @@ ENGINES = {
             removes=("torchvision", "torchaudio", "torchcodec"),
             fixed_draft_tokens=True,
         ),
-        Engine(
+        PeerEngine(
             "llamacpp",
             settings=(
                 _LLAMACPP,
@@ -130,7 +130,7 @@ ENGINES = {
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
             ngram=False,
         ),
-        Engine(
+        PeerEngine(
             "openvino",
             settings=(
                 _OPENVINO,

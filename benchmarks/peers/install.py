@@ -7,10 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-from benchmarks.peers.engines import Engine
+from benchmarks.peers.engines import PeerEngine
 
 
-def install(engine: Engine, venvs: Path) -> str | None:
+def install(engine: PeerEngine, venvs: Path) -> str | None:
     """Make `engine`'s environment unless it is there; the reason if it cannot be made."""
     if not engine.installs:
         return None

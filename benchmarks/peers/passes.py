@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from benchmarks.peers.workers_pool import Pool, Setup, Worker, WorkerError
+from benchmarks.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
 
 NEW_TOKENS = 64
 MIN_SHARE = 1.85
@@ -63,10 +63,10 @@ def kept(passes: Sequence[Pass], wanted: int) -> tuple[list[Pass], str]:
 
 
 @dataclass
-class Cell:
+class PeerCell:
     """One setup at one batch size, and what came of it. `mode`: target or speculative."""
 
-    setup: Setup
+    setup: WorkerSetup
     batch: int
     passes: list[Pass] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Cell:
 
 
 def take_turns(
-    cells: Sequence[Cell], wanted: int, pool: Pool, on_pass: Callable[[Cell], None]
+    cells: Sequence[PeerCell], wanted: int, pool: Pool, on_pass: Callable[[PeerCell], None]
 ) -> None:
     """Passes over `cells` in turn until each has enough; the first of each warms up."""
     for cell in cells:

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers.engines import BY_POLICY
-from benchmarks.peers.passes import Cell, kept, median
+from benchmarks.peers.passes import PeerCell, kept, median
 from rich.console import Console
 from rich.table import Table
 
 Run = dict[str, Any]
 
 
-def runs_of(cells: Sequence[Cell], tried: Sequence[Cell], wanted: int) -> list[Run]:
+def runs_of(cells: Sequence[PeerCell], tried: Sequence[PeerCell], wanted: int) -> list[Run]:
     """One entry for each cell, with what was tried of its engine, model, mode and batch size."""
     references = {
         (c.setup.model.name, c.batch): c.token_ids
@@ -36,7 +36,7 @@ def equal_share(token_ids: list[list[int]], reference: list[list[int]]) -> float
     return sum(places) / len(places) if places else None
 
 
-def _run(cell: Cell, reference: list[list[int]], tried: Sequence[Cell], wanted: int) -> Run:
+def _run(cell: PeerCell, reference: list[list[int]], tried: Sequence[PeerCell], wanted: int) -> Run:
     counted, flag = kept(cell.passes, wanted)
     rated = bool(counted) and cell.error is None
     return {
@@ -67,7 +67,7 @@ def _run(cell: Cell, reference: list[list[int]], tried: Sequence[Cell], wanted: 
     }
 
 
-def _names(cell: Cell) -> Run:
+def _names(cell: PeerCell) -> Run:
     setup = cell.setup
     length: int | str = "policy" if setup.draft_tokens == BY_POLICY else setup.draft_tokens
     return {
@@ -81,7 +81,7 @@ def _names(cell: Cell) -> Run:
     }
 
 
-def _place(cell: Cell) -> tuple[str, str, str, int]:
+def _place(cell: PeerCell) -> tuple[str, str, str, int]:
     # Settings are tried on one model of a shape and hold for the others.
     model = cell.setup.model
     where = model.shape if cell.mode == "target" else model.name

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from benchmarks.peers.checkpoints import Model
-from benchmarks.peers.engines import NGRAM, Engine, Settings
-from benchmarks.peers.passes import Cell, take_turns
-from benchmarks.peers.workers_pool import Pool, Setup
+from benchmarks.peers.checkpoints import PeerCheckpoint
+from benchmarks.peers.engines import NGRAM, PeerEngine, Settings
+from benchmarks.peers.passes import PeerCell, take_turns
+from benchmarks.peers.workers_pool import Pool, WorkerSetup
 
 Batches = Sequence[int]
 
 
 @dataclass
-class Tuner:
+class PeerTuner:
     """Tries setups of one engine after the other; a setup's worth is its best of `passes`.
 
     quick: only the first settings and the first draft length of each engine.
@@ -23,22 +23,24 @@ class Tuner:
     pool: Pool
     passes: int
     quick: bool
-    on_pass: Callable[[Cell], None]
-    tried: list[Cell] = field(default_factory=list)
+    on_pass: Callable[[PeerCell], None]
+    tried: list[PeerCell] = field(default_factory=list)
     _settings: dict[tuple[str, str, int], Settings] = field(default_factory=dict)
 
-    def cells(self, engine: Engine, model: Model, batches: Batches) -> list[Cell]:
+    def cells(self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches) -> list[PeerCell]:
         """What is to be measured: target-only, draft length 4, and the best draft length."""
         found = []
         for batch in batches:
             settings = self._best_settings(engine, model, batches)[batch]
-            found.append(Cell(Setup(engine, model, settings), batch))
+            found.append(PeerCell(WorkerSetup(engine, model, settings), batch))
         speculative = [b for b in batches if engine.can_draft(b)] if model.drafters else []
         return found + self._speculative(engine, model, speculative)
 
-    def _best_settings(self, engine: Engine, model: Model, batches: Batches) -> dict[int, Settings]:
+    def _best_settings(
+        self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches
+    ) -> dict[int, Settings]:
         missing = [b for b in batches if (engine.name, model.shape, b) not in self._settings]
-        candidates = [Setup(engine, model, s) for s in engine.settings]
+        candidates = [WorkerSetup(engine, model, s) for s in engine.settings]
         best = self._try({b: candidates for b in missing})
         for batch in missing:
             # Where none can be run, the measurement says why.
@@ -46,12 +48,17 @@ class Tuner:
             self._settings[engine.name, model.shape, batch] = chosen
         return {b: self._settings[engine.name, model.shape, b] for b in batches}
 
-    def _speculative(self, engine: Engine, model: Model, batches: Batches) -> list[Cell]:
+    def _speculative(
+        self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches
+    ) -> list[PeerCell]:
         settings = self._best_settings(engine, model, batches)
         first, *others = engine.draft_tokens
         drafters = [*model.drafters, *([NGRAM] if engine.ngram and len(model.drafters) > 1 else [])]
         by_drafter = self._try(
-            {b: [Setup(engine, model, settings[b], d, first) for d in drafters] for b in batches}
+            {
+                b: [WorkerSetup(engine, model, settings[b], d, first) for d in drafters]
+                for b in batches
+            }
         )
         by_length = self._try(
             {
@@ -61,13 +68,13 @@ class Tuner:
         )
         setups = {(b, c.setup.key, c.setup.draft_tokens): c.setup for b, c in by_drafter.items()}
         setups |= {(b, c.setup.key, c.setup.draft_tokens): c.setup for b, c in by_length.items()}
-        return [Cell(setup, batch) for (batch, _, _), setup in setups.items()]
+        return [PeerCell(setup, batch) for (batch, _, _), setup in setups.items()]
 
-    def _try(self, candidates: dict[int, list[Setup]]) -> dict[int, Cell]:
+    def _try(self, candidates: dict[int, list[WorkerSetup]]) -> dict[int, PeerCell]:
         """The fastest of the candidates of each batch size that can be run at all."""
         if self.quick:
             candidates = {b: setups[:1] for b, setups in candidates.items()}
-        cells = [Cell(s, b) for b, setups in candidates.items() for s in setups]
+        cells = [PeerCell(s, b) for b, setups in candidates.items() for s in setups]
         if all(len(setups) == 1 for setups in candidates.values()):
             return {cell.batch: cell for cell in cells}
         for key in dict.fromkeys(cell.setup.key for cell in cells):

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.checkpoints import Model
-from benchmarks.peers.engines import NGRAM, Engine, Settings
+from benchmarks.peers.checkpoints import PeerCheckpoint
+from benchmarks.peers.engines import NGRAM, PeerEngine, Settings
 
 _MOST_S = 1800
 """No command takes so long; a worker that does hangs."""
@@ -25,11 +25,11 @@ class WorkerError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class Setup:
+class WorkerSetup:
     """One way to run one model by one engine. draft_tokens: 0 is target-only."""
 
-    engine: Engine
-    model: Model
+    engine: PeerEngine
+    model: PeerCheckpoint
     settings: Settings
     drafter: str | None = None
     draft_tokens: int = 0
@@ -105,19 +105,19 @@ class Pool:
         self.max_batch = max_batch
         self._workers: dict[str, Worker] = {}
 
-    def worker(self, setup: Setup) -> Worker:
+    def worker(self, setup: WorkerSetup) -> Worker:
         """The worker of `setup`, loaded. Raises: WorkerError."""
         if setup.key not in self._workers:
             self._workers[setup.key] = self._start(setup)
         return self._workers[setup.key]
 
-    def keep(self, setups: Collection[Setup]) -> None:
+    def keep(self, setups: Collection[WorkerSetup]) -> None:
         """Close the workers that none of `setups` needs."""
         needed = {setup.key for setup in setups}
         for key in [k for k in self._workers if k not in needed]:
             self._workers.pop(key).close()
 
-    def _start(self, setup: Setup) -> Worker:
+    def _start(self, setup: WorkerSetup) -> Worker:
         engine, model, drafter = setup.engine, setup.model, setup.drafter
         worker = Worker(
             engine.python(self.folder),

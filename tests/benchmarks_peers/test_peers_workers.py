@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmarks.peers.checkpoints import Model
+from benchmarks.peers.checkpoints import PeerCheckpoint
 from benchmarks.peers.engines import ENGINES, WORKERS
-from benchmarks.peers.passes import NEW_TOKENS, Cell
-from benchmarks.peers.workers_pool import Setup, Worker, WorkerError
+from benchmarks.peers.passes import NEW_TOKENS, PeerCell
+from benchmarks.peers.workers_pool import Worker, WorkerError, WorkerSetup
 
 TOY = f"""
 import sys, threading
@@ -96,8 +96,8 @@ def test_a_dead_worker_is_an_error_not_a_wait(worker: Worker) -> None:
 def test_every_call_of_a_pass_has_the_cells_batch(worker: Worker) -> None:
     load(worker)
     prompts = tuple((i, i) for i in range(32))
-    model = Model("toy", "toy", Path(), prompts=prompts)
+    model = PeerCheckpoint("toy", "toy", Path(), prompts=prompts)
     for batch, requests in ((1, 8), (8, 8), (32, 32)):
-        cell = Cell(Setup(ENGINES["penstock"], model, {}), batch)
+        cell = PeerCell(WorkerSetup(ENGINES["penstock"], model, {}), batch)
         assert cell.play(worker).tokens_per_s > 0
         assert cell.token_ids == [[i] * NEW_TOKENS for i in range(requests)]

@@ -7,13 +7,13 @@ import pytest
 
 from penstock.core.learn.streams import (
     ESTIMATORS,
-    AcceptanceModel,
     Bank,
     Confident,
     DiscountedBeta,
     Evidence,
     Population,
     Smoothed,
+    StreamModel,
     Switching,
 )
 from penstock.core.types import Verdict
@@ -26,7 +26,7 @@ def drafted(num_proposed: int, num_accepted: int) -> Evidence:
 NOTHING = Evidence(0, 0, 0.0)
 
 
-def feed(model: AcceptanceModel, rate: float, rounds: int, length: int, rng: random.Random) -> None:
+def feed(model: StreamModel, rate: float, rounds: int, length: int, rng: random.Random) -> None:
     for _ in range(rounds):
         accepted = 0
         while accepted < length and rng.random() < rate:
@@ -34,7 +34,7 @@ def feed(model: AcceptanceModel, rate: float, rounds: int, length: int, rng: ran
         model.observe(drafted(length, accepted))
 
 
-def models() -> dict[str, AcceptanceModel]:
+def models() -> dict[str, StreamModel]:
     return {name: make(Population(0.5)) for name, make in ESTIMATORS.items()}
 
 

@@ -15,7 +15,7 @@ from penstock.core.policies.registry import policies
 from penstock.core.types import Cancel, DrafterDown, DrafterUp
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.acceptance import DriftingAcceptance, GeometricAcceptance
-from penstock.sim.drafters import Capacity
+from penstock.sim.drafters import DrafterCapacity
 from penstock.sim.links import DraftServer, Link
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup, run
@@ -162,7 +162,7 @@ COMINGS = (
 
 
 def of_drafters() -> Iterator[tuple[str, Scenario]]:
-    some = {"a": Capacity(4), "b": Capacity(3, instances=2)}
+    some = {"a": DrafterCapacity(4), "b": DrafterCapacity(3, instances=2)}
     for selection in sorted(policies("selection")):
         chosen = drafting(selection=selection)
         yield f"selection {selection}", lambda s=chosen: simulated(s, short_texts(), COMINGS)

@@ -23,7 +23,7 @@ from penstock.lab.experiment import (
     experiments_named,
 )
 from penstock.lab.papers import spin_fig11, spin_fig12
-from penstock.sim.capacity import Capacity
+from penstock.sim.capacity import MeasuredCapacity
 from penstock.sim.run import Setup
 
 pytest.importorskip("matplotlib")
@@ -37,8 +37,8 @@ FAST = "wait_fig4_6"
 def expected_capacities(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the fluid expects instead of a search, which so few arrivals would not allow."""
 
-    def expected(setup: Setup, at: object, low: float, high: float, **_: float) -> Capacity:
-        return Capacity(high / 1.1, low, high)
+    def expected(setup: Setup, at: object, low: float, high: float, **_: float) -> MeasuredCapacity:
+        return MeasuredCapacity(high / 1.1, low, high)
 
     monkeypatch.setattr(loads, "capacity", expected)
 

@@ -19,7 +19,7 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import AcceptanceByDrafter, GeometricAcceptance, RecordedAcceptance
 from penstock.sim.clock import VirtualClock
 from penstock.sim.drafters import (
-    Capacity,
+    DrafterCapacity,
     DrafterCounts,
     parse_capacities,
     parse_drafter_seconds,
@@ -117,7 +117,7 @@ def test_what_is_only_read_is_answered_and_evaluated_once() -> None:
 
 
 def test_instances_share_a_model_and_have_a_capacity_each() -> None:
-    setup = Setup(PROFILE, drafters=("small", "other"), capacities={"small": Capacity(3, 2)})
+    setup = Setup(PROFILE, drafters=("small", "other"), capacities={"small": DrafterCapacity(3, 2)})
     first, second, other = setup.make_drafters()
     assert (first.name, first.model, first.max_num_seqs) == ("small/1", "small", 3)
     assert (second.name, second.model) == ("small/2", "small")
@@ -135,7 +135,7 @@ def test_a_full_drafter_leaves_requests_to_the_other_instance() -> None:
         PROFILE,
         drafters=("small",),
         acceptance=GeometricAcceptance({"small": 0.8}),
-        capacities={"small": Capacity(2, 2)},
+        capacities={"small": DrafterCapacity(2, 2)},
         allocation="fixed",
         selection_options={"drafter": "small"},
     )
@@ -144,7 +144,7 @@ def test_a_full_drafter_leaves_requests_to_the_other_instance() -> None:
     assert set(counts.rounds) == {"small/1", "small/2"}
     assert counts.num_switches == 0
     full = DrafterCounts()
-    run(replace(setup, capacities={"small": Capacity(2)}), workload, instruments=[full])
+    run(replace(setup, capacities={"small": DrafterCapacity(2)}), workload, instruments=[full])
     assert set(full.rounds) == {"small"}
     assert full.taken_up["small"] <= 6
 
@@ -167,7 +167,10 @@ def test_a_capacity_that_is_none(text: str) -> None:
 
 
 def test_capacities_and_seconds_from_text() -> None:
-    assert parse_capacities(["a=8", "b=4x2"], ["a", "b"]) == {"a": Capacity(8), "b": Capacity(4, 2)}
+    assert parse_capacities(["a=8", "b=4x2"], ["a", "b"]) == {
+        "a": DrafterCapacity(8),
+        "b": DrafterCapacity(4, 2),
+    }
     with pytest.raises(WorkloadError, match="unknown drafter 'c'; drafters: a, b"):
         parse_capacities(["c=8"], ["a", "b"])
     assert parse_drafter_seconds(["a=0.002:1e-5", "b=0.1"]) == (

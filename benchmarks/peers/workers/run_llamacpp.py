@@ -20,7 +20,7 @@ Row = tuple[int, int, int, bool]
 """Token, position, sequence, whether its logits are wanted."""
 
 
-class Model:
+class LlamaModel:
     """One model with one context."""
 
     def __init__(self, file: Path, batch: int, settings: dict) -> None:
@@ -88,8 +88,8 @@ class LlamaCpp:
         self.log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
 
-        def model(path: str) -> Model:
-            return Model(
+        def model(path: str) -> LlamaModel:
+            return LlamaModel(
                 cached(Path(path), what.settings["weights"], Path(what.work)),
                 what.batch,
                 what.settings,

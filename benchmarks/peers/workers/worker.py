@@ -1,8 +1,9 @@
 """What every worker shares: JSON lines on standard input and output, and the measuring of time.
 
-A worker is a script that runs by the Python of its own environment, knows one `Engine`, and answers
+A worker is a script that runs by the Python of its own environment, knows one `WorkerEngine`, and
+answers
 
-    {"do": "load", ...}  the fields of `Load`         -> {"facts": {...}}
+    {"do": "load", ...}  the fields of `WorkerLoad`         -> {"facts": {...}}
     {"do": "run", "calls": [[prompt, ...], ...], "new_tokens": n, "draft_tokens": k}
                                                       -> {"wall_s", "cpu_s", "other_s", "token_ids"}
     {"do": "close"}
@@ -32,7 +33,7 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
-class Load:
+class WorkerLoad:
     """What an engine is to make ready for.
 
     target, drafter: checkpoint folders; the drafter `NGRAM` is look-up in the request's text.
@@ -53,10 +54,10 @@ class Load:
         return self.drafter == NGRAM
 
 
-class Engine(Protocol):
+class WorkerEngine(Protocol):
     """One program with one target and at most one drafter in memory."""
 
-    def load(self, what: Load) -> dict[str, Any]:
+    def load(self, what: WorkerLoad) -> dict[str, Any]:
         """Make ready for calls; returns facts for the report."""
         ...
 
@@ -92,7 +93,7 @@ def machine_cpu_s() -> float:
     return (user + nice + system + irq + softirq + steal) * _TICK
 
 
-def measure(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
+def measure(engine: WorkerEngine, command: dict[str, Any]) -> dict[str, Any]:
     """Run every call; times are sums over the calls."""
     token_ids: list[list[int]] = []
     machine, cpu, wall = machine_cpu_s(), own_cpu_s(), time.perf_counter()
@@ -106,7 +107,7 @@ def measure(engine: Engine, command: dict[str, Any]) -> dict[str, Any]:
     return {"wall_s": wall, "cpu_s": cpu, "other_s": other, "token_ids": token_ids}
 
 
-def serve(engine: Engine) -> None:
+def serve(engine: WorkerEngine) -> None:
     """Answer commands until "close" or the end of standard input."""
     # A worker stands still between commands, so it would not notice that its master is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -120,7 +121,7 @@ def serve(engine: Engine) -> None:
             break
         try:
             if do == "load":
-                answer = {"facts": engine.load(Load(**command))}
+                answer = {"facts": engine.load(WorkerLoad(**command))}
             else:
                 answer = measure(engine, command)
         except Exception as error:

@@ -15,7 +15,7 @@ import typer
 from penstock.cli import options as cli
 from penstock.cli.simulator import (
     LatencyTargets,
-    Load,
+    LoadOptions,
     SimulatedDrafters,
     SimulatedServer,
     bad_input,
@@ -25,7 +25,7 @@ from penstock.cli.simulator import (
 from penstock.cli.terminal import one_line, progress
 
 if TYPE_CHECKING:
-    from penstock.sim.capacity import Capacity
+    from penstock.sim.capacity import MeasuredCapacity
     from penstock.sim.plots import LoadPoint
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
@@ -92,7 +92,7 @@ def capacity(
             fairness=fairness,
             tenant_weights=tenant_weight or (),
         )
-        load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
+        load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
         lengths = LoadedWorkload.of(load)
         bound = _bound(server, lengths.workload)
         highest = bound if rate is None else rate
@@ -115,13 +115,13 @@ def capacity(
 class LoadedWorkload:
     """The same requests at any rate."""
 
-    load: Load
+    load: LoadOptions
     workload: Workload
     recorded_rate: float | None
     """Requests a second of recorded arrivals; None where arrivals are generated."""
 
     @classmethod
-    def of(cls, load: Load) -> LoadedWorkload:
+    def of(cls, load: LoadOptions) -> LoadedWorkload:
         """Recorded arrivals are made faster or slower, others generated anew, with the requests in
         random order then: a load is judged by the second half, which may be lighter in a trace.
 
@@ -158,8 +158,8 @@ def _bound(server: SimulatedServer, workload: Workload) -> float:
 
 
 def _search_each(
-    server: SimulatedServer, loads: Iterable[Load], highest: float, targets: LatencyTargets
-) -> list[Capacity]:
+    server: SimulatedServer, loads: Iterable[LoadOptions], highest: float, targets: LatencyTargets
+) -> list[MeasuredCapacity]:
     """The capacity of every load. A trace that is too short is refused."""
     from penstock.sim.capacity import TooShort
 
@@ -176,7 +176,7 @@ def search(
     highest: float,
     targets: LatencyTargets,
     on_try: Callable[[], None],
-) -> Capacity:
+) -> MeasuredCapacity:
     """Thresholds are planned anew for every load, and a load for which none fit is not sustained.
     The search goes on below its range a few times before it gives up with 0. Raises: TooShort."""
     from penstock.sim import capacity as bisection
@@ -239,11 +239,11 @@ def _plot(
         plot_load(points, capacity, bound, path, title)
 
 
-def _mean(found: Sequence[Capacity]) -> float:
+def _mean(found: Sequence[MeasuredCapacity]) -> float:
     return statistics.fmean(capacity.requests_per_s for capacity in found)
 
 
-def _figures(found: list[Capacity], bound: float) -> dict[str, Any]:
+def _figures(found: list[MeasuredCapacity], bound: float) -> dict[str, Any]:
     """The mean of the seeds with its interval; of a single one the interval of its own run."""
     from penstock.sim.capacity import Estimate
 

@@ -12,7 +12,7 @@ from penstock.cli import options as cli
 from penstock.cli.figures import print_side_by_side
 from penstock.cli.simulator import (
     LatencyTargets,
-    Load,
+    LoadOptions,
     SimulatedDrafters,
     SimulatedServer,
     bad_input,
@@ -77,7 +77,7 @@ def plan(
             targets=targets,
             seed=seed,
         )
-        load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
+        load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
         made = load.make(rate)
         offered = rate or mean_rate(made)
         planned = plan_deployment(

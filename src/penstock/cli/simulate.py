@@ -12,7 +12,7 @@ from penstock.cli import options as cli
 from penstock.cli.figures import print_figures
 from penstock.cli.simulator import (
     LatencyTargets,
-    Load,
+    LoadOptions,
     SimulatedDrafters,
     bad_input,
     describe,
@@ -72,7 +72,7 @@ def simulate(
     from penstock.sim.servers import deal_to_tenants
 
     targets = LatencyTargets(ttft_p99, tpot_p99)
-    load = Load(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
+    load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
     with bad_input():
         server = make_server(
             profile,

@@ -106,7 +106,7 @@ class SimulatedDrafters:
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
+class LoadOptions:
     """Which requests, and how they come."""
 
     spec: str

@@ -91,14 +91,14 @@ class StepKind:
 
 
 @dataclass(frozen=True)
-class Capacity:
+class CapacityBound:
     """`requests_per_s` is the bound; `mixture` are the steps that would reach it."""
 
     requests_per_s: float
     mixture: tuple[StepKind, ...]
 
 
-def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> Capacity:
+def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> CapacityBound:
     """The largest stable load on `profile` with `kv_tokens` of KV memory, at most (see the module).
 
     Raises ValueError where memory cannot hold the longest request.
@@ -130,7 +130,7 @@ def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> C
     used = np.flatnonzero(found.x[:-1] > 1e-12)
     rates = found.x[:-1] / sizes / unit
     mixture = tuple(StepKind(float(rates[i]), *map(float, columns[i, :3])) for i in used)
-    return Capacity(requests_per_s=float(found.x[-1] / unit), mixture=mixture)
+    return CapacityBound(requests_per_s=float(found.x[-1] / unit), mixture=mixture)
 
 
 def _per_request(work: RequestWork) -> FloatArray:

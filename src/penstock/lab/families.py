@@ -24,7 +24,7 @@ import numpy.typing as npt
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import AcceptanceModel, RecordedAcceptance
 from penstock.sim.domains import AcceptanceFit, DomainFit
-from penstock.sim.drafters import Capacity
+from penstock.sim.drafters import DrafterCapacity
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup
 from penstock.sim.workloads import Workload
@@ -71,7 +71,7 @@ def always_live(
         block_size=16,
         acceptance=acceptance,
         drafters=tuple(drafters),
-        capacities={} if capacity is None else dict.fromkeys(drafters, Capacity(capacity)),
+        capacities={} if capacity is None else dict.fromkeys(drafters, DrafterCapacity(capacity)),
         pipeline="async" if beside and drafters else "off",
         seed=seed,
     )

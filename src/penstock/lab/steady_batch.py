@@ -14,7 +14,12 @@ from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.policies.pipeline.auto import Auto
-from penstock.core.policies.pipeline.parts.planner import Round, Setting, cycle_seconds, round_of
+from penstock.core.policies.pipeline.parts.planner import (
+    PipelineSetting,
+    Round,
+    cycle_seconds,
+    round_of,
+)
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
@@ -62,7 +67,7 @@ class SteadyRates:
     """chosen: the setting in the end, where the pipeline chooses it."""
 
     tokens_per_s: float
-    chosen: Setting | None
+    chosen: PipelineSetting | None
 
 
 def play(
@@ -100,7 +105,7 @@ def play(
     requests = [
         Request(str(i), PROMPT_TOKENS, _ENDLESS, drafter=name) for i, name in enumerate(of_request)
     ]
-    until = rounds * cycle_seconds(batch.round(), Setting())
+    until = rounds * cycle_seconds(batch.round(), PipelineSetting())
     result = simulate(scheduler, executor, clock, requests, until=until)
     tokens = sum(r.num_tokens for r in result.records.values())
     return SteadyRates(tokens / until, made.setting if isinstance(made, Auto) else None)

@@ -42,7 +42,7 @@ class TooShort(ValueError):
     """A trace cannot tell which loads are sustained. The message is one line. estimate: the answer
     as far as it can tell, if it tells that much."""
 
-    def __init__(self, message: str, estimate: Capacity | None = None) -> None:
+    def __init__(self, message: str, estimate: MeasuredCapacity | None = None) -> None:
         super().__init__(message)
         self.estimate = estimate
 
@@ -72,7 +72,7 @@ class Estimate:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class LoadVerdict:
     """What the second half of a run's arrivals says of its load.
 
     growth: of the backlog, as a share of the offered work. completed: work a second, in requests
@@ -106,7 +106,7 @@ class Criterion:
     ttft_p99: float | None = None
     tpot_p99: float | None = None
 
-    def judge(self, report: Report) -> Verdict:
+    def judge(self, report: Report) -> LoadVerdict:
         """The verdict on a run that was ended with its last arrival."""
         end = float(report.arrived_at[-1])
         spans = np.linspace(end / 2, end, _SPANS + 1)
@@ -121,7 +121,7 @@ class Criterion:
         speed = Estimate.of(completed / seconds_a_request)
         # What ends in one step is in one span or the next.
         step = _largest_step(finished, size, spans) / _SPANS / seconds_a_request
-        return Verdict(
+        return LoadVerdict(
             growth=Estimate.of((arrived - completed) / offered),
             completed=Estimate(speed.mean, speed.half + step),
             beyond=tuple(self._beyond(report, spans)),
@@ -179,7 +179,7 @@ def _share(
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class MeasuredCapacity:
     """The answer in requests a second, 0 where not even the least load is sustained, and the
     interval (95%) that it is in."""
 
@@ -188,7 +188,7 @@ class Capacity:
     high: float
 
 
-def judge_load(setup: Setup, workload: Workload, criterion: Criterion = Criterion()) -> Verdict:
+def judge_load(setup: Setup, workload: Workload, criterion: Criterion = Criterion()) -> LoadVerdict:
     """Raises: ValueError without arrivals."""
     if workload.arrival_time is None:
         raise ValueError(f"workload {workload.name!r} has no arrival times")
@@ -204,7 +204,7 @@ def capacity(
     criterion: Criterion = Criterion(),
     tolerance: float = 0.005,
     on_try: Callable[[float, bool], None] | None = None,
-) -> Capacity:
+) -> MeasuredCapacity:
     """The largest load in requests per second that is sustained, searched between `low` and `high`
     to within a relative `tolerance`, and what is completed at it. `workload_at(rate)` must be the
     same requests at another rate. 0 if not even `low` is; the range is widened upwards where `high`
@@ -239,7 +239,7 @@ class _Search:
         self._workload_at = workload_at
         self._criterion = criterion
         self._on_try = on_try
-        self._tried: dict[float, Verdict | None] = {}
+        self._tried: dict[float, LoadVerdict | None] = {}
         self._num_requests = 0
 
     def sustains(self, rate: float) -> bool:
@@ -250,18 +250,18 @@ class _Search:
         verdict = self._tried[rate]
         return verdict is not None and verdict.sustained
 
-    def _judge(self, rate: float) -> Verdict | None:
+    def _judge(self, rate: float) -> LoadVerdict | None:
         workload = self._workload_at(rate)
         self._num_requests = len(workload)
         self._refuse_below(_LEAST_REQUESTS)
         server = self._setup if isinstance(self._setup, Setup) else self._setup(rate)
         return None if server is None else judge_load(server, workload, self._criterion)
 
-    def answer(self, best: float, beyond: float) -> Capacity:
+    def answer(self, best: float, beyond: float) -> MeasuredCapacity:
         """Between the largest load that is sustained and the smallest that is not.
         Raises: TooShort."""
         at_best, at_beyond = self._tried.get(best), self._tried[beyond]
-        estimate, needed = Capacity(0.0, 0.0, beyond), 0
+        estimate, needed = MeasuredCapacity(0.0, 0.0, beyond), 0
         for verdict in (at_best, at_beyond):
             if verdict is not None and self._num_requests < verdict.requests_needed():
                 needed = max(needed, verdict.requests_needed(_MARGIN))
@@ -271,7 +271,7 @@ class _Search:
             # More than the load is completed where a recorded trace has more to do in its second
             # half.
             answer = min(best, found.mean)
-            estimate = Capacity(answer, answer * (1 - width), answer * (1 + width))
+            estimate = MeasuredCapacity(answer, answer * (1 - width), answer * (1 + width))
             if width > _PRECISION:
                 needed = max(needed, math.ceil((width / _PRECISION) ** 2 * self._num_requests))
         self._refuse_below(needed, estimate)
@@ -280,7 +280,7 @@ class _Search:
         return self._between_targets(best, estimate.requests_per_s)
 
     @staticmethod
-    def _completed(at_best: Verdict, at_beyond: Verdict | None) -> Estimate:
+    def _completed(at_best: LoadVerdict, at_beyond: LoadVerdict | None) -> Estimate:
         """A server that is always busy tells its speed best; but not one that collapses under more
         than its capacity."""
         found = at_best.completed
@@ -290,7 +290,7 @@ class _Search:
                 return busy
         return found
 
-    def _between_targets(self, best: float, answer: float) -> Capacity:
+    def _between_targets(self, best: float, answer: float) -> MeasuredCapacity:
         """Where targets end the search, by the loads at which they are surely met, and missed."""
         met = missed = best
         while met > _LOWEST * best and not self._surely(met, meets=True):
@@ -299,7 +299,7 @@ class _Search:
             missed /= _STEP_DOWN
             if missed > best / _LOWEST:
                 self._refuse_below(2 * self._num_requests)
-        return Capacity(answer, min(met, answer), max(missed, answer))
+        return MeasuredCapacity(answer, min(met, answer), max(missed, answer))
 
     def _surely(self, rate: float, *, meets: bool) -> bool:
         """Whether targets are met at a load, or missed, beyond chance."""
@@ -311,7 +311,7 @@ class _Search:
             return sustained and all(share.high <= 0 for share in verdict.beyond)
         return any(share.low > 0 for share in verdict.beyond)
 
-    def _refuse_below(self, needed: int, estimate: Capacity | None = None) -> None:
+    def _refuse_below(self, needed: int, estimate: MeasuredCapacity | None = None) -> None:
         if self._num_requests < needed:
             raise TooShort(
                 f"{self._num_requests} requests are too few to tell which load is sustained: "

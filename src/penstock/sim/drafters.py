@@ -15,7 +15,7 @@ from penstock.sim.traces import WorkloadError
 
 
 @dataclass(frozen=True, slots=True)
-class Capacity:
+class DrafterCapacity:
     """max_num_seqs: most requests that one instance drafts for at once (Spin's B_j), None is no
     limit. instances: how many there are, each with KV and, beside the target, a lane of its own."""
 
@@ -77,7 +77,7 @@ class DrafterCounts:
         }
 
 
-def parse_capacities(texts: Iterable[str], drafters: Sequence[str]) -> dict[str, Capacity]:
+def parse_capacities(texts: Iterable[str], drafters: Sequence[str]) -> dict[str, DrafterCapacity]:
     """Capacities by drafter, from `NAME=B` or `NAME=BxK`: B requests for each of K instances.
 
     Raises: WorkloadError.
@@ -91,7 +91,7 @@ def parse_capacities(texts: Iterable[str], drafters: Sequence[str]) -> dict[str,
         if name not in drafters:
             known = ", ".join(drafters) or "there is none"
             raise WorkloadError(f"a capacity names an unknown drafter {name!r}; drafters: {known}")
-        capacities[name] = Capacity(int(found[1]), int(found[2] or 1))
+        capacities[name] = DrafterCapacity(int(found[1]), int(found[2] or 1))
     return capacities
 
 

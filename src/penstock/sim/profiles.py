@@ -14,7 +14,7 @@ from scipy.optimize import nnls
 
 from penstock.config import read_profile
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
-from penstock.sim.traces import Table, WorkloadError, numbers, read_table
+from penstock.sim.traces import TraceTable, WorkloadError, numbers, read_table
 
 FOLDER = Path(__file__).with_name("profiles_data")
 
@@ -207,7 +207,7 @@ class _Attention:
     origin: str
 
 
-def _fit_steps(table: Table, name: str, kv_tokens: int, granularity: int) -> Fit:
+def _fit_steps(table: TraceTable, name: str, kv_tokens: int, granularity: int) -> Fit:
     table.demand_rows()
     prefill, decodes, kv, drafts = (
         _whole(table, f"num_{what}")
@@ -278,7 +278,9 @@ def _work(row: list[float]) -> StepWork:
     return StepWork(int(prefill), context, int(decodes), int(kv), int(drafts))
 
 
-def _read_operators(table: Table, num_layers: int, tensor_parallel: int) -> tuple[Array, Array]:
+def _read_operators(
+    table: TraceTable, num_layers: int, tensor_parallel: int
+) -> tuple[Array, Array]:
     """Token counts and seconds of all layers, for one number of workers."""
     table.demand_rows()
     workers = numbers(table, "num_tensor_parallel_workers")
@@ -298,7 +300,7 @@ def _read_operators(table: Table, num_layers: int, tensor_parallel: int) -> tupl
 
 
 def _fit_operators(
-    table: Table,
+    table: TraceTable,
     operators: tuple[Array, Array],
     attention: _Attention,
     name: str,
@@ -367,14 +369,14 @@ def _fit_attention(path: Path, num_layers: int) -> _Attention:
     return _Attention(coefficients, tuple(quality), f"attention fitted to {path.name}")
 
 
-def _not_negative(table: Table, name: str) -> Array:
+def _not_negative(table: TraceTable, name: str) -> Array:
     values = numbers(table, name)
     if (values < 0).any():
         raise table.error(int(np.argmax(values < 0)), name, "is negative")
     return values
 
 
-def _whole(table: Table, name: str) -> Array:
+def _whole(table: TraceTable, name: str) -> Array:
     values = _not_negative(table, name)
     if (values % 1 != 0).any():
         raise table.error(int(np.argmax(values % 1 != 0)), name, "is not a whole number")

@@ -24,7 +24,7 @@ from penstock.fluid.shares import jain_index, max_min_shares
 from penstock.fluid.step_profile import StepProfile
 from penstock.sim.acceptance import AcceptanceModel, of_tenants
 from penstock.sim.clock import VirtualClock
-from penstock.sim.drafters import Capacity
+from penstock.sim.drafters import DrafterCapacity
 from penstock.sim.driver import SimulationResult, simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
 from penstock.sim.links import DraftServer, RemoteDrafting
@@ -59,7 +59,7 @@ class Setup:
     block_size: int = 1
     acceptance: AcceptanceModel | None = None
     drafters: tuple[str, ...] = ()
-    capacities: Mapping[str, Capacity] = field(default_factory=dict)
+    capacities: Mapping[str, DrafterCapacity] = field(default_factory=dict)
     draft_share: float = 0.05
     draft_servers: tuple[DraftServer, ...] = ()
     pipeline: str = "off"
@@ -78,7 +78,7 @@ class Setup:
         reading = {d.name for d in self.profile.drafters if d.per_catch_up_token}
         drafters = []
         for model in self.drafters:
-            capacity = self.capacities.get(model, Capacity())
+            capacity = self.capacities.get(model, DrafterCapacity())
             drafters += [
                 Drafter(
                     name,

@@ -106,13 +106,13 @@ def read_arrivals(path: Path) -> NDArray[np.float64]:
             )
         value = table.header[0]
         column = "TIMESTAMP" if ":" in value else "arrived_at"
-        table = Table(path, [column], [[value], *table.rows], [1, *table.lines])
+        table = TraceTable(path, [column], [[value], *table.rows], [1, *table.lines])
     table.demand_rows()
     return _times(table, column)
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class TraceTable:
     """A CSV file's cells as text, without its first line, the header. `lines` has the line number
     of every row."""
 
@@ -137,7 +137,7 @@ class Table:
         return WorkloadError(f"{self.path}, line {self.lines[row]}: {name} {cell!r} {complaint}")
 
 
-def read_table(path: Path) -> Table:
+def read_table(path: Path) -> TraceTable:
     """Raises: WorkloadError for a file that cannot be read as CSV or JSON lines."""
     opener = gzip.open if path.suffix == ".gz" else open
     read = _json_rows if ".jsonl" in path.suffixes else _csv_rows
@@ -160,7 +160,7 @@ def read_table(path: Path) -> Table:
     for row, line in zip(rows, lines, strict=True):
         if len(row) != width:
             raise WorkloadError(f"{path}, line {line}: {len(row)} columns instead of {width}")
-    return Table(path, [name.strip() for name in rows[0]], rows[1:], lines[1:])
+    return TraceTable(path, [name.strip() for name in rows[0]], rows[1:], lines[1:])
 
 
 class _BadLine(ValueError):
@@ -198,7 +198,7 @@ def _json_rows(file: Iterable[str]) -> Iterator[tuple[int, list[str]]]:
         yield number, [str(record[name]) for name in names]
 
 
-def numbers(table: Table, name: str) -> NDArray[np.float64]:
+def numbers(table: TraceTable, name: str) -> NDArray[np.float64]:
     """A column of finite numbers, shape [rows]. Raises: WorkloadError."""
     cells = table.column(name)
     try:
@@ -211,7 +211,7 @@ def numbers(table: Table, name: str) -> NDArray[np.float64]:
     return values
 
 
-def _lengths(table: Table, name: str) -> NDArray[np.int64]:
+def _lengths(table: TraceTable, name: str) -> NDArray[np.int64]:
     values = numbers(table, name)
     good = (values >= 1) & (values <= MAX_LENGTH) & (values == np.floor(values))
     if not good.all():
@@ -220,7 +220,7 @@ def _lengths(table: Table, name: str) -> NDArray[np.int64]:
     return values.astype(np.int64)
 
 
-def _times(table: Table, name: str) -> NDArray[np.float64]:
+def _times(table: TraceTable, name: str) -> NDArray[np.float64]:
     if name == "TIMESTAMP":
         stamps = _timestamps(table, name)
         values = np.asarray((stamps - stamps[0]) / np.timedelta64(1, "s"))
@@ -241,7 +241,7 @@ def _times(table: Table, name: str) -> NDArray[np.float64]:
     return values
 
 
-def _timestamps(table: Table, name: str) -> NDArray[np.datetime64]:
+def _timestamps(table: TraceTable, name: str) -> NDArray[np.datetime64]:
     cells = [cell.strip().removesuffix("Z").removesuffix("+00:00") for cell in table.column(name)]
     with warnings.catch_warnings():
         # numpy only warns of an offset, and then leaves it out of account.
@@ -256,7 +256,7 @@ def _timestamps(table: Table, name: str) -> NDArray[np.datetime64]:
     return stamps
 
 
-def _names(table: Table, name: str | None) -> NDArray[np.str_]:
+def _names(table: TraceTable, name: str | None) -> NDArray[np.str_]:
     assert name is not None
     values = np.array([cell.strip() for cell in table.column(name)])
     if (values == "").any():

@@ -33,7 +33,7 @@ class DecodeTimes:
 
 
 @dataclass(frozen=True, slots=True)
-class Cell:
+class ChoiceCell:
     """One drafter in one domain (or over all, domain ``all``)."""
 
     domain: str
@@ -130,7 +130,7 @@ def choice(costs: _Costs) -> Choice:
     )
 
 
-def cells(costs: _Costs, times: DecodeTimes) -> list[Cell]:
+def cells(costs: _Costs, times: DecodeTimes) -> list[ChoiceCell]:
     """A cell for every domain and drafter, then for all domains together."""
     result = []
     domains: list[str | None] = [*dict.fromkeys(t.domain for t in costs.traces), None]
@@ -144,7 +144,7 @@ def cells(costs: _Costs, times: DecodeTimes) -> list[Cell]:
                 overlap = sum(t.overlaps[name] * t.length for t in group) / tokens
                 matched = sum(t.matches[name] * t.length for t in group) / tokens
             result.append(
-                Cell(
+                ChoiceCell(
                     domain or "all",
                     name,
                     overlap,
@@ -237,7 +237,7 @@ def report(
     return result
 
 
-def _print(console: Console, mode: str, table: list[Cell], chosen: Choice) -> None:
+def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice) -> None:
     shown = Table(title=f"{mode} text of the target")
     for column in (
         "domain",

@@ -28,7 +28,7 @@ TINY = {
 QWEN = {**TINY, "qk_norm": True, "tie_word_embeddings": True}
 
 
-SMALL = gpu.Setting(
+SMALL = gpu.GpuSetting(
     torch.device("cpu"),
     torch.float32,
     attention="packed",
@@ -52,14 +52,14 @@ SMALL = gpu.Setting(
 
 
 @pytest.fixture
-def setting(monkeypatch: pytest.MonkeyPatch) -> gpu.Setting:
+def setting(monkeypatch: pytest.MonkeyPatch) -> gpu.GpuSetting:
     monkeypatch.setattr(random_models, "_shapes", lambda: {"tiny": TINY, "qwen": QWEN})
     return SMALL
 
 
 @pytest.mark.slow
 def test_every_item_can_be_rehearsed(
-    setting: gpu.Setting, capsys: pytest.CaptureFixture[str]
+    setting: gpu.GpuSetting, capsys: pytest.CaptureFixture[str]
 ) -> None:
     gpu.report(setting, gpu.ITEMS, as_json=True)
     found = json.loads(capsys.readouterr().out)
@@ -75,7 +75,7 @@ def test_every_item_can_be_rehearsed(
 
 
 def test_wrong_numerics_end_it(
-    setting: gpu.Setting, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    setting: gpu.GpuSetting, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_numerics, "relative_error", lambda found, expected: float("nan"))
     assert gpu.report(setting, ("decode",), as_json=True) == 1

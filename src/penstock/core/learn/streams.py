@@ -43,7 +43,7 @@ class Evidence(NamedTuple):
         )
 
 
-class AcceptanceModel(ABC):
+class StreamModel(ABC):
     """What all estimators can do."""
 
     @abstractmethod
@@ -55,7 +55,7 @@ class AcceptanceModel(ABC):
         """Probability in [0, 1) that the next draft token is accepted if those before it were."""
 
 
-class Smoothed(AcceptanceModel):
+class Smoothed(StreamModel):
     """Exponential smoothing (GoodSpeed eq. 3): α̂ ← (1 − η) α̂ + η · mean of min(1, target / draft)
     over the S positions of the draft; with `decided_only` over those up to the first rejection.
 
@@ -111,7 +111,7 @@ class Population:
 _POPULATION_DECAY = 0.999
 
 
-class DiscountedBeta(AcceptanceModel):
+class DiscountedBeta(StreamModel):
     """Beta posterior that counts tokens, fades by `discount` a round, and so falls back on the
     prior (the population's mean, worth `strength` tokens) where nothing is drafted any more.
 
@@ -145,7 +145,7 @@ class DiscountedBeta(AcceptanceModel):
         return min(mean + self._optimism * deviation, _MAX_ACCEPTANCE)
 
 
-class Switching(AcceptanceModel):
+class Switching(StreamModel):
     """Acceptance that stays as it is and now and then jumps: the exact Bayesian filter for rates on
     a grid and an unknown probability of a jump in a round (as Fearnhead and Liu's change points).
 
@@ -187,7 +187,7 @@ _UNKNOWN_ROUNDS = 20.0
 _VISITED_DECAY = 0.998
 
 
-class Bank(AcceptanceModel):
+class Bank(StreamModel):
     """Several estimators, weighted by how well each predicted the outcomes so far: no single
     discount is right for both a steady stream and one that jumps.
 
@@ -197,7 +197,7 @@ class Bank(AcceptanceModel):
     """
 
     def __init__(
-        self, experts: Sequence[AcceptanceModel], share: float = 0.002, optimism: float = 0.5
+        self, experts: Sequence[StreamModel], share: float = 0.002, optimism: float = 0.5
     ) -> None:
         self._experts = tuple(experts)
         self._weights = [1 / len(experts)] * len(experts)
@@ -228,7 +228,7 @@ class Bank(AcceptanceModel):
         return min(mean + self._optimism * math.sqrt(spread), _MAX_ACCEPTANCE)
 
 
-class Confident(AcceptanceModel):
+class Confident(StreamModel):
     """Logistic regression of acceptance on the drafter's own confidence in a token and on the last
     round's share of accepted tokens, by recursive Newton steps that forget.
 
@@ -283,7 +283,7 @@ def _logistic(x: float) -> float:
 
 _DISCOUNTS = (1.0, 0.99, 0.97, 0.9)
 
-ESTIMATORS: Mapping[str, Callable[[Population], AcceptanceModel]] = {
+ESTIMATORS: Mapping[str, Callable[[Population], StreamModel]] = {
     "beta": lambda prior: DiscountedBeta(prior, 0.98, optimism=1.0),
     "discounts": lambda prior: Bank([DiscountedBeta(prior, d) for d in _DISCOUNTS]),
     "switching": lambda prior: Bank([DiscountedBeta(prior, 1.0), Switching()]),

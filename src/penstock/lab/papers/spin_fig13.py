@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from penstock.core.policies.pipeline.parts.planner import (
-    Setting,
+    PipelineSetting,
     best_setting,
     cycle_seconds,
     spin_setting,
@@ -112,7 +112,7 @@ def curve(
         rates[num] = play(batch, str(num), rounds=rounds).tokens_per_s
     work = batch.round()
 
-    def seconds(setting: Setting) -> float:
+    def seconds(setting: PipelineSetting) -> float:
         return cycle_seconds(work, setting)
 
     return ByMicroBatches(

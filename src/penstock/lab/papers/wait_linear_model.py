@@ -18,7 +18,7 @@ from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Experiment, Skipped, Trial
 from penstock.lab.report import Plot, draw, write_table
 from penstock.sim.profiles import fit_profile
-from penstock.sim.traces import Table, numbers, read_table
+from penstock.sim.traces import TraceTable, numbers, read_table
 
 Array = NDArray[np.float64]
 
@@ -83,7 +83,7 @@ def _batches(folder: Path) -> tuple[Array, Array]:
     return np.array(alone), np.array(mixed)
 
 
-def _columns(table: Table) -> tuple[Array, Array, Array, Array]:
+def _columns(table: TraceTable) -> tuple[Array, Array, Array, Array]:
     """Batch size, chunk, KV tokens of each request, and seconds of all layers."""
     batch, chunk, kv, ms = (
         numbers(table, name)

@@ -14,8 +14,8 @@ from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
 from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
+    PipelineSetting,
     Round,
-    Setting,
     best_setting,
     cycle_seconds,
     round_of,
@@ -55,7 +55,7 @@ class Auto(Pipeline):
         most: Annotated[int, Range(at_least=1, at_most=64)] = MOST_MICRO_BATCHES
 
     def __init__(self, options: Options) -> None:
-        self.setting = Setting()
+        self.setting = PipelineSetting()
         self._most = options.most
         self._inner: Pipeline = _Inline()
         self._lengths: dict[str, float] = {}
@@ -150,13 +150,13 @@ class Auto(Pipeline):
             or self._num_steps >= _DECIDE_EVERY_STEPS
         )
 
-    def _choose(self, work: Round) -> Setting:
+    def _choose(self, work: Round) -> PipelineSetting:
         """The present setting, unless another is better by more than noise."""
         most = max(1, min(self._most, work.batch))
 
         worse = self._worse
 
-        def seconds(setting: Setting) -> float:
+        def seconds(setting: PipelineSetting) -> float:
             alone = cycle_seconds(work, setting)
             return alone * worse if setting.num and worse > _TOLERATED else alone
 
@@ -166,7 +166,7 @@ class Auto(Pipeline):
         self._predicted = cycle_seconds(work, best) / work.batch
         return best
 
-    def _set(self, setting: Setting) -> None:
+    def _set(self, setting: PipelineSetting) -> None:
         if setting == self.setting:
             return
         self.setting = setting

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar
 from penstock.core.policies.options import Probability, Range
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.parts.division import Division
-from penstock.core.policies.pipeline.parts.planner import Setting
+from penstock.core.policies.pipeline.parts.planner import PipelineSetting
 from penstock.core.state import RequestState
 from penstock.core.view import View
 
@@ -36,7 +36,7 @@ class MicroBatches(Pipeline):
 
     def __init__(self, options: Options) -> None:
         self.num = options.num
-        self._shares = Setting(options.num, options.share).shares
+        self._shares = PipelineSetting(options.num, options.share).shares
         self._group: dict[str, int] = {}
         self._next_in_lane: dict[str, int] = {}
         self._next_verified = 0

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
-from penstock.core.learn.streams import ESTIMATORS, AcceptanceModel, Evidence, Population
+from penstock.core.learn.streams import ESTIMATORS, Evidence, Population, StreamModel
 from penstock.core.policies.options import Range
 from penstock.core.state import Outcome, Tenant
 from penstock.core.view import DraftCandidate, View
@@ -105,7 +105,7 @@ class Streams:
     def __init__(self, prior_mean: float, estimator: str = "switching") -> None:
         self._make = ESTIMATORS[estimator]
         self._population = Population(prior_mean)
-        self._models: dict[tuple[str, str], AcceptanceModel] = {}
+        self._models: dict[tuple[str, str], StreamModel] = {}
         self._drafters: dict[str, str] = {}
 
     def rates(self, candidates: Sequence[DraftCandidate]) -> list[float]:
@@ -130,7 +130,7 @@ class Streams:
             self._model((state.request.tenant, drafter)).observe(evidence)
             self._population.observe(evidence)
 
-    def _model(self, key: tuple[str, str]) -> AcceptanceModel:
+    def _model(self, key: tuple[str, str]) -> StreamModel:
         model = self._models.get(key)
         if model is None:
             model = self._models[key] = self._make(self._population)

@@ -61,7 +61,7 @@ class Round:
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class PipelineSetting:
     """num micro-batches, or 0 or 1 (see above). share: of the batch on every drafter that the first
     of two has, if not half of it: where a phase costs much whatever the batch, a small one beside a
     large one fills the pipeline at less expense."""
@@ -98,7 +98,7 @@ def split(batches: Sequence[int], shares: Sequence[float]) -> list[tuple[int, ..
     return [tuple(group) for group in groups]
 
 
-def cycle_seconds(work: Round, setting: Setting) -> float:
+def cycle_seconds(work: Round, setting: PipelineSetting) -> float:
     """Seconds in which every request is drafted for and verified once.
 
     Without micro-batches: the drafts, then the verification. With them the cycle is as long as the
@@ -177,16 +177,18 @@ def _saturated(lanes: Sequence[Lane], drafts: Sequence[float], verify: float) ->
     return drafting + verify * of_target * (1 - 1 / slowdown)
 
 
-def settings(most: int) -> list[Setting]:
+def settings(most: int) -> list[PipelineSetting]:
     """All that are thought of, for at most so many micro-batches: the simplest first."""
-    uneven = [Setting(2, share) for share in _UNEVEN] if most > 1 else []
-    return [*(Setting(num) for num in range(most + 1)), *uneven]
+    uneven = [PipelineSetting(2, share) for share in _UNEVEN] if most > 1 else []
+    return [*(PipelineSetting(num) for num in range(most + 1)), *uneven]
 
 
-def best_setting(seconds: Callable[[Setting], float], most: int, gain: float = 0.0) -> Setting:
+def best_setting(
+    seconds: Callable[[PipelineSetting], float], most: int, gain: float = 0.0
+) -> PipelineSetting:
     """The setting with the shortest cycle; a later one only where it is shorter by the share `gain`
     than every one before it."""
-    best, shortest = Setting(), seconds(Setting())
+    best, shortest = PipelineSetting(), seconds(PipelineSetting())
     for setting in settings(most):
         found = seconds(setting)
         if found < (1 - gain) * shortest:
@@ -195,8 +197,8 @@ def best_setting(seconds: Callable[[Setting], float], most: int, gain: float = 0
 
 
 def spin_setting(
-    seconds: Callable[[Setting], float], most: int, first: int = 2, drop: float = 0.05
-) -> Setting:
+    seconds: Callable[[PipelineSetting], float], most: int, first: int = 2, drop: float = 0.05
+) -> PipelineSetting:
     """The paper's heuristic (Spin, section V-B): from `first` micro-batches on one more, until
     the throughput falls by more than `drop` against the setting before.
 
@@ -204,9 +206,11 @@ def spin_setting(
     lead, and what was seen on the way is forgotten.
     """
     num = min(first, most)
-    while num < most and seconds(Setting(num + 1)) * (1 - drop) <= seconds(Setting(num)):
+    while num < most and seconds(PipelineSetting(num + 1)) * (1 - drop) <= seconds(
+        PipelineSetting(num)
+    ):
         num += 1
-    return Setting(num)
+    return PipelineSetting(num)
 
 
 def round_of(
