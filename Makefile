@@ -11,7 +11,7 @@ TORCH_INDEX ?=
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup serve test test-slow test-kernels check format docs clean
+.PHONY: setup serve test test-slow test-faults test-kernels check format docs clean
 
 setup: $(VENV)/.ready
 
@@ -43,10 +43,14 @@ serve: $(VENV)/.serve
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
-# The rest: products in full, searches for capacities, and real processes that are broken, for which
-# a core stays free: one test at a time, a quarter of an hour.
+# The rest: products in full, searches for capacities, real servers.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not gpu"
+	$(BIN)/python -m pytest -m "slow and not faults and not gpu" $(PARALLEL)
+
+# Real processes, frozen, killed and started again, against real clocks: one test at a time, on a
+# machine that does nothing else. Not in continuous integration.
+test-faults: setup
+	$(BIN)/python -m pytest -m "faults"
 
 # Triton's kernels in its interpreter, on the CPU: a download of 290 MB, and minutes.
 test-kernels: $(VENV)/.kernels

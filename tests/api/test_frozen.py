@@ -66,6 +66,7 @@ def test_a_frozen_engine_is_found_out_and_replaced() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_an_engine_that_only_paused_goes_on() -> None:
     with running_server(serve_config({"heartbeat_timeout_s": 20.0}), SLOW_FACTORY) as server:
         first = server.engine_pid
@@ -86,6 +87,7 @@ def test_an_engine_that_only_paused_goes_on() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_a_frozen_engine_does_not_hold_up_the_end() -> None:
     """The grace period of 30 s is for requests that may still be finished."""
     settings = serve_config(LIMIT).engine.model_dump()
@@ -141,6 +143,7 @@ def running(server: RunningServer) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.faults
 def test_a_restart_loads_no_libraries_again() -> None:
     """With the bundled family: compared with the first start, and so on any machine."""
     with bundled_server() as running:

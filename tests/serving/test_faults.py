@@ -28,7 +28,7 @@ from tests.serving.fault_rig import (
 from tests.serving.harness import engine_pid
 from tests.serving.scripted import free_port
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
 NO_DRAFTS = {"speculation": {"drafter": "none"}}
 
