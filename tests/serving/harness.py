@@ -82,7 +82,7 @@ def running_server(config: ServeConfig, factory: str = FACTORY) -> Iterator[Runn
     load_libraries_once()
     thread = threading.Thread(target=lambda: asyncio.run(run()), daemon=True)
     thread.start()
-    assert started.wait(60), "the server did not start"
+    assert started.wait(300), "the server did not start"
     assert address, "the server failed to start"
     try:
         yield RunningServer(address[0])
