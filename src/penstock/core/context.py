@@ -39,7 +39,8 @@ class Context:
     @property
     def uses_lanes(self) -> bool:
         """Whether anybody may draft beside the target."""
-        return any(d.has_lane or d.remote for d in self.table.drafters.values())
+        drafters = self.table.drafters
+        return bool(drafters) and any(d.has_lane or d.remote for d in drafters.values())
 
     def is_beside(self, drafter: Drafter) -> bool:
         """Whether it works beside the target, in a lane, and not inside the target's step."""

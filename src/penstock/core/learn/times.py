@@ -117,7 +117,7 @@ class Times:
         if self._last_end is not None:
             gap = result.started_at - self._last_end
             pause = gap + result.phases.other
-            has_drafts = any(t.steps for t in result.draft_times)
+            has_drafts = bool(result.draft_times) and any(t.steps for t in result.draft_times)
             if has_drafts:
                 pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
             # A longer pause is a lack of work.
