@@ -116,6 +116,20 @@ def test_padding_writes_only_to_scratch(
         assert set(changed) - {graphed.scratch_slot} == set(written.tolist())
 
 
+@pytest.mark.parametrize("case", ["llama"])
+@every_way
+def test_padding_computes_with_zeros(
+    runners: tuple[EagerRunner, GraphRunner], way: str, case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not with what the memory held before: its squares could overflow, which warns here."""
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *a, **k: empty_like(*a, **k).fill_(1.2e19))
+    plain, graphed = runners
+    paging, ids = prefilled(runners, [9, 10, 11])
+    batch = paging.batch(*((str(i), ids[i], n, n + 1) for i, n in enumerate([9, 10, 11])))
+    torch.testing.assert_close(graphed.forward(batch), plain.forward(batch), **CLOSE)
+
+
 @pytest.mark.parametrize("case", ["llama", "qwen3"])
 @every_way
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

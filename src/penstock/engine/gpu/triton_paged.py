@@ -140,7 +140,7 @@ class TritonAttention:
         return pieces
 
     def attend_pieces(self, q: torch.Tensor, layer: int, pieces: Pieces) -> torch.Tensor:
-        """Attention of rows [num_rows, num_heads, head_dim]; those of no sequence get anything."""
+        """Attention of rows [num_rows, num_heads, head_dim]; those of no sequence get zeros."""
         cache, batch = self._cache, pieces.batch
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         dim, block_dim = cache.head_dim, max(16, power_of_2(cache.head_dim))

@@ -172,20 +172,23 @@ def merge_pieces(
     OVERLAPPED: tl.constexpr,
 ):
     """One row and head whose keys lie in several pieces: Σ d_k o_k / Σ d_k, all d_k over the
-    largest so far. row_seq: [rows], -1 for a row of no sequence."""
+    largest so far. row_seq: [rows], -1 for a row of no sequence, which gets zeros."""
     follow(OVERLAPPED)
     row = tl.program_id(0)
     head = tl.program_id(1)
     num_kv_heads = tl.num_programs(1) // GROUP
+    dim = tl.arange(0, BLOCK_DIM)
+    at = row.to(tl.int64) * out_stride + head * HEAD_DIM + dim
     seq = tl.load(row_seq + row)
     if seq < 0:
+        # What the memory held before could overflow in the layers above.
+        tl.store(out + at, tl.zeros([BLOCK_DIM], out.dtype.element_ty), mask=dim < HEAD_DIM)
         return
     first = tl.load(first_piece + seq)
     last = tl.load(first_piece + seq + 1)
     if last - first < 2:
         return
     m = (row - tl.load(query_start + seq)) * GROUP + head % GROUP
-    dim = tl.arange(0, BLOCK_DIM)
     highest = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     acc = tl.zeros([BLOCK_DIM], tl.float32)
@@ -202,5 +205,4 @@ def merge_pieces(
         acc = acc * fade + tl.sum(parts * weights[:, None], 0)
         total = total * fade + tl.sum(weights, 0)
         highest = top
-    at = row.to(tl.int64) * out_stride + head * HEAD_DIM + dim
     tl.store(out + at, (acc / total).to(out.dtype.element_ty), mask=dim < HEAD_DIM)
