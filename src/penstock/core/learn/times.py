@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
@@ -48,7 +49,7 @@ class Times:
         self._links = links
         self._by_drafter: dict[str, StepTimeCurve] = {}
         self._catch_up: dict[str, float] = {}
-        self._last_end: float | None = None
+        self._last_end = math.inf
         self._last_gap = 0.0
         self._last_work: tuple[int, int, int] = (0, 0, 0)
         self._num_plain = 0
@@ -86,10 +87,14 @@ class Times:
         """Take in a step of the target that has ended, with the host's part before it: clients wait
         for both. may_wait: it may have waited for drafts, which cannot be told from that."""
         if result.lane == TARGET:
-            self._observe_pause(result)
+            gap = result.started_at - self._last_end
+            self._last_end = result.finished_at
+            # A longer one is a lack of work.
+            if gap < _MOST_OVERHEAD_S:
+                self._observe_gap(gap, result)
             if result.work is not None:
-                gap = 0.0 if may_wait else self._last_gap
-                self._observe_work(result.work, result.work_seconds + gap)
+                seconds = result.work_seconds
+                self._observe_work(result.work, seconds if may_wait else seconds + self._last_gap)
 
     def observe_drafting(self, result: StepResult) -> None:
         """Take in what drafts are judged by: the target's rows, and drafters."""
@@ -113,21 +118,16 @@ class Times:
             self._last_work = composition
             self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
 
-    def _observe_pause(self, result: StepResult) -> None:
-        if self._last_end is not None:
-            gap = result.started_at - self._last_end
-            pause = gap + result.phases.other
-            has_drafts = bool(result.draft_times) and any(t.steps for t in result.draft_times)
-            if has_drafts:
-                pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
-            # A longer pause is a lack of work.
-            if 0 <= gap < _MOST_OVERHEAD_S:
-                self._last_gap = gap
-            if 0 <= pause < _MOST_OVERHEAD_S:
-                self._note_pause(pause, has_drafts)
-        self._last_end = result.finished_at
-
-    def _note_pause(self, pause: float, has_drafts: bool) -> None:
+    def _observe_gap(self, gap: float, result: StepResult) -> None:
+        """Below zero: the step before had not ended when this one was started."""
+        if gap >= 0:
+            self._last_gap = gap
+        pause = gap + result.phases.other
+        has_drafts = bool(result.draft_times) and any(t.steps for t in result.draft_times)
+        if has_drafts:
+            pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
+        if not 0 <= pause < _MOST_OVERHEAD_S:
+            return
         if has_drafts and self._num_plain >= _MIN_PLAIN_STEPS:
             beyond = max(0.0, pause - self.overhead)
             self.draft_overhead += _OVERHEAD_WEIGHT * (beyond - self.draft_overhead)
