@@ -28,6 +28,7 @@ import numpy as np
 from benchmarks.admission_report import report
 from benchmarks.targets import Case, cases, share_within
 
+from penstock.config import PolicyConfig
 from penstock.fluid.capacity import capacity_bound, output_work
 from penstock.lab.bench import DATA
 from penstock.lab.cells import Cells, Figures
@@ -38,17 +39,16 @@ from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, concatenate, make_workload
 
-Policy = tuple[str, dict[str, Any]]
 SUSTAINED = Criterion()
-OURS: Policy = ("fluid_guided", {})
-SHIPPED: dict[str, Policy] = {
-    "vllm_v0": ("vllm_v0", {}),
-    "vllm_v1": ("vllm_v1", {}),
-    "vllm_v1 8192/1024": ("vllm_v1", {"max_num_batched_tokens": 8192, "max_num_seqs": 1024}),
-    "sarathi": ("sarathi", {}),
-    "guaranteed_no_evict": ("guaranteed_no_evict", {}),
+OURS = PolicyConfig.of("fluid_guided")
+SHIPPED = {
+    "vllm_v0": PolicyConfig.of("vllm_v0"),
+    "vllm_v1": PolicyConfig.of("vllm_v1"),
+    "vllm_v1 8192/1024": PolicyConfig.of("vllm_v1", max_num_batched_tokens=8192, max_num_seqs=1024),
+    "sarathi": PolicyConfig.of("sarathi"),
+    "guaranteed_no_evict": PolicyConfig.of("guaranteed_no_evict"),
 }
-TUNED_A100: Policy = ("sarathi", {"token_budget": 376, "max_num_seqs": 320})
+TUNED_A100 = PolicyConfig.of("sarathi", token_budget=376, max_num_seqs=320)
 BUDGETS = (256, 376, 384, 512, 768, 1024, 2048)
 CAPS = (128, 256, 320, 512)
 # Where to begin the search, in requests/s, and how many arrivals one run has.
@@ -84,7 +84,7 @@ class Bench:
     scale: float
 
     def latencies(
-        self, key: str, policy: Policy, load: Workload, seed: str = "", **setup: Any
+        self, key: str, policy: PolicyConfig, load: Workload, seed: str = "", **setup: Any
     ) -> None:
         """Note latencies of a run."""
         self.cells.measure(key + seed, lambda: latency(run(setup_of(policy, **setup), load)))
@@ -113,7 +113,7 @@ class Bench:
         self,
         key: str,
         name: str,
-        policy: Policy,
+        policy: PolicyConfig,
         seed: int,
         guess: float,
         criterion: Criterion = SUSTAINED,
@@ -138,10 +138,9 @@ class Bench:
         return (first and search(0.97, 1.03)) or search(0.7, 1.1)
 
 
-def setup_of(policy: Policy, **changes: Any) -> Setup:
-    name, options = policy
+def setup_of(policy: PolicyConfig, **changes: Any) -> Setup:
     changes.setdefault("profile", load_profile("a100-llama2-7b"))
-    return Setup(admission=name, admission_options=options, **changes)
+    return Setup(admission=policy, **changes)
 
 
 def latency(report: Report) -> Figures:
@@ -167,7 +166,7 @@ def latency(report: Report) -> Figures:
 # --- capacity -------------------------------------------------------------------------------------
 
 
-def tuned(bench: Bench, name: str) -> Policy:
+def tuned(bench: Bench, name: str) -> PolicyConfig:
     """Sarathi with the budget and cap that are best in hindsight: at the load that
     `fluid_guided` sustains, the lowest mean latency of a grid."""
     rate = bench.cells.done[f"capacity/{name}/fluid_guided/0"]["capacity"]
@@ -175,23 +174,23 @@ def tuned(bench: Bench, name: str) -> Policy:
     def search() -> Figures:
         workload = bench.arrivals(name, 0.97 * rate, 1000)
         means = [
-            (float(run(setup_of(("sarathi", options)), workload).latency.mean()), options)
-            for options in grid(BUDGETS, CAPS)
-            if options["max_num_seqs"] <= options["token_budget"]
+            (float(run(setup_of(policy), workload).latency.mean()), policy.options)
+            for policy in sarathis(BUDGETS, CAPS)
+            if policy.options["max_num_seqs"] <= policy.options["token_budget"]
         ]
         mean, options = min(means, key=lambda pair: pair[0])
         return {"options": options, "latency": mean}
 
-    return "sarathi", bench.cells.measure(f"tuned/{name}", search)["options"]
+    return PolicyConfig.of("sarathi", **bench.cells.measure(f"tuned/{name}", search)["options"])
 
 
-def grid(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[dict[str, int]]:
+def sarathis(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[PolicyConfig]:
     for budget, cap in itertools.product(budgets, caps):
-        yield {"token_budget": budget, "max_num_seqs": cap}
+        yield PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)
 
 
 def sustained(
-    bench: Bench, name: str, label: str, policy: Policy, seed: int, guess: float
+    bench: Bench, name: str, label: str, policy: PolicyConfig, seed: int, guess: float
 ) -> float:
     key = f"capacity/{name}/{label}"
     figures = bench.cells.measure(
@@ -237,7 +236,11 @@ def part_memory(bench: Bench) -> None:
             key = f"memory/{name}/{label}"
 
             def measure(
-                k: str = key, n: str = name, p: Policy = policy, s: int = seed, b: Any = bounds
+                k: str = key,
+                n: str = name,
+                p: PolicyConfig = policy,
+                s: int = seed,
+                b: Any = bounds,
             ) -> Figures:
                 found = bench.capacity(k, n, p, s, 0.9 * b[0], kv_tokens=few)
                 at = run(setup_of(p, kv_tokens=few), bench.arrivals(n, 0.99 * found, s, 30_000))
@@ -282,9 +285,9 @@ def part_order(bench: Bench) -> None:
     rivals = {n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0", "guaranteed_no_evict")}
     policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **rivals}
     in_order = {
-        f"{label}, {order}": (name, {**options, "order": order})
+        f"{label}, {order}": PolicyConfig.of(policy.name, **{**policy.options, "order": order})
         for order in ("arrival", "size_aware")
-        for label, (name, options) in policies.items()
+        for label, policy in policies.items()
     }
     for share, seed, name in itertools.product((0.95, 0.8), bench.seeds, QUEUES):
         if not bench.is_there(name):
@@ -293,7 +296,7 @@ def part_order(bench: Bench) -> None:
         num = max(2000, int(full * bench.scale))
         lengths = long_prompts(seed, num) if name == "long" else name
         workload = bench.poisson(lengths, num, share * rate, seed)
-        for label, policy in (in_order | {"sjf": ("sjf", {})}).items():
+        for label, policy in (in_order | {"sjf": PolicyConfig.of("sjf")}).items():
             bench.latencies(f"order/{name}/{share}/{label}", policy, workload, f"/{seed}")
 
 
@@ -339,20 +342,19 @@ def part_robust(bench: Bench) -> None:
 def part_speculation(bench: Bench) -> None:
     """Draft lengths chosen with the load, against always 4 and never."""
     variants = {
-        "chosen": ("throughput", {}),
-        "always 4": ("fixed", {"k": 4}),
-        "never": ("fixed", {"k": 0}),
+        "chosen": PolicyConfig.of("throughput"),
+        "always 4": PolicyConfig.of("fixed", k=4),
+        "never": PolicyConfig.of("fixed", k=0),
     }
     for seed, rate in itertools.product(bench.seeds, (2.0, 8.0, 16.0, 24.0, 30.0)):
         workload = bench.arrivals("high", rate, seed, max(400, int(2000 * bench.scale)))
-        for label, (allocation, options) in variants.items():
+        for label, allocation in variants.items():
             bench.latencies(
                 f"speculation/{rate}/{label}",
-                ("vllm_v1", {}),
+                PolicyConfig.of("vllm_v1"),
                 workload,
                 f"/{seed}",
                 allocation=allocation,
-                allocation_options=options,
                 drafters=("draft",),
                 acceptance=GeometricAcceptance({"draft": 0.7}, seed=1),
             )
@@ -381,15 +383,15 @@ def part_targets(bench: Bench) -> None:
             )
 
 
-def _within(policy: Policy, case: Case) -> float:
+def _within(policy: PolicyConfig, case: Case) -> float:
     report = run(setup_of(policy, kv_tokens=case.kv_tokens), case.workload)
     return share_within(report, case.ttft_p99, case.tpot_p99)
 
 
 def _best_sarathi(case: Case) -> Figures:
     found = (
-        {"within": _within(("sarathi", options), case), "options": options}
-        for options in grid((128, *BUDGETS), (8, 32, 128))
+        {"within": _within(policy, case), "options": policy.options}
+        for policy in sarathis((128, *BUDGETS), (8, 32, 128))
     )
     return max(found, key=lambda f: f["within"])
 

@@ -33,6 +33,7 @@ from benchmarks.live_engine import (
 from rich.console import Console
 from rich.progress import Progress
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.registry import policies, register
 from penstock.core.types import Request
 from penstock.engine.build import Engine
@@ -101,8 +102,8 @@ def seconds_of(policy: str, profile: StepProfile, texts: Sequence[KnownText]) ->
     register_oracles(texts)
     setup = Setup(
         profile,
-        admission_options={"max_num_seqs": 1},
-        selection=policy,
+        admission=PolicyConfig.of("vllm_v1", max_num_seqs=1),
+        selection=PolicyConfig.of(policy),
         block_size=16,
         drafters=tuple(d.name for d in profile.drafters),
     )

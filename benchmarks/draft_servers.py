@@ -19,6 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import track
 
+from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import StepProfile
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
@@ -73,8 +74,7 @@ def measure(network: Network, policy: tuple[str, str], seed: int) -> dict[str, A
     allocation, pipeline = policy
     setup = Setup(
         StepProfile("verify", 10**9, (0, 1000), (verify_s, verify_s + 1000 * POSITION_S)),
-        allocation=allocation,
-        allocation_options={"total": int(2.5 * num)},
+        allocation=PolicyConfig.of(allocation, total=int(2.5 * num)),
         acceptance=GeometricAcceptance(dict(zip(names, rates, strict=True)), seed),
         draft_servers=tuple(
             DraftServer(name, float(draft), Link(float(trip) / 2), tenant=name)

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import PolicyConfig
 from penstock.core.learn.streams import Evidence, Smoothed
 from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
 from penstock.core.state import Outcome, RequestState
@@ -244,8 +245,7 @@ class SimulatorInputs:
         )
         setup = Setup(
             self.profile,
-            allocation=allocation["name"],
-            allocation_options=allocation["options"],
+            allocation=PolicyConfig.of(allocation["name"], **allocation["options"]),
             acceptance=CurveAcceptance(self.survival),
             draft_servers=servers,
             pipeline=pipeline,

@@ -32,6 +32,7 @@ import numpy.typing as npt
 from rich.console import Console
 from rich.progress import track
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.registry import PolicyError, register
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile
@@ -104,7 +105,7 @@ def measure(policy: str, length: int, seed: int, args: argparse.Namespace) -> tu
         acceptance,
         tuple(SPIN_DRAFTERS),
         LIVE,
-        (policy if evidence == "prompt" else learner, options),
+        PolicyConfig.of(policy if evidence == "prompt" else learner, **options),
         draft_tokens=FIXED if is_fixed else None,
         capacity=CAPACITY,
         seed=seed,
@@ -182,7 +183,9 @@ def seconds_of(
     """[requests] seconds from admission to the last token, one request after the other."""
     lengths = np.array([len(row) for row in rows["eagle"]], dtype=np.int64)
     profile = replace(load_profile("a100-llama2-7b"), drafters=PRICES)
-    setup = always_live(profile, OwnRow(rows), tuple(rows), 1, (policy, options), beside=False)
+    setup = always_live(
+        profile, OwnRow(rows), tuple(rows), 1, PolicyConfig.of(policy, **options), beside=False
+    )
     prompts = np.full(len(lengths), PROMPT, dtype=np.int64)
     load = Workload("one by one", prompts, lengths, np.zeros(len(lengths)))
     return np.diff(run(setup, load).finished_at, prepend=0.0)

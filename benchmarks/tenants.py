@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 from benchmarks.tenants_live import CASES, Seconds, measure, serving
 
+from penstock.config import PolicyConfig
 from penstock.lab.cells import Cells, Figures
 from penstock.lab.claims import ClaimVerdict, bar
 from penstock.lab.statistics import interval, plus_minus
@@ -87,7 +88,7 @@ def alone(setup: Setup, workload: Workload, name: str) -> float:
 def figures(admission: str, load: float, seed: int, num_requests: int) -> Figures:
     """Of tenants that ask for less than their share: their p99 of TTFT over 1.5 times what it is on
     a server of their share and two steps, at the worst; and what all are served."""
-    setup = Setup(load_profile("a100-llama2-7b"), admission)
+    setup = Setup(load_profile("a100-llama2-7b"), PolicyConfig.of(admission))
     workload = trace(num_requests, load * CAPACITY[admission], seed)
     fair, unfair = run(replace(setup, fairness=True), workload), run(setup, workload)
     step_s = fair.result.finished_at / fair.result.num_steps

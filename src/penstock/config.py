@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import logging
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -56,6 +57,14 @@ class PolicyConfig(_Model):
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, /, **options: Any) -> Self:
+        return cls(name=name, options=options)
+
+    def with_defaults(self, options: Mapping[str, Any]) -> Self:
+        """The same policy, with these options where it has none of its own."""
+        return self.of(self.name, **{**options, **self.options})
 
     def make(self, kind: PolicyKind) -> Any:
         """Build the policy. Raises: PolicyError."""
@@ -137,9 +146,9 @@ class EngineConfig(ModelsConfig):
     """
 
     verification: Literal["coupled", "ratio"] | None = None
-    admission: PolicyConfig = PolicyConfig(name="vllm_v1")
-    selection: PolicyConfig = PolicyConfig(name="single")
-    allocation: PolicyConfig = PolicyConfig(name="throughput")
+    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
+    selection: PolicyConfig = PolicyConfig.of("single")
+    allocation: PolicyConfig = PolicyConfig.of("throughput")
     pipeline: str = "off"
     heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
     fairness: bool = True

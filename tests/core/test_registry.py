@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.admission.vllm_v1 import VllmV1
 from penstock.core.policies.registry import PolicyError, make_policy, policies
 from penstock.sim.acceptance import GeometricAcceptance
@@ -207,12 +208,13 @@ POLICY = Own
 def test_a_policy_is_one_file_anywhere(kind: str, tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(OWN[kind])
-    chosen: dict[str, Any] = {kind: str(path)}
+    named = str(path) if kind == "pipeline" else PolicyConfig.of(str(path))
+    chosen: dict[str, Any] = {kind: named}
     setup = Setup(
         load_profile("zoo-large"),
         drafters=("a", "b"),
         acceptance=GeometricAcceptance({"a": 0.8, "b": 0.6}),
-        **{"allocation": "fixed", "pipeline": "async", **chosen},
+        **{"allocation": PolicyConfig.of("fixed"), "pipeline": "async", **chosen},
     )
     report = run(setup, make_workload("low", num_requests=30, rate=20.0))
     assert report.completed.all()

@@ -11,6 +11,7 @@ from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import Chaos, Rotating, World, make_request, make_scheduler
 from tests.golden.record import Recorder
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.registry import policies
 from penstock.core.types import Cancel, DrafterDown, DrafterUp
 from penstock.fluid.step_profile import DrafterProfile
@@ -78,7 +79,12 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
     for admission in sorted(policies("admission")):
         for name, (workload, kv_tokens, block_size) in workloads.items():
             options = admission_options(admission, name)
-            setup = Setup(PROFILE, admission, options, kv_tokens=kv_tokens, block_size=block_size)
+            setup = Setup(
+                PROFILE,
+                PolicyConfig.of(admission, **options),
+                kv_tokens=kv_tokens,
+                block_size=block_size,
+            )
             yield f"admission {admission}, {name}", lambda s=setup, w=workload: simulated(s, w)
             yield f"counted {admission}, {name}", lambda s=setup, w=workload: counted(s, w)
             if admission in LITERAL or name == "long":
@@ -94,16 +100,20 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
                 lambda s=fair, w=shared: counted(s, w),
             )
     for admission in ("fluid_guided", "vllm_v1", "vllm_v0", "sarathi", "guaranteed_no_evict"):
-        by_size = Setup(PROFILE, admission, {"order": "size_aware"}, kv_tokens=4256)
+        by_size = Setup(PROFILE, PolicyConfig.of(admission, order="size_aware"), kv_tokens=4256)
         yield f"admission {admission}, by size", lambda s=by_size: simulated(s, long_prompts())
-    told = Setup(PROFILE, "fluid_guided", dict(TARGETS), kv_tokens=9000)
-    in_order = Setup(PROFILE, "fluid_guided", {**TARGETS, "order": "arrival"}, kv_tokens=9000)
+    told = Setup(PROFILE, PolicyConfig.of("fluid_guided", **TARGETS), kv_tokens=9000)
+    in_order = Setup(
+        PROFILE, PolicyConfig.of("fluid_guided", **TARGETS, order="arrival"), kv_tokens=9000
+    )
     yield "admission fluid_guided, targets", lambda: simulated(told, long_prompts())
     yield "admission fluid_guided, targets in order", lambda: simulated(in_order, long_prompts())
     yield (
         "admission fluid_guided, turns",
         lambda: simulated(
-            Setup(SMALL, "fluid_guided", fairness=True, tenant_weights={"t1": 10.0}),
+            Setup(
+                SMALL, PolicyConfig.of("fluid_guided"), fairness=True, tenant_weights={"t1": 10.0}
+            ),
             with_tenants(make_workload("low", num_requests=120, rate=80, seed=3), 2),
         ),
     )
@@ -117,7 +127,13 @@ def of_admission() -> Iterator[tuple[str, Scenario]]:
     yield (
         "admission vllm_v1, turns without memory",
         lambda: simulated(
-            Setup(SMALL, "vllm_v1", kv_tokens=4096, fairness=True, tenant_weights={"t1": 10.0}),
+            Setup(
+                SMALL,
+                PolicyConfig.of("vllm_v1"),
+                kv_tokens=4096,
+                fairness=True,
+                tenant_weights={"t1": 10.0},
+            ),
             waiting,
         ),
     )
@@ -164,36 +180,39 @@ COMINGS = (
 def of_drafters() -> Iterator[tuple[str, Scenario]]:
     some = {"a": DrafterCapacity(4), "b": DrafterCapacity(3, instances=2)}
     for selection in sorted(policies("selection")):
-        chosen = drafting(selection=selection)
+        chosen = drafting(selection=PolicyConfig.of(selection))
         yield f"selection {selection}", lambda s=chosen: simulated(s, short_texts(), COMINGS)
-        beside = drafting(selection=selection, pipeline="auto", capacities=some)
+        beside = drafting(selection=PolicyConfig.of(selection), pipeline="auto", capacities=some)
         yield f"selection {selection}, beside", lambda s=beside: simulated(s, short_texts())
     for allocation in sorted(policies("allocation")):
-        shared = drafting(selection="adaptive", allocation=allocation, kv_tokens=1600)
+        shared = drafting(
+            selection=PolicyConfig.of("adaptive"),
+            allocation=PolicyConfig.of(allocation),
+            kv_tokens=1600,
+        )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
     for estimator in ("beta", "discounts", "confident"):
         learned = drafting(
-            allocation="goodspeed_adaptive",
-            allocation_options={"estimator": estimator, "total": 12, "prices": True},
+            allocation=PolicyConfig.of(
+                "goodspeed_adaptive", estimator=estimator, total=12, prices=True
+            ),
         )
         yield f"estimator {estimator}", lambda s=learned: simulated(s, short_texts())
     for evidence in ("hold", "zero"):
-        literal = drafting(
-            allocation="goodspeed", allocation_options={"on_empty": evidence, "total": 12}
-        )
+        literal = drafting(allocation=PolicyConfig.of("goodspeed", on_empty=evidence, total=12))
         yield f"goodspeed, {evidence}", lambda s=literal: simulated(s, short_texts())
     for pipeline in ("off", "async", "2", "4", "auto"):
-        beside = drafting(selection="adaptive", pipeline=pipeline)
+        beside = drafting(selection=PolicyConfig.of("adaptive"), pipeline=pipeline)
         yield f"pipeline {pipeline}", lambda s=beside: simulated(s, short_texts(), COMINGS)
-        scarce = drafting(selection="ucb", pipeline=pipeline, kv_tokens=1024)
+        scarce = drafting(selection=PolicyConfig.of("ucb"), pipeline=pipeline, kv_tokens=1024)
         yield f"pipeline {pipeline}, scarce", lambda s=scarce: simulated(s, short_texts())
     for admission in ("fluid_guided", "sarathi"):
         fair = drafting(
-            admission=admission,
-            admission_options={"token_budget": 40, "max_num_seqs": 24}
-            if admission == "sarathi"
-            else {},
-            selection="adaptive",
+            admission=PolicyConfig.of(
+                admission,
+                **({"token_budget": 40, "max_num_seqs": 24} if admission == "sarathi" else {}),
+            ),
+            selection=PolicyConfig.of("adaptive"),
             fairness=True,
             tenant_weights={"t1": 3.0},
         )
@@ -234,8 +253,7 @@ def of_draft_servers() -> Iterator[tuple[str, Scenario]]:
         for pipeline in ("off", "async"):
             setup = Setup(
                 SMALL,
-                allocation=allocation,
-                allocation_options={"total": 10} if shares_total else {},
+                allocation=PolicyConfig.of(allocation, **({"total": 10} if shares_total else {})),
                 draft_servers=SERVERS,
                 acceptance=SERVED,
                 pipeline=pipeline,

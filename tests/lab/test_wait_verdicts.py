@@ -149,7 +149,7 @@ def test_a_stall_at_the_last_arrival_is_no_failure() -> None:
 
 def test_thresholds_beyond_memory_are_not_tried() -> None:
     high = unit_traffic("high")
-    tried = {c.setup.admission_options["thresholds"] for c in planned_wait(high, 75.0)}
+    tried = {c.setup.admission.options["thresholds"] for c in planned_wait(high, 75.0)}
     assert tried == {(1, 1, 1)}
     assert not list(wait_neighbours(high, wait_choice(high, (1, 1, 1)).setup))
 
@@ -169,12 +169,12 @@ def test_the_search_follows_what_is_better() -> None:
     poor, good = wait_choice(low, (1, 1)), wait_choice(low, (3, 3))
     best = best_of([poor, good], lambda _: [], "low", effort)
     assert best is not None
-    assert best.setup.admission_options["thresholds"] == (3, 3)
+    assert best.setup.admission.options["thresholds"] == (3, 3)
     # The fluid is wrong about the first: it is measured, fails, and the other is taken.
     boasting = Candidate(setup_of("vllm_v0", max_num_seqs=1), 10_000.0)
     corrected = best_of([boasting, good], lambda _: [], "low", effort)
     assert corrected is not None
-    assert corrected.setup.admission == "wait"
+    assert corrected.setup.admission.name == "wait"
     assert best_of([], lambda _: [], "low", effort) is None
 
 

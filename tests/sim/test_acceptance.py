@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.core.types import VerifyItem
 from penstock.sim.acceptance import (
     AcceptanceByDrafter,
@@ -169,9 +170,8 @@ def simulated_steps(acceptance: AcceptanceModel, output_len: int, k: int) -> int
     lengths = Workload("one", make_array(50), make_array(output_len))
     setup = Setup(
         PROFILE,
-        "vllm_v1",
-        allocation="fixed",
-        allocation_options={"k": k},
+        PolicyConfig.of("vllm_v1"),
+        allocation=PolicyConfig.of("fixed", k=k),
         acceptance=acceptance,
         drafters=("a",),
     )
@@ -209,8 +209,8 @@ def test_acceptance_does_not_depend_on_the_batch() -> None:
         lengths = Workload("some", make_array(*[50] * num), make_array(*[60] * num))
         setup = Setup(
             PROFILE,
-            "vllm_v1",
-            allocation="fixed",
+            PolicyConfig.of("vllm_v1"),
+            allocation=PolicyConfig.of("fixed"),
             acceptance=acceptance,
             drafters=("a",),
         )

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from tests.products import covering
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.registry import policies
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
@@ -56,8 +57,7 @@ def both(
         run(
             Setup(
                 PROFILE,
-                admission,
-                {**options_of(admission, name), **options},
+                PolicyConfig.of(admission, **options_of(admission, name), **options),
                 kv_tokens=kv_tokens or MEMORY[name],
                 block_size=block_size,
                 counted=counted,

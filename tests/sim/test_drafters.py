@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.core.types import (
     TARGET,
     DraftOrder,
@@ -53,14 +54,16 @@ def test_reading_is_charged_by_token() -> None:
 
 
 def test_a_drafter_without_times_takes_its_share() -> None:
-    times = ProfiledStepTimes(PROFILE, draft_share=0.1)
-    assert times.draft("other", [order("a", 50, 3, "other")]) == pytest.approx(3 * 1e-3)
+    times = ProfiledStepTimes(PROFILE)
+    assert times.draft("other", [order("a", 50, 3, "other")]) == pytest.approx(
+        3 * 0.05 * PROFILE.linear(1)
+    )
 
 
 def executor(clock: VirtualClock, setup: Setup) -> SimulatedExecutor:
     drafters = setup.make_drafters()
     profiles = {d.name: SMALL for d in drafters}
-    times = ProfiledStepTimes(PROFILE, 0.0, profiles)
+    times = ProfiledStepTimes(PROFILE, profiles)
     return SimulatedExecutor(
         clock, times, GeometricAcceptance({"small": 1.0}), None, drafters, profiles
     )
@@ -136,8 +139,8 @@ def test_a_full_drafter_leaves_requests_to_the_other_instance() -> None:
         drafters=("small",),
         acceptance=GeometricAcceptance({"small": 0.8}),
         capacities={"small": DrafterCapacity(2, 2)},
-        allocation="fixed",
-        selection_options={"drafter": "small"},
+        allocation=PolicyConfig.of("fixed"),
+        selection=PolicyConfig.of("single", drafter="small"),
     )
     counts = DrafterCounts()
     run(setup, workload, instruments=[counts])
@@ -192,7 +195,7 @@ def test_two_recorded_drafters_draft_for_the_same_requests() -> None:
         replace(PROFILE, drafters=(slow, fast)),
         acceptance=AcceptanceByDrafter(dict.fromkeys(rows, recorded)),
         drafters=("look", "eagle"),
-        selection="epsilon_greedy",
+        selection=PolicyConfig.of("epsilon_greedy"),
     )
     workload = make_workload("high", num_requests=40, rate=2.0, seed=4)
     counts = DrafterCounts()
@@ -205,7 +208,7 @@ def test_two_recorded_drafters_draft_for_the_same_requests() -> None:
     assert counts.seconds["look"] / counts.rounds["look"] < 1e-3
     # What a row says of one drafter holds whatever the other did before.
     records = report.result.records
-    alone = replace(setup, selection="single", selection_options={"drafter": "look"})
+    alone = replace(setup, selection=PolicyConfig.of("single", drafter="look"))
     easy = {i for i, r in run(alone, workload).result.records.items() if r.num_accepted}
     assert 0 < len(easy) < 40
     for name, record in records.items():

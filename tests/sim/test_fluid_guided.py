@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.admission.fluid_guided import _lower_hull
 from penstock.core.types import StepPlan, StepResult
 from penstock.sim.profiles import load_profile
@@ -36,12 +37,14 @@ class Steps:
 
 def fluid(workload: Workload, instruments: Any = (), **changes: Any) -> Report:
     options = changes.pop("options", {})
-    setup = Setup(A100, "fluid_guided", options, **changes)
+    setup = Setup(A100, PolicyConfig.of("fluid_guided", **options), **changes)
     return run(setup, workload, instruments=instruments)
 
 
 def other(name: str, workload: Workload, **changes: Any) -> Report:
-    return run(Setup(A100, name, changes.pop("options", {}), **changes), workload)
+    return run(
+        Setup(A100, PolicyConfig.of(name, **changes.pop("options", {})), **changes), workload
+    )
 
 
 def test_everybody_completes() -> None:
@@ -238,5 +241,5 @@ def test_a_larger_step_that_is_cheaper_is_made_use_of() -> None:
     mean = {}
     for name, table in (("falling", falling.token_seconds), ("rising", highest)):
         profile = replace(falling, token_seconds=table)
-        mean[name] = run(Setup(profile, "fluid_guided"), workload).latency.mean()
+        mean[name] = run(Setup(profile, PolicyConfig.of("fluid_guided")), workload).latency.mean()
     assert mean["falling"] <= mean["rising"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import StepProfile
 from penstock.sim.acceptance import AcceptanceModel, DriftingAcceptance, GeometricAcceptance
 from penstock.sim.links import DraftServer, Link
@@ -27,8 +28,7 @@ def report(
     profile = StepProfile("p", 10**9, (0, 1000), (VERIFY_S, VERIFY_S + 1000 * ROW_S))
     setup = Setup(
         profile,
-        allocation=options.pop("allocation", "fixed"),
-        allocation_options=options.pop("allocation_options", {"k": 3}),
+        allocation=options.pop("allocation", PolicyConfig.of("fixed", k=3)),
         draft_servers=tuple(servers),
         acceptance=acceptance,
         kv_tokens=4096 * 300 * len(servers),
@@ -126,9 +126,8 @@ def test_the_same_seed_gives_the_same_run() -> None:
                 servers,
                 acceptance,
                 pipeline="async",
-                allocation="renewal",
+                allocation=PolicyConfig.of("renewal", total=9),
                 seed=seed,
-                allocation_options={"total": 9},
                 seconds=10.0,
             )
         )
@@ -143,9 +142,9 @@ def test_the_same_seed_gives_the_same_run() -> None:
 def test_renewal_is_not_behind_rounds_of_equal_lengths(verify_s: float) -> None:
     servers = [server("a", 0.004, 0.004), server("b", 0.02, 0.03), server("c", 0.012, 0.015)]
     acceptance = GeometricAcceptance({"a": 0.85, "b": 0.5, "c": 0.7})
-    equal = report(servers, acceptance, allocation_options={"total": 9})
+    equal = report(servers, acceptance, allocation=PolicyConfig.of("fixed", total=9))
     ours = report(
-        servers, acceptance, pipeline="async", allocation="renewal", allocation_options={"total": 9}
+        servers, acceptance, pipeline="async", allocation=PolicyConfig.of("renewal", total=9)
     )
     assert sum(rates(ours)) > 1.02 * sum(rates(equal))
     assert np.log(rates(ours)).sum() > np.log(rates(equal)).sum()

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.options import Range
 from penstock.core.policies.registry import PolicyError, make_policy, option_types, policies
 from penstock.core.types import Output, StepPlan, StepResult
@@ -77,7 +78,7 @@ def refusal(kind: str, name: str, options: dict[str, Any]) -> str | None:
     return None
 
 
-def serve_a_few(pipeline: str = "off", **policies_and_options: Any) -> None:
+def serve_a_few(pipeline: str = "off", **policies: PolicyConfig) -> None:
     """Everybody is served to the end, or the policy says why it stopped."""
     acceptance = GeometricAcceptance({"a": 0.7, "b": 0.8})
     setup = Setup(
@@ -85,7 +86,7 @@ def serve_a_few(pipeline: str = "off", **policies_and_options: Any) -> None:
         acceptance=acceptance,
         drafters=("a", "b"),
         pipeline=pipeline,
-        **policies_and_options,
+        **policies,
     )
     report = run(setup, LOAD, instruments=(Hurry(),))
     assert report.completed.all() or report.result.stalled
@@ -96,7 +97,7 @@ def test_every_option_is_refused_or_works(kind: str, name: str, option: str) -> 
     for value in values_for(option_types(kind, name)[option]):
         said = refusal(kind, name, {option: value})
         if said is None:
-            serve_a_few(**{kind: name, f"{kind}_options": {option: value}})
+            serve_a_few(**{kind: PolicyConfig.of(name, **{option: value})})
         else:
             assert said.startswith(f"{kind} policy {name!r}: ")
             assert "\n" not in said

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -15,7 +16,7 @@ A100 = load_profile("a100-llama2-7b")
 
 
 def served(admission: str, workload: Workload, **options: Any) -> Report:
-    return run(Setup(A100, admission, options), workload)
+    return run(Setup(A100, PolicyConfig.of(admission, **options)), workload)
 
 
 def long_prompts(num: int, rate: float, seed: int = 0) -> Workload:

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.core.scheduler import Scheduler
 from penstock.fluid.capacity import output_work
 from penstock.sim.acceptance import GeometricAcceptance
@@ -39,7 +40,7 @@ def tenants(*names: str) -> Workload:
 
 
 def test_figures_by_hand() -> None:
-    report = run(Setup(PROFILE, "sarathi"), HIGH)
+    report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH)
     figures = report.figures()
     assert figures["requests_completed"] == 300
     assert figures["requests_refused"] == figures["requests_unfinished"] == 0
@@ -58,10 +59,10 @@ def test_figures_by_hand() -> None:
 def test_slowdown_is_against_the_request_alone() -> None:
     """A request alone has about one; in a queue each has its latency over that of itself alone."""
     lengths = Workload("w", np.array([2000]), np.array([300]), np.zeros(1))
-    alone = run(Setup(PROFILE, "guaranteed_no_evict"), lengths)
+    alone = run(Setup(PROFILE, PolicyConfig.of("guaranteed_no_evict")), lengths)
     assert alone.slowdown == pytest.approx([1.0])
     queue = make_workload(lengths, num_requests=200, rate=4.0, seed=1)
-    report = run(Setup(PROFILE, "guaranteed_no_evict"), queue)
+    report = run(Setup(PROFILE, PolicyConfig.of("guaranteed_no_evict")), queue)
     assert report.slowdown == pytest.approx(report.latency / alone.latency)
     figures = report.figures()
     assert figures["slowdown"]["max"] == pytest.approx(report.slowdown.max())
@@ -72,7 +73,9 @@ def test_slowdown_is_against_the_request_alone() -> None:
 def test_long_prompts_are_reported_apart() -> None:
     rng = np.random.default_rng(3)
     lengths = Workload("w", rng.permutation(np.arange(100, 2100)), np.full(2000, 20))
-    report = run(Setup(PROFILE, "vllm_v1"), make_workload(lengths, rate=6.0, seed=1))
+    report = run(
+        Setup(PROFILE, PolicyConfig.of("vllm_v1")), make_workload(lengths, rate=6.0, seed=1)
+    )
     groups = report.figures()["by_prompt_len"]
     assert [g["prompt_len"] for g in groups] == [[100 + 200 * i, 299 + 200 * i] for i in range(10)]
     assert [g["requests"] for g in groups] == [200] * 10
@@ -82,7 +85,7 @@ def test_long_prompts_are_reported_apart() -> None:
 
 
 def test_targets_count_each_request_by_itself() -> None:
-    report = run(Setup(PROFILE, "sarathi"), HIGH)
+    report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH)
     ttft = report.first_token_at - report.arrived_at
     per_token = (report.finished_at - report.first_token_at) / (HIGH.output_len - 1)
     middle, slow = float(np.median(ttft)), float(per_token.max())
@@ -97,7 +100,7 @@ def test_targets_count_each_request_by_itself() -> None:
 
 def test_tenants_share_and_are_reported_apart() -> None:
     workload = tenants(*("ab" * 20), *("a" * 40))
-    figures = run(Setup(PROFILE, "vllm_v1"), workload).figures()
+    figures = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), workload).figures()
     own = figures["tenants"]
     assert {n: f["requests_completed"] for n, f in own.items()} == {"a": 60, "b": 20}
     x = np.array([f["throughput_tokens_per_s"] for f in own.values()])
@@ -110,9 +113,9 @@ def test_tenants_share_and_are_reported_apart() -> None:
 def test_what_memory_cannot_hold_is_refused_and_counted() -> None:
     lengths = np.array([20, 900, 20], dtype=np.int64)
     workload = make_workload(Workload("w", lengths, np.array([5, 5, 5])), rate=10.0)
-    figures = run(Setup(PROFILE, "sarathi", kv_tokens=600), workload).figures()
+    figures = run(Setup(PROFILE, PolicyConfig.of("sarathi"), kv_tokens=600), workload).figures()
     assert (figures["requests_completed"], figures["requests_refused"]) == (2, 1)
-    none = run(Setup(PROFILE, "sarathi", kv_tokens=10), workload).figures()
+    none = run(Setup(PROFILE, PolicyConfig.of("sarathi"), kv_tokens=10), workload).figures()
     assert (none["requests_completed"], none["requests_refused"]) == (0, 3)
     nothing = dict.fromkeys(("mean", "p50", "p99", "p999", "max"))
     assert none["latency_s"] == none["slowdown"] == nothing
@@ -160,7 +163,7 @@ def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
     bound = load_bound(PROFILE, make_workload(name, num_requests=2000, rate=1), PROFILE.kv_tokens)
     workload = make_workload(name, num_requests=600, rate=0.7 * bound, seed=4)
     options = threshold_options(admission, PROFILE, workload, 0.7 * bound, PROFILE.kv_tokens)
-    figures = run(Setup(PROFILE, admission, options), workload).figures()
+    figures = run(Setup(PROFILE, PolicyConfig.of(admission, **options)), workload).figures()
     assert figures["requests_completed"] == 600
     assert figures["throughput_requests_per_s"] > 0.4 * 0.7 * bound
 
@@ -226,7 +229,8 @@ def test_the_bound_of_a_plan_holds_in_simulation() -> None:
     plan = plan_deployment(PROFILE, lengths, rate, PROFILE.kv_tokens)
     policy = plan.serve_flags["penstock_config"]["engine"]["admission"]
     report = run(
-        Setup(PROFILE, policy["name"], policy["options"]), make_workload(lengths, rate=rate)
+        Setup(PROFILE, PolicyConfig.of(policy["name"], **policy["options"])),
+        make_workload(lengths, rate=rate),
     )
     assert report.completed.all()
     assert report.result.kv_peak_tokens <= plan.memory.bound
@@ -248,7 +252,7 @@ def sampled(every: float) -> tuple[Sampler, Report]:
         made.append(Sampler(scheduler, every, [100, 200, 300]))
         return made[0]
 
-    report = run(Setup(PROFILE, "sarathi"), HIGH, watch=watch)
+    report = run(Setup(PROFILE, PolicyConfig.of("sarathi")), HIGH, watch=watch)
     return made[0], report
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.products import first_fast
 
+from penstock.config import PolicyConfig
 from penstock.lab.loads import requests_at, setup_of
 from penstock.sim.capacity import Criterion, Estimate, TooShort, capacity, judge_load
 from penstock.sim.driver import SimulationResult
@@ -66,7 +67,7 @@ def test_batch_means_are_students() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("admission", ["fluid_guided", "vllm_v0", "sarathi"])
 def test_runs_of_any_length_agree(admission: str) -> None:
-    setup = Setup(PROFILE, admission)
+    setup = Setup(PROFILE, PolicyConfig.of(admission))
     found = [
         capacity(setup, requests_at("low", num), 90.0, 180.0, tolerance=0.02)
         for num in (8_000, 16_000)
@@ -90,7 +91,7 @@ def test_capacity_is_where_the_criterion_turns() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=4000, rate=rate, seed=2)
 
-    setup = Setup(PROFILE, "sarathi", {"token_budget": 768, "max_num_seqs": 320})
+    setup = Setup(PROFILE, PolicyConfig.of("sarathi", token_budget=768, max_num_seqs=320))
     found = capacity(setup, at, 40.0, 120.0, tolerance=0.02)
     assert found.requests_per_s > 120, "the range is widened"
     assert judge_load(setup, at(found.low)).sustained
@@ -103,7 +104,7 @@ def test_targets_end_the_search_where_they_are_missed() -> None:
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=3000, rate=rate, seed=2)
 
-    setup, criterion = Setup(PROFILE, "sarathi"), Criterion(tpot_p99=0.02)
+    setup, criterion = Setup(PROFILE, PolicyConfig.of("sarathi")), Criterion(tpot_p99=0.02)
     found = capacity(setup, at, 20.0, 160.0, criterion=criterion, tolerance=0.02)
     assert found.low <= found.requests_per_s <= found.high
     assert judge_load(setup, at(1.3 * found.high)).sustained, "it is the target that ends it"
@@ -116,7 +117,9 @@ def test_targets_end_the_search_where_they_are_missed() -> None:
 def test_who_is_never_served_is_late() -> None:
     workload = make_workload("low", num_requests=2000, rate=20.0, seed=2)
     assert workload.arrival_time is not None
-    report = run(Setup(PROFILE, "sarathi"), workload, until=float(workload.arrival_time[-1]))
+    report = run(
+        Setup(PROFILE, PolicyConfig.of("sarathi")), workload, until=float(workload.arrival_time[-1])
+    )
     criterion = Criterion(ttft_p99=1.0)
     assert criterion.judge(report).sustained
     starved = [column.copy() for column in (report.first_token_at, report.finished_at)]
@@ -130,7 +133,7 @@ def test_who_is_never_served_is_late() -> None:
 
 def test_a_load_without_a_setup_is_not_sustained() -> None:
     def setup_at(rate: float) -> Setup | None:
-        return Setup(PROFILE, "sarathi") if rate < 12 else None
+        return Setup(PROFILE, PolicyConfig.of("sarathi")) if rate < 12 else None
 
     def at(rate: float) -> Workload:
         return make_workload("low", num_requests=2000, rate=rate)

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload
@@ -40,7 +41,7 @@ def bursts() -> Workload:
 
 
 def served(workload: Workload, policy: str, **options: Any) -> Report:
-    return run(Setup(A100, policy, options, kv_tokens=KV_TOKENS), workload)
+    return run(Setup(A100, PolicyConfig.of(policy, **options), kv_tokens=KV_TOKENS), workload)
 
 
 def num_within(report: Report, ttft: float, tpot: float) -> int:

@@ -10,6 +10,7 @@ import pytest
 from tests.products import covering
 from tests.sim.test_counted import LENGTHS, THRESHOLDS, assert_same
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.registry import policies
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.profiles import load_profile
@@ -46,7 +47,7 @@ def setup_of(admission: str, name: str, fairness: bool, **changes: Any) -> Setup
         key = "output_lens" if admission == "wait_gated" else "segment_ends"
         options = {key: LENGTHS[name], "thresholds": tuple(0.3 * n for n in THRESHOLDS[name])}
     changes.setdefault("kv_tokens", MEMORY[name])
-    return Setup(PROFILE, admission, options, fairness=fairness, **changes)
+    return Setup(PROFILE, PolicyConfig.of(admission, **options), fairness=fairness, **changes)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +102,7 @@ def ttft_of(report: Report, tenant: str) -> np.ndarray[Any, np.dtype[np.float64]
 @pytest.mark.parametrize("admission", ["vllm_v1", "sarathi", "fluid_guided"])
 def test_long_outputs_make_way(admission: str) -> None:
     """They hold all memory for minutes, and end at about the same time."""
-    setup = Setup(PROFILE, admission, kv_tokens=111_580)
+    setup = Setup(PROFILE, PolicyConfig.of(admission), kv_tokens=111_580)
     workload = greedy_and_quiet()
     unfair = run(setup, workload)
     fair = run(replace(setup, fairness=True), workload)
@@ -112,7 +113,7 @@ def test_long_outputs_make_way(admission: str) -> None:
 
 
 def test_places_make_way_too() -> None:
-    setup = Setup(PROFILE, "vllm_v1", {"max_num_seqs": 8})
+    setup = Setup(PROFILE, PolicyConfig.of("vllm_v1", max_num_seqs=8))
     workload = greedy_and_quiet(outputs=1500, num=30)
     fair = run(replace(setup, fairness=True), workload)
     assert ttft_of(run(setup, workload), "quiet").max() > 5
@@ -126,7 +127,9 @@ def backlog(weights: dict[str, float]) -> Report:
         "backlog", np.full(num, 500), np.full(num, 100), tenants=np.array(["a", "b"] * (num // 2))
     )
     workload = make_workload(lengths, rate=200.0, seed=1)
-    setup = Setup(PROFILE, "vllm_v1", fairness=True, tenant_weights=weights, kv_tokens=30_000)
+    setup = Setup(
+        PROFILE, PolicyConfig.of("vllm_v1"), fairness=True, tenant_weights=weights, kv_tokens=30_000
+    )
     return run(setup, workload, until=20.0)
 
 
@@ -153,7 +156,7 @@ def test_nobody_saves_up_credit() -> None:
         np.r_[np.linspace(0, 60, num), np.full(num, 60.001)],
         tenants,
     )
-    report = run(Setup(PROFILE, "vllm_v1", fairness=True), workload)
+    report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1"), fairness=True), workload)
     begun = (report.first_token_at > 65) & (report.first_token_at < 85)
     assert begun.sum() > 50
     assert (begun & (tenants == "busy")).sum() / begun.sum() == pytest.approx(0.5, abs=0.1)
@@ -161,7 +164,7 @@ def test_nobody_saves_up_credit() -> None:
 
 def test_the_index_tells_policies_apart() -> None:
     workload = with_tenants(make_workload("high", num_requests=3000, rate=60, seed=1))
-    setup = Setup(PROFILE, "vllm_v1")
+    setup = Setup(PROFILE, PolicyConfig.of("vllm_v1"))
     unfair, fair = (
         run(replace(setup, fairness=rule), workload).figures()["jain"] for rule in (False, True)
     )
@@ -183,11 +186,11 @@ def test_who_sends_most_does_not_slow_the_others() -> None:
     quiet = workload.tenants == "quiet"
     seconds = {}
     for rule in (False, True):
-        report = run(Setup(PROFILE, "vllm_v1", fairness=rule), workload)
+        report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1"), fairness=rule), workload)
         seconds[rule] = float(np.mean((report.finished_at - report.first_token_at)[quiet]))
         assert report.completed.all()
     own = replace(workload, arrival_time=None).take(np.flatnonzero(quiet))
-    report = run(Setup(PROFILE, "vllm_v1"), make_workload(own, rate=1000.0))
+    report = run(Setup(PROFILE, PolicyConfig.of("vllm_v1")), make_workload(own, rate=1000.0))
     alone = float(np.mean(report.finished_at - report.first_token_at))
     assert seconds[False] > 2 * alone
     assert seconds[True] < 1.35 * alone
@@ -206,7 +209,9 @@ def test_a_tenant_may_have_less_than_one_request_at_work(num_quiet: int) -> None
         np.array(["greedy"] * num + ["quiet"] * num_quiet),
     )
     weights = {"quiet": 10.0}
-    setup = Setup(load_profile("zoo-large"), "vllm_v1", fairness=True, tenant_weights=weights)
+    setup = Setup(
+        load_profile("zoo-large"), PolicyConfig.of("vllm_v1"), fairness=True, tenant_weights=weights
+    )
     report = run(setup, workload)
     assert report.completed.all()
     until = report.finished_at[num:].max()
@@ -225,7 +230,7 @@ def test_turns_are_no_reason_to_stand_still() -> None:
         np.array([0.0, 0.5]),
         np.array(["greedy", "quiet"]),
     )
-    setup = Setup(load_profile("zoo-large"), "vllm_v1", kv_tokens=4096)
+    setup = Setup(load_profile("zoo-large"), PolicyConfig.of("vllm_v1"), kv_tokens=4096)
     fair = run(replace(setup, fairness=True, tenant_weights={"quiet": 10.0}), workload)
     assert fair.completed.all()
     np.testing.assert_allclose(fair.finished_at, run(setup, workload).finished_at, rtol=0.05)
@@ -246,10 +251,10 @@ def test_draft_tokens_are_shared_where_a_step_has_few(allocation: str) -> None:
     )
     setup = Setup(
         PROFILE,
-        "vllm_v1",
-        {"max_num_batched_tokens": 40, "max_num_seqs": 40},
-        allocation=allocation,
-        allocation_options={"k": 4} if allocation == "fixed" else {"k_max": 4},
+        PolicyConfig.of("vllm_v1", max_num_batched_tokens=40, max_num_seqs=40),
+        allocation=PolicyConfig.of(
+            allocation, **({"k": 4} if allocation == "fixed" else {"k_max": 4})
+        ),
         drafters=("draft",),
         acceptance=GeometricAcceptance({"draft": 0.9}, seed=1),
     )

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tests.products import covering, first_fast
 
+from penstock.config import PolicyConfig
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.sim.acceptance import GeometricAcceptance
@@ -38,8 +39,7 @@ def served(
 ) -> Report:
     setup = Setup(
         CPU,
-        policy,
-        options,
+        PolicyConfig.of(policy, **options),
         kv_tokens=kv_tokens,
         block_size=16,
         drafters=("draft",),

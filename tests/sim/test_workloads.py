@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.config import PolicyConfig
 from penstock.sim.arrivals import ArrivalProcess, RateChange, parse_arrivals
 from penstock.sim.planner import load_bound, traffic_of
 from penstock.sim.profiles import load_profile
@@ -75,7 +76,7 @@ def test_a_request_has_the_papers_stages(name: str, closed_form: float) -> None:
     assert load_bound(paper, drawn, paper.kv_tokens) == pytest.approx(closed_form, rel=0.005)
     assert [t.decode_len for t in traffic_of(drawn, 1.0)] == list(mix.decode_lens)
     alone = make_workload(name, num_requests=1, rate=1.0)
-    steps = run(Setup(paper, "vllm_v1"), alone).result.num_steps
+    steps = run(Setup(paper, PolicyConfig.of("vllm_v1")), alone).result.num_steps
     assert steps in [length + 1 for length in mix.decode_lens]
 
 

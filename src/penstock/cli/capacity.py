@@ -234,7 +234,7 @@ def _plot(
     from penstock.sim.plots import plot_load
 
     points = measure(server, lengths.at, capacity)
-    title = f"{lengths.workload.name}, {server.base.admission}, {server.base.profile.name}"
+    title = f"{lengths.workload.name}, {server.base.admission.name}, {server.base.profile.name}"
     with bad_input():
         plot_load(points, capacity, bound, path, title)
 

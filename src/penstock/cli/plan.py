@@ -105,13 +105,14 @@ def _expected(
     expected = {}
     with progress(len(configurations) * len(workload), "simulating") as advance:
         for name, chosen in configurations.items():
-            known = option_types("admission", chosen.admission)
+            known = option_types("admission", chosen.name)
             told = {target: s for target, s in targets.given.items() if target in known}
-            options = {**told, **chosen.options}
-            setup = replace(server.base, admission=chosen.admission, admission_options=options)
+            admission = chosen.with_defaults(told)
+            setup = replace(server.base, admission=admission)
             report = run(setup, workload, instruments=(FinishedRequests(advance),))
             figures = report.figures(targets.ttft_p99, targets.tpot_p99)
-            expected[name] = {"admission": chosen.admission, "options": options, **figures}
+            policy = {"admission": admission.name, "options": admission.options}
+            expected[name] = {**policy, **figures}
     return expected
 
 

@@ -118,7 +118,7 @@ def _run(
     def watch(scheduler: Any) -> Sampler:
         assert workload.arrival_time is not None
         every = float(workload.arrival_time[-1]) / _SAMPLES
-        classes = length_classes(setup.admission_options, workload)
+        classes = length_classes(setup.admission.options, workload)
         samplers.append(Sampler(scheduler, every, classes))
         return samplers[0]
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
+    from penstock.config import PolicyConfig
     from penstock.fluid.step_profile import StepProfile
     from penstock.sim.acceptance import AcceptanceByDrafter
     from penstock.sim.run import Setup
@@ -29,12 +30,13 @@ def bad_input() -> AbstractContextManager[None]:
     return one_line(PolicyError, PlanError, PlotError, ProfileError, WorkloadError, OSError)
 
 
-def policy_settings(names: Mapping[str, str], settings: Sequence[str]) -> dict[str, dict[str, Any]]:
-    """`--set` texts as options of each kind of policy, with the types that the policies declare.
+def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[str, PolicyConfig]:
+    """The policies by kind, `--set` texts as their options, with the types that they declare.
     names: of the policies, by kind.
 
     Raises: PolicyError.
     """
+    from penstock.config import PolicyConfig
     from penstock.core.policies.registry import PolicyError, make_policy, option_types
 
     options: dict[str, dict[str, Any]] = {kind: {} for kind in names}
@@ -56,7 +58,7 @@ def policy_settings(names: Mapping[str, str], settings: Sequence[str]) -> dict[s
             options[kind][option] = value
     for kind, name in names.items():
         make_policy(kind, name, options[kind])
-    return options
+    return {kind: PolicyConfig.of(name, **options[kind]) for kind, name in names.items()}
 
 
 def parse_value(text: str, wanted: Any) -> Any:
@@ -177,15 +179,15 @@ class SimulatedServer:
         from penstock.sim.run import make_scheduler
 
         base = self.base
-        given = base.admission_options
+        name, given = base.admission.name, base.admission.options
         set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
-        if base.admission in THRESHOLD_POLICIES and not set_by_hand:
+        if name in THRESHOLD_POLICIES and not set_by_hand:
             planned = threshold_options(
-                base.admission, base.profile, workload, mean_rate(workload), self.kv_tokens
+                name, base.profile, workload, mean_rate(workload), self.kv_tokens
             )
-            base = replace(base, admission_options={**planned, **given})
+            base = replace(base, admission=base.admission.with_defaults(planned))
         make_scheduler(base)
-        check_thresholds_fit(base.admission, base.admission_options, workload, self.kv_tokens)
+        check_thresholds_fit(name, base.admission.options, workload, self.kv_tokens)
         return base
 
 
@@ -222,19 +224,17 @@ def make_server(
     if memory < block_size:
         raise PlanError(f"{memory} KV tokens hold no block of {block_size}")
     make_pipeline(pipeline)
-    options = policy_settings(names, settings)
-    known = option_types("admission", names["admission"])
+    policies = chosen_policies(names, settings)
+    admission = policies["admission"]
+    known = option_types("admission", admission.name)
     wanted = {name: value for name, value in targets.given.items() if name in known}
     acceptance = drafters.models(seed)
     servers, remote = read_servers(draft_servers, seed) if draft_servers else ((), None)
     setup = Setup(
         loaded,
-        admission=names["admission"],
-        admission_options={**wanted, **options["admission"]},
-        allocation=names["allocation"],
-        allocation_options=options["allocation"],
-        selection=names["selection"],
-        selection_options=options["selection"],
+        admission=admission.with_defaults(wanted),
+        allocation=policies["allocation"],
+        selection=policies["selection"],
         kv_tokens=memory,
         block_size=block_size,
         acceptance=AcceptanceByDrafter({**acceptance.models, **(remote.models if remote else {})}),
@@ -275,7 +275,7 @@ def describe(setup: Setup, workload: Workload) -> dict[str, Any]:
         "requests": len(workload),
         "profile": setup.profile.name,
         "kv_tokens": setup.num_blocks * setup.block_size,
-        "admission": setup.admission,
-        "options": setup.admission_options,
+        "admission": setup.admission.name,
+        "options": setup.admission.options,
         "fairness": setup.fairness,
     }

@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.acceptance import AcceptanceModel, RecordedAcceptance
 from penstock.sim.domains import AcceptanceFit, DomainFit
@@ -51,7 +52,7 @@ def always_live(
     acceptance: AcceptanceModel,
     drafters: Sequence[str],
     live: int,
-    selection: tuple[str, dict[str, Any]],
+    selection: PolicyConfig,
     *,
     draft_tokens: int | None = None,
     capacity: int | None = None,
@@ -60,14 +61,12 @@ def always_live(
 ) -> Setup:
     """A server with so many requests live. draft_tokens: of every draft; None: by `throughput`.
     capacity: requests of a drafter. beside: whether drafters work beside the target."""
-    name, options = selection
+    fixed = PolicyConfig.of("fixed", k=draft_tokens)
     return Setup(
         profile,
-        admission_options={"max_num_seqs": live},
-        allocation="throughput" if draft_tokens is None else "fixed",
-        allocation_options={} if draft_tokens is None else {"k": draft_tokens},
-        selection=name,
-        selection_options=options,
+        admission=PolicyConfig.of("vllm_v1", max_num_seqs=live),
+        allocation=PolicyConfig.of("throughput") if draft_tokens is None else fixed,
+        selection=selection,
         block_size=16,
         acceptance=acceptance,
         drafters=tuple(drafters),

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Effort
@@ -73,14 +74,14 @@ def gain_verdict(claim: str, mine: Sustained, rivals: Mapping[str, Sustained]) -
 
 def setup_of(admission: str, **options: Any) -> Setup:
     """A server of the paper: its profile and memory, blocks of one token."""
-    return Setup(PAPER_LINEAR, admission, options)
+    return Setup(PAPER_LINEAR, PolicyConfig.of(admission, **options))
 
 
 def options_of(setup: Setup) -> str:
     """A policy's options in words, but for the lengths that the workload has anyhow."""
     return " ".join(
         f"{name}={'/'.join(map(str, value)) if isinstance(value, tuple) else value}"
-        for name, value in setup.admission_options.items()
+        for name, value in setup.admission.options.items()
         if name != "output_lens"
     )
 
@@ -131,16 +132,16 @@ def best_of(
     tried."""
     at = requests_at(name, effort.arrivals)
     best: Sustained | None = None
-    tried: list[dict[str, Any]] = []
+    tried: list[PolicyConfig] = []
     queue = _promising_first(choices)
     while queue and len(tried) <= effort.tries:
         choice = queue.pop(0)
         least = best.requests_per_s * (1 + effort.tolerance) if best else 0.0
-        if choice.setup.admission_options in tried or choice.expected < least:
+        if choice.setup.admission in tried or choice.expected < least:
             continue
-        tried.append(choice.setup.admission_options)
+        tried.append(choice.setup.admission)
         so_far = f"best so far {best.requests_per_s:.4g} requests/s" if best else "the first"
-        tell(f"{choice.setup.admission} on {name}: {options_of(choice.setup)} ({so_far})")
+        tell(f"{choice.setup.admission.name} on {name}: {options_of(choice.setup)} ({so_far})")
         if least and not sustains(choice.setup, at, least):
             continue
         found = capacity_of(choice, name, effort, least)

@@ -69,7 +69,7 @@ def planned_thresholds(traffic: Traffic, rate: float) -> tuple[int, ...] | None:
 
 def wait_neighbours(traffic: Traffic, setup: Setup) -> Iterator[Candidate]:
     """Thresholds that differ by one for one type or for all, and whose M^π fits."""
-    centre = setup.admission_options["thresholds"]
+    centre = setup.admission.options["thresholds"]
     for thresholds in _moved(centre):
         held = sum(n * k for n, k in zip(thresholds, work_of(traffic), strict=True))
         if held <= PAPER_LINEAR.kv_tokens:
@@ -115,8 +115,8 @@ def nested_choices(traffic: Traffic, num_segments: int) -> Iterator[Candidate]:
 
 def nested_neighbours(traffic: Traffic, setup: Setup) -> Iterator[Candidate]:
     """Thresholds that differ by one, where the mean occupancy fits."""
-    ends = setup.admission_options["segment_ends"]
-    for thresholds in _moved(setup.admission_options["thresholds"]):
+    ends = setup.admission.options["segment_ends"]
+    for thresholds in _moved(setup.admission.options["thresholds"]):
         if nested_kv(traffic, ends, thresholds) < _MEMORY:
             yield nested_choice(traffic, ends, thresholds)
 

@@ -27,6 +27,8 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 from penstock.sim.acceptance import AcceptanceModel, GeometricAcceptance
 from penstock.sim.links import RemoteDrafting
 
+_DRAFT_SHARE = 0.05
+"""Of the target's smallest step, for each step of a drafter whose times are not known."""
 _MOST_EVALUATED = 256
 """Tokens of one replay that are evaluated, the latest ones, as in the live engine."""
 
@@ -53,19 +55,18 @@ class ProfiledStepTimes:
 
     A drafter makes one step for each token of its longest draft, over the requests that want that
     many, and the first one reads a token of each; what it has to read beside that is charged by
-    token. A drafter that the profile does not know takes `draft_share` of the target's smallest
+    token. A drafter that the profile does not know takes a twentieth of the target's smallest
     step for each step. `profiles`: by the drafters' names, if they are not those of the profile.
     """
 
     def __init__(
         self,
         profile: StepProfile,
-        draft_share: float = 0.0,
         profiles: Mapping[str, DrafterProfile] | None = None,
     ) -> None:
         self.verify = profile.seconds
         self.decoding = profile.decoding
-        self._draft_seconds = draft_share * profile.linear(1)
+        self._draft_seconds = _DRAFT_SHARE * profile.linear(1)
         self._profiles = {d.name: d for d in profile.drafters} if profiles is None else profiles
 
     def draft(self, drafter: str, orders: Sequence[DraftOrder]) -> float:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 from scipy.optimize import minimize_scalar
 
+from penstock.config import PolicyConfig
 from penstock.core.policies.registry import make_policy
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
@@ -334,14 +335,6 @@ def _balanced_step(work: RequestWork, budget: int) -> tuple[StepWork, float]:
 
 
 @dataclass(frozen=True)
-class Configuration:
-    """An admission policy with its options."""
-
-    admission: str
-    options: dict[str, Any]
-
-
-@dataclass(frozen=True)
 class PlannedMemory:
     """KV tokens of the fluid model.
 
@@ -375,23 +368,22 @@ class DeploymentPlan:
     kv_tokens: int
 
     @property
-    def configurations(self) -> dict[str, Configuration]:
-        """What can be served with, by the names of `serve_flags`: Penstock's own policy, which
-        needs no figures; the thresholds, in the version that serves; vLLM's rule with the static
-        limits."""
+    def configurations(self) -> dict[str, PolicyConfig]:
+        """Admission policies that can serve it, by the names of `serve_flags`: Penstock's own,
+        which needs no figures; the thresholds, in the version that serves; vLLM's rule with the
+        static limits."""
         limits = asdict(self.static)
         limits["max_num_batched_tokens"] = limits.pop("token_budget")
         return {
-            "penstock": Configuration("fluid_guided", {}),
+            "penstock": PolicyConfig.of("fluid_guided"),
             "penstock_config": self._gated(),
-            "vllm": Configuration("vllm_v1", limits),
+            "vllm": PolicyConfig.of("vllm_v1", **limits),
         }
 
     @property
     def serve_flags(self) -> dict[str, Any]:
         """For Penstock flags, or a configuration file; for vLLM its own flags."""
-        gated = self._gated()
-        admission = {"name": gated.admission, "options": gated.options}
+        admission = self._gated().model_dump()
         budget, seqs = self.static.token_budget, self.static.max_num_seqs
         return {
             "penstock": f"--admission fluid_guided --kv-tokens {self.kv_tokens}",
@@ -399,12 +391,12 @@ class DeploymentPlan:
             "vllm": f"--max-num-batched-tokens {budget} --max-num-seqs {seqs}",
         }
 
-    def _gated(self) -> Configuration:
+    def _gated(self) -> PolicyConfig:
         options = dict(self.thresholds)
         algorithm, steps = options.pop("algorithm"), options.pop("stage_steps")
         options["thresholds"] = tuple(n / steps for n in options["thresholds"])
         options["max_num_batched_tokens"] = self.static.token_budget
-        return Configuration(f"{algorithm}_gated", options)
+        return PolicyConfig.of(f"{algorithm}_gated", **options)
 
 
 def plan_deployment(

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import PolicyConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
 from penstock.core.loop import Instrument
-from penstock.core.policies.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, FinishReason, Request
@@ -41,7 +42,7 @@ class Setup:
     kv_tokens: KV memory in tokens; None takes the profile's. block_size: tokens of a KV block; 1
     is the papers' model of memory. drafters: names that `acceptance` knows; none leaves
     speculation out. Their times are those of the profile's `drafters`; one that has none there
-    takes `draft_share` of the target's smallest step for each draft token, and reads for nothing.
+    takes a twentieth of the target's smallest step for each draft token, and reads for nothing.
     capacities: of drafters, by name. With a pipeline drafters work beside the target.
     draft_servers: machines that draft beside the target; `acceptance` must know them too. Requests
     of a server's tenant are that server's own; the others go where selection sends them.
@@ -49,18 +50,14 @@ class Setup:
     """
 
     profile: StepProfile
-    admission: str = "vllm_v1"
-    admission_options: dict[str, Any] = field(default_factory=dict)
-    allocation: str = "throughput"
-    allocation_options: dict[str, Any] = field(default_factory=dict)
-    selection: str = "single"
-    selection_options: dict[str, Any] = field(default_factory=dict)
+    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
+    allocation: PolicyConfig = PolicyConfig.of("throughput")
+    selection: PolicyConfig = PolicyConfig.of("single")
     kv_tokens: int | None = None
     block_size: int = 1
     acceptance: AcceptanceModel | None = None
     drafters: tuple[str, ...] = ()
     capacities: Mapping[str, DrafterCapacity] = field(default_factory=dict)
-    draft_share: float = 0.05
     draft_servers: tuple[DraftServer, ...] = ()
     pipeline: str = "off"
     fairness: bool = False
@@ -268,7 +265,7 @@ def _executor(setup: Setup, workload: Workload, clock: VirtualClock) -> Simulate
         acceptance = of_tenants(acceptance, workload.tenants.tolist())
     return SimulatedExecutor(
         clock,
-        ProfiledStepTimes(setup.profile, setup.draft_share, profiles),
+        ProfiledStepTimes(setup.profile, profiles),
         acceptance,
         RemoteDrafting(setup.draft_servers, setup.seed),
         drafters,
@@ -286,9 +283,9 @@ def make_scheduler(setup: Setup) -> Scheduler:
     return Scheduler(
         BlockPool(setup.num_blocks, setup.block_size),
         drafters,
-        admission=make_policy("admission", setup.admission, setup.admission_options),
-        selection=make_policy("selection", setup.selection, setup.selection_options),
-        allocation=make_policy("allocation", setup.allocation, setup.allocation_options),
+        admission=setup.admission.make("admission"),
+        selection=setup.selection.make("selection"),
+        allocation=setup.allocation.make("allocation"),
         pipeline=make_pipeline(setup.pipeline),
         max_model_len=setup.num_blocks * setup.block_size,
         learn=estimators,

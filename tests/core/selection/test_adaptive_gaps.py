@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.acceptance import RecordedAcceptance
 from penstock.sim.drafters import DrafterCounts
@@ -38,8 +39,8 @@ def test_what_a_late_replay_shows_is_used_before_it_has_faded() -> None:
     run(
         Setup(
             replace(load_profile("a100-llama2-7b"), drafters=(HEAD, LOOKUP)),
-            admission_options={"max_num_seqs": 1},
-            selection="adaptive",
+            admission=PolicyConfig.of("vllm_v1", max_num_seqs=1),
+            selection=PolicyConfig.of("adaptive"),
             block_size=16,
             acceptance=OwnRow(rows),
             drafters=tuple(rows),

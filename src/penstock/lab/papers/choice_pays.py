@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.config import PolicyConfig
 from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Effort, Experiment, Trial
 from penstock.lab.families import (
@@ -195,7 +196,7 @@ class Requests:
             DomainAcceptance(fit, 0, self._tenants.tolist()),
             SPECIALISTS if selection else (),
             machine.batch,
-            (selection or "single", options or {}),
+            PolicyConfig.of(selection or "single", **(options or {})),
             draft_tokens=_FIXED if machine.own_devices else None,
             beside=machine.own_devices,
         )

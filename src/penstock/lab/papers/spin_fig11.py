@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
+from penstock.config import PolicyConfig
 from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.families import (
@@ -42,15 +42,15 @@ NAME = "spin_fig11"
 DATASETS = {**{name: (name,) for name in SPIN_TEXTS}, "mix": tuple(SPIN_TEXTS)}
 _LIVE = 8
 _DRAFT_TOKENS = 4
-POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "LBSS": ("lbss", {}),
-    "greedy": ("greedy", {}),
-    "ε-greedy, printed": ("epsilon_greedy", {"explore": 0.8}),
-    "ε-greedy, meant": ("epsilon_greedy", {"explore": 0.2}),
-    "UCB": ("ucb", {}),
-    "replay": ("replay", {}),
-    "adaptive": ("adaptive", {"k_max": 4}),
-    **{f"Vanilla {name}": ("single", {"drafter": name}) for name in SPIN_DRAFTERS},
+POLICIES = {
+    "LBSS": PolicyConfig.of("lbss"),
+    "greedy": PolicyConfig.of("greedy"),
+    "ε-greedy, printed": PolicyConfig.of("epsilon_greedy", explore=0.8),
+    "ε-greedy, meant": PolicyConfig.of("epsilon_greedy", explore=0.2),
+    "UCB": PolicyConfig.of("ucb"),
+    "replay": PolicyConfig.of("replay"),
+    "adaptive": PolicyConfig.of("adaptive", k_max=4),
+    **{f"Vanilla {name}": PolicyConfig.of("single", drafter=name) for name in SPIN_DRAFTERS},
 }
 _SECONDS = 10.0
 _LEAST_SECONDS = 0.8
@@ -91,13 +91,14 @@ def _singles() -> list[str]:
 
 def goodput(target: str, dataset: str, policy: str, seconds: float, seed: int) -> float:
     """Tokens per second of a run that is so long. Raises: PolicyError."""
-    selection, options = POLICIES[policy]
+    chosen = POLICIES[policy]
+    seeded = {} if chosen.name in _UNSEEDED else {"seed": seed}
     setup = always_live(
         spin_profile(target),
         DomainAcceptance(spin_acceptances(DATASETS[dataset]), seed),
         tuple(SPIN_DRAFTERS),
         _LIVE,
-        (selection, options | ({} if selection in _UNSEEDED else {"seed": seed})),
+        PolicyConfig.of(chosen.name, **chosen.options, **seeded),
         draft_tokens=_DRAFT_TOKENS,
         capacity=_LIVE,
         seed=seed,

@@ -156,7 +156,7 @@ def verdicts(found: dict[str, Sustained], traffic: Traffic) -> list[ClaimVerdict
 
 
 def _text(policy: str, found: dict[str, Sustained]) -> str:
-    thresholds = found[policy].setup.admission_options["thresholds"]
+    thresholds = found[policy].setup.admission.options["thresholds"]
     return f"{policy}, thresholds {'/'.join(map(str, thresholds))}"
 
 
