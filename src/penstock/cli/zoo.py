@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.terminal import one_line
+from penstock.cli.options import JsonOption
+from penstock.cli.terminal import one_line, print_table, progress
+
+if TYPE_CHECKING:
+    from penstock.zoo.growth import Growth
 
 app = typer.Typer(no_args_is_help=True, help="The bundled family of models.")
 
@@ -80,6 +86,107 @@ def fit(
     with one_line(OSError):
         write_acceptance(out, origin, fits)
     print(f"{out}: {len(DOMAINS)} domains, {', '.join(fits['sampled'].drafters)}")
+
+
+@app.command()
+def grow(
+    out: Annotated[Path, typer.Argument(help="A new or empty folder for the models.")],
+    target_params: Annotated[
+        str,
+        typer.Option(metavar="N", help="Parameters of the target, met within 1.5%: 500M or 1.5B."),
+    ],
+    drafter_share: Annotated[
+        str,
+        typer.Option(
+            metavar="SHARE|LOW..HIGH",
+            help="A drafter's parameters over the target's, met within 1.5%: the same for all, or "
+            "from LOW for the smallest drafter to HIGH for the largest.",
+        ),
+    ] = "0.01..0.1",
+    as_json: JsonOption = False,
+) -> None:
+    """Larger copies of target-large and all drafters that make the same tokens.
+
+    Real acceptance at real cost, as ordinary Llama checkpoints: added channels, heads and layers
+    read random weights and write zeros.
+
+    Exact: RMSNorm, and with the compiled CPU kernels every bit of the target. Not exact: libraries
+    that sum in blocks (PyTorch) may round a last digit otherwise, and so may quantised weights.
+    """
+    from penstock.config import ConfigError
+
+    with one_line(ConfigError, FileNotFoundError):
+        parameters, share = _parameters(target_params), _share(drafter_share)
+
+        from penstock.zoo.growth import plan_family, write_family
+
+        family = plan_family(parameters, share)
+        with progress(sum(growth.num_bytes for growth in family), "writing") as advance:
+            write_family(out, family, advance)
+    rows = [_describe(growth, out, family[0].parameters) for growth in family]
+    if as_json:
+        print(json.dumps({"out": str(out), "models": rows}))
+        return
+    print_table(
+        str(out),
+        ("model", "million", "asked", "share", "layers", "hidden", "heads", "FFN", "GB"),
+        (
+            (
+                row["name"],
+                *(f"{row[key] / 1e6:.1f}" for key in ("parameters", "asked_parameters")),
+                f"{row['share']:.3f}",
+                *(str(row[key]) for key in ("layers", "hidden", "heads", "ffn")),
+                f"{row['bytes'] / 1e9:.2f}",
+            )
+            for row in rows
+        ),
+    )
+    drafters = " ".join(f"--drafter {row['name']}={row['path']}" for row in rows[1:])
+    print(f"penstock bench engine {rows[0]['path']} {drafters} --drafter ngram")
+
+
+def _describe(growth: Growth, out: Path, target_parameters: int) -> dict[str, Any]:
+    return {
+        "name": growth.card.name,
+        "role": growth.card.role,
+        "path": str(out / growth.card.name),
+        "parameters": growth.parameters,
+        "asked_parameters": growth.asked,
+        "original_parameters": growth.card.parameters,
+        "share": growth.parameters / target_parameters,
+        "layers": growth.large.num_layers,
+        "hidden": growth.large.hidden_size,
+        "heads": growth.large.num_heads,
+        "kv_heads": growth.large.num_kv_heads,
+        "ffn": growth.large.intermediate_size,
+        "bytes": growth.num_bytes,
+    }
+
+
+def _parameters(text: str) -> int:
+    from penstock.config import ConfigError
+
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,6})?)([KMB]?)", text.upper())
+    number = float(match[1]) * {"": 1, "K": 1e3, "M": 1e6, "B": 1e9}[match[2]] if match else 0
+    if not 1 <= number <= 1e12:
+        raise ConfigError(f"--target-params takes a number such as 500M or 1.5B, not {text!r}")
+    return round(number)
+
+
+def _share(text: str) -> tuple[float, float]:
+    from penstock.config import ConfigError
+
+    low, is_range, high = text.partition("..")
+    try:
+        share = float(low), float(high if is_range else low)
+    except ValueError:
+        share = 0.0, 0.0
+    if not 0 < share[0] <= share[1] <= 1:
+        raise ConfigError(
+            "--drafter-share takes a share above 0 and at most 1, or two such as 0.01..0.1, the "
+            f"smaller first, not {text!r}"
+        )
+    return share
 
 
 def _check_target(target: str) -> None:

@@ -1,0 +1,224 @@
+"""Grown models: their sizes, what their weights do, and that they make the original's tokens."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file  # noqa: E402
+from tests.engine.small_models import Paging  # noqa: E402
+
+from penstock.engine.models.config import DecoderConfig  # noqa: E402
+from penstock.engine.models.weights import load_weights, weight_bytes  # noqa: E402
+from penstock.engine.native.build import NativeUnavailableError  # noqa: E402
+from penstock.engine.native.library import native_library  # noqa: E402
+from penstock.engine.native.runner import NativeRunner  # noqa: E402
+from penstock.engine.tokenizer import load_tokenizer  # noqa: E402
+from penstock.zoo.growth import (  # noqa: E402
+    TOLERANCE,
+    Growth,
+    count_parameters,
+    grown_shape,
+    plan_family,
+    widened,
+    write_family,
+    write_grown,
+)
+from penstock.zoo.modeling import load_model  # noqa: E402
+from penstock.zoo.registry import bundled_models, load_prompts, verify_manifest  # noqa: E402
+
+
+def growth(name, width, layers=1, channels=32):
+    """The bundled model, wider, with so many more layers and MLP channels."""
+    card = bundled_models()[name]
+    small = DecoderConfig.from_pretrained(card.path)
+    large = replace(
+        widened(small, width),
+        num_layers=small.num_layers + layers,
+        intermediate_size=small.intermediate_size + channels,
+    )
+    return Growth(card, count_parameters(large), width, small, large)
+
+
+def prompt_ids(path, domain="instruction"):
+    return load_tokenizer(path).encode(load_prompts(domain)[0].prompt)
+
+
+@pytest.mark.parametrize("name", bundled_models())
+def test_sizes_are_met_at_every_scale(name):
+    small = DecoderConfig.from_pretrained(bundled_models()[name].path)
+    for asked in np.geomspace(count_parameters(small), 4e9, 25):
+        width, large = grown_shape(small, int(asked))
+        parameters = weight_bytes(large, large.dtype) // large.dtype.itemsize
+        assert parameters == count_parameters(large)
+        assert abs(parameters / asked - 1) <= TOLERANCE
+        assert large.num_layers >= small.num_layers
+        assert large.intermediate_size >= small.intermediate_size
+        assert large.intermediate_size % 32 == 0
+        assert large.hidden_size == small.hidden_size * width
+        assert large.hidden_size % large.num_heads == 0
+        assert (large.head_dim, large.vocab_size) == (small.head_dim, small.vocab_size)
+
+
+def test_proportions_stay_near_the_original():
+    """At half a billion parameters the target is a wide model, not a thousand thin layers."""
+    target, *_ = plan_family(500_000_000, (0.01, 0.1))
+    assert target.width == 4
+    assert 0.5 < target.large.num_layers / (6 * 4) < 2
+    assert 0.5 < target.large.intermediate_size / (1152 * 4) < 2
+
+
+def test_shares_run_from_the_smallest_drafter_to_the_largest():
+    target, *drafters = plan_family(400_000_000, (0.01, 0.1))
+    assert target.card.role == "target"
+    by_size = sorted(drafters, key=lambda g: g.card.parameters)
+    shares = [g.asked / 400_000_000 for g in by_size]
+    assert shares == sorted(shares)
+    assert shares[0] == pytest.approx(0.01)
+    assert shares[-1] == pytest.approx(0.1)
+    assert shares[1] == shares[2] == shares[3]  # the specialists are of one size
+    assert all(g.asked == 20_000_000 for g in plan_family(400_000_000, (0.05, 0.05))[1:])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("name", "width"), [("target-small", 4), ("draft-tiny", 16)])
+def test_native_logits_are_the_originals_bits(tmp_path, name, width, dtype):
+    try:
+        native_library()
+    except NativeUnavailableError as error:
+        pytest.skip(str(error))
+    made = growth(name, width, layers=2)
+    write_grown(tmp_path / name, made)
+    ids = np.array(prompt_ids(made.card.path))
+    logits = []
+    for path in (made.card.path, tmp_path / name):
+        runner = NativeRunner.load(path, dtype, 32, 16, 2)
+        batch = Paging(32, 16).batch(("a", ids, 0, len(ids)))
+        logits.append(runner.forward(batch))
+    assert logits[0].std() > 1
+    assert torch.equal(*logits)
+
+
+def test_a_norm_that_is_not_rescaled_changes_the_logits(tmp_path):
+    """The control of the test above: what growth does to eps and to norms is needed."""
+    made = growth("draft-tiny", 4)
+    write_grown(tmp_path / "grown", made)
+    config_file = tmp_path / "grown" / "config.json"
+    config_file.write_text(json.dumps(json.loads(config_file.read_text()) | {"rms_norm_eps": 1e-5}))
+    ids = torch.tensor([prompt_ids(made.card.path)])
+    with torch.inference_mode():
+        old, new = (load_model(p)(ids).logits for p in (made.card.path, tmp_path / "grown"))
+    assert (old - new).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize(("name", "width"), [("draft-base", 4), ("draft-code", 4)])
+def test_transformers_makes_the_same_tokens(tmp_path, name, width):
+    made = growth(name, width)
+    write_grown(tmp_path / name, made)
+    ids = torch.tensor([prompt_ids(made.card.path)])
+    texts, logits = [], []
+    for path in (made.card.path, tmp_path / name):
+        model = load_model(path)
+        assert sum(p.numel() for p in model.parameters()) in (made.card.parameters, made.parameters)
+        with torch.inference_mode():
+            texts.append(model.generate(ids, max_new_tokens=48, do_sample=False))
+            logits.append(model(ids).logits)
+    assert texts[0].shape[1] > ids.shape[1]
+    assert torch.equal(*texts)
+    torch.testing.assert_close(*logits, rtol=0, atol=1e-4)
+
+
+def test_what_is_added_reads_random_numbers_and_writes_zeros(tmp_path):
+    made = growth("draft-tiny", 4)
+    write_grown(tmp_path / "grown", made)
+    tensors = load_file(tmp_path / "grown" / "model.safetensors")
+    old = load_file(made.card.path / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+            rows, columns = old[name].shape if name in old else (0, 0)
+            assert not tensor[rows:].any()
+            assert not tensor[:, columns:].any()
+        elif tensor.dim() == 2:
+            assert (tensor != 0).float().mean() > 0.99
+            assert tensor.float().std(dim=1).min() > 0
+        assert tensor.dtype == torch.bfloat16
+
+
+def test_shards_hold_what_one_file_holds(tmp_path):
+    made = growth("draft-tiny", 4)
+    write_grown(tmp_path / "one", made)
+    write_grown(tmp_path / "many", made, shard_bytes=1_000_000)
+    assert len(list((tmp_path / "many").glob("*.safetensors"))) > 2
+    one, many = (load_weights(tmp_path / x, made.large) for x in ("one", "many"))
+    assert one.keys() == many.keys()
+    assert all(torch.equal(one[name], many[name]) for name in one)
+
+
+def test_command_grows_a_family_that_speculates_as_before(tmp_path, cli):
+    out = tmp_path / "family"
+    code, stdout, stderr = cli(
+        "zoo", "grow", out, "--target-params", "16M", "--drafter-share", "0.1..0.25", "--json"
+    )
+    assert code == 0, stderr
+    models = {row["name"]: row for row in json.loads(stdout)["models"]}
+    assert models.keys() == bundled_models().keys() - {"target-small"}
+    for name, row in models.items():
+        on_disk = sum(f.stat().st_size for f in (out / name).glob("*.safetensors"))
+        assert 0 <= on_disk - row["bytes"] < 20_000
+        assert abs(row["parameters"] / row["asked_parameters"] - 1) <= TOLERANCE
+        assert bundled_models(out)[name].parameters == row["parameters"]
+    assert verify_manifest(out) == []
+
+    prompt = load_prompts("sql")[0].prompt
+    made = {}
+    for name, models_of in {
+        "original": (),
+        "grown": ("--target", out / "target-large", "--no-speculation"),
+        "drafted": ("--target", out / "target-large", "--drafter", f"d={out / 'draft-base'}"),
+    }.items():
+        options = ("--raw", "--max-tokens", 48, "--dtype", "float32", "--json", *models_of)
+        code, stdout, stderr = cli("generate", prompt, *options)
+        assert code == 0, stderr
+        made[name] = json.loads(stdout)
+    assert made["original"]["token_ids"] == made["grown"]["token_ids"]
+    assert made["original"]["token_ids"] == made["drafted"]["token_ids"]
+    assert made["drafted"]["mean_acceptance_length"] > 1.5
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--target-params", "5M"), "target-large has 11,899,776 parameters and can only grow"),
+        (("--target-params", "lots"), "500M or 1.5B"),
+        (("--target-params", "0"), "500M or 1.5B"),
+        (("--target-params", "900B"), "the disk has"),
+        (("--target-params", "50M", "--drafter-share", "0.1..0.01"), "the smaller first"),
+        (("--target-params", "50M", "--drafter-share", "nan"), "at most 1"),
+        (("--target-params", "50M", "--drafter-share", "0.01"), "must be at least 0.0143"),
+    ],
+)
+def test_bad_sizes_end_with_one_line(tmp_path, cli, options, says):
+    code, _, stderr = cli("zoo", "grow", tmp_path / "out", *options)
+    assert code == 2
+    assert says in stderr
+    assert stderr.count("\n") == 1
+
+
+def test_a_folder_with_something_in_it_is_left_alone(tmp_path, cli):
+    (tmp_path / "mine").write_text("kept")
+    code, _, stderr = cli("zoo", "grow", tmp_path, "--target-params", "100M")
+    assert (code, list(tmp_path.iterdir())) == (2, [tmp_path / "mine"])
+    assert "not an empty folder" in stderr
+
+
+def test_what_is_unfinished_goes_again(tmp_path):
+    def stop(num_bytes):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        write_family(tmp_path, plan_family(14_000_000, (0.2, 0.3)), stop)
+    assert list(tmp_path.iterdir()) == []
