@@ -11,9 +11,9 @@ TORCH_INDEX ?=
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup serve test test-slow test-faults test-kernels check format docs clean
+.PHONY: setup native serve test test-slow test-faults test-kernels check format docs clean
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready native
 
 # PyTorch comes first and alone, so that its build can be chosen: another package that needs it would
 # bring the default one, on Linux with gigabytes of CUDA.
@@ -25,6 +25,21 @@ $(VENV)/.serve: pyproject.toml constraints.txt
 	$(PIP) -e '.[serve]'
 	touch $@
 
+# The CPU kernels, beside their sources; with the machine's CMake, or one from the package index.
+CMAKE ?= $(or $(shell command -v cmake),$(BIN)/cmake)
+NATIVE := src/penstock/engine/native
+
+native: build/native/.built
+
+build/native/.built: $(CMAKE) CMakeLists.txt $(wildcard $(NATIVE)/*.h $(NATIVE)/*.cpp)
+	@echo "The CPU kernels"
+	$(CMAKE) -S . -B build/native
+	$(CMAKE) --build build/native --parallel
+	touch $@
+
+$(BIN)/cmake: | $(VENV)/.serve
+	$(PIP) cmake
+
 $(VENV)/.ready: $(VENV)/.serve
 	@echo "What tests and documentation need"
 	$(PIP) -e '.[serve,plot,docs,dev]'
@@ -35,7 +50,7 @@ $(VENV)/.kernels: $(VENV)/.ready
 	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.9.0
 	touch $@
 
-serve: $(VENV)/.serve
+serve: $(VENV)/.serve native
 	$(BIN)/penstock serve --port $(PORT)
 
 # Every behaviour at least once, exactness with its negative controls: under three minutes on two
@@ -72,4 +87,4 @@ docs: setup
 	$(BIN)/mkdocs build --strict
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) build $(NATIVE)/*.so dist site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import os
 import sys
 from collections.abc import Callable
@@ -9,6 +11,7 @@ from collections.abc import Callable
 import pytest
 
 from penstock.cli import main
+from penstock.engine.native import loading
 
 Cli = Callable[..., tuple[int, str, str]]
 
@@ -20,6 +23,25 @@ def pytest_configure() -> None:
     if worker and hasattr(os, "sched_setaffinity"):
         cores = sorted(os.sched_getaffinity(0))
         os.sched_setaffinity(0, {cores[int(worker.removeprefix("gw")) % len(cores)]})
+    if not worker and not kernels_are_built():
+        pytest.exit("the CPU kernels are missing or of older sources: make native", returncode=2)
+
+
+def kernels_are_built() -> bool:
+    """Whether every library that this processor can open is built from the sources beside it, by
+    the digest that CMakeLists.txt gave it."""
+    sources = sorted([*loading.FOLDER.glob("*.h"), loading.FOLDER / "penstock.cpp"])
+    digests = "".join(hashlib.sha256(x.read_bytes()).hexdigest() for x in sources)
+    digest = hashlib.sha256(digests.encode()).hexdigest()
+    for name in loading.usable_instruction_sets():
+        library = loading.FOLDER / f"penstock_{name}.so"
+        if not library.exists():
+            return False
+        told = ctypes.CDLL(str(library)).penstock_sources
+        told.restype = ctypes.c_char_p
+        if told().decode() != digest:
+            return False
+    return True
 
 
 @pytest.fixture

@@ -23,7 +23,6 @@ from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import Arrive, Cancel, Request, SamplingParams
-from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.verifier import Decided, Verifier
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
@@ -54,8 +53,6 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
-    if request.param == "native" and why_not_native() is not None:
-        pytest.skip(f"no native kernels: {why_not_native()}")
     engine = load(family, request.param)
     engine.executor.runs_ahead = request.param == "graphs"  # as on a GPU
     return engine

@@ -16,14 +16,7 @@ from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_ch
 
 from penstock.engine.models.config import CheckpointError, DecoderConfig
 from penstock.engine.models.weights import load_weights
-from penstock.engine.native.build import NativeUnavailableError
-from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
-
-try:
-    native_library()
-except NativeUnavailableError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 TOLERANCE = {"rtol": 0.0, "atol": 1e-4}
 NUM_BLOCKS = 100

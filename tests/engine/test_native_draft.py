@@ -12,18 +12,11 @@ import torch
 from tests.engine.small_models import SHAPE, Checkpoint, Paging
 
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.native.build import NativeUnavailableError
-from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_unfiltered
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling import sample_coupled as sample_reference
 from penstock.engine.sampling.noise import Salt
-
-try:
-    native_library()
-except NativeUnavailableError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 BLOCK_SIZE = 8
 STEPS = np.array([4, 0, 1, 6, 4], dtype=np.int32)

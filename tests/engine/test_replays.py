@@ -21,7 +21,6 @@ from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.state import RequestState
 from penstock.core.types import Arrive, DraftOrder, Replayed, Request, SamplingParams
 from penstock.core.view import View
-from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
@@ -34,8 +33,6 @@ RATIO = SamplingParams(temperature=0.9, verification="ratio")
 
 @pytest.fixture(scope="module", params=["eager", "native"])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    if request.param == "native" and why_not_native() is not None:
-        pytest.skip(f"no native kernels: {why_not_native()}")
     return _load(write_family(tmp_path_factory.mktemp("family")), request.param)
 
 

@@ -23,7 +23,6 @@ from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import Request, SamplingParams
-from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
 
 FEWER, MORE, SHORT = 200, 300, 40
@@ -51,8 +50,6 @@ def write_drafters(near: Path, root: Path) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    if request.param == "native" and why_not_native() is not None:
-        pytest.skip(f"no native kernels: {why_not_native()}")
     root = tmp_path_factory.mktemp("family")
     family = write_family(root)
     drafters = {n: str(p) for n, p in write_drafters(family["near"], root).items()}

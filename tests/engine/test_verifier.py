@@ -12,16 +12,9 @@ from tests.engine.small_models import SHAPE, Checkpoint, Paging
 
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.native.build import NativeUnavailableError
-from penstock.engine.native.library import native_library
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Drafted, Verifier
-
-try:
-    native_library()
-except NativeUnavailableError as error:
-    pytest.skip(str(error), allow_module_level=True)
 
 Checkpoints = Callable[[str], Checkpoint]
 COUPLED = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.0, 1.0, 0.6, 1.4))]

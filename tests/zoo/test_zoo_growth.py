@@ -14,8 +14,6 @@ from tests.engine.small_models import Paging  # noqa: E402
 
 from penstock.engine.models.config import DecoderConfig  # noqa: E402
 from penstock.engine.models.weights import load_weights, weight_bytes  # noqa: E402
-from penstock.engine.native.build import NativeUnavailableError  # noqa: E402
-from penstock.engine.native.library import native_library  # noqa: E402
 from penstock.engine.native.runner import NativeRunner  # noqa: E402
 from penstock.engine.tokenizer import load_tokenizer  # noqa: E402
 from penstock.zoo.growth import (  # noqa: E402
@@ -87,10 +85,6 @@ def test_shares_run_from_the_smallest_drafter_to_the_largest():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("name", "width"), [("target-small", 4), ("draft-tiny", 16)])
 def test_native_logits_are_the_originals_bits(tmp_path, name, width, dtype):
-    try:
-        native_library()
-    except NativeUnavailableError as error:
-        pytest.skip(str(error))
     made = growth(name, width, layers=2)
     write_grown(tmp_path / name, made)
     ids = np.array(prompt_ids(made.card.path))

@@ -29,8 +29,8 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.random import random_weights
 from penstock.engine.models.weights import load_weights, weight_bytes
-from penstock.engine.native.build import NativeUnavailableError
 from penstock.engine.native.library import native_library
+from penstock.engine.native.loading import NativeUnavailableError
 from penstock.engine.native.runner import DTYPES, NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import TokenSampler, sample_coupled

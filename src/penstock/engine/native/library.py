@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.native.build import load_library
+from penstock.engine.native.loading import load_library
 
 ERROR_BYTES = 256
 

@@ -338,6 +338,9 @@ using namespace penstock;
 
 PENSTOCK_API int32_t penstock_lanes() { return kLanes; }
 
+// The digest of the sources, as CMakeLists.txt computes it.
+PENSTOCK_API const char* penstock_sources() { return PENSTOCK_SOURCES; }
+
 PENSTOCK_API Model* penstock_create(const ModelWeights* weights) {
   try {
     return new Model(*weights);

@@ -59,7 +59,7 @@ class NativeRunner(ModelRunner):
     ) -> None:
         """Pack `weights` (as `load_weights` names them; float32 or bfloat16 throughout).
 
-        Raises NativeUnavailableError where nothing can be compiled, ValueError for a bad size.
+        Raises NativeUnavailableError without compiled kernels, ValueError for a bad size.
         """
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_threads": num_threads}
         for name, value in sizes.items():

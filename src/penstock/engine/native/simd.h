@@ -1,4 +1,4 @@
-// Portable vectors: the compiler's vector extensions at the width that -march=native offers.
+// Portable vectors: the compiler's vector extensions at the width of the instruction set.
 //
 // Every float operation whose rounding matters is written with these types rather than left to the
 // auto-vectoriser: it may peel a loop by address, and a value would then depend on where it lies.

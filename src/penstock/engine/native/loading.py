@@ -1,0 +1,72 @@
+"""Opens the compiled kernels that fit this processor: a library for each instruction set."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+from functools import lru_cache
+from pathlib import Path
+
+FOLDER = Path(__file__).parent
+
+INSTRUCTION_SETS = {
+    "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
+    "avx512_vnni": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+    "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx2": {"avx2", "fma", "f16c", "bmi2"},
+    "baseline": set[str](),
+}
+"""What a processor must have, as Linux names it; the best first. CMakeLists.txt builds them."""
+
+INSTRUCTION_SET_VARIABLE = "PENSTOCK_INSTRUCTION_SET"
+"""Names the one to use, for tests and measurements."""
+
+
+class NativeUnavailableError(RuntimeError):
+    """The compiled path cannot be used here; the message is one line that says why."""
+
+
+@lru_cache(maxsize=1)
+def load_library() -> ctypes.CDLL:
+    """The library of the best instruction set that this processor has, or of the one that is asked
+    for by INSTRUCTION_SET_VARIABLE.
+
+    Raises NativeUnavailableError where it was not built or cannot be loaded.
+    """
+    wanted = os.environ.get(INSTRUCTION_SET_VARIABLE) or best_instruction_set()
+    usable = usable_instruction_sets()
+    if wanted not in usable:
+        raise NativeUnavailableError(
+            f"{INSTRUCTION_SET_VARIABLE} is {wanted!r}; this processor can use {', '.join(usable)}"
+        )
+    library = FOLDER / f"penstock_{wanted}.so"
+    if not library.exists():
+        raise NativeUnavailableError(
+            f"{library} was not built; in a checkout `make native` builds it"
+        )
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise NativeUnavailableError(f"the native library cannot be loaded: {error}") from error
+
+
+def best_instruction_set() -> str:
+    """The first that this processor has."""
+    return usable_instruction_sets()[0]
+
+
+def usable_instruction_sets() -> list[str]:
+    """Those that this processor has, the best first."""
+    flags = _processor_flags()
+    return [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
+
+
+def _processor_flags() -> set[str]:
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return set()
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return set()
+    return next((set(x.partition(":")[2].split()) for x in lines if x.startswith("flags")), set())

@@ -1,0 +1,76 @@
+"""Which compiled library is opened, and why none is."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.native import loading
+from penstock.engine.native.loading import (
+    INSTRUCTION_SET_VARIABLE,
+    NativeUnavailableError,
+    load_library,
+)
+
+ALL = set.union(*loading.INSTRUCTION_SETS.values())
+
+
+@pytest.fixture(autouse=True)
+def _loads_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.delenv(INSTRUCTION_SET_VARIABLE, raising=False)
+    load_library.cache_clear()
+    yield
+    load_library.cache_clear()
+
+
+def opened(monkeypatch: pytest.MonkeyPatch, flags: set[str]) -> str:
+    """The library that a processor with these flags gets, without opening it."""
+    monkeypatch.setattr(loading, "_processor_flags", lambda: flags)
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: path)
+    return Path(str(load_library())).stem
+
+
+@pytest.mark.parametrize(
+    ("flags", "name"),
+    [
+        (ALL, "avx512_bf16"),
+        (ALL - {"avx512_bf16"}, "avx512_vnni"),
+        (ALL - {"avx512_bf16", "avx512_vnni"}, "avx512"),
+        (ALL - {"avx512vl"}, "avx2"),
+        (ALL - {"fma"}, "avx512_bf16"),
+        (set(), "baseline"),
+    ],
+)
+def test_the_best_that_the_processor_has(
+    flags: set[str], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert opened(monkeypatch, flags) == f"penstock_{name}"
+
+
+def test_another_may_be_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INSTRUCTION_SET_VARIABLE, "avx2")
+    assert opened(monkeypatch, ALL) == "penstock_avx2"
+
+
+@pytest.mark.parametrize("name", ["avx512_bf16", "avx3"])
+def test_one_that_it_lacks_is_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(INSTRUCTION_SET_VARIABLE, name)
+    with pytest.raises(NativeUnavailableError, match=f"{name}.*can use avx2, baseline"):
+        opened(monkeypatch, {"avx2", "fma", "f16c", "bmi2"})
+
+
+def test_what_was_not_built_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loading, "FOLDER", tmp_path)
+    with pytest.raises(NativeUnavailableError, match=r"baseline\.so was not built; .*make native"):
+        opened(monkeypatch, set())
+
+
+def test_what_is_no_library_is_a_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "penstock_baseline.so").write_text("")
+    monkeypatch.setattr(loading, "FOLDER", tmp_path)
+    monkeypatch.setattr(loading, "_processor_flags", set)
+    with pytest.raises(NativeUnavailableError, match="cannot be loaded"):
+        load_library()
