@@ -365,3 +365,33 @@ def test_spins_setting_has_as_many_rows_as_requests() -> None:
     plans = [call.plan for call in backend.prepare(scene.batch)]
     assert [p.num_rows for p in plans] == [4]
     assert plans[0].padding < 4
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 33, 64, 1000])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_every_backend_sees_no_more_than_its_window(
+    lengths: list[tuple[int, int]], window: int
+) -> None:
+    scene = make_scene(lengths)
+    rows = []
+    for i, (total, count) in enumerate(lengths):
+        # A row alone, as if the text began where its window does.
+        for position in range(total - count, total):
+            first = max(0, position + 1 - window)
+            slots = _slots(scene.batch, i, position + 1)[first:]
+            keys, values = scene.cache.layers[1].view(2, KV_HEADS, -1, HEAD_DIM)[:, :, slots]
+            q = scene.q[scene.batch.query_start[i] + position - (total - count)]
+            grouped = q.view(KV_HEADS, -1, HEAD_DIM)
+            rows.append(F.scaled_dot_product_attention(grouped, keys, values).flatten(0, 1))
+    expected = torch.stack(rows)
+    for name in USABLE:
+        backend = make_attention(name, scene.cache, HEADS)
+        found = backend.attend(scene.q, 1, backend.prepare(scene.batch, window))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_packed_gathers_no_more_than_the_window() -> None:
+    scene = make_scene([(200, 1), (90, 4)])
+    metadata = PackedAttention(scene.cache, HEADS).prepare(scene.batch, 20)
+    assert [len(group.kv.slots) for group in metadata.folded] == [20, 23]
+    assert metadata.folded[0].mask is None

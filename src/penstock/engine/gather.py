@@ -93,6 +93,14 @@ class KVGather:
             torch.index_select(by_slot[first : first + num_heads], 1, place.slots, out=into)
 
 
+def seen(
+    keys: npt.NDArray[np.int64], queries: npt.NDArray[np.int64], window: int | None
+) -> npt.NDArray[np.bool_]:
+    """Which keys, by their positions, a query sees: none behind it, none before its window."""
+    visible = keys <= queries
+    return visible if window is None else visible & (keys > queries - window)
+
+
 def by_kind(batch: RaggedBatch) -> list[IntArray]:
     """Sequences that decode or verify, and those that bring chunks of prompts; none is empty."""
     counts = np.diff(batch.query_start)

@@ -24,8 +24,12 @@ class AttentionBackend(Protocol[Metadata]):
     one forward pass at a time.
     """
 
-    def prepare(self, batch: RaggedBatch) -> Metadata:
-        """Whatever the backend needs to know of a batch; computed once for all layers."""
+    def prepare(self, batch: RaggedBatch, window: int | None = None) -> Metadata:
+        """Whatever the backend needs to know of a batch; computed once for all layers alike.
+
+        window: tokens that a row sees, itself and those before it; None: all. Raises
+        BackendUnavailableError where the backend has no windows.
+        """
         ...
 
     def attend(self, q: torch.Tensor, layer: int, metadata: Metadata) -> torch.Tensor:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind
+from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind, seen
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposition, decompose
 
@@ -64,8 +64,8 @@ class DecomposedAttention:
         self._group_size = num_heads // cache.num_kv_heads
         self.plan = plan or self._cheapest
 
-    def prepare(self, batch: RaggedBatch) -> list[DecomposedCall]:
-        return [self._call(batch, seqs) for seqs in by_kind(batch)]
+    def prepare(self, batch: RaggedBatch, window: int | None = None) -> list[DecomposedCall]:
+        return [self._call(batch, seqs, window) for seqs in by_kind(batch)]
 
     def attend(self, q: torch.Tensor, layer: int, metadata: list[DecomposedCall]) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -97,27 +97,27 @@ class DecomposedAttention:
         per_score, per_partial = (x * self._group_size for x in (_PER_SCORE, _PER_PARTIAL))
         return best_decomposition(lengths, window, AttentionCost(0.0, 1.0, per_score, per_partial))
 
-    def _call(self, batch: RaggedBatch, seqs: IntArray) -> DecomposedCall:
+    def _call(self, batch: RaggedBatch, seqs: IntArray, window: int | None) -> DecomposedCall:
         counts = np.diff(batch.query_start)[seqs].astype(np.int64)
         sizes = batch.seq_lens[seqs].astype(np.int64)
-        window = np.arange(counts.max())
-        plan = self.plan(sizes.tolist(), len(window))
+        places = np.arange(counts.max())
+        plan = self.plan(sizes.tolist(), len(places))
         slots, position, slot = self._columns(batch, seqs, plan)
 
-        shape = (plan.num_rows, plan.num_slots, len(window))
+        shape = (plan.num_rows, plan.num_slots, len(places))
         first_rows = batch.query_start[seqs].astype(np.int64)
         rows = np.concatenate([np.arange(n) + r for n, r in zip(counts, first_rows, strict=True)])
         queries, targets = np.zeros(shape, dtype=np.int64), np.full(shape, len(rows))
         query_position = np.full(shape, -1)
-        wanted = window < counts[plan.request, None]
+        wanted = places < counts[plan.request, None]
         at = (plan.row, plan.slot)
-        queries[at] = first_rows[plan.request, None] + np.where(wanted, window, 0)
+        queries[at] = first_rows[plan.request, None] + np.where(wanted, places, 0)
         own_start = np.cumsum(counts) - counts
-        targets[at] = np.where(wanted, own_start[plan.request, None] + window, len(rows))
-        query_position[at] = np.where(wanted, (sizes - counts)[plan.request, None] + window, -1)
+        targets[at] = np.where(wanted, own_start[plan.request, None] + places, len(rows))
+        query_position[at] = np.where(wanted, (sizes - counts)[plan.request, None] + places, -1)
 
         own = slot[:, None, :] == np.arange(plan.num_slots)[:, None]
-        visible = own[:, :, None] & (position[:, None, None] <= query_position[..., None])
+        visible = own[:, :, None] & seen(position[:, None, None], query_position[..., None], window)
         visible = visible.reshape(plan.num_rows, -1, plan.row_length)
         return DecomposedCall(
             plan=plan,

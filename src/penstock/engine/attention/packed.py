@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.batch import IntArray, RaggedBatch
-from penstock.engine.gather import Gathered, KVGather
+from penstock.engine.gather import Gathered, KVGather, seen
 from penstock.engine.kv_cache import PagedKVCache
 
 # Beyond this, rows fill a matrix product without the help of other heads, and folding the heads
@@ -30,9 +30,9 @@ class _Group:
     """Sequences that attend in one call.
 
     rows: where their rows lie once the batch's rows are in group order
-    kv:   a row for each sequence, as long as the longest of them; they differ by less than a block,
-          and a shorter one ends in repetitions of its own first slot, so that it cannot meet
-          another one's numbers
+    kv:   a row for each sequence, as long as the longest of them or as the window lets it see; they
+          differ by less than a block, and a shorter one ends in repetitions of its own first slot,
+          so that it cannot meet another one's numbers
     mask: added to the scores, [1, num_seqs, num_queries * heads of a group, context], or
           [num_queries, context] for a chunk; None where nothing but causality hides a key
     """
@@ -72,7 +72,7 @@ class PackedAttention:
         )
         self.gather = KVGather(cache)
 
-    def prepare(self, batch: RaggedBatch) -> PackedMetadata:
+    def prepare(self, batch: RaggedBatch, window: int | None = None) -> PackedMetadata:
         num_queries = np.diff(batch.query_start).tolist()
         num_blocks = (-(-batch.seq_lens // self._block_size)).tolist()
         shapes = list(zip(num_queries, num_blocks, strict=True))
@@ -87,12 +87,15 @@ class PackedAttention:
         # Few rows move where groups stand as their first sequences do: none, if all are single.
         members.sort(key=lambda group: (num_queries[group[0]] > _MAX_FOLDED_QUERIES, group[0]))
         seqs = [i for group in members for i in group]
-        sizes = [(len(m) * int(batch.seq_lens[m].max()), num_queries[m[0]]) for m in members]
+        spans = [_span(batch.seq_lens[m], num_queries[m[0]], window) for m in members]
+        sizes = [
+            (len(m) * len(span), num_queries[m[0]]) for m, span in zip(members, spans, strict=True)
+        ]
         self.gather.reserve(max(size * self._heads_at_once(size, n) for size, n in sizes))
         groups: list[_Group] = []
-        for group in members:
+        for group, span in zip(members, spans, strict=True):
             start = groups[-1].rows.stop if groups else 0
-            groups.append(self._group(batch, group, num_queries[group[0]], start))
+            groups.append(self._group(batch, group, num_queries[group[0]], start, span, window))
         folded = [group for group in groups if group.num_queries <= _MAX_FOLDED_QUERIES]
         chunks = groups[len(folded) :]
         if seqs == sorted(seqs):
@@ -169,29 +172,49 @@ class PackedAttention:
         divisors = (n for n in range(1, self._num_kv_heads + 1) if self._num_kv_heads % n == 0)
         return max(n for n in divisors if n <= max(1, fit))
 
-    def _group(self, batch: RaggedBatch, seqs: list[int], num_queries: int, start: int) -> _Group:
+    def _group(
+        self,
+        batch: RaggedBatch,
+        seqs: list[int],
+        num_queries: int,
+        start: int,
+        span: range,
+        window: int | None,
+    ) -> _Group:
+        """span: positions that any of them sees."""
         seq_lens = batch.seq_lens[seqs]
-        shortest, context = int(seq_lens.min()), int(seq_lens.max())
-        num_blocks = -(-context // self._block_size)
-        firsts = batch.block_tables[seqs, :num_blocks].astype(np.int64) * self._block_size
+        shortest, context = int(seq_lens.min()), span.stop
+        blocks = slice(span.start // self._block_size, -(-context // self._block_size))
+        firsts = batch.block_tables[seqs, blocks].astype(np.int64) * self._block_size
         slots = (firsts[:, :, None] + np.arange(self._block_size)).reshape(len(seqs), -1)
-        slots = slots[:, :context]
+        skipped = span.start % self._block_size
+        slots = slots[:, skipped : skipped + len(span)]
         if shortest < context:
-            slots = np.where(np.arange(context) < seq_lens[:, None], slots, slots[:, :1])
+            slots = np.where(np.array(span) < seq_lens[:, None], slots, slots[:, :1])
 
-        whole = num_queries == context and num_queries > _MAX_FOLDED_QUERIES
+        is_chunk = num_queries > _MAX_FOLDED_QUERIES
+        whole = is_chunk and num_queries == context and (window is None or context <= window)
         last_only = num_queries == 1 and shortest == context
+        mask = None if whole or last_only else self._mask(seq_lens, num_queries, span, window)
         return _Group(
             rows=slice(start, start + len(seqs) * num_queries),
             num_seqs=len(seqs),
             num_queries=num_queries,
             kv=self.gather.place(slots, len(seqs), self._heads_at_once(slots.size, num_queries)),
-            mask=None if whole or last_only else self._mask(seq_lens, num_queries, context),
+            mask=mask,
         )
 
-    def _mask(self, seq_lens: IntArray, num_queries: int, context: int) -> torch.Tensor:
+    def _mask(
+        self, seq_lens: IntArray, num_queries: int, span: range, window: int | None
+    ) -> torch.Tensor:
         query_positions = seq_lens[:, None] - num_queries + np.arange(num_queries)
-        visible = np.arange(context) <= query_positions[:, :, None]
+        visible = seen(np.array(span), query_positions[:, :, None], window)
         if num_queries > _MAX_FOLDED_QUERIES:
             return self.gather.added(visible[0])
         return self.gather.added(visible.repeat(self._group_size, axis=1)[None])
+
+
+def _span(seq_lens: IntArray, num_queries: int, window: int | None) -> range:
+    """Positions that some row of these sequences sees, each of which brings so many rows."""
+    first = 0 if window is None else max(0, int(seq_lens.min()) - num_queries + 1 - window)
+    return range(first, int(seq_lens.max()))

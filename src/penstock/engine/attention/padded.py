@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind
+from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind, seen
 from penstock.engine.kv_cache import PagedKVCache
 
 
@@ -44,8 +44,8 @@ class PaddedAttention:
         self._num_kv_heads = cache.num_kv_heads
         self._group_size = num_heads // cache.num_kv_heads
 
-    def prepare(self, batch: RaggedBatch) -> list[PaddedCall]:
-        return [self._call(batch, seqs) for seqs in by_kind(batch)]
+    def prepare(self, batch: RaggedBatch, window: int | None = None) -> list[PaddedCall]:
+        return [self._call(batch, seqs, window) for seqs in by_kind(batch)]
 
     def attend(self, q: torch.Tensor, layer: int, metadata: list[PaddedCall]) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
@@ -70,18 +70,18 @@ class PaddedAttention:
         out = out.view(heads[0], -1, call.num_queries, *heads[1:])
         return out.permute(1, 2, 0, 3, 4).reshape(q.shape)
 
-    def _call(self, batch: RaggedBatch, seqs: IntArray) -> PaddedCall:
+    def _call(self, batch: RaggedBatch, seqs: IntArray, window: int | None) -> PaddedCall:
         counts = np.diff(batch.query_start)[seqs].astype(np.int64)
         sizes = batch.seq_lens[seqs].astype(np.int64)
         columns = np.arange(sizes.max())
         positions = np.where(columns < sizes[:, None], columns, 0)
-        window = np.arange(counts.max())
-        query = np.minimum(window, counts[:, None] - 1)
-        visible = columns <= ((sizes - counts)[:, None] + query)[:, :, None]
+        places = np.arange(counts.max())
+        query = np.minimum(places, counts[:, None] - 1)
+        visible = seen(columns, ((sizes - counts)[:, None] + query)[:, :, None], window)
         return PaddedCall(
-            num_queries=len(window),
+            num_queries=len(places),
             kv=self.gather.place(self.gather.slots(batch, seqs[:, None], positions), len(seqs)),
             rows=self.gather.tensor((batch.query_start[seqs, None] + query).reshape(-1)),
-            kept=self.gather.tensor(np.flatnonzero(window < counts[:, None])),
+            kept=self.gather.tensor(np.flatnonzero(places < counts[:, None])),
             mask=self.gather.added(visible.repeat(self._group_size, axis=1)[None]),
         )

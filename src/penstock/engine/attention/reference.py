@@ -15,20 +15,25 @@ class ReferenceAttention:
         self._cache = cache
         self._group_size = num_heads // cache.num_kv_heads
 
-    def prepare(self, batch: RaggedBatch) -> RaggedBatch:
-        return batch
+    def prepare(
+        self, batch: RaggedBatch, window: int | None = None
+    ) -> tuple[RaggedBatch, int | None]:
+        return batch, window
 
-    def attend(self, q: torch.Tensor, layer: int, metadata: RaggedBatch) -> torch.Tensor:
-        rows = metadata.query_start
+    def attend(
+        self, q: torch.Tensor, layer: int, metadata: tuple[RaggedBatch, int | None]
+    ) -> torch.Tensor:
+        batch, window = metadata
+        rows = batch.query_start
         return torch.cat(
             [
-                self._attend_one(q[rows[i] : rows[i + 1]], layer, metadata, i)
-                for i in range(metadata.num_seqs)
+                self._attend_one(q[rows[i] : rows[i + 1]], layer, batch, i, window)
+                for i in range(batch.num_seqs)
             ]
         )
 
     def _attend_one(
-        self, q: torch.Tensor, layer: int, batch: RaggedBatch, index: int
+        self, q: torch.Tensor, layer: int, batch: RaggedBatch, index: int, window: int | None
     ) -> torch.Tensor:
         """q: [num_queries, num_heads, head_dim], the rows of sequence `index`."""
         seq_len = int(batch.seq_lens[index])
@@ -40,7 +45,8 @@ class ReferenceAttention:
         )
         scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
         positions = torch.arange(seq_len, device=q.device)
-        hidden = positions > positions[seq_len - q.shape[0] :, None]
+        own = positions[seq_len - q.shape[0] :, None]
+        hidden = (positions > own) | (positions <= own - (window or seq_len))
         weights = torch.softmax(scores.masked_fill(hidden, float("-inf")), dim=-1)
         out: torch.Tensor = weights @ values
         return out.transpose(0, 1).to(q.dtype)

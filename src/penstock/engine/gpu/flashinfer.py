@@ -37,8 +37,10 @@ class FlashInferAttention:
         # Pages first, as it reads them; the strides say where they really lie.
         self._pages = [tuple(layer.transpose(1, 2).unbind()) for layer in cache.layers]
 
-    def prepare(self, batch: RaggedBatch) -> RaggedBatch:
+    def prepare(self, batch: RaggedBatch, window: int | None = None) -> RaggedBatch:
         """Plans the batch: one is in flight at a time."""
+        if window is not None:
+            raise BackendUnavailableError("attention flashinfer has no sliding windows")
         size = self._cache.block_size
         num_blocks = -(-batch.seq_lens // size)
         used = np.arange(batch.block_tables.shape[1]) < num_blocks[:, None]

@@ -82,7 +82,9 @@ class TritonAttention:
         """Pieces to provide for so many sequences."""
         return seqs + -(-_PROGRAMS // self._cache.num_kv_heads)
 
-    def prepare(self, batch: RaggedBatch) -> list[_Part]:
+    def prepare(self, batch: RaggedBatch, window: int | None = None) -> list[_Part]:
+        if window is not None:
+            raise BackendUnavailableError("attention triton_paged has no sliding windows")
         counts = np.diff(batch.query_start)
         if self._cuts and counts.max() > MAX_WINDOW:
             batch = _windows(batch)
