@@ -9,13 +9,21 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from penstock.engine.batch import RaggedBatch
@@ -54,6 +62,14 @@ _LLAMA3_BANDS = {
     "original_max_position_embeddings": 32,
 }
 
+_EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+_PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+_GEMMA = {
+    "query_pre_attn_scalar": 16,
+    "sliding_window": 21,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
 CASES = {
     "llama": Case(LlamaForCausalLM, LlamaConfig, {}),
     "llama-tied": Case(LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
@@ -68,7 +84,61 @@ CASES = {
     "qwen2": Case(Qwen2ForCausalLM, Qwen2Config, {"head_dim": 8, "rms_norm_eps": 1e-5}),
     "qwen3": Case(Qwen3ForCausalLM, Qwen3Config, {"tie_word_embeddings": True}),
     "qwen3-bias": Case(Qwen3ForCausalLM, Qwen3Config, {"attention_bias": True}),
+    "qwen3-window": Case(
+        Qwen3ForCausalLM,
+        Qwen3Config,
+        {"use_sliding_window": True, "sliding_window": 21, "max_window_layers": 1},
+    ),
+    "qwen3-moe": Case(Qwen3MoeForCausalLM, Qwen3MoeConfig, _EXPERTS),
+    "qwen3-moe-norm": Case(
+        Qwen3MoeForCausalLM, Qwen3MoeConfig, _EXPERTS | {"norm_topk_prob": True}
+    ),
+    "mistral": Case(MistralForCausalLM, MistralConfig, {"sliding_window": None}),
+    "mistral-window": Case(MistralForCausalLM, MistralConfig, {"sliding_window": 13}),
+    "phi3": Case(Phi3ForCausalLM, Phi3Config, {"head_dim": 8}),
+    "phi3-partial": Case(
+        Phi3ForCausalLM,
+        Phi3Config,
+        {"head_dim": 8, "rope_parameters": _PARTIAL, "tie_word_embeddings": True},
+    ),
+    "phi3-longrope": Case(
+        Phi3ForCausalLM,
+        Phi3Config,
+        {
+            "head_dim": 8,
+            "original_max_position_embeddings": 192,
+            "rope_parameters": _PARTIAL
+            | {
+                "rope_type": "longrope",
+                "short_factor": [1.0, 1.1, 1.3],
+                "long_factor": [1.0, 2.0, 4.0],
+            },
+        },
+    ),
+    "gemma3": Case(Gemma3ForCausalLM, Gemma3TextConfig, _GEMMA),
+    "gemma3-scaled": Case(
+        Gemma3ForCausalLM,
+        Gemma3TextConfig,
+        _GEMMA
+        | {
+            "query_pre_attn_scalar": 24,
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+            },
+        },
+    ),
 }
+
+BEYOND_KERNELS = (
+    "qwen3-window",
+    "qwen3-moe",
+    "qwen3-moe-norm",
+    "mistral-window",
+    "gemma3",
+    "gemma3-scaled",
+)
+"""What only the eager decoder computes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +165,7 @@ def write_checkpoint(path: Path, case: Case, **save_options: Any) -> Checkpoint:
             if name.endswith("norm.weight"):
                 parameter.uniform_(0.5, 1.5)
             else:
-                parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[1] ** -0.5)
+                parameter.normal_(std=1.0 if parameter.dim() == 1 else parameter.shape[-1] ** -0.5)
     model.save_pretrained(path, **save_options)
     return Checkpoint(path, model)
 

@@ -16,8 +16,9 @@ from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_ch
 from transformers import LlamaForCausalLM
 
 from penstock.engine.eager import EagerRunner
-from penstock.engine.models.config import CheckpointError, DecoderConfig, Rope, RopeTable
+from penstock.engine.models.config import CheckpointError, DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.rope import Rope, RopeTable
 from penstock.engine.models.weights import load_weights, weight_specs
 
 CPU = torch.device("cpu")
@@ -49,14 +50,15 @@ def test_config_fields(checkpoint: Checkpoints) -> None:
     config = DecoderConfig.from_pretrained(checkpoint("qwen3-bias").path)
     assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 16)
     assert (config.q_size, config.kv_size, config.hidden_size) == (96, 32, 48)
-    assert (config.qk_norm, config.qkv_bias, config.o_bias) == (True, True, True)
+    variant = config.variant
+    assert (variant.qk_norm, variant.qkv_bias, variant.o_bias) == (True, True, True)
     assert config.dtype == torch.float32
     assert config.eos_token_ids == (2,)
 
 
 def test_qwen2_has_biases_but_not_on_its_output(checkpoint: Checkpoints) -> None:
-    config = DecoderConfig.from_pretrained(checkpoint("qwen2").path)
-    assert (config.qk_norm, config.qkv_bias, config.o_bias) == (False, True, False)
+    variant = DecoderConfig.from_pretrained(checkpoint("qwen2").path).variant
+    assert (variant.qk_norm, variant.qkv_bias, variant.o_bias) == (False, True, False)
 
 
 @pytest.mark.parametrize(
@@ -98,10 +100,29 @@ def test_both_rope_spellings(broken: Broken, case: str) -> None:
 @pytest.mark.parametrize("case", CASES)
 def test_rope_tables_are_transformers_own(checkpoint: Checkpoints, case: str) -> None:
     saved = checkpoint(case)
-    table = RopeTable.build(DecoderConfig.from_pretrained(saved.path), 256)
-    cos, sin = saved.model.model.rotary_emb(torch.zeros(1), torch.arange(256)[None])
-    torch.testing.assert_close(table.cos, cos[0], rtol=0, atol=0)
-    torch.testing.assert_close(table.sin, sin[0], rtol=0, atol=0)
+    config = DecoderConfig.from_pretrained(saved.path)
+    count, theirs = config.max_position_embeddings, saved.model.model.rotary_emb
+    ropes = {(): config.rope}
+    if case.startswith("gemma3"):
+        assert config.variant.window is not None
+        assert config.variant.window.rope is not None
+        ropes = {
+            ("full_attention",): config.rope,
+            ("sliding_attention",): config.variant.window.rope,
+        }
+    for layer_type, rope in ropes.items():
+        table = RopeTable.build(config, count, rope)
+        pairs = rope.rotary_dim(config.head_dim) // 2
+        for ours, expected in zip(
+            (table.cos, table.sin),
+            theirs(torch.zeros(1), torch.arange(count)[None], *layer_type),
+            strict=True,
+        ):
+            half = ours[:, : config.head_dim // 2]
+            assert torch.equal(ours, torch.cat((half, half), dim=1))
+            torch.testing.assert_close(half[:, :pairs], expected[0, :, :pairs], rtol=0, atol=0)
+        assert (table.cos[:, pairs : config.head_dim // 2] == 1).all()
+        assert (table.sin[:, pairs : config.head_dim // 2] == 0).all()
 
 
 @pytest.mark.parametrize("case", ["llama-llama3", "llama-yarn"])
@@ -144,8 +165,8 @@ def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
         ({"dtype": "float64"}, ["float64", "bfloat16"]),
         ({"quantization_config": {"bits": 4}}, ["quantized", "bfloat16"]),
         (
-            {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}},
-            ["longrope", "allowed: default, linear, dynamic, llama3, yarn"],
+            {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}},
+            ["ntk", "allowed: default, linear, dynamic, llama3, yarn, longrope"],
         ),
         (
             {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 0.5}},
@@ -164,16 +185,54 @@ def test_unusable_configs(broken: Broken, changes: dict[str, Any], parts: list[s
 
 
 @pytest.mark.parametrize(
-    "changes",
+    ("changes", "layers"),
     [
-        {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
-        {"layer_types": ["full_attention", "sliding_attention"]},
+        ({"max_window_layers": 1, "layer_types": None}, {1}),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, {0}),
     ],
 )
-def test_sliding_windows_are_refused(broken: Broken, changes: dict[str, Any]) -> None:
+def test_which_layers_have_a_window(
+    broken: Broken, changes: dict[str, Any], layers: set[int]
+) -> None:
     path = broken("qwen3")
-    edit_json(path / "config.json", **{"layer_types": None} | changes)
-    refusal(path, "sliding-window", "full attention")
+    edit_json(path / "config.json", use_sliding_window=True, sliding_window=8, **changes)
+    window = DecoderConfig.from_pretrained(path).variant.window
+    assert window is not None
+    assert (window.size, window.layers, window.rope) == (8, layers, None)
+
+
+def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
+    path = broken("mistral-window")
+    assert DecoderConfig.from_pretrained(path).variant.window is not None
+    edit_json(path / "config.json", sliding_window=SHAPE["max_position_embeddings"])
+    assert DecoderConfig.from_pretrained(path).variant.window is None
+
+
+def test_longrope_ends_where_keys_would_have_to_be_turned_again(checkpoint: Checkpoints) -> None:
+    config = DecoderConfig.from_pretrained(checkpoint("phi3-longrope").path)
+    assert config.max_position_embeddings == 192
+    assert config.rope.factor == 256 / 192
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "parts"),
+    [
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window is missing"]),
+        ("mistral-window", {"sliding_window": 0}, ["sliding_window is 0; must be at least 1"]),
+        ("gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping is 30.0"]),
+        ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention is true"]),
+        ("gemma3", {"hidden_activation": "relu"}, ["'relu'; allowed: silu, gelu_pytorch_tanh"]),
+        ("qwen3-moe", {"num_experts_per_tok": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
+        ("qwen3-moe", {"mlp_only_layers": [1]}, ["some layers have no experts"]),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, ["some layers have no experts"]),
+    ],
+)
+def test_what_an_architecture_may_not_ask_for(
+    broken: Broken, case: str, changes: dict[str, Any], parts: list[str]
+) -> None:
+    path = broken(case)
+    edit_json(path / "config.json", **changes)
+    refusal(path, "config.json", *parts)
 
 
 def test_a_window_that_no_layer_uses(broken: Broken) -> None:
@@ -203,12 +262,35 @@ def test_missing_files(broken: Broken, tmp_path: Path) -> None:
 
 
 def test_rope_scaling_checks_itself() -> None:
-    with pytest.raises(ValueError, match="allowed: default, linear, dynamic, llama3, yarn"):
-        Rope(rope_type="longrope", factor=2.0)
+    with pytest.raises(ValueError, match="allowed: default, linear, dynamic, llama3, yarn, longr"):
+        Rope(rope_type="ntk", factor=2.0)
+    with pytest.raises(ValueError, match="other than 1 it is allowed with default"):
+        Rope(1e4, "yarn", 2.0, original_max_position_embeddings=8, partial_rotary_factor=0.5)
     with pytest.raises(ValueError, match="low_freq_factor is None"):
         Rope(1e4, "llama3", 2.0, original_max_position_embeddings=8, high_freq_factor=4.0)
     with pytest.raises(ValueError, match="must be below high_freq_factor"):
         Rope(1e4, "llama3", 2.0, 8, low_freq_factor=4.0, high_freq_factor=4.0)
+
+
+@pytest.mark.parametrize("case", ["phi3", "phi3-partial", "gemma3", "qwen3-moe"])
+def test_every_tensor_has_the_shape_that_is_said(checkpoint: Checkpoints, case: str) -> None:
+    saved = checkpoint(case)
+    config = DecoderConfig.from_pretrained(saved.path)
+    weights = load_weights(saved.path, config, torch.bfloat16)
+    specs = {spec.name: spec for spec in weight_specs(config)}
+    assert {n: tuple(w.shape) for n, w in weights.items()} == {
+        name: spec.shape for name, spec in specs.items()
+    }
+    for name, weight in weights.items():
+        assert weight.dtype == (torch.float32 if specs[name].is_norm else torch.bfloat16)
+    sources = [source for spec in specs.values() for source, _ in spec.sources]
+    assert sorted(sources) == sorted(load_file(saved.path / "model.safetensors"))
+
+
+def test_a_gemma_norm_is_one_more_than_its_weight(checkpoint: Checkpoints) -> None:
+    saved = checkpoint("gemma3")
+    theirs = saved.model.model.layers[1].pre_feedforward_layernorm.weight
+    assert torch.equal(load(saved.path)["layers.1.post_norm"], 1 + theirs)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-bias", "qwen2", "qwen3"])
@@ -273,7 +355,9 @@ def test_dtype_is_the_checkpoints_unless_given(checkpoint: Checkpoints, tmp_path
     copy.deepcopy(saved.model).to(torch.bfloat16).save_pretrained(tmp_path)
     config = DecoderConfig.from_pretrained(tmp_path)
     assert config.dtype == torch.bfloat16
-    assert {w.dtype for w in load(tmp_path).values()} == {torch.bfloat16}
+    loaded = load(tmp_path)
+    assert {w.dtype for w in loaded.values() if w.dim() > 1} == {torch.bfloat16}
+    assert {w.dtype for w in loaded.values() if w.dim() == 1} == {torch.float32}  # norms
     wider = load_weights(tmp_path, config, torch.float32)
     assert {w.dtype for w in wider.values()} == {torch.float32}
 

@@ -5,10 +5,11 @@ What only one backend needs is imported once it is chosen; `penstock.engine.gpu`
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -27,6 +28,7 @@ from penstock.engine.executor import LocalExecutor
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
+from penstock.engine.models.limits import beyond_kernels
 from penstock.engine.models.random import random_weights
 from penstock.engine.models.weights import load_weights, weight_bytes
 from penstock.engine.native.library import native_library
@@ -50,11 +52,15 @@ ATTENTION = {
 }
 """Where each attention backend is."""
 
+_WITHOUT_WINDOWS = ("flashinfer", "triton_paged")
+
 _MEMORY_SHARE = 0.25
 _GPU_MEMORY_SHARE = 0.8
 _DEFAULT_SEQUENCES = 64
 _BLOCK_SIZE = 16
 """Of a model by itself."""
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,16 +91,53 @@ def resolve_placement(config: EngineConfig) -> Placement:
     return Placement(device, dtype, kv_dtype, backend, num_threads)
 
 
-def resolve_attention(name: str, device: torch.device) -> str:
-    """The attention backend that is meant on a device. Raises: ConfigError."""
+def fit_models(
+    config: EngineConfig,
+    place: Placement,
+    shapes: Mapping[str, DecoderConfig],
+    max_model_len: int,
+) -> Placement:
+    """The placement, once it is known what the models compute: all of them eagerly where the
+    kernels of the backend cannot do one. shapes: as of `Models`. Raises: ConfigError."""
+    if place.backend == "eager":
+        return place
+    for name, shape in shapes.items():
+        why_not = beyond_kernels(shape, min(max_model_len, shape.max_position_embeddings))
+        if why_not is None:
+            continue
+        if config.backend != "auto":
+            raise ConfigError(
+                f"backend {place.backend} does not compute {why_not}, which the model "
+                f"{name} ({shape.architecture}) has; allowed: auto, eager"
+            )
+        _log.warning(
+            "the %s kernels do not compute %s, which the model %s (%s) has: it runs eagerly",
+            place.backend,
+            why_not,
+            name,
+            shape.architecture,
+        )
+        torch.set_num_threads(place.num_threads)
+        return replace(place, backend="eager")
+    return place
+
+
+def resolve_attention(name: str, device: torch.device, *, windowed: bool = False) -> str:
+    """The attention backend that is meant on a device. windowed: some layers have a sliding window.
+    Raises: ConfigError."""
     if name == "auto":
-        if device.type != "cuda":
+        if device.type != "cuda" or windowed:
             return "packed"
         from penstock.engine.gpu.triton_paged import why_not_triton
 
         return "triton_paged" if why_not_triton(device) is None else "packed"
     if name not in ATTENTION:
         raise ConfigError(f"attention is {name!r}; allowed: auto, {', '.join(ATTENTION)}")
+    if windowed and name in _WITHOUT_WINDOWS:
+        others = ", ".join(other for other in ATTENTION if other not in _WITHOUT_WINDOWS)
+        raise ConfigError(
+            f"attention {name} has no sliding windows, which a model has; allowed: auto, {others}"
+        )
     return name
 
 
@@ -264,7 +307,12 @@ class Models:
             weights = random_weights(shape, place.dtype, place.device)
         else:
             weights = load_weights(path, shape, place.dtype)
-        attention = resolve_attention(self.config.attention, place.device)
+        windowed = shape.variant.window is not None
+        attention = resolve_attention(self.config.attention, place.device, windowed=windowed)
+        if windowed and place.kv_dtype == torch.float8_e4m3fn:
+            raise ConfigError(
+                "kv_dtype float8 has no sliding windows; allowed for this model: auto"
+            )
         try:
             return EagerRunner.of(
                 shape,
@@ -293,7 +341,8 @@ def load_runner(path: Path, dtype_name: str) -> ModelRunner:
         [config], dtype, device, _BLOCK_SIZE, config.max_position_embeddings, weights=0
     )
     threads = torch.get_num_threads()
-    if dtype not in DTYPES or why_not_native() is not None:
+    beyond = beyond_kernels(config, config.max_position_embeddings)
+    if dtype not in DTYPES or beyond is not None or why_not_native() is not None:
         return EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
     # The kernels have threads of their own; PyTorch's would spin on the same cores.
     torch.set_num_threads(1)

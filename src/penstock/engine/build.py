@@ -21,6 +21,7 @@ from penstock.engine.audit import Auditor
 from penstock.engine.backends import (
     Models,
     Placement,
+    fit_models,
     resolve_context,
     resolve_num_blocks,
     resolve_placement,
@@ -97,8 +98,8 @@ def load_engine(
     not fit each other or this machine.
     """
     torch.manual_seed(0)
-    place = resolve_placement(config)
-    models = _models(config, place, shapes, synthetic_acceptance)
+    models = _models(config, resolve_placement(config), shapes, synthetic_acceptance)
+    place = models.place
     clock = MonotonicClock()
     drafters = _drafters(config, models)
     executor = models.executor(drafters, clock)
@@ -140,6 +141,7 @@ def _models(
         known = _shapes(config)
         _check_tokenizers(config)
     max_model_len = resolve_context(config, known[TARGET])
+    place = fit_models(config, place, known, max_model_len)
     num_blocks = resolve_num_blocks(config, place, known.values(), max_model_len)
     synthetic = None
     if synthetic_acceptance is not None:

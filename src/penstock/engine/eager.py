@@ -69,7 +69,7 @@ class EagerRunner(ModelRunner):
     ) -> EagerRunner:
         """weights: as `load_weights` returns them; emptied. It computes in their type.
         kv_dtype: of the cache, if another."""
-        dtype = weights["norm"].dtype
+        dtype = weights["embed_tokens"].dtype
         cache = PagedKVCache(config, num_blocks, block_size, kv_dtype or dtype, device)
         backend = attention(cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)

@@ -21,8 +21,8 @@ class StaticDecoder:
             (
                 Projection(layer.qkv, layer.input_norm, layer.qkv_bias),
                 Projection(layer.o, bias=layer.o_bias),
-                Projection(layer.gate_up, layer.post_norm, gated=True),
-                Projection(layer.down),
+                Projection(layer.mlp.gate_up, layer.post_norm, gated=True),
+                Projection(layer.mlp.down),
             )
             for layer in decoder.layers
         ]

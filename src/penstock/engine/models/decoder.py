@@ -1,4 +1,4 @@
-"""The eager decoder: Llama, Qwen2 and Qwen3 as one function, told apart by the config's flags."""
+"""The eager decoder: every architecture as one function, told apart by the config's variant."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from penstock.engine.attention import AttentionBackend
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
-from penstock.engine.models.config import DecoderConfig, RopeTable
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.mlp import DenseMlp, ExpertMlp
+from penstock.engine.models.rope import Rope, RopeTable
 
 
 class RmsNorm:
@@ -34,7 +36,10 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. Matrices are [in, out]; those that widen lie so in memory too."""
+    """One layer. Matrices are [in, out]; those that widen lie so in memory too.
+
+    o_norm, down_norm: of what attention and MLP add to the residual
+    """
 
     input_norm: RmsNorm
     qkv: torch.Tensor
@@ -42,9 +47,10 @@ class Layer:
     qk_norm: RmsNorm | None
     o: torch.Tensor
     o_bias: torch.Tensor | None
+    o_norm: RmsNorm | None
     post_norm: RmsNorm
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    mlp: DenseMlp | ExpertMlp
+    down_norm: RmsNorm | None
 
 
 class Decoder:
@@ -74,10 +80,11 @@ class Decoder:
             self.lm_head = weights.pop("lm_head").to(device).t().contiguous()
         else:
             self.lm_head = self.embed_tokens.t()
-        table = RopeTable.build(config, max_positions)
-        half = config.head_dim // 2
-        rotations = torch.complex(table.cos[:, :half], table.sin[:, :half])
-        self.rotations = rotations.unsqueeze(1).to(device)
+        self.rotations = _rotations(config, max_positions, config.rope).to(device)
+        self._local_rotations = self.rotations
+        window = config.variant.window
+        if window is not None and window.rope is not None:
+            self._local_rotations = _rotations(config, max_positions, window.rope).to(device)
 
     def forward(
         self, batch: RaggedBatch, cache: PagedKVCache, attention: AttentionBackend
@@ -86,7 +93,7 @@ class Decoder:
 
         A batch without logits_rows only fills the cache.
         """
-        device = cache.device
+        device, variant = cache.device, self.config.variant
         token_ids, positions, slots, logits_rows = (
             torch.from_numpy(rows).to(device)
             for rows in (
@@ -96,11 +103,17 @@ class Decoder:
                 batch.logits_rows,
             )
         )
-        metadata = attention.prepare(batch)
-        rotations = self.rotations.index_select(0, positions)
+        everywhere = (self.rotations.index_select(0, positions), attention.prepare(batch))
+        windowed = everywhere
+        if variant.window is not None:
+            rotations = self._local_rotations.index_select(0, positions)
+            windowed = (rotations, attention.prepare(batch, variant.window.size))
         hidden = F.embedding(token_ids, self.embed_tokens)
+        if variant.embedding_scale != 1:
+            hidden = hidden * torch.tensor(variant.embedding_scale, dtype=hidden.dtype)
         last = len(self.layers) - 1
         for index, layer in enumerate(self.layers):
+            rotations, metadata = windowed if variant.is_windowed(index) else everywhere
             q, kv = self._qkv(layer, hidden, rotations)
             cache.write(index, slots, kv)
             attended = attention.attend(q, index, metadata).flatten(1)
@@ -130,15 +143,27 @@ class Decoder:
         return qkv[:, :num_heads], qkv[:, num_heads:]
 
 
+def _rotations(config: DecoderConfig, max_positions: int, rope: Rope) -> torch.Tensor:
+    """[max_positions, 1, head_dim / 2] complex64."""
+    table = RopeTable.build(config, max_positions, rope)
+    half = config.head_dim // 2
+    return torch.complex(table.cos[:, :half], table.sin[:, :half]).unsqueeze(1)
+
+
 def _project_out(layer: Layer, hidden: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+    if layer.o_norm is not None:
+        out = torch.mm(attended, layer.o)
+        return hidden + layer.o_norm(out if layer.o_bias is None else out + layer.o_bias)
     if layer.o_bias is not None:
         hidden = hidden + layer.o_bias
     return torch.addmm(hidden, attended, layer.o)
 
 
 def _mlp(layer: Layer, hidden: torch.Tensor) -> torch.Tensor:
-    gate, up = torch.mm(layer.post_norm(hidden), layer.gate_up).chunk(2, dim=1)
-    return torch.addmm(hidden, F.silu(gate).mul_(up), layer.down)
+    normed = layer.post_norm(hidden)
+    if layer.down_norm is None:
+        return layer.mlp.add_to(hidden, normed)
+    return hidden + layer.down_norm(layer.mlp.add_to(torch.zeros_like(hidden), normed))
 
 
 def _layer(
@@ -147,18 +172,31 @@ def _layer(
     prefix = f"layers.{index}."
     names = [name for name in weights if name.startswith(prefix)]
     mine = {name.removeprefix(prefix): weights.pop(name).to(device) for name in names}
-    eps = config.rms_norm_eps
+    variant = config.variant
+
+    def norm(name: str) -> RmsNorm | None:
+        return RmsNorm(mine[name], config.rms_norm_eps) if name in mine else None
+
     return Layer(
-        input_norm=RmsNorm(mine["input_norm"], eps),
+        input_norm=RmsNorm(mine["input_norm"], config.rms_norm_eps),
         qkv=_pair_rows(config, mine["qkv"]).t().contiguous(),
-        qkv_bias=_pair_rows(config, mine["qkv_bias"]) if config.qkv_bias else None,
-        qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if config.qk_norm else None,
+        qkv_bias=_pair_rows(config, mine["qkv_bias"]) if variant.qkv_bias else None,
+        qk_norm=_qk_norm(config, mine["q_norm"], mine["k_norm"]) if variant.qk_norm else None,
         o=mine["o"].t(),
         o_bias=mine.get("o_bias"),
-        post_norm=RmsNorm(mine["post_norm"], eps),
-        gate_up=mine["gate_up"].t().contiguous(),
-        down=mine["down"].t(),
+        o_norm=norm("o_norm"),
+        post_norm=RmsNorm(mine["post_norm"], config.rms_norm_eps),
+        mlp=_make_mlp(config, mine),
+        down_norm=norm("down_norm"),
     )
+
+
+def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseMlp | ExpertMlp:
+    """weights: of one layer."""
+    variant, gate_up, down = config.variant, weights["gate_up"], weights["down"]
+    if variant.experts is None:
+        return DenseMlp(gate_up.t().contiguous(), down.t(), variant.activation)
+    return ExpertMlp(weights["router"], gate_up, down, variant.experts, variant.activation)
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:
@@ -172,6 +210,7 @@ def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _qk_norm(config: DecoderConfig, q_norm: torch.Tensor, k_norm: torch.Tensor) -> RmsNorm:
-    """Over every head, with one row of weights for each: queries, then keys."""
-    rows = [q_norm] * config.num_heads + [k_norm] * config.num_kv_heads
+    """Over every head, with one row of weights for each: queries, scaled, then keys."""
+    scaled = q_norm.float() * config.variant.query_scale
+    rows = [scaled] * config.num_heads + [k_norm.float()] * config.num_kv_heads
     return RmsNorm(_pair(torch.stack(rows), dim=1), config.rms_norm_eps)

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.config import CheckpointError, DecoderConfig, Rope
+from penstock.engine.models.config import CheckpointError, DecoderConfig
+from penstock.engine.models.rope import Rope
+from penstock.engine.models.variant import Variant
 from penstock.engine.models.weights import weight_specs
 
 
@@ -34,7 +36,8 @@ def shape(name: str) -> DecoderConfig:
         )
     fields = dict(known[name])
     rope = Rope(fields.pop("rope_theta"), **fields.pop("rope_scaling", {}))
-    return DecoderConfig(**{"rope": rope, "dtype": torch.bfloat16, **fields})
+    variant = Variant(**fields.pop("variant", {}))
+    return DecoderConfig(**{"rope": rope, "variant": variant, "dtype": torch.bfloat16, **fields})
 
 
 def random_weights(
@@ -45,7 +48,7 @@ def random_weights(
     weights = {}
     for spec in weight_specs(config):
         weight = torch.ones(spec.shape, dtype=dtype, device=device)
-        if len(spec.shape) == 2 or spec.name.endswith("bias"):
+        if len(spec.shape) > 1 or spec.name.endswith("bias"):
             weight.normal_(std=spec.shape[-1] ** -0.5, generator=generator)
         weights[spec.name] = weight
     return weights

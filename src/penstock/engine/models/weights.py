@@ -14,6 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from penstock.engine.models.config import DTYPES, CheckpointError, DecoderConfig, one_line
+from penstock.engine.models.families import FAMILIES
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -24,11 +25,20 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One tensor of ours: its name and shape, and the checkpoint tensors stacked along rows."""
+    """One tensor of ours: its name and shape, and the checkpoint tensors stacked along rows.
+
+    offset: what is added to them
+    """
 
     name: str
     shape: tuple[int, ...]
     sources: tuple[tuple[str, tuple[int, ...]], ...]
+    offset: float = 0.0
+
+    @property
+    def is_norm(self) -> bool:
+        """Of the few numbers that stay float32 whatever the matrices are."""
+        return self.name.endswith("norm")
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
@@ -42,21 +52,28 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     embed_tokens              [vocab_size, hidden_size]
     layers.I.input_norm       [hidden_size]
     layers.I.qkv              [q_size + 2 * kv_size, hidden_size]: query, key, value rows
-    layers.I.qkv_bias         [q_size + 2 * kv_size], if config.qkv_bias
-    layers.I.q_norm, k_norm   [head_dim], if config.qk_norm
+    layers.I.qkv_bias         [q_size + 2 * kv_size], if variant.qkv_bias
+    layers.I.q_norm, k_norm   [head_dim], if variant.qk_norm
     layers.I.o                [hidden_size, q_size]
-    layers.I.o_bias           [hidden_size], if config.o_bias
-    layers.I.post_norm        [hidden_size]
+    layers.I.o_bias           [hidden_size], if variant.o_bias
+    layers.I.o_norm           [hidden_size], if variant.post_norms: of what attention adds
+    layers.I.post_norm        [hidden_size]: before the MLP
     layers.I.gate_up          [2 * intermediate_size, hidden_size]: gate rows, then up rows
     layers.I.down             [hidden_size, intermediate_size]
+    layers.I.down_norm        [hidden_size], if variant.post_norms: of what the MLP adds
     norm                      [hidden_size]
     lm_head                   [vocab_size, hidden_size], unless config.tie_word_embeddings
+
+    With variant.experts there is a matrix of gate_up and one of down for each, one below the other
+    in one tensor of three axes, and
+
+    layers.I.router           [experts, hidden_size]
     """
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _spec("embed_tokens", (_EMBEDDINGS, (vocab, hidden)))
     for index in range(config.num_layers):
         yield from _layer_specs(config, index)
-    yield _spec("norm", ("model.norm.weight", (hidden,)))
+    yield _norm_spec(config, "norm", "model.norm.weight", hidden)
     if not config.tie_word_embeddings:
         yield _head_spec(config)
 
@@ -66,9 +83,11 @@ def load_weights(
 ) -> dict[str, torch.Tensor]:
     """Read a checkpoint folder's safetensors (one file, or shards with an index) on the CPU.
 
-    Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype). With tied
-    embeddings there is no "lm_head": "embed_tokens" serves as both. A checkpoint that says so and
-    yet has a head of its own, with other values, is given that head, as transformers does.
+    Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype), norms in
+    float32; of a head that is rotated in part, the rows of query and key lie as `Rope.spread_pairs`
+    says. With tied embeddings there is no "lm_head": "embed_tokens" serves as both. A checkpoint
+    that says so and yet has a head of its own, with other values, is given that head, as
+    transformers does.
     Raises CheckpointError where a file is missing, truncated or not safetensors, or a tensor is
     missing, misshapen or of a type other than float32, bfloat16 and float16.
     """
@@ -77,7 +96,10 @@ def load_weights(
         specs = [*weight_specs(config)]
         if config.tie_word_embeddings and _has_own_head(reader, config):
             specs.append(_head_spec(config))
-        return {spec.name: _assemble(reader, spec, dtype or config.dtype) for spec in specs}
+        return {
+            spec.name: _arranged(config, spec, _assemble(reader, spec, dtype or config.dtype))
+            for spec in specs
+        }
 
 
 def _head_spec(config: DecoderConfig) -> WeightSpec:
@@ -97,38 +119,59 @@ def _spec(name: str, *sources: tuple[str, tuple[int, ...]]) -> WeightSpec:
     return WeightSpec(name, (rows, *sources[0][1][1:]), sources)
 
 
+def _norm_spec(config: DecoderConfig, name: str, source: str, size: int) -> WeightSpec:
+    offset = FAMILIES[config.architecture].norm_offset
+    return WeightSpec(name, (size,), ((source, (size,)),), offset)
+
+
 def _layer_specs(config: DecoderConfig, index: int) -> Iterator[WeightSpec]:
+    family, variant = FAMILIES[config.architecture], config.variant
     hidden, q_size, kv_size = config.hidden_size, config.q_size, config.kv_size
     ours, theirs = f"layers.{index}", f"model.layers.{index}"
-    qkv_rows = {"q": q_size, "k": kv_size, "v": kv_size}
 
-    yield _spec(f"{ours}.input_norm", (f"{theirs}.input_layernorm.weight", (hidden,)))
-    yield _spec(
-        f"{ours}.qkv",
-        *((f"{theirs}.self_attn.{x}_proj.weight", (n, hidden)) for x, n in qkv_rows.items()),
-    )
-    if config.qkv_bias:
-        yield _spec(
-            f"{ours}.qkv_bias",
-            *((f"{theirs}.self_attn.{x}_proj.bias", (n,)) for x, n in qkv_rows.items()),
-        )
-    if config.qk_norm:
-        for x in ("q", "k"):
-            source = (f"{theirs}.self_attn.{x}_norm.weight", (config.head_dim,))
-            yield _spec(f"{ours}.{x}_norm", source)
+    def norm(name: str, source: str, size: int = hidden) -> WeightSpec:
+        return _norm_spec(config, f"{ours}.{name}", f"{theirs}.{source}.weight", size)
+
+    yield norm("input_norm", "input_layernorm")
+    split = (q_size, kv_size, kv_size) if len(family.qkv) == 3 else (q_size + 2 * kv_size,)
+    rows = {f"{theirs}.{x}": n for x, n in zip(family.qkv, split, strict=True)}
+    yield _spec(f"{ours}.qkv", *((f"{x}.weight", (n, hidden)) for x, n in rows.items()))
+    if variant.qkv_bias:
+        yield _spec(f"{ours}.qkv_bias", *((f"{x}.bias", (n,)) for x, n in rows.items()))
+    if variant.qk_norm:
+        for x in ("q_norm", "k_norm"):
+            yield norm(x, f"self_attn.{x}", config.head_dim)
     yield _spec(f"{ours}.o", (f"{theirs}.self_attn.o_proj.weight", (hidden, q_size)))
-    if config.o_bias:
+    if variant.o_bias:
         yield _spec(f"{ours}.o_bias", (f"{theirs}.self_attn.o_proj.bias", (hidden,)))
-    yield _spec(f"{ours}.post_norm", (f"{theirs}.post_attention_layernorm.weight", (hidden,)))
-    yield _spec(
+    if variant.post_norms:
+        yield norm("o_norm", "post_attention_layernorm")
+    yield norm("post_norm", family.post_norm)
+    yield from _mlp_specs(config, ours, theirs)
+    if variant.post_norms:
+        yield norm("down_norm", "post_feedforward_layernorm")
+
+
+def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[WeightSpec]:
+    names, experts = FAMILIES[config.architecture].gate_up, config.variant.experts
+    hidden, inner = config.hidden_size, config.intermediate_size
+    own: tuple[int, ...] = ()
+    folders = [f"{theirs}.mlp"]
+    if experts is not None:
+        own = (experts.count,)
+        folders = [f"{theirs}.mlp.experts.{i}" for i in range(experts.count)]
+        yield _spec(f"{ours}.router", (f"{theirs}.mlp.gate.weight", (experts.count, hidden)))
+    gate_up = (2 * inner // len(names), hidden)
+    yield WeightSpec(
         f"{ours}.gate_up",
-        *(
-            (f"{theirs}.mlp.{x}_proj.weight", (config.intermediate_size, hidden))
-            for x in ("gate", "up")
-        ),
+        (*own, 2 * inner, hidden),
+        tuple((f"{folder}.{name}.weight", gate_up) for folder in folders for name in names),
     )
-    down = (f"{theirs}.mlp.down_proj.weight", (hidden, config.intermediate_size))
-    yield _spec(f"{ours}.down", down)
+    yield WeightSpec(
+        f"{ours}.down",
+        (*own, hidden, inner),
+        tuple((f"{folder}.down_proj.weight", (hidden, inner)) for folder in folders),
+    )
 
 
 class _Reader:
@@ -192,9 +235,20 @@ class _Reader:
 
 
 def _assemble(reader: _Reader, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
-    out = torch.empty(spec.shape, dtype=dtype)
+    out = torch.empty(spec.shape, dtype=torch.float32 if spec.is_norm else dtype)
+    rows = out.view(-1, *spec.sources[0][1][1:])
     start = 0
     for name, shape in spec.sources:
-        out[start : start + shape[0]] = reader.read(name, shape)
+        rows[start : start + shape[0]] = reader.read(name, shape)
         start += shape[0]
-    return out
+    return out if spec.offset == 0 else out.add_(spec.offset)
+
+
+def _arranged(config: DecoderConfig, spec: WeightSpec, tensor: torch.Tensor) -> torch.Tensor:
+    kind = spec.name.rpartition(".")[2]
+    if kind in ("q_norm", "k_norm"):
+        return config.rope.spread_pairs(tensor, config.head_dim)
+    if kind in ("qkv", "qkv_bias") and config.rope.partial_rotary_factor != 1:
+        qk, v = tensor.split((config.q_size + config.kv_size, config.kv_size))
+        return torch.cat((config.rope.spread_pairs(qk, config.head_dim), v))
+    return tensor

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from penstock.engine.models.config import DecoderConfig, RopeTable
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.rope import RopeTable
 
 Weights = dict[str, torch.Tensor]
 

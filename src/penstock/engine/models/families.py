@@ -1,0 +1,182 @@
+"""The architectures that are read: how each one's configuration and tensors are named."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from penstock.engine.models.rope import Rope
+from penstock.engine.models.variant import Activation, Bias, Experts, SlidingWindow, Variant
+
+_ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One architecture's checkpoints in Hugging Face layout.
+
+    model_type:  beside the architecture in config.json
+    variant:     what it does otherwise than Llama, from transformers' configuration object;
+                 raises ValueError for what is not done here
+    qkv, gate_up: tensors whose rows, one after the other, are ours
+    post_norm:   the norm before the MLP
+    norm_offset: what the norms' weights lack
+    partial_rotary: partial_rotary_factor means something
+    """
+
+    model_type: str
+    variant: Callable[[Any], Variant]
+    qkv: tuple[str, ...] = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+    gate_up: tuple[str, ...] = ("gate_proj", "up_proj")
+    post_norm: str = "post_attention_layernorm"
+    norm_offset: float = 0.0
+    partial_rotary: bool = False
+
+
+def _llama(config: Any) -> Variant:
+    # The others take no notice of these keys, whatever config.json says.
+    if getattr(config, "mlp_bias", False):
+        raise ValueError("mlp_bias is true; allowed: false")
+    return Variant(bias=_attention_bias(config), activation=_activation(config.hidden_act))
+
+
+def _mistral(config: Any) -> Variant:
+    every = frozenset(range(config.num_hidden_layers))
+    return Variant(activation=_activation(config.hidden_act), window=_window(config, every))
+
+
+def _qwen2(config: Any) -> Variant:
+    return Variant(
+        bias="qkv",
+        activation=_activation(config.hidden_act),
+        window=_window(config, _windowed_layers(config)),
+    )
+
+
+def _qwen3(config: Any) -> Variant:
+    return Variant(
+        bias=_attention_bias(config),
+        qk_norm=True,
+        activation=_activation(config.hidden_act),
+        window=_window(config, _windowed_layers(config)),
+    )
+
+
+def _qwen3_moe(config: Any) -> Variant:
+    if config.mlp_only_layers or config.decoder_sparse_step != 1:
+        raise ValueError("some layers have no experts (mlp_only_layers, decoder_sparse_step)")
+    every = frozenset(range(config.num_hidden_layers))
+    return Variant(
+        bias=_attention_bias(config),
+        qk_norm=True,
+        activation=_activation(config.hidden_act),
+        window=_window(config, every) if config.use_sliding_window else None,
+        experts=Experts(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob),
+    )
+
+
+def _gemma3(config: Any) -> Variant:
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if getattr(config, key, None) is not None:
+            raise ValueError(f"{key} is {getattr(config, key)}; allowed: null")
+    if getattr(config, "use_bidirectional_attention", False):
+        raise ValueError("use_bidirectional_attention is true; allowed: false")
+    return Variant(
+        bias=_attention_bias(config),
+        qk_norm=True,
+        query_scale=math.sqrt(config.head_dim / config.query_pre_attn_scalar),
+        post_norms=True,
+        activation=_activation(config.hidden_activation),
+        embedding_scale=math.sqrt(config.hidden_size),
+        window=_window(config, _windowed_layers(config), _local_rope(config)),
+    )
+
+
+FAMILIES = {
+    "LlamaForCausalLM": Family("llama", _llama),
+    "MistralForCausalLM": Family("mistral", _mistral),
+    "Qwen2ForCausalLM": Family("qwen2", _qwen2),
+    "Qwen3ForCausalLM": Family("qwen3", _qwen3),
+    "Qwen3MoeForCausalLM": Family("qwen3_moe", _qwen3_moe),
+    "Phi3ForCausalLM": Family(
+        "phi3",
+        _mistral,
+        qkv=("self_attn.qkv_proj",),
+        gate_up=("gate_up_proj",),
+        partial_rotary=True,
+    ),
+    "Gemma3ForCausalLM": Family(
+        "gemma3_text", _gemma3, post_norm="pre_feedforward_layernorm", norm_offset=1.0
+    ),
+}
+"""By the name in config.json's architectures."""
+
+
+def rope_of(architecture: str, config: Any) -> Rope:
+    """Of the layers without a window. Raises ValueError for what is not done here."""
+    values = _rope_values(config, "full_attention")
+    family = FAMILIES[architecture]
+    if not family.partial_rotary and values.get("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError("partial_rotary_factor is not 1; allowed: rotation of the whole head")
+    if (original := getattr(config, "original_max_position_embeddings", None)) is not None:
+        # At the top of config.json it has priority in transformers, too.
+        values["original_max_position_embeddings"] = original
+    original = values.get("original_max_position_embeddings")
+    if (
+        values.get("rope_type") in ("yarn", "longrope")
+        and values.get("factor") is None
+        and original
+    ):
+        values["factor"] = config.max_position_embeddings / original
+    return Rope.from_transformers(values)
+
+
+def _rope_values(config: Any, layer_type: str) -> dict[str, Any]:
+    """Both spellings: rope_parameters (transformers 5), rope_theta with rope_scaling (4)."""
+    values = dict(getattr(config, "rope_parameters", None) or {})
+    if layer_type in values:
+        values = dict(values[layer_type])
+    elif not values:
+        values = {"rope_theta": config.rope_theta, **(config.rope_scaling or {})}
+        values["partial_rotary_factor"] = getattr(config, "partial_rotary_factor", 1.0)
+    return values
+
+
+def _local_rope(config: Any) -> Rope:
+    if getattr(config, "rope_parameters", None):
+        return Rope.from_transformers(_rope_values(config, "sliding_attention"))
+    return Rope(float(config.rope_local_base_freq))
+
+
+def _window(config: Any, layers: frozenset[int], rope: Rope | None = None) -> SlidingWindow | None:
+    """None where every layer sees all that the model can tell apart."""
+    size = config.sliding_window
+    if not layers or size is None:
+        return None
+    if rope is None and size >= config.max_position_embeddings:
+        return None
+    return SlidingWindow(size, layers, rope)
+
+
+def _windowed_layers(config: Any) -> frozenset[int]:
+    kinds = config.layer_types
+    if "sliding_attention" in kinds and config.sliding_window is None:
+        raise ValueError("sliding_window is missing; layer_types asks for sliding_attention")
+    known = {"full_attention", "sliding_attention"}
+    if not known.issuperset(kinds) or len(kinds) != config.num_hidden_layers:
+        raise ValueError(
+            f"layer_types is {kinds}; allowed: {', '.join(sorted(known))}, one for each layer"
+        )
+    return frozenset(i for i, kind in enumerate(kinds) if kind == "sliding_attention")
+
+
+def _attention_bias(config: Any) -> Bias:
+    return "qkvo" if getattr(config, "attention_bias", False) else "none"
+
+
+def _activation(name: str) -> Activation:
+    if name not in _ACTIVATIONS:
+        raise ValueError(f"hidden_act is {name!r}; allowed: {', '.join(_ACTIVATIONS)}")
+    return _ACTIVATIONS[name]

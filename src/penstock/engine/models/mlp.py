@@ -1,0 +1,68 @@
+"""The MLPs of the eager decoder: one, or experts of which a router chooses."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from penstock.engine.models.variant import Activation, Experts
+
+
+@dataclass(frozen=True, slots=True)
+class DenseMlp:
+    """down(act(gate x) * up x). Matrices are [in, out]; gate_up lies so in memory too."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    activation: Activation
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the MLP of x, both [num_tokens, hidden_size]."""
+        gate, up = torch.mm(x, self.gate_up).chunk(2, dim=1)
+        return torch.addmm(residual, _activated(self.activation, gate).mul_(up), self.down)
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertMlp:
+    """Each token goes to the experts that its router finds most probable, and their results are
+    added by that probability, the experts in ascending order.
+
+    router:  [experts, hidden_size]
+    gate_up: [experts, 2 * intermediate_size, hidden_size]
+    down:    [experts, hidden_size, intermediate_size]
+    """
+
+    router: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    experts: Experts
+    activation: Activation
+
+    def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """residual + the MLP of x, both [num_tokens, hidden_size]."""
+        shares, chosen = self._route(x)
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.experts.count).tolist()
+        out = torch.zeros_like(x)
+        for expert, places in enumerate(order.split(counts)):
+            if not counts[expert]:
+                continue
+            rows = places // self.experts.per_token
+            gate, up = F.linear(x.index_select(0, rows), self.gate_up[expert]).chunk(2, dim=1)
+            found = F.linear(_activated(self.activation, gate).mul_(up), self.down[expert])
+            out.index_add_(0, rows, found * shares.flatten()[places, None])
+        return residual + out
+
+    def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of each token, its experts' shares and numbers: [num_tokens, per_token]."""
+        probabilities = F.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
+        shares, chosen = probabilities.topk(self.experts.per_token, dim=-1)
+        if self.experts.norm_topk_prob:
+            shares /= shares.sum(dim=-1, keepdim=True)
+        return shares.to(x.dtype), chosen
+
+
+def _activated(activation: Activation, gate: torch.Tensor) -> torch.Tensor:
+    return F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")

@@ -1,0 +1,210 @@
+"""Rotary embedding: what a checkpoint says of it, and the tables that follow."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+if TYPE_CHECKING:
+    from penstock.engine.models.config import DecoderConfig
+
+_ROPE_FIELDS = {
+    "default": set(),
+    "linear": {"factor"},
+    "dynamic": {"factor"},
+    "llama3": {
+        "factor",
+        "original_max_position_embeddings",
+        "low_freq_factor",
+        "high_freq_factor",
+    },
+    "yarn": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    },
+    "longrope": {
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+    },
+}
+_ROPE_OPTIONAL = {"attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}
+_NOT_NUMBERS = {"truncate", "short_factor"}
+_PARTIAL_TYPES = ("default", "longrope")
+
+
+def check_rope_type(rope_type: str) -> None:
+    """Raises ValueError for a type that is not computed here."""
+    if rope_type not in _ROPE_FIELDS:
+        raise ValueError(f"rope_type is {rope_type!r}; allowed: {', '.join(_ROPE_FIELDS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary embedding, its parameters under transformers' names; None: not used by the type.
+
+    partial_rotary_factor: share of a head that is rotated, its first dimensions
+    short_factor: of longrope, what each frequency is divided by; its long_factor is for texts
+                  beyond original_max_position_embeddings, which would turn keys already cached
+    """
+
+    theta: float = 10_000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    partial_rotary_factor: float = 1.0
+    short_factor: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        check_rope_type(self.rope_type)
+        if not 0 < self.partial_rotary_factor <= 1:
+            raise ValueError(
+                f"partial_rotary_factor is {self.partial_rotary_factor}; allowed: above 0, up to 1"
+            )
+        if self.partial_rotary_factor != 1 and self.rope_type not in _PARTIAL_TYPES:
+            raise ValueError(
+                f"rope {self.rope_type}: partial_rotary_factor is {self.partial_rotary_factor}; "
+                f"other than 1 it is allowed with {', '.join(_PARTIAL_TYPES)}"
+            )
+        for name in sorted(_ROPE_FIELDS[self.rope_type] - _ROPE_OPTIONAL - _NOT_NUMBERS):
+            value = getattr(self, name)
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if not number or value <= 0:
+                raise ValueError(f"rope {self.rope_type}: {name} is {value!r}; must be above 0")
+        if self.factor < 1:
+            raise ValueError(f"rope {self.rope_type}: factor is {self.factor}; must be at least 1")
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if low is not None and high is not None and low >= high:
+            raise ValueError("rope llama3: low_freq_factor must be below high_freq_factor")
+        if not all(number > 0 for number in self.short_factor):
+            raise ValueError("rope longrope: short_factor must be numbers above 0")
+
+    @classmethod
+    def from_transformers(cls, values: Mapping[str, Any]) -> Rope:
+        """values: transformers' rope_parameters, rope_theta among them; or of version 4, with
+        rope_theta put in."""
+        given = {key: value for key, value in values.items() if value is not None}
+        rope_type = given.get("rope_type") or given.get("type") or "default"
+        check_rope_type(rope_type)
+        used = {key: given[key] for key in _ROPE_FIELDS[rope_type] & given.keys()}
+        if "factor" in _ROPE_FIELDS[rope_type]:
+            used.setdefault("factor", 0.0)
+        if "short_factor" in used:
+            used["short_factor"] = tuple(used["short_factor"])
+        partial = given.get("partial_rotary_factor", 1.0)
+        return cls(float(given["rope_theta"]), rope_type, partial_rotary_factor=partial, **used)
+
+    def as_transformers(self) -> dict[str, Any]:
+        """The scaling's parameters as the dict that transformers reads."""
+        used = _ROPE_FIELDS[self.rope_type]
+        values = {k: v for k, v in asdict(self).items() if k in used and v is not None}
+        return {"rope_type": self.rope_type, **values}
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """Dimensions of a head that are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+    def spread_pairs(self, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
+        """Query or key rows [heads * head_dim, ...] so that the two of every pair lie head_dim / 2
+        apart, the rotated ones first: as if the whole head was rotated, some of it by nothing.
+
+        Checkpoints that rotate a part of a head have its two halves side by side instead.
+        """
+        if self.partial_rotary_factor == 1:
+            return rows
+        rotated, kept = torch.arange(head_dim).split(
+            (self.rotary_dim(head_dim), head_dim - self.rotary_dim(head_dim))
+        )
+        halves = zip(rotated.chunk(2), kept.chunk(2), strict=True)
+        order = torch.cat([part for half in halves for part in half])
+        return rows.unflatten(0, (-1, head_dim)).index_select(1, order).flatten(0, 1)
+
+
+WHOLE_HEADS = Rope()
+"""Every dimension of a head is rotated, without scaling."""
+
+
+@dataclass(frozen=True, slots=True)
+class RopeTable:
+    """Rotary tables as transformers computes them, attention scaling included.
+
+    cos, sin: [max_positions, head_dim] float32; both halves of the last axis are equal, for the
+    rotation x * cos + concat(-x[d/2:], x[:d/2]) * sin. Of a head that is rotated in part, the pairs
+    behind are turned by nothing (see `Rope.spread_pairs`).
+    """
+
+    cos: torch.Tensor
+    sin: torch.Tensor
+
+    @classmethod
+    def build(
+        cls, config: DecoderConfig, max_positions: int, rope: Rope | None = None
+    ) -> RopeTable:
+        """Tables for positions 0..max_positions - 1; at most config.max_position_embeddings.
+
+        rope: another than config.rope. Dynamic scaling changes nothing up to there, and beyond it
+        would turn keys that are already cached: that is why the table ends there. Raises
+        ValueError beyond it.
+        """
+        if not 0 < max_positions <= config.max_position_embeddings:
+            raise ValueError(
+                f"max_positions is {max_positions}; "
+                f"allowed: 1..{config.max_position_embeddings} (max_position_embeddings)"
+            )
+        frequencies, attention_scaling = _inverse_frequencies(config, rope or config.rope)
+        angles = torch.arange(max_positions).float()[:, None] * frequencies
+        unmoved = (max_positions, config.head_dim // 2 - len(frequencies))
+        cos, sin = angles.cos() * attention_scaling, angles.sin() * attention_scaling
+        cos = torch.cat((cos, torch.ones(unmoved)), dim=1)
+        sin = torch.cat((sin, torch.zeros(unmoved)), dim=1)
+        return cls(cos=torch.cat((cos, cos), dim=1), sin=torch.cat((sin, sin), dim=1))
+
+
+def _inverse_frequencies(config: DecoderConfig, rope: Rope) -> tuple[torch.Tensor, float]:
+    """[rotary_dim / 2] float32, and the factor on cos and sin."""
+    if rope.rope_type in _PARTIAL_TYPES:
+        dim = rope.rotary_dim(config.head_dim)
+        powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
+        if rope.rope_type == "default":
+            return 1.0 / powers, 1.0
+        return 1.0 / (torch.tensor(rope.short_factor) * powers), _longrope_scaling(rope)
+    # The older spelling, which every transformers from 4 on still reads.
+    parameters: dict[str, Any] = {
+        "hidden_size": config.num_heads * config.head_dim,
+        "num_attention_heads": config.num_heads,
+        "head_dim": config.head_dim,
+        "max_position_embeddings": config.max_position_embeddings,
+        "rope_theta": rope.theta,
+        "rope_scaling": rope.as_transformers(),
+    }
+    rope_init = ROPE_INIT_FUNCTIONS[rope.rope_type]
+    frequencies, factor = rope_init(LlamaConfig(**parameters), "cpu")
+    return frequencies.float(), float(factor)
+
+
+def _longrope_scaling(rope: Rope) -> float:
+    if rope.attention_factor is not None:
+        return rope.attention_factor
+    assert rope.original_max_position_embeddings is not None
+    return math.sqrt(1 + math.log(rope.factor) / math.log(rope.original_max_position_embeddings))

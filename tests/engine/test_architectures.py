@@ -1,0 +1,139 @@
+"""Architectures beside Llama's through the whole engine: speculation changes nothing, and what a
+backend's kernels do not compute is computed eagerly or refused in one line."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+from tests.engine.small_family import VOCAB, write_tokenizer
+from tests.engine.small_models import BEYOND_KERNELS, CASES, write_checkpoint
+from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
+
+from penstock.config import ConfigError, EngineConfig
+from penstock.engine.backends import resolve_attention, why_not_native
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.limits import beyond_kernels
+
+ARCHITECTURES = ("mistral-window", "phi3-longrope", "gemma3-scaled", "qwen3-moe-norm")
+
+needs_native = pytest.mark.skipif(why_not_native() is not None, reason="no native kernels")
+
+
+def write_family(root: Path, name: str) -> dict[str, Path]:
+    """target, and drafters `same` (its copy), `near` (with noise) and `far` (with more of it)."""
+    changes = CASES[name].changes | {"vocab_size": VOCAB, "max_position_embeddings": 512}
+    case = dataclasses.replace(CASES[name], changes=changes)
+    paths = {}
+    for drafter, noise in {"target": 0.0, "same": 0.0, "near": 0.02, "far": 1.0}.items():
+        paths[drafter] = root / drafter
+        model = write_checkpoint(paths[drafter], case).model
+        torch.manual_seed(2)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(noise * parameter.std() * torch.randn_like(parameter))
+        model.save_pretrained(paths[drafter])
+        write_tokenizer(paths[drafter])
+    return paths
+
+
+@pytest.fixture(scope="module", params=ARCHITECTURES)
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Path]:
+    return write_family(tmp_path_factory.mktemp(request.param), request.param)
+
+
+@pytest.fixture(scope="module")
+def engine(family: dict[str, Path]) -> Engine:
+    return load(family, "auto")
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> dict[str, list[tuple[int, ...]]]:
+    """Target-only output of each request."""
+    return {
+        name: run(make_loop(engine), make_requests(sampling, 8, "none"))[0]
+        for name, sampling in SAMPLINGS.items()
+    }
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "coupled-filtered"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_output_is_the_targets_own(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]], drafter: str, sampling: str
+) -> None:
+    loop = make_loop(engine)
+    outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], 8, drafter))
+    assert outputs == alone[sampling]
+    if drafter in ("same", "near"):
+        assert accepted > 0
+
+
+def test_a_request_alone_gives_the_same(
+    engine: Engine, alone: dict[str, list[tuple[int, ...]]]
+) -> None:
+    requests = make_requests(SAMPLINGS["greedy"], 8, "none")
+    assert [run(make_loop(engine), [r])[0][0] for r in requests] == alone["greedy"]
+
+
+@needs_native
+@pytest.mark.parametrize(("name", "backend"), [("phi3-partial", "native"), ("gemma3", "eager")])
+def test_auto_takes_the_kernels_where_they_suffice(tmp_path: Path, name: str, backend: str) -> None:
+    assert load(write_family(tmp_path, name), "auto").backend == backend
+
+
+def settings(path: Path, **changes: object) -> EngineConfig:
+    write_tokenizer(path)
+    return EngineConfig(target=path, dtype="float32", kv_tokens=4096, num_threads=1, **changes)
+
+
+@needs_native
+@pytest.mark.parametrize("backend", ["native", "graphs"])
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("mistral-window", "a sliding window of 13 tokens"),
+        ("gemma3", "a sliding window of 21 tokens"),
+        ("qwen3-moe", "experts"),
+    ],
+)
+def test_what_kernels_do_not_compute_is_refused(
+    tmp_path: Path, backend: str, name: str, reason: str
+) -> None:
+    architecture = write_checkpoint(tmp_path, CASES[name]).model.config.architectures[0]
+    with pytest.raises(ConfigError) as caught:
+        load_engine(settings(tmp_path, backend=backend), calibrated=False)
+    assert str(caught.value) == (
+        f"backend {backend} does not compute {reason}, which the model target ({architecture}) "
+        "has; allowed: auto, eager"
+    )
+
+
+@needs_native
+def test_a_window_that_no_text_fills_needs_none(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["mistral-window"])
+    within, beyond = (settings(tmp_path, backend="native", max_model_len=n) for n in (13, 14))
+    assert load_engine(within, calibrated=False).backend == "native"
+    with pytest.raises(ConfigError, match="sliding window"):
+        load_engine(beyond, calibrated=False)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_beyond_the_kernels(tmp_path: Path, name: str) -> None:
+    write_checkpoint(tmp_path, CASES[name])
+    config = DecoderConfig.from_pretrained(tmp_path)
+    assert (beyond_kernels(config, 256) is not None) == (name in BEYOND_KERNELS)
+
+
+def test_attention_without_windows_is_refused() -> None:
+    gpu = torch.device("cuda")
+    assert resolve_attention("auto", gpu, windowed=True) == "packed"
+    assert resolve_attention("padded", gpu, windowed=True) == "padded"
+    for name in ("triton_paged", "flashinfer"):
+        assert resolve_attention(name, gpu) == name
+        with pytest.raises(ConfigError, match=f"attention {name} has no sliding windows"):
+            resolve_attention(name, gpu, windowed=True)
