@@ -43,7 +43,8 @@ def load(family: dict[str, Path], attention: str) -> Engine:
             attention=attention,
             kv_tokens=32 * 256,
             num_threads=1,
-        )
+        ),
+        calibrated=False,
     )
 
 

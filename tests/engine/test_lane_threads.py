@@ -32,7 +32,8 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             kv_tokens=32 * 256,
             num_threads=2,
             pipeline="2",
-        )
+        ),
+        calibrated=False,
     )
 
 

@@ -59,7 +59,8 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> Engine:
             num_threads=1,
             allocation=PolicyConfig(name="fixed", options={"k": 4}),
             pipeline="async",
-        )
+        ),
+        calibrated=False,
     )
 
 

@@ -46,7 +46,8 @@ def _load(paths: dict[str, Path], backend: str) -> Engine:
             backend=backend,
             kv_tokens=32 * 256,
             num_threads=1,
-        )
+        ),
+        calibrated=False,
     )
 
 

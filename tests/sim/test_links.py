@@ -128,7 +128,7 @@ def test_the_same_seed_gives_the_same_run() -> None:
                 pipeline="async",
                 allocation=PolicyConfig.of("renewal", total=9),
                 seed=seed,
-                seconds=10.0,
+                seconds=4.0,
             )
         )
         for seed in (1, 1, 2)

@@ -28,14 +28,14 @@ def with_tenants(workload: Workload, num: int = 5, seed: int = 0) -> Workload:
     return replace(workload, tenants=np.array([f"t{i}" for i in owner]))
 
 
-def long_prompts(num: int = 150, rate: float = 3.0) -> Workload:
+def long_prompts(num: int = 80, rate: float = 3.0) -> Workload:
     rng = np.random.default_rng(5)
     lengths = Workload("long", rng.integers(1, 3000, num), rng.integers(1, 150, num))
     return make_workload(lengths, rate=rate, seed=2)
 
 
 WORKLOADS = {
-    "high": with_tenants(make_workload("high", num_requests=250, rate=40, seed=3)),
+    "high": with_tenants(make_workload("high", num_requests=120, rate=40, seed=3)),
     "long": with_tenants(long_prompts()),
 }
 MEMORY = {"high": 8000, "long": 4200}
