@@ -104,7 +104,10 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--admission", "first"], "unknown admission policy 'first'; choose from "),
         (["serve", "--selection", "best"], "unknown selection policy 'best'; choose from "),
         (["serve", "--allocation", "all"], "unknown allocation policy 'all'; choose from "),
-        (["serve", "/nowhere"], "'/nowhere' is neither a checkpoint folder nor a bundled target"),
+        (
+            ["serve", "/nowhere"],
+            "'/nowhere' is neither a checkpoint folder, a GGUF file nor a bundled target",
+        ),
         (["serve", "--drafter", "draft-huge"], "nor a bundled drafter; bundled are draft-other"),
         (["serve", "--drafter", "mine=/nowhere"], "drafter 'mine': '/nowhere' is neither"),
         (["serve", "--drafter", "auto=ngram"], "a drafter cannot be called 'auto'"),
@@ -326,7 +329,10 @@ def test_chat_needs_a_template(cli: Cli, family: dict[str, ModelCard]) -> None:
         (["Hi", "--temperature", "nan"], "--temperature"),
         (["Hi", "--temperature", "inf"], "--temperature must be finite, not inf"),
         (["Hi", "--seed", "-1"], "--seed"),
-        (["Hi", "--target", "gpt-5"], "'gpt-5' is neither a checkpoint folder nor a bundled"),
+        (
+            ["Hi", "--target", "gpt-5"],
+            "'gpt-5' is neither a checkpoint folder, a GGUF file nor a bundled",
+        ),
     ],
 )
 def test_bad_input_to_generate(

@@ -18,7 +18,7 @@ import pytest
 from tests.engine.small_family import write_family
 from tests.serving.scripted_verifier import Oracle, ScriptedVerifier, target_oracle
 
-from penstock.cli.models import drafter_folder
+from penstock.cli.models import drafter_checkpoint
 from penstock.config import NGRAM
 from penstock.core.types import SamplingParams
 from penstock.transport.service import server_credentials
@@ -105,7 +105,7 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         (["--connect", "nowhere"], "--connect takes HOST:PORT, not 'nowhere'"),
         (["--connect", "host:99999"], "--connect: '99999' in 'host:99999' is no port"),
         (["--connect", ":8100"], "--connect takes HOST:PORT, not ':8100'"),
-        (["--connect", "a:1", "--model", "huge"], "'huge' is neither a checkpoint folder nor a"),
+        (["--connect", "a:1", "--model", "huge"], "'huge' is neither a checkpoint folder, a GGUF"),
         (["--connect", "a:1", "--listen", "web"], "--listen: 'web' in 'web' is no port"),
         (["--connect", "a:1", "--dtype", "int4"], "--dtype is 'int4'; allowed: auto, float32"),
         (["--connect", "a:1", "--max-draft-tokens", "0"], "'--max-draft-tokens'"),
@@ -141,10 +141,10 @@ def test_bad_input_is_one_line_and_exit_code_2(
 
 def test_which_model_is_meant(family: dict[str, Path]) -> None:
     cards = bundled_models()
-    assert drafter_folder(None) == (DEFAULT_DRAFTER, cards[DEFAULT_DRAFTER].path)
-    assert drafter_folder("draft-code") == ("draft-code", cards["draft-code"].path)
-    assert drafter_folder(NGRAM) == (NGRAM, cards[DEFAULT_DRAFTER].path)
-    assert drafter_folder(str(family["near"])) == ("near", family["near"])
+    assert drafter_checkpoint(None) == (DEFAULT_DRAFTER, cards[DEFAULT_DRAFTER].path)
+    assert drafter_checkpoint("draft-code") == ("draft-code", cards["draft-code"].path)
+    assert drafter_checkpoint(NGRAM) == (NGRAM, cards[DEFAULT_DRAFTER].path)
+    assert drafter_checkpoint(str(family["near"])) == ("near", family["near"])
 
 
 async def test_help_loads_no_library() -> None:

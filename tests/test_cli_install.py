@@ -25,13 +25,13 @@ NEEDS_THE_EXTRA = [
 ]
 BAD_INPUT = [
     (("serve", "--drafter", "draft-hgue"), "nor a bundled drafter"),
-    (("serve", "/nowhere"), "neither a checkpoint folder nor a bundled target"),
+    (("serve", "/nowhere"), "neither a checkpoint folder, a GGUF file nor a bundled target"),
     (("generate", ""), "the prompt must not be empty"),
     (("generate", "Hi", "--drafter", "draft-hgue"), "nor a bundled drafter"),
     (("generate", "Hi", "--temperature", "inf"), "--temperature must be finite"),
     (("chat", "--drafter", "draft-hgue"), "nor a bundled drafter"),
     (("draft", "--connect", "127.0.0.1:1", "--model", "nope"), "nor a bundled drafter"),
-    (("bench", "engine", "nope"), "neither a checkpoint folder nor a bundled target"),
+    (("bench", "engine", "nope"), "neither a checkpoint folder, a GGUF file nor a bundled target"),
     (("bench", "engine", "--domain", "law"), "unknown domain 'law'"),
     (("profile", "measure", "--out", "p.json", "nope"), "nor a bundled target"),
     (("zoo", "info", "--target", "nope"), "unknown target 'nope'"),

@@ -114,6 +114,11 @@ class ModelsConfig(_Model):
     max_model_len: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True
 
+    @property
+    def target_name(self) -> str:
+        """What the target is called unless a name is given: its folder's or its file's."""
+        return self.target.name.removesuffix(".gguf")
+
     @field_validator("drafters")
     @classmethod
     def _names(cls, drafters: dict[str, str]) -> dict[str, str]:

@@ -16,7 +16,8 @@ from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_ch
 from transformers import LlamaForCausalLM
 
 from penstock.engine.eager import EagerRunner
-from penstock.engine.models.config import CheckpointError, DecoderConfig
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
 from penstock.engine.models.rope import Rope, RopeTable
 from penstock.engine.models.weights import load_weights, weight_specs

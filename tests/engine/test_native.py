@@ -21,7 +21,8 @@ from tests.engine.small_models import (
     write_checkpoint,
 )
 
-from penstock.engine.models.config import CheckpointError, DecoderConfig
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import load_weights
 from penstock.engine.native.runner import NativeRunner
 

@@ -16,7 +16,7 @@ from penstock.config import ConfigError, EngineConfig, parse_config
 from penstock.core.types import NO_DRAFTER, TARGET, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.measure import ProfileGrid, measure
-from penstock.engine.models.config import CheckpointError
+from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.random import random_weights, shape, shape_names
 from penstock.engine.models.weights import weight_specs
 from penstock.engine.sampling import SamplingRows
@@ -105,7 +105,9 @@ def test_shapes_have_the_published_sizes() -> None:
 
 
 def test_another_name_is_refused() -> None:
-    with pytest.raises(CheckpointError, match=r"'gpt' is neither a folder .*; known are llama-2"):
+    with pytest.raises(
+        CheckpointError, match=r"'gpt' is neither a checkpoint .*; known are llama-2"
+    ):
         shape("gpt")
 
 

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from penstock.engine.models.config import CheckpointError
+from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "Straße, naïve — 東京 and 😀👩‍🚀!  Two  spaces\n\tand\ttabs. "

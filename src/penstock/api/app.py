@@ -107,7 +107,7 @@ class Service:
     def __init__(self, config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> None:
         self.client = client
         self.tokenizer = tokenizer
-        self.model_name = config.served_model_name or config.engine.target.name
+        self.model_name = config.served_model_name or config.engine.target_name
         self.started_at = int(time.time())
         self._timeout_s = config.request_timeout_s
         self.metrics = Metrics(self.model_name)

@@ -26,7 +26,7 @@ RandomWeightsOption = Annotated[
     str | None,
     typer.Option(
         metavar="CONFIG",
-        help="Instead of a target: a known shape's name, or a folder with a config.json; "
+        help="Instead of a target: a known shape's name, or a checkpoint's; "
         "weights and prompts are random. Drafters are shapes, too: NAME=CONFIG, or CONFIG.",
     ),
 ]
@@ -90,7 +90,7 @@ def engine(
             _check_domain(domain)
             settings = with_models(settings, target, drafter or (), speculate=True)
 
-    from penstock.engine.models.config import CheckpointError
+    from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
 
     with one_line(ConfigError, CheckpointError):

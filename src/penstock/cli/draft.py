@@ -22,7 +22,8 @@ def draft(
         str | None,
         typer.Option(
             metavar="NAME|PATH",
-            help="A bundled drafter, a checkpoint folder, or `ngram`. Default: a bundled drafter.",
+            help="A bundled drafter, a checkpoint folder, a GGUF file or `ngram`. "
+            "Default: a bundled drafter.",
         ),
     ] = None,
     listen: Annotated[
@@ -53,7 +54,7 @@ def draft(
     """Draft for a verification server, and serve the OpenAI API through it."""
     import asyncio
 
-    from penstock.cli.models import drafter_folder
+    from penstock.cli.models import drafter_checkpoint
     from penstock.config import NGRAM, ConfigError
 
     with one_line(ConfigError):
@@ -62,13 +63,13 @@ def draft(
         if no_assignments and listen is None:
             raise ConfigError("--no-assignments without --listen leaves nothing to draft for")
         address = None if listen is None else _listen_address(listen)
-        name, folder = drafter_folder(model)
+        name, folder = drafter_checkpoint(model)
         endpoint = _endpoint(connect, token, cert, key, ca)
 
     # What takes seconds to import comes after everything that can be wrong.
     from penstock.api.edge import DraftSettings, serve_drafts
     from penstock.api.http import configure_logging
-    from penstock.engine.models.config import CheckpointError
+    from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.drafting import DrafterOptions
     from penstock.serving.link import LinkRefused
 

@@ -152,7 +152,7 @@ class Generator:
     def __init__(self, config: EngineConfig) -> None:
         from penstock.config import ConfigError
         from penstock.engine.build import load_engine
-        from penstock.engine.models.config import CheckpointError
+        from penstock.engine.models.checkpoint import CheckpointError
         from penstock.engine.tokenizer import load_tokenizer
 
         try:

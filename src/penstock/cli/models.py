@@ -1,4 +1,4 @@
-"""Which models: checkpoint folders, or names of the bundled family."""
+"""Which models: checkpoints, or names of the bundled family."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def settings_in(value: Any, where: str) -> dict[str, Any]:
     return value or {}
 
 
-def drafter_folder(model: str | None) -> tuple[str, Path]:
-    """Name and folder of the drafter that is meant: a bundled one, a checkpoint folder or n-gram
-    look-up, whose tokenizer is that of the bundled family. Default: a bundled one.
+def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
+    """Name and checkpoint of the drafter that is meant: a bundled one, a folder, a GGUF file, or
+    n-gram look-up, whose tokenizer is that of the bundled family. Default: a bundled one.
 
     Raises: ConfigError.
     """
     if model == NGRAM:
         return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))
     path = Path(_drafter_path(model or DEFAULT_DRAFTER, model or DEFAULT_DRAFTER))
-    return path.resolve().name, path
+    return path.resolve().name.removesuffix(".gguf"), path
 
 
 def _cards(role: str) -> dict[str, ModelCard]:
@@ -63,13 +63,18 @@ def _cards(role: str) -> dict[str, ModelCard]:
         raise ConfigError(str(error)) from error
 
 
+def _is_checkpoint(text: str) -> bool:
+    path = Path(text)
+    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+
+
 def _target_path(text: str) -> Path:
-    if Path(text).is_dir():
+    if _is_checkpoint(text):
         return Path(text)
     targets = _cards("target")
     if text not in targets:
         raise ConfigError(
-            f"target {text!r} is neither a checkpoint folder nor a bundled target; "
+            f"target {text!r} is neither a checkpoint folder, a GGUF file nor a bundled target; "
             f"bundled are {', '.join(targets)}"
         )
     return targets[text].path
@@ -77,7 +82,7 @@ def _target_path(text: str) -> Path:
 
 def _drafters_of(target: str) -> dict[str, str]:
     """All bundled drafters for a bundled target, the default first; none for any other."""
-    if Path(target).is_dir():
+    if _is_checkpoint(target):
         return {}
     cards = _cards("drafter")
     names = sorted(cards, key=lambda name: name != DEFAULT_DRAFTER)
@@ -91,12 +96,12 @@ def _from_option(text: str) -> tuple[str, str]:
 
 
 def _drafter_path(name: str, path: str) -> str:
-    if path == NGRAM or Path(path).is_dir():
+    if path == NGRAM or _is_checkpoint(path):
         return path
     cards = _cards("drafter")
     if path not in cards:
         raise ConfigError(
-            f"drafter {name!r}: {path!r} is neither a checkpoint folder nor a bundled drafter; "
-            f"bundled are {', '.join(cards)} and {NGRAM}"
+            f"drafter {name!r}: {path!r} is neither a checkpoint folder, a GGUF file nor a bundled "
+            f"drafter; bundled are {', '.join(cards)} and {NGRAM}"
         )
     return str(cards[path].path)

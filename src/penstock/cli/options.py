@@ -27,7 +27,7 @@ DEVICE_HELP = "cpu, cuda or cuda:N."
 TargetArgument = Annotated[
     str | None,
     typer.Argument(
-        help="Checkpoint folder or bundled target. Default: the bundled family.",
+        help="Checkpoint folder, GGUF file or bundled target. Default: the bundled family.",
         show_default=False,
     ),
 ]
@@ -35,7 +35,7 @@ TargetOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME|PATH",
-        help="Checkpoint folder or bundled target. Default: the bundled family.",
+        help="Checkpoint folder, GGUF file or bundled target. Default: the bundled family.",
     ),
 ]
 DrafterOption = Annotated[

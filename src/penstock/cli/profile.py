@@ -122,7 +122,7 @@ def measure(
     from penstock.engine.build import load_engine
     from penstock.engine.measure import ProfileGrid, num_measurements
     from penstock.engine.measure import measure as measure_engine
-    from penstock.engine.models.config import CheckpointError
+    from penstock.engine.models.checkpoint import CheckpointError
 
     grid = ProfileGrid(batches=batches, contexts=all_contexts, repeats=repeats)
     with one_line(ConfigError, CheckpointError):

@@ -109,7 +109,7 @@ def serve(
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [8000]")] = None,
     served_model_name: Annotated[
-        str | None, typer.Option(help="Name of the model in the API. Default: the target folder's.")
+        str | None, typer.Option(help="Name of the model in the API. Default: the target's own.")
     ] = None,
     api_key: Annotated[
         list[str] | None,

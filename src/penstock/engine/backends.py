@@ -329,10 +329,10 @@ class Models:
 
 
 def load_runner(path: Path, dtype_name: str) -> ModelRunner:
-    """A checkpoint folder by itself, on the CPU, by the native kernels where they can be had.
+    """A checkpoint by itself, on the CPU, by the native kernels where they can be had.
 
     Its KV memory is a share of what is free, at most enough for 64 texts of full length. Raises:
-    CheckpointError for a folder that cannot be used.
+    CheckpointError for one that cannot be used.
     """
     device = torch.device("cpu")
     dtype = resolve_dtype(dtype_name, device)

@@ -120,7 +120,7 @@ def load_engine(
         max_model_len=models.max_model_len,
         vocab_size=target.vocab_size,
         eos_token_ids=target.eos_token_ids,
-        target=config.target.name,
+        target=config.target_name,
         backend=place.backend,
         dtype=str(place.dtype).removeprefix("torch."),
         num_threads=place.num_threads,

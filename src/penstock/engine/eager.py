@@ -47,7 +47,7 @@ class EagerRunner(ModelRunner):
         block_size: int,
         attention: AttentionFactory = PackedAttention,
     ) -> EagerRunner:
-        """A checkpoint folder in Hugging Face layout, computing in `dtype` on `device`.
+        """A checkpoint, computing in `dtype` on `device`.
 
         Raises CheckpointError for a checkpoint that cannot be used, ValueError for an empty cache.
         """

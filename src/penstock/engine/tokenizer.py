@@ -11,9 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from penstock.engine.models.config import CheckpointError, one_line
+from penstock.engine.models.checkpoint import one_line, open_checkpoint
 
 _HEAD_CHARS = 8
 """Characters a token that the head of a text is taken to have: more than usual in any language."""
@@ -25,19 +23,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer of a checkpoint folder in Hugging Face layout; no hub is ever asked.
+    """The tokenizer of a checkpoint; no hub is ever asked.
 
-    Raises CheckpointError where there is no tokenizer.json or it cannot be used.
+    Raises CheckpointError where there is none or it cannot be used.
     """
-    if not (path / "tokenizer.json").is_file():
-        raise CheckpointError(f"{path}: has no tokenizer.json; a fast tokenizer is needed")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
-    except Exception as error:
-        raise CheckpointError(f"{path}: tokenizer cannot be read ({one_line(error)})") from error
-    if not tokenizer.is_fast:
-        raise CheckpointError(f"{path}: {type(tokenizer).__name__} is not a fast tokenizer")
-    return Tokenizer(tokenizer)
+    return Tokenizer(open_checkpoint(path).tokenizer())
 
 
 class Tokenizer:

@@ -28,7 +28,7 @@ Command = Callable[[DraftingSessions], None]
 
 @dataclass(frozen=True, slots=True)
 class DrafterOptions:
-    """model: a checkpoint folder; its tokenizer is what texts are read with. uses_model: False for
+    """model: a checkpoint; its tokenizer is what texts are read with. uses_model: False for
     n-gram look-up, which needs the tokenizer alone."""
 
     name: str
@@ -47,7 +47,7 @@ class LoadedDrafter:
 
 
 def load_drafter(options: DrafterOptions) -> LoadedDrafter:
-    """Raises: CheckpointError for a folder that cannot be used."""
+    """Raises: CheckpointError for one that cannot be used."""
     tokenizer = load_tokenizer(options.model)
     proposer: Proposer
     if options.uses_model:

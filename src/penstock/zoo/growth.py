@@ -26,7 +26,8 @@ from safetensors.torch import load_file, save_file
 
 from penstock.config import ConfigError
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.weights import INDEX_FILE, SINGLE_FILE, weight_specs
+from penstock.engine.models.folder import INDEX_FILE, SINGLE_FILE
+from penstock.engine.models.weights import weight_specs
 from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models, write_manifest
 
 TOLERANCE = 0.015

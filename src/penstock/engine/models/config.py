@@ -1,8 +1,7 @@
-"""What a decoder is: read from a checkpoint's config.json, checked once, never changed after."""
+"""What a decoder is: read from a checkpoint, checked once, never changed after."""
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -10,20 +9,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from penstock.engine.models.checkpoint import CheckpointError, one_line, open_checkpoint
 from penstock.engine.models.families import FAMILIES, rope_of
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, Variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message is one line naming the path and what is allowed."""
-
-
-def one_line(error: BaseException) -> str:
-    """A library's message, folded onto one line."""
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,18 +73,17 @@ class DecoderConfig:
 
     @classmethod
     def from_pretrained(cls, path: Path) -> DecoderConfig:
-        """Read a checkpoint folder in Hugging Face layout.
+        """Read a checkpoint: a folder in Hugging Face layout, or a GGUF file.
 
-        Raises CheckpointError where the folder, config.json or what it asks for cannot be used.
+        Raises CheckpointError where it, or what it asks for, cannot be used.
         """
-        file = path / "config.json"
-        architecture = _architecture(file, _read_json(file))
-        generation_eos = _generation_eos(path / "generation_config.json")
+        described = open_checkpoint(path).description()
+        architecture = _architecture(described.file, described.content)
         try:
-            hf_config = AutoConfig.from_pretrained(path, local_files_only=True)
-            return _from_transformers(architecture, hf_config, generation_eos)
+            hf_config = AutoConfig.for_model(**described.content)
+            return _from_transformers(architecture, hf_config, described.eos_token_ids)
         except Exception as error:
-            raise CheckpointError(f"{file}: {one_line(error)}") from error
+            raise CheckpointError(f"{described.file}: {one_line(error)}") from error
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:
@@ -105,20 +95,6 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
             f"rope longrope: short_factor has {len(rope.short_factor)} numbers; "
             f"{rotated // 2} are expected"
         )
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    if not file.parent.is_dir():
-        raise CheckpointError(f"{file.parent}: no such folder; a checkpoint folder is expected")
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not valid JSON ({one_line(error)})") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file}: must hold a JSON object")
-    return content
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str:
@@ -133,10 +109,6 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
         raise CheckpointError(
             f"{file}: model_type is {raw.get('model_type')!r}; {names[0]} needs {model_type!r}"
         )
-    if raw.get("quantization_config"):
-        raise CheckpointError(
-            f"{file}: quantized weights are not read; allowed: float32, bfloat16 or float16"
-        )
     return str(names[0])
 
 
@@ -150,7 +122,7 @@ def _from_transformers(
     max_positions = hf_config.max_position_embeddings
     if rope.rope_type == "longrope":
         max_positions = min(max_positions, rope.original_max_position_embeddings)
-    eos_token_ids = _token_ids(hf_config.eos_token_id) + generation_eos
+    eos_token_ids = token_ids(hf_config.eos_token_id) + generation_eos
     head_dim = getattr(hf_config, "head_dim", None)
     return DecoderConfig(
         vocab_size=hf_config.vocab_size,
@@ -178,11 +150,8 @@ def _dtype(hf_config: Any) -> torch.dtype:
     return dtype or torch.float32
 
 
-def _generation_eos(file: Path) -> tuple[int, ...]:
-    return _token_ids(_read_json(file).get("eos_token_id")) if file.exists() else ()
-
-
-def _token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Both spellings of eos_token_id: one id, or several."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

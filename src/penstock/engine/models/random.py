@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.config import CheckpointError, DecoderConfig
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.rope import Rope
 from penstock.engine.models.variant import Variant
 from penstock.engine.models.weights import weight_specs
@@ -21,18 +22,17 @@ def shape_names() -> list[str]:
 
 
 def shape(name: str) -> DecoderConfig:
-    """One of `shape_names`, or the config.json of a checkpoint folder.
+    """One of `shape_names`, or the shape of a checkpoint.
 
     Of the LLaMA drafters of Spin (arXiv 2503.15921, section VI) 265M and 616M are not described;
     theirs are shapes of those sizes. Raises CheckpointError for any other name.
     """
-    if Path(name).is_dir():
+    if Path(name).exists():
         return DecoderConfig.from_pretrained(Path(name))
     known = _shapes()
     if name not in known:
         raise CheckpointError(
-            f"{name!r} is neither a folder with a config.json nor a known shape; "
-            f"known are {', '.join(known)}"
+            f"{name!r} is neither a checkpoint nor a known shape; known are {', '.join(known)}"
         )
     fields = dict(known[name])
     rope = Rope(fields.pop("rope_theta"), **fields.pop("rope_scaling", {}))

@@ -1,23 +1,17 @@
-"""Weights from safetensors, under the names that every backend uses."""
+"""Weights of a checkpoint, under the names that every backend uses."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from penstock.engine.models.config import DTYPES, CheckpointError, DecoderConfig, one_line
+from penstock.engine.models.checkpoint import Tensors, open_checkpoint
+from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _EMBEDDINGS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -81,23 +75,22 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
 def load_weights(
     path: Path, config: DecoderConfig, dtype: torch.dtype | None = None
 ) -> dict[str, torch.Tensor]:
-    """Read a checkpoint folder's safetensors (one file, or shards with an index) on the CPU.
+    """Read a checkpoint's tensors on the CPU.
 
     Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype), norms in
     float32; of a head that is rotated in part, the rows of query and key lie as `Rope.spread_pairs`
     says. With tied embeddings there is no "lm_head": "embed_tokens" serves as both. A checkpoint
     that says so and yet has a head of its own, with other values, is given that head, as
     transformers does.
-    Raises CheckpointError where a file is missing, truncated or not safetensors, or a tensor is
-    missing, misshapen or of a type other than float32, bfloat16 and float16.
+    Raises CheckpointError where a file is missing or truncated, or a tensor is missing, misshapen
+    or of a type that is not read.
     """
-    with ExitStack() as stack:
-        reader = _Reader(path, stack)
+    with open_checkpoint(path).tensors() as tensors:
         specs = [*weight_specs(config)]
-        if config.tie_word_embeddings and _has_own_head(reader, config):
+        if config.tie_word_embeddings and _has_own_head(tensors, config):
             specs.append(_head_spec(config))
         return {
-            spec.name: _arranged(config, spec, _assemble(reader, spec, dtype or config.dtype))
+            spec.name: _arranged(config, spec, _assemble(tensors, spec, dtype or config.dtype))
             for spec in specs
         }
 
@@ -106,12 +99,14 @@ def _head_spec(config: DecoderConfig) -> WeightSpec:
     return _spec("lm_head", (_HEAD, (config.vocab_size, config.hidden_size)))
 
 
-def _has_own_head(reader: _Reader, config: DecoderConfig) -> bool:
+def _has_own_head(tensors: Tensors, config: DecoderConfig) -> bool:
     """Whether there is a head that differs from the embeddings."""
-    shape = (config.vocab_size, config.hidden_size)
-    if not reader.has(_HEAD):
+    if not tensors.has(_HEAD):
         return False
-    return not torch.equal(reader.read(_HEAD, shape), reader.read(_EMBEDDINGS, shape))
+    head, embeddings = (torch.empty(config.vocab_size, config.hidden_size) for _ in range(2))
+    tensors.read(_HEAD, head)
+    tensors.read(_EMBEDDINGS, embeddings)
+    return not torch.equal(head, embeddings)
 
 
 def _spec(name: str, *sources: tuple[str, tuple[int, ...]]) -> WeightSpec:
@@ -174,72 +169,12 @@ def _mlp_specs(config: DecoderConfig, ours: str, theirs: str) -> Iterator[Weight
     )
 
 
-class _Reader:
-    """Tensors of a checkpoint by their own names; files are opened once and mapped, not read."""
-
-    def __init__(self, path: Path, stack: ExitStack) -> None:
-        self._path = path
-        self._stack = stack
-        self._open: dict[Path, Any] = {}
-        self._file_of = self._locate()
-
-    def _locate(self) -> dict[str, Path]:
-        single, index = self._path / SINGLE_FILE, self._path / INDEX_FILE
-        if single.is_file():
-            return dict.fromkeys(self._handle(single).keys(), single)
-        if not index.is_file():
-            raise CheckpointError(
-                f"{self._path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; "
-                "weights are read from safetensors only"
-            )
-        try:
-            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-            return {name: self._path / Path(file).name for name, file in weight_map.items()}
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{index}: not an index of safetensors files ({one_line(error)})"
-            ) from error
-
-    def _handle(self, file: Path) -> Any:
-        if file not in self._open:
-            try:
-                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
-            except OSError as error:
-                raise CheckpointError(f"{file}: cannot be read ({one_line(error)})") from error
-            except SafetensorError as error:
-                raise CheckpointError(
-                    f"{file}: not a whole safetensors file ({one_line(error)})"
-                ) from error
-        return self._open[file]
-
-    def has(self, name: str) -> bool:
-        return name in self._file_of
-
-    def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        file = self._file_of.get(name)
-        if file is None:
-            raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
-        try:
-            tensor: torch.Tensor = self._handle(file).get_tensor(name)
-        except SafetensorError as error:
-            raise CheckpointError(f"{file}: tensor {name}: {one_line(error)}") from error
-        if tuple(tensor.shape) != shape:
-            raise CheckpointError(
-                f"{file}: tensor {name} has shape {tuple(tensor.shape)}; "
-                f"config.json asks for {shape}"
-            )
-        if tensor.dtype not in DTYPES:
-            allowed = ", ".join(map(str, DTYPES))
-            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}; allowed: {allowed}")
-        return tensor
-
-
-def _assemble(reader: _Reader, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
+def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.Tensor:
     out = torch.empty(spec.shape, dtype=torch.float32 if spec.is_norm else dtype)
     rows = out.view(-1, *spec.sources[0][1][1:])
     start = 0
     for name, shape in spec.sources:
-        rows[start : start + shape[0]] = reader.read(name, shape)
+        tensors.read(name, rows[start : start + shape[0]])
         start += shape[0]
     return out if spec.offset == 0 else out.add_(spec.offset)
 

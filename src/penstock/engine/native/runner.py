@@ -88,11 +88,11 @@ class NativeRunner(ModelRunner):
         block_size: int,
         num_threads: int,
     ) -> NativeRunner:
-        """Load a checkpoint folder in Hugging Face layout.
+        """Load a checkpoint.
 
         float32 keeps the cache in float32 and the weights as they are (a bfloat16 checkpoint is
         widened in registers, which loses nothing); bfloat16 rounds both. Sums are float32 in both.
-        Raises ValueError (a CheckpointError for the folder), or NativeUnavailableError.
+        Raises ValueError (a CheckpointError for the checkpoint), or NativeUnavailableError.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; allowed: {', '.join(map(str, DTYPES))}")

@@ -1,0 +1,78 @@
+"""Where a model lies: a folder or a GGUF file, in one view and under Hugging Face's names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+GGUF_SUFFIX = ".gguf"
+
+
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used; the message is one line naming the path and what is allowed."""
+
+
+def one_line(error: BaseException) -> str:
+    """A library's message, folded onto one line."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+@dataclass(frozen=True, slots=True)
+class ModelDescription:
+    """What a checkpoint says of its model.
+
+    file:          what errors name
+    content:       as config.json has it
+    eos_token_ids: ids that end a text beside those of `content`
+    """
+
+    file: Path
+    content: dict[str, Any]
+    eos_token_ids: tuple[int, ...] = ()
+
+
+class Tensors(Protocol):
+    """A checkpoint's tensors by Hugging Face's names; mapped, and read one at a time."""
+
+    def has(self, name: str) -> bool: ...
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        """Fill `out` with a tensor of its shape, converted to its type.
+
+        Raises CheckpointError where it is missing, misshapen or of a type that is not read.
+        """
+        ...
+
+
+class Checkpoint(ABC):
+    """A model's description, tensors and tokenizer. All methods raise CheckpointError."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @abstractmethod
+    def description(self) -> ModelDescription: ...
+
+    @abstractmethod
+    def tensors(self) -> AbstractContextManager[Tensors]: ...
+
+    @abstractmethod
+    def tokenizer(self) -> Any:
+        """A fast tokenizer of transformers, with the chat template if there is one."""
+
+
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A file that ends in .gguf, else a folder in Hugging Face layout. Nothing is read yet."""
+    # Each brings libraries of its own, which take their time to import.
+    if path.suffix == GGUF_SUFFIX:
+        from penstock.engine.models.gguf.checkpoint import GgufCheckpoint
+
+        return GgufCheckpoint(path)
+    from penstock.engine.models.folder import FolderCheckpoint
+
+    return FolderCheckpoint(path)

@@ -1,0 +1,132 @@
+"""A checkpoint folder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoTokenizer
+
+from penstock.engine.models.checkpoint import (
+    Checkpoint,
+    CheckpointError,
+    ModelDescription,
+    Tensors,
+    one_line,
+)
+from penstock.engine.models.config import DTYPES, token_ids
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+
+class FolderCheckpoint(Checkpoint):
+    """Weights in one safetensors file, or in shards with an index; no hub is ever asked."""
+
+    def description(self) -> ModelDescription:
+        file, generation = self.path / "config.json", self.path / "generation_config.json"
+        content = _read_json(file)
+        if content.get("quantization_config"):
+            raise CheckpointError(
+                f"{file}: quantized weights are not read; allowed: float32, bfloat16 or float16"
+            )
+        ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
+        return ModelDescription(file, content, token_ids(ends))
+
+    @contextmanager
+    def tensors(self) -> Iterator[Tensors]:
+        with ExitStack() as stack:
+            yield _Safetensors(self.path, stack)
+
+    def tokenizer(self) -> Any:
+        path = self.path
+        if not (path / "tokenizer.json").is_file():
+            raise CheckpointError(f"{path}: has no tokenizer.json; a fast tokenizer is needed")
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        except Exception as error:
+            raise CheckpointError(
+                f"{path}: tokenizer cannot be read ({one_line(error)})"
+            ) from error
+        if not tokenizer.is_fast:
+            raise CheckpointError(f"{path}: {type(tokenizer).__name__} is not a fast tokenizer")
+        return tokenizer
+
+
+class _Safetensors:
+    """Files are opened once and mapped, not read."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self._path = path
+        self._stack = stack
+        self._open: dict[Path, Any] = {}
+        self._file_of = self._locate()
+
+    def has(self, name: str) -> bool:
+        return name in self._file_of
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        file, shape = self._file_of.get(name), tuple(out.shape)
+        if file is None:
+            raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
+        try:
+            tensor: torch.Tensor = self._handle(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: tensor {name}: {one_line(error)}") from error
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{file}: tensor {name} has shape {tuple(tensor.shape)}; "
+                f"config.json asks for {shape}"
+            )
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}; allowed: {allowed}")
+        out.copy_(tensor)
+
+    def _locate(self) -> dict[str, Path]:
+        single, index = self._path / SINGLE_FILE, self._path / INDEX_FILE
+        if single.is_file():
+            return dict.fromkeys(self._handle(single).keys(), single)
+        if not index.is_file():
+            raise CheckpointError(
+                f"{self._path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                "weights are read from safetensors only"
+            )
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: self._path / Path(file).name for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index}: not an index of safetensors files ({one_line(error)})"
+            ) from error
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read ({one_line(error)})") from error
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"{file}: not a whole safetensors file ({one_line(error)})"
+                ) from error
+        return self._open[file]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.parent.is_dir():
+        raise CheckpointError(f"{file.parent}: no such folder; a checkpoint folder is expected")
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise CheckpointError(f"{file}: not valid JSON ({one_line(error)})") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file}: must hold a JSON object")
+    return content

@@ -1,0 +1,186 @@
+"""A GGUF file's metadata in the terms of config.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from gguf import TokenType
+
+from penstock.engine.models.gguf.file import GgufFile, TensorEntry
+from penstock.engine.models.quantized import FLOATS
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+_REFUSED = (
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attention.scale",
+    "attention.sliding_window",
+    "embedding_scale",
+    "expert_count",
+    "logit_scale",
+    "residual_scale",
+    "rope.scaling.yarn_log_multiplier",
+)
+"""Keys of an architecture that change its arithmetic, unless they are 0."""
+
+_END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
+_END_TEXTS = frozenset(
+    ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
+)
+"""Control tokens that end a text even where the metadata names only one of them."""
+
+_EMBEDDINGS = "token_embd.weight"
+_BIAS = "blk.0.attn_output.bias"
+
+
+class Metadata:
+    """The values of one architecture, checked when they are asked for."""
+
+    def __init__(self, file: GgufFile) -> None:
+        self._file = file
+        self.architecture = str(file.metadata.get("general.architecture"))
+        if self.architecture not in _ARCHITECTURES:
+            raise file.error(
+                f"general.architecture is {self.architecture!r}; "
+                f"allowed: {', '.join(_ARCHITECTURES)}"
+            )
+
+    def key(self, name: str) -> str:
+        return f"{self.architecture}.{name}"
+
+    def has(self, name: str) -> bool:
+        return self.key(name) in self._file.metadata
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._file.metadata.get(self.key(name), default)
+
+    def number(self, name: str, default: float | None = None) -> float:
+        value = self.get(name, default)
+        if value is None:
+            raise self._file.error(f"metadata key {self.key(name)} is missing")
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._file.error(f"{self.key(name)} is {value!r}; one number is expected")
+        if not math.isfinite(value):
+            raise self._file.error(f"{self.key(name)} is {value}; must be finite")
+        return value
+
+    def whole(self, name: str, default: int | None = None) -> int:
+        value = self.number(name, default)
+        if not isinstance(value, int) or value < 1:
+            raise self._file.error(f"{self.key(name)} is {value}; must be a whole number above 0")
+        return value
+
+    @property
+    def head_dim(self) -> int:
+        default = self.whole("embedding_length") // self.whole("attention.head_count")
+        return self.whole("attention.key_length", default)
+
+
+def config_json(file: GgufFile) -> dict[str, Any]:
+    """What config.json would say of the model. Raises CheckpointError."""
+    metadata = Metadata(file)
+    _check(file, metadata)
+    hidden = metadata.whole("embedding_length")
+    embeddings = file.tensors.get(_EMBEDDINGS)
+    if embeddings is None or len(embeddings.shape) != 2 or embeddings.shape[1] != hidden:
+        found = "is missing" if embeddings is None else f"has shape {embeddings.shape}"
+        raise file.error(f"tensor {_EMBEDDINGS} {found}; shape (vocabulary, {hidden}) expected")
+    heads = metadata.whole("attention.head_count")
+    return {
+        "architectures": [_ARCHITECTURES[metadata.architecture]],
+        "model_type": metadata.architecture,
+        "vocab_size": embeddings.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": metadata.whole("feed_forward_length"),
+        "num_hidden_layers": metadata.whole("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": metadata.whole("attention.head_count_kv", heads),
+        "head_dim": metadata.head_dim,
+        "max_position_embeddings": metadata.whole("context_length"),
+        "rms_norm_eps": metadata.number("attention.layer_norm_rms_epsilon"),
+        "attention_bias": _BIAS in file.tensors,
+        "hidden_act": "silu",
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "bos_token_id": file.metadata.get("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
+        "torch_dtype": _dtype(file),
+        **_rope(file, metadata),
+    }
+
+
+def end_token_ids(file: GgufFile) -> tuple[int, ...]:
+    """Ids that end a text: those the metadata names, and control tokens known to."""
+    named = [file.metadata.get(f"tokenizer.ggml.{name}") for name in _END_IDS]
+    kinds = file.metadata.get("tokenizer.ggml.token_type", ())
+    tokens = file.strings("tokenizer.ggml.tokens")
+    known = [
+        index
+        for index, (token, kind) in enumerate(zip(tokens, kinds, strict=False))
+        if kind == TokenType.CONTROL and token in _END_TEXTS
+    ]
+    return tuple(dict.fromkeys([i for i in named if i is not None] + known))
+
+
+def _check(file: GgufFile, metadata: Metadata) -> None:
+    for name in _REFUSED:
+        if metadata.get(name):
+            raise file.error(
+                f"{metadata.key(name)} is {metadata.get(name)!r}, which is not computed"
+            )
+    layers = metadata.whole("block_count")
+    if layers > len(file.tensors):
+        raise file.error(f"{metadata.key('block_count')} is {layers}; the file has fewer tensors")
+    rotated = metadata.whole("rope.dimension_count", metadata.head_dim)
+    values = metadata.whole("attention.value_length", metadata.head_dim)
+    if {rotated, values} != {metadata.head_dim}:
+        raise file.error(
+            f"heads of {metadata.head_dim} have {rotated} rotated dimensions and values of "
+            f"{values}; allowed: all alike"
+        )
+
+
+def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """Base and scaling, in the spelling that every transformers reads."""
+    theta = metadata.number("rope.freq_base", 10_000.0)
+    kind = metadata.get("rope.scaling.type", "none")
+    factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
+    if kind == "none" and metadata.has("rope.scale_linear"):
+        kind = "linear"
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return {"rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise file.error(
+            f"{metadata.key('rope.scaling.type')} is {kind!r}; allowed: none, linear, yarn"
+        )
+    scaling: dict[str, Any] = {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        original = metadata.whole("rope.scaling.original_context_length")
+        scaling["original_max_position_embeddings"] = original
+        if metadata.has("rope.scaling.attn_factor"):
+            # Here it comes on top of what the factor asks for, there in its place.
+            usual = 0.1 * math.log(factor) + 1.0
+            scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor") * usual
+    return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _dtype(file: GgufFile) -> str:
+    """The type that holds all values: the matrices' if they are all of one, else float32."""
+    kinds = {entry.kind for entry in file.tensors.values() if len(entry.shape) > 1}
+    dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
+    biases = [entry for entry in file.tensors.values() if entry.name.endswith(".bias")]
+    if not all(_holds(dtype, file, entry) for entry in biases):
+        dtype = torch.float32
+    return str(dtype).removeprefix("torch.")
+
+
+def _holds(dtype: torch.dtype, file: GgufFile, entry: TensorEntry) -> bool:
+    values = torch.empty(entry.shape)
+    file.read(entry, values)
+    return torch.equal(values, values.to(dtype).float())

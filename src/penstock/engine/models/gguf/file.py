@@ -1,0 +1,240 @@
+"""A GGUF file's metadata and table of tensors; the tensors stay in the mapped file.
+
+By hand, because the `gguf` package makes an array of every string of the vocabulary, which takes
+seconds, and believes what a file says of its own sizes. Its tables of types are used.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from gguf.constants import (
+    GGML_QUANT_SIZES,
+    GGUF_DEFAULT_ALIGNMENT,
+    GGMLQuantizationType,
+    GGUFValueType,
+)
+
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.quantized import dequantize_into
+
+_VERSIONS = (2, 3)
+_MAX_DIMENSIONS = 4
+_FORMATS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+_LENGTH = struct.Struct("<Q")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """Where a tensor lies. kind: ggml's name of its type; shape: rows first; start: in the file."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class GgufFile:
+    """A mapped file. metadata: values by key; an array of strings is read by `strings` only.
+
+    Raises CheckpointError for a file that cannot be read, is none, or is cut off.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            with path.open("rb") as file:
+                # A private copy of what would be written, which nobody does: tensors of PyTorch
+                # cannot be read-only.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read ({error.strerror})") from error
+        except ValueError as error:
+            raise CheckpointError(f"{path}: is empty; a GGUF file is expected") from error
+        self.metadata: dict[str, Any] = {}
+        self._strings: dict[str, tuple[int, int]] = {}
+        cursor = _Cursor(self._map, path)
+        num_tensors, num_keys = cursor.begin()
+        for _ in range(num_keys):
+            self._read_value(cursor)
+        self.tensors = self._read_table(cursor, num_tensors)
+
+    def strings(self, key: str) -> list[str]:
+        """An array of strings; empty where there is none."""
+        start, count = self._strings.get(key, (0, 0))
+        found = []
+        for _ in range(count):
+            (length,) = _LENGTH.unpack_from(self._map, start)
+            found.append(self._map[start + 8 : start + 8 + length].decode(errors="replace"))
+            start += 8 + length
+        return found
+
+    def data(self, entry: TensorEntry) -> torch.Tensor:
+        """A tensor's bytes as they lie in the file: [rows, bytes of a row] uint8, mapped."""
+        raw = torch.frombuffer(
+            self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start
+        )
+        return raw.view(math.prod(entry.shape[:-1]), -1)
+
+    def read(self, entry: TensorEntry, out: torch.Tensor) -> None:
+        """Fill `out`, of the tensor's shape and any float type, with its values."""
+        data = self.data(entry)
+        try:
+            dequantize_into(entry.kind, data, out.view(len(data), -1))
+        except NotImplementedError:
+            raise self.error(f"tensor {entry.name} is {entry.kind}, which is not read") from None
+
+    def error(self, message: str) -> CheckpointError:
+        return CheckpointError(f"{self.path}: {message}")
+
+    def _read_value(self, cursor: _Cursor) -> None:
+        cursor.what = "metadata"
+        key = cursor.string()
+        cursor.what = f"metadata key {key}"
+        if key in self.metadata or key in self._strings:
+            raise self.error(f"metadata key {key} is there twice")
+        kind = cursor.value_type()
+        if kind == GGUFValueType.STRING:
+            self.metadata[key] = cursor.string()
+        elif kind != GGUFValueType.ARRAY:
+            (self.metadata[key],) = cursor.numbers(_FORMATS[kind], 1)
+        else:
+            element, count = cursor.value_type(), cursor.length()
+            if element == GGUFValueType.STRING:
+                self._strings[key] = (cursor.at, count)
+                cursor.skip_strings(count)
+            elif element == GGUFValueType.ARRAY:
+                raise self.error(f"metadata key {key} is an array of arrays, which is not read")
+            else:
+                self.metadata[key] = cursor.numbers(_FORMATS[element], count)
+
+    def _read_table(self, cursor: _Cursor, count: int) -> dict[str, TensorEntry]:
+        found: list[TensorEntry] = []
+        for _ in range(count):
+            cursor.what = "the table of tensors"
+            name = cursor.string()
+            cursor.what = f"tensor {name}"
+            (dimensions,) = cursor.numbers("I", 1)
+            if not 1 <= dimensions <= _MAX_DIMENSIONS:
+                raise self.error(
+                    f"tensor {name} has {dimensions} dimensions; allowed: 1 to {_MAX_DIMENSIONS}"
+                )
+            shape = cursor.numbers("Q", dimensions)[::-1]
+            (kind,) = cursor.numbers("I", 1)
+            (start,) = cursor.numbers("Q", 1)
+            found.append(self._entry(name, kind, shape, start))
+        alignment = self.metadata.get("general.alignment", GGUF_DEFAULT_ALIGNMENT)
+        if not isinstance(alignment, int) or alignment < 1 or alignment & (alignment - 1):
+            raise self.error(f"general.alignment is {alignment!r}; must be a power of two")
+        begin = -(-cursor.at // alignment) * alignment
+        return {entry.name: self._placed(entry, begin) for entry in found}
+
+    def _entry(self, name: str, kind: int, shape: tuple[int, ...], start: int) -> TensorEntry:
+        try:
+            known = GGMLQuantizationType(kind)
+            block, block_bytes = GGML_QUANT_SIZES[known]
+        except (ValueError, KeyError):
+            raise self.error(f"tensor {name} is of the unknown ggml type {kind}") from None
+        if shape[-1] % block or 0 in shape:
+            raise self.error(
+                f"tensor {name} has shape {shape}; rows of {known.name} are whole blocks of {block}"
+            )
+        return TensorEntry(name, known.name, shape, start, math.prod(shape) // block * block_bytes)
+
+    def _placed(self, entry: TensorEntry, begin: int) -> TensorEntry:
+        """`entry` with its place in the file, whose tensors begin at `begin`."""
+        start = begin + entry.start
+        if start + entry.num_bytes > len(self._map):
+            raise self.error(
+                f"is cut off: tensor {entry.name} ends at byte {start + entry.num_bytes} of "
+                f"{len(self._map)}"
+            )
+        return TensorEntry(entry.name, entry.kind, entry.shape, start, entry.num_bytes)
+
+
+class _Cursor:
+    """Reads on from `at`. what: what is read there, for errors."""
+
+    def __init__(self, data: mmap.mmap, path: Path) -> None:
+        self.at = 0
+        self.what = "the header"
+        self._data = data
+        self._path = path
+
+    def begin(self) -> tuple[int, int]:
+        """The counts of tensors and of metadata keys."""
+        if self._data[:4] != b"GGUF":
+            raise CheckpointError(f"{self._path}: is not a GGUF file: it does not begin with GGUF")
+        self.at = 4
+        (version,) = self.numbers("I", 1)
+        if version not in _VERSIONS:
+            allowed = " or ".join(map(str, _VERSIONS))
+            raise CheckpointError(
+                f"{self._path}: is GGUF version {version}; allowed: {allowed}, little-endian"
+            )
+        return self.length(), self.length()
+
+    def numbers(self, letter: str, count: int) -> tuple[Any, ...]:
+        size = count * struct.calcsize(f"<{letter}")
+        self._require(size)
+        values = struct.unpack_from(f"<{count}{letter}", self._data, self.at)
+        self.at += size
+        return values
+
+    def length(self) -> int:
+        (length,) = self.numbers("Q", 1)
+        return int(length)
+
+    def value_type(self) -> GGUFValueType:
+        (number,) = self.numbers("I", 1)
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise CheckpointError(
+                f"{self._path}: {self.what} is of the unknown type {number}"
+            ) from None
+
+    def string(self) -> str:
+        length = self.length()
+        self._require(length)
+        text = self._data[self.at : self.at + length]
+        self.at += length
+        try:
+            return text.decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(f"{self._path}: {self.what} is not UTF-8") from error
+
+    def skip_strings(self, count: int) -> None:
+        data, at, end = self._data, self.at, len(self._data)
+        self._require(8 * count)
+        for _ in range(count):
+            if at + 8 > end:
+                break
+            at += 8 + _LENGTH.unpack_from(data, at)[0]
+        self._require(at - self.at)
+        self.at = at
+
+    def _require(self, size: int) -> None:
+        if self.at + size > len(self._data):
+            raise CheckpointError(
+                f"{self._path}: is cut off in {self.what}, at byte {len(self._data)}"
+            )

@@ -1,0 +1,195 @@
+"""The tokenizer that a GGUF file describes, as the model's publisher would have written it.
+
+The file has tokens, merges or scores, and a name for how text is cut before merging; the cut itself
+and the normalisation are those of the tokenizer that goes by that name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from gguf import TokenType
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from transformers import PreTrainedTokenizerFast
+
+from penstock.engine.models.checkpoint import CheckpointError, one_line
+from penstock.engine.models.gguf.file import GgufFile
+
+_PREFIX = "tokenizer.ggml."
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
+_LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """How a byte-level tokenizer cuts text: by `pattern`, digits before it one by one if so."""
+
+    pattern: str = _GPT2
+    single_digits: bool = False
+    nfc: bool = False
+    ignore_merges: bool = False
+    adds_bos: bool = False
+
+
+_CUTS = {
+    "default": _Cut(),
+    "gpt-2": _Cut(),
+    "smollm": _Cut(single_digits=True),
+    "starcoder": _Cut(single_digits=True),
+    "refact": _Cut(single_digits=True),
+    "qwen2": _Cut(_QWEN2, nfc=True),
+    "deepseek-r1-qwen": _Cut(_QWEN2),
+    "llama-bpe": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
+    "llama3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
+    "llama-v3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
+}
+"""By tokenizer.ggml.pre."""
+
+
+def fast_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
+    """Raises CheckpointError for a kind of tokenizer that is not known here."""
+    tokens = file.strings(f"{_PREFIX}tokens")
+    if not tokens:
+        raise file.error("has no tokenizer.ggml.tokens")
+    kind = str(file.metadata.get(f"{_PREFIX}model"))
+    build = {"gpt2": _byte_level, "llama": _sentencepiece}.get(kind)
+    if build is None:
+        raise file.error(f"{_PREFIX}model is {kind!r}; allowed: gpt2, llama")
+    kinds = file.metadata.get(f"{_PREFIX}token_type") or [TokenType.NORMAL] * len(tokens)
+    if len(kinds) != len(tokens):
+        raise file.error(f"{_PREFIX}token_type has {len(kinds)} entries for {len(tokens)} tokens")
+    # What is unused pads the matrices; a text that spells it is a text like any other.
+    used = {t: i for i, t in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
+    try:
+        tokenizer = build(file, used)
+        _add_tokens(tokenizer, tokens, kinds)
+        special = _special_tokens(file, tokens)
+        _add_bos(file, tokenizer, special)
+        return PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer,
+            chat_template=file.metadata.get("tokenizer.chat_template"),
+            clean_up_tokenization_spaces=False,
+            **special,
+        )
+    except CheckpointError:
+        raise
+    except Exception as error:
+        raise file.error(f"its tokenizer cannot be used ({one_line(error)})") from error
+
+
+def _byte_level(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
+    name = file.metadata.get(f"{_PREFIX}pre", "default")
+    cut = _CUTS.get(name)
+    if cut is None:
+        raise file.error(f"{_PREFIX}pre is {name!r}; allowed: {', '.join(_CUTS)}")
+    merges = [_pair(file, merge) for merge in file.strings(f"{_PREFIX}merges")]
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=cut.ignore_merges))
+    if cut.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    parts: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if cut.single_digits else []
+    if cut.pattern == _GPT2:
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False))
+    else:
+        parts.append(pre_tokenizers.Split(Regex(cut.pattern), "isolated"))
+        parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
+    tokenizer.pre_tokenizer = parts[0] if len(parts) == 1 else pre_tokenizers.Sequence(parts)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _pair(file: GgufFile, merge: str) -> tuple[str, str]:
+    left, _, right = merge.partition(" ")
+    if not left or not right or " " in right:
+        raise file.error(f"{_PREFIX}merges holds {merge!r}; two tokens are expected")
+    return left, right
+
+
+def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
+    scores = file.metadata.get(f"{_PREFIX}scores", ())
+    if len(scores) <= max(vocab.values()):
+        raise file.error(f"{_PREFIX}scores has {len(scores)} entries; one a token is expected")
+    unknown = file.strings(f"{_PREFIX}tokens")[_token_id(file, "unknown_token_id", len(scores), 0)]
+    tokenizer = Tokenizer(
+        models.BPE(
+            vocab,
+            _merges_by_score(vocab, scores),
+            unk_token=unknown,
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    spaces: list[Any] = [normalizers.Replace(" ", "▁")]
+    text: list[Any] = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    if file.metadata.get(f"{_PREFIX}add_space_prefix", True):
+        spaces.insert(0, normalizers.Prepend("▁"))
+        text.append(decoders.Strip(" ", 1, 0))
+    tokenizer.normalizer = normalizers.Sequence(spaces)
+    tokenizer.decoder = decoders.Sequence(text)
+    return tokenizer
+
+
+def _merges_by_score(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
+    """Every way to make a token of two others, the token of the highest score first."""
+    found = []
+    for token, index in vocab.items():
+        for middle in range(1, len(token)):
+            left, right = token[:middle], token[middle:]
+            if left in vocab and right in vocab:
+                found.append((-scores[index], vocab[left], vocab[right], left, right))
+    return [(left, right) for *_, left, right in sorted(found)]
+
+
+def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
+    """Tokens that are found in a text before it is cut: special ones, and the user's own."""
+    whole = [TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN]
+    found = [
+        AddedToken(token, normalized=False, special=kind != TokenType.USER_DEFINED)
+        for token, kind in zip(tokens, kinds, strict=True)
+        if kind in whole
+    ]
+    tokenizer.add_tokens(found)
+
+
+def _special_tokens(file: GgufFile, tokens: Sequence[str]) -> dict[str, str]:
+    names = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    ids = {
+        name: _token_id(file, f"{theirs}_token_id", len(tokens)) for name, theirs in names.items()
+    }
+    return {f"{name}_token": tokens[index] for name, index in ids.items() if index is not None}
+
+
+def _token_id(file: GgufFile, name: str, count: int, default: int | None = None) -> Any:
+    index = file.metadata.get(f"{_PREFIX}{name}", default)
+    if index is not None and not (isinstance(index, int) and 0 <= index < count):
+        raise file.error(f"{_PREFIX}{name} is {index!r}; allowed: 0..{count - 1}")
+    return index
+
+
+def _add_bos(file: GgufFile, tokenizer: Tokenizer, special: dict[str, str]) -> None:
+    """Give texts a first and a last token, where the file says so or its kind has them."""
+    is_sentencepiece = file.metadata[f"{_PREFIX}model"] == "llama"
+    usual = is_sentencepiece or _CUTS[file.metadata.get(f"{_PREFIX}pre", "default")].adds_bos
+    before = file.metadata.get(f"{_PREFIX}add_bos_token", usual) and special.get("bos_token")
+    after = file.metadata.get(f"{_PREFIX}add_eos_token", False) and special.get("eos_token")
+    used = [token for token in (before, after) if token]
+    if used:
+        one = [token for token in (before, "$A", after) if token]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=one,
+            special_tokens=[(token, tokenizer.token_to_id(token)) for token in used],
+        )

@@ -1,0 +1,190 @@
+"""GGUF files: the same logits as transformers has from the same values, and clear refusals."""
+
+from __future__ import annotations
+
+import dataclasses
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from tests.engine.small_gguf import KINDS, QUANTIZED, WIDE, finish, write_gguf
+from tests.engine.small_models import CASES, SHAPE, Case, Paging
+
+from penstock.engine.eager import EagerRunner
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.gguf.file import GgufFile
+from penstock.engine.models.quantized import QuantizedMatrix
+from penstock.engine.models.weights import load_weights
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.runner import ModelRunner
+
+IDS = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], 50).astype(np.int32)
+Damage = Callable[[bytes], bytes]
+
+
+def wide(case: str) -> Case:
+    known = CASES[case]
+    return dataclasses.replace(known, changes=known.changes | WIDE)
+
+
+def logits(runner: ModelRunner) -> torch.Tensor:
+    paging = Paging(runner.num_blocks, runner.block_size)
+    return runner.forward(paging.batch(("a", IDS, 0, len(IDS))))
+
+
+def eager(path: Path, dtype: torch.dtype = torch.float32) -> EagerRunner:
+    return EagerRunner.load(path, dtype, torch.device("cpu"), 16, 16)
+
+
+def refusal(path: Path, *parts: str) -> None:
+    """Loading must fail with one line that names the file and has all `parts`."""
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(path, DecoderConfig.from_pretrained(path))
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (str(path), *parts):
+        assert part in message
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_type_gives_the_values_that_were_stored(kind: str, tmp_path: Path) -> None:
+    saved = write_gguf(tmp_path / "model.gguf", wide("llama"), kind)
+    torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
+
+
+@pytest.mark.parametrize(
+    "case", ["llama-tied", "llama-mha", "llama-bias", "llama-linear", "qwen2", "qwen3"]
+)
+def test_every_architecture(case: str, tmp_path: Path) -> None:
+    saved = write_gguf(tmp_path / "model.gguf", CASES[case])
+    expected = saved.logits(IDS)
+    torch.testing.assert_close(logits(eager(saved.path)), expected, atol=2e-4, rtol=2e-4)
+    native = NativeRunner.load(saved.path, torch.float32, 16, 16, 1)
+    torch.testing.assert_close(logits(native), expected, atol=2e-4, rtol=2e-4)
+
+
+def test_yarn(tmp_path: Path) -> None:
+    saved = write_gguf(tmp_path / "model.gguf", CASES["llama-yarn"])
+    torch.testing.assert_close(logits(eager(saved.path)), saved.logits(IDS), atol=2e-4, rtol=2e-4)
+
+
+def test_rows_of_a_head_in_another_order_would_be_seen(tmp_path: Path) -> None:
+    saved = write_gguf(tmp_path / "model.gguf", CASES["llama"])
+    config = DecoderConfig.from_pretrained(saved.path)
+    weights = load_weights(saved.path, config)
+    qkv = weights["layers.0.qkv"]
+    qkv[: config.head_dim] = qkv[: config.head_dim].roll(1, 0)
+    runner = EagerRunner.of(config, weights, torch.device("cpu"), 16, 16)
+    assert not torch.allclose(logits(runner), saved.logits(IDS), atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> None:
+    """In pieces, in any float type."""
+    saved = write_gguf(tmp_path / "model.gguf", wide("llama"), kind)
+    file = GgufFile(saved.path)
+    entry = file.tensors["blk.0.ffn_down.weight"]
+    matrix = QuantizedMatrix(entry.kind, *entry.shape, file.data(entry))
+    expected = saved.model.state_dict()["model.layers.0.mlp.down_proj.weight"]
+    assert entry.kind == kind
+    assert torch.equal(matrix.dequantize(), expected)
+    rounded = torch.empty(entry.shape, dtype=torch.bfloat16)
+    file.read(entry, rounded)
+    assert torch.equal(rounded, expected.bfloat16())
+
+
+def test_config_fields(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", CASES["qwen3"], "BF16").path
+    config = DecoderConfig.from_pretrained(path)
+    assert (config.num_heads, config.num_kv_heads, config.head_dim) == (6, 2, 16)
+    assert (config.vocab_size, config.max_position_embeddings) == (89, 256)
+    assert (config.variant.qk_norm, config.tie_word_embeddings) == (True, True)
+
+
+@pytest.mark.parametrize(("case", "dtype"), [("llama", torch.bfloat16), ("qwen2", torch.float32)])
+def test_type_of_a_bfloat16_file(case: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    """Biases are float32 values, here random ones, which bfloat16 would round."""
+    path = write_gguf(tmp_path / "model.gguf", CASES[case], "BF16").path
+    assert DecoderConfig.from_pretrained(path).dtype == dtype
+
+
+def test_a_file_that_is_cut_off_anywhere(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", CASES["llama"]).path
+    whole = path.read_bytes()
+    assert len(whole) > 20_000
+    for size in [*range(0, 4000, 7), len(whole) // 2, len(whole) - 1]:
+        path.write_bytes(whole[:size])
+        refusal(path)
+    refusal(path, "cut off", "tensor")
+
+
+@pytest.mark.parametrize(
+    ("damage", "parts"),
+    [
+        (lambda whole: b"GGML" + whole[4:], ("not a GGUF file",)),
+        (lambda whole: whole[:4] + struct.pack("<I", 1) + whole[8:], ("version 1", "2 or 3")),
+        (lambda whole: whole[:4] + struct.pack(">I", 3) + whole[8:], ("little-endian",)),
+        (lambda whole: whole[:8] + struct.pack("<Q", 1 << 60) + whole[16:], ()),
+        (lambda whole: whole[:16] + struct.pack("<Q", 1 << 60) + whole[24:], ()),
+        (lambda whole: whole[:24] + struct.pack("<Q", 1 << 63) + whole[32:], ("cut off",)),
+    ],
+)
+def test_damaged_headers(damage: Damage, parts: tuple[str, ...], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", CASES["llama"]).path
+    path.write_bytes(damage(path.read_bytes()))
+    refusal(path, *parts)
+
+
+@pytest.mark.parametrize(
+    ("changes", "parts"),
+    [
+        ({"block_count": None}, ("llama.block_count is missing",)),
+        ({"block_count": 1 << 31}, ("llama.block_count", "fewer tensors")),
+        ({"block_count": 1}, ("blk.1.", "not part of a plain llama")),
+        ({"block_count": 3}, ("blk.2.attn_norm.weight is missing",)),
+        ({"embedding_length": 64}, ("token_embd.weight", "(89, 48)", "64")),
+        ({"feed_forward_length": 81}, ("blk.0.ffn_gate.weight", "(80, 48)", "(81, 48)")),
+        ({"attention.head_count": "six"}, ("llama.attention.head_count is 'six'",)),
+        ({"attention.head_count": 0}, ("llama.attention.head_count is 0",)),
+        ({"attention.head_count_kv": 4}, ("num_kv_heads 4",)),
+        ({"expert_count": 8}, ("llama.expert_count is 8",)),
+        ({"attention.sliding_window": 64}, ("llama.attention.sliding_window",)),
+        ({"rope.dimension_count": 8}, ("8 rotated dimensions",)),
+        ({"rope.scaling.type": "longrope"}, ("longrope", "linear, yarn")),
+        ({"attention.layer_norm_rms_epsilon": float("nan")}, ("must be finite",)),
+    ],
+)
+def test_metadata_that_does_not_fit(
+    changes: dict[str, object], parts: tuple[str, ...], tmp_path: Path
+) -> None:
+    refusal(write_gguf(tmp_path / "model.gguf", CASES["llama"], **changes).path, *parts)
+
+
+def test_another_architecture(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    finish(gguf.GGUFWriter(path, "mamba"))
+    refusal(path, "general.architecture is 'mamba'", "llama, qwen2, qwen3")
+
+
+@pytest.mark.parametrize(
+    ("kind", "parts"), [(99, ("unknown ggml type 99",)), (24, ("is I8, which is not read",))]
+)
+def test_a_type_that_is_not_read(kind: int, parts: tuple[str, ...], tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "model.gguf", CASES["llama"], "F16").path
+    name = b"blk.1.ffn_up.weight"
+    whole = bytearray(path.read_bytes())
+    at = whole.index(name) + len(name) + 4 + 2 * 8
+    whole[at : at + 4] = struct.pack("<I", kind)
+    path.write_bytes(whole)
+    refusal(path, name.decode(), *parts)
+
+
+def test_files_that_are_not_there(tmp_path: Path) -> None:
+    refusal(tmp_path / "none.gguf", "No such file")
+    (tmp_path / "folder.gguf").mkdir()
+    refusal(tmp_path / "folder.gguf", "Is a directory")

@@ -1,0 +1,235 @@
+"""Tokenizers from GGUF files cut, join and stream texts as those they were written from."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import gguf
+import pytest
+from tests.engine.small_gguf import add_tokenizer, finish
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
+from tokenizers import pre_tokenizers as pre
+from transformers import Qwen2Tokenizer
+
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.tokenizer import load_tokenizer
+
+CORPUS = [
+    "Straße, naïve — 東京 and 😀👩‍🚀!  Two  spaces\n\tand\ttabs. It's THEY'RE we'll don't",
+    "def reverse(items: list[int]) -> list[int]:\n    return items[::-1]  # 1234567 89",
+    "The quick brown fox jumps over the lazy dog. das ist 東 und 京 2024-11-22",
+]
+HARD = [
+    *CORPUS,
+    "",
+    " ",
+    "   lead and trail   ",
+    "\n\n\n  \n\tx\r\n\r\ny",
+    "I'll SHE'LL 'tis ''s",
+    "12345678901 3.14159 ½ ² ٣٤",
+    "e\u0301 \u00e9 \ufb01 \u1e9b\u0323",
+    "한국어 हिन्दी العربية עברית ไทย",
+    "👩‍👩‍👧‍👦🇩🇪 ​ \x00 \x7f",
+    "<|im_start|>user\nhi<|im_end|> <|im_start|><tool_call>x</tool_call> <tool_ call>",
+    "[PAD3] a[PAD3]b",
+    "/* ++i */ a_b==c&&!d || (e->f)::g;",
+]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+OWN = ["<tool_call>", "</tool_call>"]
+
+LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def trained(cut: Any, normalizer: Any = None) -> Tokenizer:
+    """Its merges go across words and digits, so that every cut matters."""
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=500,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(CORPUS, trainer)
+    backend.pre_tokenizer, backend.normalizer = cut, normalizer
+    backend.add_tokens([AddedToken(token, normalized=False) for token in OWN])
+    return backend
+
+
+def split(pattern: str) -> Any:
+    cut = pre.Split(Regex(pattern), "isolated")
+    return pre.Sequence([cut, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
+
+
+def qwen2() -> Tokenizer:
+    """As transformers builds it, with its own cut and normalisation."""
+    plain = Qwen2Tokenizer().backend_tokenizer
+    return trained(plain.pre_tokenizer, plain.normalizer)
+
+
+ORIGINALS = {
+    "gpt-2": lambda: trained(pre.ByteLevel(add_prefix_space=False)),
+    "smollm": lambda: trained(
+        pre.Sequence([pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)])
+    ),
+    "qwen2": qwen2,
+    "llama-bpe": lambda: trained(split(LLAMA3)),
+}
+
+
+def write(path: Path, original: Tokenizer, pre_name: str, **values: Any) -> Path:
+    writer = gguf.GGUFWriter(path / "model.gguf", "llama")
+    add_tokenizer(writer, original, pre_name)
+    for key, value in values.items():
+        add = writer.add_bool if isinstance(value, bool) else writer.add_string
+        add(f"tokenizer.{key.replace('__', '.')}", value)
+    finish(writer)
+    return path / "model.gguf"
+
+
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_ids_and_texts_are_the_originals(name: str, tmp_path: Path) -> None:
+    original = ORIGINALS[name]()
+    tokenizer = load_tokenizer(write(tmp_path, original, name, ggml__add_bos_token=False))
+    for text in HARD:
+        ids = original.encode(text, add_special_tokens=False).ids
+        assert tokenizer.encode(text) == ids
+        assert tokenizer.decode(ids) == original.decode(ids)
+        stream = tokenizer.detokenizer()
+        streamed = "".join([*map(stream.add, ids), stream.finish()])
+        assert streamed == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(("name", "other"), [*pairwise(ORIGINALS), ("llama-bpe", "qwen2")])
+def test_another_cut_would_be_seen(name: str, other: str, tmp_path: Path) -> None:
+    original = ORIGINALS[name]()
+    tokenizer = load_tokenizer(write(tmp_path, original, other))
+    assert any(tokenizer.encode(text) != original.encode(text).ids for text in HARD)
+
+
+def test_special_tokens_and_the_users_own(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(write(tmp_path, ORIGINALS["qwen2"](), "qwen2"))
+    ids = tokenizer.encode("<|im_start|>a<tool_call>")
+    assert [tokenizer.is_special(i) for i in ids] == [True, False, False]
+    assert tokenizer.decode(ids) == "a<tool_call>"
+
+
+def test_padding_of_the_vocabulary_is_no_token(tmp_path: Path) -> None:
+    original = ORIGINALS["gpt-2"]()
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    size = original.get_vocab_size()
+    add_tokenizer(writer, original)
+    kinds = writer.kv_data[0]["tokenizer.ggml.token_type"].value
+    for index in range(3, 6):
+        writer.kv_data[0]["tokenizer.ggml.tokens"].value.append(f"[PAD{index}]")
+        kinds.append(gguf.TokenType.UNUSED)
+    finish(writer)
+    tokenizer = load_tokenizer(tmp_path / "model.gguf")
+    assert tokenizer.vocab_size == size
+    assert tokenizer.encode("a [PAD3]") == original.encode("a [PAD3]").ids
+    assert tokenizer.token_bytes(size, None) == b""
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "expected"),
+    [("gpt-2", {}, 0), ("llama-bpe", {}, 1), ("gpt-2", {"ggml__add_bos_token": True}, 1)],
+)
+def test_a_first_token(name: str, said: dict[str, bool], expected: int, tmp_path: Path) -> None:
+    original = ORIGINALS[name]()
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    add_tokenizer(writer, original, name)
+    writer.add_bos_token_id(0)
+    for value in said.values():
+        writer.add_add_bos_token(value)
+    finish(writer)
+    ids = load_tokenizer(path).encode("abc")
+    assert ids == [*[0] * expected, *original.encode("abc").ids]
+    assert load_tokenizer(path).encode("abc", add_special_tokens=False) == ids[expected:]
+
+
+def test_chat_template(tmp_path: Path) -> None:
+    template = "{% for m in messages %}<|im_start|>{{ m.content }}{{ eos_token }}{% endfor %}"
+    path = write(tmp_path, ORIGINALS["qwen2"](), "qwen2", chat_template=template)
+    tokenizer = load_tokenizer(path)
+    assert tokenizer.chat_text([{"role": "user", "content": "a"}]) == "<|im_start|>a<|im_end|>"
+
+
+def sentencepiece() -> Tokenizer:
+    """As Llama 2 has it: merges, bytes for what is unknown, a space before the first word."""
+    backend = Tokenizer(models.BPE(unk_token="<unk>", fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    special = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    trainer = trainers.BpeTrainer(vocab_size=420, special_tokens=special, show_progress=False)
+    # No token goes across words, as in the real ones.
+    backend.pre_tokenizer = pre.Split("▁", "merged_with_next")
+    backend.train_from_iterator(CORPUS[:1] + CORPUS[2:], trainer)
+    backend.pre_tokenizer = None
+    return backend
+
+
+def test_sentencepiece_by_scores(tmp_path: Path) -> None:
+    original = sentencepiece()
+    vocab = sorted(original.get_vocab().items(), key=lambda item: item[1])
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tokenizer_model("llama")
+    writer.add_token_list([token for token, _ in vocab])
+    writer.add_token_scores([-float(index) for _, index in vocab])
+    kinds = [gguf.TokenType.UNKNOWN, *[gguf.TokenType.CONTROL] * 2, *[gguf.TokenType.BYTE] * 256]
+    kinds += [gguf.TokenType.NORMAL] * (len(vocab) - len(kinds))
+    writer.add_token_types(kinds)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    finish(writer)
+    tokenizer = load_tokenizer(path)
+    # Those of the original's training are no longer found in texts.
+    for text in ["The quick fox", " and  東京 naïve", "Zürich 😀\n\t~", "spaces\x00Straße", ""]:
+        ids = tokenizer.encode(text)
+        assert ids == [1, *original.encode(text).ids]
+        stream = tokenizer.detokenizer()
+        assert "".join([*map(stream.add, ids), stream.finish()]) == text == tokenizer.decode(ids)
+
+
+@pytest.mark.parametrize(
+    ("values", "parts"),
+    [
+        ({"ggml__pre": "klingon"}, ("tokenizer.ggml.pre is 'klingon'", "qwen2")),
+        ({"ggml__model": "bert"}, ("tokenizer.ggml.model is 'bert'", "gpt2, llama")),
+    ],
+)
+def test_unknown_tokenizers(values: dict[str, str], parts: tuple[str, ...], tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "llama")
+    add_tokenizer(writer, ORIGINALS["gpt-2"]())
+    for key, value in values.items():
+        writer.kv_data[0][f"tokenizer.{key.replace('__', '.')}"].value = value
+    finish(writer)
+    with pytest.raises(CheckpointError) as caught:
+        load_tokenizer(path)
+    assert "\n" not in str(caught.value)
+    for part in (str(path), *parts):
+        assert part in str(caught.value)
+
+
+def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    finish(gguf.GGUFWriter(path, "llama"))
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.ggml\.tokens"):
+        load_tokenizer(path)
