@@ -12,7 +12,7 @@ from tests.engine.small_family import VOCAB, write_tokenizer
 from tests.engine.small_models import BEYOND_KERNELS, CASES, write_checkpoint
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
 
-from penstock.config import ConfigError, EngineConfig
+from penstock.config import NGRAM, ConfigError, EngineConfig
 from penstock.engine.backends import resolve_attention, why_not_native
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.models.config import DecoderConfig
@@ -88,7 +88,8 @@ def test_auto_takes_the_kernels_where_they_suffice(tmp_path: Path, name: str, ba
 
 def settings(path: Path, **changes: object) -> EngineConfig:
     write_tokenizer(path)
-    return EngineConfig(target=path, dtype="float32", kv_tokens=4096, num_threads=1, **changes)
+    defaults = {"dtype": "float32", "kv_tokens": 4096, "num_threads": 1}
+    return EngineConfig(target=path, **defaults | changes)
 
 
 @needs_native
@@ -137,3 +138,23 @@ def test_attention_without_windows_is_refused() -> None:
         assert resolve_attention(name, gpu) == name
         with pytest.raises(ConfigError, match=f"attention {name} has no sliding windows"):
             resolve_attention(name, gpu, windowed=True)
+
+
+def test_8_bit_keys_and_values_are_the_eager_decoders(tmp_path: Path) -> None:
+    paths = write_family(tmp_path, "phi3-partial")
+    drafters = {n: str(paths[n]) for n in DRAFTERS[:3]} | {"ngram": NGRAM}
+    small = settings(paths["target"], drafters=drafters, kv_dtype="float8", kv_tokens=32 * 256)
+    engine = load_engine(small, calibrated=False)
+    assert engine.backend == "eager"
+    alone, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "none"))
+    for drafter in DRAFTERS:
+        outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, drafter))
+        assert outputs == alone
+    others, _ = run(make_loop(load(paths, "eager")), make_requests(SAMPLINGS["coupled"], 8, "none"))
+    assert others != alone, "8 bits are not the weights' 32"
+
+
+def test_8_bit_keys_and_values_are_refused_by_the_native_kernels(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, CASES["llama"])
+    with pytest.raises(ConfigError, match=r"backend native cannot be used: it keeps keys and val"):
+        load_engine(settings(tmp_path, backend="native", kv_dtype="float8"), calibrated=False)

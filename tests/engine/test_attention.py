@@ -395,3 +395,35 @@ def test_packed_gathers_no_more_than_the_window() -> None:
     metadata = PackedAttention(scene.cache, HEADS).prepare(scene.batch, 20)
     assert [len(group.kv.slots) for group in metadata.folded] == [20, 23]
     assert metadata.folded[0].mask is None
+
+
+@pytest.mark.parametrize("read_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_float8_is_read_with_its_scales(
+    lengths: list[tuple[int, int]], read_dtype: torch.dtype
+) -> None:
+    scene = make_scene(lengths)
+    q, scales = scene.q.to(read_dtype), torch.tensor([0.5, 3.0])
+    eighth = PagedKVCache(
+        small_config(), NUM_BLOCKS, BLOCK_SIZE, torch.float8_e4m3fn, CPU, read_dtype
+    )
+    eighth.scales[1] = scales
+    eighth.layers[1].copy_(scene.cache.layers[1])
+    scene.cache.layers[1] = eighth.layers[1].float() * scales.view(2, 1, 1, 1, 1)
+    expected = dataclasses.replace(scene, q=q.float()).attend("reference")
+    small = dataclasses.replace(scene, cache=eighth, q=q)
+    for name in USABLE:
+        found = small.attend(name)
+        assert found.dtype == read_dtype
+        atol = 1e-5 if read_dtype == torch.float32 else 0.05
+        torch.testing.assert_close(found.float(), expected, rtol=0, atol=atol)
+
+
+def test_packed_attends_to_some_heads_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = make_scene(BATCHES["verify"])
+    cache = PagedKVCache(small_config(), NUM_BLOCKS, BLOCK_SIZE, torch.float8_e4m3fn, CPU)
+    cache.layers[1].copy_(whole.cache.layers[1])
+    small = dataclasses.replace(whole, cache=cache)
+    together = small.attend("packed")
+    monkeypatch.setattr("penstock.engine.attention.packed._MAX_GATHERED_BYTES", 1)
+    torch.testing.assert_close(small.attend("packed"), together, rtol=0, atol=1e-6)

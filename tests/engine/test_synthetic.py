@@ -213,7 +213,10 @@ def test_a_real_model_is_not_marked(folder: Path) -> None:
     [
         ({"attention": "flash"}, "attention is 'flash'; allowed: auto, decomposed"),
         ({"attention": "flashinfer"}, "attention flashinfer cannot be used"),
-        ({"kv_dtype": "float8"}, "kv_dtype float8 needs attention triton_paged"),
+        (
+            {"kv_dtype": "float8"},
+            "kv_dtype float8 is not read by attention packed of backend graphs",
+        ),
     ],
 )
 def test_what_cannot_be_had_is_said(folder: Path, settings: dict[str, str], message: str) -> None:

@@ -86,8 +86,13 @@ def resolve_placement(config: EngineConfig) -> Placement:
         # The kernels have threads of their own; PyTorch's would spin on the same cores.
         torch.set_num_threads(1)
     kv_dtype = torch.float8_e4m3fn if config.kv_dtype == "float8" else dtype
-    if kv_dtype != dtype and resolve_attention(config.attention, device) != "triton_paged":
-        raise ConfigError("kv_dtype float8 needs attention triton_paged; allowed otherwise: auto")
+    if kv_dtype != dtype:
+        attention = resolve_attention(config.attention, device)
+        if attention == "flashinfer" or (backend == "graphs" and attention != "triton_paged"):
+            raise ConfigError(
+                f"kv_dtype float8 is not read by attention {attention} of backend {backend}; "
+                "allowed: attention triton_paged, or backend eager with another"
+            )
     return Placement(device, dtype, kv_dtype, backend, num_threads)
 
 
@@ -182,6 +187,8 @@ def _backend(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> 
         why_not = f"it runs on the CPU, not on {device}"
     elif dtype not in DTYPES:
         why_not = f"it computes float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
+    elif config.kv_dtype != "auto":
+        why_not = f"it keeps keys and values as it computes, not as {config.kv_dtype}"
     else:
         why_not = why_not_native()
     if config.backend == "native" and why_not is not None:
@@ -309,10 +316,6 @@ class Models:
             weights = load_weights(path, shape, place.dtype)
         windowed = shape.variant.window is not None
         attention = resolve_attention(self.config.attention, place.device, windowed=windowed)
-        if windowed and place.kv_dtype == torch.float8_e4m3fn:
-            raise ConfigError(
-                "kv_dtype float8 has no sliding windows; allowed for this model: auto"
-            )
         try:
             return EagerRunner.of(
                 shape,

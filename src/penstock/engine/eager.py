@@ -70,7 +70,7 @@ class EagerRunner(ModelRunner):
         """weights: as `load_weights` returns them; emptied. It computes in their type.
         kv_dtype: of the cache, if another."""
         dtype = weights["embed_tokens"].dtype
-        cache = PagedKVCache(config, num_blocks, block_size, kv_dtype or dtype, device)
+        cache = PagedKVCache(config, num_blocks, block_size, kv_dtype or dtype, device, dtype)
         backend = attention(cache, config.num_heads)
         max_positions = min(config.max_position_embeddings, num_blocks * block_size)
         decoder = Decoder(config, weights, max_positions, device)

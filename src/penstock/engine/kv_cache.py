@@ -23,7 +23,8 @@ class PagedKVCache:
     Slots that were never written hold zeros.
 
     In float8 (e4m3) what is stored is the number over the layer's scale: `scales` [num_layers, 2]
-    float32, of keys and of values; 1 everywhere until someone knows better.
+    float32, of keys and of values; 1 everywhere until someone knows better. What gathers keys and
+    values reads them as `read_dtype`, which otherwise is `dtype`.
     """
 
     def __init__(
@@ -33,6 +34,7 @@ class PagedKVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        read_dtype: torch.dtype = torch.float32,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(
@@ -44,6 +46,8 @@ class PagedKVCache:
         self.num_kv_heads = config.num_kv_heads
         self.head_dim = config.head_dim
         self.dtype = dtype
+        self.is_float8 = dtype == torch.float8_e4m3fn
+        self.read_dtype = read_dtype if self.is_float8 else dtype
         self.device = device
         self.layers = [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)
@@ -61,7 +65,7 @@ class PagedKVCache:
         keys_values: [num_tokens, 2 * num_kv_heads, head_dim], key heads before value heads
         """
         rows = keys_values.transpose(0, 1)
-        if self.dtype == torch.float8_e4m3fn:
+        if self.is_float8:
             scale = self.scales[layer].repeat_interleave(self.num_kv_heads)[:, None, None]
             rows = (rows / scale).clamp(-LARGEST_E4M3, LARGEST_E4M3).to(self.dtype)
             # Bytes, because few operations know the type itself.
