@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +49,15 @@ def encode(values: np.ndarray, kind: str) -> np.ndarray:
 
 
 def write_gguf(
-    file: Path, case: Case, kind: str = "F32", tokenizer: Tokenizer | None = None, **changes: Any
+    file: Path,
+    case: Case,
+    kind: str | Callable[[str], str] = "F32",
+    tokenizer: Tokenizer | None = None,
+    **changes: Any,
 ) -> Checkpoint:
-    """A random model, its matrices of type `kind`; the model that comes back has what was stored.
+    """A random model; the one that comes back has what was stored.
 
+    kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
     changes: metadata keys and their values, None for one that is left out
     """
     torch.manual_seed(0)
@@ -119,11 +125,12 @@ def _metadata(config: Any) -> dict[str, Any]:
     }
 
 
-def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> None:
+def _add_tensors(
+    writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str | Callable[[str], str]
+) -> None:
     config: Any = model.config
     architecture = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    stored = gguf.GGMLQuantizationType[kind]
     for name, parameter in model.named_parameters():
         theirs = names.get_name(name, (".weight", ".bias"))
         if parameter.dim() == 1:
@@ -133,7 +140,9 @@ def _add_tensors(writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str) -> 
             writer.add_tensor(theirs, _interleaved(config, name, values))
             continue
         parameter.normal_(std=parameter.shape[1] ** -0.5)
-        encoded = encode(parameter.numpy(), kind)
+        own = kind if isinstance(kind, str) else kind(name)
+        stored = gguf.GGMLQuantizationType[own]
+        encoded = encode(parameter.numpy(), own)
         parameter.copy_(torch.from_numpy(gguf.dequantize(encoded, stored)))
         writer.add_tensor(theirs, _interleaved(config, name, encoded), raw_dtype=stored)
 

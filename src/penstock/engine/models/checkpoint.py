@@ -10,6 +10,8 @@ from typing import Any, Protocol
 
 import torch
 
+from penstock.engine.models.quantized import QuantizedMatrix
+
 GGUF_SUFFIX = ".gguf"
 
 
@@ -46,6 +48,10 @@ class Tensors(Protocol):
 
         Raises CheckpointError where it is missing, misshapen or of a type that is not read.
         """
+        ...
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
+        """A matrix as the file has it; None for one of floats. Raises: as `read`."""
         ...
 
 

@@ -20,6 +20,7 @@ from penstock.engine.models.checkpoint import (
     one_line,
 )
 from penstock.engine.models.config import DTYPES, token_ids
+from penstock.engine.models.quantized import QuantizedMatrix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -87,6 +88,9 @@ class _Safetensors:
             allowed = ", ".join(map(str, DTYPES))
             raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}; allowed: {allowed}")
         out.copy_(tensor)
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
+        return None
 
     def _locate(self) -> dict[str, Path]:
         single, index = self._path / SINGLE_FILE, self._path / INDEX_FILE

@@ -32,6 +32,12 @@ class QuantizedMatrix:
         return out
 
 
+Stored = torch.Tensor | QuantizedMatrix
+
+Weight = Stored | tuple[Stored, ...]
+"""Of a tuple's matrices the rows follow each other: query, key and value, or gate and up."""
+
+
 def dequantize_into(kind: str, data: torch.Tensor, out: torch.Tensor) -> None:
     """Fill `out` [rows, columns], of any float type, with the values of `data` [rows, bytes].
 

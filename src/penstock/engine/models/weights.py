@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +12,7 @@ import torch
 from penstock.engine.models.checkpoint import Tensors, open_checkpoint
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.quantized import Stored, Weight
 
 _EMBEDDINGS = "model.embed_tokens.weight"
 _HEAD = "lm_head.weight"
@@ -86,13 +87,32 @@ def load_weights(
     or of a type that is not read.
     """
     with open_checkpoint(path).tensors() as tensors:
-        specs = [*weight_specs(config)]
-        if config.tie_word_embeddings and _has_own_head(tensors, config):
-            specs.append(_head_spec(config))
         return {
             spec.name: _arranged(config, spec, _assemble(tensors, spec, dtype or config.dtype))
-            for spec in specs
+            for spec in _specs_in(tensors, config)
         }
+
+
+def load_stored_weights(
+    path: Path, config: DecoderConfig, dtype: torch.dtype, kinds: Collection[str]
+) -> dict[str, Weight]:
+    """As `load_weights`, but matrices of the block formats `kinds` stay as the file has them.
+
+    They stay in the mapped file, too, but for rows that are put in another order. A tensor that is
+    stacked from several, one of them so quantised, is a tuple. Raises: as `load_weights`.
+    """
+    found: dict[str, Weight] = {}
+    with open_checkpoint(path).tensors() as tensors:
+        for spec in _specs_in(tensors, config):
+            found[spec.name] = _stored(tensors, config, spec, dtype, kinds)
+    return found
+
+
+def _specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:
+    specs = [*weight_specs(config)]
+    if config.tie_word_embeddings and _has_own_head(tensors, config):
+        specs.append(_head_spec(config))
+    return specs
 
 
 def _head_spec(config: DecoderConfig) -> WeightSpec:
@@ -177,6 +197,28 @@ def _assemble(tensors: Tensors, spec: WeightSpec, dtype: torch.dtype) -> torch.T
         tensors.read(name, rows[start : start + shape[0]])
         start += shape[0]
     return out if spec.offset == 0 else out.add_(spec.offset)
+
+
+def _stored(
+    tensors: Tensors,
+    config: DecoderConfig,
+    spec: WeightSpec,
+    dtype: torch.dtype,
+    kinds: Collection[str],
+) -> Weight:
+    plain = len(spec.shape) == 2 and config.rope.partial_rotary_factor == 1
+    parts = [tensors.quantized(*source) for source in spec.sources] if plain else []
+    if not any(part is not None and part.kind in kinds for part in parts):
+        return _arranged(config, spec, _assemble(tensors, spec, dtype))
+    stored: list[Stored] = []
+    for (name, shape), part in zip(spec.sources, parts, strict=True):
+        if part is None or part.kind not in kinds:
+            values = torch.empty(shape, dtype=dtype)
+            tensors.read(name, values)
+            stored.append(values)
+        else:
+            stored.append(part)
+    return tuple(stored) if len(stored) > 1 else stored[0]
 
 
 def _arranged(config: DecoderConfig, spec: WeightSpec, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from penstock.engine.models.checkpoint import Checkpoint, ModelDescription, Tens
 from penstock.engine.models.gguf.config import Metadata, config_json, end_token_ids
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.tokenizer import fast_tokenizer
+from penstock.engine.models.quantized import FLOATS, QuantizedMatrix
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
 
@@ -56,6 +57,17 @@ class _GgufTensors:
         self._file.read(entry, out)
         if self._is_rotated(name):
             out.copy_(out[self._order(name, len(out))])
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
+        entry = self._entry(name, shape)
+        if entry.kind in FLOATS:
+            return None
+        self._read.add(entry.name)
+        data = self._file.data(entry)
+        if self._is_rotated(name):
+            data = data[self._order(name, len(data))]
+        rows, columns = shape
+        return QuantizedMatrix(entry.kind, rows, columns, data)
 
     def check_all_read(self) -> None:
         """Raises CheckpointError: a tensor that nobody asked for would change the model."""
