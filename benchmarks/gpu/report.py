@@ -84,7 +84,10 @@ def main() -> int:
 
 def quickened(setting: GpuSetting) -> GpuSetting:
     return dataclasses.replace(
-        setting, repeats=5, draft_lengths=(3, 4), spin_batches=(1, 8, 64), loop_tokens=24
+        setting,
+        repeats=5,
+        loops=dataclasses.replace(setting.loops, draft_lengths=(3, 4), tokens=24),
+        sweep=dataclasses.replace(setting.sweep, batches=(1, 8, 64)),
     )
 
 
@@ -361,21 +364,21 @@ def loop(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
     """The engine itself, all requests running: tokens a second, and the host between steps."""
     from benchmarks.gpu.loop import LoopSpec, steady_rate, transformers_rate
 
-    for context, bar in zip(setting.loop_contexts, (1.65, 1.5), strict=False):
+    for context, bar in zip(setting.loops.contexts, (1.65, 1.5), strict=False):
         base = LoopSpec(
             setting.target,
-            setting.loop_drafter,
+            setting.loops.drafter,
             setting.device,
             setting.dtype,
             setting.attention,
-            setting.loop_batch,
+            setting.loops.batch,
             context,
-            setting.loop_tokens,
+            setting.loops.tokens,
             ACCEPTANCE,
         )
-        alone, *drafted = steady_rate(base, (0, *setting.draft_lengths), setting.repeats // 3)
+        alone, *drafted = steady_rate(base, (0, *setting.loops.draft_lengths), setting.repeats // 3)
         config = shape(setting.target)
-        lengths = [context + setting.loop_tokens // 2] * setting.loop_batch
+        lengths = [context + setting.loops.tokens // 2] * setting.loops.batch
         floor = step_floor(setting, ceilings, config, [lengths], 1)
         yield alone.step.row(
             "loop",
@@ -388,7 +391,7 @@ def loop(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
         ratio = best.tokens_per_s / alone.tokens_per_s
         yield best.step.plain(
             "loop",
-            f"{setting.loop_drafter}, {best.num_draft_tokens} drafted, context {context}",
+            f"{setting.loops.drafter}, {best.num_draft_tokens} drafted, context {context}",
             f"SYNTHETIC {ACCEPTANCE}; {best.tokens_per_s:.0f} tokens/s, "
             f"accepted + 1 = {best.mean_acceptance_length:.2f}",
         ).with_(ratio=ratio, bar=f"≥ {bar:g}×", passed=ratio >= bar)
@@ -425,11 +428,11 @@ def loop(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
 def spin(setting: GpuSetting, ceilings: Ceilings) -> Iterator[Row]:
     """Figure 12: a verification step by layout. Figure 4: throughput, target-only and drafted."""
     config = shape(setting.target)
-    largest = max(setting.spin_batches)
-    lengths = {n: log_normal_lengths(n, 400, 0.8, n) for n in setting.spin_batches}
+    largest = max(setting.sweep.batches)
+    lengths = {n: log_normal_lengths(n, 400, 0.8, n) for n in setting.sweep.batches}
     need = max(sum(ls) for ls in lengths.values()) + largest * BLOCK_SIZE
     runner = make_runner(config, setting.device, setting.dtype, need, setting.attention)
-    for size in setting.spin_batches:
+    for size in setting.sweep.batches:
         sets = [lengths[size]] * SETS
         times = step_times(setting, runner, sets, setting.window)
         floor = step_floor(setting, ceilings, config, sets, setting.window)
@@ -463,16 +466,16 @@ def figure_4(setting: GpuSetting) -> Iterator[Row]:
     from benchmarks.gpu.loop import LoopSpec, steady_rate
 
     for layout in (setting.attention, "padded", "decomposed"):
-        for size in setting.spin_batches:
+        for size in setting.sweep.batches:
             spec = LoopSpec(
                 setting.target,
-                setting.spin_drafter,
+                setting.sweep.drafter,
                 setting.device,
                 setting.dtype,
                 layout,
                 size,
                 400,
-                setting.loop_tokens,
+                setting.loops.tokens,
                 ACCEPTANCE,
             )
             alone, drafted = steady_rate(spec, (0, 4), 1)

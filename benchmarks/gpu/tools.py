@@ -29,6 +29,26 @@ device's own time."""
 
 
 @dataclass(frozen=True, slots=True)
+class GpuLoops:
+    """Whole loops. tokens: that each request makes in one run; so many in the sweep over batches,
+    too."""
+
+    drafter: str = "qwen3-0.6b"
+    contexts: tuple[int, ...] = (200, 1000)
+    batch: int = 16
+    draft_lengths: tuple[int, ...] = (2, 3, 4, 5, 6)
+    tokens: int = 48
+
+
+@dataclass(frozen=True, slots=True)
+class BatchSweep:
+    """Speculation by batch size, after SPIN."""
+
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
+    drafter: str = "llama-68m"
+
+
+@dataclass(frozen=True, slots=True)
 class GpuSetting:
     """Where and what is measured. The defaults are the issue's; a test takes small ones."""
 
@@ -41,19 +61,14 @@ class GpuSetting:
         ("llama-1.1b", 1.3),
         ("llama-68m", None),
     )
-    loop_drafter: str = "qwen3-0.6b"
     decode_batches: tuple[int, ...] = (1, 16, 64)
     verify_batches: tuple[int, ...] = (16, 64)
     context: int = 1000
     mean: float = 800.0
     window: int = 5
     draft_batch: int = 16
-    loop_contexts: tuple[int, ...] = (200, 1000)
-    loop_batch: int = 16
-    draft_lengths: tuple[int, ...] = (2, 3, 4, 5, 6)
-    spin_batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64)
-    spin_drafter: str = "llama-68m"
-    loop_tokens: int = 48
+    loops: GpuLoops = GpuLoops()
+    sweep: BatchSweep = BatchSweep()
     repeats: int = 15
     small: bool = False
 

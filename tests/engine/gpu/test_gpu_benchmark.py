@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu import host as gpu_host
 from benchmarks.gpu import numerics as gpu_numerics
 from benchmarks.gpu import report as gpu
+from benchmarks.gpu import tools
 
 from penstock.engine.models import random as random_models
 
@@ -25,7 +26,7 @@ TINY = {
     "rope_theta": 1e4,
     "max_position_embeddings": 4096,
 }
-QWEN = {**TINY, "qk_norm": True, "tie_word_embeddings": True}
+QWEN = {**TINY, "variant": {"qk_norm": True}, "tie_word_embeddings": True}
 
 
 SMALL = gpu.GpuSetting(
@@ -34,18 +35,13 @@ SMALL = gpu.GpuSetting(
     attention="packed",
     target="tiny",
     drafters=(("qwen", 1.3), ("tiny", None)),
-    loop_drafter="qwen",
     decode_batches=(1, 3),
     verify_batches=(3,),
     context=60,
     mean=50,
     draft_batch=3,
-    loop_contexts=(40,),
-    loop_batch=3,
-    draft_lengths=(2, 3),
-    spin_batches=(2,),
-    spin_drafter="tiny",
-    loop_tokens=12,
+    loops=tools.GpuLoops("qwen", contexts=(40,), batch=3, draft_lengths=(2, 3), tokens=12),
+    sweep=tools.BatchSweep((2,), "tiny"),
     repeats=3,
     small=True,
 )
