@@ -2,6 +2,7 @@
 
     python -m benchmarks.peers [--quick] [--json]
         [--engines penstock,vllm] [--models random,zoo] [--batches 1,8] [--repeats 5]
+    python -m benchmarks.peers --gguf TARGET.gguf[,DRAFTER.gguf] [--gguf ...]
 
 Same checkpoints, same prompts as token ids, greedy, 64 new tokens, end-of-text ignored, two
 threads, passes in turn. See docs/peers.md.
@@ -13,15 +14,17 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
-from benchmarks.peers.checkpoints import MODELS, load_models
+from benchmarks.peers.checkpoints import MODELS, PeerCheckpoint, gguf_models, load_models
 from benchmarks.peers.engines import ENGINES, PEERS, PeerEngine
 from benchmarks.peers.install import install
 from benchmarks.peers.passes import PeerCell, take_turns
 from benchmarks.peers.report import print_report, runs_of
 from benchmarks.peers.tuning import PeerTuner
-from benchmarks.peers.verdict import judge
+from benchmarks.peers.verdict import BARS, gguf_bars, judge
+from benchmarks.peers.verification import VerificationCost, verification_costs
 from benchmarks.peers.workers_pool import Pool
 
 FOLDER = Path.home() / ".cache" / "penstock" / "peers"
@@ -34,13 +37,23 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="first settings only, two passes")
     parser.add_argument("--json", action="store_true", help="one JSON object on stdout")
     parser.add_argument("--engines", type=_names(tuple(ENGINES)), default=list(ENGINES))
-    parser.add_argument("--models", type=_names(MODELS), default=list(MODELS))
-    parser.add_argument("--batches", type=_names(("1", "8", "32")))
+    parser.add_argument("--models", type=_names(MODELS), help="default: all, with --gguf none")
+    parser.add_argument(
+        "--gguf",
+        type=_gguf_files,
+        action="append",
+        default=[],
+        metavar="TARGET[,DRAFTER]",
+        help="a real model with real prompts, perhaps with a drafter; may be repeated",
+    )
+    parser.add_argument("--batches", type=_names(("1", "4", "8", "32")))
     parser.add_argument("--repeats", type=int, help="counted passes: 5, with --quick 2")
     parser.add_argument("--folder", type=Path, default=FOLDER, help="environments and models")
     args = parser.parse_args(arguments)
     if args.repeats is not None and args.repeats < 1:
         parser.error(f"--repeats must be 1 or more, not {args.repeats}")
+    if args.models is None:
+        args.models = [] if args.gguf else list(MODELS)
     args.repeats = args.repeats or (2 if args.quick else 5)
     args.batches = [
         int(b) for b in args.batches or (("1", "8") if args.quick else ("1", "8", "32"))
@@ -59,12 +72,27 @@ def _names(allowed: Sequence[str]):
     return names
 
 
-def ready_engines(names: Sequence[str], folder: Path) -> tuple[list[PeerEngine], dict[str, str]]:
-    """The engines that can be run, and why the others cannot."""
+def _gguf_files(text: str) -> tuple[Path, Path | None]:
+    files = [Path(part) for part in text.split(",")]
+    for file in files:
+        if file.suffix != ".gguf" or not file.is_file():
+            raise argparse.ArgumentTypeError(f"{file} is not a GGUF file that is there")
+    if len(files) > 2:
+        raise argparse.ArgumentTypeError(f"{text!r} names more than a target and a drafter")
+    return files[0], files[1] if len(files) == 2 else None
+
+
+def ready_engines(
+    names: Sequence[str], folder: Path, models: Sequence[PeerCheckpoint]
+) -> tuple[list[PeerEngine], dict[str, str]]:
+    """The engines that can be run, and why the others cannot; those that read none of the models
+    are not missed."""
     folder.mkdir(parents=True, exist_ok=True)
-    missing = {peer: "left out by --engines" for peer in PEERS if peer not in names}
+    able = [name for name in ENGINES if any(map(ENGINES[name].settings_for, models))]
+    left_out = [peer for peer in PEERS if peer in able and peer not in names]
+    missing = dict.fromkeys(left_out, "left out by --engines")
     engines = []
-    for name in names:
+    for name in (name for name in names if name in able):
         why = install(ENGINES[name], folder)
         if why is None:
             engines.append(ENGINES[name])
@@ -84,12 +112,15 @@ def say(cell: PeerCell) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
-    engines, missing = ready_engines(args.engines, args.folder)
+    models = load_models(args.models, args.folder / "models")
+    models += [model for files in args.gguf for model in gguf_models(*files)]
+    engines, missing = ready_engines(args.engines, args.folder, models)
     pool = Pool(args.folder, max(args.batches))
     tuner = PeerTuner(pool, min(2, args.repeats), args.quick, say)
     cells: list[PeerCell] = []
+    costs: list[VerificationCost] = []
     try:
-        for model in load_models(args.models, args.folder / "models"):
+        for model in models:
             found = [c for e in engines for c in tuner.cells(e, model, args.batches)]
             for batch in args.batches:
                 now = [cell for cell in found if cell.batch == batch]
@@ -97,14 +128,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 pool.keep(later)
                 take_turns(now, args.repeats, pool, say)
             cells += found
+            if model.shape not in (cost.shape for cost in costs):
+                costs += verification_costs(found, pool)
     finally:
         pool.keep([])
     runs = runs_of(cells, tuner.tried, args.repeats)
-    verdict = judge(runs, missing)
+    names = [model.name for model in models if model.is_gguf]
+    bars = [*(BARS if args.models else ()), *gguf_bars(names)]
+    verdict = judge(runs, missing, bars)
     if args.json:
-        print(json.dumps({"runs": runs, "verdict": verdict}))
+        verification = [asdict(cost) for cost in costs]
+        print(json.dumps({"runs": runs, "verification": verification, "verdict": verdict}))
     else:
-        print_report(runs, verdict)
+        print_report(runs, costs, verdict)
     return 0
 
 

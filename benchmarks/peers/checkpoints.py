@@ -1,4 +1,5 @@
-"""The models that are measured: two of random weights, written here, and the bundled family."""
+"""The models that are measured: two of random weights, written here, the bundled family, and GGUF
+files of real models."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from benchmarks.real_prompts import RealPrompt, mixed, real_prompts, token_ids
 from safetensors.torch import save_file
 
 from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, load_prompts, model_path
@@ -16,6 +18,10 @@ PROMPT_TOKENS = 128
 NUM_LAYERS = 8
 DRAFTER_LAYERS = 2
 RIGHT = "first-layers"
+GGUF_DRAFTER = "model"
+
+_CODE_KINDS = ("completion", "edit", "docstring", "translation")
+"""Of real prompts: those whose answers are code or stand in it."""
 
 _CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -52,6 +58,7 @@ class PeerCheckpoint:
 
     shape: models of one shape share the engines' best target-only settings.
     prompts: token ids; every engine gets the same, in the same order.
+    ngram: whether look-up in the request's own text is tried, too.
     """
 
     name: str
@@ -59,6 +66,11 @@ class PeerCheckpoint:
     target: Path
     drafters: dict[str, Path] = field(default_factory=dict)
     prompts: tuple[tuple[int, ...], ...] = ()
+    ngram: bool = False
+
+    @property
+    def is_gguf(self) -> bool:
+        return self.target.suffix == ".gguf"
 
 
 def random_llama(seed: int = 0) -> Weights:
@@ -154,7 +166,24 @@ def _zoo(folder: Path) -> PeerCheckpoint:
         for p in one_of_each
     )
     drafters = {name: model_path(name) for name in _GENERALISTS}
-    return PeerCheckpoint("zoo", "zoo", model_path(DEFAULT_TARGET), drafters, prompts[:32])
+    target = model_path(DEFAULT_TARGET)
+    return PeerCheckpoint("zoo", "zoo", target, drafters, prompts[:32], ngram=True)
+
+
+def gguf_models(target: Path, drafter: Path | None) -> list[PeerCheckpoint]:
+    """A GGUF file with real prompts of all kinds, and the same with those about code."""
+    from penstock.engine.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(target)
+    drafters = {} if drafter is None else {GGUF_DRAFTER: drafter}
+
+    def model(name: str, prompts: list[RealPrompt]) -> PeerCheckpoint:
+        ids = tuple(token_ids(prompt, tokenizer) for prompt in prompts[:32])
+        return PeerCheckpoint(name, target.stem, target, drafters, ids, ngram=True)
+
+    held = mixed(real_prompts(), "held")
+    code = [prompt for prompt in held if prompt.kind in _CODE_KINDS]
+    return [model(f"{target.stem} mixed", held), model(f"{target.stem} code", code)]
 
 
 def _random_prompts(num: int = 32, seed: int = 1) -> tuple[tuple[int, ...], ...]:

@@ -9,8 +9,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.checkpoints import PeerCheckpoint
+
 WORKERS = Path(__file__).parent / "workers"
 NGRAM = "ngram"
+CHAINED = "+ngram"
+"""After a drafter's name: look-up first, and that drafter where it finds nothing."""
 BY_POLICY = -1
 """Draft length left to the engine."""
 
@@ -26,10 +30,13 @@ class PeerEngine:
     installs: arguments of `pip install`, one call each, in this order; empty: this Python's own.
     removes: packages that must go again.
     settings: tried for target-only decoding; the fastest is kept for each batch size.
+    gguf_settings: the same for GGUF files; empty: it reads none.
     draft_tokens: draft lengths that are tried.
     fixed_draft_tokens: the draft length is chosen when the models are loaded.
     draft_batches: batch sizes at which it can speculate; None: all.
     ngram: whether it can draft by look-up in the request's own text.
+    chained: whether it can ask a draft model where look-up finds nothing.
+    verifies: whether it can time a step of so many rows of one request.
     build: environment variables of the installation.
     """
 
@@ -41,6 +48,9 @@ class PeerEngine:
     fixed_draft_tokens: bool = False
     draft_batches: tuple[int, ...] | None = None
     ngram: bool = True
+    chained: bool = False
+    verifies: bool = False
+    gguf_settings: tuple[Settings, ...] = ()
     build: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -50,6 +60,19 @@ class PeerEngine:
     def python(self, venvs: Path) -> Path:
         """The Python that runs this engine's worker."""
         return venvs / self.name / "bin" / "python" if self.installs else Path(sys.executable)
+
+    def settings_for(self, model: PeerCheckpoint) -> tuple[Settings, ...]:
+        """What is tried on this model; empty where it cannot be read."""
+        return self.gguf_settings if model.is_gguf else self.settings
+
+    def drafters_for(self, model: PeerCheckpoint) -> list[str]:
+        """Names of what can draft for this model."""
+        names = list(model.drafters)
+        if model.ngram and self.ngram:
+            names.append(NGRAM)
+        if model.ngram and self.chained:
+            names += [f"{name}{CHAINED}" for name in model.drafters]
+        return names
 
     def can_draft(self, batch: int) -> bool:
         return self.draft_batches is None or batch in self.draft_batches
@@ -84,6 +107,7 @@ TORCH = ("torch==2.13.0",)
 GGUF = "gguf==0.19.0"
 
 _LLAMACPP = {"weights": "f16", "ubatch": 512, "unified": False, "flash": True}
+_LLAMACPP_GGUF = {"repack": True, "ubatch": 512, "unified": False, "flash": True}
 _OPENVINO = {"precision": "f32", "kv": "f16", "batched_tokens": 8192, "split_fuse": False}
 
 ENGINES = {
@@ -92,8 +116,10 @@ ENGINES = {
         PeerEngine(
             "penstock",
             settings=({"dtype": "auto"}, {"dtype": "bfloat16"}),
+            gguf_settings=({"dtype": "auto"}, {"dtype": "bfloat16"}),
             draft_tokens=(*DRAFT_TOKENS, BY_POLICY),
             fixed_draft_tokens=True,
+            verifies=True,
         ),
         PeerEngine(
             "transformers",
@@ -128,7 +154,14 @@ ENGINES = {
             ),
             installs=(("--no-binary", "llama-cpp-python", "llama-cpp-python==0.3.36", GGUF),),
             build={"CMAKE_ARGS": "-DGGML_NATIVE=ON"},
-            ngram=False,
+            gguf_settings=(
+                _LLAMACPP_GGUF,
+                _LLAMACPP_GGUF | {"repack": False},
+                _LLAMACPP_GGUF | {"flash": False},
+                _LLAMACPP_GGUF | {"unified": True},
+            ),
+            chained=True,
+            verifies=True,
         ),
         PeerEngine(
             "openvino",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.peers.checkpoints import PeerCheckpoint
-from benchmarks.peers.engines import NGRAM, PeerEngine, Settings
+from benchmarks.peers.engines import PeerEngine, Settings
 from benchmarks.peers.passes import PeerCell, take_turns
 from benchmarks.peers.workers_pool import Pool, WorkerSetup
 
@@ -28,23 +28,28 @@ class PeerTuner:
     _settings: dict[tuple[str, str, int], Settings] = field(default_factory=dict)
 
     def cells(self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches) -> list[PeerCell]:
-        """What is to be measured: target-only, draft length 4, and the best draft length."""
+        """What is to be measured: target-only, draft length 4, and the best draft length; nothing
+        for an engine that cannot read the model."""
+        if not engine.settings_for(model):
+            return []
         found = []
         for batch in batches:
             settings = self._best_settings(engine, model, batches)[batch]
             found.append(PeerCell(WorkerSetup(engine, model, settings), batch))
-        speculative = [b for b in batches if engine.can_draft(b)] if model.drafters else []
-        return found + self._speculative(engine, model, speculative)
+        speculative = [b for b in batches if engine.can_draft(b)]
+        if engine.drafters_for(model):
+            found += self._speculative(engine, model, speculative)
+        return found
 
     def _best_settings(
         self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches
     ) -> dict[int, Settings]:
         missing = [b for b in batches if (engine.name, model.shape, b) not in self._settings]
-        candidates = [WorkerSetup(engine, model, s) for s in engine.settings]
+        candidates = [WorkerSetup(engine, model, s) for s in engine.settings_for(model)]
         best = self._try({b: candidates for b in missing})
         for batch in missing:
             # Where none can be run, the measurement says why.
-            chosen = best[batch].setup.settings if batch in best else engine.settings[0]
+            chosen = best[batch].setup.settings if batch in best else candidates[0].settings
             self._settings[engine.name, model.shape, batch] = chosen
         return {b: self._settings[engine.name, model.shape, b] for b in batches}
 
@@ -53,7 +58,7 @@ class PeerTuner:
     ) -> list[PeerCell]:
         settings = self._best_settings(engine, model, batches)
         first, *others = engine.draft_tokens
-        drafters = [*model.drafters, *([NGRAM] if engine.ngram and len(model.drafters) > 1 else [])]
+        drafters = engine.drafters_for(model)
         by_drafter = self._try(
             {
                 b: [WorkerSetup(engine, model, settings[b], d, first) for d in drafters]

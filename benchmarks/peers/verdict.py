@@ -37,14 +37,31 @@ BARS = (
 )
 
 
-def judge(runs: Sequence[Run], missing: Mapping[str, str]) -> dict[str, Any]:
+_GGUF_BARS = (
+    (1, "target", 1.0),
+    (8, "target", 1.2),
+    (32, "target", 1.2),
+    (1, "any", 1.5),
+    (4, "any", 1.3),
+    (8, "any", 1.1),
+)
+
+
+def gguf_bars(models: Sequence[str]) -> list[Bar]:
+    """The bars of real models, which are the same for all."""
+    return [Bar(model, *bar) for model in models for bar in _GGUF_BARS]
+
+
+def judge(
+    runs: Sequence[Run], missing: Mapping[str, str], bars: Sequence[Bar] = BARS
+) -> dict[str, Any]:
     """The verdict: one line for each bar, and one for each peer that was not measured.
 
     missing: why, by the peer's name. With any peer missing the verdict is not met, because the
     missing one might have been the best.
     """
     lines, met = [], not missing
-    for bar in BARS:
+    for bar in bars:
         line, is_met = _line(bar, runs)
         without = [p for p in PEERS if p in missing]
         lines.append(line + (f" (without {', '.join(without)})" if without else ""))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.peers.checkpoints import PeerCheckpoint
-from benchmarks.peers.engines import NGRAM, PeerEngine, Settings
+from benchmarks.peers.engines import CHAINED, NGRAM, PeerEngine, Settings
 
 _MOST_S = 1800
 """No command takes so long; a worker that does hangs."""
@@ -118,7 +118,8 @@ class Pool:
             self._workers.pop(key).close()
 
     def _start(self, setup: WorkerSetup) -> Worker:
-        engine, model, drafter = setup.engine, setup.model, setup.drafter
+        engine, model = setup.engine, setup.model
+        drafter = setup.drafter and setup.drafter.removesuffix(CHAINED)
         worker = Worker(
             engine.python(self.folder),
             engine.script,
@@ -130,6 +131,7 @@ class Pool:
                 do="load",
                 target=str(model.target),
                 drafter=drafter if drafter in (None, NGRAM) else str(model.drafters[drafter]),
+                chained=drafter != setup.drafter,
                 draft_tokens=setup.draft_tokens,
                 batch=self.max_batch,
                 work=str(self.folder / "converted"),

@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchmarks.peers.__main__ import parse
 from benchmarks.peers.checkpoints import (
     DRAFTER_LAYERS,
+    MODELS,
     NUM_LAYERS,
     Weights,
     first_layers,
@@ -83,3 +85,30 @@ def test_every_tensor_has_a_gguf_name_of_its_own(weights: Weights) -> None:
     names = {gguf_name(name) for name in weights}
     assert len(names) == len(weights)
     assert {"token_embd.weight", "output.weight", "blk.7.attn_q.weight"} <= names
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--gguf", "missing.gguf"], "missing.gguf is not a GGUF file that is there"),
+        (["--gguf", __file__], "is not a GGUF file"),
+    ],
+)
+def test_a_real_model_that_is_not_there_ends_it(
+    arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(arguments)
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_with_a_real_model_others_are_measured_only_if_named(tmp_path: Path) -> None:
+    target, drafter = tmp_path / "target.gguf", tmp_path / "drafter.gguf"
+    target.touch()
+    drafter.touch()
+    alone = parse(["--gguf", str(target), "--gguf", f"{target},{drafter}"])
+    assert alone.models == []
+    assert alone.gguf == [(target, None), (target, drafter)]
+    assert parse(["--gguf", str(target), "--models", "zoo"]).models == ["zoo"]
+    assert parse([]).models == list(MODELS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.peers.engines import PEERS
-from benchmarks.peers.verdict import BARS, Bar, judge
+from benchmarks.peers.verdict import BARS, Bar, gguf_bars, judge
 
 MODES = {"target": ("target",), "speculative": ("speculative",), "any": ("target", "speculative")}
 
@@ -92,3 +92,20 @@ def test_a_flag_is_shown_beside_its_figure() -> None:
         if one["engine"] == "penstock":
             one["flag"] = "disturbed"
     assert all("disturbed" in line for line in judge(runs, {})["lines"])
+
+
+def test_real_models_have_bars_of_their_own() -> None:
+    bars = gguf_bars(["real mixed", "real code"])
+    runs = [
+        run(engine, bar, rate, mode)
+        for bar in bars
+        for engine, rate in (("penstock", 149.0), ("llamacpp", 100.0))
+        for mode in ("target", "speculative")
+    ]
+    verdict = judge(runs, {}, bars)
+    missed = [line for line in verdict["lines"] if line.endswith("missed")]
+    assert len(verdict["lines"]) == len(bars)
+    assert [line.split(":")[0] for line in missed] == [
+        "real mixed, batch 1, best mode",
+        "real code, batch 1, best mode",
+    ]

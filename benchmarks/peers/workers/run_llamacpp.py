@@ -7,13 +7,15 @@ are driven here, by rows in one `llama_decode`, as its own examples do.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import llama_cpp
 import numpy as np
 from gguf_file import cached
-from worker import Load, Prompts, serve
+from look_up import look_up
+from worker import Prompts, WorkerLoad, serve
 
 CONTEXT_TOKENS = 512
 Row = tuple[int, int, int, bool]
@@ -26,12 +28,13 @@ class LlamaModel:
     def __init__(self, file: Path, batch: int, settings: dict) -> None:
         params = llama_cpp.llama_model_default_params()
         params.n_gpu_layers = 0
+        params.use_extra_bufts = settings.get("repack", True)
         self.model = llama_cpp.llama_model_load_from_file(str(file).encode(), params)
         if not self.model:
             raise RuntimeError(f"llama.cpp cannot load {file}")
         how = llama_cpp.llama_context_default_params()
         how.n_ctx = batch * CONTEXT_TOKENS
-        how.n_batch = max(2048, batch * 256)
+        how.n_batch = max(2048, batch * CONTEXT_TOKENS)
         how.n_ubatch = settings["ubatch"]
         how.n_seq_max = batch
         how.n_threads = how.n_threads_batch = 2
@@ -81,24 +84,38 @@ class LlamaModel:
 
 
 class LlamaCpp:
-    """settings: weights (f16, bf16); ubatch; unified (one KV buffer for all sequences); flash."""
+    """settings: weights (f16, bf16; not for GGUF files), repack (weights into the layout of the
+    processor's kernels), ubatch, unified (one KV buffer for all sequences), flash."""
 
-    def load(self, what: Load) -> dict[str, Any]:
+    def load(self, what: WorkerLoad) -> dict[str, Any]:
         llama_cpp.llama_backend_init()
         self.log = llama_cpp.llama_log_callback(lambda level, text, data: None)
         llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
 
         def model(path: str) -> LlamaModel:
-            return LlamaModel(
-                cached(Path(path), what.settings["weights"], Path(what.work)),
-                what.batch,
-                what.settings,
-            )
+            file = Path(path)
+            if file.suffix != ".gguf":
+                file = cached(file, what.settings["weights"], Path(what.work))
+            return LlamaModel(file, what.batch, what.settings)
 
         self.target = model(what.target)
-        self.drafter = None if what.drafter is None else model(what.drafter)
+        self.looks_up = what.is_ngram or what.chained
+        alone = what.drafter is None or what.is_ngram
+        self.drafter = None if alone else model(what.drafter)
         system = llama_cpp.llama_print_system_info().decode().strip()
         return {"version": llama_cpp.__version__, "system": system}
+
+    def step(self, context: int, rows: int) -> Callable[[], object]:
+        token = 100
+        self.target.clear()
+        self.target.decode([(token, i, 0, i + 1 == context) for i in range(context)])
+        batch = [(token, context + i, 0, True) for i in range(rows)]
+
+        def once() -> None:
+            self.target.cut(0, context)
+            self.target.decode(batch)
+
+        return once
 
     def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
         self.target.clear()
@@ -124,8 +141,9 @@ class LlamaCpp:
         self, texts: list[list[int]], ends: list[int], draft_tokens: int, prefill: list[Row]
     ) -> None:
         """Draft for all, verify all in one step, until every text has its end."""
-        self.drafter.clear()
-        self.drafter.decode([(*row[:3], bool(row[3])) for row in prefill])
+        if self.drafter is not None:
+            self.drafter.clear()
+            self.drafter.decode(prefill)
         known = [len(text) - 1 for text in texts]
         while True:
             going = [s for s, text in enumerate(texts) if len(text) < ends[s]]
@@ -147,7 +165,7 @@ class LlamaCpp:
                     right += 1
                 texts[s] += own[: right + 1]
                 self.target.cut(s, len(texts[s]) - 1)
-                if known[s] > len(texts[s]) - 1:
+                if self.drafter is not None and known[s] > len(texts[s]) - 1:
                     known[s] = len(texts[s]) - 1
                     self.drafter.cut(s, known[s])
 
@@ -162,8 +180,11 @@ class LlamaCpp:
         """Draft tokens by sequence. `known`: how many tokens of each text the drafter has read."""
         wanted = {s: min(draft_tokens, ends[s] - len(texts[s]) - 1) for s in going}
         drafts: dict[int, list[int]] = {s: [] for s in going}
+        if self.looks_up:
+            drafts = {s: look_up(texts[s], wanted[s]) for s in going}
+        asked = [s for s in going if self.drafter is not None and not drafts[s]]
         for step in range(draft_tokens):
-            active = [s for s in going if wanted[s] > step]
+            active = [s for s in asked if wanted[s] > step]
             if not active:
                 break
             rows = []

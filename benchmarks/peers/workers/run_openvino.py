@@ -9,13 +9,13 @@ import numpy as np
 import openvino
 import openvino_genai
 from gguf_file import cached
-from worker import Load, Prompts, serve
+from worker import Prompts, WorkerLoad, serve
 
 
 class OpenVino:
     """settings: precision (of arithmetic), kv (precision of the cache), both as hints."""
 
-    def load(self, what: Load) -> dict[str, Any]:
+    def load(self, what: WorkerLoad) -> dict[str, Any]:
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = 1
         scheduler.max_num_batched_tokens = what.settings["batched_tokens"]

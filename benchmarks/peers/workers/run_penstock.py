@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from worker import Load, Prompts, serve
+from worker import Prompts, WorkerLoad, serve
 
 from penstock import __version__
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.types import NO_DRAFTER, Request, SamplingParams
 from penstock.engine.build import load_engine
+from penstock.engine.timing import dummy_verify
 from penstock.serving.offline import complete
 
 
 class Penstock:
     """settings: those of `EngineConfig`. draft_tokens -1: lengths by the default policy."""
 
-    def load(self, what: Load) -> dict[str, Any]:
+    def load(self, what: WorkerLoad) -> dict[str, Any]:
         drafter = NGRAM if what.is_ngram else what.drafter
         drafters = {} if drafter is None else {"drafter": drafter}
         settings = dict(what.settings)
@@ -37,6 +40,9 @@ class Penstock:
         self.drafter = NO_DRAFTER if drafter is None else "drafter"
         self.names = (f"request-{i}" for i in itertools.count())
         return {"version": __version__, **self.engine.describe()}
+
+    def step(self, context: int, rows: int) -> Callable[[], object]:
+        return partial(dummy_verify, self.engine.executor.target, (rows,), context)
 
     def run(self, prompts: Prompts, new_tokens: int, draft_tokens: int) -> list[list[int]]:
         requests = [

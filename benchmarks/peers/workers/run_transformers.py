@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, CompileConfig
-from worker import Load, Prompts, serve
+from worker import Prompts, WorkerLoad, serve
 
 PAD = 0
 
@@ -16,7 +16,7 @@ PAD = 0
 class Transformers:
     """settings: dtype; compiled (with a static cache, which that needs)."""
 
-    def load(self, what: Load) -> dict[str, Any]:
+    def load(self, what: WorkerLoad) -> dict[str, Any]:
         warnings.filterwarnings("ignore")
         transformers.logging.set_verbosity_error()
         torch.set_num_threads(2)

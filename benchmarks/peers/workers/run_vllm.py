@@ -6,13 +6,13 @@ from typing import Any
 
 import vllm
 from vllm import LLM, SamplingParams
-from worker import Load, Prompts, serve
+from worker import Prompts, WorkerLoad, serve
 
 
 class Vllm:
     """settings: dtype; eager (without torch.compile)."""
 
-    def load(self, what: Load) -> dict[str, Any]:
+    def load(self, what: WorkerLoad) -> dict[str, Any]:
         speculation: dict[str, Any] | None = None
         if what.is_ngram:
             speculation = {"method": "ngram", "prompt_lookup_max": 3, "prompt_lookup_min": 1}

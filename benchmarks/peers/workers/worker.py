@@ -6,6 +6,7 @@ answers
     {"do": "load", ...}  the fields of `WorkerLoad`         -> {"facts": {...}}
     {"do": "run", "calls": [[prompt, ...], ...], "new_tokens": n, "draft_tokens": k}
                                                       -> {"wall_s", "cpu_s", "other_s", "token_ids"}
+    {"do": "verify", "context": n, "rows": [r, ...], "passes": p}          -> {"seconds": [s, ...]}
     {"do": "close"}
 
 A failed command is answered by {"error": "..."}. Every call of "calls" is one batch, and its whole
@@ -21,7 +22,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -36,7 +37,8 @@ _TICK = 1 / os.sysconf("SC_CLK_TCK")
 class WorkerLoad:
     """What an engine is to make ready for.
 
-    target, drafter: checkpoint folders; the drafter `NGRAM` is look-up in the request's text.
+    target, drafter: checkpoint folders or GGUF files; the drafter `NGRAM` is look-up in the
+    request's text. chained: look-up first, and the drafter where it finds nothing.
     draft_tokens: draft length, 0 without a drafter, for engines that must know it so early. batch:
     most prompts of a call. work: folder for files converted from the checkpoints. settings: the
     engine's own.
@@ -48,6 +50,7 @@ class WorkerLoad:
     batch: int
     work: str
     settings: dict[str, Any]
+    chained: bool = False
 
     @property
     def is_ngram(self) -> bool:
@@ -66,6 +69,31 @@ class WorkerEngine(Protocol):
 
         draft_tokens: draft length; 0 is target-only."""
         ...
+
+
+class VerifyingWorker(WorkerEngine, Protocol):
+    """One that can also time single steps."""
+
+    def step(self, context: int, rows: int) -> Callable[[], object]:
+        """A step of the target over the next `rows` tokens of one request behind `context`
+        others, all of them with the likeliest next token; may be run again and again."""
+        ...
+
+
+def verify_seconds(
+    engine: VerifyingWorker, context: int, rows: Sequence[int], passes: int
+) -> list[float]:
+    """Seconds of a step for each number of rows: the best of several passes over all of them, after
+    one that warms up. Whatever else the machine does only adds to a step."""
+    steps = [engine.step(context, count) for count in rows]
+    best = [float("inf")] * len(steps)
+    for number in range(passes + 1):
+        for i, step in enumerate(steps):
+            began = time.perf_counter()
+            step()
+            if number:
+                best[i] = min(best[i], time.perf_counter() - began)
+    return best
 
 
 def children_cpu_s(pid: int) -> float:
@@ -122,6 +150,8 @@ def serve(engine: WorkerEngine) -> None:
         try:
             if do == "load":
                 answer = {"facts": engine.load(WorkerLoad(**command))}
+            elif do == "verify":
+                answer = {"seconds": verify_seconds(engine, **command)}
             else:
                 answer = measure(engine, command)
         except Exception as error:
