@@ -18,6 +18,7 @@ from benchmarks.peers.checkpoints import (
     silence,
     write_checkpoint,
 )
+from benchmarks.peers.quantize import main as quantize
 from benchmarks.peers.workers.gguf_file import gguf_name, interleave, read_safetensors
 from transformers import AutoModelForCausalLM
 
@@ -112,3 +113,20 @@ def test_with_a_real_model_others_are_measured_only_if_named(tmp_path: Path) -> 
     assert alone.gguf == [(target, None), (target, drafter)]
     assert parse(["--gguf", str(target), "--models", "zoo"]).models == ["zoo"]
     assert parse([]).models == list(MODELS)
+
+
+def test_quantising_takes_a_file_that_is_there_and_overwrites_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    mine, other = tmp_path / "mine.gguf", tmp_path / "other.gguf"
+    mine.write_text("kept")
+    for arguments, says in (
+        ([other, tmp_path / "out.gguf", "q4_0"], "other.gguf is not there"),
+        ([mine, mine, "q4_0"], "mine.gguf exists"),
+        ([mine, other, "q3_0"], "invalid choice: 'q3_0'"),
+    ):
+        with pytest.raises(SystemExit) as ended:
+            quantize([str(argument) for argument in arguments])
+        assert ended.value.code == 2
+        assert says in capsys.readouterr().err
+    assert mine.read_text() == "kept"
