@@ -27,6 +27,7 @@ from transformers import (
 )
 
 from penstock.engine.batch import RaggedBatch
+from penstock.engine.runner import ModelRunner
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 89,
@@ -203,3 +204,26 @@ class Paging:
         width = max(map(len, tables))
         padded = [[*table, *[self.num_blocks] * (width - len(table))] for table in tables]
         return np.array(padded, dtype=np.int32)
+
+
+def in_pieces(
+    runner: ModelRunner, ids: dict[str, np.ndarray], seed: int
+) -> dict[str, torch.Tensor]:
+    """Every sequence's logits, computed in batches of random spans of random sequences."""
+    rng = np.random.default_rng(seed)
+    place = Paging(runner.num_blocks, runner.block_size)
+    done = dict.fromkeys(ids, 0)
+    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in ids}
+    while open_names := [name for name in ids if done[name] < len(ids[name])]:
+        names = rng.permutation(open_names)[: rng.integers(1, len(open_names) + 1)]
+        spans = []
+        for name in names:
+            most = len(ids[name]) - done[name]
+            rows = int(min(most, rng.choice([1, 1, 2, 3, 4, 5, 6, 7, 9, 13, 40, 100])))
+            spans.append((name, ids[name], done[name], done[name] + rows))
+        logits = runner.forward(place.batch(*spans))
+        counts = [stop - start for *_, start, stop in spans]
+        for (name, _, _, stop), rows_of in zip(spans, logits.split(counts), strict=True):
+            pieces[name].append(rows_of)
+            done[name] = stop
+    return {name: torch.cat(rows) for name, rows in pieces.items()}

@@ -18,6 +18,7 @@ from tests.engine.small_models import (
     SHAPE,
     Checkpoint,
     Paging,
+    in_pieces,
     write_checkpoint,
 )
 
@@ -108,29 +109,6 @@ def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str) -> None
     logits = torch.cat([runner.forward(place.batch(("a", ids, a, b))) for a, b in spans])
     expected = saved.logits(ids)
     assert (logits - expected).abs().mean() < 0.02 * expected.std()
-
-
-def in_pieces(
-    runner: NativeRunner, ids: dict[str, npt.NDArray[np.int64]], seed: int
-) -> dict[str, torch.Tensor]:
-    """Every sequence's logits, computed in batches of random spans of random sequences."""
-    rng = np.random.default_rng(seed)
-    place = paging(runner)
-    done = dict.fromkeys(ids, 0)
-    pieces: dict[str, list[torch.Tensor]] = {name: [] for name in ids}
-    while open_names := [name for name in ids if done[name] < len(ids[name])]:
-        names = rng.permutation(open_names)[: rng.integers(1, len(open_names) + 1)]
-        spans = []
-        for name in names:
-            most = len(ids[name]) - done[name]
-            rows = int(min(most, rng.choice([1, 1, 2, 3, 4, 5, 6, 7, 9, 13, 40, 100])))
-            spans.append((name, ids[name], done[name], done[name] + rows))
-        logits = runner.forward(place.batch(*spans))
-        counts = [stop - start for *_, start, stop in spans]
-        for (name, _, _, stop), rows_of in zip(spans, logits.split(counts), strict=True):
-            pieces[name].append(rows_of)
-            done[name] = stop
-    return {name: torch.cat(rows) for name, rows in pieces.items()}
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, Structure, c_float, c_int32, c_void_p
+from ctypes import POINTER, Structure, c_float, c_int32, c_size_t, c_void_p
 from functools import lru_cache
 from typing import Any
 
@@ -18,11 +18,8 @@ ERROR_BYTES = 256
 INT32, INT64, UINT64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
 FLOAT64 = np.dtype(np.float64)
 
-LAYER_TENSORS = (
-    "qkv",
-    "o",
-    "gate_up",
-    "down",
+LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
+LAYER_VECTORS = (
     "input_norm",
     "post_norm",
     "qkv_bias",
@@ -41,8 +38,15 @@ CONFIG_SIZES = (
 )
 
 
+class Matrix(Structure):
+    _fields_ = [("data", c_void_p), ("kind", c_int32)]
+
+
 class LayerWeights(Structure):
-    _fields_ = [(name, c_void_p) for name in (*LAYER_TENSORS, "keys", "values")]
+    _fields_ = [
+        *((name, Matrix) for name in LAYER_MATRICES),
+        *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
+    ]
 
 
 class ModelWeights(Structure):
@@ -51,11 +55,12 @@ class ModelWeights(Structure):
         ("num_blocks", c_int32),
         ("block_size", c_int32),
         ("max_positions", c_int32),
-        ("weights_bf16", c_int32),
         ("kv_bf16", c_int32),
         ("num_threads", c_int32),
         ("rms_norm_eps", c_float),
-        *((name, c_void_p) for name in ("embedding", "lm_head", "norm", "rope_cos", "rope_sin")),
+        ("embedding", Matrix),
+        ("lm_head", Matrix),
+        *((name, c_void_p) for name in ("norm", "rope_cos", "rope_sin")),
         ("layers", POINTER(LayerWeights)),
     ]
 
@@ -100,10 +105,17 @@ class SampleCall(Structure):
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL:
     """The compiled library with its signatures declared. Raises NativeUnavailableError."""
-    library = load_library()
+    return declared(load_library())
+
+
+def declared(library: ctypes.CDLL) -> ctypes.CDLL:
+    """The library, told what its functions take and return."""
     pointer = c_void_p
     signatures: dict[str, tuple[type | None, list[type]]] = {
         "penstock_lanes": (c_int32, []),
+        "penstock_has_bf16_pairs": (c_int32, []),
+        "penstock_matrix_bytes": (c_size_t, [c_int32, c_int32, c_int32]),
+        "penstock_pack": (None, [c_int32, pointer, c_int32, c_int32, pointer]),
         "penstock_create": (pointer, [pointer]),
         "penstock_destroy": (None, [pointer]),
         "penstock_limit_threads": (None, [pointer, c_int32]),

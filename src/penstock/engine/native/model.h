@@ -12,10 +12,11 @@ extern "C" {
 
 // The ctypes structures in library.py mirror these three, field for field.
 
-// Matrices are packed in panels, element type by `weights_bf16`; vectors are float32, padded with
-// zeros to whole panels (hidden_size) or whole heads of round_up(head_dim, kPanel). Null: absent.
+// Matrices are packed in panels; in query, key and value every head begins one. Vectors are
+// float32, padded with zeros to whole panels (hidden_size) or whole heads of
+// round_up(head_dim, kPanel). Null: absent.
 struct LayerWeights {
-  const void *qkv, *o, *gate_up, *down;
+  penstock::Matrix query, key, value, o, gate, up, down;
   const float *input_norm, *post_norm, *qkv_bias, *o_bias, *q_norm, *k_norm;
   void *keys, *values;
 };
@@ -23,10 +24,10 @@ struct LayerWeights {
 struct ModelWeights {
   int32_t hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim;
   int32_t vocab_size, num_blocks, block_size, max_positions;
-  int32_t weights_bf16, kv_bf16, num_threads;
+  int32_t kv_bf16, num_threads;
   float rms_norm_eps;
-  const void* embedding;  // [vocab_size, hidden_size], plain
-  const void* lm_head;
+  penstock::Matrix embedding;  // [vocab_size, hidden_size], rows as in the file
+  penstock::Matrix lm_head;
   const float* norm;
   const float *rope_cos, *rope_sin;  // [max_positions, round_up(head_dim / 2, kLanes)]
   const LayerWeights* layers;
@@ -62,7 +63,7 @@ struct Batch {
 };
 
 // Rows of activations that fit the second-level cache beside a panel.
-constexpr int kChunkFloats = 40 * 1024;
+constexpr int kChunkBytes = 160 * 1024;
 constexpr int kMostChunkRows = 96;
 
 // Memory aligned to cache lines that grows and never shrinks; contents are lost on growth.
@@ -87,6 +88,7 @@ class Buffer {
 
 struct ThreadScratch {
   Buffer normed, head, attention_storage;
+  Buffer prepared[kArithmetics];
   AttentionScratch attention;
 };
 

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from enum import IntEnum
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.quantized import QuantizedMatrix
 from penstock.engine.models.rope import RopeTable
+from penstock.engine.native.library import address, native_library
 
-Weights = dict[str, torch.Tensor]
+Stored = torch.Tensor | QuantizedMatrix
+# Matrices in a tuple are stacked along rows: query, key and value, or gate and up.
+Weight = Stored | tuple[Stored, ...]
+Weights = Mapping[str, Weight]
 
 _HUGE_PAGE = 1 << 21
 
@@ -65,30 +74,14 @@ class Layout:
     def head_width(self) -> int:
         return round_up(self.config.head_dim, self.panel)
 
-    def panels(self, matrix: torch.Tensor) -> torch.Tensor:
-        """[rows, K] -> [rows / panel, K, panel]: row k of a panel holds column k of its rows.
+    def columns(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Rows of a matrix as columns of whole panels; 0: a column of zeros."""
+        return np.pad(rows, (0, -rows.size % self.panel))
 
-        bfloat16 alternates between the panel's halves (load_panel_row in simd.h).
-        """
-        rows, width = matrix.shape
-        if matrix.dtype == torch.bfloat16:
-            halves = matrix.view(rows // self.panel, 2, self.lanes, width).permute(0, 3, 2, 1)
-            return halves.reshape(rows // self.panel, width, self.panel)
-        return matrix.view(rows // self.panel, self.panel, width).transpose(1, 2).contiguous()
-
-    def plain(self, matrix: torch.Tensor) -> torch.Tensor:
-        return self.panels(_pad(matrix, 0, self.panel))
-
-    def heads(self, qkv: torch.Tensor) -> torch.Tensor:
+    def heads(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Every head begins a panel of its own."""
-        by_head = qkv.view(-1, self.config.head_dim, qkv.shape[-1])
-        return self.panels(_pad(by_head, 1, self.panel).reshape(-1, qkv.shape[-1]))
-
-    def gate_up(self, matrix: torch.Tensor) -> torch.Tensor:
-        """A panel's left half is gate rows, its right half the up rows of the same numbers."""
-        width = matrix.shape[-1]
-        halves = [_pad(x, 0, self.lanes).view(-1, self.lanes, width) for x in matrix.chunk(2)]
-        return self.panels(torch.cat(halves, dim=1).view(-1, width))
+        by_head = rows.reshape(-1, self.config.head_dim)
+        return np.pad(by_head, ((0, 0), (0, self.head_width - self.config.head_dim))).reshape(-1)
 
     def vector(self, values: torch.Tensor) -> torch.Tensor:
         return _pad(values.float(), 0, self.panel)
@@ -113,35 +106,161 @@ class Layout:
         return (num_blocks, heads, block_size, round_up(dim, self.lanes))
 
 
-def pack_weights(weights: Weights, layout: Layout) -> Weights:
-    """The tensors of `load_weights`, packed, under the same names; "lm_head" always present.
+class Kind(IntEnum):
+    """How a matrix is stored, numbered as in formats.h. BF16_PAIRS: bfloat16 weights whose products
+    take activations rounded to bfloat16."""
 
-    All lie in one arena.
+    F32 = 0
+    BF16 = 1
+    BF16_PAIRS = 2
+    Q8_0 = 3
+    Q4_0 = 4
+    Q4_1 = 5
+    Q5_0 = 6
+    Q5_1 = 7
+    Q4_K = 8
+    Q5_K = 9
+    Q6_K = 10
+
+
+_KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows of a matrix as its file has them, in memory that `owner` keeps.
+
+    addresses: [rows] int64; 0 stands for a row of zeros
     """
-    how: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "embed_tokens": torch.Tensor.contiguous,
-        "qkv": layout.heads,
-        "gate_up": layout.gate_up,
-        "o": layout.plain,
-        "down": layout.plain,
-        "lm_head": layout.plain,
-        "qkv_bias": layout.head_vectors,
-        "q_norm": layout.head_vectors,
-        "k_norm": layout.head_vectors,
-    }
-    given = {"lm_head": weights["embed_tokens"], **weights}
 
-    def pack(name: str, tensor: torch.Tensor) -> torch.Tensor:
-        return how.get(name.rpartition(".")[2], layout.vector)(tensor)
+    kind: Kind
+    width: int
+    addresses: npt.NDArray[np.int64]
+    owner: Stored
 
-    # Sizes first, from tensors without data: one matrix at a time is held twice, not all of them.
-    sizes = (pack(name, tensor.to("meta")).nbytes for name, tensor in given.items())
-    arena = Arena(sum(map(Arena.size_of, sizes)))
-    packed = {}
-    for name, tensor in given.items():
-        values = pack(name, tensor)
-        packed[name] = arena.take(values.shape, values.dtype).copy_(values)
-    return packed
+    @classmethod
+    def of(cls, stored: Stored) -> Rows:
+        if isinstance(stored, QuantizedMatrix):
+            data, kind, width = stored.data, Kind[stored.kind], stored.columns
+        else:
+            data, kind, width = stored, _KINDS[stored.dtype], stored.shape[1]
+        data = data.contiguous()
+        starts = data.data_ptr() + np.arange(len(data)) * (data.stride(0) * data.itemsize)
+        return cls(kind, width, starts, stored if data is stored else data)
+
+    def take(self, start: int, stop: int) -> Rows:
+        return Rows(self.kind, self.width, self.addresses[start:stop], self.owner)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """What the kernels take for a matrix: packed panels, or the embedding's rows as they are."""
+
+    kind: Kind
+    data: torch.Tensor
+
+
+def stacked_rows(weight: Weight, sizes: Sequence[int]) -> list[Rows]:
+    """`weight` (matrices stacked along rows) cut into `sizes` rows each.
+
+    A piece that consists of unlike kinds is given in float32.
+    """
+    parts = weight if isinstance(weight, tuple) else (weight,)
+    ends = np.cumsum([Rows.of(part).addresses.size for part in parts])
+    starts = [0, *ends[:-1]]
+    pieces = []
+    for stop, size in zip(np.cumsum(sizes), sizes, strict=True):
+        first = stop - size
+        found = [
+            Rows.of(part).take(max(first - start, 0), stop - start)
+            for part, start, end in zip(parts, starts, ends, strict=True)
+            if start < stop and first < end
+        ]
+        if len(found) > 1:
+            widened = torch.cat([_widened(part) for part in parts])
+            found = [Rows.of(widened[first:stop])]
+        pieces.extend(found)
+    return pieces
+
+
+def _widened(stored: Stored) -> torch.Tensor:
+    return stored.dequantize() if isinstance(stored, QuantizedMatrix) else stored.float()
+
+
+class Packer:
+    """Packs a model's tensors into one arena, several matrices at a time."""
+
+    def __init__(self, weights: Weights, layout: Layout, *, bf16_pairs: bool) -> None:
+        """bf16_pairs: bfloat16 matrices are multiplied by activations rounded to bfloat16."""
+        self._weights = {"lm_head": weights["embed_tokens"], **weights}
+        self._layout = layout
+        self._bf16_pairs = bf16_pairs
+        self._library = native_library()
+
+    def pack(self, num_threads: int) -> tuple[dict[str, PackedMatrix], dict[str, torch.Tensor]]:
+        """Matrices under the names of the kernels' fields, and padded vectors under their own.
+
+        The embedding is left where and as it is.
+        """
+        matrices: dict[str, tuple[Kind, Rows]] = {}
+        vectors = {}
+        for name, weight in self._weights.items():
+            if name == "embed_tokens":
+                continue
+            if isinstance(weight, torch.Tensor) and weight.dim() == 1:
+                vectors[name] = self._vector(name, weight)
+                continue
+            for field, rows in self._pieces(name, weight).items():
+                pairs = self._bf16_pairs and rows.kind is Kind.BF16
+                matrices[field] = (Kind.BF16_PAIRS if pairs else rows.kind, rows)
+        sizes = {name: self._size(kind, rows) for name, (kind, rows) in matrices.items()}
+        vector_bytes = sum(Arena.size_of(vector.nbytes) for vector in vectors.values())
+        arena = Arena(vector_bytes + sum(map(Arena.size_of, sizes.values())))
+        packed = {
+            name: PackedMatrix(kind, arena.take((sizes[name],), torch.uint8))
+            for name, (kind, _) in matrices.items()
+        }
+        with ThreadPoolExecutor(max_workers=num_threads) as pool:
+            list(pool.map(self._fill, [rows for _, rows in matrices.values()], packed.values()))
+        for name, vector in vectors.items():
+            vectors[name] = arena.take(vector.shape, vector.dtype).copy_(vector)
+        (embedding,) = stacked_rows(self._weights["embed_tokens"], [self._layout.config.vocab_size])
+        owner = embedding.owner
+        data = owner.data if isinstance(owner, QuantizedMatrix) else owner
+        packed["embed_tokens"] = PackedMatrix(embedding.kind, data)
+        return packed, vectors
+
+    def _pieces(self, name: str, weight: Weight) -> dict[str, Rows]:
+        layout, config = self._layout, self._layout.config
+        prefix, _, last = name.rpartition(".")
+        fields: tuple[str, ...]
+        if last == "qkv":
+            sizes = [config.q_size, config.kv_size, config.kv_size]
+            fields, place = ("query", "key", "value"), layout.heads
+        elif last == "gate_up":
+            sizes = [config.intermediate_size] * 2
+            fields, place = ("gate", "up"), layout.columns
+        else:
+            size = config.vocab_size if last == "lm_head" else config.hidden_size
+            sizes, fields, place = [size], (last,), layout.columns
+        cut = stacked_rows(weight, sizes)
+        return {
+            f"{prefix}.{field}" if prefix else field: replace(rows, addresses=place(rows.addresses))
+            for field, rows in zip(fields, cut, strict=True)
+        }
+
+    def _vector(self, name: str, values: torch.Tensor) -> torch.Tensor:
+        of_heads = name.endswith(("qkv_bias", "q_norm", "k_norm"))
+        return (self._layout.head_vectors if of_heads else self._layout.vector)(values)
+
+    def _size(self, kind: Kind, rows: Rows) -> int:
+        return int(self._library.penstock_matrix_bytes(kind, rows.addresses.size, rows.width))
+
+    def _fill(self, rows: Rows, packed: PackedMatrix) -> None:
+        addresses = np.ascontiguousarray(rows.addresses)
+        self._library.penstock_pack(
+            packed.kind, address(addresses), addresses.size, rows.width, packed.data.data_ptr()
+        )
 
 
 def _pad(values: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

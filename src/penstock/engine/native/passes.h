@@ -9,8 +9,9 @@ namespace penstock {
 struct Chunks {
   int total, rows, count;
 
-  Chunks(int total, int width) : total(total) {
-    int most = std::clamp(kChunkFloats / width, kMaxRows, kMostChunkRows);
+  // row_bytes: of the activations as they are multiplied.
+  Chunks(int total, size_t row_bytes) : total(total) {
+    int most = std::clamp((int)(kChunkBytes / row_bytes), kMaxRows, kMostChunkRows);
     most = most / kMaxRows * kMaxRows;
     count = std::max(1, (total + most - 1) / most);
     rows = std::max(1, round_up((total + count - 1) / count, kMaxRows));
@@ -20,11 +21,47 @@ struct Chunks {
   int size(int chunk) const { return std::min(rows, total - chunk * rows); }
 };
 
-// One thread's part in a forward pass. W: element type of the weights; C: of the cache.
+// One thread's rows of one chunk, in every arithmetic that a matrix asks for.
+class Inputs {
+ public:
+  explicit Inputs(Buffer* buffers) : buffers_(buffers) {}
+
+  // From here on these rows.
+  void hold(const float* rows, size_t stride, int count, int k_size) {
+    rows_ = rows;
+    stride_ = stride;
+    count_ = count;
+    k_size_ = k_size;
+    for (bool& ready : ready_) ready = false;
+  }
+
+  Product times(const Matrix& matrix) {
+    const Arithmetic arithmetic = arithmetic_of(matrix.kind);
+    if (arithmetic == Arithmetic::kFloat)
+      return {(const char*)rows_, stride_ * sizeof(float), &matrix};
+    const size_t row_bytes = prepared_bytes(arithmetic, k_size_);
+    Buffer& buffer = buffers_[(int)arithmetic];
+    if (!ready_[(int)arithmetic]) {
+      buffer.reserve(row_bytes / sizeof(float) * count_);
+      prepare(arithmetic, rows_, stride_, count_, k_size_, buffer.get());
+      ready_[(int)arithmetic] = true;
+    }
+    return {(const char*)buffer.get(), row_bytes, &matrix};
+  }
+
+ private:
+  Buffer* const buffers_;
+  const float* rows_ = nullptr;
+  size_t stride_ = 0;
+  int count_ = 0, k_size_ = 0;
+  bool ready_[kArithmetics] = {};
+};
+
+// One thread's part in a forward pass. C: element type of the cache.
 //
 // The model's buffers may be looked at within tasks only: a late thread can still be on its way
 // through an old pass while they grow for the next.
-template <class W, class C>
+template <class C>
 class Pass {
  public:
   Pass(Model& model, Plan& plan, Worker& worker)
@@ -33,6 +70,7 @@ class Pass {
         plan_(plan),
         worker_(worker),
         scratch_(model.scratch[worker.id]),
+        inputs_(scratch_.prepared),
         upcoming_(model, plan, worker.id, worker.size) {}
 
   static int num_phases(const Model& model) { return 3 + 5 * model.weights.num_layers; }
@@ -46,10 +84,10 @@ class Pass {
       attend_all(layer);
       upcoming_.start(i + 1);
       add_projection(model_.attended, model_.query_stride(),
-                     weights_.num_heads * weights_.head_dim, (const W*)layer.o, layer.o_bias);
+                     weights_.num_heads * weights_.head_dim, layer.o, layer.o_bias);
       gate(layer);
       add_projection(model_.hidden, model_.hidden_stride(), weights_.intermediate_size,
-                     (const W*)layer.down, nullptr);
+                     layer.down, nullptr);
     }
     if (!plan_.logits_rows.empty()) unembed();
     if (!plan_.sampling.empty()) sample();
@@ -61,6 +99,7 @@ class Pass {
   Plan& plan_;
   Worker& worker_;
   ThreadScratch& scratch_;
+  Inputs inputs_;
   Upcoming<C> upcoming_;
 
   float* residual(int row) { return model_.residual.get() + row * model_.residual_stride(); }
@@ -68,9 +107,8 @@ class Pass {
   void embed() {
     const int width = weights_.hidden_size;
     worker_.for_each(plan_.num_rows(), [&](int64_t row) {
-      const W* source = (const W*)weights_.embedding + (size_t)plan_.token_ids[row] * width;
       float* target = residual((int)row);
-      for (int i = 0; i < width; ++i) target[i] = to_float(source[i]);
+      dequantize_row(weights_.embedding, plan_.token_ids[row], width, target);
       std::fill(target + width, target + round_up(width, kPanel), 0.0f);
     });
   }
@@ -84,30 +122,36 @@ class Pass {
     return scratch_.normed.get();
   }
 
+  Chunks chunks_for(int rows, const Matrix& matrix, int k_size) const {
+    return {rows, prepared_bytes(arithmetic_of(matrix.kind), k_size)};
+  }
+
   // Panels of one task: enough tasks that no thread waits long for another's last one, but not so
   // few panels that few rows wait for their own sums, unless threads would have nothing to do.
-  int group_for(const Chunks& chunks, int panels) const {
+  int group_for(const Chunks& chunks, const Matrix& matrix, int panels) const {
     int group = kMaxPanels;
+    const int at_once = panels_at_once(matrix.kind, chunks.size(0));
     auto tasks = [&] { return chunks.count * ((panels + group - 1) / group); };
-    while (group > 1 && tasks() < worker_.size * (group > panels_at_once(chunks.size(0)) ? 8 : 1))
-      group /= 2;
+    while (group > 1 && tasks() < worker_.size * (group > at_once ? 8 : 1)) group /= 2;
     return group;
   }
 
-  // Every (chunk of rows, group of panels) once. `input(chunk)` gives the chunk's first row, and is
-  // asked again only when a thread comes to another chunk.
-  template <class Input, class Finish>
-  void project(const Chunks& chunks, const W* packed, int k_size, int panels, int group,
-               size_t stride, Input&& input, Finish&& finish) {
+  // Every (chunk of rows, group of panels) once, of N matrices side by side. `input(chunk)` gives
+  // the chunk's first row, and is asked again only when a thread comes to another chunk.
+  template <size_t N, class Input, class Finish>
+  void project(const Chunks& chunks, const Matrix* const (&matrices)[N], int k_size, int panels,
+               int group, size_t stride, Input&& input, Finish&& finish) {
     const int groups = (panels + group - 1) / group;
     int held = -1;
-    const float* rows = nullptr;
+    Product products[N] = {};
     worker_.for_each((int64_t)chunks.count * groups, [&](int64_t task) {
       const int chunk = (int)(task / groups), first = (int)(task % groups) * group;
-      if (chunk != held) rows = input(held = chunk);
-      multiply(rows, stride, chunks.size(chunk), packed, k_size, first,
-               std::min(first + group, panels), upcoming_,
-               [&](int row, int height, int panel, int width, const float* tile) {
+      if (chunk != held) {
+        inputs_.hold(input(held = chunk), stride, chunks.size(chunk), k_size);
+        for (size_t i = 0; i < N; ++i) products[i] = inputs_.times(*matrices[i]);
+      }
+      multiply(products, chunks.size(chunk), k_size, first, std::min(first + group, panels),
+               upcoming_, [&](int row, int height, int panel, int width, const float* tile) {
                  finish(chunks.first(chunk) + row, height, panel, width, tile);
                });
     });
@@ -115,28 +159,41 @@ class Pass {
 
   // Queries, keys and values, head by head: product, bias, norm, rotation, and the cache's slots.
   void project_heads(const LayerWeights& layer) {
-    const Chunks chunks(plan_.num_rows(), weights_.hidden_size);
+    const Chunks chunks = chunks_for(plan_.num_rows(), layer.query, weights_.hidden_size);
     const int heads = weights_.num_heads + 2 * weights_.num_kv_heads;
     const int panels = model_.head_width() / kPanel;
     const int stride = model_.head_width() + kPanel;
-    const size_t residual_stride = model_.residual_stride();
     float* product = scratch_.head.get();
     int held = -1;
     worker_.for_each((int64_t)chunks.count * heads, [&](int64_t task) {
       const int chunk = (int)(task / heads), head = (int)(task % heads);
       const int first = chunks.first(chunk), size = chunks.size(chunk);
-      if (chunk != held) normed(size, layer.input_norm, [&](int i) { return first + i; });
+      if (chunk != held)
+        inputs_.hold(normed(size, layer.input_norm, [&](int i) { return first + i; }),
+                     model_.residual_stride(), size, weights_.hidden_size);
       held = chunk;
-      multiply(scratch_.normed.get(), residual_stride, size, (const W*)layer.qkv,
-               weights_.hidden_size, head * panels, (head + 1) * panels, upcoming_,
-               [&](int row, int height, int panel, int width, const float* tile) {
-                 float* target = product + row * stride + (panel - head * panels) * kPanel;
+      const auto [matrix, start] = matrix_of(layer, head);
+      const Product products[] = {inputs_.times(*matrix)};
+      multiply(products, size, weights_.hidden_size, (head - start) * panels,
+               (head - start + 1) * panels, upcoming_,
+               [&, begin = (head - start) * panels](int row, int height, int panel, int width,
+                                                    const float* tile) {
+                 float* target = product + row * stride + (panel - begin) * kPanel;
                  for (int r = 0; r < height; ++r)
                    std::memcpy(target + r * stride, tile + r * kTileStride,
                                width * kPanel * sizeof(float));
                });
       for (int i = 0; i < size; ++i) finish_head(layer, head, first + i, product + i * stride);
     });
+  }
+
+  // Where the columns of a head lie (queries, then keys, then values): the matrix, and its first
+  // head.
+  std::pair<const Matrix*, int> matrix_of(const LayerWeights& layer, int head) const {
+    const int first_key = weights_.num_heads, first_value = first_key + weights_.num_kv_heads;
+    if (head < first_key) return {&layer.query, 0};
+    if (head < first_value) return {&layer.key, first_key};
+    return {&layer.value, first_value};
   }
 
   void finish_head(const LayerWeights& layer, int head, int row, float* x) {
@@ -206,12 +263,12 @@ class Pass {
   }
 
   // residual += input x matrix (+ bias)
-  void add_projection(const Buffer& input, size_t stride, int k_size, const W* matrix,
+  void add_projection(const Buffer& input, size_t stride, int k_size, const Matrix& matrix,
                       const float* bias) {
-    const Chunks chunks(plan_.num_rows(), k_size);
+    const Chunks chunks = chunks_for(plan_.num_rows(), matrix, k_size);
     const int panels = round_up(weights_.hidden_size, kPanel) / kPanel;
     project(
-        chunks, matrix, k_size, panels, group_for(chunks, panels), stride,
+        chunks, {&matrix}, k_size, panels, group_for(chunks, matrix, panels), stride,
         [&](int chunk) { return input.get() + chunks.first(chunk) * stride; },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
@@ -225,35 +282,35 @@ class Pass {
         });
   }
 
-  // hidden = silu(gate) * up; a panel's left half is gate columns, its right half the same up ones.
+  // hidden = silu(gate) * up
   void gate(const LayerWeights& layer) {
-    const Chunks chunks(plan_.num_rows(), weights_.hidden_size);
-    const int panels = round_up(weights_.intermediate_size, kLanes) / kLanes;
+    const Chunks chunks = chunks_for(plan_.num_rows(), layer.gate, weights_.hidden_size);
+    const int panels = round_up(weights_.intermediate_size, kPanel) / kPanel;
     const size_t stride = model_.hidden_stride();
     project(
-        chunks, (const W*)layer.gate_up, weights_.hidden_size, panels,
-        group_for(chunks, panels), model_.residual_stride(),
+        chunks, {&layer.gate, &layer.up}, weights_.hidden_size, panels,
+        group_for(chunks, layer.gate, panels), model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), layer.post_norm,
                         [&](int i) { return chunks.first(chunk) + i; });
         },
         [&](int row, int height, int panel, int width, const float* tile) {
           for (int r = 0; r < height; ++r) {
-            float* target = model_.hidden.get() + (row + r) * stride + panel * kLanes;
-            for (int i = 0; i < width; ++i) {
-              const float* pair = tile + r * kTileStride + i * kPanel;
-              store(target + i * kLanes, silu(load(pair)) * load(pair + kLanes));
-            }
+            float* target = model_.hidden.get() + (row + r) * stride + panel * kPanel;
+            const float *gate = tile + r * kTileStride, *up = gate + kTileFloats;
+            for (int i = 0; i < width * kPanel; i += kLanes)
+              store(target + i, silu(load(gate + i)) * load(up + i));
           }
         });
   }
 
   void unembed() {
-    const Chunks chunks((int)plan_.logits_rows.size(), weights_.hidden_size);
+    const Matrix& matrix = weights_.lm_head;
+    const int num_rows = (int)plan_.logits_rows.size();
+    const Chunks chunks = chunks_for(num_rows, matrix, weights_.hidden_size);
     const int panels = round_up(weights_.vocab_size, kPanel) / kPanel;
     project(
-        chunks, (const W*)weights_.lm_head, weights_.hidden_size, panels, kMaxPanels,
-        model_.residual_stride(),
+        chunks, {&matrix}, weights_.hidden_size, panels, kMaxPanels, model_.residual_stride(),
         [&](int chunk) {
           return normed(chunks.size(chunk), weights_.norm,
                         [&](int i) { return plan_.logits_rows[chunks.first(chunk) + i]; });

@@ -201,16 +201,6 @@ int threads_for(const Model& model, const Plan& plan) {
   return work < kWorkForThreads ? 1 : model.thread_limit;
 }
 
-// Call `run` with the element types of the model's weights and of its cache.
-template <class Run>
-void with_types(const Model& model, Run&& run) {
-  const bool weights = model.weights.weights_bf16, cache = model.weights.kv_bf16;
-  if (weights && cache) return run(Bf16{}, Bf16{});
-  if (weights) return run(Bf16{}, 0.0f);
-  if (cache) return run(0.0f, Bf16{});
-  run(0.0f, 0.0f);
-}
-
 // A forward pass (no order) or a draft. Late threads read `model` and `plans`; the batch and the
 // order are the caller's and are read only within tasks.
 class PassJob : public Job {
@@ -223,19 +213,22 @@ class PassJob : public Job {
   bool taken = false;
 
   void run(Worker& worker) override {
-    with_types(*model, [&](auto w, auto c) { steps<decltype(w), decltype(c)>(worker); });
+    if (model->weights.kv_bf16)
+      steps<Bf16>(worker);
+    else
+      steps<float>(worker);
   }
 
  private:
-  template <class W, class C>
+  template <class C>
   void steps(Worker& worker) {
-    Pass<W, C>(*model, plans[0], worker).run();
+    Pass<C>(*model, plans[0], worker).run();
     for (int step = 0; step < max_steps; ++step) {
       worker.for_each(1, [&](int64_t) {
         advance(*model, *batch, *order, step, plans[step], plans[step + 1]);
       });
       if (plans[step + 1].num_rows() == 0) return;
-      Pass<W, C>(*model, plans[step + 1], worker).run();
+      Pass<C>(*model, plans[step + 1], worker).run();
     }
   }
 };
@@ -308,7 +301,7 @@ void execute(Model& model, const Batch& batch, const DraftOrder* order, const Ta
       plan.logits.push_back(logits + (size_t)i * model.weights.vocab_size);
     }
   }
-  const int phases = (Pass<float, float>::num_phases(model) + 1) * (job.max_steps + 1);
+  const int phases = (Pass<float>::num_phases(model) + 1) * (job.max_steps + 1);
   Pool::instance().run(job, threads_for(model, plan), phases);
   if (target) std::copy(plan.sampled.begin(), plan.sampled.end(), target->token_ids);
 }
@@ -340,6 +333,19 @@ PENSTOCK_API int32_t penstock_lanes() { return kLanes; }
 
 // The digest of the sources, as CMakeLists.txt computes it.
 PENSTOCK_API const char* penstock_sources() { return PENSTOCK_SOURCES; }
+
+// Whether products of pairs of bfloat16 (Kind::kBf16Pairs) can be had.
+PENSTOCK_API int32_t penstock_has_bf16_pairs() { return kDotsBf16; }
+
+PENSTOCK_API size_t penstock_matrix_bytes(int32_t kind, int32_t num_columns, int32_t k_size) {
+  return num_columns / kPanel * panel_bytes((Kind)kind, k_size);
+}
+
+// As pack_matrix; sizes have been checked.
+PENSTOCK_API void penstock_pack(int32_t kind, const uint8_t* const* rows, int32_t num_columns,
+                                int32_t k_size, uint8_t* out) {
+  pack_matrix((Kind)kind, rows, num_columns, k_size, out);
+}
 
 PENSTOCK_API Model* penstock_create(const ModelWeights* weights) {
   try {

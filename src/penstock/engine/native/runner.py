@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +17,7 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import load_weights
 from penstock.engine.native import library as c
 from penstock.engine.native.library import native_library
-from penstock.engine.native.packing import Arena, Layout, pack_weights
+from penstock.engine.native.packing import Arena, Layout, Packer, Weights
 from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import SamplingRows
@@ -51,13 +50,13 @@ class NativeRunner(ModelRunner):
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Mapping[str, torch.Tensor],
+        weights: Weights,
         kv_dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
         num_threads: int,
     ) -> None:
-        """Pack `weights` (as `load_weights` names them; float32 or bfloat16 throughout).
+        """Pack `weights` (as `load_weights` names them; float32, bfloat16 or quantised).
 
         Raises NativeUnavailableError without compiled kernels, ValueError for a bad size.
         """
@@ -72,7 +71,8 @@ class NativeRunner(ModelRunner):
         self.device = torch.device("cpu")
         self.sample = sample_natively
         layout = Layout(config, self._library.penstock_lanes())
-        self._weights = pack_weights(dict(weights), layout)
+        packer = Packer(weights, layout, bf16_pairs=False)
+        self._matrices, self._vectors = packer.pack(num_threads)
         self._rope = layout.rope(min(config.max_position_embeddings, num_blocks * block_size))
         self._cache = _allocate_cache(layout, kv_dtype, num_blocks, block_size)
         self._error = ctypes.create_string_buffer(c.ERROR_BYTES)
@@ -221,11 +221,17 @@ class NativeRunner(ModelRunner):
         return Drafts([Draft(t, p) for t, p in zip(tokens, prob_rows, strict=True)], probs)
 
     def _create(self, num_threads: int) -> int:
-        config, weights = self.config, self._weights
+        config, vectors = self.config, self._vectors
+        matrices = {
+            name: c.Matrix(matrix.data.data_ptr(), matrix.kind)
+            for name, matrix in self._matrices.items()
+        }
         layers = (c.LayerWeights * config.num_layers)()
         for index, (layer, (keys, values)) in enumerate(zip(layers, self._cache, strict=True)):
-            for name in c.LAYER_TENSORS:
-                tensor = weights.get(f"layers.{index}.{name}")
+            for name in c.LAYER_MATRICES:
+                setattr(layer, name, matrices[f"layers.{index}.{name}"])
+            for name in c.LAYER_VECTORS:
+                tensor = vectors.get(f"layers.{index}.{name}")
                 setattr(layer, name, None if tensor is None else tensor.data_ptr())
             layer.keys, layer.values = keys.data_ptr(), values.data_ptr()
         cos, sin = self._rope
@@ -234,13 +240,12 @@ class NativeRunner(ModelRunner):
             num_blocks=self.num_blocks,
             block_size=self.block_size,
             max_positions=cos.shape[0],
-            weights_bf16=weights["lm_head"].dtype == torch.bfloat16,
             kv_bf16=self._cache[0][0].dtype == torch.bfloat16,
             num_threads=num_threads,
             rms_norm_eps=config.rms_norm_eps,
-            embedding=weights["embed_tokens"].data_ptr(),
-            lm_head=weights["lm_head"].data_ptr(),
-            norm=weights["norm"].data_ptr(),
+            embedding=matrices["embed_tokens"],
+            lm_head=matrices["lm_head"],
+            norm=vectors["norm"].data_ptr(),
             rope_cos=cos.data_ptr(),
             rope_sin=sin.data_ptr(),
             layers=layers,

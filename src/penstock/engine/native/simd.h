@@ -77,18 +77,6 @@ PENSTOCK_INLINE VecF load(const Bf16* p) {
 }
 PENSTOCK_INLINE void store(float* p, VecF v) { std::memcpy(p, &v, sizeof v); }
 
-// One row of a panel. In bfloat16, word j of the row holds column j in its low half and column
-// j + kLanes in its high half, so that widening both takes a shift and a mask and no shuffle.
-PENSTOCK_INLINE void load_panel_row(const float* p, VecF& left, VecF& right) {
-  left = load(p);
-  right = load(p + kLanes);
-}
-PENSTOCK_INLINE void load_panel_row(const Bf16* p, VecF& left, VecF& right) {
-  VecU words = load_as<VecU>(p);
-  left = (VecF)(words << 16);
-  right = (VecF)(words & 0xffff0000u);
-}
-
 PENSTOCK_INLINE float to_float(float x) { return x; }
 PENSTOCK_INLINE float to_float(Bf16 x) {
   uint32_t bits = (uint32_t)x.bits << 16;

@@ -1,0 +1,135 @@
+// Rows of activations, made ready for the arithmetic that multiplies them.
+#pragma once
+
+#include "formats.h"
+
+namespace penstock {
+
+// Rows of a tile: with two vectors of columns, two of weights and a broadcast they fill the
+// register file.
+constexpr int kMaxRows = kRegisters == 32 ? 12 : 6;
+
+constexpr int num_row_blocks(int rows) { return (rows + kMaxRows - 1) / kMaxRows; }
+
+// Call visit(row, height) for blocks of at most kMaxRows rows of nearly equal height: 8 rows are
+// 4 + 4, not 6 + 2, whose second half would run at half speed.
+template <class Visit>
+PENSTOCK_INLINE void for_row_blocks(int rows, Visit&& visit) {
+  const int blocks = num_row_blocks(rows);
+  for (int i = 0, row = 0; i < blocks; ++i) {
+    const int height = rows / blocks + (i < rows % blocks);
+    visit(row, height);
+    row += height;
+  }
+}
+
+// 32 numbers of a row: number i is about scale * code[i].
+struct Codes32 {
+  int8_t code[32];
+  float scale, scaled_sum;  // scaled_sum: scale * the sum of the codes
+  int32_t negative_sum;     // of the codes
+  int32_t unused;
+};
+
+struct Codes256 {
+  int8_t code[256];
+  int32_t negative_sums[16];  // of 16 codes each
+  int16_t sums[16];           // of 32 codes each; 8 are used
+  float scale;
+  int32_t unused[7];
+};
+
+// The largest size below which numbers count as zeros: beyond it 127 / size is finite.
+constexpr float kSmallestSize = 0x1p-120f;
+
+// code[n] = x / scale rounded to nearest, with scale = max |x| / 127. A row with a number that is
+// not finite gets scale NaN, and so do all its products.
+PENSTOCK_INLINE float quantize(const float* x, int n, int8_t* code) {
+  VecI top = {};
+  for (int i = 0; i < n; i += kLanes) {
+    const VecI size = (VecI)load(x + i) & 0x7fffffff;  // sizes of floats compare as integers do
+    top = top < size ? size : top;
+  }
+  const float size = max_lanes((VecF)top);
+  const bool is_finite = !any(top >= 0x7f800000);
+  const bool counts = is_finite && size > kSmallestSize;
+  const VecF inverse = splat(127.0f / size), round_to_int = splat(12582912.0f);  // 1.5 * 2^23
+  for (int i = 0; i < n; i += kLanes) {
+    VecI rounded = {};
+    if (counts) rounded = (VecI)(load(x + i) * inverse + round_to_int) - (VecI)round_to_int;
+    const VecS narrow = __builtin_convertvector(rounded, VecS);
+    std::memcpy(code + i, &narrow, sizeof narrow);
+  }
+  return counts ? size / 127.0f : is_finite ? 0.0f : NAN;
+}
+
+PENSTOCK_INLINE int32_t sum_codes(const int8_t* code, int n) {
+  int32_t sum = 0;
+  for (int i = 0; i < n; ++i) sum += code[i];
+  return sum;
+}
+
+PENSTOCK_INLINE void quantize_block(const float* x, Codes32& out) {
+  out.scale = quantize(x, 32, out.code);
+  out.negative_sum = -sum_codes(out.code, 32);
+  out.scaled_sum = out.scale * (float)-out.negative_sum;
+}
+
+PENSTOCK_INLINE void quantize_block(const float* x, Codes256& out) {
+  out.scale = quantize(x, 256, out.code);
+  for (int i = 0; i < 16; ++i) out.negative_sums[i] = -sum_codes(out.code + 16 * i, 16);
+  for (int i = 0; i < 8; ++i)
+    out.sums[i] = (int16_t)-(out.negative_sums[2 * i] + out.negative_sums[2 * i + 1]);
+}
+
+// n numbers rounded to bfloat16, and a zero after an odd number of them.
+PENSTOCK_INLINE void round_row(const float* x, int n, Bf16* out) {
+  int i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const VecF v = load(x + i);
+    const VecU bits = (VecU)v;
+    const VecU nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const VecH narrow = __builtin_convertvector(v == v ? nearest : 0x7fc0 + VecU{}, VecH);
+    std::memcpy(out + i, &narrow, sizeof narrow);
+  }
+  for (; i < n; ++i) convert(x[i], out + i);
+  if (n % 2) out[n] = Bf16{};
+}
+
+template <class T>
+static void quantize_rows(const float* rows, size_t stride, int count, int k_block, int k_size,
+                          T* out) {
+  const int blocks = k_size / k_block;
+  for_row_blocks(count, [&](int first, int height) {
+    for (int r = 0; r < height; ++r)
+      for (int i = 0; i < blocks; ++i)
+        quantize_block(rows + (first + r) * stride + (size_t)i * k_block,
+                       out[(size_t)first * blocks + (size_t)i * height + r]);
+  });
+}
+
+inline size_t prepared_bytes(Arithmetic arithmetic, int k_size) {
+  switch (arithmetic) {
+    case Arithmetic::kBf16Pairs: return (size_t)round_up(k_size, 2) * 2;
+    case Arithmetic::kBlocks32: return (size_t)k_size / 32 * sizeof(Codes32);
+    case Arithmetic::kBlocks256: return (size_t)k_size / 256 * sizeof(Codes256);
+    case Arithmetic::kFloat: break;
+  }
+  return (size_t)k_size * sizeof(float);
+}
+
+// Write `count` rows of k_size floats in `arithmetic`, prepared_bytes each. Of quantised ones, a
+// block of rows (for_row_blocks) has the first block of k of every row, then the second: a kernel
+// knows all distances when it is compiled.
+inline void prepare(Arithmetic arithmetic, const float* rows, size_t stride, int count, int k_size,
+                    void* out) {
+  if (arithmetic == Arithmetic::kBf16Pairs)
+    for (int r = 0; r < count; ++r)
+      round_row(rows + r * stride, k_size, (Bf16*)out + (size_t)r * round_up(k_size, 2));
+  if (arithmetic == Arithmetic::kBlocks32)
+    quantize_rows(rows, stride, count, 32, k_size, (Codes32*)out);
+  if (arithmetic == Arithmetic::kBlocks256)
+    quantize_rows(rows, stride, count, 256, k_size, (Codes256*)out);
+}
+
+}  // namespace penstock

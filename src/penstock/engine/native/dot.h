@@ -1,0 +1,147 @@
+// Products of small integers, by whatever instruction the processor has: int32 sums are exact, so
+// that all of these give equal bits. PENSTOCK_PORTABLE takes plain C++ instead, for comparison.
+#pragma once
+
+#include "simd.h"
+
+namespace penstock {
+
+typedef uint8_t VecB __attribute__((vector_size(kLanes)));
+typedef int8_t VecS __attribute__((vector_size(kLanes)));
+typedef int8_t VecS4 __attribute__((vector_size(4 * kLanes)));
+typedef uint8_t VecB2 __attribute__((vector_size(2 * kLanes)));
+typedef uint16_t VecH2 __attribute__((vector_size(4 * kLanes)));
+
+#if defined(PENSTOCK_PORTABLE)
+#define PENSTOCK_DOT_PLAIN
+#elif defined(__AVX512VNNI__)
+#define PENSTOCK_DOT_VNNI
+#elif defined(__AVXVNNI__) && !defined(__AVX512F__)
+#define PENSTOCK_DOT_AVXVNNI
+#elif defined(__AVX512BW__)
+#define PENSTOCK_DOT_AVX512
+#elif defined(__AVX2__) && !defined(__AVX512F__)
+#define PENSTOCK_DOT_AVX2
+#else
+#define PENSTOCK_DOT_PLAIN
+#endif
+
+// Whether dot_bytes takes codes up to 255. By pairs in 16 bits it takes codes up to 127 only, and
+// dot_signed does the rest.
+#if defined(PENSTOCK_DOT_AVX512) || defined(PENSTOCK_DOT_AVX2)
+constexpr bool kDotsWholeBytes = false;
+#else
+constexpr bool kDotsWholeBytes = true;
+#endif
+
+// sum + the dot product of each lane's four unsigned codes with the four signed bytes of `a`.
+PENSTOCK_INLINE VecI dot_bytes(VecI sum, VecI codes, int32_t a) {
+#if defined(PENSTOCK_DOT_VNNI)
+  return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(a));
+#elif defined(PENSTOCK_DOT_AVXVNNI)
+  return (VecI)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(a));
+#elif defined(PENSTOCK_DOT_AVX512)
+  const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(a));
+  return sum + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(PENSTOCK_DOT_AVX2)
+  const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(a));
+  return sum + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  const VecU bytes = (VecU)codes;
+  for (int i = 0; i < 4; ++i)
+    sum += (VecI)(bytes >> (8 * i) & 0xff) * (int32_t)(int8_t)((uint32_t)a >> (8 * i));
+  return sum;
+#endif
+}
+
+// The same for codes that stand for code - 128: the smaller of two signs goes to `a`, so that pairs
+// fit 16 bits.
+PENSTOCK_INLINE VecI dot_signed(VecI sum, VecI codes, int32_t a) {
+  const VecI weights = codes ^ (int32_t)0x80808080;
+#if defined(PENSTOCK_DOT_AVX512)
+  const __m512i w = (__m512i)weights, x = _mm512_set1_epi32(a);
+  const __m512i turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), __m512i{}, x);
+  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), turned);
+  return sum + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+#elif defined(PENSTOCK_DOT_AVX2)
+  const __m256i w = (__m256i)weights;
+  const __m256i turned = _mm256_sign_epi8(_mm256_set1_epi32(a), w);
+  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), turned);
+  return sum + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+#else
+  for (int i = 0; i < 4; ++i)
+    sum += (weights << (24 - 8 * i) >> 24) * (int32_t)(int8_t)((uint32_t)a >> (8 * i));
+  return sum;
+#endif
+}
+
+// sum + the dot product of each lane's two 16-bit numbers with those of `a`.
+PENSTOCK_INLINE VecI dot_pairs(VecI sum, VecI pairs, int32_t a) {
+#if defined(PENSTOCK_DOT_VNNI)
+  return (VecI)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(a));
+#elif defined(PENSTOCK_DOT_AVXVNNI)
+  return (VecI)_mm256_dpwssd_avx_epi32((__m256i)sum, (__m256i)pairs, _mm256_set1_epi32(a));
+#elif defined(PENSTOCK_DOT_AVX512)
+  return sum + (VecI)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi32(a));
+#elif defined(PENSTOCK_DOT_AVX2)
+  return sum + (VecI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(a));
+#else
+  return sum + (pairs << 16 >> 16) * (int32_t)(int16_t)a + (pairs >> 16) * (a >> 16);
+#endif
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool kDotsBf16 = true;
+#else
+constexpr bool kDotsBf16 = false;
+#endif
+
+// sum + the products of each lane's two bfloat16 numbers with those of `a`, the second pair first.
+PENSTOCK_INLINE VecF dot_bf16(VecF sum, VecU pairs, uint32_t a) {
+#if defined(__AVX512BF16__) && !defined(PENSTOCK_PORTABLE)
+  return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs,
+                                (__m512bh)_mm512_set1_epi32((int32_t)a));
+#else
+  const VecU x = a + VecU{};
+  sum = fused((VecF)(x & 0xffff0000u), (VecF)(pairs & 0xffff0000u), sum);
+  return fused((VecF)(x << 16), (VecF)(pairs << 16), sum);
+#endif
+}
+
+// One byte for each lane, widened.
+PENSTOCK_INLINE VecI load_bytes(const uint8_t* p) {
+  return __builtin_convertvector(load_as<VecB>(p), VecI);
+}
+PENSTOCK_INLINE VecI load_bytes(const int8_t* p) {
+  return __builtin_convertvector(load_as<VecS>(p), VecI);
+}
+// Two bytes for each lane, each widened to 16 bits.
+PENSTOCK_INLINE VecI load_byte_pairs(const uint8_t* p) {
+  return (VecI)__builtin_convertvector(load_as<VecB2>(p), VecH2);
+}
+
+// One float16 number for each lane.
+PENSTOCK_INLINE VecF load_half(const uint16_t* p) {
+#if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
+  return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(p));  // the plain one warns
+#elif defined(__F16C__) && !defined(PENSTOCK_PORTABLE)
+  return _mm256_cvtph_ps(load_as<__m128i>(p));
+#else
+  const VecU bits = __builtin_convertvector(load_as<VecH>(p), VecU);
+  // Exponents differ by 112; what is infinite or NaN stays so.
+  const VecF size = (VecF)((bits & 0x7fff) << 13) * splat(0x1p112f);
+  const VecU special = (VecU)((bits & 0x7c00) == 0x7c00) & 0x7f800000;
+  return (VecF)((VecU)size | special | (bits & 0x8000) << 16);
+#endif
+}
+
+PENSTOCK_INLINE float half_to_float(uint16_t half) {
+  const uint32_t bits = (uint32_t)(half & 0x7fff) << 13;
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  value *= 0x1p112f;
+  if ((half & 0x7c00) == 0x7c00) value = half & 0x3ff ? NAN : INFINITY;
+  return half & 0x8000 ? -value : value;
+}
+
+}  // namespace penstock

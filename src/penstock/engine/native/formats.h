@@ -1,0 +1,286 @@
+// How weights lie in a file and in memory: ggml's block formats (`QuantizedMatrix` of quantized.py
+// names them), float32 and bfloat16.
+//
+// A panel holds kPanel columns of the output, in two strips of kLanes, and of these columns one
+// block of k after the other. A block keeps the file's bits in another order: those that one
+// instruction wants lie beside each other.
+#pragma once
+
+#include <algorithm>
+#include <vector>
+
+#include "dot.h"
+
+namespace penstock {
+
+// The numbers are those of packing.py. kBf16Pairs: bfloat16 weights against activations rounded to
+// bfloat16, in memory the same as kBf16.
+enum class Kind : int32_t { kF32, kBf16, kBf16Pairs, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K };
+
+// What activations are multiplied as: floats, pairs of bfloat16, or int8 in blocks of that many
+// with a scale each.
+enum class Arithmetic { kFloat, kBf16Pairs, kBlocks32, kBlocks256 };
+constexpr int kArithmetics = 4;
+
+// A matrix of a model: packed panels, or (the embedding) a file's rows.
+struct Matrix {
+  const void* data;
+  Kind kind;
+};
+
+// One block of one column, taken apart. d, m: float16.
+struct Block {
+  uint16_t d = 0, m = 0;
+  uint8_t scale[16] = {}, low[8] = {};
+  uint8_t code[256] = {};
+};
+
+PENSTOCK_INLINE uint16_t read_half(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
+
+// Nibbles of 32 weights: the low ones, then the high ones.
+PENSTOCK_INLINE void read_nibbles(const uint8_t* p, int count, uint8_t* code) {
+  for (int i = 0; i < count; ++i) {
+    code[i] = p[i] & 15;
+    code[i + count] = p[i] >> 4;
+  }
+}
+
+// Weight = d * (code - kOffset), or d * code + m with kHasLow.
+template <Kind kind_, int kFileBytes_, int kBits_, int kOffset_, bool kHasLow_>
+struct Blocks32 {
+  static constexpr Kind kind = kind_;
+  static constexpr Arithmetic kArithmetic = Arithmetic::kBlocks32;
+  static constexpr int kBlock = 32, kFileBytes = kFileBytes_, kBits = kBits_, kOffset = kOffset_;
+  static constexpr bool kHasLow = kHasLow_;
+  // Codes of a strip, codes of the other, then d and m of both.
+  static constexpr int kStripBytes = 4 * kBits * kLanes;
+  static constexpr int kScales = 2 * kStripBytes;
+  static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * 2;
+
+  static void read(const uint8_t* p, Block& block) {
+    block.d = read_half(p);
+    p += 2;
+    if (kHasLow) block.m = read_half(p), p += 2;
+    if (kBits == 8) {
+      for (int i = 0; i < 32; ++i) block.code[i] = p[i] ^ 0x80;
+      return;
+    }
+    read_nibbles(p + (kBits == 5 ? 4 : 0), 16, block.code);
+    if (kBits == 5)
+      for (int i = 0; i < 32; ++i) block.code[i] |= (p[i / 8] >> (i % 8) & 1) << 4;
+  }
+
+  static void dequantize(const Block& block, float* out) {
+    const float d = half_to_float(block.d), m = half_to_float(block.m);
+    for (int i = 0; i < 32; ++i)
+      out[i] = kHasLow ? d * block.code[i] + m : d * (block.code[i] - kOffset);
+  }
+};
+
+using Q8_0 = Blocks32<Kind::kQ8_0, 34, 8, 128, false>;
+using Q4_0 = Blocks32<Kind::kQ4_0, 18, 4, 8, false>;
+using Q4_1 = Blocks32<Kind::kQ4_1, 20, 4, 0, true>;
+using Q5_0 = Blocks32<Kind::kQ5_0, 22, 5, 16, false>;
+using Q5_1 = Blocks32<Kind::kQ5_1, 24, 5, 0, true>;
+
+// 256 weights in sub-blocks of kSub: weight = d * scale * (code - kOffset) - m * low.
+template <Kind kind_, int kFileBytes_, int kBits_, int kSub_, int kOffset_>
+struct Blocks256 {
+  static constexpr Kind kind = kind_;
+  static constexpr Arithmetic kArithmetic = Arithmetic::kBlocks256;
+  static constexpr int kBlock = 256, kFileBytes = kFileBytes_, kBits = kBits_, kSub = kSub_;
+  static constexpr int kOffset = kOffset_;
+  static constexpr bool kHasLow = kOffset == 0;
+  // Scales of the sub-blocks; the lows, by pairs; d and m; then codes, 32 of k after the other.
+  static constexpr int kStripBytes = 4 * kBits * kLanes;
+  static constexpr int kLows = 256 / kSub * kPanel;
+  static constexpr int kScales = kLows + (kHasLow ? 8 * kPanel : 0);
+  static constexpr int kCodes = kScales + (kHasLow ? 2 : 1) * kPanel * 2;
+  static constexpr int kPanelBytes = kCodes + 16 * kStripBytes;
+
+  static void read(const uint8_t* p, Block& block) {
+    if constexpr (kBits == 6)
+      read_six_bits(p, block);
+    else
+      read_with_lows(p, block);
+  }
+
+  static void dequantize(const Block& block, float* out) {
+    const float d = half_to_float(block.d), m = half_to_float(block.m);
+    for (int i = 0; i < 256; ++i) {
+      const int sub = i / kSub;
+      if (kHasLow)
+        out[i] = d * block.scale[sub] * block.code[i] - m * block.low[sub];
+      else
+        out[i] = d * (int8_t)block.scale[sub] * (block.code[i] - kOffset);
+    }
+  }
+
+ private:
+  static void read_with_lows(const uint8_t* p, Block& block) {
+    block.d = read_half(p);
+    block.m = read_half(p + 2);
+    const uint8_t* packed = p + 4;  // 16 numbers of 6 bits
+    for (int i = 0; i < 4; ++i) {
+      block.scale[i] = packed[i] & 63;
+      block.low[i] = packed[i + 4] & 63;
+      block.scale[i + 4] = (packed[i + 8] & 15) | packed[i] >> 6 << 4;
+      block.low[i + 4] = packed[i + 8] >> 4 | packed[i + 4] >> 6 << 4;
+    }
+    const uint8_t* high = p + 16;
+    const uint8_t* nibbles = high + (kBits == 5 ? 32 : 0);
+    for (int i = 0; i < 4; ++i) read_nibbles(nibbles + 32 * i, 32, block.code + 64 * i);
+    if (kBits == 5)
+      for (int i = 0; i < 256; ++i) block.code[i] |= (high[i % 32] >> (i / 32) & 1) << 4;
+  }
+
+  static void read_six_bits(const uint8_t* p, Block& block) {
+    const uint8_t *nibbles = p, *high = p + 128;
+    for (int half = 0; half < 2; ++half) {
+      uint8_t* code = block.code + 128 * half;
+      read_nibbles(nibbles + 64 * half, 64, code);
+      for (int i = 0; i < 128; ++i)
+        code[i] |= (high[32 * half + i % 32] >> (i / 32 * 2) & 3) << 4;
+    }
+    std::memcpy(block.scale, p + 192, 16);
+    block.d = read_half(p + 208);
+  }
+};
+
+using Q4_K = Blocks256<Kind::kQ4_K, 144, 4, 32, 0>;
+using Q5_K = Blocks256<Kind::kQ5_K, 176, 5, 32, 0>;
+using Q6_K = Blocks256<Kind::kQ6_K, 210, 6, 16, 32>;
+
+// Plain numbers, kBlock of k interleaved: one float of each column, or a pair of bfloat16.
+template <Kind kind_, Arithmetic kArithmetic_, class T_>
+struct Plain {
+  using T = T_;
+  static constexpr Kind kind = kind_;
+  static constexpr Arithmetic kArithmetic = kArithmetic_;
+  static constexpr int kBlock = 4 / sizeof(T), kFileBytes = 4, kPanelBytes = 4 * kPanel;
+};
+
+using F32 = Plain<Kind::kF32, Arithmetic::kFloat, float>;
+using BF16 = Plain<Kind::kBf16, Arithmetic::kFloat, Bf16>;
+using BF16Pairs = Plain<Kind::kBf16Pairs, Arithmetic::kBf16Pairs, Bf16>;
+
+// Call visit(format) with the format of `kind`.
+template <class Visit>
+PENSTOCK_INLINE auto with_format(Kind kind, Visit&& visit) {
+  switch (kind) {
+    case Kind::kBf16: return visit(BF16{});
+    case Kind::kBf16Pairs: return visit(BF16Pairs{});
+    case Kind::kQ8_0: return visit(Q8_0{});
+    case Kind::kQ4_0: return visit(Q4_0{});
+    case Kind::kQ4_1: return visit(Q4_1{});
+    case Kind::kQ5_0: return visit(Q5_0{});
+    case Kind::kQ5_1: return visit(Q5_1{});
+    case Kind::kQ4_K: return visit(Q4_K{});
+    case Kind::kQ5_K: return visit(Q5_K{});
+    case Kind::kQ6_K: return visit(Q6_K{});
+    case Kind::kF32: break;
+  }
+  return visit(F32{});
+}
+
+inline Arithmetic arithmetic_of(Kind kind) {
+  return with_format(kind, [](auto format) { return decltype(format)::kArithmetic; });
+}
+
+// Bytes of one panel of k_size rows of k.
+inline size_t panel_bytes(Kind kind, int k_size) {
+  return with_format(kind, [=](auto format) {
+    using F = decltype(format);
+    return (size_t)(round_up(k_size, F::kBlock) / F::kBlock) * F::kPanelBytes;
+  });
+}
+
+// Row `row` of a matrix that lies as in its file, as floats: out[width].
+inline void dequantize_row(const Matrix& matrix, size_t row, int width, float* out) {
+  with_format(matrix.kind, [=](auto format) {
+    using F = decltype(format);
+    if constexpr (F::kFileBytes == 4) {
+      const auto* source = (const typename F::T*)matrix.data + row * width;
+      for (int i = 0; i < width; ++i) out[i] = to_float(source[i]);
+    } else {
+      const int blocks = width / F::kBlock;
+      const uint8_t* source = (const uint8_t*)matrix.data + row * blocks * F::kFileBytes;
+      Block block;
+      for (int i = 0; i < blocks; ++i) {
+        F::read(source + (size_t)i * F::kFileBytes, block);
+        F::dequantize(block, out + (size_t)i * F::kBlock);
+      }
+    }
+  });
+}
+
+// 32 codes of a column into its lane of a strip: words of four codes, in them two of 4 bits beside
+// each other, then the bits above these.
+template <int kBits>
+PENSTOCK_INLINE void pack_codes(const uint8_t* code, int lane, uint32_t* strip) {
+  uint32_t words[8], high[2] = {};
+  std::memcpy(words, code, sizeof words);
+  if constexpr (kBits == 8) {
+    for (int i = 0; i < 8; ++i) strip[i * kLanes + lane] = words[i];
+    return;
+  }
+  for (int i = 0; i < 4; ++i)
+    strip[i * kLanes + lane] = (words[2 * i] & 0x0f0f0f0f) | (words[2 * i + 1] & 0x0f0f0f0f) << 4;
+  for (int i = 0; i < 8; ++i) {
+    if (kBits == 5) high[0] |= (words[i] >> 4 & 0x01010101) << i;
+    if (kBits == 6) high[i / 4] |= (words[i] >> 4 & 0x03030303) << (2 * (i % 4));
+  }
+  for (int i = 4; i < kBits; ++i) strip[i * kLanes + lane] = high[i - 4];
+}
+
+// One block of column `column` of a panel.
+template <class F>
+PENSTOCK_INLINE void pack_block(const Block& block, int column, uint8_t* panel) {
+  const int strip = column / kLanes, lane = column % kLanes;
+  int scales = 0, codes = 0;
+  if constexpr (F::kBlock == 256) {
+    for (int i = 0; i < 256 / F::kSub; ++i) panel[i * kPanel + column] = block.scale[i];
+    if (F::kHasLow)
+      for (int i = 0; i < 8; ++i)
+        panel[F::kLows + i / 2 * 2 * kPanel + 2 * column + i % 2] = block.low[i];
+    codes = F::kCodes;
+  }
+  scales = F::kScales;
+  std::memcpy(panel + scales + 2 * column, &block.d, 2);
+  if (F::kHasLow) std::memcpy(panel + scales + 2 * (kPanel + column), &block.m, 2);
+  for (int i = 0; i < F::kBlock / 32; ++i, codes += 2 * F::kStripBytes)
+    pack_codes<F::kBits>(block.code + 32 * i, lane,
+                         (uint32_t*)(panel + codes + strip * F::kStripBytes));
+}
+
+// Pack columns whose rows in the file begin at the addresses `rows` (null: zeros) into panels.
+// num_columns is a multiple of kPanel.
+inline void pack_matrix(Kind kind, const uint8_t* const* rows, int num_columns, int k_size,
+                        uint8_t* out) {
+  with_format(kind, [=](auto format) {
+    using F = decltype(format);
+    const int blocks = round_up(k_size, F::kBlock) / F::kBlock;
+    Block block;
+    for (int first = 0; first < num_columns; first += kPanel)
+      for (int i = 0; i < blocks; ++i) {
+        uint8_t* panel = out + ((size_t)first / kPanel * blocks + i) * F::kPanelBytes;
+        for (int column = 0; column < kPanel; ++column) {
+          const uint8_t* row = rows[first + column];
+          if constexpr (F::kFileBytes == 4) {
+            const size_t size = sizeof(typename F::T);
+            const int count = std::min(F::kBlock, k_size - i * F::kBlock);
+            std::memset(panel + 4 * column, 0, 4);
+            if (row) std::memcpy(panel + 4 * column, row + (size_t)i * 4, count * size);
+          } else {
+            if (row)
+              F::read(row + (size_t)i * F::kFileBytes, block);
+            else
+              block = Block{};
+            pack_block<F>(block, column, panel);
+          }
+        }
+      }
+  });
+}
+
+}  // namespace penstock

@@ -1,0 +1,70 @@
+// Prints the bits of products in every format: random file blocks, packed, times random rows.
+// Compiled for several instruction sets, with and without PENSTOCK_PORTABLE, it must print the same
+// for the same vector width.
+#include <cstdio>
+#include <random>
+
+#include "gemm.h"
+
+using namespace penstock;
+
+constexpr int kSize = 512, kColumns = 2 * kPanel;
+
+template <class F, int Rows>
+void print_bits(const Matrix& matrix, const std::vector<float>& rows) {
+  const Arithmetic arithmetic = F::kArithmetic;
+  std::vector<char> prepared(prepared_bytes(arithmetic, kSize) * Rows);
+  prepare(arithmetic, rows.data(), kSize, Rows, kSize, prepared.data());
+  alignas(64) float tile[kTileFloats];
+  for (int panel = 0; panel < kColumns / kPanel; ++panel) {
+    const char* at = (const char*)matrix.data + panel * panel_bytes(F::kind, kSize);
+    kernel_for_panels<F, Rows>(1)(prepared.data(), prepared_bytes(arithmetic, kSize), at, kSize,
+                                  Ahead{}, tile);
+    for (int r = 0; r < Rows; ++r) {
+      uint64_t hash = 0;
+      for (int i = 0; i < kPanel; ++i) {
+        uint32_t bits;
+        std::memcpy(&bits, tile + r * kTileStride + i, sizeof bits);
+        hash = (hash ^ bits) * 0x9e3779b97f4a7c15ull;
+      }
+      std::printf("%d %d %d %016llx\n", (int)F::kind, panel, r, (unsigned long long)hash);
+    }
+  }
+}
+
+template <class F>
+void print_format(std::mt19937& random, const std::vector<float>& rows) {
+  const int blocks = kSize / F::kBlock;
+  std::vector<uint8_t> file((size_t)kColumns * blocks * F::kFileBytes);
+  for (uint8_t& byte : file) byte = (uint8_t)random();
+  // Scales (and plain numbers) below 2, so that all is finite: not the exponent's highest bit.
+  const int scale = F::kind == Kind::kQ6_K ? 208 : 0;
+  for (size_t i = scale; i < file.size(); i += F::kFileBytes)
+    for (int j = 1; j < 4 && i + j < file.size(); j += 2) file[i + j] &= 0xbf;
+  std::vector<const uint8_t*> columns(kColumns);
+  for (int i = 0; i < kColumns; ++i) columns[i] = file.data() + (size_t)i * blocks * F::kFileBytes;
+  columns[kColumns - 1] = nullptr;
+  std::vector<uint8_t> packed(2 * panel_bytes(F::kind, kSize));
+  pack_matrix(F::kind, columns.data(), kColumns, kSize, packed.data());
+  const Matrix matrix{packed.data(), F::kind};
+  print_bits<F, 1>(matrix, rows);
+  print_bits<F, 3>(matrix, rows);
+  print_bits<F, kMaxRows>(matrix, rows);
+}
+
+int main() {
+  std::mt19937 random(7);
+  std::vector<float> rows(kMaxRows * kSize);
+  for (float& x : rows) x = (float)((int32_t)random() >> 8) * 0x1p-20f;
+  print_format<Q8_0>(random, rows);
+  print_format<Q4_0>(random, rows);
+  print_format<Q4_1>(random, rows);
+  print_format<Q5_0>(random, rows);
+  print_format<Q5_1>(random, rows);
+  print_format<Q4_K>(random, rows);
+  print_format<Q5_K>(random, rows);
+  print_format<Q6_K>(random, rows);
+#ifdef WITH_BF16
+  print_format<BF16Pairs>(random, rows);
+#endif
+}

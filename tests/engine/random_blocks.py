@@ -1,0 +1,38 @@
+"""Random matrices in ggml's block formats."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from penstock.engine.models.quantized import QuantizedMatrix
+
+# Where a block's float16 scales lie, in bytes, and what the largest code times the largest
+# sub-scale comes to.
+SCALES: dict[str, tuple[tuple[int, ...], float]] = {
+    "Q8_0": ((0,), 128),
+    "Q4_0": ((0,), 8),
+    "Q4_1": ((0, 2), 15),
+    "Q5_0": ((0,), 16),
+    "Q5_1": ((0, 2), 31),
+    "Q4_K": ((0, 2), 15 * 63),
+    "Q5_K": ((0, 2), 31 * 63),
+    "Q6_K": ((208,), 32 * 128),
+}
+
+
+def random_matrix(
+    kind: str, rows: int, columns: int, rng: np.random.Generator, size: float = 1.0
+) -> QuantizedMatrix:
+    """Every bit of the codes and sub-scales is random; weights are at most about `size`."""
+    block, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = rng.integers(256, size=(rows, columns // block, num_bytes), dtype=np.uint8)
+    places, largest = SCALES[kind]
+    for place in places:
+        scale = rng.uniform(0.2, 1.0, size=data.shape[:2]) * rng.choice([-1, 1], data.shape[:2])
+        # A minimum (the second scale) is subtracted or added once, not once for every code.
+        unit = largest if place in (0, 208) else 64 if kind.endswith("K") else 1
+        halves = (scale * size / unit).astype(np.float16)
+        data[..., place : place + 2] = halves[..., None].view(np.uint8)
+    return QuantizedMatrix(kind, rows, columns, torch.from_numpy(data.reshape(rows, -1)))
