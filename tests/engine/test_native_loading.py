@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from penstock.config import ConfigError
 from penstock.engine.native import loading
+from penstock.engine.native.library import declared
 from penstock.engine.native.loading import (
     INSTRUCTION_SET_VARIABLE,
     NativeUnavailableError,
@@ -74,3 +76,8 @@ def test_what_is_no_library_is_a_reason(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(loading, "_processor_flags", set)
     with pytest.raises(NativeUnavailableError, match="cannot be loaded"):
         load_library()
+
+
+def test_a_library_of_older_sources_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"was built from older sources; `make native`"):
+        declared(ctypes.CDLL(None))

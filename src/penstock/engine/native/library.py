@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from penstock.config import ConfigError
 from penstock.engine.native.loading import load_library
 
 ERROR_BYTES = 256
@@ -109,7 +110,7 @@ def native_library() -> ctypes.CDLL:
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, told what its functions take and return."""
+    """The library, told what its functions take and return. Raises ConfigError for an old one."""
     pointer = c_void_p
     signatures: dict[str, tuple[type | None, list[type]]] = {
         "penstock_lanes": (c_int32, []),
@@ -125,7 +126,11 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
         "penstock_sample": (c_int32, [pointer, pointer]),
     }
     for name, (result, arguments) in signatures.items():
-        function = getattr(library, name)
+        function = getattr(library, name, None)
+        if function is None:
+            raise ConfigError(
+                f"{library._name} was built from older sources; `make native` builds it anew"
+            )
         function.restype, function.argtypes = result, arguments
     return library
 
