@@ -19,7 +19,7 @@ from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.gguf.file import GgufFile
 from penstock.engine.models.quantized import QuantizedMatrix, Weight
-from penstock.engine.models.weights import load_stored_weights, load_weights
+from penstock.engine.models.weights import load_weights, stored_weights
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 
@@ -98,6 +98,18 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
     assert torch.equal(rounded, expected.bfloat16())
 
 
+@pytest.mark.parametrize("kind", QUANTIZED)
+@pytest.mark.parametrize("case", ["llama", "qwen2"])
+def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
+    """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
+    saved = write_gguf(tmp_path / "model.gguf", wide(case), kind)
+    native = NativeRunner.load(saved.path, torch.float32, 16, 16, 1)
+    assert native.weight_bytes < 1.2 * saved.path.stat().st_size
+    expected = logits(eager(saved.path))
+    error = (logits(native) - expected).abs().mean() / expected.std()
+    assert 1e-5 < error < 0.05
+
+
 def dequantized(weight: Weight) -> torch.Tensor:
     parts = weight if isinstance(weight, tuple) else (weight,)
     return torch.cat([p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in parts])
@@ -109,15 +121,17 @@ def test_matrices_as_the_file_has_them(case: str, tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "model.gguf", wide(case), "Q4_1").path
     config = DecoderConfig.from_pretrained(path)
     expected = load_weights(path, config)
-    stored = load_stored_weights(path, config, torch.float32, ["Q4_1"])
-    assert {*stored} == {*expected}
-    for name, weight in stored.items():
-        assert torch.equal(dequantized(weight), expected[name])
-        is_matrix = expected[name].dim() == 2
-        assert isinstance(weight, torch.Tensor) != is_matrix
-    assert isinstance(stored["layers.0.o"], QuantizedMatrix)
-    assert len(stored["layers.0.qkv"]) == 3
-    assert len(stored["layers.0.gate_up"]) == 2
+    with stored_weights(path, config, torch.float32, ["Q4_1"]) as stored:
+        assert {*stored} == {*expected}
+        for name, weight in stored.items():
+            assert torch.equal(dequantized(weight), expected[name])
+            is_matrix = expected[name].dim() == 2
+            assert isinstance(weight, torch.Tensor) != is_matrix
+        assert isinstance(stored["layers.0.o"], QuantizedMatrix)
+        assert len(stored["layers.0.qkv"]) == 3
+        assert len(stored["layers.0.gate_up"]) == 2
+    # Memory is given back, not what the file holds.
+    assert torch.equal(dequantized(stored["layers.0.o"]), expected["layers.0.o"])
 
 
 def test_formats_that_are_not_asked_for_are_dequantised(tmp_path: Path) -> None:
@@ -125,8 +139,8 @@ def test_formats_that_are_not_asked_for_are_dequantised(tmp_path: Path) -> None:
     write_gguf(path, wide("llama"), lambda name: "Q8_0" if "v_proj" in name else "Q5_0")
     config = DecoderConfig.from_pretrained(path)
     expected = load_weights(path, config)
-    stored = load_stored_weights(path, config, torch.float32, ["Q8_0"])
-    assert torch.equal(dequantized(stored["layers.1.qkv"]), expected["layers.1.qkv"])
+    with stored_weights(path, config, torch.float32, ["Q8_0"]) as stored:
+        assert torch.equal(dequantized(stored["layers.1.qkv"]), expected["layers.1.qkv"])
     kinds = [getattr(part, "kind", None) for part in stored["layers.1.qkv"]]
     assert kinds == [None, None, "Q8_0"]
     assert isinstance(stored["layers.1.o"], torch.Tensor)

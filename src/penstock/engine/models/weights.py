@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,19 +94,19 @@ def load_weights(
         }
 
 
-def load_stored_weights(
+@contextmanager
+def stored_weights(
     path: Path, config: DecoderConfig, dtype: torch.dtype, kinds: Collection[str]
-) -> dict[str, Weight]:
+) -> Iterator[dict[str, Weight]]:
     """As `load_weights`, but matrices of the block formats `kinds` stay as the file has them.
 
-    They stay in the mapped file, too, but for rows that are put in another order. A tensor that is
-    stacked from several, one of them so quantised, is a tuple. Raises: as `load_weights`.
+    They stay in the mapped file, too, but for rows that are put in another order; at the end the
+    memory of what was read there is given back. A tensor that is stacked from several, one of them
+    so quantised, is a tuple. Raises: as `load_weights`.
     """
-    found: dict[str, Weight] = {}
     with open_checkpoint(path).tensors() as tensors:
-        for spec in _specs_in(tensors, config):
-            found[spec.name] = _stored(tensors, config, spec, dtype, kinds)
-    return found
+        specs = _specs_in(tensors, config)
+        yield {spec.name: _stored(tensors, config, spec, dtype, kinds) for spec in specs}
 
 
 def _specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:

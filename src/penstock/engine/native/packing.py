@@ -13,14 +13,9 @@ import numpy.typing as npt
 import torch
 
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.quantized import QuantizedMatrix
+from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
 from penstock.engine.models.rope import RopeTable
 from penstock.engine.native.library import address, native_library
-
-Stored = torch.Tensor | QuantizedMatrix
-# Matrices in a tuple are stacked along rows: query, key and value, or gate and up.
-Weight = Stored | tuple[Stored, ...]
-Weights = Mapping[str, Weight]
 
 _HUGE_PAGE = 1 << 21
 
@@ -123,6 +118,9 @@ class Kind(IntEnum):
     Q6_K = 10
 
 
+BLOCK_FORMATS = frozenset(kind.name for kind in Kind if kind > Kind.BF16_PAIRS)
+"""What `QuantizedMatrix.kind` may be."""
+
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 
 
@@ -190,7 +188,7 @@ def _widened(stored: Stored) -> torch.Tensor:
 class Packer:
     """Packs a model's tensors into one arena, several matrices at a time."""
 
-    def __init__(self, weights: Weights, layout: Layout, *, bf16_pairs: bool) -> None:
+    def __init__(self, weights: Mapping[str, Weight], layout: Layout, *, bf16_pairs: bool) -> None:
         """bf16_pairs: bfloat16 matrices are multiplied by activations rounded to bfloat16."""
         self._weights = {"lm_head": weights["embed_tokens"], **weights}
         self._layout = layout

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import torch
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.weights import load_weights
+from penstock.engine.models.quantized import Weight
+from penstock.engine.models.weights import stored_weights
 from penstock.engine.native import library as c
 from penstock.engine.native.library import native_library
-from penstock.engine.native.packing import Arena, Layout, Packer, Weights
+from penstock.engine.native.packing import BLOCK_FORMATS, Arena, Layout, Packer
 from penstock.engine.native.sampler import sample_natively
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import SamplingRows
@@ -50,7 +52,7 @@ class NativeRunner(ModelRunner):
     def __init__(
         self,
         config: DecoderConfig,
-        weights: Weights,
+        weights: Mapping[str, Weight],
         kv_dtype: torch.dtype,
         num_blocks: int,
         block_size: int,
@@ -92,14 +94,22 @@ class NativeRunner(ModelRunner):
 
         float32 keeps the cache in float32 and the weights as they are (a bfloat16 checkpoint is
         widened in registers, which loses nothing); bfloat16 rounds both. Sums are float32 in both.
+        Matrices in block formats keep their bits, and are multiplied by activations rounded to
+        8 bits in blocks.
         Raises ValueError (a CheckpointError for the checkpoint), or NativeUnavailableError.
         """
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; allowed: {', '.join(map(str, DTYPES))}")
         config = DecoderConfig.from_pretrained(path)
         rounded = torch.bfloat16 in (dtype, config.dtype)
-        weights = load_weights(path, config, torch.bfloat16 if rounded else torch.float32)
-        return cls(config, weights, dtype, num_blocks, block_size, num_threads)
+        plain = torch.bfloat16 if rounded else torch.float32
+        with stored_weights(path, config, plain, BLOCK_FORMATS) as weights:
+            return cls(config, weights, dtype, num_blocks, block_size, num_threads)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Memory of the packed matrices and the embedding's rows."""
+        return sum(matrix.data.nbytes for matrix in self._matrices.values())
 
     def limit_threads(self, num_threads: int) -> None:
         self._library.penstock_limit_threads(self._model, num_threads)

@@ -27,9 +27,11 @@ class GgufCheckpoint(Checkpoint):
 
     @contextmanager
     def tensors(self) -> Iterator[Tensors]:
-        tensors = _GgufTensors(GgufFile(self.path))
+        file = GgufFile(self.path)
+        tensors = _GgufTensors(file)
         yield tensors
         tensors.check_all_read()
+        file.drop_pages()
 
     def tokenizer(self) -> Any:
         return fast_tokenizer(GgufFile(self.path))

@@ -103,6 +103,11 @@ class GgufFile:
         except NotImplementedError:
             raise self.error(f"tensor {entry.name} is {entry.kind}, which is not read") from None
 
+    def drop_pages(self) -> None:
+        """Give back the memory of what was read. Who reads it again finds it as before."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")
 
