@@ -53,6 +53,7 @@ def write_gguf(
     case: Case,
     kind: str | Callable[[str], str] = "F32",
     tokenizer: Tokenizer | None = None,
+    pre: str = "gpt-2",
     **changes: Any,
 ) -> Checkpoint:
     """A random model; the one that comes back has what was stored.
@@ -70,7 +71,7 @@ def write_gguf(
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
             add[type(value)](f"{config.model_type}.{key}", value)
     if tokenizer is not None:
-        add_tokenizer(writer, tokenizer)
+        add_tokenizer(writer, tokenizer, pre)
     with torch.no_grad():
         _add_tensors(writer, model, kind)
     finish(writer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -175,6 +176,34 @@ def test_digest_is_of_the_content(tmp_path: Path) -> None:
     file.write_text(json.dumps(content))
     assert load_tokenizer(second).digest != digest
     assert load_tokenizer(save(tmp_path / "third", metaspace())).digest != digest
+
+
+def test_digest_leaves_out_what_changes_no_id(tmp_path: Path) -> None:
+    """The spellings in which publishers' files and those made from GGUF files differ."""
+    file = save(tmp_path, byte_level()) / "tokenizer.json"
+    content = json.loads(file.read_text())
+    digest = load_tokenizer(tmp_path).digest
+
+    def changed(**parts: Any) -> str:
+        file.write_text(json.dumps(content | parts))
+        return load_tokenizer(tmp_path).digest
+
+    added, model = content["added_tokens"], content["model"]
+    vocab = {token: i for token, i in model["vocab"].items() if token not in SPECIAL}
+    bare = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    assert changed(post_processor=bare) == digest
+    assert changed(decoder=bare) == digest
+    assert changed(pre_tokenizer=content["pre_tokenizer"] | {"trim_offsets": False}) == digest
+    assert changed(added_tokens=[token | {"special": False} for token in added]) == digest
+    unmarked = {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    assert changed(model=model | unmarked) == digest
+    assert changed(pre_tokenizer=content["pre_tokenizer"] | {"add_prefix_space": True}) != digest
+    assert changed(normalizer={"type": "NFC"}) != digest
+    swapped = vocab | {"a": vocab["b"], "b": vocab["a"]}
+    assert (
+        changed(model=model | {"vocab": swapped | dict(zip(SPECIAL, range(2), strict=True))})
+        != digest
+    )
 
 
 def test_chat_template(tmp_path: Path) -> None:

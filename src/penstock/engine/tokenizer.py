@@ -46,11 +46,12 @@ class Tokenizer:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256, hexadecimal, of what decides how text becomes ids and ids text.
+        """SHA-256, hexadecimal, of what decides how text becomes ids and what text an id is.
 
-        That is tokenizer.json without layout and run-time settings: equal for equal tokenizers.
+        That is tokenizer.json without its layout, run-time settings and spellings that change
+        nothing: equal for equal tokenizers, from a folder and from a GGUF file.
         """
-        content = self._definition
+        content = _essentials(self._definition)
         return hashlib.sha256(
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         ).hexdigest()
@@ -209,6 +210,47 @@ class IncrementalDetokenizer:
     def finish(self) -> str:
         """What was still held back; the stream is over."""
         return self._utf8.decode(b"", final=True)
+
+
+_ADDED = ("content", "lstrip", "normalized", "rstrip", "single_word")
+
+
+def _essentials(definition: Mapping[str, Any]) -> dict[str, Any]:
+    """Not whether an added token is special (that only hides it from texts), nor whether the
+    vocabulary lists it, nor what concerns offsets."""
+    added = definition["added_tokens"]
+    model, decoder = dict(definition["model"]), definition["decoder"] or {}
+    if isinstance(model["vocab"], dict):
+        model["vocab"] = model["vocab"] | {token["content"]: token["id"] for token in added}
+    for name in ("continuing_subword_prefix", "end_of_word_suffix"):
+        model[name] = model.get(name) or None
+    return {
+        "model": model,
+        "added_tokens": sorted([token[name] for name in _ADDED] for token in added),
+        "normalizer": definition["normalizer"],
+        "pre_tokenizer": _without_offsets(definition["pre_tokenizer"]),
+        "post_processor": _processors(definition["post_processor"]),
+        # Its other settings are of the pre-tokenizer that goes by the same name.
+        "decoder": "ByteLevel" if decoder.get("type") == "ByteLevel" else decoder,
+    }
+
+
+def _without_offsets(part: Any) -> Any:
+    if isinstance(part, dict):
+        return {k: _without_offsets(v) for k, v in part.items() if k != "trim_offsets"}
+    return [_without_offsets(x) for x in part] if isinstance(part, list) else part
+
+
+def _processors(processor: dict[str, Any] | None) -> list[Any]:
+    """Those that add tokens; a template by the tokens around one text."""
+    if processor is None or processor["type"] == "ByteLevel":
+        return []
+    if processor["type"] == "Sequence":
+        return [found for part in processor["processors"] for found in _processors(part)]
+    if processor["type"] == "TemplateProcessing":
+        around = [part.get("SpecialToken", {}).get("id") for part in processor["single"]]
+        return [around] if any(around) else []
+    return [processor]
 
 
 def _byte_of_char() -> dict[str, int]:

