@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,15 @@ WIDE: dict[str, Any] = {
 QUANTIZED = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 KINDS = ("F32", "F16", "BF16", *QUANTIZED)
 
-_ARCHITECTURES = {"llama": "LLAMA", "qwen2": "QWEN2", "qwen3": "QWEN3"}
+_ARCHITECTURES = {
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "mistral": gguf.MODEL_ARCH.LLAMA,
+    "qwen2": gguf.MODEL_ARCH.QWEN2,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "qwen3_moe": gguf.MODEL_ARCH.QWEN3MOE,
+    "phi3": gguf.MODEL_ARCH.PHI3,
+    "gemma3_text": gguf.MODEL_ARCH.GEMMA3,
+}
 
 
 def encode(values: np.ndarray, kind: str) -> np.ndarray:
@@ -65,11 +74,12 @@ def write_gguf(
     config = case.config(**SHAPE | case.changes)
     config.pad_token_id = None
     model = case.model(config).eval()
-    writer = gguf.GGUFWriter(file, config.model_type)
+    architecture = gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
+    writer = gguf.GGUFWriter(file, architecture)
     for key, value in (_metadata(config) | changes).items():
         if value is not None:
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
-            add[type(value)](f"{config.model_type}.{key}", value)
+            add[type(value)](f"{architecture}.{key}", value)
     if tokenizer is not None:
         add_tokenizer(writer, tokenizer, pre)
     with torch.no_grad():
@@ -105,6 +115,7 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str = "gpt
 
 def _metadata(config: Any) -> dict[str, Any]:
     rope = config.rope_parameters
+    rope = rope.get("full_attention", rope)
     scaling = {
         "rope.scaling.type": rope["rope_type"],
         "rope.scaling.factor": rope.get("factor"),
@@ -122,25 +133,67 @@ def _metadata(config: Any) -> dict[str, Any]:
         "attention.value_length": head_dim,
         "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
         "rope.freq_base": float(rope["rope_theta"]),
-        **(scaling if rope["rope_type"] != "default" else {}),
+        **(scaling if rope["rope_type"] in ("linear", "yarn") else {}),
+        **_own_metadata(config, rope),
     }
+
+
+def _own_metadata(config: Any, rope: dict[str, Any]) -> dict[str, Any]:
+    """What only some architectures have."""
+    if config.model_type == "gemma3_text":
+        return {"attention.sliding_window": config.sliding_window}
+    if config.model_type == "qwen3_moe":
+        return {
+            "expert_count": config.num_experts,
+            "expert_used_count": config.num_experts_per_tok,
+            "expert_feed_forward_length": config.moe_intermediate_size,
+        }
+    if config.model_type != "phi3":
+        return {}
+    factor = config.max_position_embeddings / config.original_max_position_embeddings
+    scale = math.sqrt(1 + math.log(factor) / math.log(config.original_max_position_embeddings))
+    return {
+        "attention.key_length": None,
+        "attention.value_length": None,
+        "attention.sliding_window": config.sliding_window or 0,
+        "rope.dimension_count": int(config.head_dim * rope["partial_rotary_factor"]),
+        "rope.scaling.original_context_length": config.original_max_position_embeddings,
+        "rope.scaling.attn_factor": scale if rope["rope_type"] == "longrope" else None,
+    }
+
+
+def _rope_tensors(model: PreTrainedModel) -> dict[str, np.ndarray]:
+    """What frequencies are divided by, where that is scaling."""
+    config: Any = model.config
+    rope, names = config.rope_parameters, gguf.MODEL_TENSOR
+    factors = {}
+    if rope.get("rope_type") == "llama3":
+        inverse = 1 / rope["rope_theta"] ** (torch.arange(0, config.head_dim, 2) / config.head_dim)
+        factors[names.ROPE_FREQS] = (inverse / model.model.rotary_emb.inv_freq).numpy()
+    if rope.get("rope_type") == "longrope":
+        factors[names.ROPE_FACTORS_SHORT] = np.array(rope["short_factor"], np.float32)
+        factors[names.ROPE_FACTORS_LONG] = np.array(rope["long_factor"], np.float32)
+    return {f"{gguf.TENSOR_NAMES[name]}.weight": values for name, values in factors.items()}
 
 
 def _add_tensors(
     writer: gguf.GGUFWriter, model: PreTrainedModel, kind: str | Callable[[str], str]
 ) -> None:
     config: Any = model.config
-    architecture = gguf.MODEL_ARCH[_ARCHITECTURES[config.model_type]]
+    architecture = _ARCHITECTURES[config.model_type]
     names = gguf.get_tensor_name_map(architecture, config.num_hidden_layers)
-    for name, parameter in model.named_parameters():
+    for name, values in _rope_tensors(model).items():
+        writer.add_tensor(name, values)
+    for name, parameter in _parameters(model):
         theirs = names.get_name(name, (".weight", ".bias"))
         if parameter.dim() == 1:
             low, high = (0.5, 1.5) if name.endswith("norm.weight") else (-1.0, 1.0)
             parameter.uniform_(low, high)
-            values = parameter.numpy()
+            is_gemma = config.model_type == "gemma3_text"
+            values = parameter.numpy() + np.float32(is_gemma and name.endswith("norm.weight"))
             writer.add_tensor(theirs, _interleaved(config, name, values))
             continue
-        parameter.normal_(std=parameter.shape[1] ** -0.5)
+        parameter.normal_(std=parameter.shape[-1] ** -0.5)
         own = kind if isinstance(kind, str) else kind(name)
         stored = gguf.GGMLQuantizationType[own]
         encoded = encode(parameter.numpy(), own)
@@ -148,9 +201,21 @@ def _add_tensors(
         writer.add_tensor(theirs, _interleaved(config, name, encoded), raw_dtype=stored)
 
 
+def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Experts' gates and ups apart."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("experts.gate_up_proj"):
+            for half, part in zip(("gate", "up"), parameter.chunk(2, dim=1), strict=True):
+                yield name.replace("gate_up_proj", f"{half}_proj.weight"), part
+        else:
+            yield name if name.endswith((".weight", ".bias")) else f"{name}.weight", parameter
+
+
 def _interleaved(config: Any, name: str, rows: np.ndarray) -> np.ndarray:
     """Architecture llama: the two rows of a rotary pair side by side."""
-    if config.model_type != "llama" or not any(f"{x}_proj." in name for x in "qk"):
+    if _ARCHITECTURES[config.model_type] != gguf.MODEL_ARCH.LLAMA or not any(
+        f"{x}_proj." in name for x in "qk"
+    ):
         return rows
     heads = config.num_attention_heads if "q_proj" in name else config.num_key_value_heads
     halves = rows.reshape(heads, 2, len(rows) // heads // 2, *rows.shape[1:])

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
 from gguf import MODEL_ARCH, get_tensor_name_map
 
 from penstock.engine.models.checkpoint import Checkpoint, ModelDescription, Tensors
-from penstock.engine.models.gguf.config import Metadata, config_json, end_token_ids
+from penstock.engine.models.gguf.config import ROPE_TENSORS, Metadata, config_json, end_token_ids
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.tokenizer import fast_tokenizer
 from penstock.engine.models.quantized import FLOATS, QuantizedMatrix
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
 
 
 class GgufCheckpoint(Checkpoint):
@@ -39,16 +42,19 @@ class GgufCheckpoint(Checkpoint):
 
 class _GgufTensors:
     """Architecture llama keeps the rows of a query or key head as pairs (i, i + head_dim / 2) side
-    by side; they are put back into Hugging Face's order, where one half follows the other."""
+    by side; they are put back into Hugging Face's order, where one half follows the other. Gemma's
+    norms have in them the 1 that Hugging Face's lack. The matrices of all experts are one tensor.
+    """
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
-        self._read: set[str] = set()
+        self._read = set(ROPE_TENSORS)  # with the configuration
         self._metadata = Metadata(file)
         architecture = self._metadata.architecture
         kind = {arch.name.lower(): arch for arch in MODEL_ARCH}[architecture]
         self._names = get_tensor_name_map(kind, self._metadata.whole("block_count"))
         self._pairs_rows = architecture == "llama"
+        self._norm_offset = 1.0 if architecture == "gemma3" else 0.0
 
     def has(self, name: str) -> bool:
         return self._name(name) in self._file.tensors
@@ -59,6 +65,8 @@ class _GgufTensors:
         self._file.read(entry, out)
         if self._is_rotated(name):
             out.copy_(out[self._order(name, len(out))])
+        if self._norm_offset and name.endswith("norm.weight"):
+            out.sub_(self._norm_offset)
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
         entry = self._entry(name, shape)
@@ -84,6 +92,12 @@ class _GgufTensors:
         return f"{self._names.get_name(base)}.{suffix}"
 
     def _entry(self, name: str, shape: tuple[int, ...]) -> TensorEntry:
+        if (expert := _EXPERT.fullmatch(name)) is not None:
+            count = self._metadata.whole("expert_count")
+            every = self._entry(expert[1] + expert[3], (count, *shape))
+            size = every.num_bytes // count
+            start = every.start + int(expert[2]) * size
+            return replace(every, shape=shape, start=start, num_bytes=size)
         theirs = self._name(name)
         entry = self._file.tensors.get(theirs)
         if entry is None:

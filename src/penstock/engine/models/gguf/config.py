@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from gguf import TokenType
 
+from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.quantized import FLOATS
 
@@ -15,13 +16,32 @@ _ARCHITECTURES = {
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "qwen3moe": "Qwen3MoeForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "gemma3": "Gemma3ForCausalLM",
 }
+"""Mistral's models are of architecture llama."""
+
+_COMPUTED = {
+    "qwen3moe": {"expert_count"},
+    "phi3": {"attention.sliding_window"},
+    "gemma3": {"attention.sliding_window"},
+}
+"""What is refused elsewhere, see _REFUSED."""
+
+ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+"""What each frequency is divided by: in all texts, or in those of usual length and longer ones."""
+
+_GEMMA_PATTERN = 6
+_GEMMA_27B_LAYERS = 62
+"""The file does not say that only this model scales its scores by another size than head_dim."""
 
 _REFUSED = (
     "attention.clamp_kqv",
     "attention.max_alibi_bias",
     "attention.scale",
     "attention.sliding_window",
+    "attention.sliding_window_pattern",
     "embedding_scale",
     "expert_count",
     "logit_scale",
@@ -82,6 +102,11 @@ class Metadata:
         default = self.whole("embedding_length") // self.whole("attention.head_count")
         return self.whole("attention.key_length", default)
 
+    @property
+    def rotated_share(self) -> float:
+        """Of a head's dimensions."""
+        return self.whole("rope.dimension_count", self.head_dim) / self.head_dim
+
 
 def config_json(file: GgufFile) -> dict[str, Any]:
     """What config.json would say of the model. Raises CheckpointError."""
@@ -93,9 +118,10 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         found = "is missing" if embeddings is None else f"has shape {embeddings.shape}"
         raise file.error(f"tensor {_EMBEDDINGS} {found}; shape (vocabulary, {hidden}) expected")
     heads = metadata.whole("attention.head_count")
+    architecture = _ARCHITECTURES[metadata.architecture]
     return {
-        "architectures": [_ARCHITECTURES[metadata.architecture]],
-        "model_type": metadata.architecture,
+        "architectures": [architecture],
+        "model_type": FAMILIES[architecture].model_type,
         "vocab_size": embeddings.shape[0],
         "hidden_size": hidden,
         "intermediate_size": metadata.whole("feed_forward_length"),
@@ -112,7 +138,33 @@ def config_json(file: GgufFile) -> dict[str, Any]:
         "eos_token_id": file.metadata.get("tokenizer.ggml.eos_token_id"),
         "torch_dtype": _dtype(file),
         **_rope(file, metadata),
+        **_own(metadata),
     }
+
+
+def _own(metadata: Metadata) -> dict[str, Any]:
+    """What only some architectures have."""
+    window = metadata.get("attention.sliding_window") or None
+    if metadata.architecture == "phi3":
+        return {"sliding_window": window}
+    if metadata.architecture == "gemma3":
+        scaled_by = metadata.head_dim
+        if metadata.whole("block_count") == _GEMMA_27B_LAYERS:
+            scaled_by = metadata.whole("embedding_length") // metadata.whole("attention.head_count")
+        return {
+            "sliding_window": metadata.whole("attention.sliding_window"),
+            "sliding_window_pattern": _GEMMA_PATTERN,
+            "rope_local_base_freq": metadata.number("rope.freq_base_swa", 10_000.0),
+            "query_pre_attn_scalar": scaled_by,
+        }
+    if metadata.architecture == "qwen3moe":
+        return {
+            "num_experts": metadata.whole("expert_count"),
+            "num_experts_per_tok": metadata.whole("expert_used_count"),
+            "moe_intermediate_size": metadata.whole("expert_feed_forward_length"),
+            "norm_topk_prob": bool(metadata.get("expert_weights_norm", True)),
+        }
+    return {}
 
 
 def end_token_ids(file: GgufFile) -> tuple[int, ...]:
@@ -130,7 +182,7 @@ def end_token_ids(file: GgufFile) -> tuple[int, ...]:
 
 def _check(file: GgufFile, metadata: Metadata) -> None:
     for name in _REFUSED:
-        if metadata.get(name):
+        if metadata.get(name) and name not in _COMPUTED.get(metadata.architecture, ()):
             raise file.error(
                 f"{metadata.key(name)} is {metadata.get(name)!r}, which is not computed"
             )
@@ -139,7 +191,8 @@ def _check(file: GgufFile, metadata: Metadata) -> None:
         raise file.error(f"{metadata.key('block_count')} is {layers}; the file has fewer tensors")
     rotated = metadata.whole("rope.dimension_count", metadata.head_dim)
     values = metadata.whole("attention.value_length", metadata.head_dim)
-    if {rotated, values} != {metadata.head_dim}:
+    in_part = metadata.architecture == "phi3" and rotated < metadata.head_dim
+    if values != metadata.head_dim or not (in_part or rotated == metadata.head_dim):
         raise file.error(
             f"heads of {metadata.head_dim} have {rotated} rotated dimensions and values of "
             f"{values}; allowed: all alike"
@@ -149,12 +202,14 @@ def _check(file: GgufFile, metadata: Metadata) -> None:
 def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
     """Base and scaling, in the spelling that every transformers reads."""
     theta = metadata.number("rope.freq_base", 10_000.0)
+    if any(name in file.tensors for name in ROPE_TENSORS):
+        return {"rope_theta": theta, **_rope_factors(file, metadata)}
     kind = metadata.get("rope.scaling.type", "none")
     factor = metadata.number("rope.scaling.factor", metadata.number("rope.scale_linear", 1.0))
     if kind == "none" and metadata.has("rope.scale_linear"):
         kind = "linear"
     if kind == "none" or (kind == "linear" and factor == 1.0):
-        return {"rope_theta": theta}
+        return {"rope_theta": theta, "partial_rotary_factor": metadata.rotated_share}
     if kind not in ("linear", "yarn"):
         raise file.error(
             f"{metadata.key('rope.scaling.type')} is {kind!r}; allowed: none, linear, yarn"
@@ -168,6 +223,35 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
             usual = 0.1 * math.log(factor) + 1.0
             scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor") * usual
     return {"rope_theta": theta, "rope_scaling": scaling}
+
+
+def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
+    """Factors for all texts are those of texts of usual length where no longer ones are read."""
+    usual, *longer = (name for name in ROPE_TENSORS if name in file.tensors)
+    original = metadata.whole("context_length")
+    if longer or usual != ROPE_TENSORS[0]:
+        original = metadata.whole("rope.scaling.original_context_length")
+    entry = file.tensors[usual]
+    expected = (metadata.whole("rope.dimension_count", metadata.head_dim) // 2,)
+    if entry.shape != expected:
+        raise file.error(
+            f"tensor {usual} has shape {entry.shape}; its metadata asks for {expected}"
+        )
+    values = torch.empty(entry.shape)
+    file.read(entry, values)
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": values.tolist(),
+        "long_factor": values.tolist(),
+        "factor": metadata.whole("context_length") / original,
+        "attention_factor": metadata.number("rope.scaling.attn_factor", 1.0),
+        "original_max_position_embeddings": original,
+    }
+    return {
+        "rope_scaling": scaling,
+        "original_max_position_embeddings": original,
+        "partial_rotary_factor": metadata.rotated_share,
+    }
 
 
 def _dtype(file: GgufFile) -> str:
