@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
-from transformers import LlamaForCausalLM
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaForCausalLM
 
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
@@ -286,6 +287,39 @@ def test_every_tensor_has_the_shape_that_is_said(checkpoint: Checkpoints, case: 
         assert weight.dtype == (torch.float32 if specs[name].is_norm else torch.bfloat16)
     sources = [source for spec in specs.values() for source, _ in spec.sources]
     assert sorted(sources) == sorted(load_file(saved.path / "model.safetensors"))
+
+
+@pytest.fixture
+def with_images(tmp_path: Path) -> Checkpoint:
+    """A Gemma 3 that reads images, too; its text model's weights as random as the others'."""
+    text = write_checkpoint(tmp_path / "text", CASES["gemma3"]).model
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text.config, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.save_pretrained(tmp_path)
+    return Checkpoint(tmp_path, text)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_reads_images(with_images: Checkpoint, prefix: str) -> None:
+    path, ids = with_images.path, np.arange(40)
+    tensors = load_file(path / "model.safetensors")
+    spelt = {
+        re.sub(r"^(language_model.model|model.language_model)\.", prefix, n): t
+        for n, t in tensors.items()
+    }
+    assert any(name.startswith(prefix) for name in spelt)
+    save_file(spelt, path / "model.safetensors", {"format": "pt"})
+    config = DecoderConfig.from_pretrained(path)
+    assert config == DecoderConfig.from_pretrained(path / "text")
+    ours = EagerRunner.load(path, torch.float32, CPU, 8, 8).forward(
+        Paging(8, 8).batch(("a", ids, 0, 40))
+    )
+    torch.testing.assert_close(ours, with_images.logits(ids), rtol=0, atol=2e-4)
+    edit_json(path / "config.json", text_config=None)
+    refusal(path, "has no text_config, which Gemma3ForConditionalGeneration needs")
 
 
 def test_a_gemma_norm_is_one_more_than_its_weight(checkpoint: Checkpoints) -> None:

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig
 
 from penstock.engine.models.checkpoint import CheckpointError, one_line, open_checkpoint
-from penstock.engine.models.families import FAMILIES, rope_of
+from penstock.engine.models.families import FAMILIES, TEXT_PARTS, rope_of
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, Variant
 
@@ -101,9 +101,8 @@ def _architecture(file: Path, raw: dict[str, Any]) -> str:
     """The one architecture that is named, once nothing else is asked for that is not done here."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
-        raise CheckpointError(
-            f"{file}: architectures is {names!r}; allowed: one of {', '.join(FAMILIES)}"
-        )
+        known = ", ".join([*FAMILIES, *TEXT_PARTS])
+        raise CheckpointError(f"{file}: architectures is {names!r}; allowed: one of {known}")
     model_type = FAMILIES[names[0]].model_type
     if raw.get("model_type") != model_type:
         raise CheckpointError(

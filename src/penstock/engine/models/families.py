@@ -113,6 +113,9 @@ FAMILIES = {
 }
 """By the name in config.json's architectures."""
 
+TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
+"""Models that read images, too, and what their text part is."""
+
 
 def rope_of(architecture: str, config: Any) -> Rope:
     """Of the layers without a window. Raises ValueError for what is not done here."""

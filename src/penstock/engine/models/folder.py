@@ -20,10 +20,27 @@ from penstock.engine.models.checkpoint import (
     one_line,
 )
 from penstock.engine.models.config import DTYPES, token_ids
+from penstock.engine.models.families import TEXT_PARTS
 from penstock.engine.models.quantized import QuantizedMatrix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_SHARED = (
+    "dtype",
+    "torch_dtype",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "quantization_config",
+)
+"""Keys that stand above text_config."""
+
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Both spellings of a text part's tensors, old and new."""
 
 
 class FolderCheckpoint(Checkpoint):
@@ -31,7 +48,7 @@ class FolderCheckpoint(Checkpoint):
 
     def description(self) -> ModelDescription:
         file, generation = self.path / "config.json", self.path / "generation_config.json"
-        content = _read_json(file)
+        content = _text_part(file, _read_json(file))
         if content.get("quantization_config"):
             raise CheckpointError(
                 f"{file}: quantized weights are not read; allowed: float32, bfloat16 or float16"
@@ -67,14 +84,17 @@ class _Safetensors:
         self._stack = stack
         self._open: dict[Path, Any] = {}
         self._file_of = self._locate()
+        self._names = {_text_name(name): name for name in self._file_of}
 
     def has(self, name: str) -> bool:
-        return name in self._file_of
+        return name in self._names
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        file, shape = self._file_of.get(name), tuple(out.shape)
-        if file is None:
+        shape = tuple(out.shape)
+        if name not in self._names:
             raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
+        name = self._names[name]
+        file = self._file_of[name]
         try:
             tensor: torch.Tensor = self._handle(file).get_tensor(name)
         except SafetensorError as error:
@@ -120,6 +140,26 @@ class _Safetensors:
                     f"{file}: not a whole safetensors file ({one_line(error)})"
                 ) from error
         return self._open[file]
+
+
+def _text_part(file: Path, content: dict[str, Any]) -> dict[str, Any]:
+    """The configuration of the text part, where a model reads images, too."""
+    whole = next((name for name in TEXT_PARTS if content.get("architectures") == [name]), None)
+    if whole is None:
+        return content
+    text = content.get("text_config")
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{file}: has no text_config, which {whole} needs")
+    shared = {key: content[key] for key in _SHARED if content.get(key) is not None}
+    return {**text, **shared, "architectures": [TEXT_PARTS[whole]]}
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name in the text part by itself."""
+    for prefix, of_text in _PREFIXES.items():
+        if name.startswith(prefix):
+            return of_text + name.removeprefix(prefix)
+    return name
 
 
 def _read_json(file: Path) -> dict[str, Any]:
