@@ -9,6 +9,8 @@ TORCH_INDEX ?=
 # Tests of one file stay together, files in order: the last ones are short. Every worker has a core
 # of its own (tests/conftest.py).
 PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# Tests start many processes: let them share compiled modules, whatever the shell says.
+export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: setup native serve test test-slow test-faults test-kernels check format docs clean
