@@ -68,3 +68,12 @@ def test_a_file_that_is_not_there(cli: Cli) -> None:
     code, _, err = cli("chat", "--target", "/nowhere/model.gguf")
     assert code == 2
     assert "neither a checkpoint folder, a GGUF file nor a bundled target" in err
+
+
+def test_serve_with_a_tokenizer_that_is_not_known(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    write_gguf(path, CASE, "F32", ORIGINALS["gpt-2"](), "klingon")
+    code, _, err = cli("serve", path, "--port", 0, "--no-speculation", "--kv-tokens", 512)
+    assert code == 2
+    assert f"{path}: tokenizer.ggml.pre is 'klingon'; allowed: " in err
+    assert err.count("\n") == 1

@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 from transformers import Qwen2Tokenizer
 
-from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.checkpoint import CheckpointError, open_checkpoint
 from penstock.engine.tokenizer import load_tokenizer
 
 CORPUS = [
@@ -111,6 +111,16 @@ def test_another_cut_would_be_seen(name: str, other: str, tmp_path: Path) -> Non
     original = ORIGINALS[name]()
     tokenizer = load_tokenizer(write(tmp_path, original, other))
     assert any(tokenizer.encode(text) != original.encode(text).ids for text in HARD)
+
+
+def test_sources_are_equal_where_tokenizers_are(tmp_path: Path) -> None:
+    """Whatever the chat template and the rest of the file."""
+    sources = []
+    for name, cut, said in [("a", "qwen2", "x"), ("b", "qwen2", "y"), ("c", "gpt-2", "x")]:
+        (tmp_path / name).mkdir()
+        path = write(tmp_path / name, ORIGINALS["qwen2"](), cut, chat_template=said)
+        sources.append(open_checkpoint(path).tokenizer_source())
+    assert sources[0] == sources[1] != sources[2]
 
 
 def test_special_tokens_and_the_users_own(tmp_path: Path) -> None:

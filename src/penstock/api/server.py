@@ -40,8 +40,8 @@ async def serve(
     factory:  what the engine process builds its engine with, "package.module:function"
     announce_drafters: called with the address for draft servers, if there is one, when it is open
 
-    Raises: ConfigError where the address cannot be had, EngineFailed where the engine cannot be
-    loaded.
+    Raises: ConfigError where address or tokenizer cannot be had, EngineFailed where the engine
+    cannot be loaded.
     """
     with bind(config.host, config.port) as sock:
         listener = None if config.drafters is None else VerificationServer(config.drafters)
@@ -52,7 +52,10 @@ async def serve(
             # The tokenizer's library takes seconds to import; the engine loads meanwhile.
             library = asyncio.to_thread(importlib.import_module, "penstock.engine.tokenizer")
             engine, tokenizers = await asyncio.gather(client.start(), library)
-            tokenizer = tokenizers.load_tokenizer(engine.tokenizer_path)
+            try:
+                tokenizer = tokenizers.load_tokenizer(engine.tokenizer_path)
+            except ValueError as error:
+                raise ConfigError(str(error)) from error
             app = create_app(config, client, tokenizer)
             if listener is not None:
                 metrics = app.state.metrics

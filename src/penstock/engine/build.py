@@ -30,6 +30,7 @@ from penstock.engine.calibrate import calibrate
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.executor import LocalExecutor
+from penstock.engine.models.checkpoint import open_checkpoint
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.synthetic import SyntheticAcceptance
 from penstock.engine.tokenizer import load_tokenizer
@@ -206,9 +207,11 @@ def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
 
 def _check_tokenizers(config: EngineConfig) -> None:
     """Draft tokens are ids: they mean something only under one tokenizer."""
-    digest = load_tokenizer(config.target).digest
+    source = open_checkpoint(config.target).tokenizer_source()
     for name, path in config.drafters.items():
-        if path != NGRAM and load_tokenizer(Path(path)).digest != digest:
+        if path == NGRAM or open_checkpoint(Path(path)).tokenizer_source() == source:
+            continue
+        if load_tokenizer(Path(path)).digest != load_tokenizer(config.target).digest:
             raise ConfigError(
                 f"drafter {name!r} ({path}) has another tokenizer than the target "
                 f"({config.target}); a drafter must share the target's tokenizer"

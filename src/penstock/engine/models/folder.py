@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -61,10 +62,20 @@ class FolderCheckpoint(Checkpoint):
         with ExitStack() as stack:
             yield _Safetensors(self.path, stack)
 
+    def tokenizer_source(self) -> bytes:
+        self._require_tokenizer()
+        digest = hashlib.sha256()
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            file = self.path / name
+            content = file.read_bytes() if file.is_file() else b""
+            digest.update(len(content).to_bytes(8, "little") + content)
+        # Which class reads them.
+        digest.update(repr(_read_json(self.path / "config.json").get("model_type")).encode())
+        return digest.digest()
+
     def tokenizer(self) -> Any:
         path = self.path
-        if not (path / "tokenizer.json").is_file():
-            raise CheckpointError(f"{path}: has no tokenizer.json; a fast tokenizer is needed")
+        self._require_tokenizer()
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:
@@ -74,6 +85,10 @@ class FolderCheckpoint(Checkpoint):
         if not tokenizer.is_fast:
             raise CheckpointError(f"{path}: {type(tokenizer).__name__} is not a fast tokenizer")
         return tokenizer
+
+    def _require_tokenizer(self) -> None:
+        if not (self.path / "tokenizer.json").is_file():
+            raise CheckpointError(f"{self.path}: has no tokenizer.json; a fast tokenizer is needed")
 
 
 class _Safetensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -35,6 +36,13 @@ class GgufCheckpoint(Checkpoint):
         yield tensors
         tensors.check_all_read()
         file.drop_pages()
+
+    def tokenizer_source(self) -> bytes:
+        file, digest = GgufFile(self.path), hashlib.sha256()
+        for key in sorted(file.keys("tokenizer.ggml.")):
+            raw = file.raw(key)
+            digest.update(f"{key} {len(raw)} ".encode() + raw)
+        return digest.digest()
 
     def tokenizer(self) -> Any:
         return fast_tokenizer(GgufFile(self.path))

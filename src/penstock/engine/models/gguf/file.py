@@ -72,11 +72,23 @@ class GgufFile:
             raise CheckpointError(f"{path}: is empty; a GGUF file is expected") from error
         self.metadata: dict[str, Any] = {}
         self._strings: dict[str, tuple[int, int]] = {}
+        self._spans: dict[str, tuple[int, int]] = {}
         cursor = _Cursor(self._map, path)
         num_tensors, num_keys = cursor.begin()
         for _ in range(num_keys):
-            self._read_value(cursor)
+            key = self._read_key(cursor)
+            start = cursor.at
+            self._read_value(cursor, key)
+            self._spans[key] = (start, cursor.at)
         self.tensors = self._read_table(cursor, num_tensors)
+
+    def keys(self, prefix: str) -> list[str]:
+        return [key for key in self._spans if key.startswith(prefix)]
+
+    def raw(self, key: str) -> bytes:
+        """A metadata value with its type, as it lies in the file."""
+        start, end = self._spans[key]
+        return self._map[start:end]
 
     def strings(self, key: str) -> list[str]:
         """An array of strings; empty where there is none."""
@@ -111,12 +123,15 @@ class GgufFile:
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")
 
-    def _read_value(self, cursor: _Cursor) -> None:
+    def _read_key(self, cursor: _Cursor) -> str:
         cursor.what = "metadata"
         key = cursor.string()
         cursor.what = f"metadata key {key}"
-        if key in self.metadata or key in self._strings:
+        if key in self._spans:
             raise self.error(f"metadata key {key} is there twice")
+        return key
+
+    def _read_value(self, cursor: _Cursor, key: str) -> None:
         kind = cursor.value_type()
         if kind == GGUFValueType.STRING:
             self.metadata[key] = cursor.string()
