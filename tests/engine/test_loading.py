@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
-from transformers import Gemma3Config, Gemma3ForConditionalGeneration, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
@@ -186,57 +185,6 @@ def test_unusable_configs(broken: Broken, changes: dict[str, Any], parts: list[s
     refusal(path, "config.json", *parts)
 
 
-@pytest.mark.parametrize(
-    ("changes", "layers"),
-    [
-        ({"max_window_layers": 1, "layer_types": None}, {1}),
-        ({"layer_types": ["sliding_attention", "full_attention"]}, {0}),
-    ],
-)
-def test_which_layers_have_a_window(
-    broken: Broken, changes: dict[str, Any], layers: set[int]
-) -> None:
-    path = broken("qwen3")
-    edit_json(path / "config.json", use_sliding_window=True, sliding_window=8, **changes)
-    window = DecoderConfig.from_pretrained(path).variant.window
-    assert window is not None
-    assert (window.size, window.layers, window.rope) == (8, layers, None)
-
-
-def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
-    path = broken("mistral-window")
-    assert DecoderConfig.from_pretrained(path).variant.window is not None
-    edit_json(path / "config.json", sliding_window=SHAPE["max_position_embeddings"])
-    assert DecoderConfig.from_pretrained(path).variant.window is None
-
-
-def test_longrope_ends_where_keys_would_have_to_be_turned_again(checkpoint: Checkpoints) -> None:
-    config = DecoderConfig.from_pretrained(checkpoint("phi3-longrope").path)
-    assert config.max_position_embeddings == 192
-    assert config.rope.factor == 256 / 192
-
-
-@pytest.mark.parametrize(
-    ("case", "changes", "parts"),
-    [
-        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window is missing"]),
-        ("mistral-window", {"sliding_window": 0}, ["sliding_window is 0; must be at least 1"]),
-        ("gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping is 30.0"]),
-        ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention is true"]),
-        ("gemma3", {"hidden_activation": "relu"}, ["'relu'; allowed: silu, gelu_pytorch_tanh"]),
-        ("qwen3-moe", {"num_experts_per_tok": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
-        ("qwen3-moe", {"mlp_only_layers": [1]}, ["some layers have no experts"]),
-        ("qwen3-moe", {"decoder_sparse_step": 2}, ["some layers have no experts"]),
-    ],
-)
-def test_what_an_architecture_may_not_ask_for(
-    broken: Broken, case: str, changes: dict[str, Any], parts: list[str]
-) -> None:
-    path = broken(case)
-    edit_json(path / "config.json", **changes)
-    refusal(path, "config.json", *parts)
-
-
 def test_a_window_that_no_layer_uses(broken: Broken) -> None:
     path = broken("qwen2")
     edit_json(
@@ -287,45 +235,6 @@ def test_every_tensor_has_the_shape_that_is_said(checkpoint: Checkpoints, case: 
         assert weight.dtype == (torch.float32 if specs[name].is_norm else torch.bfloat16)
     sources = [source for spec in specs.values() for source, _ in spec.sources]
     assert sorted(sources) == sorted(load_file(saved.path / "model.safetensors"))
-
-
-@pytest.fixture
-def with_images(tmp_path: Path) -> Checkpoint:
-    """A Gemma 3 that reads images, too; its text model's weights as random as the others'."""
-    text = write_checkpoint(tmp_path / "text", CASES["gemma3"]).model
-    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
-    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    config = Gemma3Config(text_config=text.config, vision_config=vision, mm_tokens_per_image=4)
-    model = Gemma3ForConditionalGeneration(config).eval()
-    model.model.language_model.load_state_dict(text.model.state_dict())
-    model.save_pretrained(tmp_path)
-    return Checkpoint(tmp_path, text)
-
-
-@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
-def test_the_text_part_of_a_model_that_reads_images(with_images: Checkpoint, prefix: str) -> None:
-    path, ids = with_images.path, np.arange(40)
-    tensors = load_file(path / "model.safetensors")
-    spelt = {
-        re.sub(r"^(language_model.model|model.language_model)\.", prefix, n): t
-        for n, t in tensors.items()
-    }
-    assert any(name.startswith(prefix) for name in spelt)
-    save_file(spelt, path / "model.safetensors", {"format": "pt"})
-    config = DecoderConfig.from_pretrained(path)
-    assert config == DecoderConfig.from_pretrained(path / "text")
-    ours = EagerRunner.load(path, torch.float32, CPU, 8, 8).forward(
-        Paging(8, 8).batch(("a", ids, 0, 40))
-    )
-    torch.testing.assert_close(ours, with_images.logits(ids), rtol=0, atol=2e-4)
-    edit_json(path / "config.json", text_config=None)
-    refusal(path, "has no text_config, which Gemma3ForConditionalGeneration needs")
-
-
-def test_a_gemma_norm_is_one_more_than_its_weight(checkpoint: Checkpoints) -> None:
-    saved = checkpoint("gemma3")
-    theirs = saved.model.model.layers[1].pre_feedforward_layernorm.weight
-    assert torch.equal(load(saved.path)["layers.1.post_norm"], 1 + theirs)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama-bias", "qwen2", "qwen3"])

@@ -104,7 +104,9 @@ def test_only_the_rows_that_are_asked_for(checkpoint: Checkpoints) -> None:
     torch.testing.assert_close(after, saved.logits(ids)[25:], **TOLERANCE)
 
 
-@pytest.mark.parametrize("case", ["llama-tied", "llama-bias", "qwen3"])
+@pytest.mark.parametrize(
+    "case", ["llama-tied", "llama-bias", "qwen3", "phi3-partial", "gemma3-scaled", "mistral-window"]
+)
 @every_backend
 def test_bfloat16_stays_near_float32(checkpoint: Checkpoints, case: str, attention: str) -> None:
     saved, ids = checkpoint(case), tokens(60)

@@ -1,0 +1,195 @@
+"""What the architectures beside Llama's and Qwen2's say of themselves, and what they may not."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging, write_checkpoint
+from tests.engine.test_loading import CPU, Broken, Checkpoints, edit_json, load, refusal
+from transformers import Gemma3Config, Gemma3ForConditionalGeneration
+
+from penstock.engine.eager import EagerRunner
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.rope import Rope
+
+PHI_4_MINI = {
+    "architectures": ["Phi3ForCausalLM"],
+    "model_type": "phi3",
+    "hidden_size": 3072,
+    "intermediate_size": 8192,
+    "num_attention_heads": 24,
+    "num_hidden_layers": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131072,
+    "original_max_position_embeddings": 4096,
+    "partial_rotary_factor": 0.75,
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    "rope_theta": 10000.0,
+    "sliding_window": 262144,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 200064,
+}
+GEMMA_3_1B = {
+    "architectures": ["Gemma3ForCausalLM"],
+    "model_type": "gemma3_text",
+    "eos_token_id": [1, 106],
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 1152,
+    "intermediate_size": 6912,
+    "max_position_embeddings": 32768,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 26,
+    "num_key_value_heads": 1,
+    "query_pre_attn_scalar": 256,
+    "rope_local_base_freq": 10000,
+    "rope_scaling": None,
+    "rope_theta": 1000000,
+    "sliding_window": 512,
+    "sliding_window_pattern": 6,
+    "torch_dtype": "bfloat16",
+    "vocab_size": 262144,
+}
+GEMMA_3_27B = {
+    "architectures": ["Gemma3ForConditionalGeneration"],
+    "model_type": "gemma3",
+    "eos_token_id": [1, 106],
+    "torch_dtype": "bfloat16",
+    "text_config": {
+        "model_type": "gemma3_text",
+        "head_dim": 128,
+        "hidden_size": 5376,
+        "intermediate_size": 21504,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 62,
+        "num_key_value_heads": 16,
+        "query_pre_attn_scalar": 168,
+        "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        "sliding_window": 1024,
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [
+        ({"max_window_layers": 1, "layer_types": None}, {1}),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, {0}),
+    ],
+)
+def test_which_layers_have_a_window(
+    broken: Broken, changes: dict[str, Any], layers: set[int]
+) -> None:
+    path = broken("qwen3")
+    edit_json(path / "config.json", use_sliding_window=True, sliding_window=8, **changes)
+    window = DecoderConfig.from_pretrained(path).variant.window
+    assert window is not None
+    assert (window.size, window.layers, window.rope) == (8, layers, None)
+
+
+def test_a_window_as_long_as_the_model_reads_is_none(broken: Broken) -> None:
+    path = broken("mistral-window")
+    assert DecoderConfig.from_pretrained(path).variant.window is not None
+    edit_json(path / "config.json", sliding_window=SHAPE["max_position_embeddings"])
+    assert DecoderConfig.from_pretrained(path).variant.window is None
+
+
+def test_longrope_ends_where_keys_would_have_to_be_turned_again(checkpoint: Checkpoints) -> None:
+    config = DecoderConfig.from_pretrained(checkpoint("phi3-longrope").path)
+    assert config.max_position_embeddings == 192
+    assert config.rope.factor == 256 / 192
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "parts"),
+    [
+        ("qwen3", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window is missing"]),
+        ("mistral-window", {"sliding_window": 0}, ["sliding_window is 0; must be at least 1"]),
+        ("gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping is 30.0"]),
+        ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention is true"]),
+        ("gemma3", {"hidden_activation": "relu"}, ["'relu'; allowed: silu, gelu_pytorch_tanh"]),
+        ("qwen3-moe", {"num_experts_per_tok": 6}, ["is 6; allowed: 1..5 (num_experts)"]),
+        ("qwen3-moe", {"mlp_only_layers": [1]}, ["some layers have no experts"]),
+        ("qwen3-moe", {"decoder_sparse_step": 2}, ["some layers have no experts"]),
+    ],
+)
+def test_what_an_architecture_may_not_ask_for(
+    broken: Broken, case: str, changes: dict[str, Any], parts: list[str]
+) -> None:
+    path = broken(case)
+    edit_json(path / "config.json", **changes)
+    refusal(path, "config.json", *parts)
+
+
+def published(path: Path, content: dict[str, Any]) -> DecoderConfig:
+    (path / "config.json").write_text(json.dumps(content))
+    return DecoderConfig.from_pretrained(path)
+
+
+def test_phi_4_mini_as_it_is_published(tmp_path: Path) -> None:
+    config = published(tmp_path, PHI_4_MINI)
+    assert (config.head_dim, config.rope.rotary_dim(config.head_dim)) == (128, 96)
+    assert (config.rope.rope_type, config.rope.factor) == ("longrope", 32)
+    assert config.max_position_embeddings == 4096
+    assert config.variant.window is None
+
+
+def test_gemma_3_as_it_is_published(tmp_path: Path) -> None:
+    small, large = published(tmp_path, GEMMA_3_1B), published(tmp_path, GEMMA_3_27B)
+    for config, size, full in ((small, 512, range(5, 26, 6)), (large, 1024, range(5, 62, 6))):
+        window = config.variant.window
+        assert window is not None
+        assert (window.size, window.rope) == (size, Rope(10_000.0))
+        assert window.layers == set(range(config.num_layers)) - set(full)
+        assert (config.eos_token_ids, config.dtype) == ((1, 106), torch.bfloat16)
+        assert config.tie_word_embeddings
+    assert small.rope == Rope(1e6)
+    assert large.rope == Rope(1e6, "linear", 8.0)
+    assert (small.variant.query_scale, large.variant.query_scale) == (1, (128 / 168) ** 0.5)
+
+
+@pytest.fixture
+def with_images(tmp_path: Path) -> Checkpoint:
+    """A Gemma 3 that reads images, too; its text model's weights as random as the others'."""
+    text = write_checkpoint(tmp_path / "text", CASES["gemma3"]).model
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    vision |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    config = Gemma3Config(text_config=text.config, vision_config=vision, mm_tokens_per_image=4)
+    model = Gemma3ForConditionalGeneration(config).eval()
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.save_pretrained(tmp_path)
+    return Checkpoint(tmp_path, text)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_the_text_part_of_a_model_that_reads_images(with_images: Checkpoint, prefix: str) -> None:
+    path, ids = with_images.path, np.arange(40)
+    tensors = load_file(path / "model.safetensors")
+    spelt = {
+        re.sub(r"^(language_model.model|model.language_model)\.", prefix, n): t
+        for n, t in tensors.items()
+    }
+    assert any(name.startswith(prefix) for name in spelt)
+    save_file(spelt, path / "model.safetensors", {"format": "pt"})
+    config = DecoderConfig.from_pretrained(path)
+    assert config == DecoderConfig.from_pretrained(path / "text")
+    ours = EagerRunner.load(path, torch.float32, CPU, 8, 8).forward(
+        Paging(8, 8).batch(("a", ids, 0, 40))
+    )
+    torch.testing.assert_close(ours, with_images.logits(ids), rtol=0, atol=2e-4)
+    edit_json(path / "config.json", text_config=None)
+    refusal(path, "has no text_config, which Gemma3ForConditionalGeneration needs")
+
+
+def test_a_gemma_norm_is_one_more_than_its_weight(checkpoint: Checkpoints) -> None:
+    saved = checkpoint("gemma3")
+    theirs = saved.model.model.layers[1].pre_feedforward_layernorm.weight
+    assert torch.equal(load(saved.path)["layers.1.post_norm"], 1 + theirs)
