@@ -58,12 +58,12 @@ def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     return engine
 
 
-def load(paths: dict[str, Path], backend: str) -> Engine:
+def load(paths: dict[str, Path], backend: str, dtype: str = "float32") -> Engine:
     return load_engine(
         EngineConfig(
             target=paths["target"],
             drafters={name: str(paths[name]) for name in DRAFTERS[:3]} | {"ngram": NGRAM},
-            dtype="float32",
+            dtype=dtype,
             backend=backend,
             kv_tokens=32 * 256,
             num_threads=1,
@@ -182,6 +182,28 @@ def test_output_is_the_targets_own(
     name = "auto" if drafter == "rotating" else drafter
     outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], batch, name))
     assert outputs == alone[sampling][:batch]
+    if drafter in ("same", "near"):
+        assert accepted > 0
+
+
+@pytest.fixture(scope="module")
+def narrow(family: dict[str, Path]) -> Engine:
+    """The kernels in bfloat16, with the processor's own products of it where it has them."""
+    return load(family, "native", "bfloat16")
+
+
+@pytest.fixture(scope="module")
+def narrow_alone(narrow: Engine) -> Alone:
+    return Alone(narrow)
+
+
+@pytest.mark.parametrize("drafter", ["none", *DRAFTERS])
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+def test_bfloat16_is_as_exact(
+    narrow: Engine, narrow_alone: Alone, sampling: str, drafter: str
+) -> None:
+    outputs, accepted = run(make_loop(narrow), make_requests(SAMPLINGS[sampling], 32, drafter))
+    assert outputs == narrow_alone[sampling]
     if drafter in ("same", "near"):
         assert accepted > 0
 
