@@ -27,7 +27,7 @@ HARD = [
     " ",
     "   lead and trail   ",
     "\n\n\n  \n\tx\r\n\r\ny",
-    "I'll SHE'LL 'tis ''s",
+    "I'll SHE'LL 'tis ''s camelCase HTTPServer //\n///\r\n a/b/",
     "12345678901 3.14159 ½ ² ٣٤",
     "e\u0301 \u00e9 \ufb01 \u1e9b\u0323",
     "한국어 हिन्दी العربية עברית ไทย",
@@ -42,6 +42,17 @@ OWN = ["<tool_call>", "</tool_call>"]
 LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+O200K = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
 
@@ -80,6 +91,8 @@ ORIGINALS = {
     ),
     "qwen2": qwen2,
     "llama-bpe": lambda: trained(split(LLAMA3)),
+    "tekken": lambda: trained(split(TEKKEN)),
+    "gpt-4o": lambda: trained(split(O200K)),
 }
 
 

@@ -33,6 +33,15 @@ _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
+_REST_WITH_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
+# Words by case: capitals that small letters follow, or capitals alone.
+_CASES = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+)
+_SHORT_FORMS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_TEKKEN = rf"{'|'.join(_CASES)}|\p{{N}}|{_REST_WITH_SLASHES}"
+_GPT4O = rf"{'|'.join(x + _SHORT_FORMS for x in _CASES)}|\p{{N}}{{1,3}}|{_REST_WITH_SLASHES}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,11 +58,15 @@ class _Cut:
 _CUTS = {
     "default": _Cut(),
     "gpt-2": _Cut(),
+    "phi-2": _Cut(),
     "smollm": _Cut(single_digits=True),
     "starcoder": _Cut(single_digits=True),
     "refact": _Cut(single_digits=True),
     "qwen2": _Cut(_QWEN2, nfc=True),
     "deepseek-r1-qwen": _Cut(_QWEN2),
+    "dbrx": _Cut(_LLAMA3),
+    "gpt-4o": _Cut(_GPT4O),
+    "tekken": _Cut(_TEKKEN, ignore_merges=True),
     "llama-bpe": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
     "llama3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
     "llama-v3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
