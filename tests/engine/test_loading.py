@@ -164,7 +164,7 @@ def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
         ({"mlp_bias": True}, ["mlp_bias"]),
         ({"is_causal": False}, ["is_causal is false", "allowed: true"]),
         ({"dtype": "float64"}, ["float64", "bfloat16"]),
-        ({"quantization_config": {"bits": 4}}, ["quantized", "bfloat16"]),
+        ({"quantization_config": {"bits": 4}}, ["quant_method is None", "gptq, awq"]),
         (
             {"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}},
             ["ntk", "allowed: default, linear, dynamic, llama3, yarn, longrope"],

@@ -22,6 +22,7 @@ from penstock.engine.models.checkpoint import (
 )
 from penstock.engine.models.config import DTYPES, token_ids
 from penstock.engine.models.families import TEXT_PARTS
+from penstock.engine.models.packed import PackedFormat, packed_format
 from penstock.engine.models.quantized import QuantizedMatrix
 
 SINGLE_FILE = "model.safetensors"
@@ -45,22 +46,24 @@ _PREFIXES = {
 
 
 class FolderCheckpoint(Checkpoint):
-    """Weights in one safetensors file, or in shards with an index; no hub is ever asked."""
+    """Weights in one safetensors file, or in shards with an index, floats or quantised; no hub is
+    ever asked."""
 
     def description(self) -> ModelDescription:
         file, generation = self.path / "config.json", self.path / "generation_config.json"
         content = _text_part(file, _read_json(file))
-        if content.get("quantization_config"):
-            raise CheckpointError(
-                f"{file}: quantized weights are not read; allowed: float32, bfloat16 or float16"
-            )
+        if self._packed_format(content) is not None:
+            # What comes of a scale and a few bits needs more than either.
+            content = {k: v for k, v in content.items() if k != "quantization_config"}
+            content |= {"torch_dtype": "float32", "dtype": "float32"}
         ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
         return ModelDescription(file, content, token_ids(ends))
 
     @contextmanager
     def tensors(self) -> Iterator[Tensors]:
         with ExitStack() as stack:
-            yield _Safetensors(self.path, stack)
+            packed = self._packed_format(_read_json(self.path / "config.json"))
+            yield _Safetensors(self.path, stack, packed)
 
     def tokenizer_source(self) -> bytes:
         self._require_tokenizer()
@@ -86,6 +89,17 @@ class FolderCheckpoint(Checkpoint):
             raise CheckpointError(f"{path}: {type(tokenizer).__name__} is not a fast tokenizer")
         return tokenizer
 
+    def _packed_format(self, content: dict[str, Any]) -> PackedFormat | None:
+        config = content.get("quantization_config")
+        if not config:
+            return None
+        try:
+            return packed_format(config)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{self.path / 'config.json'}: quantization_config: {one_line(error)}"
+            ) from error
+
     def _require_tokenizer(self) -> None:
         if not (self.path / "tokenizer.json").is_file():
             raise CheckpointError(f"{self.path}: has no tokenizer.json; a fast tokenizer is needed")
@@ -94,9 +108,10 @@ class FolderCheckpoint(Checkpoint):
 class _Safetensors:
     """Files are opened once and mapped, not read."""
 
-    def __init__(self, path: Path, stack: ExitStack) -> None:
+    def __init__(self, path: Path, stack: ExitStack, packed: PackedFormat | None) -> None:
         self._path = path
         self._stack = stack
+        self._packed = packed
         self._open: dict[Path, Any] = {}
         self._file_of = self._locate()
         self._names = {_text_name(name): name for name in self._file_of}
@@ -105,7 +120,26 @@ class _Safetensors:
         return name in self._names
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        shape = tuple(out.shape)
+        module, _, kind = name.rpartition(".")
+        packed = self._packed
+        if packed is not None and kind == "weight" and self.has(f"{module}.{packed.marker}"):
+            try:
+                packed.read(module, self._stored, self.has, out)
+            except CheckpointError:
+                raise
+            except ValueError as error:
+                raise CheckpointError(f"{self._path}: {one_line(error)}") from error
+            return
+        tensor = self._stored(name, tuple(out.shape))
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise CheckpointError(
+                f"{self._file_of[self._names[name]]}: tensor {name} is {tensor.dtype}; "
+                f"allowed: {allowed}"
+            )
+        out.copy_(tensor)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._names:
             raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
         name = self._names[name]
@@ -119,10 +153,7 @@ class _Safetensors:
                 f"{file}: tensor {name} has shape {tuple(tensor.shape)}; "
                 f"config.json asks for {shape}"
             )
-        if tensor.dtype not in DTYPES:
-            allowed = ", ".join(map(str, DTYPES))
-            raise CheckpointError(f"{file}: tensor {name} is {tensor.dtype}; allowed: {allowed}")
-        out.copy_(tensor)
+        return tensor
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
         return None
