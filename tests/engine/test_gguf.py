@@ -124,7 +124,7 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("kind", QUANTIZED)
-@pytest.mark.parametrize("case", ["llama", "qwen2"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "phi3-partial"])
 def test_quantised_weights_stay_so_in_the_kernels(kind: str, case: str, tmp_path: Path) -> None:
     """Near the eager decoder, which dequantises them, and of no more memory than the file's."""
     saved = write_gguf(tmp_path / "model.gguf", wide(case), kind)
@@ -140,7 +140,7 @@ def dequantized(weight: Weight) -> torch.Tensor:
     return torch.cat([p.dequantize() if isinstance(p, QuantizedMatrix) else p for p in parts])
 
 
-@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("case", ["llama", "qwen2", "qwen3", "phi3-partial"])
 def test_matrices_as_the_file_has_them(case: str, tmp_path: Path) -> None:
     """The same values, whether they are dequantised when they are loaded or later."""
     path = write_gguf(tmp_path / "model.gguf", wide(case), "Q4_1").path
@@ -153,8 +153,10 @@ def test_matrices_as_the_file_has_them(case: str, tmp_path: Path) -> None:
             is_matrix = expected[name].dim() == 2
             assert isinstance(weight, torch.Tensor) != is_matrix
         assert isinstance(stored["layers.0.o"], QuantizedMatrix)
-        assert len(stored["layers.0.qkv"]) == 3
-        assert len(stored["layers.0.gate_up"]) == 2
+        parts = [stored[f"layers.0.{name}"] for name in ("qkv", "gate_up")]
+        fused = case.startswith("phi3")
+        assert [isinstance(part, QuantizedMatrix) for part in parts] == [fused, fused]
+        assert fused or [len(part) for part in parts] == [3, 2]
     # Memory is given back, not what the file holds.
     assert torch.equal(dequantized(stored["layers.0.o"]), expected["layers.0.o"])
 

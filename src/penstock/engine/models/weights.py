@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -207,7 +207,9 @@ def _stored(
     dtype: torch.dtype,
     kinds: Collection[str],
 ) -> Weight:
-    plain = len(spec.shape) == 2 and config.rope.partial_rotary_factor == 1
+    # Rows of several sources are put in another order once they are one.
+    is_ordered = len(spec.sources) == 1 or config.rope.partial_rotary_factor == 1
+    plain = len(spec.shape) == 2 and is_ordered
     parts = [tensors.quantized(*source) for source in spec.sources] if plain else []
     if not any(part is not None and part.kind in kinds for part in parts):
         return _arranged(config, spec, _assemble(tensors, spec, dtype))
@@ -218,7 +220,7 @@ def _stored(
             tensors.read(name, values)
             stored.append(values)
         else:
-            stored.append(part)
+            stored.append(replace(part, data=_arranged(config, spec, part.data)))
     return tuple(stored) if len(stored) > 1 else stored[0]
 
 
