@@ -79,14 +79,6 @@ def default_folder() -> Path:
     return Path(cache) / "penstock" / "models"
 
 
-def model_file(name: str, folder: Path | None = None) -> Path:
-    """A model that was fetched before. Raises FetchError where it was not."""
-    file = (folder or default_folder()) / MODELS[name].file
-    if not file.is_file():
-        raise FetchError(f"{file} is missing: run python -m benchmarks.real_models fetch {name}")
-    return file
-
-
 def fetch(model: RealModel, folder: Path) -> Path:
     """The model's file, downloaded unless it is there. Raises FetchError."""
     file = folder / model.file

@@ -198,6 +198,24 @@ def test_a_file_that_is_cut_off_anywhere(tmp_path: Path) -> None:
     refusal(path, "cut off", "tensor")
 
 
+def test_damaged_bytes_are_read_or_refused(tmp_path: Path) -> None:
+    """Never another error, whatever the metadata and the table of tensors say."""
+    path = write_gguf(tmp_path / "model.gguf", CASES["llama"], "F16").path
+    whole = path.read_bytes()
+    rng, refusals = np.random.default_rng(0), []
+    for _ in range(200):
+        damaged = bytearray(whole)
+        for at in rng.integers(0, 3000, 2):
+            damaged[at] = rng.integers(256)
+        path.write_bytes(damaged)
+        try:
+            load_weights(path, DecoderConfig.from_pretrained(path))
+        except CheckpointError as error:
+            refusals.append(str(error))
+    assert 50 < len(refusals) < 200
+    assert not any("\n" in message for message in refusals)
+
+
 @pytest.mark.parametrize(
     ("damage", "parts"),
     [
