@@ -1,4 +1,5 @@
-"""Time of one forward pass by rows: the compiled kernels, eager torch, and the machine's floor.
+"""Time of one forward pass by rows: the compiled kernels, eager torch, and the machine's floor;
+and what more rows cost in each format of weights.
 
     python -m benchmarks.native_kernels [--threads N] [--seconds S]
 
@@ -6,16 +7,22 @@ The model is a random decoder of 12 M parameters in bfloat16. The floor is what 
 do at best: the weights at the bandwidth of a torch sum over as many bytes, or the multiply-adds at
 the rate of a large torch matrix product, whichever takes longer. All are measured in turns, best of
 many, so that other load on the machine meets each of them alike.
+
+The formats' table has the layers of a model of 1.5 B parameters, a few of them, more than caches
+hold. Its times are of one thread's processor, medians of interleaved rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
 from penstock.engine.backends import make_attention
 from penstock.engine.batch import RaggedBatch
@@ -23,10 +30,14 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
 from penstock.engine.models.weights import weight_specs
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.sampling.noise import Salt
 
+FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "BF16")
+VERIFIED = (1, 2, 3, 5, 9)
+ROUNDS = 15
 ROWS = (1, 2, 5, 8, 16, 40, 64, 160, 512)
 CONTEXT = 64
 BLOCK_SIZE, NUM_BLOCKS = 16, 256
@@ -157,6 +168,63 @@ def draft_table(threads: int, seconds: float) -> None:
             print(f"{steps} tokens at temperature {temperature}: {1e6 * took['draft']:.0f}")
 
 
+def random_matrix(kind: str, rows: int, columns: int) -> Stored:
+    """Random bits: the time does not depend on the values, as long as they are finite."""
+    if kind == "BF16":
+        return (0.02 * torch.randn(rows, columns)).bfloat16()
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = np.random.default_rng(0).integers(
+        256, size=(rows, columns // block, size), dtype=np.uint8
+    )
+    scale = np.array([1e-4, 1e-4], dtype=np.float16).view(np.uint8)
+    if kind == "Q6_K":
+        data[..., 208:] = scale[:2]
+    else:
+        num_scales = 2 if kind.endswith(("_1", "K")) else 1
+        data[..., : 2 * num_scales] = scale[: 2 * num_scales]
+    return QuantizedMatrix(kind, rows, columns, torch.from_numpy(data.reshape(rows, -1)))
+
+
+def format_runner(kind: str) -> tuple[NativeRunner, int]:
+    """A few layers of a 1.5 B model in one format, and the bytes that a row reads."""
+    config = replace(decoder_config(1536, 8960, 4, 12, 2, 128), vocab_size=64)
+    shapes = {
+        "qkv": (2048, 1536),
+        "o": (1536, 1536),
+        "gate_up": (17920, 1536),
+        "down": (1536, 8960),
+    }
+    matrices = {name: random_matrix(kind, *shape) for name, shape in shapes.items()}
+    weights: dict[str, Weight] = {"embed_tokens": torch.randn(64, 1536), "norm": torch.ones(1536)}
+    num_bytes = 0
+    for layer in range(config.num_layers):
+        for name, matrix in matrices.items():
+            weights[f"layers.{layer}.{name}"] = matrix
+            data = matrix.data if isinstance(matrix, QuantizedMatrix) else matrix
+            num_bytes += data.nbytes
+        for name in ("input_norm", "post_norm"):
+            weights[f"layers.{layer}.{name}"] = torch.ones(1536)
+    kv_dtype = torch.bfloat16 if kind == "BF16" else torch.float32
+    return NativeRunner(config, weights, kv_dtype, 64, BLOCK_SIZE, 1), num_bytes
+
+
+def format_table() -> None:
+    print("\nlayers of a 1.5 B model; GB/s of weights with one row, and n rows over one")
+    print("format   GB/s " + "".join(f"{rows:8d}" for rows in VERIFIED[1:]))
+    for kind in FORMATS:
+        runner, num_bytes = format_runner(kind)
+        times: dict[int, list[float]] = {rows: [] for rows in VERIFIED}
+        for _ in range(ROUNDS):
+            for rows in VERIFIED:
+                batch = one_sequence(rows)
+                start = time.thread_time()
+                runner.forward(batch)
+                times[rows].append(time.thread_time() - start)
+        took = {rows: statistics.median(values) for rows, values in times.items()}
+        ratios = "".join(f"{took[rows] / took[1]:8.2f}" for rows in VERIFIED[1:])
+        print(f"{kind:6s} {num_bytes / took[1] / 1e9:6.1f} {ratios}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -165,6 +233,7 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     forward_table(arguments.threads, arguments.seconds)
     draft_table(arguments.threads, min(arguments.seconds, 0.5))
+    format_table()
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ namespace penstock {
 struct Chunks {
   int total, rows, count;
 
-  // row_bytes: of the activations as they are multiplied.
-  Chunks(int total, size_t row_bytes) : total(total) {
-    int most = std::clamp((int)(kChunkBytes / row_bytes), kMaxRows, kMostChunkRows);
+  // In the arithmetic in which the rows are multiplied.
+  Chunks(int total, Arithmetic arithmetic, int k_size) : total(total) {
+    const int bytes = arithmetic == Arithmetic::kFloat ? kChunkBytes : kPreparedChunkBytes;
+    const int fitting = (int)(bytes / prepared_bytes(arithmetic, k_size));
+    int most = std::clamp(fitting, kMaxRows, kMostChunkRows);
     most = most / kMaxRows * kMaxRows;
     count = std::max(1, (total + most - 1) / most);
     rows = std::max(1, round_up((total + count - 1) / count, kMaxRows));
@@ -123,7 +125,7 @@ class Pass {
   }
 
   Chunks chunks_for(int rows, const Matrix& matrix, int k_size) const {
-    return {rows, prepared_bytes(arithmetic_of(matrix.kind), k_size)};
+    return {rows, arithmetic_of(matrix.kind), k_size};
   }
 
   // Panels of one task: enough tasks that no thread waits long for another's last one, but not so
