@@ -69,6 +69,7 @@ def small_config(num_kv_heads: int = KV_HEADS) -> DecoderConfig:
 
 WHY_NOT = {name: _why_not(name) for name in ATTENTION}
 USABLE = [name for name, why_not in WHY_NOT.items() if why_not is None]
+WITHOUT_WINDOWS = {"triton_paged", "flashinfer"}
 every_backend = pytest.mark.parametrize(
     "name",
     [
@@ -384,10 +385,17 @@ def test_every_backend_sees_no_more_than_its_window(
             grouped = q.view(KV_HEADS, -1, HEAD_DIM)
             rows.append(F.scaled_dot_product_attention(grouped, keys, values).flatten(0, 1))
     expected = torch.stack(rows)
-    for name in USABLE:
+    for name in set(USABLE) - WITHOUT_WINDOWS:
         backend = make_attention(name, scene.cache, HEADS)
         found = backend.attend(scene.q, 1, backend.prepare(scene.batch, window))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_the_others_refuse_a_window() -> None:
+    scene = make_scene([(20, 1)])
+    for name in WITHOUT_WINDOWS.intersection(USABLE):
+        with pytest.raises(BackendUnavailableError, match=f"{name} has no sliding windows"):
+            make_attention(name, scene.cache, HEADS).prepare(scene.batch, 10)
 
 
 def test_packed_gathers_no_more_than_the_window() -> None:
