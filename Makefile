@@ -70,7 +70,7 @@ test-faults: setup
 	$(BIN)/python -m pytest -m "faults"
 
 # Triton's kernels in its interpreter, on the CPU: a download of 290 MB, and minutes.
-test-kernels: $(VENV)/.kernels
+test-kernels: $(VENV)/.kernels native
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) -k "triton or kernels or attention" \
 		tests/engine/gpu/test_triton_paged.py tests/engine/gpu/test_kernels.py tests/engine/test_attention.py \
 		tests/engine/gpu/test_graphs.py tests/engine/gpu/test_capture.py tests/engine/test_synthetic.py
