@@ -8,7 +8,7 @@ PORT ?= 8000
 TORCH_INDEX ?=
 # Tests of one file stay together, files in order: the last ones are short. Every worker has a core
 # of its own (tests/conftest.py).
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PARALLEL = -n $(or $(WORKERS),auto) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 # Tests start many processes: let them share compiled modules, whatever the shell says.
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
@@ -57,6 +57,8 @@ serve: $(VENV)/.serve native
 
 # Every behaviour at least once, exactness with its negative controls: under three minutes on two
 # cores. Of products of parameters a covering array (tests/products.py).
+# One worker more than cores: there is always one that waits for a process.
+test: WORKERS := 3
 test: setup
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
 
