@@ -41,8 +41,9 @@ def opened(monkeypatch: pytest.MonkeyPatch, flags: set[str]) -> str:
         (ALL, "avx512_bf16"),
         (ALL - {"avx512_bf16"}, "avx512_vnni"),
         (ALL - {"avx512_bf16", "avx512_vnni"}, "avx512"),
-        (ALL - {"avx512vl"}, "avx2"),
-        (ALL - {"fma"}, "avx512_bf16"),
+        (ALL - {"avx512vl"}, "avx_vnni"),
+        (ALL - {"avx512vl", "avx_vnni"}, "avx2"),
+        (ALL - {"avx_vnni"}, "avx512_bf16"),
         (set(), "baseline"),
     ],
 )

@@ -14,6 +14,7 @@ INSTRUCTION_SETS = {
     "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni", "avx512_bf16"},
     "avx512_vnni": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+    "avx_vnni": {"avx2", "fma", "f16c", "bmi2", "avx_vnni"},
     "avx2": {"avx2", "fma", "f16c", "bmi2"},
     "baseline": set[str](),
 }
