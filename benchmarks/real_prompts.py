@@ -121,6 +121,12 @@ def real_prompts() -> list[RealPrompt]:
     return [p for kind in kinds for p in made if p.kind == kind]
 
 
+def source_texts() -> list[str]:
+    """The standard library's modules, whole, in an order without meaning."""
+    paths = [path for _, path in sorted(_files(), key=lambda found: _key(found[0]))]
+    return [text for path in paths if (text := path.read_text("utf-8", errors="ignore").strip())]
+
+
 def _of_part(part: Part, modules: list[_Module]) -> Iterator[RealPrompt]:
     num = NUM_OF_KIND // len(PARTS)
     # One function of a module, so that no kind is all about one subject.

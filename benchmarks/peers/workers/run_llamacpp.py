@@ -68,6 +68,10 @@ class LlamaModel:
 
     def decode(self, rows: list[Row]) -> np.ndarray:
         """Compute `rows`; the likeliest next token of those wanted, in the order of rows."""
+        return self.logits(rows).argmax(axis=1)
+
+    def logits(self, rows: list[Row]) -> np.ndarray:
+        """Compute `rows`; [those wanted, vocab_size] float32, until the next call."""
         num = len(rows)
         table = np.array(rows, np.int32)
         self.tokens[:num] = table[:, 0]
@@ -80,7 +84,15 @@ class LlamaModel:
             raise RuntimeError(f"llama_decode: {status}")
         logits = llama_cpp.llama_get_logits(self.context)
         shape = (int(table[:, 3].sum()), self.vocab_size)
-        return np.ctypeslib.as_array(logits, shape).argmax(axis=1)
+        return np.ctypeslib.as_array(logits, shape)
+
+
+def silence() -> object:
+    """No log from now on; what is returned must live as long."""
+    llama_cpp.llama_backend_init()
+    log = llama_cpp.llama_log_callback(lambda level, text, data: None)
+    llama_cpp.llama_log_set(log, ctypes.c_void_p(0))
+    return log
 
 
 class LlamaCpp:
@@ -88,9 +100,7 @@ class LlamaCpp:
     processor's kernels), ubatch, unified (one KV buffer for all sequences), flash."""
 
     def load(self, what: WorkerLoad) -> dict[str, Any]:
-        llama_cpp.llama_backend_init()
-        self.log = llama_cpp.llama_log_callback(lambda level, text, data: None)
-        llama_cpp.llama_log_set(self.log, ctypes.c_void_p(0))
+        self.log = silence()
 
         def model(path: str) -> LlamaModel:
             file = Path(path)
