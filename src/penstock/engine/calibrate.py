@@ -17,11 +17,15 @@ from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import ModelRunner
 from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
+from penstock.fluid.step_times import StepTimeCurve
 
 _log = logging.getLogger(__name__)
 
-_ROWS = (1, 2, 3, 5, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 256)
-_BATCHES = (1, 2, 4, 8, 16, 32, 64)
+_ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
+_BATCHES = (1, 8, 2, 32, 4, 16, 64)
+"""Coarse first: of a large model, whose steps take long, only those at the front are measured."""
+_FEWEST_SIZES = 2
+"""Without a second one nothing is known of what a row costs."""
 _DRAFT_STEPS = 4
 _CONTEXT = 64
 _TOKENS_EACH = _CONTEXT + 16
@@ -36,27 +40,27 @@ def calibrate(
     profile: StepProfile | None = None,
     *,
     together: bool = False,
-    budget_s: float = 3.0,
+    budget_s: float = 0.4,
 ) -> None:
     """Fill the step times from a profile, and those of models that it does not know from a few
-    steps of each on scratch blocks; stops growing when a model's share of `budget_s` seconds is
-    spent. together: measure such drafters beside the target, too. No request may be running.
+    steps of each on scratch blocks, for about `budget_s` seconds a model: requests wait for it, and
+    what their own steps take refines it. together: measure such drafters beside the target, too. No
+    request may be running.
 
     CUDA graphs of the usual sizes of steps are captured before. Compiling and tuning their kernels
     may take minutes on a new machine, and would otherwise happen to the first requests.
     """
     _capture_graphs(executor)
-    share = budget_s / (1 + len(executor.drafters))
     known: set[str] = set()
     if profile is not None:
         drafters = [Drafter(name) for name in executor.drafters]
         seed_estimators(estimators, profile, drafters)
         known = set(drafter_profiles(profile, drafters))
     else:
-        _measure_target(executor.target, estimators, clock, share)
+        _measure_target(executor.target, estimators, clock, budget_s)
     for name, drafter in executor.drafters.items():
         if name not in known:
-            _measure_drafter(drafter, estimators, clock, share, executor.max_model_len)
+            _measure_drafter(drafter, estimators, clock, budget_s, executor.max_model_len)
             if together:
                 _measure_together(executor, drafter, estimators, clock)
 
@@ -80,11 +84,13 @@ def _measure_target(
     target: ModelRunner, estimators: Estimators, clock: Clock, budget_s: float
 ) -> None:
     times = estimators.times
-    _grow(clock, budget_s, _ROWS, partial(_verify, target), times.target.observe)
+    best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
+    for size, taken in best.items():
+        times.target.observe(size, taken)
     rows, seconds = zip(*times.target.points(), strict=True)
     kv_tokens = target.num_blocks * target.block_size
     counts = tuple(round(row) for row in rows)
-    estimators.times.profile = StepProfile("measured", kv_tokens, counts, seconds)
+    times.profile = StepProfile("measured", kv_tokens, counts, seconds)
 
 
 def _measure_drafter(
@@ -96,20 +102,17 @@ def _measure_drafter(
 ) -> None:
     curve = estimators.times.curve_of(drafter.name)
     sizes = _fitting(drafter)
-    _grow(
-        clock,
-        budget_s,
-        sizes,
-        lambda n: dummy_draft(drafter, n, _DRAFT_STEPS),
-        lambda n, seconds: curve.observe(n, seconds / _DRAFT_STEPS),
+    best = _best_seconds_by_size(
+        clock, budget_s, sizes, lambda n: dummy_draft(drafter, n, _DRAFT_STEPS)
     )
+    for size, seconds in best.items():
+        curve.observe(size, seconds / _DRAFT_STEPS)
     num_read = min(_CONTEXT, max_model_len - 2)
     if sizes and num_read > 0:
-        little, much = (
-            best_seconds(clock, partial(dummy_draft, drafter, 1, 1, n), _REPEATS)
-            for n in (1, 1 + num_read)
+        read = _best_seconds_by_size(
+            clock, budget_s / 4, (1, 1 + num_read), partial(dummy_draft, drafter, 1, 1)
         )
-        reading = max(0.0, much - little) / num_read
+        reading = max(0.0, read[1 + num_read] - read[1]) / num_read
         estimators.times.note_catch_up(drafter.name, reading)
 
 
@@ -128,21 +131,26 @@ def _measure_together(
     model.profile = replace(model.profile, drafters=(*model.profile.drafters, measured))
 
 
-def _grow(
-    clock: Clock,
-    budget_s: float,
-    sizes: Sequence[int],
-    run: Callable[[int], None],
-    observe: Callable[[float, float], None],
-) -> None:
-    if not sizes:
-        return
-    start = clock.now()
-    run(sizes[0])
-    for size in sizes:
-        observe(size, best_seconds(clock, partial(run, size), _REPEATS))
-        if clock.now() - start > budget_s:
-            return
+def _best_seconds_by_size(
+    clock: Clock, budget_s: float, sizes: Sequence[int], run: Callable[[int], None]
+) -> dict[int, float]:
+    """The best of several passes over those sizes that can be expected to fit into the budget, in
+    ascending order. Whatever else the machine does only adds to a step, and a slow spell meets all
+    sizes of a pass."""
+    best: dict[int, float] = {}
+    expected = StepTimeCurve()
+    began = clock.now()
+    if sizes:
+        run(sizes[0])
+    for _ in range(_REPEATS):
+        for size in sizes:
+            spent = clock.now() - began
+            if len(best) >= _FEWEST_SIZES and spent + expected(size) > budget_s:
+                continue
+            seconds = best_seconds(clock, partial(run, size), 1)
+            expected.observe(size, seconds)
+            best[size] = min(seconds, best.get(size, seconds))
+    return dict(sorted(best.items()))
 
 
 def _fitting(model: ModelRunner | LocalDrafter) -> list[int]:
