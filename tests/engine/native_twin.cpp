@@ -40,7 +40,7 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   // Scales (and plain numbers) below 2, so that all is finite: not the exponent's highest bit.
   const int scale = F::kind == Kind::kQ6_K ? 208 : 0;
   for (size_t i = scale; i < file.size(); i += F::kFileBytes)
-    for (int j = 1; j < 4 && i + j < file.size(); j += 2) file[i + j] &= 0xbf;
+    for (int j = 1; j < 8 && i + j < file.size(); j += 2) file[i + j] &= 0xbf;
   std::vector<const uint8_t*> columns(kColumns);
   for (int i = 0; i < kColumns; ++i) columns[i] = file.data() + (size_t)i * blocks * F::kFileBytes;
   columns[kColumns - 1] = nullptr;
@@ -64,6 +64,13 @@ int main() {
   print_format<Q4_K>(random, rows);
   print_format<Q5_K>(random, rows);
   print_format<Q6_K>(random, rows);
+  print_format<Int8_32>(random, rows);
+  print_format<Int8_128>(random, rows);
+  print_format<Int4_32>(random, rows);
+  print_format<Int4_128>(random, rows);
+  print_format<Uint4_32>(random, rows);
+  print_format<Uint4_128>(random, rows);
+  print_format<Int8Rows>(random, rows);
 #ifdef WITH_BF16
   print_format<BF16Pairs>(random, rows);
 #endif

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.small_models import CASES, write_checkpoint
+from tests.engine.small_gguf import WIDE
+from tests.engine.small_models import CASES, Case, write_checkpoint
 
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.weights import load_weights
+from penstock.engine.models.quantized import QuantizedMatrix
+from penstock.engine.models.weights import load_weights, stored_weights
+from penstock.engine.native.packing import BLOCK_FORMATS
 
 GROUP = 16
 Tensors = dict[str, torch.Tensor]
@@ -41,10 +45,10 @@ def rounded(weight: torch.Tensor, bits: int, group: int) -> tuple[torch.Tensor, 
     return values.flatten(1), scale, zero
 
 
-def pack_symmetric(bits: int) -> Pack:
+def pack_symmetric(bits: int, group: int) -> Pack:
     def pack(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
         most = (1 << (bits - 1)) - 1
-        grouped = weight.unflatten(1, (-1, GROUP))
+        grouped = weight.unflatten(1, (-1, group))
         scale = (grouped.abs().amax(-1) / most).bfloat16()
         values = (grouped / scale.float()[..., None]).round().clamp(-most - 1, most)
         tensors = {
@@ -57,6 +61,23 @@ def pack_symmetric(bits: int) -> Pack:
     return pack
 
 
+def pack_with_zeros(group: int) -> Pack:
+    """compressed-tensors of 4 bits: zero points are packed along the rows."""
+
+    def pack(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        values, scale, zero = rounded(weight, 4, group)
+        tensors = {
+            f"{module}.weight_packed": words(values, 4),
+            f"{module}.weight_scale": scale.half(),
+            f"{module}.weight_zero_point": words(zero.t().contiguous(), 4).t().contiguous(),
+            f"{module}.weight_shape": torch.tensor(weight.shape),
+        }
+        index = torch.arange(weight.shape[1]) // group
+        return tensors, (values - zero[:, index]) * scale[:, index]
+
+    return pack
+
+
 def pack_bytes(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
     scale = (weight.abs().amax(1, keepdim=True) / 127).bfloat16()
     values = (weight / scale.float()).round().clamp(-128, 127)
@@ -64,10 +85,14 @@ def pack_bytes(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor
     return tensors, values * scale.float()
 
 
-def pack_gptq(bits: int, shift: int, *, reordered: bool = False) -> Pack:
+def pack_gptq(bits: int, group: int, shift: int = 1, *, reordered: bool = False) -> Pack:
     def pack(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-        values, scale, zero = rounded(weight, bits, GROUP)
-        index = torch.arange(weight.shape[1]) // GROUP
+        values, scale, zero = rounded(weight, bits, group)
+        if bits == 8:  # of 8 bits they are symmetric
+            scale = (weight.unflatten(1, (-1, group)).abs().amax(-1) / 127).half().float()
+            zero = torch.full_like(scale, 128)
+            values = (weight / scale.repeat_interleave(group, 1) + 128).round().clamp(0, 255)
+        index = torch.arange(weight.shape[1]) // group
         if reordered:
             index = index[torch.randperm(len(index))]
         tensors = {
@@ -81,20 +106,23 @@ def pack_gptq(bits: int, shift: int, *, reordered: bool = False) -> Pack:
     return pack
 
 
-def pack_awq(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
-    values, scale, zero = rounded(weight, 4, GROUP)
+def pack_awq(group: int) -> Pack:
     order = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
 
     def interleaved(columns: torch.Tensor) -> torch.Tensor:
         return words(columns.unflatten(1, (-1, 8))[..., order].flatten(1), 4)
 
-    tensors = {
-        f"{module}.qweight": interleaved(values.t()),
-        f"{module}.qzeros": interleaved(zero.t()),
-        f"{module}.scales": scale.t().half().contiguous(),
-    }
-    index = torch.arange(weight.shape[1]) // GROUP
-    return tensors, (values - zero[:, index]) * scale[:, index]
+    def pack(module: str, weight: torch.Tensor) -> tuple[Tensors, torch.Tensor]:
+        values, scale, zero = rounded(weight, 4, group)
+        tensors = {
+            f"{module}.qweight": interleaved(values.t()),
+            f"{module}.qzeros": interleaved(zero.t()),
+            f"{module}.scales": scale.t().half().contiguous(),
+        }
+        index = torch.arange(weight.shape[1]) // group
+        return tensors, (values - zero[:, index]) * scale[:, index]
+
+    return pack
 
 
 def compressed(kind: str, **weights: Any) -> dict[str, Any]:
@@ -103,25 +131,40 @@ def compressed(kind: str, **weights: Any) -> dict[str, Any]:
     return config | {"config_groups": {"group_0": group}}
 
 
-GROUPS = {"strategy": "group", "group_size": GROUP}
-GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": GROUP}
-W4A16 = compressed("pack-quantized", num_bits=4, **GROUPS)
-FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
-    "W4A16": (W4A16, pack_symmetric(4)),
-    "W8A16": (compressed("pack-quantized", num_bits=8, **GROUPS), pack_symmetric(8)),
-    "W8A8": (compressed("int-quantized", num_bits=8, strategy="channel"), pack_bytes),
-    "gptq": (GPTQ, pack_gptq(4, 1)),
-    "gptq reordered": (GPTQ | {"desc_act": True}, pack_gptq(4, 1, reordered=True)),
-    "gptq v2": (GPTQ | {"checkpoint_format": "gptq_v2"}, pack_gptq(4, 0)),
-    "gptq of 8 bits": (GPTQ | {"bits": 8}, pack_gptq(8, 1)),
-    "awq": ({"quant_method": "awq", "bits": 4, "group_size": GROUP}, pack_awq),
-}
+def formats(group: int) -> dict[str, tuple[dict[str, Any], Pack]]:
+    """quantization_config, and how a matrix is packed."""
+    groups: dict[str, Any] = {"strategy": "group", "group_size": group}
+    gptq: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": group}
+    four = compressed("pack-quantized", num_bits=4, **groups)
+    eight = compressed("pack-quantized", num_bits=8, **groups)
+    with_zeros = compressed("pack-quantized", num_bits=4, **groups | {"symmetric": False})
+    whole_bytes = compressed("int-quantized", num_bits=8, strategy="channel")
+    per_token = compressed("int-quantized", num_bits=8, strategy="channel")
+    per_token["config_groups"]["group_0"]["input_activations"] = {
+        "num_bits": 8, "type": "int", "symmetric": True, "dynamic": True, "strategy": "token",
+    }  # fmt: skip
+    return {
+        "W4A16": (four, pack_symmetric(4, group)),
+        "W4A16 with zero points": (with_zeros, pack_with_zeros(group)),
+        "W8A16": (eight, pack_symmetric(8, group)),
+        "W8A8": (per_token, pack_bytes),
+        "W8A8 static": (whole_bytes, pack_bytes),
+        "gptq": (gptq, pack_gptq(4, group)),
+        "gptq reordered": (gptq | {"desc_act": True}, pack_gptq(4, group, reordered=True)),
+        "gptq v2": (gptq | {"checkpoint_format": "gptq_v2"}, pack_gptq(4, group, 0)),
+        "gptq of 8 bits": (gptq | {"bits": 8}, pack_gptq(8, group)),
+        "awq": ({"quant_method": "awq", "bits": 4, "group_size": group}, pack_awq(group)),
+    }
 
 
-def write(path: Path, name: str, case: str = "llama") -> Tensors:
+FORMATS = formats(GROUP)
+GPTQ = FORMATS["gptq"][0]
+
+
+def write(path: Path, name: str, case: Case = CASES["llama"], group: int = GROUP) -> Tensors:
     """A folder in a format; returns what its tensors stand for, by their names as floats."""
-    write_checkpoint(path, CASES[case])
-    config, pack = FORMATS[name]
+    write_checkpoint(path, case)
+    config, pack = formats(group)[name]
     tensors = load_file(path / "model.safetensors")
     expected = dict(tensors)
     for weight_name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -143,12 +186,64 @@ def edit(path: Path, config: dict[str, Any]) -> None:
 def test_values(name: str, tmp_path: Path) -> None:
     expected = write(tmp_path, name)
     config = DecoderConfig.from_pretrained(tmp_path)
-    assert config.dtype == torch.float32
-    weights = load_weights(tmp_path, config)
+    weights = load_weights(tmp_path, config, torch.float32)
     attention = [expected[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv"]
     assert torch.equal(weights["layers.1.qkv"], torch.cat(attention))
     assert torch.equal(weights["layers.0.down"], expected["model.layers.0.mlp.down_proj.weight"])
     assert torch.equal(weights["lm_head"], expected["lm_head.weight"])
+
+
+KINDS = {
+    "W4A16": "INT4_{}",
+    "W4A16 with zero points": "UINT4_{}",
+    "W8A16": "INT8_{}",
+    "W8A8": "INT8_ROWS",
+    "W8A8 static": "INT8_128",
+    "gptq": "UINT4_{}",
+    "gptq v2": "UINT4_{}",
+    "gptq of 8 bits": "INT8_{}",
+    "awq": "UINT4_{}",
+}
+
+
+@pytest.mark.parametrize(("group", "block"), [(32, 32), (64, 32), (128, 128), (256, 128)])
+@pytest.mark.parametrize("name", KINDS)
+def test_matrices_stay_quantised(name: str, group: int, block: int, tmp_path: Path) -> None:
+    """With every value that the floats have, exactly."""
+    case = replace(CASES["qwen2"], changes=CASES["qwen2"].changes | WIDE)
+    expected = write(tmp_path, name, case, group)
+    config = DecoderConfig.from_pretrained(tmp_path)
+    with stored_weights(tmp_path, config, torch.float32, BLOCK_FORMATS) as weights:
+        queries = weights["layers.1.qkv"]
+        assert isinstance(queries, tuple)
+        for part, x in zip(queries, "qkv", strict=True):
+            assert isinstance(part, QuantizedMatrix)
+            assert part.kind == KINDS[name].format(block)
+            values = expected[f"model.layers.1.self_attn.{x}_proj.weight"]
+            assert torch.equal(part.dequantize(), values)
+        assert isinstance(weights["lm_head"], torch.Tensor)
+
+
+@pytest.mark.parametrize(
+    ("name", "group", "why"),
+    [
+        ("gptq reordered", 32, "out of order"),
+        ("W4A16", 16, "groups of 16 columns of 4 bits"),
+    ],
+)
+def test_what_has_no_kernel_is_widened_and_said(
+    name: str, group: int, why: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    case = replace(CASES["llama"], changes=WIDE)
+    expected = write(tmp_path, name, case, group)
+    config = DecoderConfig.from_pretrained(tmp_path)
+    with stored_weights(tmp_path, config, torch.float32, BLOCK_FORMATS) as weights:
+        down = weights["layers.1.down"]
+    assert isinstance(down, torch.Tensor)
+    assert torch.equal(down, expected["model.layers.1.mlp.down_proj.weight"])
+    (record,) = caplog.records
+    assert str(tmp_path) in record.getMessage()
+    assert why in record.getMessage()
 
 
 @pytest.mark.parametrize(
@@ -160,7 +255,7 @@ def test_values(name: str, tmp_path: Path) -> None:
         (GPTQ | {"checkpoint_format": "marlin"}, "'marlin'"),
         ({"quant_method": "awq", "bits": 4, "version": "gemv"}, "allowed: gemm"),
         (compressed("float-quantized", num_bits=8), "'float-quantized'; allowed: pack-quantized"),
-        (compressed("pack-quantized", num_bits=4, symmetric=False), "symmetric False"),
+        (compressed("int-quantized", num_bits=8, symmetric=False), "symmetric False"),
         (compressed("pack-quantized", num_bits=4, strategy="block"), "'block'"),
         (compressed("pack-quantized", num_bits=4) | {"config_groups": {}}, "allowed: one"),
         (compressed("pack-quantized", num_bits=4) | {"config_groups": {"a": 1}}, "int"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -22,11 +23,13 @@ from penstock.engine.models.checkpoint import (
 )
 from penstock.engine.models.config import DTYPES, token_ids
 from penstock.engine.models.families import TEXT_PARTS
-from penstock.engine.models.packed import PackedFormat, packed_format
+from penstock.engine.models.packed import GroupedMatrix, PackedFormat, packed_format
 from penstock.engine.models.quantized import QuantizedMatrix
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+
+_log = logging.getLogger(__name__)
 
 _SHARED = (
     "dtype",
@@ -53,9 +56,7 @@ class FolderCheckpoint(Checkpoint):
         file, generation = self.path / "config.json", self.path / "generation_config.json"
         content = _text_part(file, _read_json(file))
         if self._packed_format(content) is not None:
-            # What comes of a scale and a few bits needs more than either.
             content = {k: v for k, v in content.items() if k != "quantization_config"}
-            content |= {"torch_dtype": "float32", "dtype": "float32"}
         ends = _read_json(generation).get("eos_token_id") if generation.exists() else None
         return ModelDescription(file, content, token_ids(ends))
 
@@ -112,6 +113,7 @@ class _Safetensors:
         self._path = path
         self._stack = stack
         self._packed = packed
+        self._has_warned = False
         self._open: dict[Path, Any] = {}
         self._file_of = self._locate()
         self._names = {_text_name(name): name for name in self._file_of}
@@ -120,15 +122,9 @@ class _Safetensors:
         return name in self._names
 
     def read(self, name: str, out: torch.Tensor) -> None:
-        module, _, kind = name.rpartition(".")
-        packed = self._packed
-        if packed is not None and kind == "weight" and self.has(f"{module}.{packed.marker}"):
-            try:
-                packed.read(module, self._stored, self.has, out)
-            except CheckpointError:
-                raise
-            except ValueError as error:
-                raise CheckpointError(f"{self._path}: {one_line(error)}") from error
+        grouped = self._grouped(name, tuple(out.shape))
+        if grouped is not None:
+            out.copy_(grouped.values())
             return
         tensor = self._stored(name, tuple(out.shape))
         if tensor.dtype not in DTYPES:
@@ -156,7 +152,34 @@ class _Safetensors:
         return tensor
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
-        return None
+        grouped = self._grouped(name, shape)
+        if grouped is None or self._packed is None:
+            return None
+        matrix = grouped.quantized(per_token=self._packed.per_token)
+        if matrix is None and not self._has_warned:
+            self._has_warned = True
+            why = (
+                "columns are out of order (act-order)"
+                if grouped.index is not None
+                else f"groups of {grouped.group_size} columns of {grouped.bits} bits have no kernel"
+            )
+            _log.warning("%s: %s and maybe others are widened: %s", self._path, name, why)
+        return matrix
+
+    def _grouped(self, name: str, shape: tuple[int, ...]) -> GroupedMatrix | None:
+        """A matrix that is quantised; None for any other tensor."""
+        module, _, kind = name.rpartition(".")
+        packed = self._packed
+        if packed is None or kind != "weight" or len(shape) != 2:
+            return None
+        if not self.has(f"{module}.{packed.marker}"):
+            return None
+        try:
+            return packed.read(module, (shape[0], shape[1]), self._stored, self.has)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {one_line(error)}") from error
 
     def _locate(self) -> dict[str, Path]:
         single, index = self._path / SINGLE_FILE, self._path / INDEX_FILE

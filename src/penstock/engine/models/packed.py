@@ -1,4 +1,4 @@
-"""Quantised matrices of checkpoint folders: compressed-tensors, GPTQ and AWQ, read as floats."""
+"""Quantised matrices of checkpoint folders: compressed-tensors, GPTQ and AWQ."""
 
 from __future__ import annotations
 
@@ -8,12 +8,74 @@ from typing import Any
 
 import torch
 
+from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, unpack_bytes
+
 Read = Callable[[str, tuple[int, ...]], torch.Tensor]
 """The tensor of a name, which must have the shape given."""
 
 _WORD = 32
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 """Which of eight columns each four bits of a word are, the lowest first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedMatrix:
+    """Integers in groups of columns that share a scale: a weight is scale * (code - zero).
+
+    bits:   of a code
+    codes:  [rows, columns * bits / 8] uint8, unsigned, of two in a byte the low one first
+    scales: [rows, groups] float32
+    zeros:  [rows, groups] float32; None: half of the codes' range everywhere
+    index:  [columns] the group of each, where they are not in order
+    """
+
+    bits: int
+    codes: torch.Tensor
+    scales: torch.Tensor
+    zeros: torch.Tensor | None = None
+    index: torch.Tensor | None = None
+
+    @property
+    def columns(self) -> int:
+        return self.codes.shape[1] * 8 // self.bits
+
+    @property
+    def group_size(self) -> int:
+        return self.columns // self.scales.shape[1]
+
+    def values(self) -> torch.Tensor:
+        """[rows, columns] float32"""
+        index = self.index
+        if index is None:
+            index = torch.arange(self.columns) // self.group_size
+        values = unpack_bytes(self.codes, self.bits).float()
+        if self.zeros is None:
+            values -= 1 << (self.bits - 1)
+        else:
+            values -= self.zeros[:, index]
+        return values.mul_(self.scales[:, index])
+
+    def quantized(self, *, per_token: bool) -> QuantizedMatrix | None:
+        """As the CPU kernels take it; None where they do not: groups that are not of whole blocks
+        of 32 columns, columns out of order, zero points of 8 bits.
+
+        per_token: with one scale for a row of activations, where rows are of whole blocks of 128
+        """
+        if self.index is not None or self.group_size % 32:
+            return None
+        if self.zeros is not None and self.bits != 4:
+            return None
+        size = 32 if self.group_size % 128 else 128
+        kind = f"{'INT' if self.zeros is None else 'UINT'}{self.bits}_{size}"
+        if per_token and kind == "INT8_128":
+            kind = "INT8_ROWS"
+        heads = [self.scales]
+        if self.zeros is not None:
+            # A scale of 16 bits times a zero point of 4 is exact in 32.
+            heads.append(-self.zeros * self.scales)
+        of_blocks = [x.repeat_interleave(self.group_size // size, dim=1) for x in heads]
+        data = GROUP_FORMATS[kind].encode(self.codes, *of_blocks)
+        return QuantizedMatrix(kind, len(data), self.columns, data)
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,12 +87,16 @@ class PackedFormat:
     bits:       of a value: 4 or 8
     group_size: columns that share a scale; None: all of a row
     zero_shift: what is added to stored zero points
+    has_zeros:  whether zero points are stored
+    per_token:  whether activations are meant to be rounded to 8 bits with one scale a token
     """
 
     method: str
     bits: int
     group_size: int | None
     zero_shift: int = 0
+    has_zeros: bool = True
+    per_token: bool = False
 
     @property
     def marker(self) -> str:
@@ -38,59 +104,70 @@ class PackedFormat:
         packed = {"compressed-tensors": "weight_packed", "int-quantized": "weight_scale"}
         return packed.get(self.method, "qweight")
 
-    def read(self, module: str, read: Read, has: Callable[[str], bool], out: torch.Tensor) -> None:
-        """Fill `out` [rows, columns] with a module's weight. Raises ValueError for a bad size."""
-        rows, columns = out.shape
+    def read(
+        self, module: str, shape: tuple[int, int], read: Read, has: Callable[[str], bool]
+    ) -> GroupedMatrix:
+        """A module's weight, [rows, columns]. Raises ValueError for a bad size."""
+        rows, columns = shape
         size = self.group_size or columns
         per_word = _WORD // self.bits
         if columns % size or columns % per_word or rows % per_word:
-            raise ValueError(f"{module} has shape {(rows, columns)}, not whole groups of {size}")
+            raise ValueError(f"{module} has shape {shape}, not whole groups of {size}")
         groups = columns // size
-        if self.method in ("gptq", "awq"):
-            values, zeros, scales = self._gptq_or_awq(module, read, (rows, columns), groups)
-        else:
-            scales = read(f"{module}.weight_scale", (rows, groups)).float()
-            values, zeros = self._symmetric(module, read, (rows, columns)), torch.zeros(1, 1)
-        index = torch.arange(columns) // size
-        order = {"gptq": f"{module}.g_idx"}.get(self.method, f"{module}.weight_g_idx")
+        by_method = self._gptq_or_awq if self.method in ("gptq", "awq") else self._compressed
+        codes, zeros, scales = by_method(module, read, shape, groups)
+        if zeros is not None and bool((zeros == 1 << (self.bits - 1)).all()):
+            zeros = None
+        order = f"{module}.g_idx" if self.method == "gptq" else f"{module}.weight_g_idx"
+        index = None
         if has(order):
             index = read(order, (columns,)).long()
             if not ((index >= 0) & (index < groups)).all():
                 raise ValueError(f"{order} names groups beyond the {groups} there are")
-        if zeros.numel() > 1:
-            values = values - zeros[:, index]
-        torch.mul(values, scales[:, index], out=values)
-        out.copy_(values)
+            if torch.equal(index, torch.arange(columns) // size):
+                index = None
+        return GroupedMatrix(self.bits, codes, scales, zeros, index)
 
-    def _symmetric(self, module: str, read: Read, shape: tuple[int, int]) -> torch.Tensor:
-        if self.method == "int-quantized":
-            return _typed(read, f"{module}.weight", shape, torch.int8).float()
+    def _compressed(
+        self, module: str, read: Read, shape: tuple[int, int], groups: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Codes, and zero points (if there are any) and scales [rows, groups]."""
         rows, columns = shape
+        scales = read(f"{module}.weight_scale", (rows, groups)).float()
+        if self.method == "int-quantized":
+            values = _typed(read, f"{module}.weight", shape, torch.int8)
+            return values.view(torch.uint8) ^ 0x80, None, scales
         words = _words(read, f"{module}.weight_packed", (rows, columns * self.bits // _WORD))
-        return (_unpack(words, self.bits) - (1 << (self.bits - 1))).float()
+        codes = words.view(torch.uint8)
+        if not self.has_zeros:
+            return codes, None, scales
+        shape = (rows * self.bits // _WORD, groups)
+        zeros = _unpack(_words(read, f"{module}.weight_zero_point", shape).t(), self.bits)
+        return codes, zeros.t().float(), scales
 
     def _gptq_or_awq(
         self, module: str, read: Read, shape: tuple[int, int], groups: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Values [rows, columns], zero points and scales [rows, groups]."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """Codes, and zero points and scales [rows, groups]."""
         (rows, columns), per_word = shape, _WORD // self.bits
-        scales = read(f"{module}.scales", (groups, rows)).float().t()
+        scales = read(f"{module}.scales", (groups, rows)).float().t().contiguous()
         zeros = _unpack(_words(read, f"{module}.qzeros", (groups, rows // per_word)), self.bits)
         if self.method == "gptq":
             words = _words(read, f"{module}.qweight", (columns // per_word, rows))
-            values = _unpack(words.t().contiguous(), self.bits)
+            codes = words.t().contiguous().view(torch.uint8)
         else:
             words = _words(read, f"{module}.qweight", (columns, rows // per_word))
             values = _in_order(_unpack(words, self.bits)).t()
+            codes = (values[:, ::2] | values[:, 1::2] << 4).contiguous()
             zeros = _in_order(zeros)
-        return values.float(), (zeros + self.zero_shift).t().float(), scales
+        return codes, zeros.t().float() + self.zero_shift, scales
 
 
 def packed_format(config: Mapping[str, Any]) -> PackedFormat:
     """Of a config.json's quantization_config. Raises ValueError for one that is not read."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
-        return _compressed(config)
+        return _compressed_format(config)
     if method not in ("gptq", "awq"):
         raise ValueError(f"quant_method is {method!r}; allowed: compressed-tensors, gptq, awq")
     bits = config.get("bits", config.get("w_bit"))
@@ -110,7 +187,7 @@ def packed_format(config: Mapping[str, Any]) -> PackedFormat:
     return PackedFormat(method, bits, size, zero_shift=1 if kind == "gptq" else 0)
 
 
-def _compressed(config: Mapping[str, Any]) -> PackedFormat:
+def _compressed_format(config: Mapping[str, Any]) -> PackedFormat:
     groups = config.get("config_groups")
     if not isinstance(groups, dict) or len(groups) != 1:
         raise ValueError("compressed-tensors with several config_groups; allowed: one")
@@ -124,17 +201,29 @@ def _compressed(config: Mapping[str, Any]) -> PackedFormat:
         raise ValueError("compressed-tensors with a sparsity_config; allowed: dense")
     bits, strategy = weights.get("num_bits", 0), weights.get("strategy")
     allowed = (4, 8) if kind == "pack-quantized" else (8,)
-    symmetric = weights.get("symmetric", True)
-    if weights.get("type") != "int" or bits not in allowed or not symmetric:
+    symmetric = bool(weights.get("symmetric", True))
+    one_sided = symmetric or kind == "pack-quantized"
+    if weights.get("type") != "int" or bits not in allowed or not one_sided:
         raise ValueError(
             f"compressed-tensors {kind} weights of {bits!r} bits, type {weights.get('type')!r}, "
-            f"symmetric {symmetric!r}; allowed: symmetric int of "
-            f"{' or '.join(map(str, allowed))}"
+            f"symmetric {symmetric!r}; allowed: int of {' or '.join(map(str, allowed))}, "
+            "symmetric or (pack-quantized) with zero points"
         )
     if strategy not in ("group", "channel"):
         raise ValueError(f"compressed-tensors strategy is {strategy!r}; allowed: group, channel")
     size = _group_size(weights.get("group_size")) if strategy == "group" else None
-    return PackedFormat(methods[kind], int(bits), size)
+    return PackedFormat(
+        methods[kind],
+        int(bits),
+        size,
+        has_zeros=not symmetric,
+        per_token=_is_per_token(group.get("input_activations") or {}),
+    )
+
+
+def _is_per_token(activations: Mapping[str, Any]) -> bool:
+    rounding = (activations.get("num_bits"), activations.get("type"), activations.get("strategy"))
+    return rounding == (8, "int", "token") and bool(activations.get("symmetric"))
 
 
 def _group_size(size: Any) -> int | None:
@@ -157,9 +246,8 @@ def _words(read: Read, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """[n, m] int32 -> [n, m * 32 / bits], the lowest bits first."""
-    shifts = torch.arange(0, _WORD, bits, dtype=torch.int32)
-    return ((words.unsqueeze(-1) >> shifts) & ((1 << bits) - 1)).flatten(1)
+    """[n, m] int32 -> [n, m * 32 / bits] uint8, the lowest bits first."""
+    return unpack_bytes(words.contiguous().view(torch.uint8), bits)
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Matrices as GGUF files have them: blocks of quantised values."""
+"""Matrices that stay quantised: blocks as GGUF files have them, and groups of integers."""
 
 from __future__ import annotations
 
@@ -15,10 +15,67 @@ _CHUNK = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
+class GroupFormat:
+    """Blocks of `size` codes of `bits` bits that share a float32 scale d, and with `has_low` a
+    float32 m: a weight is d * code + m, else d * (code - half of the codes' range).
+
+    A block is d, m, then the codes, of two in a byte the low one first.
+    """
+
+    size: int
+    bits: int
+    has_low: bool = False
+
+    @property
+    def head_bytes(self) -> int:
+        return 8 if self.has_low else 4
+
+    @property
+    def block_bytes(self) -> int:
+        return self.head_bytes + self.size * self.bits // 8
+
+    def encode(self, codes: torch.Tensor, *heads: torch.Tensor) -> torch.Tensor:
+        """codes: [rows, bytes of all codes] uint8; heads: d, and with `has_low` m, [rows, blocks]
+        float32. Returns [rows, bytes of a row] uint8."""
+        head = torch.stack(heads, dim=-1).view(torch.uint8)
+        return torch.cat([head, codes.unflatten(1, (head.shape[1], -1))], dim=-1).flatten(1)
+
+    def dequantize(self, data: torch.Tensor) -> torch.Tensor:
+        """[rows, bytes of a row] uint8 -> [rows, columns] float32"""
+        blocks = data.unflatten(1, (-1, self.block_bytes))
+        head = blocks[..., : self.head_bytes].contiguous().view(torch.float32)
+        codes = unpack_bytes(blocks[..., self.head_bytes :], self.bits).float()
+        if self.has_low:
+            values = codes * head[..., :1] + head[..., 1:]
+        else:
+            values = (codes - (1 << (self.bits - 1))) * head
+        return values.flatten(1)
+
+
+GROUP_FORMATS = {
+    "INT8_32": GroupFormat(32, 8),
+    "INT8_128": GroupFormat(128, 8),
+    "INT4_32": GroupFormat(32, 4),
+    "INT4_128": GroupFormat(128, 4),
+    "UINT4_32": GroupFormat(32, 4, has_low=True),
+    "UINT4_128": GroupFormat(128, 4, has_low=True),
+    "INT8_ROWS": GroupFormat(128, 8),
+}
+"""INT8_ROWS: of a model that was calibrated for activations rounded with one scale a token."""
+
+
+def unpack_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
+    """The codes of 4 or 8 bits in bytes, along the last axis, each in a byte of its own."""
+    if bits == 8:
+        return packed
+    return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
+
+
+@dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix as its file has it. kind: ggml's name of the block format ("Q8_0", "Q4_0", "Q4_1",
-    "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K"); rows, columns; data: [rows, bytes of a row] uint8,
-    memory-mapped."""
+    """A matrix that is kept quantised. kind: ggml's name of its block format ("Q8_0", "Q4_0",
+    "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K") or a name in GROUP_FORMATS; rows, columns;
+    data: [rows, bytes of a row] uint8, memory-mapped where the file has it so."""
 
     kind: str
     rows: int
@@ -46,6 +103,9 @@ def dequantize_into(kind: str, data: torch.Tensor, out: torch.Tensor) -> None:
     """
     if kind in FLOATS:
         out.copy_(data.view(FLOATS[kind]))
+        return
+    if kind in GROUP_FORMATS:
+        out.copy_(GROUP_FORMATS[kind].dequantize(data))
         return
     at_once = max(1, _CHUNK // out.shape[1])
     for start in range(0, len(out), at_once):

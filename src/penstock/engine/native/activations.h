@@ -42,17 +42,20 @@ struct Codes256 {
 // The largest size below which numbers count as zeros: beyond it 127 / size is finite.
 constexpr float kSmallestSize = 0x1p-120f;
 
-// code[n] = x / scale rounded to nearest, with scale = max |x| / 127. A row with a number that is
-// not finite gets scale NaN, and so do all its products.
-PENSTOCK_INLINE float quantize(const float* x, int n, int8_t* code) {
+// max |x|, or NaN where a number is not finite.
+PENSTOCK_INLINE float largest_size(const float* x, int n) {
   VecI top = {};
   for (int i = 0; i < n; i += kLanes) {
     const VecI size = (VecI)load(x + i) & 0x7fffffff;  // sizes of floats compare as integers do
     top = top < size ? size : top;
   }
-  const float size = max_lanes((VecF)top);
-  const bool is_finite = !any(top >= 0x7f800000);
-  const bool counts = is_finite && size > kSmallestSize;
+  return any(top >= 0x7f800000) ? NAN : max_lanes((VecF)top);
+}
+
+// code[n] = x / scale rounded to nearest, with scale = size / 127, which is returned; size: of the
+// largest that shares it, NaN for scale NaN and NaN in all products.
+PENSTOCK_INLINE float quantize(const float* x, int n, float size, int8_t* code) {
+  const bool counts = size > kSmallestSize;
   const VecF inverse = splat(127.0f / size), round_to_int = splat(12582912.0f);  // 1.5 * 2^23
   for (int i = 0; i < n; i += kLanes) {
     VecI rounded = {};
@@ -60,7 +63,7 @@ PENSTOCK_INLINE float quantize(const float* x, int n, int8_t* code) {
     const VecS narrow = __builtin_convertvector(rounded, VecS);
     std::memcpy(code + i, &narrow, sizeof narrow);
   }
-  return counts ? size / 127.0f : is_finite ? 0.0f : NAN;
+  return counts ? size / 127.0f : size != size ? NAN : 0.0f;
 }
 
 PENSTOCK_INLINE int32_t sum_codes(const int8_t* code, int n) {
@@ -69,14 +72,14 @@ PENSTOCK_INLINE int32_t sum_codes(const int8_t* code, int n) {
   return sum;
 }
 
-PENSTOCK_INLINE void quantize_block(const float* x, Codes32& out) {
-  out.scale = quantize(x, 32, out.code);
+PENSTOCK_INLINE void quantize_block(const float* x, float size, Codes32& out) {
+  out.scale = quantize(x, 32, size, out.code);
   out.negative_sum = -sum_codes(out.code, 32);
   out.scaled_sum = out.scale * (float)-out.negative_sum;
 }
 
-PENSTOCK_INLINE void quantize_block(const float* x, Codes256& out) {
-  out.scale = quantize(x, 256, out.code);
+PENSTOCK_INLINE void quantize_block(const float* x, float size, Codes256& out) {
+  out.scale = quantize(x, 256, size, out.code);
   for (int i = 0; i < 16; ++i) out.negative_sums[i] = -sum_codes(out.code + 16 * i, 16);
   for (int i = 0; i < 8; ++i)
     out.sums[i] = (int16_t)-(out.negative_sums[2 * i] + out.negative_sums[2 * i + 1]);
@@ -96,22 +99,30 @@ PENSTOCK_INLINE void round_row(const float* x, int n, Bf16* out) {
   if (n % 2) out[n] = Bf16{};
 }
 
+// k_scale: numbers that share a scale, one block of T or more.
 template <class T>
-static void quantize_rows(const float* rows, size_t stride, int count, int k_block, int k_size,
+static void quantize_rows(const float* rows, size_t stride, int count, int k_scale, int k_size,
                           T* out) {
+  constexpr int k_block = sizeof out->code;
   const int blocks = k_size / k_block;
   for_row_blocks(count, [&](int first, int height) {
-    for (int r = 0; r < height; ++r)
-      for (int i = 0; i < blocks; ++i)
-        quantize_block(rows + (first + r) * stride + (size_t)i * k_block,
-                       out[(size_t)first * blocks + (size_t)i * height + r]);
+    for (int r = 0; r < height; ++r) {
+      const float* row = rows + (first + r) * stride;
+      float size = 0.0f;
+      for (int i = 0; i < blocks; ++i) {
+        const int k = i * k_block;
+        if (k % k_scale == 0) size = largest_size(row + k, k_scale);
+        quantize_block(row + k, size, out[(size_t)first * blocks + (size_t)i * height + r]);
+      }
+    }
   });
 }
 
 inline size_t prepared_bytes(Arithmetic arithmetic, int k_size) {
   switch (arithmetic) {
     case Arithmetic::kBf16Pairs: return (size_t)round_up(k_size, 2) * 2;
-    case Arithmetic::kBlocks32: return (size_t)k_size / 32 * sizeof(Codes32);
+    case Arithmetic::kBlocks32:
+    case Arithmetic::kRows: return (size_t)k_size / 32 * sizeof(Codes32);
     case Arithmetic::kBlocks256: return (size_t)k_size / 256 * sizeof(Codes256);
     case Arithmetic::kFloat: break;
   }
@@ -130,6 +141,8 @@ inline void prepare(Arithmetic arithmetic, const float* rows, size_t stride, int
     quantize_rows(rows, stride, count, 32, k_size, (Codes32*)out);
   if (arithmetic == Arithmetic::kBlocks256)
     quantize_rows(rows, stride, count, 256, k_size, (Codes256*)out);
+  if (arithmetic == Arithmetic::kRows)
+    quantize_rows(rows, stride, count, k_size, k_size, (Codes32*)out);
 }
 
 }  // namespace penstock

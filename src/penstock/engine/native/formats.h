@@ -1,5 +1,5 @@
-// How weights lie in a file and in memory: ggml's block formats (`QuantizedMatrix` of quantized.py
-// names them), float32 and bfloat16.
+// How weights lie in a file and in memory: ggml's block formats and groups of integers
+// (`QuantizedMatrix` of quantized.py names them), float32 and bfloat16.
 //
 // A panel holds kPanel columns of the output, in two strips of kLanes, and of these columns one
 // block of k after the other. A block keeps the file's bits in another order: those that one
@@ -15,12 +15,15 @@ namespace penstock {
 
 // The numbers are those of packing.py. kBf16Pairs: bfloat16 weights against activations rounded to
 // bfloat16, in memory the same as kBf16.
-enum class Kind : int32_t { kF32, kBf16, kBf16Pairs, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K };
+enum class Kind : int32_t {
+  kF32, kBf16, kBf16Pairs, kQ8_0, kQ4_0, kQ4_1, kQ5_0, kQ5_1, kQ4_K, kQ5_K, kQ6_K,
+  kInt8_32, kInt8_128, kInt4_32, kInt4_128, kUint4_32, kUint4_128, kInt8Rows
+};
 
 // What activations are multiplied as: floats, pairs of bfloat16, or int8 in blocks of that many
-// with a scale each.
-enum class Arithmetic { kFloat, kBf16Pairs, kBlocks32, kBlocks256 };
-constexpr int kArithmetics = 4;
+// with a scale each; kRows: as kBlocks32, with one scale for the whole row.
+enum class Arithmetic { kFloat, kBf16Pairs, kBlocks32, kBlocks256, kRows };
+constexpr int kArithmetics = 5;
 
 // A matrix of a model: packed panels, or (the embedding) a file's rows.
 struct Matrix {
@@ -28,12 +31,24 @@ struct Matrix {
   Kind kind;
 };
 
-// One block of one column, taken apart. d, m: float16.
+// One block of one column, taken apart. d, m: the bits of a float16, in groups of a float32.
 struct Block {
-  uint16_t d = 0, m = 0;
+  uint32_t d = 0, m = 0;
   uint8_t scale[16] = {}, low[8] = {};
   uint8_t code[256] = {};
 };
+
+PENSTOCK_INLINE uint32_t read_word(const uint8_t* p) {
+  uint32_t word;
+  std::memcpy(&word, p, sizeof word);
+  return word;
+}
+
+PENSTOCK_INLINE float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
 
 PENSTOCK_INLINE uint16_t read_half(const uint8_t* p) { return (uint16_t)(p[0] | p[1] << 8); }
 
@@ -53,9 +68,9 @@ struct Blocks32 {
   static constexpr int kBlock = 32, kFileBytes = kFileBytes_, kBits = kBits_, kOffset = kOffset_;
   static constexpr bool kHasLow = kHasLow_;
   // Codes of a strip, codes of the other, then d and m of both.
-  static constexpr int kStripBytes = 4 * kBits * kLanes;
+  static constexpr int kStripBytes = 4 * kBits * kLanes, kScaleBytes = 2;
   static constexpr int kScales = 2 * kStripBytes;
-  static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * 2;
+  static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * kScaleBytes;
 
   static void read(const uint8_t* p, Block& block) {
     block.d = read_half(p);
@@ -83,6 +98,46 @@ using Q4_1 = Blocks32<Kind::kQ4_1, 20, 4, 0, true>;
 using Q5_0 = Blocks32<Kind::kQ5_0, 22, 5, 16, false>;
 using Q5_1 = Blocks32<Kind::kQ5_1, 24, 5, 0, true>;
 
+// Groups of integers with float32 scales, as compressed-tensors, GPTQ and AWQ have them: weight =
+// d * (code - kOffset), or d * code + m with kHasLow. In a row: d, m, codes, of two in a byte the
+// low one first.
+template <Kind kind_, int kBlock_, int kBits_, bool kHasLow_,
+          Arithmetic kArithmetic_ = Arithmetic::kBlocks32>
+struct Groups {
+  static constexpr Kind kind = kind_;
+  static constexpr Arithmetic kArithmetic = kArithmetic_;
+  static constexpr int kBlock = kBlock_, kBits = kBits_, kOffset = kHasLow_ ? 0 : 1 << (kBits - 1);
+  static constexpr bool kHasLow = kHasLow_;
+  static constexpr int kScaleBytes = 4, kHead = kHasLow ? 8 : 4;
+  static constexpr int kFileBytes = kHead + kBlock * kBits / 8;
+  // As in Blocks32, with codes of both strips for each 32 of k.
+  static constexpr int kStripBytes = 4 * kBits * kLanes;
+  static constexpr int kScales = kBlock / 32 * 2 * kStripBytes;
+  static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * kScaleBytes;
+
+  static void read(const uint8_t* p, Block& block) {
+    block.d = read_word(p);
+    if (kHasLow) block.m = read_word(p + 4);
+    p += kHead;
+    for (int i = 0; i < kBlock; ++i)
+      block.code[i] = kBits == 8 ? p[i] : p[i / 2] >> (i % 2 * 4) & 15;
+  }
+
+  static void dequantize(const Block& block, float* out) {
+    const float d = as_float(block.d), m = as_float(block.m);
+    for (int i = 0; i < kBlock; ++i)
+      out[i] = kHasLow ? d * block.code[i] + m : d * (block.code[i] - kOffset);
+  }
+};
+
+using Int8_32 = Groups<Kind::kInt8_32, 32, 8, false>;
+using Int8_128 = Groups<Kind::kInt8_128, 128, 8, false>;
+using Int4_32 = Groups<Kind::kInt4_32, 32, 4, false>;
+using Int4_128 = Groups<Kind::kInt4_128, 128, 4, false>;
+using Uint4_32 = Groups<Kind::kUint4_32, 32, 4, true>;
+using Uint4_128 = Groups<Kind::kUint4_128, 128, 4, true>;
+using Int8Rows = Groups<Kind::kInt8Rows, 128, 8, false, Arithmetic::kRows>;
+
 // 256 weights in sub-blocks of kSub: weight = d * scale * (code - kOffset) - m * low.
 template <Kind kind_, int kFileBytes_, int kBits_, int kSub_, int kOffset_>
 struct Blocks256 {
@@ -92,7 +147,7 @@ struct Blocks256 {
   static constexpr int kOffset = kOffset_;
   static constexpr bool kHasLow = kOffset == 0;
   // Scales of the sub-blocks; the lows, by pairs; d and m; then codes, 32 of k after the other.
-  static constexpr int kStripBytes = 4 * kBits * kLanes;
+  static constexpr int kStripBytes = 4 * kBits * kLanes, kScaleBytes = 2;
   static constexpr int kLows = 256 / kSub * kPanel;
   static constexpr int kScales = kLows + (kHasLow ? 8 * kPanel : 0);
   static constexpr int kCodes = kScales + (kHasLow ? 2 : 1) * kPanel * 2;
@@ -178,6 +233,13 @@ PENSTOCK_INLINE auto with_format(Kind kind, Visit&& visit) {
     case Kind::kQ4_K: return visit(Q4_K{});
     case Kind::kQ5_K: return visit(Q5_K{});
     case Kind::kQ6_K: return visit(Q6_K{});
+    case Kind::kInt8_32: return visit(Int8_32{});
+    case Kind::kInt8_128: return visit(Int8_128{});
+    case Kind::kInt4_32: return visit(Int4_32{});
+    case Kind::kInt4_128: return visit(Int4_128{});
+    case Kind::kUint4_32: return visit(Uint4_32{});
+    case Kind::kUint4_128: return visit(Uint4_128{});
+    case Kind::kInt8Rows: return visit(Int8Rows{});
     case Kind::kF32: break;
   }
   return visit(F32{});
@@ -246,8 +308,9 @@ PENSTOCK_INLINE void pack_block(const Block& block, int column, uint8_t* panel) 
     codes = F::kCodes;
   }
   scales = F::kScales;
-  std::memcpy(panel + scales + 2 * column, &block.d, 2);
-  if (F::kHasLow) std::memcpy(panel + scales + 2 * (kPanel + column), &block.m, 2);
+  constexpr int size = F::kScaleBytes;
+  std::memcpy(panel + scales + size * column, &block.d, size);
+  if (F::kHasLow) std::memcpy(panel + scales + size * (kPanel + column), &block.m, size);
   for (int i = 0; i < F::kBlock / 32; ++i, codes += 2 * F::kStripBytes)
     pack_codes<F::kBits>(block.code + 32 * i, lane,
                          (uint32_t*)(panel + codes + strip * F::kStripBytes));

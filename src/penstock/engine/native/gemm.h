@@ -100,6 +100,8 @@ inline TileKernel kernel_for(Kind kind, int rows, int panels) {
     using F = decltype(format);
     if constexpr (F::kind == Kind::kBf16Pairs && !kDotsBf16)
       return kernel_for<F32>(rows, panels);  // never asked for: see penstock_has_bf16_pairs
+    else if constexpr (F::kind == Kind::kInt8Rows)
+      return kernel_for<Int8_128>(rows, panels);  // they differ in the activations' scales alone
     else
       return kernel_for<F>(rows, panels);
   });

@@ -116,6 +116,13 @@ class Kind(IntEnum):
     Q4_K = 8
     Q5_K = 9
     Q6_K = 10
+    INT8_32 = 11
+    INT8_128 = 12
+    INT4_32 = 13
+    INT4_128 = 14
+    UINT4_32 = 15
+    UINT4_128 = 16
+    INT8_ROWS = 17
 
 
 BLOCK_FORMATS = frozenset(kind.name for kind in Kind if kind > Kind.BF16_PAIRS)

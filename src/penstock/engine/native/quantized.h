@@ -79,26 +79,38 @@ PENSTOCK_INLINE VecI start_of(int32_t negative_sum) {
   return has_offset ? splat_int(negative_sum) * F::kOffset : VecI{};
 }
 
+// Of a strip's columns from `column` on, the scales (or minima) that begin at `scales`.
+template <class F>
+PENSTOCK_INLINE VecF load_scales(const uint8_t* scales, int column) {
+  if constexpr (F::kScaleBytes == 4)
+    return load((const float*)scales + column);
+  else
+    return load_half((const uint16_t*)scales + column);
+}
+
 // One block of a panel: sum[Rows][Strips] for strips from `strip` on.
 template <class F, int Rows, int Strips>
 PENSTOCK_INLINE void add_block(const uint8_t* block, int strip, const Codes32* a,
                                VecF (*sum)[Strips]) {
-  VecI dot[Rows][Strips];
+  const uint8_t *scales = block + F::kScales, *lows = scales + kPanel * F::kScaleBytes;
+  const uint8_t* strips = block + strip * F::kStripBytes;
+  for (int k = 0; k < F::kBlock; k += 32, a += Rows, strips += 2 * F::kStripBytes) {
+    VecI dot[Rows][Strips];
 #pragma GCC unroll 12
-  for (int r = 0; r < Rows; ++r)
-    for (int s = 0; s < Strips; ++s) dot[r][s] = start_of<F>(a[r].negative_sum);
-  dot_codes<F, Rows, Strips, 0, 8>(block + strip * F::kStripBytes, a, 0, dot);
-  const uint16_t* scales = (const uint16_t*)(block + F::kScales) + strip * kLanes;
+    for (int r = 0; r < Rows; ++r)
+      for (int s = 0; s < Strips; ++s) dot[r][s] = start_of<F>(a[r].negative_sum);
+    dot_codes<F, Rows, Strips, 0, 8>(strips, a, 0, dot);
 #pragma GCC unroll 2
-  for (int s = 0; s < Strips; ++s) {
-    const VecF d = load_half(scales + s * kLanes);
-    VecF m = {};
-    if constexpr (F::kHasLow) m = load_half(scales + kPanel + s * kLanes);
+    for (int s = 0; s < Strips; ++s) {
+      const VecF d = load_scales<F>(scales, (strip + s) * kLanes);
+      VecF m = {};
+      if constexpr (F::kHasLow) m = load_scales<F>(lows, (strip + s) * kLanes);
 #pragma GCC unroll 12
-    for (int r = 0; r < Rows; ++r) {
-      const VecF value = __builtin_convertvector(dot[r][s], VecF);
-      sum[r][s] = fused(value, d * splat(a[r].scale), sum[r][s]);
-      if constexpr (F::kHasLow) sum[r][s] = fused(m, splat(a[r].scaled_sum), sum[r][s]);
+      for (int r = 0; r < Rows; ++r) {
+        const VecF value = __builtin_convertvector(dot[r][s], VecF);
+        sum[r][s] = fused(value, d * splat(a[r].scale), sum[r][s]);
+        if constexpr (F::kHasLow) sum[r][s] = fused(m, splat(a[r].scaled_sum), sum[r][s]);
+      }
     }
   }
 }
@@ -169,7 +181,7 @@ PENSTOCK_INLINE void add_block(const uint8_t* block, int strip, const Codes256* 
 }
 
 template <Arithmetic arithmetic>
-using CodesOf = std::conditional_t<arithmetic == Arithmetic::kBlocks32, Codes32, Codes256>;
+using CodesOf = std::conditional_t<arithmetic == Arithmetic::kBlocks256, Codes256, Codes32>;
 
 // Strips side by side: what one row's block of activations is good for. More rows would not leave
 // registers for the sums.
@@ -181,11 +193,12 @@ static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t,
                                                        int k_size, Ahead ahead, float* tile) {
   constexpr int Strips = strips_at_once(Rows);
   using Codes = CodesOf<F::kArithmetic>;
+  constexpr int a_step = F::kBlock / (int)sizeof(Codes::code) * Rows;
   for (int strip = 0; strip < 2; strip += Strips) {
     const Codes* a = (const Codes*)rows;
     const uint8_t* block = (const uint8_t*)panel;
     VecF sum[Rows][Strips] = {};
-    for (int k = 0; k < k_size; k += F::kBlock, a += Rows, block += F::kPanelBytes) {
+    for (int k = 0; k < k_size; k += F::kBlock, a += a_step, block += F::kPanelBytes) {
       if (strip == 0) {
         if (ahead.at)
           fetch(ahead.at + (size_t)k * ahead.step, F::kBlock * ahead.step);

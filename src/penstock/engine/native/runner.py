@@ -97,7 +97,7 @@ class NativeRunner(ModelRunner):
         widened in registers, which loses nothing); bfloat16 rounds both, and on a processor with
         AVX512-BF16 the activations of every product, too. Sums are float32 in both.
         Matrices in block formats keep their bits, and are multiplied by activations rounded to
-        8 bits in blocks.
+        8 bits in blocks, or by rows where the checkpoint was made for that.
         Raises ValueError (a CheckpointError for the checkpoint), or NativeUnavailableError.
         """
         if dtype not in DTYPES:
