@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
 
 from penstock.engine.models.checkpoint import CheckpointError, one_line, open_checkpoint
 from penstock.engine.models.families import FAMILIES, TEXT_PARTS, rope_of
+from penstock.engine.models.ordinary import ordinary_config
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, Variant
 
@@ -80,7 +80,11 @@ class DecoderConfig:
         described = open_checkpoint(path).description()
         architecture = _architecture(described.file, described.content)
         try:
-            hf_config = AutoConfig.for_model(**described.content)
+            hf_config = ordinary_config(architecture, described.content)
+            if hf_config is None:
+                from transformers import AutoConfig
+
+                hf_config = AutoConfig.for_model(**described.content)
             return _from_transformers(architecture, hf_config, described.eos_token_ids)
         except Exception as error:
             raise CheckpointError(f"{described.file}: {one_line(error)}") from error

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoTokenizer
 
 from penstock.engine.models.checkpoint import (
     Checkpoint,
@@ -80,6 +79,8 @@ class FolderCheckpoint(Checkpoint):
     def tokenizer(self) -> Any:
         path = self.path
         self._require_tokenizer()
+        from transformers import AutoTokenizer
+
         try:
             tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         except Exception as error:

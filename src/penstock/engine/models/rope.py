@@ -8,8 +8,6 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 if TYPE_CHECKING:
     from penstock.engine.models.config import DecoderConfig
@@ -189,6 +187,10 @@ def _inverse_frequencies(config: DecoderConfig, rope: Rope) -> tuple[torch.Tenso
         if rope.rope_type == "default":
             return 1.0 / powers, 1.0
         return 1.0 / (torch.tensor(rope.short_factor) * powers), _longrope_scaling(rope)
+    # Seconds to import, for what few models have.
+    from transformers import LlamaConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
     # The older spelling, which every transformers from 4 on still reads.
     parameters: dict[str, Any] = {
         "hidden_size": config.num_heads * config.head_dim,
