@@ -136,11 +136,12 @@ def test_every_architecture(case: str, monkeypatch: pytest.MonkeyPatch, tmp_path
 
 def test_the_bundled_family_needs_no_transformers() -> None:
     """Nor does the engine before it knows its models."""
+    path = str(model_path(DEFAULT_TARGET))
     code = (
         "import sys, pathlib, penstock.engine.build\n"
         "from penstock.engine.models.config import DecoderConfig\n"
         "from penstock.engine.models.rope import RopeTable\n"
-        f"found = DecoderConfig.from_pretrained(pathlib.Path({str(model_path(DEFAULT_TARGET))!r}))\n"
+        f"found = DecoderConfig.from_pretrained(pathlib.Path({path!r}))\n"
         "RopeTable.build(found, 8)\n"
         "print('transformers' in sys.modules)"
     )
