@@ -14,6 +14,7 @@ from penstock.cli.chat import chat
 from penstock.cli.draft import draft
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
+from penstock.cli.quantize import quantize
 from penstock.cli.reproduce import reproduce
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
@@ -31,6 +32,7 @@ app.command()(chat)
 app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)
+app.command()(quantize)
 app.command()(reproduce)
 app.add_typer(bench.app, name="bench")
 app.add_typer(profile.app, name="profile")

@@ -37,6 +37,20 @@ def with_models(
     return {**engine, "target": _target_path(chosen), "drafters": made}
 
 
+def checkpoint_folder(model: str) -> Path:
+    """Of any bundled model by its name, or where `model` says. Raises: ConfigError."""
+    path = Path(model)
+    if path.exists():
+        return path
+    cards = {**_cards("target"), **_cards("drafter")}
+    if model not in cards:
+        raise ConfigError(
+            f"model {model!r} is neither a checkpoint folder nor bundled; bundled are "
+            f"{', '.join(cards)}"
+        )
+    return cards[model].path
+
+
 def settings_in(value: Any, where: str) -> dict[str, Any]:
     """One part of a configuration; null is an empty one. Raises: ConfigError."""
     if value is not None and not isinstance(value, dict):

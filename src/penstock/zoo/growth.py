@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from penstock.config import ConfigError
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.folder import INDEX_FILE, SINGLE_FILE
+from penstock.engine.models.folder import SINGLE_FILE
+from penstock.engine.models.shards import SHARD_BYTES, new_folder, save_sharded
 from penstock.engine.models.weights import weight_specs
 from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models, write_manifest
 
@@ -40,9 +41,6 @@ bundled models' own is 32."""
 
 _MOST_DEPTH = 4
 """Layers over those that a model of the same proportions would have, at most."""
-
-SHARD_BYTES = 1 << 30
-"""Of a file at most: its tensors are held at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ def write_family(
 
     Raises: ConfigError where `out` is not an empty or new folder, or the disk has no room.
     """
-    _check_folder(out, sum(growth.num_bytes for growth in family))
+    new_folder(out, sum(growth.num_bytes for growth in family))
     folders = [out / growth.card.name for growth in family]
     try:
         for growth, folder in zip(family, folders, strict=True):
@@ -183,20 +181,6 @@ def write_family(
         for growth in family
     }
     write_manifest(out, cards)
-
-
-def _check_folder(out: Path, num_bytes: int) -> None:
-    try:
-        if out.exists() and (not out.is_dir() or any(out.iterdir())):
-            raise ConfigError(f"{out} exists and is not an empty folder; choose another")
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{out}: {error.strerror}") from error
-    free = shutil.disk_usage(out).free
-    if num_bytes > free:
-        raise ConfigError(
-            f"{out}: the models take {num_bytes / 1e9:.1f} GB, and the disk has {free / 1e9:.1f} GB"
-        )
 
 
 def write_grown(
@@ -219,48 +203,17 @@ def write_grown(
         "rms_norm_eps": growth.large.rms_norm_eps,
     }
     (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-    _write_shards(folder, growth, _shards(growth.large, shard_bytes), on_bytes)
-
-
-def _write_shards(
-    folder: Path,
-    growth: Growth,
-    shards: list[dict[str, tuple[int, ...]]],
-    on_bytes: Callable[[int], object],
-) -> None:
-    files = [
-        SINGLE_FILE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        for i in range(len(shards))
-    ]
     old = load_file(growth.card.path / SINGLE_FILE)
     generator = torch.Generator().manual_seed(0)
-    for file, shard in zip(files, shards, strict=True):
-        tensors = {}
-        for name, shape in shard.items():
-            tensors[name] = _grown_tensor(name, shape, old, growth, generator)
-            on_bytes(tensors[name].nbytes)
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        index = {
-            "metadata": {"total_size": growth.num_bytes},
-            "weight_map": {n: f for f, shard in zip(files, shards, strict=True) for n in shard},
-        }
-        (folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n")
 
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in weight_specs(growth.large):
+            for name, shape in spec.sources:
+                tensor = _grown_tensor(name, shape, old, growth, generator)
+                on_bytes(tensor.nbytes)
+                yield name, tensor
 
-def _shards(config: DecoderConfig, shard_bytes: int) -> list[dict[str, tuple[int, ...]]]:
-    """Names and shapes of the checkpoint's tensors, file by file."""
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
-    held = 0
-    for spec in weight_specs(config):
-        for name, shape in spec.sources:
-            num_bytes = math.prod(shape) * config.dtype.itemsize
-            if shards[-1] and held + num_bytes > shard_bytes:
-                shards.append({})
-                held = 0
-            shards[-1][name] = shape
-            held += num_bytes
-    return shards
+    save_sharded(folder, tensors(), shard_bytes)
 
 
 def _grown_tensor(

@@ -90,7 +90,7 @@ def load_weights(
     with open_checkpoint(path).tensors() as tensors:
         return {
             spec.name: _arranged(config, spec, _assemble(tensors, spec, dtype or config.dtype))
-            for spec in _specs_in(tensors, config)
+            for spec in specs_in(tensors, config)
         }
 
 
@@ -105,11 +105,12 @@ def stored_weights(
     so quantised, is a tuple. Raises: as `load_weights`.
     """
     with open_checkpoint(path).tensors() as tensors:
-        specs = _specs_in(tensors, config)
+        specs = specs_in(tensors, config)
         yield {spec.name: _stored(tensors, config, spec, dtype, kinds) for spec in specs}
 
 
-def _specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:
+def specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:
+    """As `weight_specs`, and a head that a checkpoint has though it says that it has none."""
     specs = [*weight_specs(config)]
     if config.tie_word_embeddings and _has_own_head(tensors, config):
         specs.append(_head_spec(config))
