@@ -26,6 +26,7 @@ class Steps:
             begun, self._now = self._now, self._now + 0.014
             step = StepResult(i, TARGET, begun, self._now, phases=phases, draft_times=drafts)
             self.times.observe(step, may_wait=False)
+            self.times.observe_drafting(step)
         return self.times.draft_overhead
 
 

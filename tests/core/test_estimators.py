@@ -135,6 +135,7 @@ def test_the_hosts_work_between_steps_and_on_drafts() -> None:
         phases = PhaseTimes(draft=0.0033 if drafts else 0.0, verify=0.01)
         step = StepResult(i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts)
         times.observe(step, may_wait=False)
+        times.observe_drafting(step)
         now += 0.014
     assert times.overhead == pytest.approx(0.001, rel=0.01)
     assert times.draft_overhead == pytest.approx(0.0005, rel=0.1)

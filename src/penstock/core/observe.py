@@ -29,9 +29,12 @@ def observe(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
     for item in plan.items:
         _plan_ended(ctx, item.request_id, plan.id)
     table.memory.plan_ended(plan.id)
-    ctx.learn.times.observe(result, may_wait=ctx.uses_lanes)
+    times = ctx.learn.times
     if table.drafters:
-        ctx.learn.times.observe_drafting(result)
+        times.observe(result, may_wait=ctx.uses_lanes)
+        times.observe_drafting(result)
+    else:
+        times.observe(result, may_wait=False)
     if result.failed_drafters:
         _lose_kv(ctx, plan, result.failed_drafters)
     if plan.drafts or result.drafts:

@@ -82,7 +82,7 @@ def simulate(
     """
     recorder = _Recorder(clock)
     loop = Loop(scheduler, executor, clock, (recorder, *instruments))
-    timeline = _Timeline(requests, events)
+    timeline = _Timeline(requests, events, executor)
     remote = executor.remote
     stalled = None
     while (now := clock.now()) <= until:
@@ -94,16 +94,15 @@ def simulate(
             for event in due:
                 if isinstance(event, Arrive):
                     _expect(recorder.records, event.request)
-        executor.next_arrival, executor.next_event = timeline.next_arrival, timeline.next_event
-        turn = None
-        if executor.num_busy == len(scheduler.lanes):
-            if loop.take_in(due):
-                continue
-        else:
-            turn = loop.turn(due)
-            # With every lane busy another turn could not start anything.
-            if turn.collected or (turn.submitted and executor.num_busy < len(scheduler.lanes)):
-                continue
+        is_busy = executor.num_busy == len(scheduler.lanes)
+        if is_busy and loop.take_in(due):
+            is_busy, due = False, []
+        # With every lane busy a turn could not start anything.
+        turn = None if is_busy else loop.turn(due)
+        if turn is not None and (
+            turn.collected or (turn.submitted and executor.num_busy < len(scheduler.lanes))
+        ):
+            continue
         coming, completion = min(timeline.next_time, remote.next_time), executor.next_completion
         if completion is not None and completion < coming:
             coming = completion
@@ -137,30 +136,39 @@ def _expect(records: dict[str, RequestRecord], request: Request) -> None:
 
 
 class _Timeline:
-    """Arrivals and other events, merged by time; at equal times arrivals come first."""
+    """Arrivals and other events, merged by time; at equal times arrivals come first. The executor
+    is told when the next ones come."""
 
-    def __init__(self, requests: Iterable[Request], events: Iterable[tuple[float, Event]]) -> None:
+    def __init__(
+        self,
+        requests: Iterable[Request],
+        events: Iterable[tuple[float, Event]],
+        executor: SimulatedExecutor,
+    ) -> None:
+        self._executor = executor
         self._requests = iter(requests)
         self._events = iter(events)
         self._request = next(self._requests, None)
         self._event = next(self._events, None)
-        self.next_arrival = self.next_event = self.next_time = math.inf
         self._look_ahead()
 
     def _look_ahead(self) -> None:
-        self.next_arrival = math.inf if self._request is None else self._request.arrival_time
-        self.next_event = math.inf if self._event is None else self._event[0]
-        self.next_time = min(self.next_arrival, self.next_event)
+        arrival = math.inf if self._request is None else self._request.arrival_time
+        event = math.inf if self._event is None else self._event[0]
+        self._executor.next_arrival, self._executor.next_event = arrival, event
+        self.next_time = min(arrival, event)
 
     def take(self, now: float) -> list[Event]:
         """Events that are due."""
         due: list[Event] = []
         while self.next_time <= now:
-            if self._request is not None and self.next_arrival <= self.next_event:
-                due.append(Arrive(self._request))
+            request, event = self._request, self._event
+            if event is None or (request is not None and request.arrival_time <= event[0]):
+                assert request is not None
+                due.append(Arrive(request))
                 self._request = next(self._requests, None)
-            elif self._event is not None:
-                due.append(self._event[1])
+            else:
+                due.append(event[1])
                 self._event = next(self._events, None)
             self._look_ahead()
         return due

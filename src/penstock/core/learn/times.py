@@ -36,7 +36,8 @@ class Times:
     profile: of the target's step by what is in it, known beforehand, with a `shift` by what was
         measured since.
     target: the step's seconds by its rows, as measured; empty until something was.
-    overhead: seconds between two steps of the target that follow each other at once;
+    overhead: seconds between two steps of the target that follow each other at once, learned where
+    there are drafters;
     draft_overhead: further ones of the host where drafts are made inside the step.
     """
 
@@ -50,6 +51,7 @@ class Times:
         self._by_drafter: dict[str, StepTimeCurve] = {}
         self._catch_up: dict[str, float] = {}
         self._last_end = math.inf
+        self._gap = -math.inf
         self._last_gap = 0.0
         self._last_work: tuple[int, int, int] = (0, 0, 0)
         self._num_plain = 0
@@ -87,20 +89,31 @@ class Times:
         """Take in a step of the target that has ended, with the host's part before it: clients wait
         for both. may_wait: it may have waited for drafts, which cannot be told from that."""
         if result.lane == TARGET:
-            gap = result.started_at - self._last_end
+            gap = self._gap = result.started_at - self._last_end
             self._last_end = result.finished_at
-            # A longer one is a lack of work.
-            if gap < _MOST_OVERHEAD_S:
-                self._observe_gap(gap, result)
-            if result.work is not None:
-                seconds = result.work_seconds
-                self._observe_work(result.work, seconds if may_wait else seconds + self._last_gap)
+            # A longer one is a lack of work; below zero: the step before had not ended.
+            if 0 <= gap < _MOST_OVERHEAD_S:
+                self._last_gap = gap
+            work = result.work
+            if work is None:
+                return
+            # Steps like the one before teach nothing new, so that it makes no difference whether a
+            # run of equal steps is reported one by one or at once.
+            composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
+            if composition != self._last_work:
+                self._last_work = composition
+                seconds = result.work_seconds + (0.0 if may_wait else self._last_gap)
+                self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
 
     def observe_drafting(self, result: StepResult) -> None:
-        """Take in what drafts are judged by: the target's rows, and drafters."""
-        if result.lane == TARGET and result.num_rows:
-            seconds = (result.phases.verify + result.phases.sample) / result.repeats
-            self.target.observe(result.num_rows, seconds)
+        """Take in, after `observe`, what drafts are judged by: the target's rows, the host's part,
+        and drafters."""
+        if result.lane == TARGET:
+            if self._gap < _MOST_OVERHEAD_S:
+                self._observe_overhead(result)
+            if result.num_rows:
+                seconds = (result.phases.verify + result.phases.sample) / result.repeats
+                self.target.observe(result.num_rows, seconds)
         for timed in result.draft_times:
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
             if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:
@@ -110,20 +123,9 @@ class Times:
             elif timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
                 self.curve_of(timed.drafter).observe(timed.batch, timed.seconds / timed.steps)
 
-    def _observe_work(self, work: StepWork, seconds: float) -> None:
-        """Steps like the one before teach nothing new, so that it makes no difference whether a run
-        of equal steps is reported one by one or at once."""
-        composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
-        if composition != self._last_work:
-            self._last_work = composition
-            self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
-
-    def _observe_gap(self, gap: float, result: StepResult) -> None:
-        """Below zero: the step before had not ended when this one was started."""
-        if gap >= 0:
-            self._last_gap = gap
-        pause = gap + result.phases.other
-        has_drafts = bool(result.draft_times) and any(t.steps for t in result.draft_times)
+    def _observe_overhead(self, result: StepResult) -> None:
+        pause = self._gap + result.phases.other
+        has_drafts = any(t.steps for t in result.draft_times)
         if has_drafts:
             pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
         if not 0 <= pause < _MOST_OVERHEAD_S:
