@@ -13,43 +13,53 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 VOCAB = 256
 
 
-def write_tokenizer(path: Path) -> None:
+def byte_tokenizer() -> Tokenizer:
     """One token a byte."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokenizer = Tokenizer(models.BPE(vocab={c: i for i, c in enumerate(alphabet)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(path)
+    return tokenizer
 
 
-def _llama(layers: int, seed: int) -> LlamaForCausalLM:
+def write_tokenizer(path: Path) -> None:
+    PreTrainedTokenizerFast(tokenizer_object=byte_tokenizer()).save_pretrained(path)
+
+
+def small_llama(layers: int, seed: int, **changes: int) -> LlamaForCausalLM:
     torch.manual_seed(seed)
+    sizes = {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+    }
     config = LlamaConfig(
         vocab_size=VOCAB,
-        hidden_size=64,
-        intermediate_size=96,
         num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
         max_position_embeddings=512,
         tie_word_embeddings=True,
         bos_token_id=None,
         eos_token_id=None,
         initializer_range=0.2,
+        **sizes | changes,
     )
     return LlamaForCausalLM(config)
 
 
-def write_family(root: Path) -> dict[str, Path]:
-    """target, and drafters `same` (its copy), `near` (its copy with noise) and `far` (another)."""
-    target = _llama(2, seed=1)
-    near = _llama(2, seed=1)
+def add_noise(model: LlamaForCausalLM) -> LlamaForCausalLM:
     torch.manual_seed(2)
     with torch.no_grad():
-        for parameter in near.parameters():
+        for parameter in model.parameters():
             parameter.add_(0.02 * parameter.std() * torch.randn_like(parameter))
-    family = {"target": target, "same": target, "near": near, "far": _llama(1, seed=3)}
+    return model
+
+
+def write_family(root: Path) -> dict[str, Path]:
+    """target, and drafters `same` (its copy), `near` (its copy with noise) and `far` (another)."""
+    target, near = small_llama(2, seed=1), add_noise(small_llama(2, seed=1))
+    family = {"target": target, "same": target, "near": near, "far": small_llama(1, seed=3)}
     paths = {}
     for name, model in family.items():
         paths[name] = root / name

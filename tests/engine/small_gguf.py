@@ -65,15 +65,30 @@ def write_gguf(
     pre: str = "gpt-2",
     **changes: Any,
 ) -> Checkpoint:
-    """A random model; the one that comes back has what was stored.
-
-    kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
-    changes: metadata keys and their values, None for one that is left out
-    """
+    """A random model; the one that comes back has what was stored."""
     torch.manual_seed(0)
     config = case.config(**SHAPE | case.changes)
     config.pad_token_id = None
     model = case.model(config).eval()
+    with torch.no_grad():
+        _randomise(model)
+    return save_gguf(file, model, kind, tokenizer, pre, **changes)
+
+
+def save_gguf(
+    file: Path,
+    model: PreTrainedModel,
+    kind: str | Callable[[str], str] = "F32",
+    tokenizer: Tokenizer | None = None,
+    pre: str = "gpt-2",
+    **changes: Any,
+) -> Checkpoint:
+    """A model, which comes back with what was stored.
+
+    kind: the matrices' ggml type, or what gives it for a name of Hugging Face's
+    changes: metadata keys and their values, None for one that is left out
+    """
+    config: Any = model.config
     architecture = gguf.MODEL_ARCH_NAMES[_ARCHITECTURES[config.model_type]]
     writer = gguf.GGUFWriter(file, architecture)
     for key, value in (_metadata(config) | changes).items():
@@ -81,7 +96,7 @@ def write_gguf(
             add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}
             add[type(value)](f"{architecture}.{key}", value)
     if tokenizer is not None:
-        add_tokenizer(writer, tokenizer, pre)
+        add_tokenizer(writer, tokenizer, pre, config.eos_token_id)
     with torch.no_grad():
         _add_tensors(writer, model, kind)
     finish(writer)
@@ -95,7 +110,12 @@ def finish(writer: gguf.GGUFWriter) -> None:
     writer.close()
 
 
-def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str = "gpt-2") -> None:
+def add_tokenizer(
+    writer: gguf.GGUFWriter,
+    tokenizer: Tokenizer,
+    pre: str = "gpt-2",
+    eos_token_id: int | None = SHAPE["eos_token_id"],
+) -> None:
     """A byte-level tokenizer; added tokens that are not special are the user's own."""
     content = json.loads(tokenizer.to_str())
     tokens = {index: token for token, index in content["model"]["vocab"].items()}
@@ -110,7 +130,8 @@ def add_tokenizer(writer: gguf.GGUFWriter, tokenizer: Tokenizer, pre: str = "gpt
     writer.add_token_list([tokens[i] for i in order])
     writer.add_token_types([kinds[i] for i in order])
     writer.add_token_merges([" ".join(pair) for pair in content["model"]["merges"]])
-    writer.add_eos_token_id(SHAPE["eos_token_id"])
+    if eos_token_id is not None:
+        writer.add_eos_token_id(eos_token_id)
 
 
 def _metadata(config: Any) -> dict[str, Any]:
@@ -187,18 +208,24 @@ def _add_tensors(
     for name, parameter in _parameters(model):
         theirs = names.get_name(name, (".weight", ".bias"))
         if parameter.dim() == 1:
-            low, high = (0.5, 1.5) if name.endswith("norm.weight") else (-1.0, 1.0)
-            parameter.uniform_(low, high)
             is_gemma = config.model_type == "gemma3_text"
             values = parameter.numpy() + np.float32(is_gemma and name.endswith("norm.weight"))
             writer.add_tensor(theirs, _interleaved(config, name, values))
             continue
-        parameter.normal_(std=parameter.shape[-1] ** -0.5)
         own = kind if isinstance(kind, str) else kind(name)
         stored = gguf.GGMLQuantizationType[own]
         encoded = encode(parameter.numpy(), own)
         parameter.copy_(torch.from_numpy(gguf.dequantize(encoded, stored)))
         writer.add_tensor(theirs, _interleaved(config, name, encoded), raw_dtype=stored)
+
+
+def _randomise(model: PreTrainedModel) -> None:
+    for name, parameter in _parameters(model):
+        if parameter.dim() == 1:
+            low, high = (0.5, 1.5) if name.endswith("norm.weight") else (-1.0, 1.0)
+            parameter.uniform_(low, high)
+        else:
+            parameter.normal_(std=parameter.shape[-1] ** -0.5)
 
 
 def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
