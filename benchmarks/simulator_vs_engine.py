@@ -41,7 +41,7 @@ from penstock.core.scheduler import Scheduler
 from penstock.core.types import NO_DRAFTER, Arrive, Output, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.calibrate import calibrate
-from penstock.engine.executor import LocalExecutor
+from penstock.engine.executor import RunnerExecutor
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import StepProfile, StepWork
 from penstock.lab.bench import Results, parser, table, tell
@@ -187,7 +187,7 @@ class LiveServer:
         )
         self.engine: Engine = load_engine(config)
         self.clock = CpuClock()
-        self.executor = LocalExecutor(
+        self.executor = RunnerExecutor(
             self.engine.executor.target, (), self.clock, self.engine.max_model_len
         )
         estimators = Estimators()

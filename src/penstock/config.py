@@ -86,6 +86,18 @@ class TenantConfig(_Model):
     max_running_requests: int | None = Field(default=None, ge=1)
 
 
+class VllmConfig(_Model):
+    """vLLM as the target's engine.
+
+    tensor_parallel: workers that share each layer. quantization: of the weights, by vLLM's name.
+    args: further arguments of vLLM's engine, by the names that vLLM gives them.
+    """
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    quantization: str | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+
+
 class ModelsConfig(_Model):
     """Target and drafters, and how they are computed.
 
@@ -97,6 +109,8 @@ class ModelsConfig(_Model):
         a CPU).
     kv_dtype: of keys and values in the cache; auto is that of the weights, float8 is e4m3.
     attention: of eager and graphs, by name; auto is triton_paged on a GPU with Triton, else packed.
+    vllm: vLLM computes the target; what else is said here of devices and kernels is then of the
+        drafters.
     """
 
     target: Path
@@ -113,6 +127,7 @@ class ModelsConfig(_Model):
     block_size: int = Field(default=16, ge=1, le=256)
     max_model_len: int | None = Field(default=None, ge=2)
     prefix_caching: bool = True
+    vllm: VllmConfig | None = None
 
     @property
     def target_name(self) -> str:

@@ -84,13 +84,14 @@ def make_loop(
     learn: Estimators | None = None,
 ) -> Loop:
     """A fresh scheduler over the engine's executor."""
-    blocks = kv_tokens // 16
+    size = engine.executor.target.block_size
+    blocks = kv_tokens // size
     drafters = [
-        Drafter(n, None if n == "ngram" else BlockPool(blocks, 16), own_lane) for n in DRAFTERS
+        Drafter(n, None if n == "ngram" else BlockPool(blocks, size), own_lane) for n in DRAFTERS
     ]
     admission = {"max_num_batched_tokens": max_num_batched_tokens, "max_num_seqs": 32}
     scheduler = Scheduler(
-        BlockPool(blocks, 16),
+        BlockPool(blocks, size),
         drafters,
         admission=make_policy("admission", "vllm_v1", admission),
         selection=Rotating() if rotating else make_policy("selection", "single"),

@@ -10,6 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options as cli
+from penstock.cli.engines import (
+    EngineArgOption,
+    EngineOption,
+    QuantizationOption,
+    TensorParallelOption,
+    with_engine,
+)
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 
 if TYPE_CHECKING:
@@ -19,6 +26,9 @@ if TYPE_CHECKING:
 
 _MADE_UP = ("random_weights", "synthetic_acceptance")
 """Facts that say a figure is not of a real model."""
+
+_LARGEST_BLOCK = 128
+"""KV tokens of a block, of which a request's last may be nearly empty."""
 
 _RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 64, 200
 
@@ -48,8 +58,8 @@ def _group() -> None:
     """Measure the engine."""
 
 
-@app.command()
-def engine(
+@app.command("engine")
+def bench(
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
     domain: Annotated[
@@ -69,6 +79,10 @@ def engine(
     ] = "auto",
     random_weights: RandomWeightsOption = None,
     synthetic_acceptance: SyntheticAcceptanceOption = None,
+    engine: EngineOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    quantization: QuantizationOption = None,
+    engine_arg: EngineArgOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
@@ -86,6 +100,11 @@ def engine(
         settings["backend"] = "graphs"
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
+        settings = with_engine(settings, engine, tensor_parallel, quantization, engine_arg)
+        if "vllm" in settings and "backend" in settings:
+            raise ConfigError(
+                "--random-weights and --synthetic-acceptance are not for --engine vllm"
+            )
         if random_weights is None:
             _check_domain(domain)
             settings = with_models(settings, target, drafter or (), speculate=True)
@@ -102,7 +121,7 @@ def engine(
         if prompt_tokens is not None:
             prompts = cut_prompts(prompts, prompt_tokens)
         longest = max(len(p.token_ids) for p in prompts) + new_tokens
-        settings["kv_tokens"] = max(batches) * (longest + 32)
+        settings["kv_tokens"] = max(batches) * (longest + _LARGEST_BLOCK)
         built = _built(settings, shapes, synthetic_acceptance, longest)
     cells: list[str | None] = [None, *settings["drafters"]]
     options = BenchOptions(batches, new_tokens, temperature, repeats)

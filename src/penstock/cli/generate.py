@@ -9,11 +9,19 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import options as cli
+from penstock.cli.engines import (
+    EngineArgOption,
+    EngineOption,
+    QuantizationOption,
+    TensorParallelOption,
+    with_engine,
+)
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
@@ -40,6 +48,10 @@ def generate(
     dtype: cli.DtypeOption = "auto",
     drafter: cli.OneDrafterOption = None,
     no_speculation: cli.NoSpeculationOption = False,
+    engine: EngineOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    quantization: QuantizationOption = None,
+    engine_arg: EngineArgOption = None,
     stats: cli.StatsOption = False,
     as_json: cli.JsonOption = False,
 ) -> None:
@@ -49,7 +61,8 @@ def generate(
     with one_line(ConfigError):
         check_text(prompt)
         sampling = sampling_of(temperature, seed)
-        config = engine_of(target, drafter, dtype, speculate=not no_speculation)
+        own = with_engine({}, engine, tensor_parallel, quantization, engine_arg)
+        config = engine_of(target, drafter, dtype, speculate=not no_speculation, settings=own)
         generator = Generator(config)
         messages = [{"role": "user", "content": prompt}]
         is_chat = generator.has_chat_template and not raw
@@ -67,14 +80,19 @@ def show(text: str) -> None:
 
 
 def engine_of(
-    target: str | None, drafter: str | None, dtype: str, *, speculate: bool
+    target: str | None,
+    drafter: str | None,
+    dtype: str,
+    *,
+    speculate: bool,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineConfig:
-    """Raises: ConfigError."""
+    """settings: others of the engine. Raises: ConfigError."""
     from penstock.cli.models import with_models
     from penstock.config import parse_config
 
     drafters = (drafter,) if drafter else ()
-    engine = with_models({"dtype": dtype}, target, drafters, speculate=speculate)
+    engine = with_models({**settings, "dtype": dtype}, target, drafters, speculate=speculate)
     return parse_config({"engine": engine}).engine
 
 

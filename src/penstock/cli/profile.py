@@ -5,11 +5,18 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import options as cli
+from penstock.cli.engines import (
+    EngineArgOption,
+    EngineOption,
+    QuantizationOption,
+    TensorParallelOption,
+    with_engine,
+)
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 
 if TYPE_CHECKING:
@@ -101,6 +108,10 @@ def measure(
         int | None, typer.Option(min=1, help="CPU threads. Default: PyTorch's.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of every step; the best counts.")] = 8,
+    engine: EngineOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    quantization: QuantizationOption = None,
+    engine_arg: EngineArgOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Measure a target and its drafters on this machine, alone and together."""
@@ -111,8 +122,9 @@ def measure(
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
         all_contexts = whole_numbers("--contexts", contexts)
+        settings: dict[str, Any] = {"dtype": dtype, "device": device, "num_threads": threads}
         settings = with_models(
-            {"dtype": dtype, "device": device, "num_threads": threads},
+            with_engine(settings, engine, tensor_parallel, quantization, engine_arg),
             target,
             drafter or (),
             speculate=True,
@@ -126,15 +138,15 @@ def measure(
 
     grid = ProfileGrid(batches=batches, contexts=all_contexts, repeats=repeats)
     with one_line(ConfigError, CheckpointError):
-        engine = load_engine(config.model_copy(update={"kv_tokens": grid.kv_tokens}))
-    with progress(num_measurements(engine, grid), "measuring") as advance:
-        measured = measure_engine(engine, grid, lambda: advance(1))
+        built = load_engine(config.model_copy(update={"kv_tokens": grid.kv_tokens}))
+    with progress(num_measurements(built, grid), "measuring") as advance:
+        measured = measure_engine(built, grid, lambda: advance(1))
     with one_line(ProfileError, OSError):
         fitted = fit_steps(
             measured.steps,
             name=out.stem,
             kv_tokens=kv_tokens or _KV_TOKENS,
-            origin=f"penstock profile measure: {_describe(engine, repeats)}",
+            origin=f"penstock profile measure: {_describe(built, repeats)}",
         )
         profile = replace(fitted.profile, drafters=measured.drafters)
         save_profile(profile, out)

@@ -8,6 +8,13 @@ from typing import Annotated, Any
 
 import typer
 
+from penstock.cli.engines import (
+    EngineArgOption,
+    EngineOption,
+    QuantizationOption,
+    TensorParallelOption,
+    with_engine,
+)
 from penstock.cli.options import (
     DEVICE_HELP,
     DTYPE_HELP,
@@ -62,6 +69,10 @@ def serve(
         ),
     ] = None,
     no_speculation: NoSpeculationOption = False,
+    engine: EngineOption = None,
+    tensor_parallel: TensorParallelOption = None,
+    quantization: QuantizationOption = None,
+    engine_arg: EngineArgOption = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
     device: Annotated[str | None, typer.Option(help=f"{DEVICE_HELP} [cpu]")] = None,
     max_model_len: Annotated[
@@ -136,7 +147,7 @@ def serve(
 
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
-        engine = _given(
+        models = _given(
             settings_in(settings.pop("engine", None), "engine"),
             fairness=fairness,
             verification=verification,
@@ -150,12 +161,13 @@ def serve(
         tls = _given({}, certificate=tls_certificate, key=tls_key, client_ca=tls_client_ca)
         drafters = settings_in(settings.pop("drafters", None), "drafters")
         drafters = _given(drafters, listen=drafters_listen, tls=tls or None)
-        _name_policies(engine, admission=admission, selection=selection, allocation=allocation)
-        _add_keys(engine, api_key or ())
+        _name_policies(models, admission=admission, selection=selection, allocation=allocation)
+        _add_keys(models, api_key or ())
         if drafters:
             settings["drafters"] = drafters
-            engine = {**_WITH_DRAFT_SERVERS, **engine}
-        engine = with_models(engine, target, drafter or (), speculate=not no_speculation)
+            models = {**_WITH_DRAFT_SERVERS, **models}
+        models = with_engine(models, engine, tensor_parallel, quantization, engine_arg)
+        models = with_models(models, target, drafter or (), speculate=not no_speculation)
         settings = _given(
             settings,
             host=host,
@@ -163,7 +175,7 @@ def serve(
             served_model_name=served_model_name,
             cors_origins=cors_origin or None,
         )
-        parsed = parse_config({**settings, "engine": engine})
+        parsed = parse_config({**settings, "engine": models})
 
         # What takes seconds to import comes after everything that can be wrong.
         from penstock.api import server

@@ -1,6 +1,7 @@
 """The one place that chooses: device, number format, attention and memory, and so the runner.
 
-What only one backend needs is imported once it is chosen; `penstock.engine.gpu` only from here.
+What only one backend needs is imported once it is chosen; `penstock.engine.gpu` and
+`penstock.engine.vllm` only from here.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from penstock.engine.attention import AttentionBackend, BackendUnavailableError
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.eager import EagerRunner
-from penstock.engine.executor import LocalExecutor
+from penstock.engine.executor import LocalExecutor, RunnerExecutor
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
@@ -40,6 +41,7 @@ from penstock.engine.synthetic import SyntheticAcceptance
 
 if TYPE_CHECKING:
     from penstock.engine.gpu.graphs import GraphRunner
+    from penstock.engine.vllm.target import VllmTarget
 
 ATTENTION = {
     "decomposed": "penstock.engine.attention.decomposed:DecomposedAttention",
@@ -254,7 +256,8 @@ class Models:
     """Makes runners, drafters and the executor of one backend.
 
     shapes: of the models, by the drafter's name, the target's under TARGET; num_blocks: of each
-    model's KV memory; is_random: without checkpoints.
+    model's KV memory; is_random: without checkpoints. vllm: the target, if vLLM computes it: it has
+    no shape then, and memory of its own.
     """
 
     config: EngineConfig
@@ -264,9 +267,29 @@ class Models:
     max_model_len: int
     is_random: bool
     synthetic: SyntheticAcceptance | None
+    vllm: VllmTarget | None = None
+
+    @property
+    def target(self) -> VllmTarget | DecoderConfig:
+        """What the tokens of a text are."""
+        return self.vllm or self.shapes[TARGET]
+
+    @property
+    def num_target_blocks(self) -> int:
+        return self.num_blocks if self.vllm is None else self.vllm.num_blocks
+
+    @property
+    def backend(self) -> str:
+        """Of the target."""
+        return self.place.backend if self.vllm is None else "vllm"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the target."""
+        return self.place.dtype if self.vllm is None else self.vllm.dtype
 
     def drafter(self, name: str, path: str) -> LocalDrafter:
-        longest, vocab = self.max_model_len, self.shapes[TARGET].vocab_size
+        longest, vocab = self.max_model_len, self.target.vocab_size
         if self.place.backend != "graphs":
             return ModelDrafter(name, self._runner(name, Path(path)), longest, vocab)
         from penstock.engine.gpu.drafter import GraphDrafter
@@ -277,13 +300,17 @@ class Models:
         path = self.config.target
         stream: Callable[[], AbstractContextManager[None]] = nullcontext
         most, threads = self.max_model_len, self.place.num_threads
+        if self.vllm is not None:
+            from penstock.engine.vllm.executor import VllmExecutor
+
+            return VllmExecutor(self.vllm, drafters, clock, most, threads)
         if self.place.device.type == "cuda":
             from penstock.engine.gpu.streams import own_stream
 
             stream = partial(own_stream, self.place.device)
         if self.place.backend != "graphs":
             runner = self._runner(TARGET, path)
-            return LocalExecutor(runner, drafters, clock, most, threads, stream)
+            return RunnerExecutor(runner, drafters, clock, most, threads, stream)
         from penstock.engine.gpu.executor import GraphExecutor
 
         graphs = self._graphs(TARGET, path, drafts=False)
@@ -329,6 +356,13 @@ class Models:
             )
         except BackendUnavailableError as error:
             raise ConfigError(str(error)) from error
+
+
+def load_vllm(config: EngineConfig) -> VllmTarget:
+    """The target, loaded by vLLM. Raises: ConfigError."""
+    from penstock.engine.vllm.target import VllmTarget
+
+    return VllmTarget(config)
 
 
 def load_runner(path: Path, dtype_name: str) -> ModelRunner:

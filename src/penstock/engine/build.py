@@ -22,6 +22,7 @@ from penstock.engine.backends import (
     Models,
     Placement,
     fit_models,
+    load_vllm,
     resolve_context,
     resolve_num_blocks,
     resolve_placement,
@@ -99,7 +100,12 @@ def load_engine(
     not fit each other or this machine.
     """
     torch.manual_seed(0)
-    models = _models(config, resolve_placement(config), shapes, synthetic_acceptance)
+    place = resolve_placement(config)
+    if config.vllm is None:
+        models = _models(config, place, shapes, synthetic_acceptance)
+    else:
+        models = _models_beside_vllm(config, place)
+        config = models.config
     place = models.place
     clock = MonotonicClock()
     drafters = _drafters(config, models)
@@ -109,7 +115,7 @@ def load_engine(
     if calibrated:
         together = config.pipeline == "auto"
         calibrate(executor, scheduler.learn, clock, profile, together=together)
-    target = models.shapes[TARGET]
+    target = models.target
     audited = {} if shapes else {n: Path(p) for n, p in config.drafters.items() if p != NGRAM}
     return Engine(
         loop=Loop(scheduler, executor, clock),
@@ -122,8 +128,8 @@ def load_engine(
         vocab_size=target.vocab_size,
         eos_token_ids=target.eos_token_ids,
         target=config.target_name,
-        backend=place.backend,
-        dtype=str(place.dtype).removeprefix("torch."),
+        backend=models.backend,
+        dtype=str(models.dtype).removeprefix("torch."),
         num_threads=place.num_threads,
         is_random=shapes is not None,
         synthetic_acceptance=synthetic_acceptance,
@@ -151,6 +157,23 @@ def _models(
     return Models(config, place, known, num_blocks, max_model_len, bool(shapes), synthetic)
 
 
+def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
+    """Drafters get as much memory as the target, where the host has it. Raises: CheckpointError,
+    ConfigError."""
+    _check_tokenizers(config)
+    shapes = _drafter_shapes(config)
+    # Its kernels are PyTorch's, whatever the drafters' are.
+    torch.set_num_threads(place.num_threads)
+    vllm = load_vllm(config)
+    config = config.model_copy(update={"block_size": vllm.block_size})
+    place = fit_models(config, place, shapes, vllm.max_model_len)
+    num_blocks = vllm.num_blocks
+    if shapes and config.kv_tokens is None:
+        fitting = resolve_num_blocks(config, place, shapes.values(), vllm.max_model_len)
+        num_blocks = min(num_blocks, fitting)
+    return Models(config, place, shapes, num_blocks, vllm.max_model_len, False, None, vllm)
+
+
 def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
     return [
         LookupDrafter(name) if path == NGRAM else models.drafter(name, path)
@@ -166,7 +189,7 @@ def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Sch
         for name, t in config.tenants.items()
     ]
     return Scheduler(
-        _pool(config, models.num_blocks),
+        _pool(config, models.num_target_blocks),
         drafters,
         admission=config.admission.make("admission"),
         selection=config.selection.make("selection"),
@@ -191,18 +214,22 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
         drafter.pool = _pool(config, models.num_blocks)
         if shape.max_position_embeddings < models.max_model_len:
             drafter.max_len = shape.max_position_embeddings
-        if shape.vocab_size < models.shapes[TARGET].vocab_size:
+        if shape.vocab_size < models.target.vocab_size:
             drafter.vocab_size = shape.vocab_size
     return drafter
 
 
 def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
     """Of the target and of every drafter that is a model, by name."""
-    shapes = {TARGET: DecoderConfig.from_pretrained(config.target)}
-    for name, path in config.drafters.items():
-        if path != NGRAM:
-            shapes[name] = DecoderConfig.from_pretrained(Path(path))
-    return shapes
+    return {TARGET: DecoderConfig.from_pretrained(config.target), **_drafter_shapes(config)}
+
+
+def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
+    return {
+        name: DecoderConfig.from_pretrained(Path(path))
+        for name, path in config.drafters.items()
+        if path != NGRAM
+    }
 
 
 def _check_tokenizers(config: EngineConfig) -> None:

@@ -14,7 +14,7 @@ from penstock.core.loop import Clock
 from penstock.core.state import Drafter
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import Model
 from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.fluid.step_times import StepTimeCurve
@@ -80,9 +80,7 @@ def _capture_graphs(executor: LocalExecutor) -> None:
                 dummy_draft(drafter, num, _DRAFT_STEPS)
 
 
-def _measure_target(
-    target: ModelRunner, estimators: Estimators, clock: Clock, budget_s: float
-) -> None:
+def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_s: float) -> None:
     times = estimators.times
     best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
     for size, taken in best.items():
@@ -153,12 +151,12 @@ def _best_seconds_by_size(
     return dict(sorted(best.items()))
 
 
-def _fitting(model: ModelRunner | LocalDrafter) -> list[int]:
+def _fitting(model: Model | LocalDrafter) -> list[int]:
     """Batches that a model's memory holds."""
     return [n for n in _BATCHES if n <= model.num_that_fit(_TOKENS_EACH)]
 
 
-def _verify(target: ModelRunner, rows: int) -> None:
+def _verify(target: Model, rows: int) -> None:
     """One step over `rows` positions, in sequences of up to 5, and its sampling."""
     counts = [5] * (rows // 5) + ([rows % 5] if rows % 5 else [])
     context = min(_CONTEXT, target.num_blocks * target.block_size - max(counts))

@@ -6,10 +6,12 @@ Compiled kernels and PyTorch's operators let go of the interpreter, so that they
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -29,7 +31,7 @@ from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, LocalDrafter
 from penstock.engine.lanes import Lanes
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import Model, ModelRunner
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
     Done,
@@ -44,14 +46,25 @@ from penstock.engine.steps import (
     verdicts_of,
     verified,
 )
-from penstock.engine.verifier import Verifier
+from penstock.engine.verifier import Decided, Drafted, Verifier
 
 _MOST_FAILURES = 3
 """Steps of a drafter that may fail one after the other."""
 
 
-class LocalExecutor:
-    """Target and drafters of one process.
+class Computed(NamedTuple):
+    """What the target made of a step's items. sampled, decided: of those that sample; num_rows: of
+    the batch; built_at, verified_at: when the forward pass began and ended."""
+
+    sampled: Sequence[Drafted]
+    decided: Sequence[Decided]
+    num_rows: int
+    built_at: float
+    verified_at: float
+
+
+class LocalExecutor(ABC):
+    """Drafters of one process, and a target that it computes or has computed.
 
     num_threads: of the kernels, to be shared out among those that work at the same time. stream: a
     context for a thread that computes beside others, on a device that wants one. runs_ahead: it
@@ -62,7 +75,7 @@ class LocalExecutor:
 
     def __init__(
         self,
-        target: ModelRunner,
+        target: Model,
         drafters: Sequence[LocalDrafter],
         clock: Clock,
         max_model_len: int,
@@ -78,8 +91,6 @@ class LocalExecutor:
         self.remote = RemoteOrders()
         self._failures = Failures(_MOST_FAILURES)
         self._clock = clock
-        self._verifier = Verifier(target)
-        self._tables = BlockTables(target.blocks_for(max_model_len) + 1)
         self._texts: dict[str, TokenBuffer] = {}
         self._held = HeldDrafts()
         self._lanes = Lanes[Done]((TARGET, *self.drafters))
@@ -90,7 +101,7 @@ class LocalExecutor:
 
     def submit(self, plan: StepPlan) -> None:
         for request_id, pool in plan.released:
-            drop = self._tables.drop if pool == TARGET else self.drafters[pool].drop_table
+            drop = self._drop_table if pool == TARGET else self.drafters[pool].drop_table
             self._lanes.models[pool].change(partial(drop, request_id))
         for request_id in plan.forgotten:
             self._forget(request_id)
@@ -170,7 +181,7 @@ class LocalExecutor:
 
     def _forget(self, request_id: str) -> None:
         self._texts.pop(request_id, None)
-        self._lanes.models[TARGET].change(partial(self._tables.drop, request_id))
+        self._lanes.models[TARGET].change(partial(self._forget_in_target, request_id))
         for name, drafter in self.drafters.items():
             self._lanes.models[name].change(partial(drafter.forget, request_id))
         self._held.forget(request_id)
@@ -247,18 +258,31 @@ class LocalExecutor:
         for held in job.recalled:
             drafted.hold(*held)
         drafts = [drafted.draft_of(item) for item in plan.items]
-        batch = self._batch(job, [tokens for tokens, _ in drafts])
-        sampled = sampled_of(job, drafts)
-        built_at = self._clock.now()
-        self.target.limit_threads(job.num_threads)
-        scores = self._verifier.forward(batch, sampled)
-        verified_at = self._clock.now()
-        decided = self._verifier.decide(scores, sampled, drafted.joined_probs())
-        verdicts = verdicts_of(plan.items, sampled, decided)
+        computed = self._compute(job, drafts, drafted.joined_probs())
+        verdicts = verdicts_of(plan.items, computed.sampled, computed.decided)
         finished_at = self._clock.now()
-        draft_s, other_s = drafted_at - started_at, built_at - drafted_at
-        marks = StepMarks(started_at, verified_at, finished_at, draft_s, other_s)
-        return verified(job, drafted, verdicts, batch.num_tokens, marks, replays)
+        draft_s, other_s = drafted_at - started_at, computed.built_at - drafted_at
+        marks = StepMarks(started_at, computed.verified_at, finished_at, draft_s, other_s)
+        return verified(job, drafted, verdicts, computed.num_rows, marks, replays)
+
+    # --- the target -----------------------------------------------------------------------------
+
+    @abstractmethod
+    def _compute(
+        self,
+        job: StepJob,
+        drafts: Sequence[tuple[list[int], list[int]]],
+        draft_probs: torch.Tensor | None,
+    ) -> Computed:
+        """A step of the target. drafts: token ids, and rows of draft_probs, of every item."""
+
+    @abstractmethod
+    def _drop_table(self, request_id: str) -> None:
+        """The scheduler took the request's KV in the target away."""
+
+    @abstractmethod
+    def _forget_in_target(self, request_id: str) -> None:
+        """The request is over."""
 
     # --- drafting -------------------------------------------------------------------------------
 
@@ -307,7 +331,43 @@ class LocalExecutor:
             order.request_id, order.epoch, order.round, order.drafter, len(draft.token_ids)
         )
 
-    # --- verification ---------------------------------------------------------------------------
+
+class RunnerExecutor(LocalExecutor):
+    """Its target is a runner of this package."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafters: Sequence[LocalDrafter],
+        clock: Clock,
+        max_model_len: int,
+        num_threads: int = 1,
+        stream: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        super().__init__(target, drafters, clock, max_model_len, num_threads, stream)
+        self._verifier = Verifier(target)
+        self._tables = BlockTables(target.blocks_for(max_model_len) + 1)
+
+    def _compute(
+        self,
+        job: StepJob,
+        drafts: Sequence[tuple[list[int], list[int]]],
+        draft_probs: torch.Tensor | None,
+    ) -> Computed:
+        batch = self._batch(job, [tokens for tokens, _ in drafts])
+        sampled = sampled_of(job, drafts)
+        built_at = self._clock.now()
+        self.target.limit_threads(job.num_threads)
+        scores = self._verifier.forward(batch, sampled)
+        verified_at = self._clock.now()
+        decided = self._verifier.decide(scores, sampled, draft_probs)
+        return Computed(sampled, decided, batch.num_tokens, built_at, verified_at)
+
+    def _drop_table(self, request_id: str) -> None:
+        self._tables.drop(request_id)
+
+    def _forget_in_target(self, request_id: str) -> None:
+        self._tables.drop(request_id)
 
     def _batch(self, job: StepJob, drafts: Sequence[list[int]]) -> RaggedBatch:
         writer = BatchWriter()

@@ -9,7 +9,7 @@ import torch
 
 from penstock.core.types import DraftOrder, StepPlan, StepResult, VerifyItem
 from penstock.engine.drafters.base import Draft
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import Model
 from penstock.engine.sequences import TokenBuffer
 
 Weights = tuple[Sequence[int], Sequence[int]]
@@ -93,9 +93,7 @@ class HeldDrafts:
         if old is None or (old.epoch, old.round) <= (epoch, round_):
             self._held[request_id] = _Held(epoch, round_, draft, probs, weights)
 
-    def take(
-        self, item: VerifyItem, target: ModelRunner
-    ) -> tuple[Draft, torch.Tensor | None] | None:
+    def take(self, item: VerifyItem, target: Model) -> tuple[Draft, torch.Tensor | None] | None:
         """The draft of an item's epoch and round, with its distributions [tokens, V]."""
         held = self._held.pop(item.request_id, None)
         if held is None or (held.epoch, held.round) != (item.epoch, item.round):
@@ -109,9 +107,9 @@ class HeldDrafts:
         self._held.pop(request_id, None)
 
 
-def _dense(weights: Sequence[Weights], target: ModelRunner) -> torch.Tensor:
+def _dense(weights: Sequence[Weights], target: Model) -> torch.Tensor:
     """[rows, V] float32. Exact where the weights sum to a power of two of at most 2^24."""
-    rows = torch.zeros(len(weights), target.config.vocab_size)
+    rows = torch.zeros(len(weights), target.vocab_size)
     for row, (ids, values) in zip(rows, weights, strict=True):
         row[list(ids)] = torch.tensor(values, dtype=torch.float32) / sum(values)
     return rows.to(target.device)

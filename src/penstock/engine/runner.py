@@ -15,22 +15,55 @@ from penstock.engine.sampling import SamplingRows, TokenSampler
 from penstock.engine.sampling.params import BoolArray
 
 
-class ModelRunner(ABC):
+class Model(ABC):
+    """A model with its paged KV cache, whoever computes it: what memory it has, and steps that are
+    only timed.
+
+    captures_graphs: the first step of a size takes long, because it is captured as a CUDA graph.
+    keeps_batches: a step with the requests of the step before is the usual one, and faster.
+    """
+
+    num_blocks: int
+    block_size: int
+    device: torch.device
+    captures_graphs = False
+    keeps_batches = False
+
+    @property
+    @abstractmethod
+    def vocab_size(self) -> int: ...
+
+    @abstractmethod
+    def dummy_run(self, batch: RaggedBatch) -> None:
+        """A step and its samples, for nothing but the time that it takes."""
+
+    def limit_threads(self, num_threads: int) -> None:  # noqa: B027
+        """Compute with at most so many threads from now on: others are at work."""
+
+    def num_that_fit(self, num_tokens: int) -> int:
+        """Requests of so many tokens that the KV cache holds."""
+        return self.num_blocks // self.blocks_for(num_tokens)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """KV blocks of so many tokens."""
+        return -(-num_tokens // self.block_size)
+
+
+class ModelRunner(Model):
     """Weights, paged KV cache and forward pass of one model.
 
     A backend may compute how it likes, but never changes which function it computes: logits equal
     the reference within rounding, and rows of one sequence do not depend on the others in a batch.
 
-    sample: draws the target's seeded samples from logits. captures_graphs: the first step of a size
-    takes long, because it is captured as a CUDA graph.
+    sample: draws the target's seeded samples from logits.
     """
 
     config: DecoderConfig
-    num_blocks: int
-    block_size: int
-    device: torch.device
     sample: TokenSampler
-    captures_graphs = False
+
+    @property
+    def vocab_size(self) -> int:
+        return self.config.vocab_size
 
     @abstractmethod
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
@@ -57,19 +90,7 @@ class ModelRunner(ABC):
         """
         return None
 
-    def limit_threads(self, num_threads: int) -> None:  # noqa: B027
-        """Compute with at most so many threads from now on: others are at work."""
-
     def dummy_run(self, batch: RaggedBatch) -> None:
-        """A step and its samples, for nothing but the time that it takes."""
         logits = self.forward(batch)
         rows = SamplingRows.of([SamplingParams(temperature=0.0)] * logits.shape[0])
         self.sample(logits, rows, np.zeros(logits.shape[0], dtype=np.int64)).cpu()
-
-    def num_that_fit(self, num_tokens: int) -> int:
-        """Requests of so many tokens that the KV cache holds."""
-        return self.num_blocks // self.blocks_for(num_tokens)
-
-    def blocks_for(self, num_tokens: int) -> int:
-        """KV blocks of so many tokens."""
-        return -(-num_tokens // self.block_size)

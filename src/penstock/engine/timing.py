@@ -16,7 +16,7 @@ from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
-from penstock.engine.runner import ModelRunner
+from penstock.engine.runner import Model
 from penstock.engine.sequences import TokenBuffer
 
 _BATCH = 4
@@ -24,13 +24,13 @@ _NUM_DRAFT_TOKENS = 4
 _ROUNDS = 5
 
 
-def dummy_verify(target: ModelRunner, counts: Sequence[int], context: int) -> None:
+def dummy_verify(target: Model, counts: Sequence[int], context: int) -> None:
     """One step over `counts[i]` positions of request i behind `context` tokens, all of which are
     sampled."""
     target.dummy_run(_batch(target, counts, context, all_logits=True))
 
 
-def dummy_prefill(target: ModelRunner, chunk: int, context: int) -> None:
+def dummy_prefill(target: Model, chunk: int, context: int) -> None:
     """One step over `chunk` positions of a prompt, of which the last is sampled."""
     target.dummy_run(_batch(target, (chunk,), context, all_logits=False))
 
@@ -129,9 +129,7 @@ class _Stopwatch:
         return (ended[-1] - ended[0]) / (len(ended) - 1)
 
 
-def _batch(
-    runner: ModelRunner, counts: Sequence[int], context: int, *, all_logits: bool
-) -> RaggedBatch:
+def _batch(runner: Model, counts: Sequence[int], context: int, *, all_logits: bool) -> RaggedBatch:
     writer = BatchWriter()
     for count in counts:
         writer.add(context, [1] * count, count if all_logits else 1)

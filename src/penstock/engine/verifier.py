@@ -4,16 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
-from penstock.core.types import TokenLogprob
+from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import VerifyBatch, token_logprobs, verify
+from penstock.engine.sampling import (
+    SamplingRows,
+    TokenSampler,
+    VerifyBatch,
+    token_logprobs,
+    verify,
+)
+from penstock.engine.sampling.params import BoolArray
 from penstock.engine.sequences import SamplingTable, TokenBuffer
+
+
+class Proposal(Protocol):
+    """A draft behind some request's known tokens, as verification reads it: `Drafted`, or what of
+    it another process is told."""
+
+    @property
+    def position(self) -> int: ...
+    @property
+    def sampling(self) -> SamplingParams: ...
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def prob_rows(self) -> list[int]: ...
 
 
 class Drafted(NamedTuple):
@@ -25,6 +46,10 @@ class Drafted(NamedTuple):
     position: int
     token_ids: list[int]
     prob_rows: list[int]
+
+    @property
+    def sampling(self) -> SamplingParams:
+        return self.text.request.sampling
 
 
 class Decided(NamedTuple):
@@ -54,7 +79,7 @@ class Verifier:
         """Logits of the batch's rows, [num_logits, V], or the samples that they would give."""
         if drafted:
             params, ratio = self._sampling.of([d.text for d in drafted])
-            wanted = any(_num_logprobs(d) is not None for d in drafted)
+            wanted = any(d.sampling.num_logprobs is not None for d in drafted)
             if not (wanted or params.has_filters or ratio.any()):
                 row_start = np.array(_row_start(drafted), dtype=np.int32)
                 samples = self.runner.verify(batch, row_start, params)
@@ -72,54 +97,61 @@ class Verifier:
         if not drafted:
             return []
         if isinstance(scores, torch.Tensor):
-            return self._decide(scores, drafted, draft_probs)
+            params, ratio = self._sampling.of([d.text for d in drafted])
+            return decide(scores, drafted, params, ratio, draft_probs, self.runner.sample)
         return [
             _compare(scores, first, d.token_ids)
             for first, d in zip(_row_start(drafted), drafted, strict=False)
         ]
 
-    def _decide(
-        self, logits: torch.Tensor, drafted: Sequence[Drafted], draft_probs: torch.Tensor | None
-    ) -> list[Decided]:
-        params, ratio = self._sampling.of([d.text for d in drafted])
-        row_start = _row_start(drafted)
-        result = verify(
-            VerifyBatch(
-                logits=logits,
-                row_start=np.array(row_start),
-                positions=np.array([d.position for d in drafted]),
-                params=params,
-                ratio=ratio,
-                draft_tokens=np.array([t for d in drafted for t in d.token_ids], dtype=np.int64),
-                draft_probs=draft_probs,
-                draft_prob_row=np.array([r for d in drafted for r in d.prob_rows], dtype=np.int64),
-            ),
-            self.runner.sample,
-        )
-        decided = []
-        for n, d in enumerate(drafted):
-            tokens = result.tokens(n)
-            num = _num_logprobs(d)
-            rows = logits[row_start[n] : row_start[n] + len(tokens)]
-            decided.append(
-                Decided(
-                    tokens,
-                    int(result.num_accepted[n]),
-                    int(result.num_decided[n]),
-                    float(result.evidence[n]),
-                    float(result.evidence_all[n]),
-                    () if num is None else token_logprobs(rows, tokens, num),
-                )
+
+def decide(
+    logits: torch.Tensor,
+    drafted: Sequence[Proposal],
+    params: SamplingRows,
+    ratio: BoolArray,
+    draft_probs: torch.Tensor | None,
+    sample: TokenSampler,
+) -> list[Decided]:
+    """What verification comes to, of any batch.
+
+    logits: [rows, V] float32, of every request one row more than it has draft tokens; params,
+    ratio: one entry a request; draft_probs: see `VerifyBatch`
+    """
+    row_start = _row_start(drafted)
+    result = verify(
+        VerifyBatch(
+            logits=logits,
+            row_start=np.array(row_start),
+            positions=np.array([d.position for d in drafted]),
+            params=params,
+            ratio=ratio,
+            draft_tokens=np.array([t for d in drafted for t in d.token_ids], dtype=np.int64),
+            draft_probs=draft_probs,
+            draft_prob_row=np.array([r for d in drafted for r in d.prob_rows], dtype=np.int64),
+        ),
+        sample,
+    )
+    decided = []
+    for n, d in enumerate(drafted):
+        tokens = result.tokens(n)
+        num = d.sampling.num_logprobs
+        rows = logits[row_start[n] : row_start[n] + len(tokens)]
+        decided.append(
+            Decided(
+                tokens,
+                int(result.num_accepted[n]),
+                int(result.num_decided[n]),
+                float(result.evidence[n]),
+                float(result.evidence_all[n]),
+                () if num is None else token_logprobs(rows, tokens, num),
             )
-        return decided
+        )
+    return decided
 
 
-def _row_start(drafted: Sequence[Drafted]) -> list[int]:
+def _row_start(drafted: Sequence[Proposal]) -> list[int]:
     return [0, *accumulate(len(d.token_ids) + 1 for d in drafted)]
-
-
-def _num_logprobs(drafted: Drafted) -> int | None:
-    return drafted.text.request.sampling.num_logprobs
 
 
 def _compare(samples: list[int], first: int, draft: list[int]) -> Decided:

@@ -44,9 +44,9 @@ class EngineFailed(Exception):
 def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerContext:
     """Where processes come from. Importing the libraries is most of an engine's start: they are
     imported once, in a process from which each engine is forked. On a GPU each imports its own,
-    since no library that has touched the driver may be forked.
+    since no library that has touched the driver may be forked; and vLLM starts its own processes.
     """
-    if config.device != "cpu":
+    if config.device != "cpu" or config.vllm is not None:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["penstock.serving.fork_server", factory.partition(":")[0]])

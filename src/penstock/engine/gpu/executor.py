@@ -21,7 +21,7 @@ from penstock.core.loop import Clock
 from penstock.core.types import DraftOrder, DraftTime, VerifyItem
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
-from penstock.engine.executor import LocalExecutor
+from penstock.engine.executor import RunnerExecutor
 from penstock.engine.gpu.drafter import GraphDrafter
 from penstock.engine.gpu.graphs import GraphRunner, Late
 from penstock.engine.gpu.rounds import (
@@ -88,9 +88,9 @@ class _Following(NamedTuple):
     drafter: str
 
 
-class GraphExecutor(LocalExecutor):
+class GraphExecutor(RunnerExecutor):
     """Carries out a step whose drafts and verification are all captured without waiting between
-    them, and every other step as `LocalExecutor` does.
+    them, and every other step as `RunnerExecutor` does.
 
     runs_ahead: while the device is at such a step, it is given another round of the same requests
     and draft lengths, whatever the step may come to. The plan that follows mostly asks for just

@@ -1,0 +1,84 @@
+"""Which engine computes the target, and its own options."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+NATIVE, VLLM = "native", "vllm"
+
+EngineOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar=f"{NATIVE}|{VLLM}",
+        help="What computes the target: Penstock's own kernels, or vLLM, which must be installed. "
+        f"[{NATIVE}]",
+    ),
+]
+TensorParallelOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="With --engine vllm: workers that share each layer. [1]"),
+]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="With --engine vllm: its name for the weights' format."),
+]
+EngineArgOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE",
+        help="With --engine vllm: any other of its engine's arguments, as in enforce_eager=true; "
+        "may be repeated.",
+    ),
+]
+
+
+def with_engine(
+    settings: dict[str, Any],
+    engine: str | None,
+    tensor_parallel: int | None,
+    quantization: str | None,
+    engine_args: Sequence[str] | None,
+) -> dict[str, Any]:
+    """The settings of an engine with what the command line says of vLLM. Raises: ConfigError."""
+    from penstock.cli.models import settings_in
+    from penstock.config import ConfigError
+
+    if engine not in (None, NATIVE, VLLM):
+        raise ConfigError(f"--engine is {engine!r}; allowed: {NATIVE}, {VLLM}")
+    if engine == NATIVE:
+        settings = {name: value for name, value in settings.items() if name != VLLM}
+    elif engine == VLLM:
+        settings = {**settings, VLLM: settings_in(settings.get(VLLM), f"engine.{VLLM}")}
+    given = {"tensor_parallel": tensor_parallel, "quantization": quantization}
+    own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    args = dict(_argument(text) for text in engine_args or ())
+    if not (own or args):
+        return settings
+    if VLLM not in settings:
+        raise ConfigError(
+            "--tensor-parallel, --quantization and --engine-arg are vLLM's; add --engine vllm"
+        )
+    known = settings_in(settings[VLLM], f"engine.{VLLM}")
+    if args:
+        own["args"] = {**settings_in(known.get("args"), f"engine.{VLLM}.args"), **args}
+    return {**settings, VLLM: {**known, **own}}
+
+
+def _argument(text: str) -> tuple[str, Any]:
+    """A value is read as YAML: true, 3, [1, 2] and {a: 1} are what they look like.
+
+    Raises: ConfigError.
+    """
+    from penstock.config import ConfigError
+
+    name, given, value = text.partition("=")
+    if not (name and given):
+        raise ConfigError(f"--engine-arg is {text!r}; allowed: KEY=VALUE, as in enforce_eager=true")
+    try:
+        return name.strip().lstrip("-").replace("-", "_"), yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"--engine-arg {name}: {value!r} is not a value of YAML") from error

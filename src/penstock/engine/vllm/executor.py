@@ -1,0 +1,68 @@
+"""Carries out plans with a target that vLLM computes. Drafters are Penstock's own, in this process
+or on draft servers, as beside any other target."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from penstock.core.loop import Clock
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.executor import Computed, LocalExecutor
+from penstock.engine.steps import StepJob, sampled_of
+from penstock.engine.verifier import Decided
+from penstock.engine.vllm.steps import StepWriter
+from penstock.engine.vllm.target import LONGEST_DRAFT, VllmTarget
+
+
+class VllmExecutor(LocalExecutor):
+    """Turns plans into steps of vLLM's workers, and waits for them."""
+
+    def __init__(
+        self,
+        target: VllmTarget,
+        drafters: Sequence[LocalDrafter],
+        clock: Clock,
+        max_model_len: int,
+        num_threads: int = 1,
+    ) -> None:
+        super().__init__(target, drafters, clock, max_model_len, num_threads)
+        self._vllm = target
+        self._writer = StepWriter(target.max_num_rows, target.max_num_seqs)
+
+    def _compute(
+        self,
+        job: StepJob,
+        drafts: Sequence[tuple[list[int], list[int]]],
+        draft_probs: torch.Tensor | None,
+    ) -> Computed:
+        items = job.plan.items
+        drafts = [
+            self._cut(item.start + item.num_scheduled_tokens, *draft)
+            for item, draft in zip(items, drafts, strict=True)
+        ]
+        sampled = sampled_of(job, drafts)
+        steps = self._writer.write(items, job.texts, drafts, draft_probs)
+        built_at = self._clock.now()
+        decided: dict[str, Decided] = {}
+        for step in steps:
+            answers = zip(step.asked, self._vllm.run(step), strict=True)
+            decided.update((asked.request_id, answer) for asked, answer in answers)
+        # Sampling is part of the workers' step.
+        verified_at = self._clock.now()
+        wanted = [decided[item.request_id] for item in items if item.samples]
+        return Computed(sampled, wanted, sum(s.num_rows for s in steps), built_at, verified_at)
+
+    def _cut(
+        self, known: int, token_ids: list[int], prob_rows: list[int]
+    ) -> tuple[list[int], list[int]]:
+        """A draft as long as the workers have room for: they keep one token behind it, too."""
+        most = max(0, min(LONGEST_DRAFT, self.max_model_len - known - 1))
+        return token_ids[:most], prob_rows[:most]
+
+    def _drop_table(self, request_id: str) -> None:
+        """The next step has another epoch, and all blocks of it."""
+
+    def _forget_in_target(self, request_id: str) -> None:
+        self._writer.forget(request_id)

@@ -1,0 +1,165 @@
+"""The scheduler's plans as steps of vLLM's workers, in plain data.
+
+A worker keeps every request's tokens and block table, and is told of changes only. It samples by
+itself, as `worker.StepSampler` says, and appends what it has decided, so that its tokens are always
+those of the request's `TokenBuffer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from penstock.core.types import SamplingParams, VerifyItem
+from penstock.engine.sequences import TokenBuffer
+
+_RESERVED_BLOCKS = 1
+"""vLLM keeps block 0 as its null block: padding may read it."""
+
+
+class NewSequence(NamedTuple):
+    """A request that the workers do not know, with the tokens that are known of it."""
+
+    request_id: str
+    token_ids: list[int]
+    blocks: list[int]
+    start: int
+
+
+class GrownSequence(NamedTuple):
+    """A request that they know. anew: `blocks` are all that it has, not only more of them."""
+
+    request_id: str
+    start: int
+    blocks: list[int]
+    num_output_tokens: int
+    anew: bool
+
+
+class Asked(NamedTuple):
+    """A request whose next token is sampled, and the draft before it; see `verifier.Proposal`."""
+
+    request_id: str
+    position: int
+    sampling: SamplingParams
+    token_ids: list[int]
+    prob_rows: list[int]
+
+
+@dataclass(slots=True)
+class TargetStep:
+    """One forward pass of the workers. num_tokens: by request, drafts included; drafts: of those
+    that have one; draft_probs: what the proposals' `prob_rows` index, [rows, V]."""
+
+    finished: set[str] = field(default_factory=set)
+    new: list[NewSequence] = field(default_factory=list)
+    grown: list[GrownSequence] = field(default_factory=list)
+    num_tokens: dict[str, int] = field(default_factory=dict)
+    drafts: dict[str, list[int]] = field(default_factory=dict)
+    asked: list[Asked] = field(default_factory=list)
+    draft_probs: torch.Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(self.num_tokens.values())
+
+
+class _Piece(NamedTuple):
+    """Part of an item that fits into one step."""
+
+    item: VerifyItem
+    start: int
+    num_tokens: int
+    is_first: bool
+    is_last: bool
+
+
+class _Known(NamedTuple):
+    """What the workers know: the epoch of the block table, and how many tokens came with the
+    request; those that it has got since are its output."""
+
+    epoch: int
+    num_first_tokens: int
+
+
+class StepWriter:
+    """Turns the items of plans into steps, and remembers what the workers know.
+
+    max_num_rows, max_num_seqs: of one step. What is more is done in several, one after the other.
+    """
+
+    def __init__(self, max_num_rows: int, max_num_seqs: int) -> None:
+        self._max_num_rows = max_num_rows
+        self._max_num_seqs = max_num_seqs
+        self._known: dict[str, _Known] = {}
+        self._finished: set[str] = set()
+
+    def forget(self, request_id: str) -> None:
+        """A request is over. Its id may come again, and is then another's."""
+        if self._known.pop(request_id, None) is not None:
+            self._finished.add(request_id)
+
+    def write(
+        self,
+        items: Sequence[VerifyItem],
+        texts: Mapping[str, TokenBuffer],
+        drafts: Sequence[tuple[list[int], list[int]]],
+        draft_probs: torch.Tensor | None,
+    ) -> list[TargetStep]:
+        """Steps of some items. drafts: token ids, and rows of draft_probs, of each."""
+        steps: list[TargetStep] = []
+        room = 0
+        for item, draft in zip(items, drafts, strict=True):
+            for piece in self._pieces(item, len(draft[0])):
+                rows = piece.num_tokens + (len(draft[0]) if piece.is_last else 0)
+                if room < rows or len(steps[-1].num_tokens) == self._max_num_seqs:
+                    steps.append(TargetStep(self._finished, draft_probs=draft_probs))
+                    self._finished = set()
+                    room = self._max_num_rows
+                self._add(steps[-1], piece, texts[item.request_id], draft)
+                room -= rows
+        return steps
+
+    def _pieces(self, item: VerifyItem, num_draft_tokens: int) -> list[_Piece]:
+        """The draft goes with the last one, which has a known token before it."""
+        starts = [item.start]
+        end = item.start + item.num_scheduled_tokens
+        while end - starts[-1] + num_draft_tokens > self._max_num_rows:
+            starts.append(min(starts[-1] + self._max_num_rows, end - 1))
+        return [
+            _Piece(item, start, until - start, start == item.start, until == end)
+            for start, until in zip(starts, [*starts[1:], end], strict=True)
+        ]
+
+    def _add(
+        self,
+        step: TargetStep,
+        piece: _Piece,
+        text: TokenBuffer,
+        draft: tuple[list[int], list[int]],
+    ) -> None:
+        item, request_id = piece.item, piece.item.request_id
+        blocks = [b + _RESERVED_BLOCKS for b in item.new_blocks] if piece.is_first else []
+        known = self._known.get(request_id)
+        if known is None:
+            token_ids = text.tokens(0, text.length)
+            step.new.append(NewSequence(request_id, token_ids, blocks, piece.start))
+            self._known[request_id] = _Known(item.epoch, text.length)
+        else:
+            anew = known.epoch != item.epoch
+            num_output = text.length - known.num_first_tokens
+            step.grown.append(GrownSequence(request_id, piece.start, blocks, num_output, anew))
+            self._known[request_id] = known._replace(epoch=item.epoch)
+        step.num_tokens[request_id] = piece.num_tokens
+        if not (item.samples and piece.is_last):
+            return
+        token_ids, prob_rows = draft
+        if token_ids:
+            step.num_tokens[request_id] += len(token_ids)
+            step.drafts[request_id] = token_ids
+        position = piece.start + piece.num_tokens
+        sampling = text.request.sampling
+        step.asked.append(Asked(request_id, position, sampling, token_ids, prob_rows))

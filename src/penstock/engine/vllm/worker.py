@@ -1,0 +1,156 @@
+"""Inside vLLM's worker: Penstock's own sampler where vLLM has its rejection sampler, so that every
+mode of verification is what it is in the other backends, bit for bit from the same logits.
+
+Named by its path in vLLM's configuration, and imported by the worker's process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
+from vllm.v1.outputs import SamplerOutput
+
+from penstock.engine.sampling import SamplingRows, sample_coupled
+from penstock.engine.verifier import Decided, decide
+from penstock.engine.vllm.steps import Asked, TargetStep
+
+if current_platform.is_cpu():
+    from vllm.v1.worker.cpu_worker import CPUWorker as _VllmWorker
+else:
+    from vllm.v1.worker.gpu_worker import Worker as _VllmWorker
+
+_PLACEHOLDER = -1
+"""In vLLM's matrix of sampled tokens: none."""
+
+
+@dataclass
+class StepInput(SchedulerOutput):
+    """What vLLM's scheduler would send, and what is to be sampled."""
+
+    asked: list[Asked] = field(default_factory=list)
+    draft_probs: torch.Tensor | None = None
+
+
+def scheduler_output(step: TargetStep, sampling: Any, longest_draft: int) -> StepInput:
+    """A step in vLLM's words. sampling: parameters of its own sampler, which nobody asks."""
+    made: StepInput = StepInput.make_empty()
+    made.finished_req_ids = step.finished
+    for s in step.new:
+        made.scheduled_new_reqs.append(
+            NewRequestData(
+                req_id=s.request_id,
+                prompt_token_ids=s.token_ids,
+                mm_features=[],
+                sampling_params=sampling,
+                pooling_params=None,
+                block_ids=(s.blocks,),
+                num_computed_tokens=s.start,
+                lora_request=None,
+            )
+        )
+    cached = made.scheduled_cached_reqs
+    for g in step.grown:
+        cached.req_ids.append(g.request_id)
+        if g.anew:
+            cached.resumed_req_ids.add(g.request_id)
+        cached.new_token_ids.append([])
+        cached.new_block_ids.append((g.blocks,) if g.blocks or g.anew else None)
+        cached.num_computed_tokens.append(g.start)
+        cached.num_output_tokens.append(g.num_output_tokens)
+    made.num_scheduled_tokens = step.num_tokens
+    made.total_num_scheduled_tokens = step.num_rows
+    made.scheduled_spec_decode_tokens = step.drafts
+    made.num_spec_tokens_to_schedule = longest_draft
+    made.asked = step.asked
+    made.draft_probs = step.draft_probs
+    return made
+
+
+class NoProposer:
+    """vLLM computes logits of draft positions only where something proposes drafts. Penstock's come
+    with the plan: this one never proposes any."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        """As vLLM makes it."""
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """It has none."""
+
+    def propose(self, sampled: Sequence[Any], *args: Any, **kwargs: Any) -> list[list[int]]:
+        return [[] for _ in sampled]
+
+
+class StepSampler:
+    """In the place of a model runner's rejection sampler.
+
+    asked, decided: of the last step, by request
+    """
+
+    def __init__(self, runner: Any) -> None:
+        self.decided: dict[str, Decided] = {}
+        self._runner = runner
+        self.asked: dict[str, Asked] = {}
+        self._draft_probs: torch.Tensor | None = None
+
+    def begin(self, step: StepInput) -> None:
+        """What the next step's logits are for."""
+        self.asked = {a.request_id: a for a in step.asked}
+        self._draft_probs = step.draft_probs
+
+    def __call__(
+        self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
+    ) -> SamplerOutput:
+        """vLLM's call. Every request of its batch has one row of logits more than draft tokens;
+        rows of those that are not asked for, chunks of prefill, say nothing."""
+        request_ids = self._runner.input_batch.req_ids
+        rows: list[int] = []
+        batch: list[Asked] = []
+        begin = 0
+        for request_id, num_draft in zip(request_ids, metadata.num_draft_tokens, strict=True):
+            end = begin + num_draft + 1
+            if request_id in self.asked:
+                batch.append(self.asked[request_id])
+                rows += range(begin, end)
+            begin = end
+        wanted = logits if len(rows) == begin else logits[torch.tensor(rows, device=logits.device)]
+        self.decided = self._decide(batch, wanted.to(torch.float32)) if batch else {}
+        return SamplerOutput(self._matrix(request_ids).to(logits.device), None)
+
+    def _decide(self, batch: list[Asked], logits: torch.Tensor) -> dict[str, Decided]:
+        params = SamplingRows.of([a.sampling for a in batch])
+        ratio = np.array([a.sampling.is_ratio for a in batch], dtype=np.bool_)
+        probs = None if self._draft_probs is None else self._draft_probs.to(logits.device)
+        decided = decide(logits, batch, params, ratio, probs, sample_coupled)
+        return {a.request_id: d for a, d in zip(batch, decided, strict=True)}
+
+    def _matrix(self, request_ids: Sequence[str]) -> torch.Tensor:
+        """[requests, most tokens] int32, as vLLM's bookkeeping reads it."""
+        tokens = [self.decided[i].token_ids if i in self.decided else [] for i in request_ids]
+        width = max(1, *map(len, tokens))
+        padded = [t + [_PLACEHOLDER] * (width - len(t)) for t in tokens]
+        return torch.tensor(padded, dtype=torch.int32)
+
+
+class Worker(_VllmWorker):
+    """vLLM's worker, which answers a step with what was decided."""
+
+    _sampler: StepSampler | None = None
+
+    def execute_model(self, scheduler_output: StepInput) -> Any:
+        if self._sampler is None:
+            # Not before: vLLM's own is what it measures its memory with.
+            self._sampler = self.model_runner.rejection_sampler = StepSampler(self.model_runner)
+        self._sampler.begin(scheduler_output)
+        return super().execute_model(scheduler_output)
+
+    def sample_tokens(self, grammar_output: Any) -> list[Decided]:
+        """Of the requests that were asked for, in their order."""
+        super().sample_tokens(grammar_output)
+        assert self._sampler is not None
+        return list(map(self._sampler.decided.__getitem__, self._sampler.asked))
