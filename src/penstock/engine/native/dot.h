@@ -108,16 +108,34 @@ PENSTOCK_INLINE VecF dot_bf16(VecF sum, VecU pairs, uint32_t a) {
 #endif
 }
 
-// One byte for each lane, widened.
+// One byte for each lane, widened. Written out: compilers take a converted vector of bytes apart.
 PENSTOCK_INLINE VecI load_bytes(const uint8_t* p) {
+#if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
+  return (VecI)_mm512_cvtepu8_epi32(load_as<__m128i>(p));
+#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
+  return (VecI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
   return __builtin_convertvector(load_as<VecB>(p), VecI);
+#endif
 }
 PENSTOCK_INLINE VecI load_bytes(const int8_t* p) {
+#if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
+  return (VecI)_mm512_cvtepi8_epi32(load_as<__m128i>(p));
+#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
+  return (VecI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
   return __builtin_convertvector(load_as<VecS>(p), VecI);
+#endif
 }
 // Two bytes for each lane, each widened to 16 bits.
 PENSTOCK_INLINE VecI load_byte_pairs(const uint8_t* p) {
+#if defined(__AVX512BW__) && !defined(PENSTOCK_PORTABLE)
+  return (VecI)_mm512_cvtepu8_epi16(load_as<__m256i>(p));
+#elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
+  return (VecI)_mm256_cvtepu8_epi16(load_as<__m128i>(p));
+#else
   return (VecI)__builtin_convertvector(load_as<VecB2>(p), VecH2);
+#endif
 }
 
 // One float16 number for each lane.

@@ -3,7 +3,8 @@
 //
 // A panel holds kPanel columns of the output, in two strips of kLanes, and of these columns one
 // block of k after the other. A block keeps the file's bits in another order: those that one
-// instruction wants lie beside each other.
+// instruction wants lie beside each other, in the order in which one row reads them, so that the
+// processor fetches them ahead by itself.
 #pragma once
 
 #include <algorithm>
@@ -67,9 +68,9 @@ struct Blocks32 {
   static constexpr Arithmetic kArithmetic = Arithmetic::kBlocks32;
   static constexpr int kBlock = 32, kFileBytes = kFileBytes_, kBits = kBits_, kOffset = kOffset_;
   static constexpr bool kHasLow = kHasLow_;
-  // Codes of a strip, codes of the other, then d and m of both.
-  static constexpr int kStripBytes = 4 * kBits * kLanes, kScaleBytes = 2;
-  static constexpr int kScales = 2 * kStripBytes;
+  // Codes, then d and m of every column.
+  static constexpr int kCodeBytes = 4 * kBits * kPanel, kScaleBytes = 2;
+  static constexpr int kScales = kCodeBytes;
   static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * kScaleBytes;
 
   static void read(const uint8_t* p, Block& block) {
@@ -110,9 +111,9 @@ struct Groups {
   static constexpr bool kHasLow = kHasLow_;
   static constexpr int kScaleBytes = 4, kHead = kHasLow ? 8 : 4;
   static constexpr int kFileBytes = kHead + kBlock * kBits / 8;
-  // As in Blocks32, with codes of both strips for each 32 of k.
-  static constexpr int kStripBytes = 4 * kBits * kLanes;
-  static constexpr int kScales = kBlock / 32 * 2 * kStripBytes;
+  // As in Blocks32, codes of 32 of k after the other.
+  static constexpr int kCodeBytes = 4 * kBits * kPanel;
+  static constexpr int kScales = kBlock / 32 * kCodeBytes;
   static constexpr int kPanelBytes = kScales + (kHasLow ? 2 : 1) * kPanel * kScaleBytes;
 
   static void read(const uint8_t* p, Block& block) {
@@ -146,12 +147,13 @@ struct Blocks256 {
   static constexpr int kBlock = 256, kFileBytes = kFileBytes_, kBits = kBits_, kSub = kSub_;
   static constexpr int kOffset = kOffset_;
   static constexpr bool kHasLow = kOffset == 0;
-  // Scales of the sub-blocks; the lows, by pairs; d and m; then codes, 32 of k after the other.
-  static constexpr int kStripBytes = 4 * kBits * kLanes, kScaleBytes = 2;
-  static constexpr int kLows = 256 / kSub * kPanel;
-  static constexpr int kScales = kLows + (kHasLow ? 8 * kPanel : 0);
-  static constexpr int kCodes = kScales + (kHasLow ? 2 : 1) * kPanel * 2;
-  static constexpr int kPanelBytes = kCodes + 16 * kStripBytes;
+  // d and m of every column, the lows by pairs, then four groups of 64 of k: the scales of their
+  // sub-blocks, and codes, 32 of k after the other.
+  static constexpr int kLows = (kHasLow ? 2 : 1) * kPanel * 2;
+  static constexpr int kGroups = kLows + (kHasLow ? 8 * kPanel : 0);
+  static constexpr int kGroupScales = 64 / kSub, kCodeBytes = 4 * kBits * kPanel;
+  static constexpr int kGroupBytes = kGroupScales * kPanel + 2 * kCodeBytes;
+  static constexpr int kPanelBytes = kGroups + 4 * kGroupBytes;
 
   static void read(const uint8_t* p, Block& block) {
     if constexpr (kBits == 6)
@@ -276,44 +278,53 @@ inline void dequantize_row(const Matrix& matrix, size_t row, int width, float* o
   });
 }
 
-// 32 codes of a column into its lane of a strip: words of four codes, in them two of 4 bits beside
-// each other, then the bits above these.
+// 32 codes of column `column`: the bits above four, then words of four codes, in them two of 4 bits
+// beside each other.
 template <int kBits>
-PENSTOCK_INLINE void pack_codes(const uint8_t* code, int lane, uint32_t* strip) {
+PENSTOCK_INLINE void pack_codes(const uint8_t* code, int column, uint8_t* out) {
   uint32_t words[8], high[2] = {};
   std::memcpy(words, code, sizeof words);
+  const auto put = [&](int i, uint32_t word) {
+    std::memcpy(out + 4 * (i * kPanel + column), &word, sizeof word);
+  };
   if constexpr (kBits == 8) {
-    for (int i = 0; i < 8; ++i) strip[i * kLanes + lane] = words[i];
+    for (int i = 0; i < 8; ++i) put(i, words[i]);
     return;
   }
-  for (int i = 0; i < 4; ++i)
-    strip[i * kLanes + lane] = (words[2 * i] & 0x0f0f0f0f) | (words[2 * i + 1] & 0x0f0f0f0f) << 4;
   for (int i = 0; i < 8; ++i) {
     if (kBits == 5) high[0] |= (words[i] >> 4 & 0x01010101) << i;
     if (kBits == 6) high[i / 4] |= (words[i] >> 4 & 0x03030303) << (2 * (i % 4));
   }
-  for (int i = 4; i < kBits; ++i) strip[i * kLanes + lane] = high[i - 4];
+  for (int i = 0; i < kBits - 4; ++i) put(i, high[i]);
+  for (int i = 0; i < 4; ++i)
+    put(kBits - 4 + i, (words[2 * i] & 0x0f0f0f0f) | (words[2 * i + 1] & 0x0f0f0f0f) << 4);
 }
 
 // One block of column `column` of a panel.
 template <class F>
 PENSTOCK_INLINE void pack_block(const Block& block, int column, uint8_t* panel) {
-  const int strip = column / kLanes, lane = column % kLanes;
-  int scales = 0, codes = 0;
   if constexpr (F::kBlock == 256) {
-    for (int i = 0; i < 256 / F::kSub; ++i) panel[i * kPanel + column] = block.scale[i];
-    if (F::kHasLow)
+    std::memcpy(panel + 2 * column, &block.d, 2);
+    if (F::kHasLow) {
+      std::memcpy(panel + 2 * (kPanel + column), &block.m, 2);
       for (int i = 0; i < 8; ++i)
         panel[F::kLows + i / 2 * 2 * kPanel + 2 * column + i % 2] = block.low[i];
-    codes = F::kCodes;
+    }
+    for (int g = 0; g < 4; ++g) {
+      uint8_t* group = panel + F::kGroups + g * F::kGroupBytes;
+      for (int i = 0; i < F::kGroupScales; ++i, group += kPanel)
+        group[column] = block.scale[g * F::kGroupScales + i];
+      for (int i = 0; i < 2; ++i, group += F::kCodeBytes)
+        pack_codes<F::kBits>(block.code + 64 * g + 32 * i, column, group);
+    }
+  } else {
+    for (int i = 0; i < F::kBlock / 32; ++i)
+      pack_codes<F::kBits>(block.code + 32 * i, column, panel + i * F::kCodeBytes);
+    constexpr int size = F::kScaleBytes;
+    uint8_t* scales = panel + F::kScales + size * column;
+    std::memcpy(scales, &block.d, size);
+    if (F::kHasLow) std::memcpy(scales + size * kPanel, &block.m, size);
   }
-  scales = F::kScales;
-  constexpr int size = F::kScaleBytes;
-  std::memcpy(panel + scales + size * column, &block.d, size);
-  if (F::kHasLow) std::memcpy(panel + scales + size * (kPanel + column), &block.m, size);
-  for (int i = 0; i < F::kBlock / 32; ++i, codes += 2 * F::kStripBytes)
-    pack_codes<F::kBits>(block.code + 32 * i, lane,
-                         (uint32_t*)(panel + codes + strip * F::kStripBytes));
 }
 
 // Pack columns whose rows in the file begin at the addresses `rows` (null: zeros) into panels.

@@ -15,7 +15,7 @@ struct Ahead {
 };
 
 // How far ahead weights are fetched: across the page boundaries where the hardware's prefetcher
-// stops. With one row, four streams keep it busy enough, and fetching more by hand costs.
+// stops. With one row (and quantised weights, with two) it keeps up, and fetching by hand costs.
 constexpr int kPrefetchBytes = 8192;
 
 constexpr int kMaxPanels = 4;
@@ -25,19 +25,19 @@ PENSTOCK_INLINE void fetch(const char* at, int bytes) {
   for (int i = 0; i < bytes; i += 64) __builtin_prefetch(at + i, 0, 2);
 }
 
-// Codes 4 * v to 4 * v + 3 of 32, for every lane, as bytes: pack_codes undone.
+// Codes 4 * v to 4 * v + 3 of 32, for every lane of a strip, as bytes: pack_codes undone.
 template <int kBits>
 PENSTOCK_INLINE VecI unpack(const uint8_t* strip, int v) {
-  constexpr int size = 4 * kLanes;
+  constexpr int size = 4 * kPanel;
   if constexpr (kBits == 8) return load_as<VecI>(strip + v * size);
-  VecU codes = load_as<VecU>(strip + v / 2 * size);
+  VecU codes = load_as<VecU>(strip + (kBits - 4 + v / 2) * size);
   codes = (v % 2 ? codes >> 4 : codes) & 0x0f0f0f0fu;
   if constexpr (kBits == 5) {
-    const VecU high = load_as<VecU>(strip + 4 * size);
+    const VecU high = load_as<VecU>(strip);
     codes |= (v < 4 ? high << (4 - v) : high >> (v - 4)) & 0x10101010u;
   }
   if constexpr (kBits == 6) {
-    const VecU high = load_as<VecU>(strip + (4 + v / 4) * size);
+    const VecU high = load_as<VecU>(strip + v / 4 * size);
     const int at = 2 * (v % 4);
     codes |= (at < 4 ? high << (4 - at) : high >> (at - 4)) & 0x30303030u;
   }
@@ -57,7 +57,7 @@ PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, Vec
   for (int v = first; v < last; ++v) {
     VecI codes[Strips];
 #pragma GCC unroll 2
-    for (int s = 0; s < Strips; ++s) codes[s] = unpack<F::kBits>(strips + s * F::kStripBytes, v);
+    for (int s = 0; s < Strips; ++s) codes[s] = unpack<F::kBits>(strips + 4 * s * kLanes, v);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const int32_t x = four_codes(a[r].code + k + 4 * v);
@@ -93,8 +93,8 @@ template <class F, int Rows, int Strips>
 PENSTOCK_INLINE void add_block(const uint8_t* block, int strip, const Codes32* a,
                                VecF (*sum)[Strips]) {
   const uint8_t *scales = block + F::kScales, *lows = scales + kPanel * F::kScaleBytes;
-  const uint8_t* strips = block + strip * F::kStripBytes;
-  for (int k = 0; k < F::kBlock; k += 32, a += Rows, strips += 2 * F::kStripBytes) {
+  const uint8_t* strips = block + 4 * strip * kLanes;
+  for (int k = 0; k < F::kBlock; k += 32, a += Rows, strips += F::kCodeBytes) {
     VecI dot[Rows][Strips];
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r)
@@ -135,47 +135,59 @@ PENSTOCK_INLINE void add_sub_block(const uint8_t* strips, const uint8_t* scales,
   }
 }
 
+// sum -= m x lows x sums of activations, of a block.
+template <class F, int Rows, int Strips>
+PENSTOCK_INLINE void subtract_lows(const uint8_t* block, int strip, const Codes256* a,
+                                   VecF (*sum)[Strips]) {
+#pragma GCC unroll 2
+  for (int s = 0; s < Strips; ++s) {
+    const int column = (strip + s) * kLanes;
+    const VecF m = -load_half((const uint16_t*)block + kPanel + column);
+    VecI lows[4];
+    for (int i = 0; i < 4; ++i)
+      lows[i] = load_byte_pairs(block + F::kLows + 2 * (i * kPanel + column));
+#pragma GCC unroll 12
+    for (int r = 0; r < Rows; ++r) {
+      VecI low = {};
+      for (int i = 0; i < 4; ++i) {
+        int32_t pair;
+        std::memcpy(&pair, a[r].sums + 2 * i, sizeof pair);
+        low = dot_pairs(low, lows[i], pair);
+      }
+      const VecF value = __builtin_convertvector(low, VecF);
+      sum[r][s] = fused(value, m * splat(a[r].scale), sum[r][s]);
+    }
+  }
+}
+
 template <class F, int Rows, int Strips>
 PENSTOCK_INLINE void add_block(const uint8_t* block, int strip, const Codes256* a,
                                VecF (*sum)[Strips]) {
+  if constexpr (F::kHasLow) subtract_lows<F, Rows, Strips>(block, strip, a, sum);
   VecI total[Rows][Strips] = {};
-  const uint8_t* scales = block + strip * kLanes;
-  const uint8_t* strips = block + F::kCodes + strip * F::kStripBytes;
-  for (int k = 0; k < 256; k += 32, strips += 2 * F::kStripBytes) {
-    if constexpr (F::kSub == 32) {
-      add_sub_block<F, Rows, Strips, 0, 8>(strips, scales, a, k, total);
-      scales += kPanel;
-    } else {
-      add_sub_block<F, Rows, Strips, 0, 4>(strips, scales, a, k, total);
-      add_sub_block<F, Rows, Strips, 4, 8>(strips, scales + kPanel, a, k, total);
-      scales += 2 * kPanel;
+  const uint8_t* group = block + F::kGroups;
+  for (int k = 0; k < 256; k += 64, group += F::kGroupBytes) {
+    const uint8_t* scales = group + strip * kLanes;
+    const uint8_t* strips = group + F::kGroupScales * kPanel + 4 * strip * kLanes;
+#pragma GCC unroll 2
+    for (int i = 0; i < 64; i += 32, strips += F::kCodeBytes) {
+      if constexpr (F::kSub == 32) {
+        add_sub_block<F, Rows, Strips, 0, 8>(strips, scales, a, k + i, total);
+        scales += kPanel;
+      } else {
+        add_sub_block<F, Rows, Strips, 0, 4>(strips, scales, a, k + i, total);
+        add_sub_block<F, Rows, Strips, 4, 8>(strips, scales + kPanel, a, k + i, total);
+        scales += 2 * kPanel;
+      }
     }
   }
-  const uint16_t* d = (const uint16_t*)(block + F::kScales) + strip * kLanes;
 #pragma GCC unroll 2
   for (int s = 0; s < Strips; ++s) {
-    const VecF scale = load_half(d + s * kLanes);
+    const VecF d = load_half((const uint16_t*)block + (strip + s) * kLanes);
 #pragma GCC unroll 12
     for (int r = 0; r < Rows; ++r) {
       const VecF value = __builtin_convertvector(total[r][s], VecF);
-      sum[r][s] = fused(value, scale * splat(a[r].scale), sum[r][s]);
-    }
-    if constexpr (F::kHasLow) {
-      const VecF m = -load_half(d + kPanel + s * kLanes);
-      VecI lows[4];
-      for (int i = 0; i < 4; ++i)
-        lows[i] = load_byte_pairs(block + F::kLows + 2 * (i * kPanel + (strip + s) * kLanes));
-#pragma GCC unroll 12
-      for (int r = 0; r < Rows; ++r) {
-        VecI low = {};
-        for (int i = 0; i < 4; ++i) {
-          int32_t pair;
-          std::memcpy(&pair, a[r].sums + 2 * i, sizeof pair);
-          low = dot_pairs(low, lows[i], pair);
-        }
-        const VecF value = __builtin_convertvector(low, VecF);
-        sum[r][s] = fused(value, m * splat(a[r].scale), sum[r][s]);
-      }
+      sum[r][s] = fused(value, d * splat(a[r].scale), sum[r][s]);
     }
   }
 }
@@ -202,7 +214,7 @@ static __attribute__((noinline)) void quantized_kernel(const char* rows, size_t,
       if (strip == 0) {
         if (ahead.at)
           fetch(ahead.at + (size_t)k * ahead.step, F::kBlock * ahead.step);
-        else
+        else if (Rows > 2)
           fetch((const char*)block + kPrefetchBytes, F::kPanelBytes);
       }
       add_block<F, Rows, Strips>(block, strip, a, sum);
