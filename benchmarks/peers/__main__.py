@@ -5,7 +5,7 @@
     python -m benchmarks.peers --gguf TARGET.gguf[,DRAFTER.gguf] [--gguf ...]
 
 Same checkpoints, same prompts as token ids, greedy, 64 new tokens, end-of-text ignored, two
-threads, passes in turn. See docs/peers.md.
+threads, passes in turn. The same command goes on where a run was cut. See docs/peers.md.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from pathlib import Path
 from benchmarks.peers.checkpoints import MODELS, PeerCheckpoint, gguf_models, load_models
 from benchmarks.peers.engines import ENGINES, PEERS, PeerEngine
 from benchmarks.peers.install import install
-from benchmarks.peers.passes import PeerCell, take_turns
-from benchmarks.peers.report import print_report, runs_of
-from benchmarks.peers.tuning import PeerTuner
+from benchmarks.peers.report import print_report
+from benchmarks.peers.store import Store
+from benchmarks.peers.sweep import PeerSweep
 from benchmarks.peers.verdict import BARS, gguf_bars, judge
-from benchmarks.peers.verification import VerificationCost, verification_costs
 from benchmarks.peers.workers_pool import Pool
 
 FOLDER = Path.home() / ".cache" / "penstock" / "peers"
+MOST_REQUESTS = 32
+"""Of one call, whichever batch sizes a run has: programs size their caches by it."""
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -48,7 +49,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--batches", type=_names(("1", "4", "8", "32")))
     parser.add_argument("--repeats", type=int, help="counted passes: 5, with --quick 2")
-    parser.add_argument("--folder", type=Path, default=FOLDER, help="environments and models")
+    parser.add_argument("--folder", type=Path, default=FOLDER, help="environments, models, figures")
     args = parser.parse_args(arguments)
     if args.repeats is not None and args.repeats < 1:
         parser.error(f"--repeats must be 1 or more, not {args.repeats}")
@@ -101,40 +102,15 @@ def ready_engines(
     return engines, missing
 
 
-def say(cell: PeerCell) -> None:
-    """One line of progress."""
-    setup = cell.setup
-    rate = f"{cell.passes[-1].tokens_per_s:.0f}/s" if cell.passes else "warm"
-    draft = f"{setup.drafter} {setup.draft_tokens}" if setup.draft_tokens else "target only"
-    what = f"{setup.model.name} {cell.batch} {setup.engine.name} {draft} {dict(setup.settings)}"
-    print(f"{what}: {cell.error or rate}", file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     args = parse(arguments)
     models = load_models(args.models, args.folder / "models")
     models += [model for files in args.gguf for model in gguf_models(*files)]
     engines, missing = ready_engines(args.engines, args.folder, models)
-    pool = Pool(args.folder, max(args.batches))
-    tuner = PeerTuner(pool, min(2, args.repeats), args.quick, say)
-    cells: list[PeerCell] = []
-    costs: list[VerificationCost] = []
-    try:
-        for model in models:
-            found = [c for e in engines for c in tuner.cells(e, model, args.batches)]
-            for batch in args.batches:
-                now = [cell for cell in found if cell.batch == batch]
-                later = [c.setup for c in found if c.batch >= batch]
-                pool.keep(later)
-                take_turns(now, args.repeats, pool, say)
-            cells += found
-            if model.shape not in (cost.shape for cost in costs):
-                costs += verification_costs(found, pool)
-    finally:
-        pool.keep([])
-    runs = runs_of(cells, tuner.tried, args.repeats)
-    names = [model.name for model in models if model.is_gguf]
-    bars = [*(BARS if args.models else ()), *gguf_bars(names)]
+    bars = [*(BARS if args.models else ()), *gguf_bars(models)]
+    pool, store = Pool(args.folder, MOST_REQUESTS), Store(args.folder / "measured.jsonl")
+    sweep = PeerSweep(pool, store, engines, bars, args.repeats, quick=args.quick)
+    runs, costs = sweep.measure(models, args.batches)
     verdict = judge(runs, missing, bars)
     if args.json:
         verification = [asdict(cost) for cost in costs]
@@ -148,4 +124,4 @@ if __name__ == "__main__":
     try:
         sys.exit(main())
     except KeyboardInterrupt:
-        sys.exit("interrupted: nothing of this run was kept, and its workers have ended")
+        sys.exit("interrupted: the same command goes on behind what is measured")

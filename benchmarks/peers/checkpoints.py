@@ -19,6 +19,7 @@ NUM_LAYERS = 8
 DRAFTER_LAYERS = 2
 RIGHT = "first-layers"
 GGUF_DRAFTER = "model"
+MIXED, CODE = "mixed", "code"
 
 _CODE_KINDS = ("completion", "edit", "docstring", "translation")
 """Of real prompts: those whose answers are code or stand in it."""
@@ -56,7 +57,8 @@ Weights = dict[str, torch.Tensor]
 class PeerCheckpoint:
     """One target with its drafters.
 
-    shape: models of one shape share the engines' best target-only settings.
+    shape: models of one shape share the engines' best target-only settings; of GGUF files, too,
+    the best drafters.
     prompts: token ids; every engine gets the same, in the same order.
     ngram: whether look-up in the request's own text is tried, too.
     """
@@ -71,6 +73,11 @@ class PeerCheckpoint:
     @property
     def is_gguf(self) -> bool:
         return self.target.suffix == ".gguf"
+
+    @property
+    def is_large(self) -> bool:
+        """A pass takes so long that little is tried and short."""
+        return self.is_gguf
 
 
 def random_llama(seed: int = 0) -> Weights:
@@ -183,7 +190,7 @@ def gguf_models(target: Path, drafter: Path | None) -> list[PeerCheckpoint]:
 
     held = mixed(real_prompts(), "held")
     code = [prompt for prompt in held if prompt.kind in _CODE_KINDS]
-    return [model(f"{target.stem} mixed", held), model(f"{target.stem} code", code)]
+    return [model(f"{target.stem} {MIXED}", held), model(f"{target.stem} {CODE}", code)]
 
 
 def _random_prompts(num: int = 32, seed: int = 1) -> tuple[tuple[int, ...], ...]:

@@ -80,8 +80,8 @@ class PeerEngine:
     def environment(self, venvs: Path) -> dict[str, str]:
         """Environment variables of the worker."""
         ours = dict(os.environ)
-        # Penstock's own interpreter may be on these.
-        for name in ("PYTHONPATH", "VIRTUAL_ENV"):
+        # These are of this Python, not of another one.
+        for name in ("PYTHONPATH", "VIRTUAL_ENV") if self.installs else ():
             ours.pop(name, None)
         ours |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "2"}
         return ours | _vllm(venvs) if self.name == "vllm" else ours
@@ -174,6 +174,12 @@ ENGINES = {
                 _OPENVINO | {"split_fuse": True, "batched_tokens": 512},
             ),
             installs=(("openvino-genai==2026.4.1.0", GGUF),),
+            gguf_settings=(
+                _OPENVINO,
+                _OPENVINO | {"precision": "bf16"},
+                _OPENVINO | {"kv": "u8"},
+                _OPENVINO | {"split_fuse": True, "batched_tokens": 512},
+            ),
         ),
     )
 }

@@ -17,6 +17,17 @@ MIN_REQUESTS = 8
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What one pass computes. requests: at least; tokens: new ones of each."""
+
+    requests: int
+    tokens: int
+
+
+FULL, SHORT = Work(MIN_REQUESTS, NEW_TOKENS), Work(4, 32)
+
+
+@dataclass(frozen=True, slots=True)
 class Pass:
     """One pass over all calls of a cell.
 
@@ -64,10 +75,14 @@ def kept(passes: Sequence[Pass], wanted: int) -> tuple[list[Pass], str]:
 
 @dataclass
 class PeerCell:
-    """One setup at one batch size, and what came of it. `mode`: target or speculative."""
+    """One setup at one batch size, and what came of it. `mode`: target or speculative.
+
+    trial: tokens per second when settings were tried; 0 if they were not.
+    """
 
     setup: WorkerSetup
     batch: int
+    trial: float = 0.0
     passes: list[Pass] = field(default_factory=list)
     token_ids: list[list[int]] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -78,23 +93,36 @@ class PeerCell:
         return "speculative" if self.setup.draft_tokens else "target"
 
     @property
-    def best(self) -> float:
-        return max((p.tokens_per_s for p in self.passes), default=0.0)
+    def is_ours(self) -> bool:
+        return self.setup.engine.name == "penstock"
 
-    def play(self, worker: Worker) -> Pass:
+    @property
+    def best(self) -> float:
+        return max((p.tokens_per_s for p in self.passes), default=self.trial)
+
+    def warm_up(self, worker: Worker) -> None:
+        """A pass that does not count; of a large model, whose kernels know no shapes, one request.
+        Raises: WorkerError."""
+        if self.setup.model.is_large:
+            self._ask(worker, [self.setup.model.prompts[:1]], SHORT.tokens // 4)
+        else:
+            self.play(worker)
+
+    def play(self, worker: Worker, work: Work = FULL) -> Pass:
         """One pass. Raises: WorkerError."""
-        prompts = self.setup.model.prompts[: max(self.batch, MIN_REQUESTS)]
+        prompts = self.setup.model.prompts[: max(self.batch, work.requests)]
         calls = [prompts[i : i + self.batch] for i in range(0, len(prompts), self.batch)]
-        answer = worker.ask(
-            do="run",
-            calls=calls,
-            new_tokens=NEW_TOKENS,
-            draft_tokens=self.setup.draft_tokens,
-        )
+        answer = self._ask(worker, calls, work.tokens)
         self.token_ids = answer["token_ids"]
         wall = answer["wall_s"]
         num_tokens = sum(len(ids) for ids in self.token_ids)
         return Pass(num_tokens / wall, answer["cpu_s"] / wall, answer["other_s"] / wall)
+
+    def _ask(
+        self, worker: Worker, calls: Sequence[Sequence[Sequence[int]]], new_tokens: int
+    ) -> dict[str, Any]:
+        draft_tokens = self.setup.draft_tokens
+        return worker.ask(do="run", calls=calls, new_tokens=new_tokens, draft_tokens=draft_tokens)
 
 
 def take_turns(
@@ -105,7 +133,7 @@ def take_turns(
         try:
             worker = pool.worker(cell.setup)
             cell.facts = worker.facts
-            cell.play(worker)
+            cell.warm_up(worker)
         except WorkerError as error:
             cell.error = str(error)
         on_pass(cell)

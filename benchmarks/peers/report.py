@@ -18,8 +18,8 @@ def runs_of(cells: Sequence[PeerCell], tried: Sequence[PeerCell], wanted: int) -
     """One entry for each cell, with what was tried of its engine, model, mode and batch size."""
     references = {
         (c.setup.model.name, c.batch): c.token_ids
-        for c in cells
-        if c.setup.engine.name == "penstock" and c.mode == "target"
+        for c in sorted(cells, key=lambda cell: cell.mode == "target")
+        if c.is_ours
     }
     return [
         _run(cell, references.get((cell.setup.model.name, cell.batch), []), tried, wanted)

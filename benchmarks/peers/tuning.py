@@ -1,4 +1,4 @@
-"""Each engine's own best: settings, drafter and draft length, for every batch size."""
+"""Each engine's own best: settings, drafter and draft length."""
 
 from __future__ import annotations
 
@@ -6,87 +6,134 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from benchmarks.peers.checkpoints import PeerCheckpoint
-from benchmarks.peers.engines import PeerEngine, Settings
-from benchmarks.peers.passes import PeerCell, take_turns
-from benchmarks.peers.workers_pool import Pool, WorkerSetup
+from benchmarks.peers.engines import BY_POLICY, PeerEngine
+from benchmarks.peers.passes import FULL, SHORT, PeerCell
+from benchmarks.peers.store import Store, about_model, about_setup
+from benchmarks.peers.workers_pool import Pool, WorkerError, WorkerSetup
 
 Batches = Sequence[int]
+
+TUNING_BATCH = 8
+"""At which the settings for large models are tried."""
+
+FIRST_LENGTH = 4
 
 
 @dataclass
 class PeerTuner:
-    """Tries setups of one engine after the other; a setup's worth is its best of `passes`.
+    """Tries setups of one engine after the other; each trial is kept in `store`.
 
-    quick: only the first settings and the first draft length of each engine.
+    A small model's trial is two whole passes, and its settings are tried at every batch size. A
+    large one's is a single short pass, its settings are tried at one batch size, and its drafters
+    with one kind of prompts. quick: the first settings and drafter, nothing tried.
     """
 
     pool: Pool
-    passes: int
+    store: Store
     quick: bool
     on_pass: Callable[[PeerCell], None]
     tried: list[PeerCell] = field(default_factory=list)
-    _settings: dict[tuple[str, str, int], Settings] = field(default_factory=dict)
+    _settings: dict[tuple[str, str, int], PeerCell | None] = field(default_factory=dict)
+    _drafters: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
-    def cells(self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches) -> list[PeerCell]:
-        """What is to be measured: target-only, draft length 4, and the best draft length; nothing
-        for an engine that cannot read the model."""
-        if not engine.settings_for(model):
-            return []
-        found = []
-        for batch in batches:
-            settings = self._best_settings(engine, model, batches)[batch]
-            found.append(PeerCell(WorkerSetup(engine, model, settings), batch))
-        speculative = [b for b in batches if engine.can_draft(b)]
-        if engine.drafters_for(model):
-            found += self._speculative(engine, model, speculative)
-        return found
-
-    def _best_settings(
-        self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches
-    ) -> dict[int, Settings]:
-        missing = [b for b in batches if (engine.name, model.shape, b) not in self._settings]
-        candidates = [WorkerSetup(engine, model, s) for s in engine.settings_for(model)]
-        best = self._try({b: candidates for b in missing})
-        for batch in missing:
-            # Where none can be run, the measurement says why.
-            chosen = best[batch].setup.settings if batch in best else candidates[0].settings
-            self._settings[engine.name, model.shape, batch] = chosen
-        return {b: self._settings[engine.name, model.shape, b] for b in batches}
-
-    def _speculative(
-        self, engine: PeerEngine, model: PeerCheckpoint, batches: Batches
-    ) -> list[PeerCell]:
-        settings = self._best_settings(engine, model, batches)
-        first, *others = engine.draft_tokens
-        drafters = engine.drafters_for(model)
-        by_drafter = self._try(
-            {
-                b: [WorkerSetup(engine, model, settings[b], d, first) for d in drafters]
-                for b in batches
-            }
-        )
-        by_length = self._try(
-            {
-                b: [cell.setup, *(replace(cell.setup, draft_tokens=k) for k in others)]
-                for b, cell in by_drafter.items()
-            }
-        )
-        setups = {(b, c.setup.key, c.setup.draft_tokens): c.setup for b, c in by_drafter.items()}
-        setups |= {(b, c.setup.key, c.setup.draft_tokens): c.setup for b, c in by_length.items()}
-        return [PeerCell(setup, batch) for (batch, _, _), setup in setups.items()]
-
-    def _try(self, candidates: dict[int, list[WorkerSetup]]) -> dict[int, PeerCell]:
-        """The fastest of the candidates of each batch size that can be run at all."""
+    def target_cell(self, engine: PeerEngine, model: PeerCheckpoint, batch: int) -> PeerCell:
+        """Target-only, with the best settings. Where none can be run, measuring says why."""
+        setups = [WorkerSetup(engine, model, s) for s in engine.settings_for(model)]
         if self.quick:
-            candidates = {b: setups[:1] for b, setups in candidates.items()}
-        cells = [PeerCell(s, b) for b, setups in candidates.items() for s in setups]
-        if all(len(setups) == 1 for setups in candidates.values()):
-            return {cell.batch: cell for cell in cells}
-        for key in dict.fromkeys(cell.setup.key for cell in cells):
-            same = [cell for cell in cells if cell.setup.key == key]
-            self.pool.keep([same[0].setup])
-            take_turns(same, self.passes, self.pool, self.on_pass)
-        self.tried += cells
-        ran = [cell for cell in cells if cell.passes]
-        batches = {cell.batch for cell in ran}
-        return {b: max((c for c in ran if c.batch == b), key=lambda c: c.best) for b in batches}
+            return PeerCell(setups[0], batch)
+        at = TUNING_BATCH if model.is_large else batch
+        place = engine.name, model.shape, at
+        if place not in self._settings:
+            self._settings[place] = self._best([self._trial(setup, at) for setup in setups])
+        best = self._settings[place]
+        if best is None:
+            return PeerCell(setups[0], batch)
+        return PeerCell(replace(best.setup, model=model), batch, trial=best.best)
+
+    def draft_cell(self, engine: PeerEngine, model: PeerCheckpoint, batch: int) -> PeerCell | None:
+        """With the best drafter and draft length; None for an engine that has none here, or could
+        run none."""
+        drafters = engine.drafters_for(model)
+        if not drafters or not engine.can_draft(batch):
+            return None
+        setup = self.target_cell(engine, model, batch).setup
+        if self.quick:
+            return PeerCell(replace(setup, drafter=drafters[0], draft_tokens=FIRST_LENGTH), batch)
+        known = self._drafters.get((engine.name, model.shape, batch))
+        firsts = [
+            self._trial(replace(setup, drafter=drafter, draft_tokens=FIRST_LENGTH), batch)
+            for drafter in (drafters if known is None else [known])
+        ]
+        best = self._best(firsts)
+        if best is None:
+            return None
+        if model.is_large:
+            assert best.setup.drafter is not None
+            self._drafters[engine.name, model.shape, batch] = best.setup.drafter
+        best = self._best_length(best)
+        return PeerCell(best.setup, batch, trial=best.best)
+
+    def at_batch(self, cell: PeerCell) -> float:
+        """What a target-only cell reaches in a trial at its own batch size."""
+        return 0.0 if self.quick else self._trial(cell.setup, cell.batch).best
+
+    def _best_length(self, first: PeerCell) -> PeerCell:
+        """From one length to its neighbours, on either side as long as that gains."""
+        lengths = sorted(k for k in first.setup.engine.draft_tokens if k != BY_POLICY)
+        middle = lengths.index(FIRST_LENGTH)
+        best = first
+        for side in (lengths[:middle][::-1], lengths[middle + 1 :]):
+            last = first
+            for length in side:
+                cell = self._trial(replace(first.setup, draft_tokens=length), first.batch)
+                if cell.best <= last.best:
+                    break
+                last = cell
+            best = max(best, last, key=lambda cell: cell.best)
+            if last is not first:
+                break
+        if BY_POLICY in first.setup.engine.draft_tokens:
+            policy = self._trial(replace(first.setup, draft_tokens=BY_POLICY), first.batch)
+            best = max(best, policy, key=lambda cell: cell.best)
+        return best
+
+    @staticmethod
+    def _best(cells: Sequence[PeerCell]) -> PeerCell | None:
+        ran = [cell for cell in cells if cell.best > 0]
+        return max(ran, key=lambda cell: cell.best) if ran else None
+
+    def _trial(self, setup: WorkerSetup, batch: int) -> PeerCell:
+        """Measured once in all runs; failures, once in each."""
+        for cell in self.tried:
+            if (cell.setup, cell.batch) == (setup, batch):
+                return cell
+        cell = PeerCell(setup, batch)
+        self.tried.append(cell)
+        about = {"trial": about_setup(setup), "batch": batch, "of": about_model(setup.model)}
+        kept = self.store.get(about)
+        if kept is not None:
+            cell.trial = kept["found"]
+            return cell
+        self.pool.keep([setup])
+        large = setup.model.is_large
+        try:
+            worker = self.pool.worker(setup)
+            cell.warm_up(worker)
+            work, count = (SHORT, 1) if large else (FULL, 2)
+            cell.trial = max(cell.play(worker, work).tokens_per_s for _ in range(count))
+            self.store.put(about, cell.trial)
+        except WorkerError as error:
+            cell.error = str(error)
+        self.on_pass(cell)
+        return cell
+
+
+NEAR = 0.8
+"""Of the best peer's trial: a large model's peers below it are not measured further."""
+
+
+def near_the_best(cells: Sequence[PeerCell]) -> list[PeerCell]:
+    """Penstock's cells, and of the peers' those that may be the best when all are measured."""
+    peers = [cell.trial for cell in cells if not cell.is_ours]
+    bar = NEAR * max(peers, default=0.0)
+    return [cell for cell in cells if cell.is_ours or cell.trial >= bar]

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.peers.checkpoints import MIXED, PeerCheckpoint
 from benchmarks.peers.engines import PEERS
 
 Run = Mapping[str, Any]
@@ -37,19 +38,17 @@ BARS = (
 )
 
 
-_GGUF_BARS = (
-    (1, "target", 1.0),
-    (8, "target", 1.2),
-    (32, "target", 1.2),
-    (1, "any", 1.5),
-    (4, "any", 1.3),
-    (8, "any", 1.1),
-)
+_GGUF_TARGET_BARS = ((1, "target", 1.0), (8, "target", 1.2), (32, "target", 1.2))
+_GGUF_BARS = ((1, "any", 1.5), (4, "any", 1.3), (8, "any", 1.1))
 
 
-def gguf_bars(models: Sequence[str]) -> list[Bar]:
-    """The bars of real models, which are the same for all."""
-    return [Bar(model, *bar) for model in models for bar in _GGUF_BARS]
+def gguf_bars(models: Sequence[PeerCheckpoint]) -> list[Bar]:
+    """The bars of real models, which are the same for all; target-only with mixed prompts."""
+    bars = []
+    for model in (model for model in models if model.is_gguf):
+        of_target = _GGUF_TARGET_BARS if model.name.endswith(MIXED) else ()
+        bars += [Bar(model.name, *bar) for bar in (*of_target, *_GGUF_BARS)]
+    return bars
 
 
 def judge(

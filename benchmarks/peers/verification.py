@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,11 @@ class VerificationCost:
     settings: dict[str, Any]
     seconds: tuple[float, ...]
     error: str | None = None
+
+    @classmethod
+    def of(cls, written: Mapping[str, Any]) -> VerificationCost:
+        """From what JSON has of it."""
+        return cls(**{**written, "seconds": tuple(written["seconds"])})
 
     @property
     def ratios(self) -> tuple[float, ...]:

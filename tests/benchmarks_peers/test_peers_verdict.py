@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.checkpoints import PeerCheckpoint
 from benchmarks.peers.engines import PEERS
 from benchmarks.peers.verdict import BARS, Bar, gguf_bars, judge
 
@@ -95,7 +97,8 @@ def test_a_flag_is_shown_beside_its_figure() -> None:
 
 
 def test_real_models_have_bars_of_their_own() -> None:
-    bars = gguf_bars(["real mixed", "real code"])
+    names = ("real mixed", "real code")
+    bars = gguf_bars([PeerCheckpoint(name, "real", Path("real.gguf")) for name in names])
     runs = [
         run(engine, bar, rate, mode)
         for bar in bars

@@ -1,4 +1,5 @@
-"""Write a Llama checkpoint as a GGUF file; needs `gguf` from the environment of a worker."""
+"""Write GGUF files for a program, of a Llama checkpoint or of a GGUF file with formats that it does
+not read; needs `gguf` from the environment of a worker."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ import hashlib
 import json
 import os
 import struct
+from collections.abc import Collection
 from pathlib import Path
 
 import numpy as np
@@ -135,3 +137,39 @@ def cached(checkpoint: Path, kind: str, folder: Path) -> Path:
         write(checkpoint, unfinished, kind)
         unfinished.rename(file)
     return file
+
+
+def readable(file: Path, kinds: Collection[str], folder: Path) -> Path:
+    """`file` in a folder of its own under `folder`, as it is where its matrices' formats are all of
+    `kinds`; the others' become Q8_0."""
+    import gguf
+
+    # Of one name may be several files.
+    place = hashlib.sha256(f"{file.resolve()} {file.stat().st_size}".encode()).hexdigest()[:16]
+    out = folder / f"{file.stem}-{place}" / "model.gguf"
+    if out.exists():
+        return out
+    out.parent.mkdir(parents=True, exist_ok=True)
+    reader = gguf.GGUFReader(file)
+    if all(tensor.tensor_type.name in kinds for tensor in reader.tensors):
+        out.symlink_to(file.resolve())
+        return out
+    unfinished = out.with_suffix(f".{os.getpid()}")
+    writer = gguf.GGUFWriter(str(unfinished), reader.get_field("general.architecture").contents())
+    for name, field in reader.fields.items():
+        if not name.startswith("GGUF.") and name != "general.architecture":
+            kind = field.types[0]
+            sub_kind = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(name, field.contents(), kind, sub_type=sub_kind)
+    widest = gguf.GGMLQuantizationType.Q8_0
+    for tensor in reader.tensors:
+        data, kind = tensor.data, tensor.tensor_type
+        if kind.name not in kinds:
+            data, kind = gguf.quantize(gguf.dequantize(data, kind), widest), widest
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    unfinished.rename(out)
+    return out

@@ -8,8 +8,11 @@ from typing import Any
 import numpy as np
 import openvino
 import openvino_genai
-from gguf_file import cached
+from gguf_file import cached, readable
 from worker import Prompts, WorkerLoad, serve
+
+READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q4_K", "Q6_K")
+"""Formats that its reader of GGUF files knows."""
 
 
 class OpenVino:
@@ -41,9 +44,12 @@ class OpenVino:
         return {"version": openvino_genai.get_version()}
 
     def _converted(self, checkpoint: str, work: str) -> str:
-        """The checkpoint as OpenVINO's own files, made from 16-bit GGUF by its own reader."""
-        file = cached(Path(checkpoint), "f16", Path(work))
-        if not (file.parent / "openvino_model.xml").exists():
+        """The checkpoint as OpenVINO's own files, made from GGUF by its own reader: of a quantised
+        file, weights of int8 or int4 in the same groups."""
+        path, folder = Path(checkpoint), Path(work)
+        is_gguf = path.suffix == ".gguf"
+        file = readable(path, READABLE, folder) if is_gguf else cached(path, "f16", folder)
+        if not (file.parent / "openvino_tokenizer.xml").exists():
             openvino_genai.LLMPipeline(str(file), "CPU", enable_save_ov_model=True)
         return str(file.parent)
 

@@ -1,0 +1,242 @@
+"""What is tried, what is measured after it, and that a cut run goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+from benchmarks.peers.checkpoints import PeerCheckpoint
+from benchmarks.peers.engines import ENGINES, PeerEngine
+from benchmarks.peers.plan import Progress, planned
+from benchmarks.peers.store import Store
+from benchmarks.peers.sweep import PeerSweep
+from benchmarks.peers.tuning import PeerTuner
+from benchmarks.peers.verdict import BARS, gguf_bars
+from benchmarks.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
+
+Rate = Callable[[WorkerSetup], float]
+PROMPTS = tuple((i,) for i in range(32))
+
+
+class Told:
+    """A worker whose speed is told by its setup; 0 fails."""
+
+    def __init__(self, setup: WorkerSetup, rate: Rate, asked: list[dict[str, Any]]) -> None:
+        self.setup, self.rate, self.asked = setup, rate, asked
+        self.facts: dict[str, Any] = {}
+
+    def ask(self, **command: Any) -> dict[str, Any]:
+        self.asked.append({"setup": replace(self.setup, draft_tokens=0), **command})
+        if command["do"] == "verify":
+            return {"seconds": [1.0, 1.1, 1.2, 1.3, 1.4]}
+        rate = self.rate(replace(self.setup, draft_tokens=command["draft_tokens"]))
+        if not rate:
+            raise WorkerError("cannot run this")
+        ids = [[7] * command["new_tokens"] for call in command["calls"] for _ in call]
+        wall = len(ids) * command["new_tokens"] / rate
+        return {"token_ids": ids, "wall_s": wall, "cpu_s": 2 * wall, "other_s": 0.0}
+
+
+class TellingPool:
+    def __init__(self, rate: Rate) -> None:
+        self.rate = rate
+        self.asked: list[dict[str, Any]] = []
+
+    def worker(self, setup: WorkerSetup) -> Worker:
+        return cast("Worker", Told(setup, self.rate, self.asked))
+
+    def keep(self, setups: Collection[WorkerSetup]) -> None:
+        pass
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> PeerCheckpoint:
+    files = tmp_path / "target.gguf", tmp_path / "drafter.gguf"
+    for file in files:
+        file.write_text(file.stem)
+    return PeerCheckpoint("target mixed", "target", files[0], {"model": files[1]}, PROMPTS, True)
+
+
+def tuner(pool: TellingPool, folder: Path, *, quick: bool = False) -> PeerTuner:
+    store = Store(folder / "measured.jsonl")
+    return PeerTuner(cast("Pool", pool), store, quick, lambda cell: None)
+
+
+LLAMACPP, PENSTOCK, OPENVINO = (ENGINES[name] for name in ("llamacpp", "penstock", "openvino"))
+
+
+@pytest.mark.parametrize(
+    ("rates", "best", "tried"),
+    [
+        ({2: 1, 4: 2, 6: 3, 8: 4}, 8, {2, 4, 6, 8}),
+        ({2: 1, 4: 3, 6: 2, 8: 9}, 4, {2, 4, 6}),
+        ({2: 3, 4: 2, 6: 9, 8: 9}, 2, {2, 4}),
+    ],
+)
+def test_lengths_are_tried_as_long_as_they_gain(
+    rates: dict[int, float], best: int, tried: set[int], model: PeerCheckpoint, tmp_path: Path
+) -> None:
+    pool = TellingPool(lambda setup: rates.get(setup.draft_tokens, 1.0))
+    cell = tuner(pool, tmp_path).draft_cell(LLAMACPP, model, 1)
+    assert cell is not None
+    assert (cell.setup.draft_tokens, cell.trial) == (best, rates[best])
+    assert {order["draft_tokens"] for order in pool.asked} - {0} == tried
+
+
+def test_a_length_by_policy_is_always_tried(model: PeerCheckpoint, tmp_path: Path) -> None:
+    pool = TellingPool(lambda setup: 1.0 + (setup.draft_tokens == -1))
+    cell = tuner(pool, tmp_path).draft_cell(PENSTOCK, model, 1)
+    assert cell is not None
+    assert cell.setup.draft_tokens == -1
+
+
+def test_settings_of_a_large_model_are_tried_once(model: PeerCheckpoint, tmp_path: Path) -> None:
+    best = LLAMACPP.gguf_settings[2]
+    pool = TellingPool(lambda setup: 2.0 if setup.settings == best else 1.0)
+    tuning = tuner(pool, tmp_path)
+    cells = [tuning.target_cell(LLAMACPP, model, batch) for batch in (1, 8, 32)]
+    assert [cell.setup.settings for cell in cells] == [best] * 3
+    # One request warms up, then one call of the batch.
+    sizes = [[len(call) for call in order["calls"]] for order in pool.asked]
+    assert sizes == [[1], [8]] * len(LLAMACPP.gguf_settings)
+    code = replace(model, name="target code")
+    assert tuning.target_cell(LLAMACPP, code, 1).setup.model.name == "target code"
+    assert len(pool.asked) == len(sizes)
+
+
+def test_other_prompts_take_the_drafter_that_was_best(
+    model: PeerCheckpoint, tmp_path: Path
+) -> None:
+    pool = TellingPool(lambda setup: 2.0 if setup.drafter == "model+ngram" else 1.0)
+    tuning = tuner(pool, tmp_path)
+    tuning.draft_cell(LLAMACPP, model, 4)
+    before = len(tuning.tried)
+    cell = tuning.draft_cell(LLAMACPP, replace(model, name="target code"), 4)
+    assert cell is not None
+    assert {c.setup.drafter for c in tuning.tried[before:]} == {"model+ngram"}
+
+
+def test_trials_are_kept_but_failures_are_not(model: PeerCheckpoint, tmp_path: Path) -> None:
+    broken = LLAMACPP.gguf_settings[0]
+    pool = TellingPool(lambda setup: 0.0 if setup.settings == broken else 1.0)
+    first = tuner(pool, tmp_path).target_cell(LLAMACPP, model, 1)
+    num_first = len(pool.asked)
+    assert first.setup.settings != broken
+    assert tuner(pool, tmp_path).target_cell(LLAMACPP, model, 1) == first
+    assert {str(order["setup"].settings) for order in pool.asked[num_first:]} == {str(broken)}
+
+
+def engines_at(**rates: tuple[float, float]) -> tuple[list[PeerEngine], TellingPool]:
+    """Engines by the rates of target-only and drafts."""
+    engines = [ENGINES[name] for name in rates]
+    pool = TellingPool(lambda s: rates[s.engine.name][s.draft_tokens != 0])
+    return engines, pool
+
+
+def names(cells: Collection[Any]) -> list[tuple[str, str]]:
+    return [(cell.setup.engine.name, cell.mode) for cell in cells]
+
+
+def test_of_a_large_model_what_the_bars_compare_is_measured(
+    model: PeerCheckpoint, tmp_path: Path
+) -> None:
+    engines, pool = engines_at(penstock=(1.0, 2.0), llamacpp=(3.0, 1.0), openvino=(1.0, 2.9))
+    tuning, bars = tuner(pool, tmp_path), gguf_bars([model])
+    # Penstock however slow; OpenVINO is behind target-only, and near by speculation.
+    wanted = [
+        ("penstock", "target"),
+        ("llamacpp", "target"),
+        ("penstock", "speculative"),
+        ("openvino", "speculative"),
+    ]
+    assert names(planned(tuning, engines, model, 1, bars)) == wanted
+    assert names(planned(tuning, engines, model, 4, bars)) == [
+        ("penstock", "speculative"),
+        ("llamacpp", "target"),
+        ("openvino", "speculative"),
+    ]
+    assert names(planned(tuning, engines, model, 32, bars)) == wanted[:2]
+
+
+def test_of_a_small_model_everything_is_measured(tmp_path: Path) -> None:
+    engines, pool = engines_at(penstock=(9.0, 1.0), llamacpp=(1.0, 1.0))
+    target = tmp_path / "zoo"
+    target.mkdir()
+    small = PeerCheckpoint("zoo", "zoo", target, {"draft": target}, PROMPTS)
+    cells = planned(tuner(pool, tmp_path), engines, small, 8, BARS)
+    both = [(engine.name, mode) for mode in ("target", "speculative") for engine in engines]
+    assert names(cells) == both
+
+
+def test_quick_tries_nothing(model: PeerCheckpoint, tmp_path: Path) -> None:
+    engines, pool = engines_at(penstock=(1.0, 1.0), llamacpp=(9.0, 1.0))
+    cells = planned(tuner(pool, tmp_path, quick=True), engines, model, 1, gguf_bars([model]))
+    assert not pool.asked
+    assert len(cells) == 4
+    assert all(cell.setup.settings == cell.setup.engine.gguf_settings[0] for cell in cells)
+
+
+def sweep(pool: TellingPool, folder: Path, model: PeerCheckpoint) -> PeerSweep:
+    store, bars = Store(folder / "measured.jsonl"), gguf_bars([model])
+    return PeerSweep(cast("Pool", pool), store, [PENSTOCK, LLAMACPP], bars, 2, quick=False)
+
+
+def test_a_cut_run_goes_on_behind_what_it_has_measured(
+    model: PeerCheckpoint, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pool = TellingPool(lambda setup: 1.0 + (setup.draft_tokens > 0))
+    runs, _ = sweep(pool, tmp_path, model).measure([model], [1])
+    num_first = len(pool.asked)
+    more, costs = sweep(pool, tmp_path, model).measure([model], [1, 8])
+    asked = [order for order in pool.asked[num_first:] if order["do"] == "run"]
+    assert more[: len(runs)] == runs
+    assert {(run["engine"], run["batch"]) for run in more} == {
+        (engine, batch) for engine in ("penstock", "llamacpp") for batch in (1, 8)
+    }
+    # At batch 1 nothing was computed again: a call is the one that warms up, or of eight.
+    assert {len(call) for order in asked for call in order["calls"]} == {1, 8}
+    assert all(len(order["calls"]) == 1 for order in asked)
+    assert {cost.engine for cost in costs} == {"penstock", "llamacpp"}
+    lines = capsys.readouterr().err.splitlines()
+    assert any("[1 of 2 done] target mixed, batch 1: kept from" in line for line in lines)
+    assert "[2 of 2 done" in lines[-1]
+
+
+def test_a_changed_file_is_measured_again(model: PeerCheckpoint, tmp_path: Path) -> None:
+    pool = TellingPool(lambda setup: 1.0)
+    for text in ("target", "another target"):
+        model.target.write_text(text)
+        before = len(pool.asked)
+        sweep(pool, tmp_path, model).measure([model], [32])
+        assert len(pool.asked) > before
+
+
+def test_a_torn_line_is_no_entry(tmp_path: Path) -> None:
+    file = tmp_path / "measured.jsonl"
+    store = Store(file)
+    store.put({"a": 1}, 2.5)
+    store.put({"a": 2}, 3.5)
+    file.write_text(file.read_text()[:-9])
+    kept = Store(file)
+    found = kept.get({"a": 1})
+    assert found is not None
+    assert found["found"] == 2.5
+    assert kept.get({"a": 2}) is None
+    kept.put({"a": 2}, 4.5)
+    found = Store(file).get({"a": 2})
+    assert found is not None
+    assert found["found"] == 4.5
+
+
+def test_what_is_left_is_estimated_from_what_was_measured_now(model: PeerCheckpoint) -> None:
+    progress = Progress.of([model], [1, 8, 32])
+    assert str(progress) == "0 of 3 done"
+    progress.finish(model, 1, kept=True)
+    assert str(progress) == "1 of 3 done"
+    progress.began -= 600
+    progress.finish(model, 8, kept=False)
+    # 8 requests took ten minutes, 32 are left.
+    assert str(progress) == "2 of 3 done, about 40 min left"
