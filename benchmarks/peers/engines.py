@@ -177,7 +177,6 @@ ENGINES = {
             gguf_settings=(
                 _OPENVINO,
                 _OPENVINO | {"precision": "bf16"},
-                _OPENVINO | {"kv": "u8"},
                 _OPENVINO | {"split_fuse": True, "batched_tokens": 512},
             ),
         ),
