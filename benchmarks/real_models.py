@@ -179,7 +179,7 @@ def dequantize(file: Path, folder: Path) -> None:
     ends = {"eos_token_id": [*config.eos_token_ids]}
     for name, described in {"config.json": content, "generation_config.json": ends}.items():
         (folder / name).write_text(json.dumps(described, indent=2) + "\n", encoding="utf-8")
-    checkpoint.tokenizer().save_pretrained(folder)
+    checkpoint.tokenizer().to_transformers().save_pretrained(folder)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,11 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.gguf.file import GgufFile
+from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import QuantizedMatrix, Weight
 from penstock.engine.models.weights import load_weights, stored_weights
+from penstock.engine.native.library import native_library
+from penstock.engine.native.packing import Layout, Packer
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.runner import ModelRunner
 
@@ -114,12 +118,12 @@ def test_a_matrix_dequantises_as_the_package_does(kind: str, tmp_path: Path) -> 
     saved = write_gguf(tmp_path / "model.gguf", wide("llama"), kind)
     file = GgufFile(saved.path)
     entry = file.tensors["blk.0.ffn_down.weight"]
-    matrix = QuantizedMatrix(entry.kind, *entry.shape, file.data(entry))
+    matrix = QuantizedMatrix(entry.kind, *entry.shape, torch.from_numpy(file.data(entry)))
     expected = saved.model.state_dict()["model.layers.0.mlp.down_proj.weight"]
     assert entry.kind == kind
     assert torch.equal(matrix.dequantize(), expected)
     rounded = torch.empty(entry.shape, dtype=torch.bfloat16)
-    file.read(entry, rounded)
+    read_values(file, entry, rounded)
     assert torch.equal(rounded, expected.bfloat16())
 
 
@@ -281,3 +285,39 @@ def test_files_that_are_not_there(tmp_path: Path) -> None:
     refusal(tmp_path / "none.gguf", "No such file")
     (tmp_path / "folder.gguf").mkdir()
     refusal(tmp_path / "folder.gguf", "Is a directory")
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")
+@pytest.mark.parametrize("drops", [True, False])
+def test_packing_gives_back_what_it_has_read(drops: bool, tmp_path: Path) -> None:
+    """Matrix by matrix: the file is never in memory as a whole beside what is made of it."""
+    large = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1}
+    case = wide("qwen2")
+    case = dataclasses.replace(case, changes=case.changes | large)
+    path = write_gguf(tmp_path / "model.gguf", case, "Q8_0").path
+    config = DecoderConfig.from_pretrained(path)
+    with stored_weights(path, config, torch.float32, ["Q8_0"]) as stored:
+        if not drops:
+            stored = {name: kept(weight) for name, weight in stored.items()}
+        layout = Layout(config, native_library().penstock_lanes())
+        Packer(stored, layout, bf16_pairs=False).pack(1)
+        share = resident_bytes(path) / path.stat().st_size
+    assert share < 0.5 if drops else share > 0.9
+
+
+def kept(weight: Weight) -> Weight:
+    if isinstance(weight, tuple):
+        return tuple(kept(part) for part in weight)  # type: ignore[misc]
+    is_plain = isinstance(weight, torch.Tensor)
+    return weight if is_plain else dataclasses.replace(weight, drop_pages=lambda: None)
+
+
+def resident_bytes(path: Path) -> int:
+    """Of the mappings of a file."""
+    found, counts = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if re.match(r"[0-9a-f]+-[0-9a-f]+ ", line):
+            counts = line.endswith(str(path))
+        elif counts and line.startswith("Rss:"):
+            found += 1024 * int(line.split()[1])
+    return found

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,9 +13,10 @@ import pytest
 from tests.engine.small_gguf import add_tokenizer, finish
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, trainers
 from tokenizers import pre_tokenizers as pre
-from transformers import Qwen2Tokenizer
+from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
 from penstock.engine.models.checkpoint import CheckpointError, open_checkpoint
+from penstock.engine.models.fast_tokenizer import FastTokenizer
 from penstock.engine.tokenizer import load_tokenizer
 
 CORPUS = [
@@ -256,3 +259,42 @@ def test_a_file_without_a_tokenizer(tmp_path: Path) -> None:
     finish(gguf.GGUFWriter(path, "llama"))
     with pytest.raises(CheckpointError, match=r"has no tokenizer\.ggml\.tokens"):
         load_tokenizer(path)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", "the"])
+def test_transformers_makes_the_same_of_it(eos: str) -> None:
+    """Of a tokenizer with a chat template; "the" ends a text and is no token of its own yet."""
+    template = (
+        "{{ bos_token }}{% for m in messages %}{{ m.role }}: {{ m.content | trim }}{{ eos_token }}"
+        "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    special = {"bos_token": "<|endoftext|>", "eos_token": eos}
+    theirs = PreTrainedTokenizerFast(tokenizer_object=qwen2(), chat_template=template, **special)
+    ours = FastTokenizer(qwen2(), template, special)
+    assert len(ours) == len(theirs)
+    assert ours.get_vocab() == theirs.get_vocab()
+    assert {i: (t.content, t.special) for i, t in ours.added_tokens_decoder.items()} == {
+        i: (t.content, t.special) for i, t in theirs.added_tokens_decoder.items()
+    }
+    for text in HARD:
+        ids = theirs.encode(text)
+        assert ours.encode(text) == ids
+        for skip in (False, True):
+            given = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
+            assert ours.decode(ids, **given) == theirs.decode(ids, **given)
+    chat = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b"}]
+    for prompt in (False, True):
+        expected = theirs.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False)
+        assert ours.apply_chat_template(chat, add_generation_prompt=prompt) == expected
+
+
+def test_a_tokenizer_needs_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    path = write(tmp_path, ORIGINALS["qwen2"](), "qwen2", chat_template="x")
+    code = (
+        "import sys, pathlib\n"
+        "from penstock.engine.tokenizer import load_tokenizer\n"
+        f"load_tokenizer(pathlib.Path({str(path)!r})).encode('abc')\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "set()"

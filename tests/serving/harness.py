@@ -118,6 +118,7 @@ FORKS = multiprocessing.get_context("forkserver")
 
 def load_libraries_once() -> None:
     """In the process from which servers and engines are forked: importing takes each seconds."""
-    loaded = ["penstock.serving.fork_server", "penstock.engine.build", __name__]
+    tokenizers = "transformers.models.auto.tokenization_auto"
+    loaded = ["penstock.serving.fork_server", "penstock.engine.build", tokenizers, __name__]
     FORKS.set_forkserver_preload(loaded)
     forkserver.ensure_running()

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import importlib
 import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import uvicorn
 from fastapi import FastAPI
@@ -23,6 +24,9 @@ from penstock.config import ConfigError, ServeConfig
 from penstock.serving.client import LOAD_ENGINE, EngineClient
 from penstock.serving.intake import RequestClient
 from penstock.serving.verification import DraftHub, VerificationServer
+
+if TYPE_CHECKING:
+    from penstock.engine.tokenizer import Tokenizer
 
 _CLOSING_S = 5
 """After the grace period: for cancelled requests to say so to their clients."""
@@ -49,13 +53,7 @@ async def serve(
             config.engine, max_waiting=config.max_waiting_requests, factory=factory
         )
         try:
-            # The tokenizer's library takes seconds to import; the engine loads meanwhile.
-            library = asyncio.to_thread(importlib.import_module, "penstock.engine.tokenizer")
-            engine, tokenizers = await asyncio.gather(client.start(), library)
-            try:
-                tokenizer = tokenizers.load_tokenizer(engine.tokenizer_path)
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
+            tokenizer = await _start(client, config.engine.target)
             app = create_app(config, client, tokenizer)
             if listener is not None:
                 metrics = app.state.metrics
@@ -81,6 +79,29 @@ async def serve(
             if listener is not None:
                 await listener.close()
             await client.close()
+
+
+async def _start(client: EngineClient, path: Path) -> Tokenizer:
+    """Load the engine and, meanwhile, the tokenizer. Raises: as `serve`."""
+    engine, tokenizer = await asyncio.gather(
+        client.start(), asyncio.to_thread(_load_tokenizer, path), return_exceptions=True
+    )
+    if isinstance(engine, BaseException):
+        raise engine
+    if isinstance(tokenizer, ValueError):
+        raise ConfigError(str(tokenizer)) from tokenizer
+    if isinstance(tokenizer, BaseException):
+        raise tokenizer
+    return tokenizer
+
+
+def _load_tokenizer(path: Path) -> Tokenizer:
+    # Seconds, which the engine takes as well.
+    from penstock.engine.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(path)
+    tokenizer.prepare_chats()
+    return tokenizer
 
 
 class HttpServer(uvicorn.Server):

@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,8 +175,10 @@ class Generator:
         from penstock.engine.tokenizer import load_tokenizer
 
         try:
-            self._engine = load_engine(config)
-            self._tokenizer = load_tokenizer(self._engine.tokenizer_path)
+            with ThreadPoolExecutor(max_workers=1) as beside:
+                tokenizer = beside.submit(load_tokenizer, config.target)
+                self._engine = load_engine(config)
+            self._tokenizer = tokenizer.result()
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
 

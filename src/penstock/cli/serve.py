@@ -143,7 +143,8 @@ def serve(
 
     from penstock.cli.models import settings_in, with_models
     from penstock.config import ConfigError, parse_config, read_yaml
-    from penstock.serving.process import EngineFailed
+    from penstock.serving.client import LOAD_ENGINE
+    from penstock.serving.process import EngineFailed, preload
 
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
@@ -178,6 +179,7 @@ def serve(
         parsed = parse_config({**settings, "engine": models})
 
         # What takes seconds to import comes after everything that can be wrong.
+        preload(LOAD_ENGINE, parsed.engine)
         from penstock.api import server
         from penstock.api.http import configure_logging
 

@@ -7,6 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,6 +88,12 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         return self._fast.chat_template is not None
+
+    def prepare_chats(self) -> None:
+        """Import now what the first chat would wait for."""
+        if self.has_chat_template:
+            with suppress(ValueError):  # a template that refuses this may take others
+                self.chat_text([{"role": "user", "content": ""}])
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True

@@ -10,6 +10,7 @@ import multiprocessing
 import pickle
 import socket
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TYPE_CHECKING, Self
@@ -51,6 +52,13 @@ def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerCon
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["penstock.serving.fork_server", factory.partition(":")[0]])
     return context
+
+
+def preload(factory: str, config: EngineConfig) -> None:
+    """Begin to import an engine's libraries, beside what this process does until it starts one."""
+    context = _context(factory, config)
+    if isinstance(context, ForkServerContext):
+        forkserver.ensure_running()
 
 
 class EngineProcess:

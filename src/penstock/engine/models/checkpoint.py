@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
-from penstock.engine.models.quantized import QuantizedMatrix
+    from penstock.engine.models.quantized import QuantizedMatrix
 
 GGUF_SUFFIX = ".gguf"
 
@@ -76,7 +77,8 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tokenizer(self) -> Any:
-        """A fast tokenizer of transformers, with the chat template if there is one."""
+        """A fast tokenizer of transformers, or what does the same, with the chat template if there
+        is one."""
 
 
 def open_checkpoint(path: Path) -> Checkpoint:

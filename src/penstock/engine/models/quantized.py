@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 from gguf import GGMLQuantizationType, dequantize
@@ -75,12 +76,14 @@ def unpack_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 class QuantizedMatrix:
     """A matrix that is kept quantised. kind: ggml's name of its block format ("Q8_0", "Q4_0",
     "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K") or a name in GROUP_FORMATS; rows, columns;
-    data: [rows, bytes of a row] uint8, memory-mapped where the file has it so."""
+    data: [rows, bytes of a row] uint8, memory-mapped where the file has it so; drop_pages: gives
+    back the memory of what was read of the mapping."""
 
     kind: str
     rows: int
     columns: int
     data: torch.Tensor
+    drop_pages: Callable[[], None] = field(default=lambda: None, compare=False)
 
     def dequantize(self) -> torch.Tensor:
         """[rows, columns] float32"""

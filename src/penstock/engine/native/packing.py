@@ -146,12 +146,13 @@ class Rows:
     @classmethod
     def of(cls, stored: Stored) -> Rows:
         if isinstance(stored, QuantizedMatrix):
+            stored = replace(stored, data=stored.data.contiguous())
             data, kind, width = stored.data, Kind[stored.kind], stored.columns
         else:
-            data, kind, width = stored, _KINDS[stored.dtype], stored.shape[1]
-        data = data.contiguous()
+            data = stored = stored.contiguous()
+            kind, width = _KINDS[stored.dtype], stored.shape[1]
         starts = data.data_ptr() + np.arange(len(data)) * (data.stride(0) * data.itemsize)
-        return cls(kind, width, starts, stored if data is stored else data)
+        return cls(kind, width, starts, stored)
 
     def take(self, start: int, stop: int) -> Rows:
         return Rows(self.kind, self.width, self.addresses[start:stop], self.owner)
@@ -266,6 +267,9 @@ class Packer:
         self._library.penstock_pack(
             packed.kind, address(addresses), addresses.size, rows.width, packed.data.data_ptr()
         )
+        if isinstance(rows.owner, QuantizedMatrix):
+            # Else the whole file would be in memory beside the whole of what is packed.
+            rows.owner.drop_pages()
 
 
 def _pad(values: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:

@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import torch
-from gguf import TokenType
+from gguf.constants import TokenType
 
 from penstock.engine.models.families import FAMILIES
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
+from penstock.engine.models.gguf.values import read_values
 from penstock.engine.models.quantized import FLOATS
 
 _ARCHITECTURES = {
@@ -238,7 +239,7 @@ def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
             f"tensor {usual} has shape {entry.shape}; its metadata asks for {expected}"
         )
     values = torch.empty(entry.shape)
-    file.read(entry, values)
+    read_values(file, entry, values)
     scaling = {
         "rope_type": "longrope",
         "short_factor": values.tolist(),
@@ -266,5 +267,5 @@ def _dtype(file: GgufFile) -> str:
 
 def _holds(dtype: torch.dtype, file: GgufFile, entry: TensorEntry) -> bool:
     values = torch.empty(entry.shape)
-    file.read(entry, values)
+    read_values(file, entry, values)
     return torch.equal(values, values.to(dtype).float())

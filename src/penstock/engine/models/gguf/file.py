@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
+import numpy as np
+import numpy.typing as npt
 from gguf.constants import (
     GGML_QUANT_SIZES,
     GGUF_DEFAULT_ALIGNMENT,
@@ -22,7 +23,6 @@ from gguf.constants import (
 )
 
 from penstock.engine.models.checkpoint import CheckpointError
-from penstock.engine.models.quantized import dequantize_into
 
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
@@ -100,25 +100,20 @@ class GgufFile:
             start += 8 + length
         return found
 
-    def data(self, entry: TensorEntry) -> torch.Tensor:
-        """A tensor's bytes as they lie in the file: [rows, bytes of a row] uint8, mapped."""
-        raw = torch.frombuffer(
-            self._map, dtype=torch.uint8, count=entry.num_bytes, offset=entry.start
-        )
-        return raw.view(math.prod(entry.shape[:-1]), -1)
+    def data(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
+        """A tensor's bytes as they lie in the file: [rows, bytes of a row], mapped."""
+        raw = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.start)
+        return raw.reshape(math.prod(entry.shape[:-1]), -1)
 
-    def read(self, entry: TensorEntry, out: torch.Tensor) -> None:
-        """Fill `out`, of the tensor's shape and any float type, with its values."""
-        data = self.data(entry)
-        try:
-            dequantize_into(entry.kind, data, out.view(len(data), -1))
-        except NotImplementedError:
-            raise self.error(f"tensor {entry.name} is {entry.kind}, which is not read") from None
-
-    def drop_pages(self) -> None:
-        """Give back the memory of what was read. Who reads it again finds it as before."""
+    def drop_pages(self, entry: TensorEntry | None = None) -> None:
+        """Give back the memory of what was read, of a tensor or of all. Who reads it again finds it
+        as before."""
         if hasattr(mmap, "MADV_DONTNEED"):
-            self._map.madvise(mmap.MADV_DONTNEED)
+            start, end = 0, len(self._map)
+            if entry is not None:
+                start = entry.start // mmap.PAGESIZE * mmap.PAGESIZE
+                end = entry.start + entry.num_bytes
+            self._map.madvise(mmap.MADV_DONTNEED, start, end - start)
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")

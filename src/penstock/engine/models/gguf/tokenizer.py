@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gguf import TokenType
+from gguf.constants import TokenType
 from tokenizers import (
     AddedToken,
     Regex,
@@ -21,9 +21,9 @@ from tokenizers import (
     pre_tokenizers,
     processors,
 )
-from transformers import PreTrainedTokenizerFast
 
 from penstock.engine.models.checkpoint import CheckpointError, one_line
+from penstock.engine.models.fast_tokenizer import FastTokenizer
 from penstock.engine.models.gguf.file import GgufFile
 
 _PREFIX = "tokenizer.ggml."
@@ -74,7 +74,7 @@ _CUTS = {
 """By tokenizer.ggml.pre."""
 
 
-def fast_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
+def fast_tokenizer(file: GgufFile) -> FastTokenizer:
     """Raises CheckpointError for a kind of tokenizer that is not known here."""
     tokens = file.strings(f"{_PREFIX}tokens")
     if not tokens:
@@ -93,12 +93,7 @@ def fast_tokenizer(file: GgufFile) -> PreTrainedTokenizerFast:
         _add_tokens(tokenizer, tokens, kinds)
         special = _special_tokens(file, tokens)
         _add_bos(file, tokenizer, special)
-        return PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer,
-            chat_template=file.metadata.get("tokenizer.chat_template"),
-            clean_up_tokenization_spaces=False,
-            **special,
-        )
+        return FastTokenizer(tokenizer, file.metadata.get("tokenizer.chat_template"), special)
     except CheckpointError:
         raise
     except Exception as error:

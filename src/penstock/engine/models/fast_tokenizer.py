@@ -1,0 +1,92 @@
+"""A `tokenizers` tokenizer with a chat template, without transformers until a chat is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, models
+
+
+class FastTokenizer:
+    """What `engine.tokenizer.Tokenizer` uses of transformers' PreTrainedTokenizerFast, which takes
+    a second to import and another to copy a large tokenizer.
+
+    special: by transformers' names, bos_token and so on; those that the backend lacks are added
+    """
+
+    def __init__(
+        self, backend: Tokenizer, chat_template: str | None, special: Mapping[str, str]
+    ) -> None:
+        self.backend_tokenizer = backend
+        self.chat_template = chat_template
+        self._special = dict(special)
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        missing = dict.fromkeys(token for token in special.values() if token not in known)
+        backend.add_special_tokens([AddedToken(token, special=True) for token in missing])
+
+    def __len__(self) -> int:
+        return int(self.backend_tokenizer.get_vocab_size(with_added_tokens=True))
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, AddedToken]:
+        found: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
+        return found
+
+    def get_vocab(self) -> dict[str, int]:
+        found: dict[str, int] = self.backend_tokenizer.get_vocab(with_added_tokens=True)
+        return found
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self.backend_tokenizer.encode(
+            text, add_special_tokens=add_special_tokens
+        ).ids
+        return ids
+
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        skip_special_tokens: bool = False,
+        clean_up_tokenization_spaces: bool = False,
+    ) -> str:
+        """Raises ValueError: texts are never cleaned up."""
+        if clean_up_tokenization_spaces:
+            raise ValueError("clean_up_tokenization_spaces is true; allowed: false")
+        text: str = self.backend_tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens
+        )
+        return text
+
+    def apply_chat_template(
+        self,
+        conversation: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = False,
+        tokenize: bool = False,
+    ) -> str:
+        """Raises ValueError: it writes text only."""
+        if tokenize:
+            raise ValueError("tokenize is true; allowed: false")
+        text: str = self._writer.apply_chat_template(
+            conversation, add_generation_prompt=add_generation_prompt, tokenize=False
+        )
+        return text
+
+    def to_transformers(self) -> Any:
+        """The PreTrainedTokenizerFast, which can be saved."""
+        return self._in_transformers(self.backend_tokenizer)
+
+    @cached_property
+    def _writer(self) -> Any:
+        """Writes chats, and has no vocabulary but the special tokens."""
+        return self._in_transformers(Tokenizer(models.BPE()))
+
+    def _in_transformers(self, backend: Tokenizer) -> Any:
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast(
+            tokenizer_object=backend,
+            chat_template=self.chat_template,
+            clean_up_tokenization_spaces=False,
+            **self._special,
+        )
