@@ -100,7 +100,7 @@ def _load_tokenizer(path: Path) -> Tokenizer:
     from penstock.engine.tokenizer import load_tokenizer
 
     tokenizer = load_tokenizer(path)
-    tokenizer.prepare_chats()
+    tokenizer.prepare()
     return tokenizer
 
 

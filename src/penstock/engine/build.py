@@ -234,9 +234,12 @@ def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
 
 def _check_tokenizers(config: EngineConfig) -> None:
     """Draft tokens are ids: they mean something only under one tokenizer."""
+    models = {name: path for name, path in config.drafters.items() if path != NGRAM}
+    if not models:
+        return
     source = open_checkpoint(config.target).tokenizer_source()
-    for name, path in config.drafters.items():
-        if path == NGRAM or open_checkpoint(Path(path)).tokenizer_source() == source:
+    for name, path in models.items():
+        if open_checkpoint(Path(path)).tokenizer_source() == source:
             continue
         if load_tokenizer(Path(path)).digest != load_tokenizer(config.target).digest:
             raise ConfigError(

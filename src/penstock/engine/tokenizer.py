@@ -89,8 +89,9 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return self._fast.chat_template is not None
 
-    def prepare_chats(self) -> None:
-        """Import now what the first chat would wait for."""
+    def prepare(self) -> None:
+        """Do now what the first request would wait for."""
+        _ = self._longest_token, self._is_byte_level
         if self.has_chat_template:
             with suppress(ValueError):  # a template that refuses this may take others
                 self.chat_text([{"role": "user", "content": ""}])
@@ -166,7 +167,9 @@ class Tokenizer:
 
     @cached_property
     def _decoder_types(self) -> frozenset[str]:
-        decoder = self._definition["decoder"] or {}
+        # The decoder by itself: the whole definition of a large vocabulary takes half a second.
+        state = self._fast.backend_tokenizer.decoder
+        decoder = {} if state is None else json.loads(state.__getstate__())
         parts = decoder.get("decoders", [decoder])
         return frozenset(part["type"] for part in parts if "type" in part)
 
