@@ -56,9 +56,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.models is None:
         args.models = [] if args.gguf else list(MODELS)
     args.repeats = args.repeats or (2 if args.quick else 5)
-    args.batches = [
-        int(b) for b in args.batches or (("1", "8") if args.quick else ("1", "8", "32"))
-    ]
+    usual = ("1", "4", "8", "32") if args.gguf and not args.models else ("1", "8", "32")
+    args.batches = [int(b) for b in args.batches or (("1", "8") if args.quick else usual)]
     return args
 
 

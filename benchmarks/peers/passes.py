@@ -146,5 +146,10 @@ def take_turns(
             on_pass(cell)
 
 
+def shown(tokens_per_s: float) -> str:
+    """In words, as exactly as it is known."""
+    return f"{tokens_per_s:.1f}" if tokens_per_s < 100 else f"{tokens_per_s:.0f}"
+
+
 def median(passes: Sequence[Pass]) -> float:
     return statistics.median(p.tokens_per_s for p in passes)

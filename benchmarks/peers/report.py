@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from benchmarks.peers.engines import BY_POLICY
-from benchmarks.peers.passes import PeerCell, kept, median
+from benchmarks.peers.passes import PeerCell, kept, median, shown
 from benchmarks.peers.verification import ROWS, VerificationCost
 from rich.console import Console
 from rich.table import Table
@@ -130,8 +130,8 @@ def _table(model: str, runs: Sequence[Run]) -> Table:
             run["engine"],
             run["drafter"] or "(target only)",
             str(run["draft_tokens"] or ""),
-            f"{run['tokens_per_s']:.0f}" if rated else "",
-            f"{run['best_tokens_per_s']:.0f}" if rated else "",
+            shown(run["tokens_per_s"]) if rated else "",
+            shown(run["best_tokens_per_s"]) if rated else "",
             f"{run['cpu_over_wall']:.2f}" if rated else "",
             str(run["thrown_out"] or ""),
             "" if equal is None else f"{equal:.3f}",

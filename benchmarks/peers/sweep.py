@@ -9,7 +9,7 @@ from typing import Any
 
 from benchmarks.peers.checkpoints import PeerCheckpoint
 from benchmarks.peers.engines import PeerEngine
-from benchmarks.peers.passes import PeerCell, take_turns
+from benchmarks.peers.passes import PeerCell, shown, take_turns
 from benchmarks.peers.plan import Progress, planned
 from benchmarks.peers.report import Run, runs_of
 from benchmarks.peers.store import Store, about_engine, about_model, about_setup
@@ -37,7 +37,7 @@ class PeerSweep:
         self._repeats = repeats
         self._store = store
         self._pool = pool
-        self._tuner = PeerTuner(pool, store, quick, self._say)
+        self._tuner = PeerTuner(pool, store, quick, self._say_trial)
         self._progress = Progress({})
 
     def measure(
@@ -96,11 +96,15 @@ class PeerSweep:
         engines = {cell.setup.engine.name: cell.setup.engine for cell in cells}
         return {"of": about_model(model), "engines": [about_engine(e) for e in engines.values()]}
 
+    def _say_trial(self, cell: PeerCell) -> None:
+        self._say_cell(cell, f"{shown(cell.trial)}/s in a trial")
+
     def _say(self, cell: PeerCell) -> None:
+        rate = f"{shown(cell.passes[-1].tokens_per_s)}/s" if cell.passes else "warm"
+        self._say_cell(cell, rate)
+
+    def _say_cell(self, cell: PeerCell, rate: str) -> None:
         setup = cell.setup
-        rate = f"{cell.passes[-1].tokens_per_s:.1f}/s" if cell.passes else "warm"
-        if not cell.passes and cell.trial:
-            rate = f"{cell.trial:.1f}/s in a trial"
         draft = f"{setup.drafter} {setup.draft_tokens}" if setup.draft_tokens else "target only"
         what = f"{setup.model.name} {cell.batch} {setup.engine.name} {draft} {dict(setup.settings)}"
         self._tell(f"{what}: {cell.error or rate}")

@@ -8,6 +8,7 @@ from typing import Any
 
 from benchmarks.peers.checkpoints import MIXED, PeerCheckpoint
 from benchmarks.peers.engines import PEERS
+from benchmarks.peers.passes import shown
 
 Run = Mapping[str, Any]
 
@@ -94,4 +95,4 @@ def _line(bar: Bar, runs: Sequence[Run]) -> tuple[str, bool]:
 def _figure(run: Run) -> str:
     draft = f", k {run['draft_tokens']}" if run["mode"] == "speculative" else ""
     flag = f", {run['flag']}" if run["flag"] else ""
-    return f"{run['engine']} {run['tokens_per_s']:.0f} ({run['mode']}{draft}{flag})"
+    return f"{run['engine']} {shown(run['tokens_per_s'])} ({run['mode']}{draft}{flag})"
