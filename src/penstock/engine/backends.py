@@ -231,7 +231,8 @@ def affordable_blocks(
     """KV blocks that each of the models may have out of a share of the free memory; no more than 64
     texts of full length need, and at least 1.
 
-    weights: bytes that are yet to be loaded, which a GPU's memory has to hold beside the KV.
+    weights: bytes that are yet to be loaded, which a GPU's memory has to hold beside the KV. On a
+    CPU they are not counted: the share leaves them three times the room.
 
     Raises: ConfigError where it cannot hold even them.
     """

@@ -38,7 +38,8 @@ class WeightSpec:
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """What a decoder's tensors take in memory."""
+    """What a decoder's tensors take in memory, all of them in `dtype`: on a GPU, where quantised
+    matrices are widened. The native runner keeps those, and bfloat16, as the file has them."""
     return sum(math.prod(spec.shape) for spec in weight_specs(config)) * dtype.itemsize
 
 

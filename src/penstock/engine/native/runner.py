@@ -108,11 +108,6 @@ class NativeRunner(ModelRunner):
         with stored_weights(path, config, plain, BLOCK_FORMATS) as weights:
             return cls(config, weights, dtype, num_blocks, block_size, num_threads)
 
-    @property
-    def weight_bytes(self) -> int:
-        """Memory of the packed matrices and the embedding's rows."""
-        return sum(matrix.data.nbytes for matrix in self._matrices.values())
-
     def limit_threads(self, num_threads: int) -> None:
         self._library.penstock_limit_threads(self._model, num_threads)
 
