@@ -37,6 +37,8 @@ void print_format(std::mt19937& random, const std::vector<float>& rows) {
   const int blocks = kSize / F::kBlock;
   std::vector<uint8_t> file((size_t)kColumns * blocks * F::kFileBytes);
   for (uint8_t& byte : file) byte = (uint8_t)random();
+  // The first column's codes are the largest, as are the first two rows: sums must hold them.
+  std::fill(file.begin(), file.begin() + (size_t)blocks * F::kFileBytes, 0xff);
   // Scales (and plain numbers) below 2, so that all is finite: not the exponent's highest bit.
   const int scale = F::kind == Kind::kQ6_K ? 208 : 0;
   for (size_t i = scale; i < file.size(); i += F::kFileBytes)
@@ -56,6 +58,8 @@ int main() {
   std::mt19937 random(7);
   std::vector<float> rows(kMaxRows * kSize);
   for (float& x : rows) x = (float)((int32_t)random() >> 8) * 0x1p-20f;
+  std::fill(rows.begin(), rows.begin() + kSize, 1.0f);
+  std::fill(rows.begin() + kSize, rows.begin() + 2 * kSize, -1.0f);
   print_format<Q8_0>(random, rows);
   print_format<Q4_0>(random, rows);
   print_format<Q4_1>(random, rows);

@@ -26,26 +26,42 @@ typedef uint16_t VecH2 __attribute__((vector_size(4 * kLanes)));
 #define PENSTOCK_DOT_PLAIN
 #endif
 
-// Whether dot_bytes takes codes up to 255. By pairs in 16 bits it takes codes up to 127 only, and
-// dot_signed does the rest.
+// Without VNNI, products are summed by pairs in 16 bits, which hold codes up to 127 only: dot_signed
+// takes the others.
 #if defined(PENSTOCK_DOT_AVX512) || defined(PENSTOCK_DOT_AVX2)
-constexpr bool kDotsWholeBytes = false;
+constexpr bool kDotsByPairs = true;
 #else
-constexpr bool kDotsWholeBytes = true;
+constexpr bool kDotsByPairs = false;
 #endif
 
+#if defined(PENSTOCK_DOT_AVX512)
+// Of each two unsigned codes with two signed bytes of `a`, in 16 bits.
+PENSTOCK_INLINE VecI pair_products(VecI codes, int32_t a) {
+  return (VecI)_mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(a));
+}
+PENSTOCK_INLINE VecI add_pairs(VecI a, VecI b) {
+  return (VecI)_mm512_add_epi16((__m512i)a, (__m512i)b);
+}
+PENSTOCK_INLINE VecI sum_pairs(VecI pairs) {
+  return (VecI)_mm512_madd_epi16((__m512i)pairs, _mm512_set1_epi16(1));
+}
+#elif defined(PENSTOCK_DOT_AVX2)
+PENSTOCK_INLINE VecI pair_products(VecI codes, int32_t a) {
+  return (VecI)_mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(a));
+}
+PENSTOCK_INLINE VecI add_pairs(VecI a, VecI b) {
+  return (VecI)_mm256_add_epi16((__m256i)a, (__m256i)b);
+}
+PENSTOCK_INLINE VecI sum_pairs(VecI pairs) {
+  return (VecI)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi16(1));
+}
+#else
 // sum + the dot product of each lane's four unsigned codes with the four signed bytes of `a`.
 PENSTOCK_INLINE VecI dot_bytes(VecI sum, VecI codes, int32_t a) {
 #if defined(PENSTOCK_DOT_VNNI)
   return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(a));
 #elif defined(PENSTOCK_DOT_AVXVNNI)
   return (VecI)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(a));
-#elif defined(PENSTOCK_DOT_AVX512)
-  const __m512i pairs = _mm512_maddubs_epi16((__m512i)codes, _mm512_set1_epi32(a));
-  return sum + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
-#elif defined(PENSTOCK_DOT_AVX2)
-  const __m256i pairs = _mm256_maddubs_epi16((__m256i)codes, _mm256_set1_epi32(a));
-  return sum + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
 #else
   const VecU bytes = (VecU)codes;
   for (int i = 0; i < 4; ++i)
@@ -53,21 +69,20 @@ PENSTOCK_INLINE VecI dot_bytes(VecI sum, VecI codes, int32_t a) {
   return sum;
 #endif
 }
+#endif
 
-// The same for codes that stand for code - 128: the smaller of two signs goes to `a`, so that pairs
+// sum + such a dot product for codes that stand for code - 128: their signs go to `a`, so that pairs
 // fit 16 bits.
 PENSTOCK_INLINE VecI dot_signed(VecI sum, VecI codes, int32_t a) {
   const VecI weights = codes ^ (int32_t)0x80808080;
 #if defined(PENSTOCK_DOT_AVX512)
   const __m512i w = (__m512i)weights, x = _mm512_set1_epi32(a);
   const __m512i turned = _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), __m512i{}, x);
-  const __m512i pairs = _mm512_maddubs_epi16(_mm512_abs_epi8(w), turned);
-  return sum + (VecI)_mm512_madd_epi16(pairs, _mm512_set1_epi16(1));
+  return sum + sum_pairs((VecI)_mm512_maddubs_epi16(_mm512_abs_epi8(w), turned));
 #elif defined(PENSTOCK_DOT_AVX2)
   const __m256i w = (__m256i)weights;
   const __m256i turned = _mm256_sign_epi8(_mm256_set1_epi32(a), w);
-  const __m256i pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), turned);
-  return sum + (VecI)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  return sum + sum_pairs((VecI)_mm256_maddubs_epi16(_mm256_abs_epi8(w), turned));
 #else
   for (int i = 0; i < 4; ++i)
     sum += (weights << (24 - 8 * i) >> 24) * (int32_t)(int8_t)((uint32_t)a >> (8 * i));

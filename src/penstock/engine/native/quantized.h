@@ -50,9 +50,15 @@ PENSTOCK_INLINE int32_t four_codes(const int8_t* code) {
   return word;
 }
 
+// How many products of pairs fit 16 bits, of codes of kBits with bytes up to 127.
+constexpr int pairs_at_once(int kBits) {
+  return kBits == 4 ? 8 : kBits == 5 ? 4 : 2;  // each times 2 * 127 * (2^kBits - 1) <= 32767
+}
+
 // sum[Rows][Strips] += codes [4 * first, 4 * last) of 32 of each strip x those of the rows' blocks.
 template <class F, int Rows, int Strips, int first, int last, class Codes>
 PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, VecI (*sum)[Strips]) {
+  [[maybe_unused]] VecI pairs[Rows][Strips];
 #pragma GCC unroll 8
   for (int v = first; v < last; ++v) {
     VecI codes[Strips];
@@ -63,10 +69,16 @@ PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, Vec
       const int32_t x = four_codes(a[r].code + k + 4 * v);
 #pragma GCC unroll 2
       for (int s = 0; s < Strips; ++s) {
-        if constexpr (F::kBits == 8 && !kDotsWholeBytes)
-          sum[r][s] = dot_signed(sum[r][s], codes[s], x);
-        else
+        if constexpr (!kDotsByPairs) {
           sum[r][s] = dot_bytes(sum[r][s], codes[s], x);
+        } else if constexpr (F::kBits == 8) {
+          sum[r][s] = dot_signed(sum[r][s], codes[s], x);
+        } else {
+          constexpr int at_once = pairs_at_once(F::kBits);
+          const VecI products = pair_products(codes[s], x);
+          pairs[r][s] = v % at_once ? add_pairs(pairs[r][s], products) : products;
+          if ((v + 1) % at_once == 0 || v + 1 == last) sum[r][s] += sum_pairs(pairs[r][s]);
+        }
       }
     }
   }
@@ -75,7 +87,7 @@ PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, Vec
 // What a sum starts with: minus the offset of its codes times the sum of the activations.
 template <class F>
 PENSTOCK_INLINE VecI start_of(int32_t negative_sum) {
-  constexpr bool has_offset = F::kOffset && (F::kBits < 8 || kDotsWholeBytes);
+  constexpr bool has_offset = F::kOffset && (F::kBits < 8 || !kDotsByPairs);
   return has_offset ? splat_int(negative_sum) * F::kOffset : VecI{};
 }
 
