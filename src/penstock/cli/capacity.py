@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -21,11 +22,13 @@ from penstock.cli.simulator import (
     bad_input,
     describe,
     make_server,
+    workers_of,
 )
 from penstock.cli.terminal import one_line, progress
 
 if TYPE_CHECKING:
     from penstock.sim.capacity import MeasuredCapacity
+    from penstock.sim.parallel import Workers
     from penstock.sim.plots import LoadPoint
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
@@ -64,9 +67,9 @@ def capacity(
         typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
     ] = None,
     seed: cli.SeedOption = 0,
-    seeds: Annotated[
-        int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on.")
-    ] = 1,
+    seeds: cli.SeedsOption = 1,
+    workers: cli.WorkersOption = None,
+    ray: cli.RayOption = None,
     plot: cli.PlotOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
@@ -100,10 +103,11 @@ def capacity(
         server.setup(lengths.at(highest * _LEAST))
         if plot is not None:
             check_target(plot)
-    loads = (replace(load, seed=number) for number in range(seed, seed + seeds))
-    found = _search_each(server, loads, highest, targets)
-    if plot is not None:
-        _plot(server, lengths, _mean(found), bound, plot)
+    loads = [replace(load, seed=number) for number in range(seed, seed + seeds)]
+    with workers_of(workers, ray) as pool:
+        found = _search_each(server, loads, highest, targets, pool)
+        if plot is not None:
+            _plot(server, lengths, _mean(found), bound, plot, pool)
     figures = _figures(found, bound)
     if as_json:
         print(json.dumps({**describe(server.base, lengths.workload), **figures}, allow_nan=False))
@@ -158,82 +162,101 @@ def _bound(server: SimulatedServer, workload: Workload) -> float:
 
 
 def _search_each(
-    server: SimulatedServer, loads: Iterable[LoadOptions], highest: float, targets: LatencyTargets
+    server: SimulatedServer,
+    loads: list[LoadOptions],
+    highest: float,
+    targets: LatencyTargets,
+    workers: Workers,
 ) -> list[MeasuredCapacity]:
     """The capacity of every load. A trace that is too short is refused."""
     from penstock.sim.capacity import TooShort
 
+    # A worker for each load; all of them for one that would be the last, alone.
+    num_each = 0 if workers.num == 1 else len(loads) - (len(loads) % workers.num == 1)
+    job = partial(search, server, highest, targets)
+    found = []
     with one_line(TooShort), progress(None, "searching") as advance:
-        return [
-            search(server, LoadedWorkload.of(load).at, highest, targets, lambda: advance(1))
-            for load in loads
-        ]
+        for capacity in workers.map(job, loads[:num_each]):
+            found.append(capacity)
+            advance(1)
+        for load in loads[num_each:]:
+            found.append(job(load, workers, lambda *_: advance(1)))
+    return found
 
 
 def search(
     server: SimulatedServer,
-    workload_at: Callable[[float], Workload],
     highest: float,
     targets: LatencyTargets,
-    on_try: Callable[[], None],
+    load: LoadOptions,
+    workers: Workers | None = None,
+    on_try: Callable[[float, bool], None] | None = None,
 ) -> MeasuredCapacity:
     """Thresholds are planned anew for every load, and a load for which none fit is not sustained.
     The search goes on below its range a few times before it gives up with 0. Raises: TooShort."""
     from penstock.sim import capacity as bisection
-    from penstock.sim.planner import PlanError
+    from penstock.sim.parallel import HERE
 
-    def setup_at(rate: float) -> Setup | None:
-        try:
-            return server.setup(workload_at(rate))
-        except PlanError:
-            return None
-
+    workload_at = LoadedWorkload.of(load).at
     for descent in range(_DESCENTS):
         found = bisection.capacity(
-            setup_at,
+            partial(_setup_at, server, workload_at),
             workload_at,
             highest * _LEAST ** (descent + 1),
             highest * _LEAST**descent,
             criterion=bisection.Criterion(**targets.given),
-            on_try=lambda *_: on_try(),
+            on_try=on_try,
+            workers=workers or HERE,
         )
         if found.requests_per_s > 0:
             break
     return found
 
 
-def measure(
-    server: SimulatedServer, workload_at: Callable[[float], Workload], capacity: float
-) -> list[LoadPoint]:
-    """Whole runs at loads around the capacity; loads without thresholds are left out."""
+def _setup_at(
+    server: SimulatedServer, workload_at: Callable[[float], Workload], rate: float
+) -> Setup | None:
+    """None where no thresholds fit."""
     from penstock.sim.planner import PlanError
+
+    try:
+        return server.setup(workload_at(rate))
+    except PlanError:
+        return None
+
+
+def measure(
+    server: SimulatedServer, workload_at: Callable[[float], Workload], rate: float
+) -> LoadPoint | None:
+    """A whole run; None where no thresholds fit."""
     from penstock.sim.plots import LoadPoint
     from penstock.sim.run import run
 
-    points = []
-    with progress(len(_PLOTTED), "measuring") as advance:
-        for share in _PLOTTED if capacity > 0 else ():
-            workload = workload_at(share * capacity)
-            try:
-                figures = run(server.setup(workload), workload).figures()
-            except PlanError:
-                continue
-            mean = figures["latency_s"]["mean"]
-            throughput = figures["throughput_requests_per_s"]
-            points.append(
-                LoadPoint(share * capacity, throughput, math.nan if mean is None else mean)
-            )
-            advance(1)
-    return points
+    setup = _setup_at(server, workload_at, rate)
+    if setup is None:
+        return None
+    figures = run(setup, workload_at(rate)).figures()
+    mean = figures["latency_s"]["mean"]
+    return LoadPoint(rate, figures["throughput_requests_per_s"], math.nan if mean is None else mean)
 
 
 def _plot(
-    server: SimulatedServer, lengths: LoadedWorkload, capacity: float, bound: float, path: Path
+    server: SimulatedServer,
+    lengths: LoadedWorkload,
+    capacity: float,
+    bound: float,
+    path: Path,
+    workers: Workers,
 ) -> None:
     """Draw what whole runs show around the capacity."""
     from penstock.sim.plots import plot_load
 
-    points = measure(server, lengths.at, capacity)
+    rates = [share * capacity for share in _PLOTTED if capacity > 0]
+    points = []
+    with progress(len(rates), "measuring") as advance:
+        for point in workers.map(partial(measure, server, lengths.at), rates):
+            points += [] if point is None else [point]
+            advance(1)
     title = f"{lengths.workload.name}, {server.base.admission.name}, {server.base.profile.name}"
     with bad_input():
         plot_load(points, capacity, bound, path, title)

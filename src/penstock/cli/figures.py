@@ -42,17 +42,42 @@ _COUNTS = {
 
 def print_side_by_side(runs: dict[str, dict[str, Any]], title: str) -> None:
     """A table with a column for each run, by its name."""
-    rows = [
-        (f"{name}, {_COLUMNS[column]}, s", *(_number(run[key][column]) for run in runs.values()))
-        for key, name in _TIMES.items()
-        for column in ("mean", "p99")
-    ]
-    rows += [
-        (name, *(_number(run[key]) for run in runs.values()))
-        for key, name in _COUNTS.items()
-        if all(key in run for run in runs.values())
-    ]
+    rows = [(name, *map(_number, values)) for _, name, values in _compared([*runs.values()])]
     print_table(title, ("", *runs), rows)
+
+
+def over_seeds(runs: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """The mean of each figure over several runs, with its interval of 95%; what is not known of
+    every run is left out."""
+    from penstock.sim.capacity import Estimate
+
+    known = ((key, values) for key, _, values in _compared(runs) if None not in values)
+    means = {key: Estimate.of([float(v) for v in values if v is not None]) for key, values in known}
+    return {
+        key: {"mean": mean.mean, "interval_95": [mean.low, mean.high]}
+        for key, mean in means.items()
+    }
+
+
+def print_over_seeds(runs: list[dict[str, Any]], title: str) -> None:
+    """A table of the means over several runs."""
+    names = {key: name for key, name, _ in _compared(runs)}
+    rows = [
+        (names[key], *map(_number, (found["mean"], *found["interval_95"])))
+        for key, found in over_seeds(runs).items()
+    ]
+    print_table(title, ("", "mean", "95% from", "to"), rows)
+
+
+def _compared(runs: list[dict[str, Any]]) -> Iterator[tuple[str, str, list[float | None]]]:
+    """Figures that all runs have: the key, the name, and what it is in each."""
+    for key, name in _TIMES.items():
+        for column in ("mean", "p99"):
+            values = [run[key][column] for run in runs]
+            yield f"{key}.{column}", f"{name}, {_COLUMNS[column]}, s", values
+    for key, name in _COUNTS.items():
+        if all(key in run for run in runs):
+            yield key, name, [run[key] for run in runs]
 
 
 def _number(value: float | None) -> str:

@@ -154,6 +154,17 @@ TpotOption = Annotated[
     float | None, typer.Option(help="Target for p99 of the time per output token, in seconds.")
 ]
 SeedOption = Annotated[int, typer.Option(min=0, help="Of lengths, arrivals and acceptance.")]
+SeedsOption = Annotated[int, typer.Option(min=1, help="Repeat with so many seeds, from --seed on.")]
+WorkersOption = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes that work at a time. Default: one for each core."),
+]
+RayOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOST:PORT|auto", help="Work on a Ray cluster instead; needs penstock[ray]."
+    ),
+]
 PlotOption = Annotated[Path | None, typer.Option(metavar="FILE.png", help="Draw it there.")]
 
 PIPELINE_HELP = (

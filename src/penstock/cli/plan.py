@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,11 +18,15 @@ from penstock.cli.simulator import (
     SimulatedServer,
     bad_input,
     make_server,
+    workers_of,
 )
-from penstock.cli.terminal import FinishedRequests, progress
+from penstock.cli.terminal import progress
 
 if TYPE_CHECKING:
+    from penstock.config import PolicyConfig
+    from penstock.sim.parallel import Workers
     from penstock.sim.planner import DeploymentPlan
+    from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
 DEFAULT_REQUESTS = 5000
@@ -54,6 +59,8 @@ def plan(
         int | None, typer.Option(min=2, help=f"To simulate, at most. [{DEFAULT_REQUESTS}]")
     ] = None,
     seed: cli.SeedOption = 0,
+    workers: cli.WorkersOption = None,
+    ray: cli.RayOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Plan a deployment for a workload at its rate.
@@ -85,7 +92,8 @@ def plan(
         )
         shown = made.take(slice(requests or DEFAULT_REQUESTS))
         server.setup(shown)
-    expected = _expected(server, planned, shown, targets)
+    with workers_of(workers, ray) as pool:
+        expected = _expected(server, planned, shown, targets, pool)
     if as_json:
         figures = _figures(planned, offered)
         figures |= {"expected": expected["penstock"], "expected_by_configuration": expected}
@@ -95,25 +103,38 @@ def plan(
 
 
 def _expected(
-    server: SimulatedServer, planned: DeploymentPlan, workload: Workload, targets: LatencyTargets
+    server: SimulatedServer,
+    planned: DeploymentPlan,
+    workload: Workload,
+    targets: LatencyTargets,
+    workers: Workers,
 ) -> dict[str, dict[str, Any]]:
     """Figures of a run of every configuration, under the names of `serve_flags`."""
+    configurations = planned.configurations
+    expected = {}
+    with progress(len(configurations), "simulating") as advance:
+        job = partial(_figures_of, server.base, workload, targets)
+        for name, figures in zip(
+            configurations, workers.map(job, configurations.values()), strict=True
+        ):
+            expected[name] = figures
+            advance(1)
+    return expected
+
+
+def _figures_of(
+    base: Setup, workload: Workload, targets: LatencyTargets, chosen: PolicyConfig
+) -> dict[str, Any]:
     from penstock.core.policies.registry import option_types
     from penstock.sim.run import run
 
-    configurations = planned.configurations
-    expected = {}
-    with progress(len(configurations) * len(workload), "simulating") as advance:
-        for name, chosen in configurations.items():
-            known = option_types("admission", chosen.name)
-            told = {target: s for target, s in targets.given.items() if target in known}
-            admission = chosen.with_defaults(told)
-            setup = replace(server.base, admission=admission)
-            report = run(setup, workload, instruments=(FinishedRequests(advance),))
-            figures = report.figures(targets.ttft_p99, targets.tpot_p99)
-            policy = {"admission": admission.name, "options": admission.options}
-            expected[name] = {**policy, **figures}
-    return expected
+    known = option_types("admission", chosen.name)
+    told = {target: s for target, s in targets.given.items() if target in known}
+    admission = chosen.with_defaults(told)
+    figures = run(replace(base, admission=admission), workload).figures(
+        targets.ttft_p99, targets.tpot_p99
+    )
+    return {"admission": admission.name, "options": admission.options, **figures}
 
 
 def _figures(planned: DeploymentPlan, rate: float) -> dict[str, Any]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.figures import print_figures
+from penstock.cli.figures import over_seeds, print_figures, print_over_seeds
 from penstock.cli.simulator import (
     LatencyTargets,
     LoadOptions,
@@ -17,10 +18,12 @@ from penstock.cli.simulator import (
     bad_input,
     describe,
     make_server,
+    workers_of,
 )
 from penstock.cli.terminal import FinishedRequests, progress
 
 if TYPE_CHECKING:
+    from penstock.sim.parallel import Workers
     from penstock.sim.plots import Sampler
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
@@ -64,16 +67,20 @@ def simulate(
         typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
     ] = None,
     seed: cli.SeedOption = 0,
+    seeds: cli.SeedsOption = 1,
+    workers: cli.WorkersOption = None,
+    ray: cli.RayOption = None,
     plot: cli.PlotOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
-    """One run of a workload through the scheduler, on the virtual clock."""
-    from penstock.sim.plots import check_target, plot_run
+    """One run of a workload through the scheduler, on the virtual clock; or one for each seed."""
+    from penstock.sim.plots import PlotError, check_target, plot_run
     from penstock.sim.servers import deal_to_tenants
 
     targets = LatencyTargets(ttft_p99, tpot_p99)
-    load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
-    with bad_input():
+
+    def prepared(seed: int) -> tuple[Setup, Workload]:
+        load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
         server = make_server(
             profile,
             {"admission": admission, "allocation": allocation, "selection": selection},
@@ -89,11 +96,26 @@ def simulate(
             pipeline=pipeline,
         )
         made = deal_to_tenants(load.make(rate), server.base.draft_servers)
-        setup = server.setup(made)
+        return server.setup(made), made
+
+    with bad_input():
+        runs = [prepared(number) for number in range(seed, seed + seeds)]
         if plot is not None:
+            if seeds > 1:
+                raise PlotError("--plot draws one run: take it without --seeds")
             check_target(plot)
-    figures, sampler = _run(setup, made, targets, is_sampled=plot is not None)
+    setup, made = runs[0]
     title = f"{made.name}, {admission}, {setup.profile.name}"
+    if seeds > 1:
+        with workers_of(workers, ray) as pool:
+            by_seed = _run_each(runs, targets, pool)
+        if as_json:
+            figures = {"over_seeds": over_seeds(by_seed), "by_seed": by_seed}
+            print(json.dumps({**describe(setup, made), **figures}, allow_nan=False))
+            return
+        print_over_seeds(by_seed, f"{title}, {seeds} seeds")
+        return
+    figures, sampler = _run(setup, made, targets, is_sampled=plot is not None)
     if plot is not None and sampler is not None:
         with bad_input():
             plot_run(sampler, plot, title)
@@ -103,8 +125,24 @@ def simulate(
     print_figures(figures, title)
 
 
+def _run_each(
+    runs: list[tuple[Setup, Workload]], targets: LatencyTargets, workers: Workers
+) -> list[dict[str, Any]]:
+    """Figures of every run."""
+    found = []
+    with progress(len(runs), "simulating") as advance:
+        for figures in workers.map(partial(_figures, targets), runs):
+            found.append(figures)
+            advance(1)
+    return found
+
+
+def _figures(targets: LatencyTargets, run: tuple[Setup, Workload]) -> dict[str, Any]:
+    return _run(*run, targets)[0]
+
+
 def _run(
-    setup: Setup, workload: Workload, targets: LatencyTargets, *, is_sampled: bool
+    setup: Setup, workload: Workload, targets: LatencyTargets, *, is_sampled: bool = False
 ) -> tuple[dict[str, Any], Sampler | None]:
     """Figures of a run, and what was seen on the way if it is to be drawn."""
     from penstock.sim.drafters import DrafterCounts

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from penstock.config import PolicyConfig
     from penstock.fluid.step_profile import StepProfile
     from penstock.sim.acceptance import AcceptanceByDrafter
+    from penstock.sim.parallel import Workers
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
@@ -28,6 +29,15 @@ def bad_input() -> AbstractContextManager[None]:
     from penstock.sim.workloads import WorkloadError
 
     return one_line(PolicyError, PlanError, PlotError, ProfileError, WorkloadError, OSError)
+
+
+@contextmanager
+def workers_of(num: int | None, ray: str | None) -> Iterator[Workers]:
+    """What `--workers` and `--ray` say; where that cannot be had, one line and exit code 2."""
+    from penstock.sim.parallel import WorkersError, workers
+
+    with one_line(WorkersError), workers(num, ray) as found:
+        yield found
 
 
 def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[str, PolicyConfig]:

@@ -9,18 +9,25 @@ those of a stable one take each other back, so that it is not taken for a growin
 Within that interval a load above the capacity looks sustained, but no more than the capacity is
 completed in it. So the answer is not the largest such load, it is the work that is completed at it
 each second, which hardly depends on chance, with the Student interval of the same ten spans.
+
+With several workers the loads that the bisection may ask for next are judged beside the one that it
+asks for. What it does not ask for counts for nothing, so the answer is the same.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.stats import t as student
 
+from penstock.sim.parallel import HERE, Workers
 from penstock.sim.run import FloatArray, Report, Setup, run
 from penstock.sim.workloads import Workload
 
@@ -195,8 +202,11 @@ def judge_load(setup: Setup, workload: Workload, criterion: Criterion = Criterio
     return criterion.judge(run(setup, workload, until=float(workload.arrival_time[-1])))
 
 
+SetupAt = Setup | Callable[[float], Setup | None]
+
+
 def capacity(
-    setup: Setup | Callable[[float], Setup | None],
+    setup: SetupAt,
     workload_at: Callable[[float], Workload],
     low: float,
     high: float,
@@ -204,25 +214,45 @@ def capacity(
     criterion: Criterion = Criterion(),
     tolerance: float = 0.005,
     on_try: Callable[[float, bool], None] | None = None,
+    workers: Workers = HERE,
 ) -> MeasuredCapacity:
     """The largest load in requests per second that is sustained, searched between `low` and `high`
     to within a relative `tolerance`, and what is completed at it. `workload_at(rate)` must be the
     same requests at another rate. 0 if not even `low` is; the range is widened upwards where `high`
     still is. A setup that depends on the load is a function of it; None: there is none, so the load
-    is not sustained.
+    is not sustained. With several workers both functions must be such as can be pickled.
 
     Raises: TooShort.
     """
-    search = _Search(setup, workload_at, criterion, on_try)
-    while search.sustains(high):
+    search = _Search(setup, workload_at, criterion, on_try, workers)
+    return search.answer(*search.bisect(low, high, tolerance))
+
+
+def _bisection(
+    low: float, high: float, tolerance: float
+) -> Generator[float, bool, tuple[float, float]]:
+    """Asks whether loads are sustained; returns the largest that is, or 0, and the smallest that is
+    not."""
+    while (yield high):
         low, high = high, 2 * high
     while high - low > tolerance * high:
         middle = 0.5 * (low + high)
-        if search.sustains(middle):
+        if (yield middle):
             low = middle
         else:
             high = middle
-    return search.answer(low if search.sustains(low) else 0.0, high)
+    return (low if (yield low) else 0.0), high
+
+
+def _judge(
+    setup: SetupAt, workload_at: Callable[[float], Workload], criterion: Criterion, rate: float
+) -> tuple[int, LoadVerdict | None]:
+    """The number of requests, and the verdict; None without a setup, or of far too few."""
+    workload = workload_at(rate)
+    if len(workload) < _LEAST_REQUESTS:
+        return len(workload), None
+    server = setup if isinstance(setup, Setup) else setup(rate)
+    return len(workload), None if server is None else judge_load(server, workload, criterion)
 
 
 class _Search:
@@ -230,32 +260,78 @@ class _Search:
 
     def __init__(
         self,
-        setup: Setup | Callable[[float], Setup | None],
+        setup: SetupAt,
         workload_at: Callable[[float], Workload],
         criterion: Criterion,
         on_try: Callable[[float, bool], None] | None,
+        workers: Workers,
     ) -> None:
-        self._setup = setup
-        self._workload_at = workload_at
-        self._criterion = criterion
+        self._job = setup, workload_at, criterion
         self._on_try = on_try
+        self._workers = workers
+        self._begun: dict[float, Future[tuple[int, LoadVerdict | None]]] = {}
         self._tried: dict[float, LoadVerdict | None] = {}
         self._num_requests = 0
 
-    def sustains(self, rate: float) -> bool:
+    def bisect(self, low: float, high: float, tolerance: float) -> tuple[float, float]:
+        """The largest load that is sustained, or 0, and the smallest that is not."""
+        bounds, answers = (low, high, tolerance), list[bool]()
+        search = _bisection(*bounds)
+        load = next(search)
+        while True:
+            others = itertools.islice(self._may_follow(bounds, answers), self._workers.num)
+            answers.append(self.sustains(load, others))
+            try:
+                load = search.send(answers[-1])
+            except StopIteration as end:
+                best, beyond = end.value
+                return best, beyond
+
+    def _may_follow(
+        self, bounds: tuple[float, float, float], answers: Sequence[bool]
+    ) -> Iterator[float]:
+        """The loads that a bisection may ask for after some answers, the soonest first, and of them
+        the highest: a capacity is nearer to the bound than to nothing."""
+        paths = deque([list(answers)])
+        while paths:
+            path = paths.popleft()
+            search = _bisection(*bounds)
+            try:
+                load = next(search)
+                for answer in path:
+                    load = search.send(answer)
+            except StopIteration:
+                continue
+            known = [self.sustains(load)] if load in self._tried else [True, False]
+            paths += [[*path, answer] for answer in known]
+            yield load
+
+    def sustains(self, rate: float, others: Iterable[float] = ()) -> bool:
+        """others: loads to judge meanwhile, if there are workers for them."""
         if rate not in self._tried:
-            self._tried[rate] = self._judge(rate)
+            self._num_requests, verdict = self._judged(rate, list(others))
+            self._refuse_below(_LEAST_REQUESTS)
+            self._tried[rate] = verdict
             if self._on_try is not None:
                 self._on_try(rate, self.sustains(rate))
         verdict = self._tried[rate]
         return verdict is not None and verdict.sustained
 
-    def _judge(self, rate: float) -> LoadVerdict | None:
-        workload = self._workload_at(rate)
-        self._num_requests = len(workload)
-        self._refuse_below(_LEAST_REQUESTS)
-        server = self._setup if isinstance(self._setup, Setup) else self._setup(rate)
-        return None if server is None else judge_load(server, workload, self._criterion)
+    def _judged(self, rate: float, others: Iterable[float]) -> tuple[int, LoadVerdict | None]:
+        self._begin(rate)
+        while not self._begun[rate].done():
+            for load in others:
+                if len(self._unfinished()) < self._workers.num:
+                    self._begin(load)
+            wait(self._unfinished(), return_when=FIRST_COMPLETED)
+        return self._begun[rate].result()
+
+    def _begin(self, rate: float) -> None:
+        if rate not in self._begun:
+            self._begun[rate] = self._workers.submit(_judge, *self._job, rate)
+
+    def _unfinished(self) -> list[Future[tuple[int, LoadVerdict | None]]]:
+        return [judged for judged in self._begun.values() if not judged.done()]
 
     def answer(self, best: float, beyond: float) -> MeasuredCapacity:
         """Between the largest load that is sustained and the smallest that is not.
