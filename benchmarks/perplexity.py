@@ -47,6 +47,7 @@ WITHIN_PEER, WITHIN_BASE = 0.001, 0.005
 _PIECE_CHARS = 1500
 
 OURS, THEIRS = "penstock", "llamacpp"
+THEIR_SCRIPT = WORKERS / "losses_llamacpp.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ def our_losses(path: Path, windows: Iterable[Sequence[int]]) -> Iterator[float]:
 def their_losses(path: Path, windows: Iterable[Sequence[int]], folder: Path) -> Iterator[float]:
     """The same by llama.cpp, in its own environment. Raises: OSError."""
     engine = ENGINES[THEIRS]
-    command = [str(engine.python(folder)), str(WORKERS / "losses_llamacpp.py"), str(path)]
+    command = [str(engine.python(folder)), str(THEIR_SCRIPT), str(path)]
     with subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
@@ -147,7 +148,7 @@ def _key(path: Path, program: str, windows: Sequence[Sequence[int]]) -> str:
     """Of the model's files, the text and the program: what a loss depends on."""
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     parts = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
-    code: list[object] = [ENGINES[THEIRS].installs]
+    code: list[object] = [ENGINES[THEIRS].installs, THEIR_SCRIPT.read_text()]
     if program == OURS:
         libraries = sorted(loading.FOLDER.glob("*.so"))
         code = [hashlib.sha256(p.read_bytes()).hexdigest() for p in libraries]
