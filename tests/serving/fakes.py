@@ -59,6 +59,9 @@ class EchoExecutor:
     def fileno(self) -> int:
         return self._wakeup.fileno()
 
+    def close(self) -> None:
+        """Nothing computes elsewhere."""
+
     def take_broken(self) -> list[str]:
         return []
 

@@ -127,6 +127,9 @@ class LocalExecutor(ABC):
         """Readable when a lane has ended: for whoever waits for other things, too."""
         return self._lanes.wakeup.fileno()
 
+    def close(self) -> None:  # noqa: B027
+        """The last plan is done: end what computes in other processes."""
+
     def take_broken(self) -> list[str]:
         """Drafters that have failed again and again, once each."""
         return self._failures.take()

@@ -275,7 +275,10 @@ def run_engine(connection: Connection, factory: str, config: EngineConfig) -> No
         # What is loaded stays; otherwise every full collection walks it in the middle of a step.
         gc.collect()
         gc.freeze()
-        EngineServer(engine, channel, pulse).serve()
+        try:
+            EngineServer(engine, channel, pulse).serve()
+        finally:
+            engine.executor.close()
 
 
 def _one_line(error: Exception) -> str:

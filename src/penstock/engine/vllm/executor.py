@@ -61,6 +61,9 @@ class VllmExecutor(LocalExecutor):
         most = max(0, min(LONGEST_DRAFT, self.max_model_len - known - 1))
         return token_ids[:most], prob_rows[:most]
 
+    def close(self) -> None:
+        self._vllm.close()
+
     def _drop_table(self, request_id: str) -> None:
         """The next step has another epoch, and all blocks of it."""
 

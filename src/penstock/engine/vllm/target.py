@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import ValidationError
 
 from penstock.config import ConfigError, EngineConfig, VllmConfig
 from penstock.core.types import SamplingParams
@@ -44,7 +45,8 @@ _OWN = (
 )
 """Engine arguments that Penstock sets itself."""
 
-_MOST_OF_A_REASON = 600
+_MOST_OF_A_REASON = 400
+"""Characters: some go on to explain how to install the world."""
 
 
 class VllmTarget(Model):
@@ -72,8 +74,7 @@ class VllmTarget(Model):
         except ConfigError:
             raise
         except Exception as error:
-            reason = one_line(error)[:_MOST_OF_A_REASON]
-            raise ConfigError(f"vLLM cannot serve {config.target}: {reason}") from error
+            raise ConfigError(f"vLLM cannot serve {config.target}: {_reason(error)}") from error
         described = open_checkpoint(config.target).description()
         own = token_ids(described.content.get("eos_token_id"))
         self.eos_token_ids = tuple(dict.fromkeys([*own, *described.eos_token_ids]))
@@ -139,6 +140,10 @@ class VllmTarget(Model):
         decided: list[Decided] = self._executor.sample_tokens(None)
         return decided
 
+    def close(self) -> None:
+        """End the workers."""
+        self._executor.shutdown()
+
     def dummy_run(self, batch: RaggedBatch) -> None:
         self.run(self._dummy_step(batch))
 
@@ -165,6 +170,19 @@ class VllmTarget(Model):
             greedy = SamplingParams(temperature=0.0)
             step.asked.append(Asked(request_id, end - num_draft, greedy, draft, [-1] * num_draft))
         return step
+
+
+def _reason(error: Exception) -> str:
+    """One line; where a setting is not valid, which one and why."""
+    if isinstance(error, ValidationError):
+        found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
+        reason = "; ".join(f"{where}: {what}" if where else what for where, what in found)
+    else:
+        reason = one_line(error)
+    reason = " ".join(reason.split())
+    if len(reason) > _MOST_OF_A_REASON:
+        reason = reason[:_MOST_OF_A_REASON].rpartition(" ")[0] + " ..."
+    return reason
 
 
 def _check_installed() -> None:
