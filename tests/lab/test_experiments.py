@@ -24,6 +24,7 @@ from penstock.lab.experiment import (
 )
 from penstock.lab.papers import spin_fig11, spin_fig12
 from penstock.sim.capacity import MeasuredCapacity
+from penstock.sim.parallel import workers
 from penstock.sim.run import Setup
 
 pytest.importorskip("matplotlib")
@@ -85,6 +86,21 @@ def is_whole(name: str, tmp_path: Path) -> None:
         header, *rows = csv.reader(file)
     assert rows
     assert all(len(row) == len(header) for row in rows)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["goodspeed_theorems", *first_fast(["goodspeed_fig4", "wait_theorems", "spin_fig13"], 0)],
+)
+def test_two_workers_write_what_one_writes(name: str, tmp_path: Path) -> None:
+    found = []
+    for num in (1, 2):
+        out = tmp_path / str(num)
+        out.mkdir()
+        with workers(num) as pool:
+            verdicts = experiments()[name].run(Trial(out, TINY, workers=pool))
+        found.append((verdicts, (out / f"{name}.csv").read_text(encoding="utf-8")))
+    assert found[0] == found[1]
 
 
 def test_a_missing_data_folder_skips_with_a_message(tmp_path: Path) -> None:

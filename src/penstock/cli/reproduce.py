@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from penstock.cli import options as cli
+from penstock.cli.simulator import workers_of
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
@@ -31,7 +33,9 @@ def reproduce(
             help="Folder of measurements. Default: what PENSTOCK_DATA names.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    workers: cli.WorkersOption = None,
+    ray: cli.RayOption = None,
+    as_json: cli.JsonOption = False,
 ) -> None:
     """A paper's figure or table again: PNG, CSV and a verdict for each claim."""
     from penstock.lab.experiment import FULL, QUICK, LabError, Trial, experiments, experiments_named
@@ -47,8 +51,8 @@ def reproduce(
         named = os.environ.get("PENSTOCK_DATA")
         folder = data or (Path(named) if named else None)
         found = []
-        with _progress(len(chosen)) as (tell, advance):
-            job = Trial(out, QUICK if quick else FULL, folder, tell)
+        with workers_of(workers, ray) as pool, _progress(len(chosen)) as (tell, advance):
+            job = Trial(out, QUICK if quick else FULL, folder, tell, pool)
             for entry in chosen:
                 found.append(_outcome(entry, job))
                 if not as_json:

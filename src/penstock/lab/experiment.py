@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import importlib
 import pkgutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from penstock.lab import papers
 from penstock.lab.claims import ClaimVerdict
+from penstock.sim.parallel import HERE, Workers
+
+_R = TypeVar("_R")
 
 
 class LabError(ValueError):
@@ -52,12 +56,32 @@ QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.4, 0.7, 0.9, 1.05), 2, 4)
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One run: where its files go, how much to simulate, the folder of measurements (None: there
-    is none), and whom to tell what is being done."""
+    is none), whom to tell what is being done, and who does it."""
 
     out: Path
     effort: Effort = FULL
     data: Path | None = None
     tell: Callable[[str], None] = lambda _: None
+    workers: Workers = HERE
+
+    def each(
+        self,
+        call: Callable[..., _R],
+        items: Iterable[tuple[Any, ...]],
+        what: Callable[..., str] | None = None,
+    ) -> Iterator[_R]:
+        """`call(*item)` by the workers, for each item in order; before its result, `what(*item)` is
+        told."""
+        listed = list(items)
+        found = self.workers.map(functools.partial(_call, call), listed)
+        for item in listed:
+            if what is not None:
+                self.tell(what(*item))
+            yield next(found)
+
+
+def _call(call: Callable[..., _R], item: tuple[Any, ...]) -> _R:
+    return call(*item)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Effort
 from penstock.lab.report import Plot, draw, write_table
 from penstock.sim.capacity import TooShort, capacity, judge_load
+from penstock.sim.parallel import HERE, Workers
 from penstock.sim.planner import load_bound
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -88,7 +90,11 @@ def options_of(setup: Setup) -> str:
 
 def requests_at(name: str, num_requests: int) -> Callable[[float], Workload]:
     """The same requests at any rate."""
-    return lambda rate: make_workload(name, num_requests=num_requests, rate=rate, seed=SEED)
+    return partial(_requests, name, num_requests)
+
+
+def _requests(name: str, num_requests: int, rate: float) -> Workload:
+    return make_workload(name, num_requests=num_requests, rate=rate, seed=SEED)
 
 
 def bound_of(name: str, num_requests: int) -> float:
@@ -102,7 +108,9 @@ def sustains(setup: Setup, at: Callable[[float], Workload], rate: float) -> bool
     return judge_load(setup, at(rate)).sustained
 
 
-def capacity_of(choice: Candidate, name: str, effort: Effort, least: float = 0.0) -> Sustained:
+def capacity_of(
+    choice: Candidate, name: str, effort: Effort, least: float = 0.0, workers: Workers = HERE
+) -> Sustained:
     """Bisection below 1.1 times the expected capacity and above `least`, which is known to be
     sustained, or a quarter of what is expected: less counts as none. A policy that serves in long
     waves may complete too unevenly for a precise answer: then the estimate counts."""
@@ -111,7 +119,7 @@ def capacity_of(choice: Candidate, name: str, effort: Effort, least: float = 0.0
     if low > least and not sustains(choice.setup, at, low):
         return Sustained(choice.setup, 0.0)
     try:
-        found = capacity(choice.setup, at, low, high, tolerance=effort.tolerance)
+        found = capacity(choice.setup, at, low, high, tolerance=effort.tolerance, workers=workers)
     except TooShort as error:
         if error.estimate is None:
             raise
@@ -125,6 +133,7 @@ def best_of(
     name: str,
     effort: Effort,
     tell: Callable[[str], None] = lambda _: None,
+    workers: Workers = HERE,
 ) -> Sustained | None:
     """The largest capacity over thresholds, in hindsight. First comes the choice of which the fluid
     expects most; up to `effort.tries` others follow, the neighbours of the best so far first, and
@@ -144,7 +153,7 @@ def best_of(
         tell(f"{choice.setup.admission.name} on {name}: {options_of(choice.setup)} ({so_far})")
         if least and not sustains(choice.setup, at, least):
             continue
-        found = capacity_of(choice, name, effort, least)
+        found = capacity_of(choice, name, effort, least, workers)
         if best is None or found.requests_per_s > best.requests_per_s:
             best = found
             if best.requests_per_s:

@@ -118,13 +118,15 @@ Map = dict[Spot, Gains]
 
 def run(job: Trial) -> list[ClaimVerdict]:
     grid = MapGrid.of(job.effort)
-    found: Map = {}
     without = {m: Requests(Spot(m, grid.ratios[0], 0.0), grid) for m in grid.machines}
     none = {m: requests.tokens_per_s(None) for m, requests in without.items()}
-    for spot in grid.spots:
+
+    def what(spot: Spot, *_: object) -> str:
         machine, ratio, contrast = spot
-        job.tell(f"{NAME}: {machine.title}, drafter {ratio:g} of a step, contrast {contrast:g}")
-        found[spot] = measure(spot, grid, none[machine])
+        return f"{NAME}: {machine.title}, drafter {ratio:g} of a step, contrast {contrast:g}"
+
+    gains = job.each(measure, ((spot, grid, none[spot.machine]) for spot in grid.spots), what)
+    found: Map = dict(zip(grid.spots, gains, strict=True))
     everybody = (*CHOOSERS, _CONTROL)
     write_table(
         job.out / f"{NAME}.csv",

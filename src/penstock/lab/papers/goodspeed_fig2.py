@@ -55,10 +55,13 @@ class Forecast:
 
 def run(job: Trial) -> list[ClaimVerdict]:
     rounds = min(_ROUNDS, job.effort.curve_arrivals)
-    curves = {}
-    for budget in _BUDGETS:
-        job.tell(f"{NAME}: C = {budget}")
-        curves[budget] = [curve(budget, rounds, seed) for seed in range(job.effort.repetitions)]
+    seeds = range(job.effort.repetitions)
+    drawn = job.each(
+        curve,
+        ((budget, rounds, seed) for budget in _BUDGETS for seed in seeds),
+        lambda budget, *_: f"{NAME}: C = {budget}",
+    )
+    curves = {budget: [next(drawn) for _ in seeds] for budget in _BUDGETS}
     write_table(
         job.out / f"{NAME}.csv",
         ("C", "seed", "round", "real_tokens", "forecast_tokens"),

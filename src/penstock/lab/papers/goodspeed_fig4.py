@@ -38,15 +38,16 @@ Curves = dict[tuple[int, int], dict[str, FloatArray]]
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
-    curves: Curves = {}
-    for clients, budget in _SETTINGS:
-        job.tell(f"{NAME}: {clients} clients, C = {budget}")
-        curves[clients, budget] = {
-            name: np.stack(
-                [utility(name, clients, budget, seed) for seed in range(job.effort.repetitions)]
-            )
-            for name in _POLICIES
-        }
+    seeds = range(job.effort.repetitions)
+    drawn = job.each(
+        utility,
+        ((name, *where, seed) for where in _SETTINGS for name in _POLICIES for seed in seeds),
+        lambda _, clients, budget, *__: f"{NAME}: {clients} clients, C = {budget}",
+    )
+    curves: Curves = {
+        where: {name: np.stack([next(drawn) for _ in seeds]) for name in _POLICIES}
+        for where in _SETTINGS
+    }
     write_table(
         job.out / f"{NAME}.csv",
         ("clients", "C", "round", *_POLICIES),

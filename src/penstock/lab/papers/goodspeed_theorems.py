@@ -66,12 +66,13 @@ def run(job: Trial) -> list[ClaimVerdict]:
     job.tell(f"{NAME}: fluid paths")
     paths = {start: path_from(start) for start in _STARTS}
     betas = _BETAS[: 3 + min(job.effort.seeds // 4, 3)]
-    samples: dict[str, list[AtBeta]] = {}
-    for kind in _KINDS:
-        samples[kind] = []
-        for beta in betas:
-            job.tell(f"{NAME}: β = {beta:g}, {kind}")
-            samples[kind].append(sample(beta, best, kind, range(min(job.effort.seeds, 2))))
+    seeds = range(min(job.effort.seeds, 2))
+    found = job.each(
+        sample,
+        ((beta, best, kind, seeds) for kind in _KINDS for beta in betas),
+        lambda beta, _, kind, __: f"{NAME}: β = {beta:g}, {kind}",
+    )
+    samples = {kind: [next(found) for _ in betas] for kind in _KINDS}
     write_table(
         job.out / f"{NAME}.csv",
         ("evidence", "beta", "exceeded", "average_error"),

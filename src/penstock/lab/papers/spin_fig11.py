@@ -13,6 +13,7 @@ of other seeds: what that passes would be luck.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -65,13 +66,13 @@ Goodput = dict[tuple[str, str, str], FloatArray]
 def run(job: Trial) -> list[ClaimVerdict]:
     seconds = min(_SECONDS, max(_LEAST_SECONDS, job.effort.curve_arrivals / 1000))
     seeds = SEEDS[: job.effort.repetitions]
-    found: Goodput = {}
-    for target in SPIN_TARGETS:
-        for dataset in DATASETS:
-            job.tell(f"{NAME}: LLaMA-{target}, {dataset}")
-            for policy in POLICIES:
-                rates = [goodput(target, dataset, policy, seconds, s) for s in seeds]
-                found[target, dataset, policy] = np.array(rates)
+    cells = [*itertools.product(SPIN_TARGETS, DATASETS, POLICIES)]
+    rates = job.each(
+        goodput,
+        ((*cell, seconds, seed) for cell in cells for seed in seeds),
+        lambda target, dataset, *_: f"{NAME}: LLaMA-{target}, {dataset}",
+    )
+    found: Goodput = {cell: np.array([next(rates) for _ in seeds]) for cell in cells}
     write_table(
         job.out / f"{NAME}.csv",
         ("target", "dataset", "policy", "seed", "tokens_per_s"),

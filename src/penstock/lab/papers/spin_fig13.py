@@ -77,14 +77,19 @@ _ROWS = StepProfile("rows", 100_000, (0, 1000), (0.020, 2.020))
 
 def run(job: Trial) -> list[ClaimVerdict]:
     rounds = _ROUNDS if job.effort.curve_arrivals >= 1000 else _FEW_ROUNDS
-    curves, controls = {}, {}
+    cases = {}
     for target in (_ROWS, replace(load_profile("a100-llama2-7b"), name="streaming")):
         for workload, requests in _WORKLOADS.items():
             name = f"{target.name}, {workload}"
-            job.tell(f"{NAME}: {name}")
-            curves[name] = curve(target, requests, rounds)
-            job.tell(f"{NAME}: {name}, {_WITHOUT}")
-            controls[name] = curve(target, requests, rounds, _NO_TIME)
+            cases[name] = target, requests, rounds
+    drawn = job.each(curve, cases.values(), lambda target, *_: f"{NAME}: {target.name}")
+    curves = dict(zip(cases, drawn, strict=True))
+    drawn = job.each(
+        curve,
+        ((*case, _NO_TIME) for case in cases.values()),
+        lambda target, *_: f"{NAME}: {target.name}, {_WITHOUT}",
+    )
+    controls = dict(zip(cases, drawn, strict=True))
     write_table(
         job.out / f"{NAME}.csv",
         ("step times, workload", "micro_batches", "tokens_per_s"),
@@ -128,7 +133,7 @@ def drafter(name: str, target: StepProfile, factor: float = 1.0) -> DrafterProfi
     size = SPIN_DRAFTERS[name]
     launch = size.layers / _TARGET_LAYERS * target.linear(1)
     share = size.billions / _TARGET_PARAMETERS
-    if target is _ROWS:
+    if target == _ROWS:
         share = size.layers / _TARGET_LAYERS
     seconds = (launch + share * (target.linear(n) - target.linear(1)) for n in _COUNTS)
     return DrafterProfile(name, _COUNTS, tuple(factor * s for s in seconds))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Effort, Experiment, Trial
@@ -31,6 +31,7 @@ from penstock.lab.thresholds import (
     wait_choice,
     wait_neighbours,
 )
+from penstock.sim.run import Setup
 
 NAME = "wait_fig1_known"
 
@@ -55,7 +56,8 @@ def run(job: Trial) -> list[ClaimVerdict]:
         found[name] = capacities(job, name, bounds[name])
     for name in _PAPER_RATES:
         job.tell(f"{NAME}: curves of {name}")
-        points += [(name, p) for p in _curves(name, found[name], bounds[name], effort)]
+        drawn = job.each(measure, _curves(name, found[name], bounds[name], effort))
+        points += [(name, p) for p in drawn]
     write_table(
         job.out / f"{NAME}_capacity.csv",
         ("workload", "policy", "options", "capacity_requests_per_s", "fluid_bound_requests_per_s"),
@@ -79,20 +81,25 @@ def run(job: Trial) -> list[ClaimVerdict]:
 def capacities(job: Trial, name: str, bound: float) -> dict[str, Sustained]:
     """Best literal WAIT and its rivals, by policy."""
     effort, traffic = job.effort, unit_traffic(name)
-    found: dict[str, Sustained] = {}
-    for rival, guess in rivals(bound).items():
-        job.tell(f"{NAME}: capacity of {rival} on {name}")
-        found[rival] = capacity_of(guess, name, effort)
+    guesses = rivals(bound)
+    measured = job.each(
+        capacity_of,
+        ((guess, name, effort) for guess in guesses.values()),
+        lambda guess, *_: f"{NAME}: capacity of {guess.setup.admission.name} on {name}",
+    )
+    found = dict(zip(guesses, measured, strict=True))
 
     def tell(what: str) -> None:
         job.tell(f"{NAME}: {what}")
 
     planned = planned_wait(traffic, bound)
-    best = best_of(planned, lambda s: wait_neighbours(traffic, s), name, effort, tell)
+    best = best_of(planned, lambda s: wait_neighbours(traffic, s), name, effort, tell, job.workers)
     found["wait"] = best or Sustained(wait_choice(traffic, (1,) * len(traffic)).setup, 0.0)
     if name == "nested":
         choices = nested_choices(traffic, _NESTED_SEGMENTS)
-        nested = best_of(choices, lambda s: nested_neighbours(traffic, s), name, effort, tell)
+        nested = best_of(
+            choices, lambda s: nested_neighbours(traffic, s), name, effort, tell, job.workers
+        )
         if nested is not None:
             found["nested_wait"] = nested
     return found
@@ -187,13 +194,14 @@ def _latency_verdict(points: list[tuple[str, Point]]) -> ClaimVerdict:
     )
 
 
-def _curves(name: str, found: dict[str, Sustained], bound: float, effort: Effort) -> list[Point]:
-    """WAIT with the fluid planner's thresholds for each load, where they fit, else with those of
-    its capacity; rivals as they are."""
+def _curves(
+    name: str, found: dict[str, Sustained], bound: float, effort: Effort
+) -> Iterator[tuple[str, Setup, str, float, int]]:
+    """Points to measure. WAIT with the fluid planner's thresholds for each load, where they fit,
+    else with those of its capacity; rivals as they are."""
     traffic = unit_traffic(name)
     drawn = ("wait", "vllm_v0", "sarathi")
     highest = max(found[policy].requests_per_s for policy in drawn) or bound
-    points = []
     for share in effort.shares:
         rate = share * highest
         planned = planned_thresholds(traffic, rate)
@@ -201,11 +209,8 @@ def _curves(name: str, found: dict[str, Sustained], bound: float, effort: Effort
         setups = {"wait": wait, **{p: found[p].setup for p in ("vllm_v0", "sarathi")}}
         if share == min(effort.shares):
             setups[_UNPLANNED] = found["wait"].setup
-        points += [
-            measure(policy, setup, name, rate, effort.curve_arrivals)
-            for policy, setup in setups.items()
-        ]
-    return points
+        for policy, setup in setups.items():
+            yield policy, setup, name, rate, effort.curve_arrivals
 
 
 EXPERIMENT = Experiment(NAME, "WAIT on known output lengths: throughput and latency", run)

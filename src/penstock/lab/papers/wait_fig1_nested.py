@@ -8,10 +8,9 @@ from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.fluid.traffic import Traffic, scaled
 from penstock.fluid.wait import fractional_wait_thresholds
 from penstock.lab.claims import ClaimVerdict, Measurement, check
-from penstock.lab.experiment import Effort, Experiment, Trial
+from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.loads import (
     Candidate,
-    Point,
     Sustained,
     best_of,
     bound_of,
@@ -48,11 +47,12 @@ def run(job: Trial) -> list[ClaimVerdict]:
     found = _capacities(job, traffic, bound)
     job.tell(f"{NAME}: curves")
     highest = max(s.requests_per_s for s in found.values()) or bound
-    points = [
-        (_WORKLOAD, point)
+    drawn = (
+        (policy, s.setup, _WORKLOAD, share * highest, effort.curve_arrivals)
         for share in effort.shares
-        for point in _points(found, share * highest, effort)
-    ]
+        for policy, s in found.items()
+    )
+    points = [(_WORKLOAD, point) for point in job.each(measure, drawn)]
     write_table(
         job.out / f"{NAME}_capacity.csv",
         ("policy", "capacity_requests_per_s", "fluid_bound_requests_per_s"),
@@ -76,16 +76,18 @@ def _capacities(job: Trial, traffic: Traffic, bound: float) -> dict[str, Sustain
     """Rivals; the literal algorithm with the paper's ten segments, thresholds of one, and with
     fewer, in hindsight; the gated version with ten."""
     effort = job.effort
-    found: dict[str, Sustained] = {}
     fixed = {
         "vllm_v0": Candidate(setup_of("vllm_v0"), 0.5 * bound),
         "sarathi": Candidate(setup_of("sarathi"), 0.7 * bound),
         literal(_SEGMENTS): _literal_ten(traffic),
         gated(_SEGMENTS): _gated_ten(traffic, bound),
     }
-    for policy, choice in fixed.items():
-        job.tell(f"{NAME}: capacity of {policy}")
-        found[policy] = capacity_of(choice, _WORKLOAD, effort)
+    measured = job.each(
+        capacity_of,
+        ((choice, _WORKLOAD, effort) for choice in fixed.values()),
+        lambda choice, *_: f"{NAME}: capacity of {choice.setup.admission.name}",
+    )
+    found = dict(zip(fixed, measured, strict=True))
     for count in _FEWER:
         best = best_of(
             nested_choices(traffic, count),
@@ -93,6 +95,7 @@ def _capacities(job: Trial, traffic: Traffic, bound: float) -> dict[str, Sustain
             _WORKLOAD,
             replace(effort, tries=min(effort.tries, 4)),
             lambda what: job.tell(f"{NAME}: {what}"),
+            job.workers,
         )
         if best is not None:
             found[literal(count)] = best
@@ -116,14 +119,6 @@ def _gated_ten(traffic: Traffic, bound: float) -> Candidate:
     )
     setup = setup_of("nested_wait_gated", segment_ends=ends, thresholds=thresholds)
     return Candidate(setup, _GATED_LOAD * bound)
-
-
-def _points(found: dict[str, Sustained], rate: float, effort: Effort) -> list[Point]:
-    """Everything at one load."""
-    return [
-        measure(policy, s.setup, _WORKLOAD, rate, effort.curve_arrivals)
-        for policy, s in found.items()
-    ]
 
 
 def verdicts(found: dict[str, Sustained], traffic: Traffic) -> list[ClaimVerdict]:

@@ -109,27 +109,35 @@ def _samples(
     samples = []
     for horizon in horizons:
         job.tell(f"{NAME}: {name}, {horizon:g} s")
-        samples.append(sample(setup, rate, horizon, range(job.effort.seeds)))
+        samples.append(sample(job, setup, rate, horizon, range(job.effort.seeds)))
     return samples
 
 
-def sample(setup: Setup, rate: float, horizon_s: float, seeds: Sequence[int]) -> AtHorizon:
+def sample(
+    job: Trial, setup: Setup, rate: float, horizon_s: float, seeds: Sequence[int]
+) -> AtHorizon:
     """Runs that are cut off at a horizon, one for each seed."""
-    gaps, latencies, peaks = [], [], []
-    for seed in seeds:
-        # Arrivals must outlast the horizon, or the end of the run would be served in a drained
-        # system: six standard deviations more of them than are expected.
-        count = int(rate * horizon_s + 6 * (rate * horizon_s) ** 0.5) + 2
-        workload = make_workload(_WORKLOAD, num_requests=count, rate=rate, seed=seed)
-        report = simulate(setup, workload, until=horizon_s)
-        assert workload.arrival_time is not None
-        offered = workload.output_len[workload.arrival_time <= horizon_s].sum()
-        gaps.append((offered - report.num_tokens.sum()) / horizon_s)
-        if len(report.latency):
-            latencies.append(report.latency.mean())
-        peaks.append(report.result.kv_peak_tokens)
-    latency = float(np.mean(latencies)) if latencies else float("nan")
+    runs = [*job.each(_cut_off, ((setup, rate, horizon_s, seed) for seed in seeds))]
+    gaps, latencies, peaks = zip(*runs, strict=True)
+    known = [latency for latency in latencies if latency is not None]
+    latency = float(np.mean(known)) if known else float("nan")
     return AtHorizon(horizon_s, float(np.mean(gaps)), latency, max(peaks))
+
+
+def _cut_off(
+    setup: Setup, rate: float, horizon_s: float, seed: int
+) -> tuple[float, float | None, int]:
+    """The gap, the mean latency, if anything was finished, and the peak of KV tokens."""
+    # Arrivals must outlast the horizon, or the end of the run would be served in a drained
+    # system: six standard deviations more of them than are expected.
+    count = int(rate * horizon_s + 6 * (rate * horizon_s) ** 0.5) + 2
+    workload = make_workload(_WORKLOAD, num_requests=count, rate=rate, seed=seed)
+    report = simulate(setup, workload, until=horizon_s)
+    assert workload.arrival_time is not None
+    offered = workload.output_len[workload.arrival_time <= horizon_s].sum()
+    latency = float(report.latency.mean()) if len(report.latency) else None
+    gap = float((offered - report.num_tokens.sum()) / horizon_s)
+    return gap, latency, report.result.kv_peak_tokens
 
 
 def slope(samples: Sequence[AtHorizon]) -> float:
@@ -228,7 +236,7 @@ def _memory_verdict(job: Trial, found: WaitThresholds, horizon_s: float) -> Clai
 
     def test(memory: int) -> Measurement:
         job.tell(f"{NAME}: memory of {memory} KV tokens")
-        starved = sample(replace(_wait(found), kv_tokens=memory), _RATE, horizon_s, range(1))
+        starved = sample(job, replace(_wait(found), kv_tokens=memory), _RATE, horizon_s, range(1))
         return Measurement(
             f"with {memory:,} KV tokens {starved.gap / offered:.0%} of the tokens are missing "
             f"after {horizon_s:g} s (M* {fluid:,.0f}, M^π {found.kv_tokens:,.0f})",
