@@ -1,11 +1,13 @@
 """Admission policies side by side on the virtual clock.
 
     python -m benchmarks.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
+                                   [--workers N | --ray ADDRESS]
     python -m benchmarks.admission --report [--also FILE...] [--results DIR]
 
 Parts: capacity, order, memory, trace, slo, targets, robust, speed, speculation; without a name,
 all. A line of JSON for each run goes to FILE (default admission.jsonl); what is there already is
-not run again, so that a long comparison can be stopped and continued. `--report` prints tables of
+not run again, so that a long comparison can be stopped and continued. Runs that do not depend on
+each other go to as many processes as there are cores. `--report` prints tables of
 what FILE, and those of `--also`, hold, and writes them as result files.
 
 Capacity is the largest load, by bisection, at which the backlog of Poisson arrivals does not grow
@@ -19,8 +21,9 @@ import argparse
 import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,9 +37,10 @@ from penstock.lab.bench import DATA
 from penstock.lab.cells import Cells, Figures
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.parallel import Workers, workers
 from penstock.sim.planner import load_bound
 from penstock.sim.profiles import load_profile
-from penstock.sim.run import Report, Setup, run
+from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, concatenate, make_workload
 
 SUSTAINED = Criterion()
@@ -74,20 +78,12 @@ FILES = {
 }
 
 
-@dataclass
-class Bench:
-    """Where figures come from and go to."""
+@dataclass(frozen=True)
+class Loads:
+    """Where workloads come from. scale: of the number of arrivals."""
 
-    cells: Cells
     data: Path
-    seeds: range
     scale: float
-
-    def latencies(
-        self, key: str, policy: PolicyConfig, load: Workload, seed: str = "", **setup: Any
-    ) -> None:
-        """Note latencies of a run."""
-        self.cells.measure(key + seed, lambda: latency(run(setup_of(policy, **setup), load)))
 
     def is_there(self, name: str) -> bool:
         return name not in FILES or (self.data / FILES[name]).exists()
@@ -109,33 +105,57 @@ class Bench:
         num = num or max(2000, int(WORKLOADS[name][1] * self.scale))
         return self.poisson(name, num, rate, seed).shuffled(seed)
 
-    def capacity(
-        self,
-        key: str,
-        name: str,
-        policy: PolicyConfig,
-        seed: int,
-        guess: float,
-        criterion: Criterion = SUSTAINED,
-        **changes: Any,
-    ) -> float:
-        """With the arrivals of `seed`; those of seed 0, under `key`, tell where to look: within 3%
-        of theirs, within a third of `guess` where they are not known, and on from there where that
-        was wrong."""
-        setup = setup_of(policy, **changes)
-        first = self.cells.done.get(f"{key}/0", {}).get("capacity", 0.0)
 
-        def search(low: float, high: float) -> float:
-            return capacity(
-                setup,
-                lambda rate: self.arrivals(name, rate, seed),
-                low * (first or guess),
-                high * (first or guess),
-                criterion=criterion,
-                tolerance=0.005,
-            ).requests_per_s
+Batch = dict[str, Callable[[], Figures]]
+"""Cells that do not depend on each other, by key."""
 
-        return (first and search(0.97, 1.03)) or search(0.7, 1.1)
+
+@dataclass(frozen=True)
+class Bench:
+    """Where figures come from and go to."""
+
+    cells: Cells
+    loads: Loads
+    seeds: range
+    workers: Workers
+
+    def measure(self, batch: Batch) -> list[Figures]:
+        return self.cells.measure_all(batch, self.workers)
+
+    def first(self, key: str) -> float:
+        """The capacity with the arrivals of seed 0; 0 where it is not known."""
+        return float(self.cells.done.get(f"{key}/0", {}).get("capacity", 0.0))
+
+    def turns(self) -> tuple[range, range]:
+        """Seed 0 comes first: the others' searches begin where its own ended."""
+        return self.seeds[:1], self.seeds[1:]
+
+
+def capacity_of(
+    loads: Loads,
+    name: str,
+    policy: PolicyConfig,
+    seed: int,
+    guess: float,
+    first: float,
+    criterion: Criterion = SUSTAINED,
+    **changes: Any,
+) -> Figures:
+    """With the arrivals of `seed`: within 3% of `first`, which is what those of seed 0 came to,
+    within a third of `guess` where that is 0, and on from there where it was wrong."""
+    setup = setup_of(policy, **changes)
+
+    def search(low: float, high: float) -> float:
+        return capacity(
+            setup,
+            lambda rate: loads.arrivals(name, rate, seed),
+            low * (first or guess),
+            high * (first or guess),
+            criterion=criterion,
+            tolerance=0.005,
+        ).requests_per_s
+
+    return {"capacity": (first and search(0.97, 1.03)) or search(0.7, 1.1)}
 
 
 def setup_of(policy: PolicyConfig, **changes: Any) -> Setup:
@@ -143,9 +163,9 @@ def setup_of(policy: PolicyConfig, **changes: Any) -> Setup:
     return Setup(admission=policy, **changes)
 
 
-def latency(report: Report) -> Figures:
-    """Means, and beside them what the last requests and the longest prompts pay."""
-    figures = report.figures()
+def latency(policy: PolicyConfig, load: Workload, **setup: Any) -> Figures:
+    """Means of a run, and beside them what the last requests and the longest prompts pay."""
+    figures = run(setup_of(policy, **setup), load).figures()
     longest = figures["by_prompt_len"][-1]
     return {
         "latency": figures["latency_s"]["mean"],
@@ -166,22 +186,17 @@ def latency(report: Report) -> Figures:
 # --- capacity -------------------------------------------------------------------------------------
 
 
-def tuned(bench: Bench, name: str) -> PolicyConfig:
-    """Sarathi with the budget and cap that are best in hindsight: at the load that
+def tuned(loads: Loads, name: str, rate: float) -> Figures:
+    """Sarathi with the budget and cap that are best in hindsight: near the load that
     `fluid_guided` sustains, the lowest mean latency of a grid."""
-    rate = bench.cells.done[f"capacity/{name}/fluid_guided/0"]["capacity"]
-
-    def search() -> Figures:
-        workload = bench.arrivals(name, 0.97 * rate, 1000)
-        means = [
-            (float(run(setup_of(policy), workload).latency.mean()), policy.options)
-            for policy in sarathis(BUDGETS, CAPS)
-            if policy.options["max_num_seqs"] <= policy.options["token_budget"]
-        ]
-        mean, options = min(means, key=lambda pair: pair[0])
-        return {"options": options, "latency": mean}
-
-    return PolicyConfig.of("sarathi", **bench.cells.measure(f"tuned/{name}", search)["options"])
+    workload = loads.arrivals(name, 0.97 * rate, 1000)
+    means = [
+        (float(run(setup_of(policy), workload).latency.mean()), policy.options)
+        for policy in sarathis(BUDGETS, CAPS)
+        if policy.options["max_num_seqs"] <= policy.options["token_budget"]
+    ]
+    mean, options = min(means, key=lambda pair: pair[0])
+    return {"options": options, "latency": mean}
 
 
 def sarathis(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[PolicyConfig]:
@@ -189,83 +204,107 @@ def sarathis(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[Policy
         yield PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)
 
 
-def sustained(
-    bench: Bench, name: str, label: str, policy: PolicyConfig, seed: int, guess: float
-) -> float:
-    key = f"capacity/{name}/{label}"
-    figures = bench.cells.measure(
-        f"{key}/{seed}", lambda: {"capacity": bench.capacity(key, name, policy, seed, guess)}
-    )
-    return float(figures["capacity"])
-
-
-def bound(bench: Bench, name: str) -> float:
+def bound(loads: Loads, name: str) -> Figures:
     """The fluid bound, as `penstock capacity` has it."""
     profile = load_profile("a100-llama2-7b")
-    return load_bound(profile, bench.arrivals(name, 1.0, 0), profile.kv_tokens)
+    return {"requests_per_s": load_bound(profile, loads.arrivals(name, 1.0, 0), profile.kv_tokens)}
 
 
 def part_capacity(bench: Bench) -> None:
     """Capacity, and mean latency at 0.5, 0.8 and 0.95 of the tuned rival's capacity."""
-    for seed, name in itertools.product(bench.seeds, WORKLOADS):
-        if not bench.is_there(name):
-            continue
-        bench.cells.measure(f"bound/{name}", lambda n=name: {"requests_per_s": bound(bench, n)})
-        ours = sustained(bench, name, "fluid_guided", OURS, seed, WORKLOADS[name][0])
-        policies = {"sarathi*": tuned(bench, name), **SHIPPED}
-        del policies["vllm_v1 8192/1024"], policies["guaranteed_no_evict"]
-        rates = {n: sustained(bench, name, n, p, seed, ours) for n, p in policies.items()}
-        everybody = {"fluid_guided": OURS, "sarathi*": policies["sarathi*"], **SHIPPED}
-        for share in (0.5, 0.8, 0.95):
-            workload = bench.arrivals(name, share * rates["sarathi*"], seed)
+    loads = bench.loads
+    names = [name for name in WORKLOADS if loads.is_there(name)]
+    bench.measure({f"bound/{name}": partial(bound, loads, name) for name in names})
+    rivals = {n: p for n, p in SHIPPED.items() if n in ("vllm_v0", "vllm_v1", "sarathi")}
+    for seeds in bench.turns():
+        where = [*itertools.product(seeds, names)]
+
+        def search(label: str, policy: PolicyConfig, name: str, seed: int, guess: float) -> Batch:
+            key = f"capacity/{name}/{label}"
+            first = bench.first(key)
+            job = partial(capacity_of, bench.loads, name, policy, seed, guess, first)
+            return {f"{key}/{seed}": job}
+
+        ours: Batch = {}
+        for seed, name in where:
+            ours |= search("fluid_guided", OURS, name, seed, WORKLOADS[name][0])
+        bench.measure(ours)
+        found = {
+            name: bench.cells.done[f"capacity/{name}/fluid_guided/0"]["capacity"] for name in names
+        }
+        grid = bench.measure({f"tuned/{n}": partial(tuned, loads, n, found[n]) for n in names})
+        best = {
+            n: PolicyConfig.of("sarathi", **g["options"]) for n, g in zip(names, grid, strict=True)
+        }
+        theirs: Batch = {}
+        for seed, name in where:
+            guess = bench.cells.done[f"capacity/{name}/fluid_guided/{seed}"]["capacity"]
+            for label, policy in {"sarathi*": best[name], **rivals}.items():
+                theirs |= search(label, policy, name, seed, guess)
+        bench.measure(theirs)
+        latencies: Batch = {}
+        for (seed, name), share in itertools.product(where, (0.5, 0.8, 0.95)):
+            rate = bench.cells.done[f"capacity/{name}/sarathi*/{seed}"]["capacity"]
+            workload = loads.arrivals(name, share * rate, seed)
+            everybody = {"fluid_guided": OURS, "sarathi*": best[name], **SHIPPED}
             for label, policy in everybody.items():
-                bench.latencies(f"latency/{name}/{share}/{label}", policy, workload, f"/{seed}")
+                key = f"latency/{name}/{share}/{label}/{seed}"
+                latencies[key] = partial(latency, policy, workload)
+        bench.measure(latencies)
+
+
+_FEW = 25_000
 
 
 def part_memory(bench: Bench) -> None:
     """25,000 KV tokens: capacity against the bound, and preemptions at 0.99 of it."""
-    few, profile = 25_000, load_profile("a100-llama2-7b")
-    for seed, name in itertools.product(bench.seeds, ("high", "ten_bins")):
-        lengths = bench.arrivals(name, 1.0, seed)
-        work = output_work(lengths.prompt_len, lengths.output_len)
-        mean_context = work.kv_token_steps / work.decode_steps
-        together = replace(work, min_context=mean_context, max_context=mean_context)
-        bounds = [capacity_bound(profile, w, few).requests_per_s for w in (work, together)]
-        for label in ("fluid_guided", "vllm_v1", "sarathi"):
-            policy = SHIPPED.get(label, OURS)
+    names, labels = ("high", "ten_bins"), ("fluid_guided", "vllm_v1", "sarathi")
+    for seeds in bench.turns():
+        batch: Batch = {}
+        for seed, name, label in itertools.product(seeds, names, labels):
             key = f"memory/{name}/{label}"
+            policy = SHIPPED.get(label, OURS)
+            batch[f"{key}/{seed}"] = partial(
+                short_of_memory, bench.loads, name, policy, seed, bench.first(key)
+            )
+        bench.measure(batch)
 
-            def measure(
-                k: str = key,
-                n: str = name,
-                p: PolicyConfig = policy,
-                s: int = seed,
-                b: Any = bounds,
-            ) -> Figures:
-                found = bench.capacity(k, n, p, s, 0.9 * b[0], kv_tokens=few)
-                at = run(setup_of(p, kv_tokens=few), bench.arrivals(n, 0.99 * found, s, 30_000))
-                return {
-                    "capacity": found,
-                    "over_bound": found / b[0],
-                    "over_bound_at_mean_context": found / b[1],
-                    "preemptions": at.result.num_preemptions,
-                }
 
-            bench.cells.measure(f"{key}/{seed}", measure)
+def short_of_memory(
+    loads: Loads, name: str, policy: PolicyConfig, seed: int, first: float
+) -> Figures:
+    profile = load_profile("a100-llama2-7b")
+    lengths = loads.arrivals(name, 1.0, seed)
+    work = output_work(lengths.prompt_len, lengths.output_len)
+    mean_context = work.kv_token_steps / work.decode_steps
+    together = replace(work, min_context=mean_context, max_context=mean_context)
+    bounds = [capacity_bound(profile, w, _FEW).requests_per_s for w in (work, together)]
+    job = loads, name, policy, seed, 0.9 * bounds[0], first
+    found = capacity_of(*job, kv_tokens=_FEW)["capacity"]
+    at = run(setup_of(policy, kv_tokens=_FEW), loads.arrivals(name, 0.99 * found, seed, 30_000))
+    return {
+        "capacity": found,
+        "over_bound": found / bounds[0],
+        "over_bound_at_mean_context": found / bounds[1],
+        "preemptions": at.result.num_preemptions,
+    }
 
 
 def part_slo(bench: Bench) -> None:
     """The largest load at which p99 of TTFT is at most 1 s and of TPOT 80 ms."""
     targets = {"ttft_p99": 1.0, "tpot_p99": 0.08}
     criterion = Criterion(**targets)
-    policies = {"fluid_guided": ("fluid_guided", targets), **SHIPPED}
+    policies = {"fluid_guided": PolicyConfig.of("fluid_guided", **targets), **SHIPPED}
     guesses = (("conversation", 3.8), ("sharegpt", 0.7))
-    for seed, (name, guess), (label, policy) in itertools.product(
-        bench.seeds, guesses, policies.items()
-    ):
-        key = f"slo/{name}/{label}"
-        job = (key, name, policy, seed, guess, criterion)
-        bench.cells.measure(f"{key}/{seed}", lambda j=job: {"capacity": bench.capacity(*j)})
+    for seeds in bench.turns():
+        batch: Batch = {}
+        for seed, (name, guess), (label, policy) in itertools.product(
+            seeds, guesses, policies.items()
+        ):
+            key = f"slo/{name}/{label}"
+            job = bench.loads, name, policy, seed, guess, bench.first(key), criterion
+            batch[f"{key}/{seed}"] = partial(capacity_of, *job)
+        bench.measure(batch)
 
 
 # --- latency --------------------------------------------------------------------------------------
@@ -289,38 +328,42 @@ def part_order(bench: Bench) -> None:
         for order in ("arrival", "size_aware")
         for label, policy in policies.items()
     }
+    batch: Batch = {}
     for share, seed, name in itertools.product((0.95, 0.8), bench.seeds, QUEUES):
-        if not bench.is_there(name):
+        if not bench.loads.is_there(name):
             continue
         rate, full = QUEUES[name]
-        num = max(2000, int(full * bench.scale))
+        num = max(2000, int(full * bench.loads.scale))
         lengths = long_prompts(seed, num) if name == "long" else name
-        workload = bench.poisson(lengths, num, share * rate, seed)
+        workload = bench.loads.poisson(lengths, num, share * rate, seed)
         for label, policy in (in_order | {"sjf": PolicyConfig.of("sjf")}).items():
-            bench.latencies(f"order/{name}/{share}/{label}", policy, workload, f"/{seed}")
+            batch[f"order/{name}/{share}/{label}/{seed}"] = partial(latency, policy, workload)
+    bench.measure(batch)
 
 
 def part_trace(bench: Bench) -> None:
     """The conversation trace with its own arrivals: as recorded, a fifth faster, and with times
     stretched by a fifth."""
     policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **SHIPPED}
+    batch: Batch = {}
     for name, scale in (("stretched", 1 / 1.2), ("recorded", 1.0), ("faster", 1.2)):
-        workload = make_workload(bench.spec("conversation"), time_scale=scale)
+        workload = make_workload(bench.loads.spec("conversation"), time_scale=scale)
         for label, policy in policies.items():
-            bench.latencies(f"trace/{name}/{label}", policy, workload)
+            batch[f"trace/{name}/{label}"] = partial(latency, policy, workload)
+    bench.measure(batch)
 
 
-def robust_workloads(bench: Bench, seed: int) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
-    num = max(2000, int(20_000 * bench.scale))
+def robust_workloads(loads: Loads, seed: int) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
+    num = max(2000, int(20_000 * loads.scale))
     for rate in (2.5, 4.5):
-        yield f"code {rate}", bench.poisson("code", 8819, rate, seed), {}
+        yield f"code {rate}", loads.poisson("code", 8819, rate, seed), {}
     linear = {"profile": load_profile("paper-linear")}
     for rate in (8.0, 24.0):
-        yield f"code {rate} paper-linear", bench.poisson("code", 8819, rate, seed), linear
+        yield f"code {rate} paper-linear", loads.poisson("code", 8819, rate, seed), linear
     slow = {"profile": load_profile("a100-llama2-7b").slower(0.04)}
     for rate in (12.0, 20.0):
-        yield f"high {rate} +40 ms", bench.arrivals("high", rate, seed, num), slow
-    doubled = bench.poisson("high", num, 18.0, seed, arrivals="poisson@200-800x2")
+        yield f"high {rate} +40 ms", loads.arrivals("high", rate, seed, num), slow
+    doubled = loads.poisson("high", num, 18.0, seed, arrivals="poisson@200-800x2")
     yield "high 18, doubled for ten minutes", doubled, {}
     lengths = concatenate(
         *(
@@ -328,15 +371,18 @@ def robust_workloads(bench: Bench, seed: int) -> Iterator[tuple[str, Workload, d
             for name, s in (("low", seed), ("high", seed + 100))
         )
     )
-    yield "low, then high, 30", bench.poisson(lengths, num, 30.0, seed), {}
+    yield "low, then high, 30", loads.poisson(lengths, num, 30.0, seed), {}
 
 
 def part_robust(bench: Bench) -> None:
     """Mean latency where nothing is as it was: other profiles, bursts, shifting lengths."""
+    batch: Batch = {}
     for seed in bench.seeds:
-        for name, workload, changes in robust_workloads(bench, seed):
+        for name, workload, changes in robust_workloads(bench.loads, seed):
             for label, policy in {"fluid_guided": OURS, **SHIPPED}.items():
-                bench.latencies(f"robust/{name}/{label}", policy, workload, f"/{seed}", **changes)
+                job = partial(latency, policy, workload, **changes)
+                batch[f"robust/{name}/{label}/{seed}"] = job
+    bench.measure(batch)
 
 
 def part_speculation(bench: Bench) -> None:
@@ -346,18 +392,20 @@ def part_speculation(bench: Bench) -> None:
         "always 4": PolicyConfig.of("fixed", k=4),
         "never": PolicyConfig.of("fixed", k=0),
     }
+    batch: Batch = {}
     for seed, rate in itertools.product(bench.seeds, (2.0, 8.0, 16.0, 24.0, 30.0)):
-        workload = bench.arrivals("high", rate, seed, max(400, int(2000 * bench.scale)))
+        num = max(400, int(2000 * bench.loads.scale))
+        workload = bench.loads.arrivals("high", rate, seed, num)
         for label, allocation in variants.items():
-            bench.latencies(
-                f"speculation/{rate}/{label}",
+            batch[f"speculation/{rate}/{label}/{seed}"] = partial(
+                latency,
                 PolicyConfig.of("vllm_v1"),
                 workload,
-                f"/{seed}",
                 allocation=allocation,
                 drafters=("draft",),
                 acceptance=GeometricAcceptance({"draft": 0.7}, seed=1),
             )
+    bench.measure(batch)
 
 
 # --- targets, and the simulator's own speed -------------------------------------------------------
@@ -367,30 +415,28 @@ def part_targets(bench: Bench) -> None:
     """Share of the requests within both targets: `fluid_guided` told of them and not told, and
     Sarathi with the budget and cap of a grid that are best for each load in hindsight."""
     profile = load_profile("a100-llama2-7b")
+    batch: Batch = {}
     for seed in bench.seeds:
-        for case in cases(bench.data / FILES["conversation"], profile, seed):
+        for case in cases(bench.loads.data / FILES["conversation"], profile, seed):
             told = {"ttft_p99": case.ttft_p99, "tpot_p99": case.tpot_p99}
-            for label, policy in {
-                "fluid_guided, told": ("fluid_guided", told),
+            policies = {
+                "fluid_guided, told": PolicyConfig.of("fluid_guided", **told),
                 "fluid_guided": OURS,
-            }.items():
-                bench.cells.measure(
-                    f"targets/{case.name}/{label}/{seed}",
-                    lambda p=policy, c=case: {"within": _within(p, c)},
-                )
-            bench.cells.measure(
-                f"targets/{case.name}/sarathi*/{seed}", lambda c=case: _best_sarathi(c)
-            )
+            }
+            for label, policy in policies.items():
+                batch[f"targets/{case.name}/{label}/{seed}"] = partial(_within, policy, case)
+            batch[f"targets/{case.name}/sarathi*/{seed}"] = partial(_best_sarathi, case)
+    bench.measure(batch)
 
 
-def _within(policy: PolicyConfig, case: Case) -> float:
+def _within(policy: PolicyConfig, case: Case) -> Figures:
     report = run(setup_of(policy, kv_tokens=case.kv_tokens), case.workload)
-    return share_within(report, case.ttft_p99, case.tpot_p99)
+    return {"within": share_within(report, case.ttft_p99, case.tpot_p99)}
 
 
 def _best_sarathi(case: Case) -> Figures:
     found = (
-        {"within": _within(policy, case), "options": policy.options}
+        {**_within(policy, case), "options": policy.options}
         for policy in sarathis((128, *BUDGETS), (8, 32, 128))
     )
     return max(found, key=lambda f: f["within"])
@@ -399,17 +445,18 @@ def _best_sarathi(case: Case) -> Figures:
 def part_speed(bench: Bench) -> None:
     """Requests simulated per second of CPU time."""
     for rate in (10.0, 34.0):
-        workload = bench.arrivals("high", rate, 0, 20_000)
+        workload = bench.loads.arrivals("high", rate, 0, 20_000)
+        # By itself: what runs beside it makes it slower.
+        bench.cells.measure(f"speed/{rate}", partial(speed, workload))
 
-        def measure(w: Workload = workload) -> Figures:
-            best = 0.0
-            for _ in range(3):
-                started = time.process_time()
-                run(setup_of(SHIPPED["sarathi"]), w)
-                best = max(best, len(w) / (time.process_time() - started))
-            return {"requests_per_cpu_s": best}
 
-        bench.cells.measure(f"speed/{rate}", measure)
+def speed(workload: Workload) -> Figures:
+    best = 0.0
+    for _ in range(3):
+        started = time.process_time()
+        run(setup_of(SHIPPED["sarathi"]), workload)
+        best = max(best, len(workload) / (time.process_time() - started))
+    return {"requests_per_cpu_s": best}
 
 
 PARTS = {
@@ -433,6 +480,8 @@ def main() -> None:
     parser.add_argument("--also", type=Path, nargs="+", default=[], help="files to read as well")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--scale", type=float, default=1.0, help="of the number of arrivals")
+    parser.add_argument("--workers", type=int, help="processes; default: one for each core")
+    parser.add_argument("--ray", metavar="ADDRESS", help="work on a Ray cluster instead")
     parser.add_argument("--report", action="store_true", help="tables of what is known")
     parser.add_argument("--results", type=Path, help="folder of result files, for --report")
     given = parser.parse_args()
@@ -440,9 +489,11 @@ def main() -> None:
     if given.report:
         report(cells, given.results)
         return
-    bench = Bench(cells, given.data, range(given.seeds), given.scale)
-    for name in given.parts or PARTS:
-        PARTS[name](bench)
+    loads = Loads(given.data, given.scale)
+    with workers(given.workers, given.ray) as pool:
+        bench = Bench(cells, loads, range(given.seeds), pool)
+        for name in given.parts or PARTS:
+            PARTS[name](bench)
 
 
 if __name__ == "__main__":

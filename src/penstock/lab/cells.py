@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 from penstock.lab.statistics import Interval, interval
+from penstock.sim.parallel import HERE, Workers
 
 Figures = dict[str, Any]
 
@@ -32,15 +33,21 @@ class Cells:
 
     def measure(self, key: str, measure: Callable[[], Figures]) -> Figures:
         """The figures under `key`, measured unless they are known."""
-        if key not in self.done:
-            started = time.process_time()
-            figures = {"key": key, **measure(), "cpu_s": time.process_time() - started}
+        return self.measure_all({key: measure})[0]
+
+    def measure_all(
+        self, cells: Mapping[str, Callable[[], Figures]], workers: Workers = HERE
+    ) -> list[Figures]:
+        """The figures under every key; what is not known is measured by the workers."""
+        missing = {key: measure for key, measure in cells.items() if key not in self.done}
+        for key, measured in zip(missing, workers.map(_timed, missing.values()), strict=True):
+            figures = {"key": key, **measured}
             self.done[key] = figures
             self.dates[key] = date.today()
             with self._out.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(figures) + "\n")
             print(json.dumps(figures), flush=True)
-        return self.done[key]
+        return [self.done[key] for key in cells]
 
     def values(self, key: str, figure: str) -> list[float]:
         """A figure by seed; of a key without seeds, one."""
@@ -61,3 +68,8 @@ class Cells:
         ours, theirs = self.values(key, figure), self.values(rival, figure)
         pairs = list(zip(ours, theirs, strict=False))
         return interval([a / b for a, b in pairs]) if pairs else None
+
+
+def _timed(measure: Callable[[], Figures]) -> Figures:
+    started = time.process_time()
+    return {**measure(), "cpu_s": time.process_time() - started}

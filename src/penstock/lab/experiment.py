@@ -71,12 +71,12 @@ class Trial:
         what: Callable[..., str] | None = None,
     ) -> Iterator[_R]:
         """`call(*item)` by the workers, for each item in order; before its result, `what(*item)` is
-        told."""
-        listed = list(items)
+        told, where that is something new."""
+        listed, told = list(items), ""
         found = self.workers.map(functools.partial(_call, call), listed)
         for item in listed:
-            if what is not None:
-                self.tell(what(*item))
+            if what is not None and (line := what(*item)) != told:
+                self.tell(told := line)
             yield next(found)
 
 
