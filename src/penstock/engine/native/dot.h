@@ -124,9 +124,10 @@ PENSTOCK_INLINE VecF dot_bf16(VecF sum, VecU pairs, uint32_t a) {
 }
 
 // One byte for each lane, widened. Written out: compilers take a converted vector of bytes apart.
+// With a mask, because the intrinsics without one warn.
 PENSTOCK_INLINE VecI load_bytes(const uint8_t* p) {
 #if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm512_cvtepu8_epi32(load_as<__m128i>(p));
+  return (VecI)_mm512_maskz_cvtepu8_epi32(0xffff, load_as<__m128i>(p));
 #elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
   return (VecI)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
@@ -135,7 +136,7 @@ PENSTOCK_INLINE VecI load_bytes(const uint8_t* p) {
 }
 PENSTOCK_INLINE VecI load_bytes(const int8_t* p) {
 #if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm512_cvtepi8_epi32(load_as<__m128i>(p));
+  return (VecI)_mm512_maskz_cvtepi8_epi32(0xffff, load_as<__m128i>(p));
 #elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
   return (VecI)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
 #else
@@ -145,7 +146,7 @@ PENSTOCK_INLINE VecI load_bytes(const int8_t* p) {
 // Two bytes for each lane, each widened to 16 bits.
 PENSTOCK_INLINE VecI load_byte_pairs(const uint8_t* p) {
 #if defined(__AVX512BW__) && !defined(PENSTOCK_PORTABLE)
-  return (VecI)_mm512_cvtepu8_epi16(load_as<__m256i>(p));
+  return (VecI)_mm512_maskz_cvtepu8_epi16(~0u, load_as<__m256i>(p));
 #elif defined(__AVX2__) && !defined(PENSTOCK_PORTABLE)
   return (VecI)_mm256_cvtepu8_epi16(load_as<__m128i>(p));
 #else
@@ -156,7 +157,7 @@ PENSTOCK_INLINE VecI load_byte_pairs(const uint8_t* p) {
 // One float16 number for each lane.
 PENSTOCK_INLINE VecF load_half(const uint16_t* p) {
 #if defined(__AVX512F__) && !defined(PENSTOCK_PORTABLE)
-  return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(p));  // the plain one warns
+  return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(p));  // as in load_bytes
 #elif defined(__F16C__) && !defined(PENSTOCK_PORTABLE)
   return _mm256_cvtph_ps(load_as<__m128i>(p));
 #else
