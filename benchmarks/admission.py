@@ -79,7 +79,7 @@ FILES = {
 
 
 @dataclass(frozen=True)
-class Loads:
+class WorkloadSource:
     """Where workloads come from. scale: of the number of arrivals."""
 
     data: Path
@@ -115,7 +115,7 @@ class Bench:
     """Where figures come from and go to."""
 
     cells: Cells
-    loads: Loads
+    loads: WorkloadSource
     seeds: range
     workers: Workers
 
@@ -132,7 +132,7 @@ class Bench:
 
 
 def capacity_of(
-    loads: Loads,
+    loads: WorkloadSource,
     name: str,
     policy: PolicyConfig,
     seed: int,
@@ -186,7 +186,7 @@ def latency(policy: PolicyConfig, load: Workload, **setup: Any) -> Figures:
 # --- capacity -------------------------------------------------------------------------------------
 
 
-def tuned(loads: Loads, name: str, rate: float) -> Figures:
+def tuned(loads: WorkloadSource, name: str, rate: float) -> Figures:
     """Sarathi with the budget and cap that are best in hindsight: near the load that
     `fluid_guided` sustains, the lowest mean latency of a grid."""
     workload = loads.arrivals(name, 0.97 * rate, 1000)
@@ -204,7 +204,7 @@ def sarathis(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[Policy
         yield PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)
 
 
-def bound(loads: Loads, name: str) -> Figures:
+def bound(loads: WorkloadSource, name: str) -> Figures:
     """The fluid bound, as `penstock capacity` has it."""
     profile = load_profile("a100-llama2-7b")
     return {"requests_per_s": load_bound(profile, loads.arrivals(name, 1.0, 0), profile.kv_tokens)}
@@ -271,7 +271,7 @@ def part_memory(bench: Bench) -> None:
 
 
 def short_of_memory(
-    loads: Loads, name: str, policy: PolicyConfig, seed: int, first: float
+    loads: WorkloadSource, name: str, policy: PolicyConfig, seed: int, first: float
 ) -> Figures:
     profile = load_profile("a100-llama2-7b")
     lengths = loads.arrivals(name, 1.0, seed)
@@ -353,7 +353,9 @@ def part_trace(bench: Bench) -> None:
     bench.measure(batch)
 
 
-def robust_workloads(loads: Loads, seed: int) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
+def robust_workloads(
+    loads: WorkloadSource, seed: int
+) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
     num = max(2000, int(20_000 * loads.scale))
     for rate in (2.5, 4.5):
         yield f"code {rate}", loads.poisson("code", 8819, rate, seed), {}
@@ -489,7 +491,7 @@ def main() -> None:
     if given.report:
         report(cells, given.results)
         return
-    loads = Loads(given.data, given.scale)
+    loads = WorkloadSource(given.data, given.scale)
     with workers(given.workers, given.ray) as pool:
         bench = Bench(cells, loads, range(given.seeds), pool)
         for name in given.parts or PARTS:

@@ -291,7 +291,7 @@ class _Search:
         self, bounds: tuple[float, float, float], answers: Sequence[bool]
     ) -> Iterator[float]:
         """The loads that a bisection may ask for after some answers, the soonest first, and of them
-        the highest: a capacity is nearer to the bound than to nothing."""
+        the likeliest: searches begin where a load is not sustained, and end not far below."""
         paths = deque([list(answers)])
         while paths:
             path = paths.popleft()
@@ -302,7 +302,8 @@ class _Search:
                     load = search.send(answer)
             except StopIteration:
                 continue
-            known = [self.sustains(load)] if load in self._tried else [True, False]
+            likely = [True, False] if path else [False, True]
+            known = [self.sustains(load)] if load in self._tried else likely
             paths += [[*path, answer] for answer in known]
             yield load
 
