@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from benchmarks.peers.checkpoints import PeerCheckpoint
 from benchmarks.peers.engines import PeerEngine
@@ -31,7 +31,7 @@ def planned(
     if not model.is_large or tuner.quick or not asked:
         return targets + [draft for draft in drafts if draft is not None]
     better = [
-        max(replace(target, trial=tuner.at_batch(target)), draft or target, key=_trial)
+        max(target, draft or target, key=_trial)
         for target, draft in zip(targets, drafts, strict=True)
     ]
     chosen = near_the_best(targets) if "target" in asked else []

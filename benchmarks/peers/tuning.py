@@ -13,9 +13,6 @@ from benchmarks.peers.workers_pool import Pool, WorkerError, WorkerSetup
 
 Batches = Sequence[int]
 
-TUNING_BATCH = 8
-"""At which the settings for large models are tried."""
-
 FIRST_LENGTH = 4
 
 
@@ -23,9 +20,8 @@ FIRST_LENGTH = 4
 class PeerTuner:
     """Tries setups of one engine after the other; each trial is kept in `store`.
 
-    A small model's trial is two whole passes, and its settings are tried at every batch size. A
-    large one's is a single short pass, its settings are tried at one batch size, and its drafters
-    with one kind of prompts. quick: the first settings and drafter, nothing tried.
+    A small model's trial is two whole passes, a large one's a single short pass. quick: the first
+    settings and drafter, nothing tried.
     """
 
     pool: Pool
@@ -34,17 +30,15 @@ class PeerTuner:
     on_pass: Callable[[PeerCell], None]
     tried: list[PeerCell] = field(default_factory=list)
     _settings: dict[tuple[str, str, int], PeerCell | None] = field(default_factory=dict)
-    _drafters: dict[tuple[str, str, int], str] = field(default_factory=dict)
 
     def target_cell(self, engine: PeerEngine, model: PeerCheckpoint, batch: int) -> PeerCell:
         """Target-only, with the best settings. Where none can be run, measuring says why."""
         setups = [WorkerSetup(engine, model, s) for s in engine.settings_for(model)]
         if self.quick:
             return PeerCell(setups[0], batch)
-        at = TUNING_BATCH if model.is_large else batch
-        place = engine.name, model.shape, at
+        place = engine.name, model.shape, batch
         if place not in self._settings:
-            self._settings[place] = self._best([self._trial(setup, at) for setup in setups])
+            self._settings[place] = self._best([self._trial(setup, batch) for setup in setups])
         best = self._settings[place]
         if best is None:
             return PeerCell(setups[0], batch)
@@ -59,23 +53,15 @@ class PeerTuner:
         setup = self.target_cell(engine, model, batch).setup
         if self.quick:
             return PeerCell(replace(setup, drafter=drafters[0], draft_tokens=FIRST_LENGTH), batch)
-        known = self._drafters.get((engine.name, model.shape, batch))
         firsts = [
             self._trial(replace(setup, drafter=drafter, draft_tokens=FIRST_LENGTH), batch)
-            for drafter in (drafters if known is None else [known])
+            for drafter in drafters
         ]
         best = self._best(firsts)
         if best is None:
             return None
-        if model.is_large:
-            assert best.setup.drafter is not None
-            self._drafters[engine.name, model.shape, batch] = best.setup.drafter
         best = self._best_length(best)
         return PeerCell(best.setup, batch, trial=best.best)
-
-    def at_batch(self, cell: PeerCell) -> float:
-        """What a target-only cell reaches in a trial at its own batch size."""
-        return 0.0 if self.quick else self._trial(cell.setup, cell.batch).best
 
     def _best_length(self, first: PeerCell) -> PeerCell:
         """From one length to its neighbours, on either side as long as that gains."""

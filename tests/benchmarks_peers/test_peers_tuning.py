@@ -93,30 +93,23 @@ def test_a_length_by_policy_is_always_tried(model: PeerCheckpoint, tmp_path: Pat
     assert cell.setup.draft_tokens == -1
 
 
-def test_settings_of_a_large_model_are_tried_once(model: PeerCheckpoint, tmp_path: Path) -> None:
-    best = LLAMACPP.gguf_settings[2]
-    pool = TellingPool(lambda setup: 2.0 if setup.settings == best else 1.0)
+def test_settings_of_a_large_model_are_tried_at_every_batch_size_by_one_pass(
+    model: PeerCheckpoint, tmp_path: Path
+) -> None:
+    """What is best for one request need not be for many."""
+    best = {batch: LLAMACPP.gguf_settings[i] for batch, i in ((1, 2), (8, 0), (32, 3))}
+    pool = TellingPool(lambda setup: 1.0)
     tuning = tuner(pool, tmp_path)
-    cells = [tuning.target_cell(LLAMACPP, model, batch) for batch in (1, 8, 32)]
-    assert [cell.setup.settings for cell in cells] == [best] * 3
+    for batch, settings in best.items():
+        pool.rate = lambda setup, settings=settings: 2.0 if setup.settings == settings else 1.0
+        assert tuning.target_cell(LLAMACPP, model, batch).setup.settings == settings
     # One request warms up, then one call of the batch.
     sizes = [[len(call) for call in order["calls"]] for order in pool.asked]
-    assert sizes == [[1], [8]] * len(LLAMACPP.gguf_settings)
+    tries = len(LLAMACPP.gguf_settings)
+    assert sizes == [[1], [1] * 4] * tries + [[1], [8]] * tries + [[1], [32]] * tries
     code = replace(model, name="target code")
     assert tuning.target_cell(LLAMACPP, code, 1).setup.model.name == "target code"
     assert len(pool.asked) == len(sizes)
-
-
-def test_other_prompts_take_the_drafter_that_was_best(
-    model: PeerCheckpoint, tmp_path: Path
-) -> None:
-    pool = TellingPool(lambda setup: 2.0 if setup.drafter == "model+ngram" else 1.0)
-    tuning = tuner(pool, tmp_path)
-    tuning.draft_cell(LLAMACPP, model, 4)
-    before = len(tuning.tried)
-    cell = tuning.draft_cell(LLAMACPP, replace(model, name="target code"), 4)
-    assert cell is not None
-    assert {c.setup.drafter for c in tuning.tried[before:]} == {"model+ngram"}
 
 
 def test_trials_are_kept_but_failures_are_not(model: PeerCheckpoint, tmp_path: Path) -> None:
