@@ -10,7 +10,7 @@ import torch
 from penstock.core.learn import Estimators
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.calibrate import calibrate
-from penstock.engine.executor import LocalExecutor
+from penstock.engine.executor import RunnerExecutor
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.runner import ModelRunner
 
@@ -39,7 +39,7 @@ class TimedRunner(ModelRunner):
 
 def calibrated(runner: TimedRunner, budget_s: float = 0.4) -> Estimators:
     estimators = Estimators()
-    calibrate(LocalExecutor(runner, [], runner, 512), estimators, runner, budget_s=budget_s)
+    calibrate(RunnerExecutor(runner, [], runner, 512), estimators, runner, budget_s=budget_s)
     return estimators
 
 
