@@ -91,10 +91,8 @@ def _num_cores() -> int:
 
 @contextmanager
 def _processes(num: int) -> Iterator[Executor]:
-    before, others = (
-        set(multiprocessing.active_children()),
-        {v: os.environ.get(v) for v in _THREADS},
-    )
+    before = set(multiprocessing.active_children())
+    others = {name: os.environ.get(name) for name in _THREADS}
     # Processes that compute on every core by themselves would be in each other's way.
     os.environ |= dict.fromkeys(_THREADS, "1")
     # A new interpreter each: a copy of this process might have threads, or hold locks.
