@@ -354,7 +354,7 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
         line = process.stdout.readline()
         assert line.startswith("penstock: serving on http://127.0.0.1:")
         url = line.split()[-1]
-        body = {"prompt": "Hi", "max_tokens": 5}
+        body = {"prompt": "Hi", "max_tokens": 5, "ignore_eos": True}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=30).status_code == 401
         key = {"Authorization": "Bearer k1"}
         (model,) = httpx.get(f"{url}/v1/models", headers=key, timeout=30).json()["data"]

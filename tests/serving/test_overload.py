@@ -81,7 +81,7 @@ async def test_users_hear_the_same_as_at_the_centre(
     monkeypatch.setattr("penstock.serving.edge._RETRY_S", 0.001)
     verifier = ScriptedVerifier(target_oracle(family["target"]))
     verifier.refuse_opens = code
-    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5}
+    body: dict[str, Any] = {"prompt": PROMPT, "max_tokens": 5, "ignore_eos": True}
     async with edge(verifier, family["near"]) as http:
         answer = await http.post("/v1/completions", json={**body, "n": 2})
         assert answer.status_code == status
