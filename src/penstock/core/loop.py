@@ -110,7 +110,13 @@ class Loop:
         """Take in what has ended, and announce all `outputs`."""
         results = self._executor.collect()
         for result in results:
-            outputs += self._finish(result)
+            plan = self._plans.pop(result.plan_id, None)
+            if plan is None:
+                # A result that was repeated counts once.
+                continue
+            outputs += self.scheduler.update(plan, result)
+            for instrument in self._instruments:
+                instrument.on_result(plan, result)
         if outputs:
             for instrument in self._instruments:
                 for output in outputs:
@@ -138,13 +144,3 @@ class Loop:
                 continue
             executor.submit(plan)
         return submitted, wake_at, stalled
-
-    def _finish(self, result: StepResult) -> list[Output]:
-        """Take in a result, once: a repeated one is ignored."""
-        plan = self._plans.pop(result.plan_id, None)
-        if plan is None:
-            return []
-        outputs = self.scheduler.update(plan, result)
-        for instrument in self._instruments:
-            instrument.on_result(plan, result)
-        return outputs

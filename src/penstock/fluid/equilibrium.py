@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from penstock.fluid.stages import attention_seconds, held_tokens, num_positions, stages_of
+from penstock.fluid.stages import attention_seconds, held_tokens, stages_of
 from penstock.fluid.step_profile import StepProfile
 from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic, offered_throughput
 
@@ -37,7 +37,7 @@ def equilibrium(
     rated = [(t.rate, r.work()) for t, r in zip(traffic, ranges, strict=True)]
     seconds = least_iteration_seconds(
         profile,
-        token_rate=sum(rate * num_positions(work) for rate, work in rated),
+        token_rate=sum(rate * work.num_positions for rate, work in rated),
         attention=sum(rate * attention_seconds(profile, work) for rate, work in rated),
         decodes=any(work.num_decodes for _, work in rated),
     )

@@ -75,10 +75,6 @@ def held_tokens(work: StepWork) -> int:
     return work.num_prefill_tokens + work.num_kv_tokens + work.num_draft_tokens
 
 
-def num_positions(work: StepWork) -> int:
-    return work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
-
-
 def stages_of(
     kind: TrafficType, speculation: Speculation = NO_SPECULATION, wave: int = 1
 ) -> StageRange:
@@ -108,4 +104,4 @@ def iteration_seconds(
 def attention_seconds(profile: StepProfile, work: StepWork) -> float:
     """The part of a step's time that is proportional to how often everything in it is there."""
     fixed = profile.decode_fixed if work.num_decodes else 0.0
-    return profile.seconds(work) - profile.linear(num_positions(work)) - fixed
+    return profile.seconds(work) - profile.linear(work.num_positions) - fixed

@@ -26,6 +26,11 @@ class StepWork(NamedTuple):
     num_kv_tokens: int = 0
     num_draft_tokens: int = 0
 
+    @property
+    def num_positions(self) -> int:
+        """Rows of the step, of whatever kind."""
+        return self.num_prefill_tokens + self.num_decodes + self.num_draft_tokens
+
 
 @dataclass(frozen=True)
 class DrafterProfile:
@@ -99,20 +104,26 @@ class StepProfile:
 
     def linear(self, num_tokens: int) -> float:
         """Seconds of everything but attention over `num_tokens` positions."""
-        return self._linear_of(-(-num_tokens // self.granularity) * self.granularity)
+        known = self._cache.get(num_tokens)
+        if known is None:
+            rounded = -(-num_tokens // self.granularity) * self.granularity
+            known = _interpolate(self.token_counts, self.token_seconds, rounded)
+            self._cache[num_tokens] = known
+        return known
 
     def seconds(self, work: StepWork) -> float:
         """Seconds of a whole step; 0 for an empty one."""
-        tokens = work.num_prefill_tokens + work.num_decodes + work.num_draft_tokens
+        prefill, context, decodes, kv_tokens, drafts = work
+        tokens = prefill + decodes + drafts
         if not tokens:
             return 0.0
         total = self.linear(tokens)
-        if work.num_decodes:
-            total += self.decode_fixed + self.per_decode * work.num_decodes
-            total += self.per_kv_token * work.num_kv_tokens
-        if work.num_prefill_tokens:
-            total += self.per_prefill_token * work.num_prefill_tokens
-            total += self.per_prefill_context * work.prefill_context
+        if decodes:
+            total += self.decode_fixed + self.per_decode * decodes
+            total += self.per_kv_token * kv_tokens
+        if prefill:
+            total += self.per_prefill_token * prefill
+            total += self.per_prefill_context * context
         return total
 
     def decoding(self, num_decodes: int) -> tuple[float, float]:
@@ -143,14 +154,6 @@ class StepProfile:
     @cached_property
     def _cache(self) -> dict[int, float]:
         return {}
-
-    def _linear_of(self, tokens: int) -> float:
-        known = self._cache.get(tokens)
-        if known is None:
-            known = self._cache[tokens] = _interpolate(
-                self.token_counts, self.token_seconds, tokens
-            )
-        return known
 
 
 def _check_table(what: str, counts: Sequence[int], seconds: Sequence[float]) -> None:
