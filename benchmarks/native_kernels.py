@@ -1,7 +1,7 @@
 """Time of one forward pass by rows: the compiled kernels, eager torch, and the machine's floor;
 and what more rows cost in each format of weights.
 
-    python -m benchmarks.native_kernels [--threads N] [--seconds S]
+    python -m benchmarks.native_kernels [--threads N] [--seconds S] [--formats]
 
 The model is a random decoder of 12 M parameters in bfloat16. The floor is what this machine could
 do at best: the weights at the bandwidth of a torch sum over as many bytes, or the multiply-adds at
@@ -9,7 +9,8 @@ the rate of a large torch matrix product, whichever takes longer. All are measur
 many, so that other load on the machine meets each of them alike.
 
 The formats' table has the layers of a model of 1.5 B parameters, a few of them, more than caches
-hold. Its times are of one thread's processor, medians of interleaved rounds.
+hold. Its times are of one thread's processor, medians of interleaved rounds. `--formats` makes that
+table alone.
 """
 
 from __future__ import annotations
@@ -30,12 +31,13 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
-from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
+from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.weights import weight_specs
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.sampling.noise import Salt
 
-FORMATS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K", "BF16")
+GGML = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = (*GGML, *GROUP_FORMATS, "BF16")
 VERIFIED = (1, 2, 3, 5, 9)
 ROUNDS = 15
 ROWS = (1, 2, 5, 8, 16, 40, 64, 160, 512)
@@ -172,6 +174,11 @@ def random_matrix(kind: str, rows: int, columns: int) -> Stored:
     """Random bits: the time does not depend on the values, as long as they are finite."""
     if kind == "BF16":
         return (0.02 * torch.randn(rows, columns)).bfloat16()
+    if kind in GROUP_FORMATS:
+        form = GROUP_FORMATS[kind]
+        codes = torch.randint(256, (rows, columns * form.bits // 8), dtype=torch.uint8)
+        heads = [torch.full((rows, columns // form.size), 1e-4)] * (form.head_bytes // 4)
+        return QuantizedMatrix(kind, rows, columns, form.encode(codes, *heads))
     block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
     data = np.random.default_rng(0).integers(
         256, size=(rows, columns // block, size), dtype=np.uint8
@@ -210,7 +217,7 @@ def format_runner(kind: str) -> tuple[NativeRunner, int]:
 
 def format_table() -> None:
     print("\nlayers of a 1.5 B model; GB/s of weights with one row, and n rows over one")
-    print("format   GB/s " + "".join(f"{rows:8d}" for rows in VERIFIED[1:]))
+    print("format     GB/s " + "".join(f"{rows:8d}" for rows in VERIFIED[1:]))
     for kind in FORMATS:
         runner, num_bytes = format_runner(kind)
         times: dict[int, list[float]] = {rows: [] for rows in VERIFIED}
@@ -222,17 +229,19 @@ def format_table() -> None:
                 times[rows].append(time.thread_time() - start)
         took = {rows: statistics.median(values) for rows, values in times.items()}
         ratios = "".join(f"{took[rows] / took[1]:8.2f}" for rows in VERIFIED[1:])
-        print(f"{kind:6s} {num_bytes / took[1] / 1e9:6.1f} {ratios}", flush=True)
+        print(f"{kind:9s} {num_bytes / took[1] / 1e9:6.1f} {ratios}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=1.5, help="for each line")
+    parser.add_argument("--formats", action="store_true", help="only the table of formats")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    forward_table(arguments.threads, arguments.seconds)
-    draft_table(arguments.threads, min(arguments.seconds, 0.5))
+    if not arguments.formats:
+        forward_table(arguments.threads, arguments.seconds)
+        draft_table(arguments.threads, min(arguments.seconds, 0.5))
     format_table()
 
 

@@ -26,6 +26,11 @@ def covering(*axes: Iterable[Any], strength: int = 2, fast: Iterable[Any] = ()) 
     return [pytest.param(*case, marks=[pytest.mark.slow] * (case not in kept)) for case in product]
 
 
+def slow(*axes: Iterable[Any]) -> list[Any]:
+    """The product of the axes for `parametrize`, all of it slow."""
+    return [pytest.param(*case, marks=pytest.mark.slow) for case in itertools.product(*axes)]
+
+
 def first_fast(values: Iterable[Any], num: int = 1) -> list[Any]:
     """The values for `parametrize`, slow but for the first."""
     return [

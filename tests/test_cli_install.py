@@ -49,6 +49,8 @@ class Absent(MetaPathFinder):
 sys.meta_path.insert(0, Absent())
 import penstock.config
 from penstock.cli import main
+from penstock.core.policies.registry import policies
+policies("admission")  # once for all commands
 
 for i, arguments in enumerate({commands!r}):
     if not os.fork():

@@ -44,6 +44,7 @@ def errors(lines: Iterator[str]) -> list[dict[str, Any]]:
     return [event["error"] for event in events if "error" in event]
 
 
+@pytest.mark.slow
 def test_a_frozen_engine_is_found_out_and_replaced() -> None:
     with running_server(serve_config(LIMIT), SLOW_FACTORY) as server:
         first = server.engine_pid

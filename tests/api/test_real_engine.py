@@ -14,7 +14,7 @@ from tests.products import first_fast
 from tests.serving.harness import RunningServer, running_server
 
 from penstock.config import parse_config
-from penstock.serving.client import LOAD_ENGINE
+from penstock.serving.fork_context import LOAD_ENGINE
 
 PROMPT = "One target, several drafters. "
 

@@ -14,7 +14,7 @@ from tests.engine.small_family import write_family
 from tests.serving.harness import RunningServer, running_server
 
 from penstock.config import ConfigError, parse_config
-from penstock.serving.client import LOAD_ENGINE
+from penstock.serving.fork_context import LOAD_ENGINE
 
 GREEDY = 12
 
@@ -67,6 +67,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return dict(write_family(tmp_path_factory.mktemp("family")))
 
 
+@pytest.mark.slow
 def test_a_quiet_tenant_does_not_wait_for_a_greedy_one(family: dict[str, Path]) -> None:
     with running_server(parse_config(settings(family)), LOAD_ENGINE) as server:
         assert served_before_the_quiet_one(server) <= 4

@@ -39,6 +39,7 @@ def test_no_prompt_comes_twice_and_the_parts_share_no_source(prompts):
     assert not learn & held
 
 
+@pytest.mark.slow
 def test_the_same_prompts_every_time(prompts):
     assert real_prompts() == prompts
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from tests.core.world import Rotating
 from tests.engine.small_family import VOCAB, write_family
-from tests.products import covering
+from tests.products import covering, slow
 
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.kv.blocks import BlockPool
@@ -29,6 +29,7 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 BACKENDS = ("eager", "native", "graphs")
 DRAFTERS = ("same", "near", "far", "ngram")
+DRAFTED = ("none", *DRAFTERS, "rotating")
 SAMPLINGS = {
     "greedy": SamplingParams(temperature=0.0),
     "coupled": SamplingParams(temperature=0.9, verification="coupled"),
@@ -51,7 +52,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_family(tmp_path_factory.mktemp("family"))
 
 
-@pytest.fixture(scope="module", params=BACKENDS)
+@pytest.fixture(scope="module", params=["eager", "native", *slow(["graphs"])])
 def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     engine = load(family, request.param)
     engine.executor.runs_ahead = request.param == "graphs"  # as on a GPU
@@ -169,7 +170,11 @@ def alone(family: dict[str, Path]) -> Alone:
 
 @pytest.mark.parametrize(
     ("engine", "sampling", "drafter", "batch"),
-    covering(BACKENDS, SAMPLINGS, ["none", *DRAFTERS, "rotating"], [1, 8, 32]),
+    [
+        *covering(BACKENDS, SAMPLINGS, DRAFTED, [1, 8]),
+        *covering(["native"], SAMPLINGS, DRAFTED, [32], strength=1),
+        *slow(["eager", "graphs"], SAMPLINGS, DRAFTED, [32]),
+    ],
     indirect=["engine"],
 )
 def test_output_is_the_targets_own(

@@ -31,6 +31,7 @@ def bits(folder: Path, *options: str) -> list[str]:
     return subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("architecture", "flag", "others"),
     [

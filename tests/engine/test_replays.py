@@ -14,6 +14,7 @@ import torch
 from tests.core.world import replace_policies
 from tests.engine.small_family import VOCAB, write_family
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
+from tests.products import covering
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.policies.registry import make_policy
@@ -106,8 +107,7 @@ def replay(drafter: Any, text: TokenBuffer, cuts: Sequence[int]) -> list[Replaye
     return replays
 
 
-@pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(("sampling", "name"), covering(SAMPLINGS, DRAFTERS, strength=1))
 def test_evaluation_counts_what_real_drafts_would_have_had_accepted(
     engine: Engine, sampling: str, name: str
 ) -> None:
@@ -249,8 +249,10 @@ def test_replays_in_every_round_change_no_token(engine: Engine, sampling: str, b
     assert sum(r.num_matched for r in far) < sum(r.num_tokens for r in far)
 
 
-@pytest.mark.parametrize("own_lane", [False, True], ids=["inline", "lanes"])
-@pytest.mark.parametrize("name", ["greedy", "epsilon_greedy", "lbss", "ucb", "replay"])
+@pytest.mark.parametrize(
+    ("name", "own_lane"),
+    covering(["greedy", "epsilon_greedy", "lbss", "ucb", "replay"], [False, True], strength=1),
+)
 def test_no_selection_changes_a_token(engine: Engine, name: str, own_lane: bool) -> None:
     sampling = SAMPLINGS["coupled"]
     alone, _ = run(make_loop(engine), make_requests(sampling, 8, "none"))

@@ -22,14 +22,14 @@ KNOWN: dict[str, str] = json.loads(PLANS.read_text()) if PLANS.exists() else {}
 
 
 def cases() -> list[Any]:
-    """`make test` runs every scenario but three of an admission policy's six: it runs that of long
-    prompts and that of tenants step by step, and the usual prompts counted."""
-    literal = {f"admission {name}, high" for name in LITERAL}
+    """`make test` runs two of an admission policy's six scenarios: tenants step by step, and the
+    usual prompts counted."""
+    literal = {f"admission {name}, {load}" for name in LITERAL for load in ("high", "long")}
     slow = {
         name
         for name in SCENARIOS
         if (name.startswith("counted ") and not name.endswith(", high"))
-        or (name.startswith("admission ") and name.endswith(", high"))
+        or (name.startswith("admission ") and name.endswith((", high", ", long")))
     } - literal
     return [pytest.param(name, marks=[pytest.mark.slow] * (name in slow)) for name in SCENARIOS]
 

@@ -88,9 +88,10 @@ def is_whole(name: str, tmp_path: Path) -> None:
     assert all(len(row) == len(header) for row in rows)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    ["goodspeed_theorems", *first_fast(["goodspeed_fig4", "wait_theorems", "spin_fig13"], 0)],
+    ["goodspeed_theorems", "goodspeed_fig4", "wait_theorems", "spin_fig13"],
 )
 def test_two_workers_write_what_one_writes(name: str, tmp_path: Path) -> None:
     found = []

@@ -23,8 +23,8 @@ from tests.serving.links import Relay, sum_of
 from penstock.api.edge import DraftSettings, serve_drafts
 from penstock.api.server import serve
 from penstock.config import parse_config
-from penstock.serving.client import LOAD_ENGINE
 from penstock.serving.drafting import DrafterOptions
+from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.link import Endpoint
 from penstock.transport import service
 

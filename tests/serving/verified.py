@@ -18,7 +18,7 @@ from penstock.config import parse_config
 from penstock.core.types import NO_DRAFTER, Request, SamplingParams
 from penstock.engine.build import load_engine
 from penstock.engine.tokenizer import load_tokenizer
-from penstock.serving.client import LOAD_ENGINE
+from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.offline import complete
 from penstock.transport.v1 import drafting_pb2 as pb
 

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests.products import first_fast
 
 from penstock.config import PolicyConfig
 from penstock.sim.capacity import MeasuredCapacity, TooShort, capacity
@@ -73,7 +74,7 @@ def test_processes_give_results_in_order() -> None:
         assert {pid for _, pid in pool.map(squared, [3, 1])} == {os.getpid()}
 
 
-@pytest.mark.parametrize("num", [1, 2])
+@pytest.mark.parametrize("num", first_fast([1, 2]))
 def test_an_exception_is_the_job_s_own(num: int) -> None:
     with workers(num) as pool, pytest.raises(TooShort, match=r"^five$") as raised:
         list(pool.map(squared, range(9)))
@@ -98,6 +99,7 @@ def test_a_search_by_several_asks_what_one_would_ask() -> None:
     assert len(alone[1]) > 4
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     """As it comes from a terminal, to all processes, and as `kill` sends it, to one."""
     command = [sys.executable, "-m", "penstock.cli", "capacity", *LOW, "--seeds", "2"]
@@ -169,6 +171,7 @@ def test_a_cluster_that_cannot_be_reached(cli: Cli) -> None:
         assert err.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds", [1, 3])
 def test_capacity_is_the_same_however_many_work(cli: Cli, seeds: int) -> None:
     run = partial(cli, "capacity", *LOW, "--requests", 1000, "--seeds", seeds, "--json")

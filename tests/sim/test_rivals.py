@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.products import first_fast
 
 from penstock.config import PolicyConfig
 from penstock.sim.profiles import load_profile
@@ -46,7 +47,8 @@ def test_guaranteed_no_evict_computes_a_long_prompt_beside_decoding() -> None:
 
 
 @pytest.mark.parametrize(
-    "admission", ["vllm_v0", "vllm_v1", "sarathi", "guaranteed_no_evict", "fluid_guided"]
+    "admission",
+    first_fast(["vllm_v1", "sarathi", "guaranteed_no_evict", "vllm_v0", "fluid_guided"], 3),
 )
 def test_every_rival_takes_the_size_aware_order(admission: str) -> None:
     """On long prompts the order is worth more than anything else."""
@@ -57,7 +59,7 @@ def test_every_rival_takes_the_size_aware_order(admission: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("admission", ["fluid_guided", "sarathi"])
+@pytest.mark.parametrize("admission", first_fast(["fluid_guided", "sarathi"]))
 def test_the_size_aware_order_leaves_the_tail_where_it_was(admission: str) -> None:
     """It halves the mean wait of a long queue; the longest tenth and the last requests pay no more
     than a quarter."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.products import covering, first_fast
+from tests.products import first_fast, slow
 
 from penstock.config import PolicyConfig
 from penstock.core.scheduler import Scheduler
@@ -50,7 +50,7 @@ def served(
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "kv_tokens"), covering(["off", "2"], [2048, 4096], strength=1)
+    ("pipeline", "kv_tokens"), [("off", 2048), *slow(["off"], [4096]), *slow(["2"], [2048, 4096])]
 )
 def test_long_prompts_wait_hardly_longer_than_in_order_of_arrival(
     kv_tokens: int, pipeline: str

@@ -152,6 +152,7 @@ def test_shards_hold_what_one_file_holds(tmp_path):
     assert all(torch.equal(one[name], many[name]) for name in one)
 
 
+@pytest.mark.slow
 def test_command_grows_a_family_that_speculates_as_before(tmp_path, cli):
     out = tmp_path / "family"
     code, stdout, stderr = cli(

@@ -11,8 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.api.errors import ApiError
-from penstock.core.types import AUTO_DRAFTER
-from penstock.transport.checks import MAX_LOGPROBS
+from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS
 
 _MAX_STOPS = 16
 _MAX_CHOICES = 128

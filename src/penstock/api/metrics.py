@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -19,7 +19,9 @@ from prometheus_client.registry import Collector
 from penstock.api.bodies import UNNAMED
 from penstock.core.types import TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
-from penstock.serving.verification import DraftHub
+
+if TYPE_CHECKING:
+    from penstock.serving.verification import DraftHub
 
 _FIRST_TOKEN_S = (
     0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20,

@@ -19,14 +19,15 @@ from fastapi import FastAPI
 
 from penstock.api.app import create_app
 from penstock.api.http import Connection
-from penstock.api.metrics import RequestMeter
-from penstock.config import ConfigError, ServeConfig
-from penstock.serving.client import LOAD_ENGINE, EngineClient
+from penstock.api.metrics import Metrics, RequestMeter
+from penstock.config import ConfigError, DraftersConfig, ServeConfig
+from penstock.serving.client import EngineClient
+from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.intake import RequestClient
-from penstock.serving.verification import DraftHub, VerificationServer
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
+    from penstock.serving.verification import VerificationServer
 
 _CLOSING_S = 5
 """After the grace period: for cancelled requests to say so to their clients."""
@@ -48,7 +49,7 @@ async def serve(
     cannot be loaded.
     """
     with bind(config.host, config.port) as sock:
-        listener = None if config.drafters is None else VerificationServer(config.drafters)
+        listener = None if config.drafters is None else _draft_listener(config.drafters)
         client = EngineClient(
             config.engine, max_waiting=config.max_waiting_requests, factory=factory
         )
@@ -56,17 +57,7 @@ async def serve(
             tokenizer = await _start(client, config.engine.target)
             app = create_app(config, client, tokenizer)
             if listener is not None:
-                metrics = app.state.metrics
-                hub = DraftHub(
-                    client,
-                    metrics.model_name,
-                    tokenizer.digest,
-                    config.engine.tenants,
-                    listener.config,
-                    partial(RequestMeter, metrics),
-                )
-                metrics.follow(hub)
-                await listener.start(hub)
+                await _listen(listener, config, client, app.state.metrics, tokenizer)
                 announce_drafters(listener.address)
             server = HttpServer(
                 app, client, config, lambda: announce(address_of(config.host, sock))
@@ -79,6 +70,35 @@ async def serve(
             if listener is not None:
                 await listener.close()
             await client.close()
+
+
+def _draft_listener(config: DraftersConfig) -> VerificationServer:
+    # gRPC takes a while, and most servers have no draft servers.
+    from penstock.serving.verification import VerificationServer
+
+    return VerificationServer(config)
+
+
+async def _listen(
+    listener: VerificationServer,
+    config: ServeConfig,
+    client: EngineClient,
+    metrics: Metrics,
+    tokenizer: Tokenizer,
+) -> None:
+    """Let draft servers connect."""
+    from penstock.serving.verification import DraftHub
+
+    hub = DraftHub(
+        client,
+        metrics.model_name,
+        tokenizer.digest,
+        config.engine.tenants,
+        listener.config,
+        partial(RequestMeter, metrics),
+    )
+    metrics.follow(hub)
+    await listener.start(hub)
 
 
 async def _start(client: EngineClient, path: Path) -> Tokenizer:

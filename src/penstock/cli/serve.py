@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.engines import (
+    NATIVE,
     EngineArgOption,
     EngineOption,
     QuantizationOption,
@@ -141,10 +142,14 @@ def serve(
     """Serve a target model over the OpenAI API, with speculative decoding by drafters."""
     import asyncio
 
+    from penstock.serving.fork_context import preload
+
+    if config is None and device in (None, "cpu") and engine in (None, NATIVE):
+        # PyTorch takes as long as all that this process has to do until it starts an engine.
+        preload()
     from penstock.cli.models import settings_in, with_models
     from penstock.config import ConfigError, parse_config, read_yaml
-    from penstock.serving.client import LOAD_ENGINE
-    from penstock.serving.process import EngineFailed, preload
+    from penstock.serving.process import EngineFailed, is_forked
 
     with one_line(ConfigError, EngineFailed):
         settings = read_yaml(config) if config is not None else {}
@@ -178,8 +183,9 @@ def serve(
         )
         parsed = parse_config({**settings, "engine": models})
 
-        # What takes seconds to import comes after everything that can be wrong.
-        preload(LOAD_ENGINE, parsed.engine)
+        if is_forked(parsed.engine):
+            preload()
+        # What takes seconds to import here comes after everything that can be wrong.
         from penstock.api import server
         from penstock.api.http import configure_logging
 

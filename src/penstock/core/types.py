@@ -36,6 +36,10 @@ class FinishReason(StrEnum):
     ERROR = "error"
 
 
+MAX_LOGPROBS = 20
+"""Most alternatives whose log-probabilities are told beside a token's own."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the target's distribution is shaped, and which verification keeps it.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.config import EngineConfig
 from penstock.core.types import Arrive, Cancel, Event, Request
+from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.intake import EngineUnavailable, RequestClient, WaitingRoom
 from penstock.serving.messages import (
     AuditFinding,
@@ -23,9 +24,6 @@ from penstock.serving.process import Supervisor
 
 if TYPE_CHECKING:
     from penstock.serving.verification import DraftHub
-
-LOAD_ENGINE = "penstock.engine.build:load_engine"
-"""The factory of the real engine; named, so that only its own process imports torch."""
 
 _STATS_WAIT_S = 1.0
 _DIED = (

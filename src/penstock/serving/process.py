@@ -10,12 +10,12 @@ import multiprocessing
 import pickle
 import socket
 from collections.abc import Callable
-from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import TYPE_CHECKING, Self
 
 from penstock.config import EngineConfig
+from penstock.serving.fork_context import fork_context
 from penstock.serving.messages import HEADER, Failed, Heartbeat, Ready, Stop, frame
 from penstock.serving.worker import HEARTBEATS_PER_TIMEOUT, run_engine
 
@@ -42,23 +42,15 @@ class EngineFailed(Exception):
     """The engine could not be loaded; one line."""
 
 
+def is_forked(config: EngineConfig) -> bool:
+    """Whether an engine's process comes from the one that has the libraries. On a GPU each imports
+    its own, since none that has touched the driver may be forked; and vLLM starts its own
+    processes."""
+    return config.device == "cpu" and config.vllm is None
+
+
 def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerContext:
-    """Where processes come from. Importing the libraries is most of an engine's start: they are
-    imported once, in a process from which each engine is forked. On a GPU each imports its own,
-    since no library that has touched the driver may be forked; and vLLM starts its own processes.
-    """
-    if config.device != "cpu" or config.vllm is not None:
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["penstock.serving.fork_server", factory.partition(":")[0]])
-    return context
-
-
-def preload(factory: str, config: EngineConfig) -> None:
-    """Begin to import an engine's libraries, beside what this process does until it starts one."""
-    context = _context(factory, config)
-    if isinstance(context, ForkServerContext):
-        forkserver.ensure_running()
+    return fork_context(factory) if is_forked(config) else multiprocessing.get_context("spawn")
 
 
 class EngineProcess:

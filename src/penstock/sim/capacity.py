@@ -25,7 +25,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.stats import t as student
+from scipy.special import stdtrit
 
 from penstock.sim.parallel import HERE, Workers
 from penstock.sim.run import FloatArray, Report, Setup, run
@@ -67,7 +67,7 @@ class Estimate:
         if num < 2:
             return cls(float(np.mean(values)), math.nan)
         error = float(np.std(values, ddof=1)) / math.sqrt(num)
-        return cls(float(np.mean(values)), float(student.ppf(0.975, num - 1)) * error)
+        return cls(float(np.mean(values)), float(stdtrit(num - 1, 0.975)) * error)
 
     @property
     def low(self) -> float:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from penstock.core.types import MAX_LOGPROBS
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
 
@@ -20,9 +21,6 @@ PROTOCOL_VERSION = 2
 
 ASSIGNED_PREFIX = "@"
 """First character of the ids that the verification server gives to requests of central ingress."""
-
-MAX_LOGPROBS = 20
-"""Most alternatives whose log-probabilities are told beside a token's own."""
 
 _MAX_ID_CHARS = 64
 _MAX_NAME_CHARS = 256

@@ -143,7 +143,7 @@ def test_mostly_the_next_round_is_under_way_when_it_is_planned(
 
 @pytest.mark.parametrize(
     ("drafter", "kv_tokens", "seed"),
-    covering(["near", "switching", "rotating"], [32 * 256, 30 * 16], range(2)),
+    covering(["near", "switching", "rotating"], [32 * 256, 30 * 16], range(2), strength=1),
 )
 def test_whatever_the_plan_asks_for(
     engine: Engine, executor: GraphExecutor, drafter: str, seed: int, kv_tokens: int

@@ -29,6 +29,8 @@ from penstock.engine.gpu.graphs import GraphRunner
 from penstock.engine.models import random as random_models
 from penstock.serving.offline import complete
 
+pytestmark = pytest.mark.slow  # `test_graphs` and `test_ahead` run the same code uncaptured
+
 DRAFTERS = ("same", "near", "far")
 
 
@@ -148,7 +150,6 @@ def test_negative_control_a_look_at_the_device_is_caught(
         texts(engine, "greedy", NO_DRAFTER)
 
 
-@pytest.mark.slow
 def test_the_benchmark_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -164,7 +165,6 @@ def test_the_benchmark_runs(
     assert all(row["passed"] is not False for row in rows if row["item"] == "numerics")
 
 
-@pytest.mark.slow
 def test_a_profile_is_measured(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -70,6 +70,7 @@ def test_every_item_can_be_rehearsed(
     assert all(row["low"] <= row["median"] <= row["high"] for row in rows if row["median"])
 
 
+@pytest.mark.slow
 def test_wrong_numerics_end_it(
     setting: gpu.GpuSetting, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

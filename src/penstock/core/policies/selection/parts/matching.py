@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import linear_sum_assignment
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -31,6 +30,9 @@ def assign(
     table[:, -1] = alone
     best = table.argmax(axis=1)
     if (np.bincount(best, minlength=num_drafters + 1) > places).any():
+        # Half a second of imports that most servers never need: all places are seldom taken.
+        from scipy.optimize import linear_sum_assignment
+
         finite = np.isfinite(table)
         # Less than anything else could make up for, but a number, as rows must have.
         never = -1.0 - 2 * num_requests * float(np.abs(table[finite]).max(initial=0.0))
