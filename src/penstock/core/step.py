@@ -48,11 +48,22 @@ class Step:
     stalled: why nothing can ever run again unless a request is cancelled or another arrives.
     """
 
-    num_tokens = 0
-    num_reserved = 0
-    num_preempted = 0
-    wake_at: float | None = None
-    stalled: str | None = None
+    __slots__ = (
+        "_ctx",
+        "_table",
+        "decoding",
+        "learn",
+        "now",
+        "num_preempted",
+        "num_reserved",
+        "num_tokens",
+        "pool",
+        "running",
+        "scheduled",
+        "stalled",
+        "waiting",
+        "wake_at",
+    )
 
     def __init__(self, ctx: Context, now: float) -> None:
         self._ctx = ctx
@@ -64,6 +75,9 @@ class Step:
         self.now = now
         self.scheduled: dict[str, ScheduledTokens] = {}
         self.decoding: list[DecodeGroup] = []
+        self.num_tokens = self.num_reserved = self.num_preempted = 0
+        self.wake_at: float | None = None
+        self.stalled: str | None = None
 
     # --- who is there ---------------------------------------------------------------------------
 

@@ -84,7 +84,7 @@ def simulate(
     loop = Loop(scheduler, executor, clock, (recorder, *instruments))
     timeline = _Timeline(requests, events, executor)
     remote = executor.remote
-    stalled = None
+    stalled, is_busy = None, False
     while (now := clock.now()) <= until:
         due: list[Event] = []
         if remote.next_time <= now:
@@ -94,14 +94,15 @@ def simulate(
             for event in due:
                 if isinstance(event, Arrive):
                     _expect(recorder.records, event.request)
-        is_busy = executor.num_busy == len(scheduler.lanes)
-        if is_busy and loop.take_in(due):
-            is_busy, due = False, []
         # With every lane busy a turn could not start anything.
-        turn = None if is_busy else loop.turn(due)
-        if turn is not None and (
-            turn.collected or (turn.submitted and executor.num_busy < len(scheduler.lanes))
-        ):
+        turn = None
+        if not is_busy:
+            turn = loop.turn(due)
+        elif loop.take_in(due):
+            turn = loop.turn([])
+        if turn is not None or due:
+            is_busy = executor.num_busy == len(scheduler.lanes)
+        if turn is not None and (turn.collected or (turn.submitted and not is_busy)):
             continue
         coming, completion = min(timeline.next_time, remote.next_time), executor.next_completion
         if completion is not None and completion < coming:
