@@ -14,6 +14,7 @@ import ast
 import hashlib
 import itertools
 import json
+import os
 import sys
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -182,7 +183,11 @@ def _tables(part: Part, modules: list[_Module]) -> Iterator[RealPrompt]:
 
 def _files() -> Iterator[tuple[str, Path]]:
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in sorted(root.rglob("*.py")):
+    found = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [f for f in folders if f not in _SKIPPED]
+        found += [Path(folder, name) for name in names if name.endswith(".py")]
+    for path in sorted(found):
         parts = path.relative_to(root).with_suffix("").parts
         name = ".".join(p for p in parts if p != "__init__")
         if (

@@ -49,6 +49,7 @@ def test_what_runs_is_finished_and_nothing_new_is_taken(sig: signal.Signals) -> 
         eventually(lambda: not psutil.pid_exists(engine))
 
 
+@pytest.mark.slow
 def test_what_outlasts_the_grace_period_ends_with_an_error() -> None:
     with server_process(SLOW_FACTORY, shutdown_grace_s=0.2) as (process, url):
         body = {**BODY, "max_tokens": 500}

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.engine.small_family import write_family
+from tests.products import first_fast
 from tests.serving.harness import RunningServer, running_server
 
 from penstock.config import ConfigError, parse_config
@@ -86,7 +87,7 @@ def most_running(server: RunningServer, stop: threading.Event) -> float:
     return most
 
 
-@pytest.mark.parametrize("fairness", [False, True])
+@pytest.mark.parametrize("fairness", first_fast([True, False]))
 def test_a_limit_of_running_requests(family: dict[str, Path], fairness: bool) -> None:
     given = settings(family, greedy={"max_running_requests": 1}, fairness=fairness)
     stop = threading.Event()
