@@ -134,6 +134,13 @@ class ModelsConfig(_Model):
         """What the target is called unless a name is given: its folder's or its file's."""
         return self.target.name.removesuffix(".gguf")
 
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
+            raise ValueError(f"{device!r} is unknown; allowed: cpu, cuda, cuda:N")
+        return device
+
     @field_validator("drafters")
     @classmethod
     def _names(cls, drafters: dict[str, str]) -> dict[str, str]:
