@@ -11,7 +11,7 @@ LOAD_ENGINE = "penstock.engine.build:load_engine"
 """The factory of the real engine; named, so that only its own process imports torch."""
 
 
-def fork_context(factory: str = LOAD_ENGINE) -> ForkServerContext:
+def fork_context(factory: str) -> ForkServerContext:
     """Importing the libraries is most of an engine's start: they are imported once, in a process
     from which each engine is forked. factory: "package.module:function", which builds it."""
     context = multiprocessing.get_context("forkserver")
@@ -19,7 +19,8 @@ def fork_context(factory: str = LOAD_ENGINE) -> ForkServerContext:
     return context
 
 
-def preload(factory: str = LOAD_ENGINE) -> None:
-    """Begin to import them, beside what this process does until it starts an engine."""
-    fork_context(factory)
+def preload() -> None:
+    """Begin to import the real engine's libraries, beside what this process does until it starts
+    one."""
+    fork_context(LOAD_ENGINE)
     forkserver.ensure_running()

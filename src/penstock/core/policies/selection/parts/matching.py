@@ -30,7 +30,7 @@ def assign(
     table[:, -1] = alone
     best = table.argmax(axis=1)
     if (np.bincount(best, minlength=num_drafters + 1) > places).any():
-        # Half a second of imports that most servers never need: all places are seldom taken.
+        # A third of a second of imports, once; most servers limit no drafter and never come here.
         from scipy.optimize import linear_sum_assignment
 
         finite = np.isfinite(table)
