@@ -80,6 +80,7 @@ class NativeRunner(ModelRunner):
         self._cache = _allocate_cache(layout, kv_dtype, num_blocks, block_size)
         self._error = ctypes.create_string_buffer(c.ERROR_BYTES)
         self._model = self._create(num_threads)
+        self._thread_limit = num_threads
         weakref.finalize(self, self._library.penstock_destroy, self._model)
 
     @classmethod
@@ -109,7 +110,9 @@ class NativeRunner(ModelRunner):
             return cls(config, weights, dtype, num_blocks, block_size, num_threads)
 
     def limit_threads(self, num_threads: int) -> None:
-        self._library.penstock_limit_threads(self._model, num_threads)
+        if num_threads != self._thread_limit:
+            self._library.penstock_limit_threads(self._model, num_threads)
+            self._thread_limit = num_threads
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
         """Raises ValueError for a batch that does not fit model or cache."""
@@ -208,11 +211,14 @@ class NativeRunner(ModelRunner):
     def propose(
         self, first: RaggedBatch, limits: IntArray, params: SamplingRows, ratio: BoolArray
     ) -> Drafts | None:
-        salts = np.where(ratio, int(Salt.DRAFT), int(Salt.TARGET)).astype(np.int32)
-        starts = first.seq_lens.astype(np.int64)
-        seeds = np.where(ratio, draft_seeds(params.seed, starts), params.seed)
+        salts = np.full(len(limits), Salt.TARGET, dtype=np.int32)
+        seeds, is_any_ratio = params.seed, bool(ratio.any())
+        if is_any_ratio:
+            salts[ratio] = Salt.DRAFT
+            starts = first.seq_lens.astype(np.int64)
+            seeds = np.where(ratio, draft_seeds(params.seed, starts), params.seed)
         drafted = self.draft(
-            first, limits, params.temperature, seeds, salts, return_logits=bool(ratio.any())
+            first, limits, params.temperature, seeds, salts, return_logits=is_any_ratio
         )
         tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
         prob_rows = [[-1] * len(t) for t in tokens]
