@@ -6,8 +6,12 @@ import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
 from tests.core.world import World, make_request, make_scheduler
 
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.learn import Estimators
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.types import TARGET
+from penstock.core.scheduler import Scheduler
+from penstock.core.types import TARGET, Arrive
+from penstock.fluid.step_profile import PAPER_LINEAR
 
 DRAFTER = ToyDrafter("d", accuracy=1.0)
 
@@ -54,6 +58,25 @@ def test_no_more_than_max_num_seqs_run() -> None:
     assert [n for n, _ in scheduled(world)] == ["a", "b"]
     world.run()
     world.check_outputs()
+
+
+@pytest.mark.parametrize("policy", ["vllm_v1", "guaranteed_no_evict", "fluid_guided"])
+def test_no_policy_admits_more_than_the_executor_has_room_for(policy: str) -> None:
+    pool = BlockPool(1000, 4)
+    scheduler = Scheduler(
+        pool,
+        [],
+        admission=make_policy("admission", policy),
+        selection=make_policy("selection", "single"),
+        allocation=make_policy("allocation", "fixed"),
+        max_model_len=256,
+        learn=Estimators(PAPER_LINEAR),
+        max_num_seqs=2,
+    )
+    for i in range(5):
+        scheduler.apply(Arrive(make_request(str(i), seed=i)), 0.0)
+    assert len(scheduler.schedule(1.0).items) == 2
+    assert len(scheduler.table.running) == 2
 
 
 def test_the_newest_is_preempted_and_comes_back_first() -> None:

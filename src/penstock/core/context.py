@@ -23,7 +23,9 @@ class Context:
     fairness: between tenants; None where it is off.
     counted: requests of which only lengths are known, and that use no drafter, decode in groups.
     runs_ahead: the executor begins the next round before it is planned, for which blocks are kept
-    where there are."""
+    where there are.
+    max_num_seqs: requests that the executor has room for at once, whatever the admission policy
+    says."""
 
     table: Table
     learn: Estimators
@@ -35,6 +37,7 @@ class Context:
     max_model_len: int
     counted: bool
     runs_ahead: bool
+    max_num_seqs: float
 
     @property
     def uses_lanes(self) -> bool:

@@ -6,6 +6,7 @@ verify: a module each), `update` takes in what it came to (observe).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Iterable
 
 from penstock.core import draft, observe, verify
@@ -55,6 +56,7 @@ class Scheduler:
     which only lengths are known, and that use no drafter, are advanced together, and steps in
     which nothing else happens are planned at once; it changes no decision. `runs_ahead`: the
     executor begins the next round before it is planned, for which blocks are kept where there are.
+    `max_num_seqs`: requests that the executor has room for at once; None is no limit.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class Scheduler:
         counted: bool = False,
         runs_ahead: bool = False,
         fairness: bool = False,
+        max_num_seqs: int | None = None,
     ) -> None:
         learn = learn or Estimators()
         by_name = {d.name: d for d in drafters}
@@ -102,6 +105,7 @@ class Scheduler:
             max_model_len,
             counted,
             runs_ahead,
+            math.inf if max_num_seqs is None else max_num_seqs,
         )
 
     @property

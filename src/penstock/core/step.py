@@ -243,8 +243,10 @@ class Step:
         return self.pool.match(state.block_hashes[:usable])
 
     def can_admit(self, state: RequestState, num_tokens: int, num_kept_free: int = 0) -> bool:
-        """Whether memory holds the first `num_tokens` tokens beyond the cached prefix of a waiting
-        request, with `num_kept_free` blocks to spare."""
+        """Whether the executor has room for a waiting request, and memory holds its first
+        `num_tokens` tokens beyond the cached prefix, with `num_kept_free` blocks to spare."""
+        if len(self.running) >= self._ctx.max_num_seqs:
+            return False
         return self.pool.can_allocate(self._wanted_blocks(state, num_tokens) + num_kept_free)
 
     def _wanted_blocks(self, state: RequestState, num_tokens: int) -> int:
@@ -263,7 +265,7 @@ class Step:
         be admitted; none is 0 or less."""
         wanted = self._wanted_blocks(state, self.num_missing_tokens(state))
         wanted += num_kept_free if self.running else 0
-        too_many = len(self.running) + 1 - max_num_seqs
+        too_many = len(self.running) + 1 - min(max_num_seqs, self._ctx.max_num_seqs)
         return wanted - self.pool.num_free_blocks, 0 if too_many < 0 else int(too_many)
 
     def admit(self, state: RequestState, num_tokens: int) -> None:

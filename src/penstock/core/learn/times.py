@@ -83,6 +83,11 @@ class Times:
         known = self._catch_up.setdefault(drafter, seconds_per_token)
         self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
 
+    def measured_profile(self, kv_tokens: int) -> StepProfile:
+        """Of what was measured of the target: its step by its rows alone."""
+        by_rows = {round(rows): seconds for rows, seconds in self.target.points()}
+        return StepProfile("measured", kv_tokens, tuple(by_rows), tuple(by_rows.values()))
+
     # --- learning -------------------------------------------------------------------------------
 
     def observe(self, result: StepResult, *, may_wait: bool) -> None:
