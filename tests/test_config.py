@@ -6,7 +6,15 @@ from typing import Any
 
 import pytest
 
-from penstock.config import ConfigError, ServeConfig, parse_config, read_profile, read_yaml
+from penstock.config import (
+    ConfigError,
+    ServeConfig,
+    parse_config,
+    parse_plugin_config,
+    parse_request_options,
+    read_profile,
+    read_yaml,
+)
 
 
 def engine(**settings: Any) -> dict[str, Any]:
@@ -49,7 +57,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         (engine(kv_token=64), "engine: unknown setting 'kv_token'; settings: target, drafters, "),
         (
             engine(tenants={"us": {"wait": 2}}),
-            "engine.tenants.us: unknown setting 'wait'; settings: weight, api_keys",
+            "engine.tenants.us: unknown setting 'wait'; settings: weight, max_running_requests",
         ),
         ({**engine(), "port": 99999}, "port: Input should be less than or equal to 65535"),
         (engine(dtype="int8"), "engine.dtype: Input should be 'auto', 'float32', "),
@@ -208,3 +216,28 @@ def test_old_names_are_taken_with_a_warning(caplog: pytest.LogCaptureFixture) ->
     both = {"max_strangers_per_s": 3, "max_unauthenticated_connections_per_s": 4}
     with pytest.raises(ConfigError, match="unknown setting 'max_strangers_per_s'"):
         parse_config({**engine(), "drafters": {**listen, **both}})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"tennant": "a"}, "unknown setting 'tennant'; settings: tenant, max_draft_tokens"),
+        ({"max_draft_tokens": -1}, "max_draft_tokens: Input should be greater than or equal to 0"),
+        ({"expected_output_tokens": "many"}, "expected_output_tokens: Input should be a valid"),
+        ({"tenant": 3}, "tenant: Input should be a valid string"),
+    ],
+)
+def test_options_of_a_request_to_the_plug_in(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        parse_request_options(options)
+    assert parse_request_options({"tenant": "a", "max_draft_tokens": 0}).tenant == "a"
+
+
+def test_settings_of_the_plug_in() -> None:
+    parsed = parse_plugin_config({"tenants": {"a": {"weight": 2}}})
+    assert parsed.tenants["a"].weight == 2
+    assert parsed.admission.name == "vllm_v1"
+    with pytest.raises(
+        ConfigError, match=re.escape("unknown setting 'api_keys'; settings: weight")
+    ):
+        parse_plugin_config({"tenants": {"a": {"api_keys": ["k"]}}})

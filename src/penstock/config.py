@@ -7,10 +7,18 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
@@ -23,6 +31,8 @@ DEFAULT_TENANT = "default"
 """The tenant of requests without an API key of another."""
 
 PolicyKind = Literal["admission", "selection", "allocation"]
+
+_Parsed = TypeVar("_Parsed", bound=BaseModel)
 
 _log = logging.getLogger(__name__)
 
@@ -71,19 +81,37 @@ class PolicyConfig(_Model):
         return make_policy(kind, self.name, self.options)
 
 
-class TenantConfig(_Model):
-    """A tenant: the API keys that stand for it, and its weight in every fair share.
+class TenantShare(_Model):
+    """A tenant's weight in every fair share.
 
-    share_prompts: draft servers of other tenants may draft for its requests, and so see them.
-    max_waiting_requests: without a first token at once; None is the share of any client.
     max_running_requests: so many of its requests run at once, the others wait.
     """
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    max_running_requests: int | None = Field(default=None, ge=1)
+
+
+class TenantConfig(TenantShare):
+    """A tenant of Penstock's server: its share, and the API keys that stand for it.
+
+    share_prompts: draft servers of other tenants may draft for its requests, and so see them.
+    max_waiting_requests: without a first token at once; None is the share of any client.
+    """
+
     api_keys: tuple[str, ...] = ()
     share_prompts: bool = False
     max_waiting_requests: int | None = Field(default=None, ge=1)
-    max_running_requests: int | None = Field(default=None, ge=1)
+
+
+def _readable_profile(profile: Path) -> Path:
+    try:
+        read_profile(profile)
+    except OSError as error:
+        raise ValueError(f"cannot read {profile}: {error.strerror}") from error
+    return profile
+
+
+ProfilePath = Annotated[Path, AfterValidator(_readable_profile)]
 
 
 class VllmConfig(_Model):
@@ -116,7 +144,7 @@ class ModelsConfig(_Model):
     target: Path
     drafters: dict[str, str] = Field(default_factory=dict)
     drafter_max_num_seqs: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    profile: Path | None = None
+    profile: ProfilePath | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
     backend: Literal["auto", "native", "eager", "graphs"] = "auto"
@@ -148,16 +176,6 @@ class ModelsConfig(_Model):
             if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
         return drafters
-
-    @field_validator("profile")
-    @classmethod
-    def _is_profile(cls, profile: Path | None) -> Path | None:
-        if profile is not None:
-            try:
-                read_profile(profile)
-            except OSError as error:
-                raise ValueError(f"cannot read {profile}: {error.strerror}") from error
-        return profile
 
 
 class EngineConfig(ModelsConfig):
@@ -211,6 +229,36 @@ class EngineConfig(ModelsConfig):
                 known = ", ".join(self.drafters) or "none is configured"
                 raise ValueError(f"{setting} names an unknown drafter {name!r}; drafters: {known}")
         return self
+
+
+class PluginConfig(_Model):
+    """Penstock's policies inside vLLM's own server; what is named as in `EngineConfig` means the
+    same.
+
+    allocation: None verifies drafts as long as vLLM's proposer makes them.
+    profile: step times; without it they are learned while serving.
+    """
+
+    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
+    allocation: PolicyConfig | None = None
+    fairness: bool = True
+    tenants: dict[str, TenantShare] = Field(default_factory=dict)
+    profile: ProfilePath | None = None
+
+    @model_validator(mode="after")
+    def _policies(self) -> Self:
+        self.admission.make("admission")
+        if self.allocation is not None:
+            self.allocation.make("allocation")
+        return self
+
+
+class RequestOptions(_Model):
+    """What a request to vLLM's server may tell Penstock's policies."""
+
+    tenant: str = DEFAULT_TENANT
+    max_draft_tokens: int | None = Field(default=None, ge=0)
+    expected_output_tokens: int | None = Field(default=None, ge=1)
 
 
 class DraftServerConfig(_Model):
@@ -358,8 +406,22 @@ class ServeConfig(_Model):
 
 def parse_config(data: dict[str, Any]) -> ServeConfig:
     """Validate a configuration. Raises: ConfigError with one line for the first mistake."""
+    return _parsed(ServeConfig, data)
+
+
+def parse_plugin_config(data: Any) -> PluginConfig:
+    """Likewise, of vLLM's plug-in. Raises: ConfigError."""
+    return _parsed(PluginConfig, data)
+
+
+def parse_request_options(data: Any) -> RequestOptions:
+    """Likewise, of a request to it. Raises: ConfigError."""
+    return _parsed(RequestOptions, data)
+
+
+def _parsed(model: type[_Parsed], data: Any) -> _Parsed:
     try:
-        return ServeConfig.model_validate(data)
+        return model.model_validate(data)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])

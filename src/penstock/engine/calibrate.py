@@ -85,10 +85,7 @@ def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_
     best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
     for size, taken in best.items():
         times.target.observe(size, taken)
-    rows, seconds = zip(*times.target.points(), strict=True)
-    kv_tokens = target.num_blocks * target.block_size
-    counts = tuple(round(row) for row in rows)
-    times.profile = StepProfile("measured", kv_tokens, counts, seconds)
+    times.profile = times.measured_profile(target.num_blocks * target.block_size)
 
 
 def _measure_drafter(

@@ -1,0 +1,215 @@
+"""vLLM's scheduler, steered by Penstock's policies.
+
+vLLM's own code allocates, composes the batch and takes in its results. Before each step it is told
+which requests may run, in which order the waiting ones come, how many of their known tokens they
+get and how much of their drafts is verified. Imported inside vLLM's engine core.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any, NamedTuple
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.interface import PauseState
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.request import RequestStatus
+
+from penstock.config import ConfigError, PluginConfig, parse_plugin_config
+from penstock.core.types import StepPlan
+from penstock.engine.vllm.guide import Answer, Guide, Limits
+from penstock.engine.vllm.pool import MirroredPool
+
+SETTING = "penstock"
+"""Key in vLLM's `--additional-config`."""
+
+_log = init_logger("vllm.penstock")
+
+
+def make_guided_scheduler(*, vllm_config: Any, **rest: Any) -> GuidedScheduler:
+    """The scheduler of an engine core, asynchronous where vLLM's is. Raises: ConfigError."""
+    kind = GuidedScheduler
+    if vllm_config.scheduler_config.async_scheduling:
+        kind = AsyncGuidedScheduler
+    return kind(vllm_config=vllm_config, **rest)
+
+
+class _Step(NamedTuple):
+    """A step in flight: what was carried out of its plan, and when it was scheduled."""
+
+    plan: StepPlan
+    scheduled_at: float
+
+
+class GuidedScheduler(Scheduler):
+    """Steered by a `Guide`."""
+
+    def __init__(self, **settings: Any) -> None:
+        """Raises: ConfigError."""
+        super().__init__(**settings)
+        config = _checked(self, settings["kv_cache_config"])
+        spec = self.vllm_config.speculative_config
+        limits = Limits(
+            self.max_model_len,
+            self.max_num_active_reqs,
+            self.max_num_scheduled_tokens,
+            None if spec is None else spec.method,
+            self.num_spec_tokens,
+        )
+        pool = MirroredPool(self.kv_cache_manager, self.block_size)
+        try:
+            self._guide = Guide(config, limits, pool)
+        except ValueError as error:
+            raise _bad(str(error)) from error
+        # Whether memory must hold a whole prompt is the policy's affair.
+        self.scheduler_reserve_full_isl = False
+        self._allowed: dict[str, int] | None = None
+        self._steps: dict[int, _Step] = {}
+        self._finished_at = 0.0
+        _log.info("Penstock's policies schedule: admission %s", config.admission.name)
+
+    # --- requests -------------------------------------------------------------------------------
+
+    def add_request(self, request: Any) -> None:
+        super().add_request(request)
+        if request.status == RequestStatus.WAITING:
+            self._tell_of(request)
+
+    def _tell_of(self, request: Any) -> None:
+        """Of one that could run. Whoever sends its prompt bit by bit is left to vLLM."""
+        if not request.resumable:
+            self._guide.arrive(request, time.monotonic())
+
+    def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        finished = super().finish_requests(request_ids, finished_status)
+        for request in finished:
+            self._guide.end(request.request_id, None, time.monotonic())
+        return finished
+
+    # --- steps ----------------------------------------------------------------------------------
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        if self.pause_state != PauseState.UNPAUSED:
+            return super().schedule(*args, **kwargs)
+        now = time.monotonic()
+        for request in list(self.deferred_waiting):
+            # Grammars that are ready now.
+            if self._handle_blocked_waiting_request(request):
+                self._tell_of(request)
+        plan = self._guide.plan(self.running, self.requests, self._num_blocks_of, now)
+        self._prepare(plan)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self._allowed = None
+        carried_out = self._guide.carried_out(plan, output.num_scheduled_tokens)
+        self._steps[id(output)] = _Step(carried_out, now)
+        return output
+
+    def _num_blocks_of(self, request_id: str) -> int:
+        return len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
+
+    def _prepare(self, plan: StepPlan) -> None:
+        """Let vLLM's next step come out as planned."""
+        self._allowed = {i.request_id: i.num_scheduled_tokens for i in plan.items}
+        for request in [r for r in self.running if self._guide.is_preempted(r.request_id)]:
+            self.running.remove(request)
+            self._preempt_request(
+                request, time.monotonic(), drop_stale_output=self.requires_kv_delivery
+            )
+        drafts = {i.request_id: i.num_draft_tokens for i in plan.items}
+        for request in self.running:
+            # A draft that is not verified now is stale: its probabilities are kept for one step.
+            if request.spec_token_ids and self._guide.knows(request.request_id):
+                most = drafts.get(request.request_id, 0)
+                request.spec_token_ids = request.spec_token_ids[:most]
+        planned = [self.requests[i.request_id] for i in plan.items]
+        admitted = [r for r in planned if r.status != RequestStatus.RUNNING]
+        if admitted != list(itertools.islice(self.waiting, len(admitted))):
+            self.waiting.remove_requests(admitted)
+            self.waiting.prepend_requests(reversed(admitted))
+
+    def _reserve_prefill_lookahead(
+        self, request: Any, num_computed_tokens: int, num_new_tokens: int
+    ) -> int:
+        """vLLM asks here, for every request, how far its chunk may go; 0 leaves it out."""
+        if self._allowed is not None and self._guide.knows(request.request_id):
+            allowed = self._allowed.get(request.request_id, 0)
+            due = request.num_tokens + request.num_output_placeholders - num_computed_tokens
+            if allowed < due:
+                num_new_tokens = min(num_new_tokens, allowed)
+        chunk: int = super()._reserve_prefill_lookahead(
+            request, num_computed_tokens, num_new_tokens
+        )
+        return chunk
+
+    def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> Any:
+        step = self._steps.pop(id(scheduler_output), None)
+        if step is None:
+            return super().update_from_output(scheduler_output, model_runner_output)
+        now = time.monotonic()
+        planned = [
+            self.requests[i.request_id] for i in step.plan.items if i.request_id in self.requests
+        ]
+        answers = self._answers(step.plan, scheduler_output, model_runner_output)
+        self._guide.observe(step.plan, answers, max(step.scheduled_at, self._finished_at), now)
+        self._finished_at = now
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request in planned:
+            if request.is_finished():
+                self._guide.end(request.request_id, request.num_output_tokens, now)
+        return outputs
+
+    def _answers(self, plan: StepPlan, scheduled: Any, made: Any) -> dict[str, Answer]:
+        answers = {}
+        for item in plan.items:
+            request = self.requests.get(item.request_id)
+            if request is None:
+                continue
+            row = made.req_id_to_index[item.request_id]
+            token_ids = made.sampled_token_ids[row] if made.sampled_token_ids else []
+            drafted = len(scheduled.scheduled_spec_decode_tokens.get(item.request_id, ()))
+            num_proposed = min(drafted, item.num_draft_tokens)
+            answers[item.request_id] = Answer(token_ids, num_proposed, request.num_output_tokens)
+        return answers
+
+
+class AsyncGuidedScheduler(GuidedScheduler, AsyncScheduler):
+    """The same where vLLM schedules a step while the one before it is computed."""
+
+
+def _checked(scheduler: Scheduler, kv_cache_config: Any) -> PluginConfig:
+    """The settings. Raises: ConfigError, too, for what of vLLM does not go with them."""
+    additional = scheduler.vllm_config.additional_config
+    given = additional.get(SETTING, {}) if isinstance(additional, dict) else {}
+    try:
+        config = parse_plugin_config(given)
+    except ConfigError as error:
+        raise _bad(str(error)) from error
+    if scheduler.scheduler_config.policy != "fcfs":
+        raise ConfigError(
+            "Penstock's plug-in needs --scheduling-policy fcfs, not "
+            f"{scheduler.scheduler_config.policy}: its admission policy says who comes first"
+        )
+    if scheduler.vllm_config.kv_transfer_config is not None:
+        raise ConfigError("Penstock's plug-in does not go with --kv-transfer-config")
+    if not scheduler.scheduler_config.enable_chunked_prefill:
+        raise ConfigError("Penstock's plug-in needs --enable-chunked-prefill")
+    kinds = [type(g.kv_cache_spec) for g in kv_cache_config.kv_cache_groups]
+    model = scheduler.vllm_config.model_config
+    if len(kinds) != 1 or not issubclass(kinds[0], FullAttentionSpec):
+        named = ", ".join(k.__name__ for k in kinds) or "none"
+        raise ConfigError(
+            f"Penstock's plug-in serves models with one kind of KV cache, full attention; "
+            f"{model.model} has {named}"
+        )
+    if model.runner_type != "generate" or model.is_diffusion:
+        raise ConfigError(f"Penstock's plug-in serves models that generate, unlike {model.model}")
+    return config
+
+
+def _bad(reason: str) -> ConfigError:
+    return ConfigError(f"--additional-config {SETTING}: {reason}")

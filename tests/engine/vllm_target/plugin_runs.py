@@ -1,0 +1,323 @@
+"""The plug-in's scheduler over workers that only pretend, in a process of its own: every admission
+policy, in tight memory, synchronous and not, with drafts and without.
+
+    python -m tests.engine.vllm_target.plugin_runs TARGET
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+from collections import Counter, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "PYTHONHASHSEED": "0"}
+
+import torch
+from tests.engine.vllm_target.fake_worker import STOP_TOKEN, FakeWorker, whole_output
+from vllm import SamplingParams
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request, RequestStatus
+from vllm.v1.structured_output import StructuredOutputManager
+
+from penstock.engine.vllm import make_scheduler
+from penstock.engine.vllm.plugin import AsyncGuidedScheduler, GuidedScheduler
+
+BLOCK_SIZE = 16
+NUM_REQUESTS = 24
+POLICIES = (
+    "vllm_v1",
+    "sarathi",
+    "sjf",
+    "guaranteed_no_evict",
+    "wait_gated",
+    "nested_wait_gated",
+    "fluid_guided",
+)
+
+
+class _Recorded:
+    """Counts what was planned and came out otherwise."""
+
+    num_planned = 0
+    num_otherwise = 0
+
+    def _prepare(self, plan: Any) -> None:
+        self.plan = plan
+        super()._prepare(plan)  # type: ignore[misc]
+
+    def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        output = super().schedule(*args, **kwargs)  # type: ignore[misc]
+        drafts = output.scheduled_spec_decode_tokens
+        for item in self.plan.items:
+            drafted = len(drafts.get(item.request_id, ()))
+            known = output.num_scheduled_tokens.get(item.request_id, 0) - drafted
+            self.num_planned += 1
+            self.num_otherwise += known != item.num_scheduled_tokens
+        planned = {i.request_id for i in self.plan.items}
+        self.num_otherwise += len(output.num_scheduled_tokens.keys() - planned)
+        return output
+
+
+class Guided(_Recorded, GuidedScheduler):
+    pass
+
+
+class AsyncGuided(_Recorded, AsyncGuidedScheduler):
+    pass
+
+
+class Unsteered(Guided):
+    """The control: plans are made, and vLLM is told nothing."""
+
+    def _prepare(self, plan: Any) -> None:
+        super()._prepare(plan)
+        self._allowed = None
+
+
+class Forgetful(Guided):
+    """The other control: who was preempted is taken to have kept its KV."""
+
+    def _preempt_request(self, request: Any, *args: Any, **kwargs: Any) -> None:
+        computed = request.num_computed_tokens
+        super()._preempt_request(request, *args, **kwargs)
+        request.num_computed_tokens = computed
+
+
+@dataclass
+class Case:
+    """num_blocks: of KV; the null block among them."""
+
+    settings: dict[str, Any]
+    kind: type[Any] = Guided
+    num_blocks: int = 24
+    num_drafts: int = 0
+    prefix_caching: bool = False
+    budget: int = 64
+    max_num_seqs: int = 8
+    extra_args: dict[str, Any] | None = None
+    cancels: bool = False
+
+
+class Runs:
+    """One model's configuration, and a scheduler of it for each case."""
+
+    def __init__(self, target: Path) -> None:
+        self._target = target
+        hash_fn = get_hash_fn_by_name("sha256")
+        init_none_hash(hash_fn)
+        self._hasher = get_request_block_hasher(BLOCK_SIZE, hash_fn)
+
+    def config(self, case: Case, **args: Any) -> Any:
+        spec = {
+            "method": "ngram",
+            "num_speculative_tokens": case.num_drafts,
+            "prompt_lookup_max": 3,
+        }
+        settings: dict[str, Any] = {
+            "model": str(self._target),
+            "skip_tokenizer_init": True,
+            "max_model_len": 512,
+            "max_num_batched_tokens": case.budget,
+            "max_num_seqs": case.max_num_seqs,
+            "enable_prefix_caching": case.prefix_caching,
+            "speculative_config": spec if case.num_drafts else None,
+            "additional_config": {"penstock": case.settings},
+        }
+        config = EngineArgs(**settings | args).create_engine_config()
+        config.cache_config.num_gpu_blocks = case.num_blocks
+        return config
+
+    def scheduler(self, case: Case, factory: Any = None, **args: Any) -> Any:
+        config = self.config(case, **args)
+        layer = FullAttentionSpec(
+            block_size=BLOCK_SIZE, num_kv_heads=1, head_size=32, dtype=torch.float32
+        )
+        return (factory or case.kind)(
+            vllm_config=config,
+            kv_cache_config=KVCacheConfig(
+                num_blocks=case.num_blocks,
+                kv_cache_tensors=[],
+                kv_cache_groups=[KVCacheGroupSpec(["layer"], layer)],
+            ),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=BLOCK_SIZE,
+        )
+
+    def requests(self, case: Case) -> list[Request]:
+        rng = random.Random(1)
+        made = []
+        for i in range(NUM_REQUESTS):
+            shared = [1, 2, 3, 4] * 9 if case.prefix_caching and i % 2 else []
+            prompt = shared + [rng.randrange(7) for _ in range(rng.randrange(1, 90))]
+            params = SamplingParams(
+                temperature=0.0,
+                max_tokens=rng.randrange(1, 60),
+                stop_token_ids=[STOP_TOKEN],
+                extra_args=case.extra_args,
+            )
+            hasher = self._hasher if case.prefix_caching else None
+            made.append(Request(f"r{i}", prompt, params, None, block_hasher=hasher))
+        return made
+
+    def play(self, case: Case) -> dict[str, Any]:
+        """Serve the requests, a few coming each step, up to two steps at once where the scheduler
+        is asynchronous."""
+        scheduler = self.scheduler(case)
+        is_async = isinstance(scheduler, AsyncScheduler)
+        worker = FakeWorker(BLOCK_SIZE, case.num_drafts, 0.6, is_async=is_async)
+        requests = self.requests(case)
+        texts: dict[str, list[int]] = {r.request_id: [] for r in requests}
+        coming, in_flight = deque(requests), deque[Any]()
+        cancelled = {"r5", "r11"} if case.cancels else set()
+        most_running = num_steps = 0
+        while coming or scheduler.has_requests() or in_flight:
+            for _ in range(min(3, len(coming))):
+                scheduler.add_request(coming.popleft())
+            output = scheduler.schedule()
+            assert output.total_num_scheduled_tokens <= case.budget
+            most_running = max(most_running, len(scheduler.running))
+            num_steps += 1
+            assert num_steps < 5000, "it never ends"
+            in_flight.append(output)
+            # Nothing to compute beside what is in flight: wait for it.
+            depth = 1 if is_async and output.total_num_scheduled_tokens else 0
+            while len(in_flight) > depth:
+                self._finish(scheduler, worker, in_flight.popleft(), texts, is_async=is_async)
+            for request_id in [i for i in cancelled if len(texts[i]) > 2]:
+                cancelled.discard(request_id)
+                del texts[request_id]
+                scheduler.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+        expected = {
+            r.request_id: whole_output(tuple(r.prompt_token_ids or ()), r.max_tokens)
+            for r in requests
+        }
+        guide = getattr(scheduler, "_guide", None)
+        return {
+            "equal": all(text == expected[i] for i, text in texts.items()),
+            "left_over": sum(guide.knows(r.request_id) for r in requests) if guide else 0,
+            "preemptions": sum(r.num_preemptions for r in requests),
+            "planned": getattr(scheduler, "num_planned", 0),
+            "otherwise": getattr(scheduler, "num_otherwise", 0),
+            "accepted": worker.num_accepted,
+            "longest_draft": max(worker.longest_drafts.values()),
+            "most_running": most_running,
+            "steps": num_steps,
+            "cancelled": NUM_REQUESTS - len(texts),
+        }
+
+    def _finish(
+        self,
+        scheduler: Any,
+        worker: FakeWorker,
+        output: Any,
+        texts: dict[str, list[int]],
+        *,
+        is_async: bool,
+    ) -> None:
+        made = worker.run(output)
+        for answer in scheduler.update_from_output(output, made).values():
+            for one in answer.outputs:
+                if one.request_id in texts:
+                    texts[one.request_id] += one.new_token_ids
+        if scheduler.num_spec_tokens and not is_async:
+            scheduler.update_draft_token_ids(worker.take_drafts(made.req_ids))
+
+
+def served_by_tenant(runs: Runs, settings: dict[str, Any]) -> Counter[str]:
+    """Prompt and output tokens of two tenants that always have requests waiting."""
+    case = Case(settings, num_blocks=16, max_num_seqs=64)
+    scheduler = runs.scheduler(case)
+    worker = FakeWorker(BLOCK_SIZE, 0, 0.0, is_async=False)
+    for i in range(200):
+        tenant = "ab"[i % 2]
+        params = SamplingParams(
+            temperature=0.0, max_tokens=20, extra_args={"penstock_tenant": tenant}
+        )
+        scheduler.add_request(Request(f"{tenant}{i}", [1, 2, 3, i % 7] * 5, params, None))
+    served: Counter[str] = Counter()
+    for _ in range(200):
+        output = scheduler.schedule()
+        for request_id, num in output.num_scheduled_tokens.items():
+            served[request_id[0]] += num
+        scheduler.update_from_output(output, worker.run(output))
+    return served
+
+
+def refusals(runs: Runs) -> dict[str, str]:
+    """What is said of settings that are wrong."""
+    wrong: dict[str, tuple[Any, dict[str, Any]]] = {
+        "setting": ({"admision": {}}, {}),
+        "policy": ({"admission": {"name": "magic"}}, {}),
+        "whole": ({"admission": {"name": "vllm_v0"}}, {}),
+        "option": ({"admission": {"name": "sarathi", "options": {"budget": 1}}}, {}),
+        "limit": (
+            {"admission": {"name": "fluid_guided", "options": {"max_num_batched_tokens": 65}}},
+            {},
+        ),
+        "profile": ({"profile": "/nowhere.json"}, {}),
+        "weight": ({"tenants": {"a": {"weight": 0}}}, {}),
+        "mapping": (["fluid_guided"], {}),
+        "order": ({}, {"scheduling_policy": "priority"}),
+    }
+    said = {}
+    for name, (settings, args) in wrong.items():
+        try:
+            runs.scheduler(Case(settings), factory=make_scheduler, **args)
+            said[name] = "nothing"
+        except ValueError as error:
+            said[name] = f"{type(error).__name__}: {error}"
+    return said
+
+
+def main(target: Path) -> None:
+    runs = Runs(target)
+    cases: dict[str, Case] = {}
+    for name in POLICIES:
+        settings = {"admission": {"name": name}}
+        for kind in (Guided, AsyncGuided):
+            label = f"{name}, {kind.__name__}"
+            cases[label] = Case(settings, kind)
+            cases[f"{label}, drafts"] = Case(settings, kind, num_drafts=3)
+            cases[f"{label}, prefixes"] = Case(settings, kind, prefix_caching=True)
+            cases[f"{label}, roomy"] = Case(settings, kind, num_blocks=200, cancels=True)
+    fluid = {"admission": {"name": "fluid_guided"}}
+    two = {"tenants": {"a": {"weight": 3.0}, "b": {}}}
+    cases["default"] = Case({})
+    cases["tenants"] = Case(fluid | two, extra_args={"penstock_tenant": "a"}, cancels=True)
+    cases["bad options"] = Case(fluid, extra_args={"penstock_tenant": "nobody", "session_id": 3})
+    cases["short drafts"] = Case({}, num_drafts=3, extra_args={"penstock_max_draft_tokens": 1})
+    cases["no drafts"] = Case({}, num_drafts=3, extra_args={"penstock_max_draft_tokens": 0})
+    cases["throughput"] = Case({"allocation": {"name": "throughput"}}, num_drafts=3)
+    shared = {"allocation": {"name": "fixed", "options": {"k": 2}}}
+    cases["two each"] = Case(shared, num_drafts=3)
+    cases["control"] = Case(fluid, Unsteered, num_blocks=200)
+    cases["stock"] = Case({}, Scheduler)
+    cases["stock, drafts"] = Case({}, Scheduler, num_drafts=3)
+    cases["stock, async"] = Case({}, AsyncScheduler)
+    cases["stock, async, drafts"] = Case({}, AsyncScheduler, num_drafts=3)
+    facts = {}
+    for name, case in cases.items():
+        try:
+            facts[name] = runs.play(case)
+        except Exception as error:
+            raise RuntimeError(name) from error
+    try:
+        lost = str(runs.play(Case({}, Forgetful)))
+    except AssertionError as error:
+        lost = str(error)
+    shares = {w: served_by_tenant(runs, {"tenants": {"a": {"weight": w}, "b": {}}}) for w in (1, 3)}
+    print(json.dumps({"facts": facts, "lost": lost, "shares": shares, "refusals": refusals(runs)}))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,136 @@
+"""vLLM's scheduler does what Penstock's policies plan, and every request gets its own tokens."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.engine.small_family import write_family
+from tests.engine.vllm_target.test_exact import run
+
+pytest.importorskip("vllm")
+
+POLICIES = (
+    "vllm_v1",
+    "sarathi",
+    "sjf",
+    "guaranteed_no_evict",
+    "wait_gated",
+    "nested_wait_gated",
+    "fluid_guided",
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    family = tmp_path_factory.mktemp("family")
+    write_family(family)
+    return run("plugin_runs", family / "target")
+
+
+def test_every_request_gets_its_tokens_under_every_policy(runs: Any) -> None:
+    """In memory for a few of them, synchronous and not, with drafts, prefixes and cancels."""
+    facts = runs["facts"]
+    assert {f"{p}, {kind}" for p in POLICIES for kind in ("Guided", "AsyncGuided")} < set(facts)
+    assert {name for name, fact in facts.items() if not fact["equal"]} == set()
+    assert {name for name, fact in facts.items() if fact["left_over"]} == set()
+    for kind in ("Guided", "AsyncGuided"):
+        assert facts[f"vllm_v1, {kind}"]["preemptions"] > 0
+        assert facts[f"vllm_v1, {kind}, drafts"]["accepted"] > 0
+        assert facts[f"fluid_guided, {kind}, roomy"]["cancelled"] == 2
+
+
+def test_steps_come_out_as_planned(runs: Any) -> None:
+    """Synchronous ones without a prefix cache to the token: nothing else is there that the policies
+    do not know."""
+    for policy in POLICIES:
+        for case in ("Guided", "Guided, drafts", "Guided, roomy"):
+            fact = runs["facts"][f"{policy}, {case}"]
+            assert fact["planned"] > 300
+            assert fact["otherwise"] == 0, (policy, case)
+            assert fact["most_running"] <= 8
+
+
+def test_negative_control_vllm_alone_would_do_otherwise(runs: Any) -> None:
+    assert runs["facts"]["control"]["otherwise"] > 0
+
+
+def test_negative_control_lost_kv_is_found(runs: Any) -> None:
+    assert "is not there" in runs["lost"]
+
+
+def test_its_own_rule_takes_the_steps_that_vllm_takes(runs: Any) -> None:
+    facts = runs["facts"]
+    for case in ("", ", drafts"):
+        own, stock = facts[f"vllm_v1, Guided{case}"], facts[f"stock{case}"]
+        assert own["steps"] == pytest.approx(stock["steps"], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("case", "longest"), [("short drafts", 1), ("no drafts", 0), ("two each", 2), ("throughput", 3)]
+)
+def test_drafts_are_as_long_as_requests_and_the_policy_say(
+    runs: Any, case: str, longest: int
+) -> None:
+    fact = runs["facts"][case]
+    assert fact["longest_draft"] == longest
+    assert (fact["accepted"] > 0) == (longest > 0)
+
+
+def test_tenants_are_served_by_weight(runs: Any) -> None:
+    even, weighted = runs["shares"]["1"], runs["shares"]["3"]
+    assert even["a"] / even["b"] == pytest.approx(1, rel=0.25)
+    assert weighted["a"] / weighted["b"] > 1.7
+
+
+@pytest.mark.parametrize(
+    ("case", "named"),
+    [
+        ("setting", "unknown setting 'admision'; settings: admission, allocation, fairness"),
+        ("policy", "unknown admission policy 'magic'; choose from fluid_guided"),
+        ("whole", "'vllm_v0' computes whole prompts only"),
+        ("option", "has no option 'budget'; options: token_budget"),
+        ("limit", "at most 64, which is vLLM's --max-num-batched-tokens, not 65"),
+        ("profile", "profile: cannot read /nowhere.json"),
+        ("weight", "tenants.a.weight: Input should be greater than 0"),
+        ("mapping", "Input should be a valid dictionary"),
+        ("order", "--scheduling-policy fcfs"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(runs: Any, case: str, named: str) -> None:
+    said = runs["refusals"][case]
+    assert said.startswith("ConfigError: ")
+    assert named in said
+    assert "\n" not in said
+
+
+@pytest.fixture(
+    scope="module", params=[8, pytest.param(64, marks=pytest.mark.slow)], ids="{}-requests".format
+)
+def scenes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """With vLLM's look-up and without, on a model of its own."""
+    family = tmp_path_factory.mktemp("family")
+    write_family(family)
+    num = request.param
+    return {
+        "plain": run("plugin_scenes", family / "target", num),
+        "drafts": run("plugin_scenes", family / "target", num, "--drafts"),
+    }
+
+
+def test_a_model_makes_the_tokens_that_it_makes_without_the_plug_in(scenes: Any) -> None:
+    """Greedy, in float32."""
+    stock = scenes["plain"]["outputs"]["stock"]
+    for played in scenes.values():
+        outputs = {n: made for n, made in played["outputs"].items() if n != "control"}
+        assert {n: made == stock for n, made in outputs.items()} == dict.fromkeys(outputs, True)
+        for name in ("default, preemption", "fluid_guided, preemption"):
+            assert played["facts"][name]["preemptions"] > 0, name
+    drafts = {n: fact["longest_draft"] for n, fact in scenes["drafts"]["facts"].items()}
+    assert drafts["fluid_guided"] == 4
+    assert drafts["short drafts"] == 2
+    assert {fact["longest_draft"] for fact in scenes["plain"]["facts"].values()} == {0}
+
+
+def test_negative_control_of_the_model(scenes: Any) -> None:
+    assert scenes["plain"]["outputs"]["control"] != scenes["plain"]["outputs"]["stock"]
