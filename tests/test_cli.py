@@ -217,6 +217,15 @@ def test_models_of_ones_own(family: dict[str, ModelCard], checkpoints: dict[str,
         "draft-other": str(family["draft-other"].path),
         "ngram": NGRAM,
     }
+    chained = with_models({}, own, (f"c=ngram+{same}", "suffix+draft-other"), speculate=True)
+    assert chained["drafters"] == {
+        "c": f"ngram+{same}",
+        "suffix+draft-other": f"suffix+{family['draft-other'].path}",
+    }
+    with pytest.raises(ConfigError, match="'c': 'edge-1' is neither a checkpoint folder, a GGUF"):
+        with_models({}, own, ("c=ngram+edge-1",), speculate=True)
+    with pytest.raises(ConfigError, match=r"'ngram\+suffix': a chain goes on with one model"):
+        with_models({}, own, ("ngram+suffix",), speculate=True)
     assert with_models({}, own, ("draft-other",), speculate=False)["drafters"] == {}
     named = {"target": "target-large", "drafters": {"small": "draft-other", "look-up": "ngram"}}
     filled = with_models(named, None, (), speculate=True)

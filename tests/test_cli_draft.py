@@ -118,6 +118,8 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         ),
         (["--connect", "a:1", "--token", "a\nb"], "--token must be printable ASCII"),
         (["--connect", "a:1", "--no-assignments"], "leaves nothing to draft for"),
+        (["--connect", "a:1", "--model", "ngram+draft-code"], "one model or with ngram, not"),
+        (["--connect", "a:1", "--model", "suffix"], "one model or with ngram, not 'suffix'"),
     ],
 )
 def test_bad_input_is_one_line_and_exit_code_2(

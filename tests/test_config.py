@@ -65,6 +65,20 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         (engine(drafters={"auto": "x"}), "engine.drafters: a drafter cannot be called 'auto'"),
         (engine(drafters={"target": "x"}), "engine.drafters: a drafter cannot be called 'target'"),
         (
+            engine(drafters={"c": "ngram+"}),
+            "engine.drafters: 'ngram+': a chain goes on with one model, not with ''; allowed: "
+            "ngram+MODEL and suffix+MODEL",
+        ),
+        (
+            engine(drafters={"c": "suffix+ngram"}),
+            "engine.drafters: 'suffix+ngram': a chain goes on with one model, not with 'ngram'; ",
+        ),
+        (
+            engine(drafters={"c": "ngram+ngram+m.gguf"}),
+            "engine.drafters: 'ngram+ngram+m.gguf': a chain goes on with one model, not with "
+            "'ngram+m.gguf'; ",
+        ),
+        (
             engine(allocation={"name": "fixd"}),
             "engine: unknown allocation policy 'fixd'; choose from deadline, fixed, ",
         ),

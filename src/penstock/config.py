@@ -7,7 +7,7 @@ import logging
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import yaml
 from pydantic import (
@@ -25,10 +25,15 @@ from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 NGRAM = "ngram"
-"""Path of the drafter that has none: n-gram lookup in the request's own text."""
+SUFFIX = "suffix"
+"""Paths of drafters that have none: n-gram look-up in the request's own text; and of the longest
+suffix, in earlier outputs of its tenant as well."""
+LOOK_UPS = (NGRAM, SUFFIX)
 
 DEFAULT_TENANT = "default"
 """The tenant of requests without an API key of another."""
+
+_CHAIN = "+"
 
 PolicyKind = Literal["admission", "selection", "allocation"]
 
@@ -39,6 +44,37 @@ _log = logging.getLogger(__name__)
 
 class ConfigError(ValueError):
     """One line: what was wrong, and what is allowed."""
+
+
+class DrafterParts(NamedTuple):
+    """What a drafter's path means: look-up, a model, or `ngram+MODEL`: a draft that begins with the
+    one and goes on with the other."""
+
+    look_up: str | None
+    model: str | None
+
+    @classmethod
+    def of(cls, path: str) -> Self:
+        """Raises: ConfigError."""
+        first, is_chain, rest = path.partition(_CHAIN)
+        if first not in LOOK_UPS:
+            return cls(None, path)
+        if not is_chain:
+            return cls(first, None)
+        if not rest or rest.partition(_CHAIN)[0] in LOOK_UPS:
+            raise ConfigError(
+                f"{path!r}: a chain goes on with one model, not with {rest!r}; allowed: "
+                f"{' and '.join(look_up + _CHAIN + 'MODEL' for look_up in LOOK_UPS)}"
+            )
+        return cls(first, rest)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.look_up is not None and self.model is not None
+
+    def with_model(self, model: str) -> str:
+        """The path with the model in another place."""
+        return model if self.look_up is None else f"{self.look_up}{_CHAIN}{model}"
 
 
 class _Model(BaseModel):
@@ -172,10 +208,17 @@ class ModelsConfig(_Model):
     @field_validator("drafters")
     @classmethod
     def _names(cls, drafters: dict[str, str]) -> dict[str, str]:
-        for name in drafters:
+        for name, path in drafters.items():
             if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET) or not name:
                 raise ValueError(f"a drafter cannot be called {name!r}")
+            DrafterParts.of(path)
         return drafters
+
+    @property
+    def drafter_models(self) -> dict[str, Path]:
+        """Checkpoints of the drafters that have one, chains among them, by the drafter's name."""
+        parts = {name: DrafterParts.of(path) for name, path in self.drafters.items()}
+        return {name: Path(p.model) for name, p in parts.items() if p.model is not None}
 
 
 class EngineConfig(ModelsConfig):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import NGRAM, ConfigError
+from penstock.config import LOOK_UPS, NGRAM, ConfigError, DrafterParts
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 
@@ -64,6 +64,8 @@ def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
 
     Raises: ConfigError.
     """
+    if model not in (None, NGRAM) and DrafterParts.of(str(model)).look_up is not None:
+        raise ConfigError(f"a draft server drafts with one model or with {NGRAM}, not {model!r}")
     if model == NGRAM:
         return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))
     path = Path(_drafter_path(model or DEFAULT_DRAFTER, model or DEFAULT_DRAFTER))
@@ -110,12 +112,14 @@ def _from_option(text: str) -> tuple[str, str]:
 
 
 def _drafter_path(name: str, path: str) -> str:
-    if path == NGRAM or _is_checkpoint(path):
+    parts = DrafterParts.of(path)
+    model = parts.model
+    if model is None or _is_checkpoint(model):
         return path
     cards = _cards("drafter")
-    if path not in cards:
+    if model not in cards:
         raise ConfigError(
-            f"drafter {name!r}: {path!r} is neither a checkpoint folder, a GGUF file nor a bundled "
-            f"drafter; bundled are {', '.join(cards)} and {NGRAM}"
+            f"drafter {name!r}: {model!r} is neither a checkpoint folder, a GGUF file nor a "
+            f"bundled drafter; bundled are {', '.join(cards)}, {' and '.join(LOOK_UPS)}"
         )
-    return str(cards[path].path)
+    return parts.with_model(str(cards[model].path))

@@ -42,14 +42,16 @@ DrafterOption = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME=PATH",
-        help="A drafter; may be repeated. A bare NAME is a bundled one or `ngram`.",
+        help="A drafter; may be repeated. A bare NAME is a bundled one, `ngram` or `suffix`; "
+        "`ngram+MODEL` looks up first and goes on with a model.",
     ),
 ]
 OneDrafterOption = Annotated[
     str | None,
     typer.Option(
         metavar="NAME|NAME=PATH",
-        help="Use this drafter only; a bare NAME is a bundled one or `ngram`.",
+        help="Use this drafter only; a bare NAME is a bundled one, `ngram`, `suffix` or "
+        "`ngram+NAME`.",
     ),
 ]
 NoSpeculationOption = Annotated[

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
+import numpy as np
+
 from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.allocation import Grant
@@ -16,7 +18,7 @@ from penstock.core.policies.selection import ReplayProposal, usable
 from penstock.core.select import select
 from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.table import DueDrafts
-from penstock.core.types import AUTO_DRAFTER, TARGET, DrafterUp, DraftOrder
+from penstock.core.types import AUTO_DRAFTER, TARGET, DrafterUp, DraftOrder, RoundCosts
 from penstock.core.view import Room
 
 _NOTHING = Grant(0)
@@ -44,7 +46,19 @@ def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> Dr
         catch_up = _catch_up(ctx, state, drafter, num_known, length)
     if catch_up is None:
         return None
-    return _order(state, drafter, catch_up, length)._replace(min_survival=grant.min_survival)
+    costs = _costs(ctx, drafter, length) if drafter.is_chained and length else None
+    given = _order(state, drafter, catch_up, length)
+    return given._replace(min_survival=grant.min_survival, costs=costs)
+
+
+def _costs(ctx: Context, drafter: Drafter, length: int) -> RoundCosts | None:
+    """As if all requests drafted alike: whoever is in the round waits for all of it."""
+    times, num = ctx.learn.times, len(ctx.table.running)
+    if times.target.is_empty:
+        return None
+    rounds = times.target.at(num * np.arange(1, length + 2)) + times.overhead
+    step = times.curve_of(drafter.name)(num)
+    return RoundCosts(tuple(rounds.tolist()), step, times.catch_up_of(drafter.name))
 
 
 def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int = 0) -> DraftOrder:

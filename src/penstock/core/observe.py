@@ -73,7 +73,8 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
             reason = failures.get(item.request_id, "the executor gave no answer")
             outputs.append(finish(ctx, state, FinishReason.ERROR, reason))
         else:
-            output = _advance(ctx, state, item, verdict, result.finished_at)
+            is_read = item.request_id not in result.unread
+            output = _advance(ctx, state, item, verdict, result.finished_at, is_read)
             if output is not None:
                 outputs.append(output)
                 outcomes.append(Outcome(state, verdict))
@@ -84,10 +85,11 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
 
 
 def _advance(
-    ctx: Context, state: RequestState, item: VerifyItem, verdict: Verdict, now: float
+    ctx: Context, state: RequestState, item: VerifyItem, verdict: Verdict, now: float, is_read: bool
 ) -> Output | None:
+    """is_read: a draft of this step was made by a drafter that has read the text."""
     known = item.start + item.num_scheduled_tokens
-    if item.draft is not None:
+    if item.draft is not None and is_read:
         _drafted(state, item.draft, verdict.num_proposed)
     if len(state.kv) > 1:
         # Roll back: positions of rejected drafts are written over in the next round.
@@ -191,9 +193,9 @@ def _forget(ctx: Context, state: RequestState) -> None:
 # --- drafts -------------------------------------------------------------------------------------
 
 
-def draft_ready(ctx: Context, event: DraftReady, now: float) -> None:
+def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = True) -> None:
     """Hold a draft, once: whatever is late, repeated or of an old epoch is ignored, but shows that
-    its drafter lives."""
+    its drafter lives. is_read: the drafter has read the text."""
     drafter = ctx.table.drafters.get(event.drafter)
     if drafter is not None:
         drafter.silent = False
@@ -205,7 +207,8 @@ def draft_ready(ctx: Context, event: DraftReady, now: float) -> None:
         return
     num_draft_tokens = max(0, min(event.num_draft_tokens, order.max_draft_tokens))
     ctx.learn.links.observe(event.drafter, num_draft_tokens, now - ordered_at)
-    _drafted(state, order, num_draft_tokens)
+    if is_read:
+        _drafted(state, order, num_draft_tokens)
     held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens)
     state.draft = held if num_draft_tokens else SKIPPED
 
@@ -223,7 +226,8 @@ def _end_orders(ctx: Context, plan: StepPlan, result: StepResult) -> None:
     the request to go on alone; a draft server answers later."""
     _end_replays(ctx, plan, result)
     for ready in result.drafts:
-        draft_ready(ctx, ready, result.finished_at)
+        is_read = ready.request_id not in result.unread
+        draft_ready(ctx, ready, result.finished_at, is_read=is_read)
     failed = {f.request_id for f in result.failures}
     for order in plan.drafts:
         state = _of(ctx, order)

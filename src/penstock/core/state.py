@@ -87,6 +87,8 @@ class Drafter:
     max_num_seqs: most requests that it drafts for at once (Spin's B_j); None is no limit.
     max_len: most tokens of a text that it can read; vocab_size: token ids that it knows, from 0 on.
     Both are None where it can read whatever the target can.
+    is_chained: it weighs look-up against its model in every round (`RoundCosts`), and drafts as
+    much of what is granted as that is worth.
     """
 
     name: str
@@ -102,6 +104,7 @@ class Drafter:
     max_num_seqs: int | None = None
     max_len: int | None = None
     vocab_size: int | None = None
+    is_chained: bool = False
 
     @property
     def is_limited(self) -> bool:

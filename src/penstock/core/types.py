@@ -134,12 +134,23 @@ class DraftSource(StrEnum):
     HELD = "held"
 
 
+class RoundCosts(NamedTuple):
+    """What a drafter that chooses between sources has to weigh, in seconds. rounds: a round without
+    its drafting, with 0, 1, … draft tokens of every request; step: of its model for one more token
+    of the draft; read: of its model for each known token that it has not read."""
+
+    rounds: tuple[float, ...]
+    step: float
+    read: float
+
+
 class DraftOrder(NamedTuple):
     """Let `drafter` read known tokens `start..start + num_catch_up_tokens - 1` into its KV, then
     draft up to `max_draft_tokens` more (0: only catch up), but none once the predicted probability
     that the whole draft is accepted falls under `min_survival`. An answer after `deadline` comes
     too late. `new_blocks` extend the drafter's block table of this request. `evaluate`: while
-    catching up, count the tokens that the drafter would itself have guessed (`Replayed`)."""
+    catching up, count the tokens that the drafter would itself have guessed (`Replayed`). `costs`:
+    for a drafter that chooses between sources; None where no times are known."""
 
     request_id: str
     epoch: int
@@ -152,6 +163,7 @@ class DraftOrder(NamedTuple):
     min_survival: float = 0.0
     deadline: float | None = None
     evaluate: bool = False
+    costs: RoundCosts | None = None
 
 
 class VerifyItem(NamedTuple):
@@ -297,7 +309,8 @@ class Replayed(NamedTuple):
 class StepResult(NamedTuple):
     """What a plan came to. `repeats`: how often its decode run was done. `work`: what the target
     computed in the first step, which took it `work_seconds`. `failed_drafters`: of those at work
-    inside a target step; their drafts are missing, and nothing is known of their KV."""
+    inside a target step; their drafts are missing, and nothing is known of their KV. `unread`:
+    requests whose draft was made without reading their text: the drafter's KV is as it was."""
 
     plan_id: int
     lane: str
@@ -314,6 +327,7 @@ class StepResult(NamedTuple):
     work: StepWork | None = None
     work_seconds: float = 0.0
     failed_drafters: tuple[str, ...] = ()
+    unread: tuple[str, ...] = ()
 
 
 class Output(NamedTuple):

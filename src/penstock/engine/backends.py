@@ -284,13 +284,13 @@ class Models:
         """Of the target."""
         return self.place.dtype if self.vllm is None else self.vllm.dtype
 
-    def drafter(self, name: str, path: str) -> LocalDrafter:
+    def drafter(self, name: str, path: Path) -> ModelDrafter:
         longest, vocab = self.max_model_len, self.target.vocab_size
         if self.place.backend != "graphs":
-            return ModelDrafter(name, self._runner(name, Path(path)), longest, vocab)
+            return ModelDrafter(name, self._runner(name, path), longest, vocab)
         from penstock.engine.gpu.drafter import GraphDrafter
 
-        return GraphDrafter(name, self._graphs(name, Path(path), drafts=True), longest, vocab)
+        return GraphDrafter(name, self._graphs(name, path, drafts=True), longest, vocab)
 
     def executor(self, drafters: Sequence[LocalDrafter], clock: Clock) -> LocalExecutor:
         path = self.config.target

@@ -10,7 +10,14 @@ from typing import Any
 
 import torch
 
-from penstock.config import NGRAM, ConfigError, EngineConfig, read_profile
+from penstock.config import (
+    NGRAM,
+    SUFFIX,
+    ConfigError,
+    DrafterParts,
+    EngineConfig,
+    read_profile,
+)
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline
@@ -29,12 +36,16 @@ from penstock.engine.backends import (
 )
 from penstock.engine.calibrate import calibrate
 from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.lookup import LookupDrafter
+from penstock.engine.drafters.suffix import SuffixDrafter
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.models.checkpoint import open_checkpoint
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.synthetic import SyntheticAcceptance
 from penstock.engine.tokenizer import load_tokenizer
+
+_LOOK_UPS: dict[str, type[LookupDrafter]] = {NGRAM: LookupDrafter, SUFFIX: SuffixDrafter}
 
 
 class MonotonicClock:
@@ -116,7 +127,7 @@ def load_engine(
         together = config.pipeline == "auto"
         calibrate(executor, scheduler.learn, clock, profile, together=together)
     target = models.target
-    audited = {} if shapes else {n: Path(p) for n, p in config.drafters.items() if p != NGRAM}
+    audited = {} if shapes else config.drafter_models
     return Engine(
         loop=Loop(scheduler, executor, clock),
         scheduler=scheduler,
@@ -176,9 +187,18 @@ def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
 
 def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
     return [
-        LookupDrafter(name) if path == NGRAM else models.drafter(name, path)
+        _local_drafter(name, DrafterParts.of(path), models)
         for name, path in config.drafters.items()
     ]
+
+
+def _local_drafter(name: str, parts: DrafterParts, models: Models) -> LocalDrafter:
+    model = None if parts.model is None else models.drafter(name, Path(parts.model))
+    if parts.look_up is not None:
+        look_up = _LOOK_UPS[parts.look_up](name)
+        return look_up if model is None else ChainDrafter(name, look_up, model)
+    assert model is not None
+    return model
 
 
 def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Scheduler:
@@ -208,6 +228,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
         name,
         has_lane=config.pipeline != "off",
         max_num_seqs=config.drafter_max_num_seqs.get(name),
+        is_chained=DrafterParts.of(config.drafters[name]).is_chain,
     )
     shape = models.shapes.get(name)
     if shape is not None:
@@ -226,22 +247,20 @@ def _shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
 
 def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
     return {
-        name: DecoderConfig.from_pretrained(Path(path))
-        for name, path in config.drafters.items()
-        if path != NGRAM
+        name: DecoderConfig.from_pretrained(path) for name, path in config.drafter_models.items()
     }
 
 
 def _check_tokenizers(config: EngineConfig) -> None:
     """Draft tokens are ids: they mean something only under one tokenizer."""
-    models = {name: path for name, path in config.drafters.items() if path != NGRAM}
+    models = config.drafter_models
     if not models:
         return
     source = open_checkpoint(config.target).tokenizer_source()
     for name, path in models.items():
-        if open_checkpoint(Path(path)).tokenizer_source() == source:
+        if open_checkpoint(path).tokenizer_source() == source:
             continue
-        if load_tokenizer(Path(path)).digest != load_tokenizer(config.target).digest:
+        if load_tokenizer(path).digest != load_tokenizer(config.target).digest:
             raise ConfigError(
                 f"drafter {name!r} ({path}) has another tokenizer than the target "
                 f"({config.target}); a drafter must share the target's tokenizer"

@@ -6,6 +6,7 @@ Compiled kernels and PyTorch's operators let go of the interpreter, so that they
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -235,6 +236,7 @@ class LocalExecutor(ABC):
             failures=failures,
             phases=PhaseTimes(draft=finished_at - started_at),
             draft_times=tuple(drafted.times),
+            unread=tuple(drafted.unread),
         )
         return Done(plan, result, drafted)
 
@@ -301,7 +303,7 @@ class LocalExecutor(ABC):
                 drafts = drafter.draft(mine, [job.texts[o.request_id] for o in mine])
                 seconds = self._clock.now() - started_at
                 drafted.add(mine, drafts)
-                drafted.times.append(draft_time(mine, seconds))
+                drafted.times.append(draft_time(mine, seconds, drafts))
 
     def _replay(
         self, orders: Sequence[DraftOrder], job: StepJob, drafted: DraftsAtHand
@@ -323,10 +325,11 @@ class LocalExecutor(ABC):
     def _hold(self, order: DraftOrder, drafted: DraftsAtHand) -> DraftReady:
         """Keep a draft of a drafter's own lane until its verification."""
         draft, offset = drafted.by_request.pop(order.request_id)
-        probs = drafted.joined_probs() if any(r >= 0 for r in draft.prob_rows) else None
+        rows = [r + offset for r in draft.prob_rows if r >= 0]
+        probs = drafted.joined_probs() if rows else None
         if probs is not None:
-            probs = probs[[r + offset for r in draft.prob_rows]]
-            draft = Draft(draft.token_ids, list(range(len(draft.token_ids))))
+            probs, own = probs[rows], itertools.count()
+            draft = Draft(draft.token_ids, [-1 if r < 0 else next(own) for r in draft.prob_rows])
         # One that has ended meanwhile would never be forgotten again.
         if order.request_id in self._texts:
             self._held.hold(order.request_id, order.epoch, order.round, draft, probs)

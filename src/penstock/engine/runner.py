@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from penstock.core.types import SamplingParams
@@ -80,13 +81,18 @@ class ModelRunner(Model):
         return None
 
     def propose(
-        self, first: RaggedBatch, limits: IntArray, params: SamplingRows, ratio: BoolArray
+        self,
+        first: RaggedBatch,
+        limits: IntArray,
+        params: SamplingRows,
+        ratio: BoolArray,
+        starts: npt.NDArray[np.int64],
     ) -> Drafts | None:
         """Read a batch and draft up to limits[i] tokens behind sequence i, in one call; None where
         it must go step by step.
 
         ratio: [num_seqs], whose drafts are sampled from the drafter's own distribution; params:
-        unfiltered
+        unfiltered; starts: [num_seqs] int64, positions at which the drafts begin
         """
         return None
 

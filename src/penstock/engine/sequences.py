@@ -68,6 +68,10 @@ class TokenBuffer:
         self._tokens[self.length : end] = token_ids
         self.length = end
 
+    def foresee(self, token_ids: Sequence[int]) -> None:
+        """Write guesses behind the known tokens, for a model to read; they last until `append`."""
+        self._tokens[self.length : self.length + len(token_ids)] = token_ids
+
     @property
     def is_ratio(self) -> bool:
         """Whether its drafts are verified by rejection sampling."""

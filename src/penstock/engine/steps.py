@@ -41,6 +41,8 @@ class DraftsAtHand:
     times: list[DraftTime] = field(default_factory=list)
     failed: set[str] = field(default_factory=set)
     """Drafters that have failed in this step."""
+    unread: list[str] = field(default_factory=list)
+    """Requests whose draft was made without reading their text."""
 
     @contextlib.contextmanager
     def without_if_failing(self, drafter: str) -> Iterator[None]:
@@ -54,6 +56,8 @@ class DraftsAtHand:
     def add(self, orders: Sequence[DraftOrder], drafts: Drafts) -> None:
         for order, draft in zip(orders, drafts.drafts, strict=True):
             self.by_request[order.request_id] = (draft, self.num_probs)
+            if draft.is_unread:
+                self.unread.append(order.request_id)
         if drafts.probs is not None:
             self.probs.append(drafts.probs)
             self.num_probs += drafts.probs.shape[0]
@@ -165,13 +169,22 @@ def orders_of(plan: StepPlan) -> list[DraftOrder]:
     return [*plan.drafts, *(i.draft for i in plan.items if i.draft is not None)]
 
 
-def draft_time(orders: Sequence[DraftOrder], seconds: float) -> DraftTime:
-    """Of the orders that one drafter has carried out together."""
+def draft_time(
+    orders: Sequence[DraftOrder], seconds: float, drafts: Drafts | None = None
+) -> DraftTime:
+    """Of the orders that one drafter has carried out together. drafts: what came of them, unless
+    they only read."""
+    done, num_steps = list(orders), None
+    if drafts is not None:
+        num_steps = drafts.num_steps
+        done = [o for o, d in zip(orders, drafts.drafts, strict=True) if not d.is_unread]
+    if num_steps is None:
+        num_steps = max(o.max_draft_tokens for o in orders)
     return DraftTime(
         drafter=orders[0].drafter,
-        batch=len(orders),
-        steps=max(o.max_draft_tokens for o in orders),
-        num_catch_up_tokens=sum(o.num_catch_up_tokens for o in orders),
+        batch=max(1, len(done)),
+        steps=num_steps,
+        num_catch_up_tokens=sum(o.num_catch_up_tokens for o in done),
         seconds=seconds,
     )
 
@@ -246,6 +259,7 @@ def verified(
         work=step_work(plan, verdicts),
         work_seconds=marks.finished_at - started_at - marks.draft_s,
         failed_drafters=tuple(sorted(drafted.failed)),
+        unread=tuple(drafted.unread),
     )
     return Done(plan, result, drafted)
 
@@ -264,5 +278,6 @@ def joined(plan: StepPlan, first: Done, second: Done) -> Done:
         work=step_work(plan, verdicts),
         work_seconds=a.work_seconds + b.work_seconds,
         failed_drafters=tuple(sorted({*a.failed_drafters, *b.failed_drafters})),
+        unread=(*a.unread, *b.unread),
     )
     return Done(plan, result, second.drafted)

@@ -52,7 +52,7 @@ def dummy_draft(
         texts.append(
             TokenBuffer(Request(name, known, 16, prompt_token_ids=prompt, sampling=sampling))
         )
-    drafter.draft(orders, texts)
+    drafter.timed.draft(orders, texts)
     for order in orders:
         drafter.forget(order.request_id)
 

@@ -20,18 +20,22 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True)
 class Draft:
     """The tokens of one order, and where they were sampled from: `prob_rows` index the rows of
-    `Drafts.probs`; -1 is a point mass (coupled, greedy or looked-up)."""
+    `Drafts.probs`; -1 is a point mass (coupled, greedy or looked-up). is_unread: its drafter's
+    model was not asked, and its KV is as it was."""
 
     token_ids: list[int]
     prob_rows: list[int]
+    is_unread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Drafts:
-    """The drafts of several orders, in their order. probs: [rows, V] float32 or None."""
+    """The drafts of several orders, in their order. probs: [rows, V] float32 or None. num_steps:
+    that a model took one after the other; None: one for each token of the longest order."""
 
     drafts: list[Draft]
     probs: torch.Tensor | None = None
+    num_steps: int | None = None
 
 
 @dataclass(slots=True)
@@ -92,6 +96,11 @@ class LocalDrafter(ABC):
     @abstractmethod
     def forget(self, request_id: str) -> None:
         """The request is over."""
+
+    @property
+    def timed(self) -> LocalDrafter:
+        """What a step of it is measured by, where not every step is alike."""
+        return self
 
     def limit_threads(self, num_threads: int) -> None:
         """See `ModelRunner.limit_threads`."""

@@ -3,10 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple, Protocol
 
 from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.sequences import TokenBuffer
+
+LONGEST_MATCH = 32
+"""Tokens up to which a match is followed back."""
+
+
+class Match(NamedTuple):
+    """What followed a place that reads like the end of a text: draft tokens, and how many tokens
+    before it are the same. is_own: the place is in the same text."""
+
+    token_ids: list[int]
+    length: int
+    is_own: bool = True
+
+
+NO_MATCH = Match([], 0)
+
+
+class TextIndex(Protocol):
+    """What has been read of one request's text, for look-up."""
+
+    def __len__(self) -> int:
+        """Tokens that were read."""
+        ...
+
+    def append(self, token_ids: Sequence[int]) -> None:
+        """Read on."""
+        ...
+
+    def match(self, num_tokens: int) -> Match:
+        """What may follow, up to so many tokens."""
+        ...
 
 
 class NgramIndex:
@@ -42,6 +74,10 @@ class NgramIndex:
             self._tokens.append(token)
 
     def propose(self, num_tokens: int) -> list[int]:
+        """The tokens of `match`."""
+        return self.match(num_tokens).token_ids
+
+    def match(self, num_tokens: int) -> Match:
         """Up to ``num_tokens`` draft tokens: what followed the longest suffix's last occurrence.
 
         A match that runs into the end of the text goes on through the proposal itself. Empty if
@@ -51,12 +87,24 @@ class NgramIndex:
             start = self._followed_at.get(suffix)
             if start is not None:
                 period = len(self._tokens) - start
-                return [self._tokens[start + i % period] for i in range(num_tokens)]
-        return []
+                tokens = [self._tokens[start + i % period] for i in range(num_tokens)]
+                before = self._tokens[max(0, start - LONGEST_MATCH) : start]
+                return Match(tokens, num_equal(reversed(before), reversed(self._tokens)))
+        return NO_MATCH
 
     def _suffixes(self) -> Iterable[tuple[int, ...]]:
         end = len(self._tokens)
         return (tuple(self._tokens[end - n :]) for n in self._lengths if n <= end)
+
+
+def num_equal(tokens: Iterable[int], others: Iterable[int]) -> int:
+    """Tokens that two texts have in common at their beginning."""
+    num = 0
+    for token, other in zip(tokens, others, strict=False):
+        if token != other:
+            break
+        num += 1
+    return num
 
 
 class LookupDrafter(LocalDrafter):
@@ -66,12 +114,16 @@ class LookupDrafter(LocalDrafter):
         self.name = name
         self._indices: dict[str, NgramIndex] = {}
 
+    def match(self, text: TokenBuffer, num_tokens: int) -> Match:
+        """What may follow a request's text, up to so many tokens."""
+        index = self._index(text)
+        index.append(text.tokens(len(index), text.length))
+        return index.match(num_tokens)
+
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         drafts = []
         for order, text in zip(orders, texts, strict=True):
-            index = self.index_of(order.request_id)
-            index.append(text.tokens(len(index), text.length))
-            tokens = index.propose(order.max_draft_tokens)
+            tokens = self.match(text, order.max_draft_tokens).token_ids
             drafts.append(Draft(tokens, [-1] * len(tokens)))
         return Drafts(drafts)
 
@@ -81,20 +133,23 @@ class LookupDrafter(LocalDrafter):
         return tuple(self._replay(order, text) for order, text in zip(orders, texts, strict=True))
 
     def _replay(self, order: DraftOrder, text: TokenBuffer) -> Replayed:
-        index = self.index_of(order.request_id)
+        index = self._index(text)
         known = order.start + order.num_catch_up_tokens
         num_tokens = num_matched = 0
         index.append(text.tokens(len(index), min(text.request.prompt_len, known)))
         for token in text.tokens(len(index), known):
             if order.evaluate and not text.is_ratio:
                 num_tokens += 1
-                num_matched += index.propose(1) == [token]
+                num_matched += index.match(1).token_ids == [token]
             index.append((token,))
         return Replayed(order.request_id, order.epoch, self.name, num_tokens, num_matched)
 
     def index_of(self, request_id: str) -> NgramIndex:
         """Of what has been read of a request."""
         return self._indices.setdefault(request_id, NgramIndex())
+
+    def _index(self, text: TokenBuffer) -> TextIndex:
+        return self.index_of(text.request.id)
 
     def forget(self, request_id: str) -> None:
         self._indices.pop(request_id, None)

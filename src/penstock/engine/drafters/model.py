@@ -72,12 +72,14 @@ class ModelDrafter(LocalDrafter):
         params, ratio = self._sampling.of(list(texts))
         reach = max(o.start + o.num_catch_up_tokens + max(o.max_draft_tokens, 1) for o in orders)
         first = self._catch_up(orders, texts, [int(o.max_draft_tokens > 0) for o in orders], reach)
+        # Of the whole draft, whoever has foreseen its first tokens: noise is fresh in every draft.
+        starts = np.array([t.length for t in texts], dtype=np.int64)
         knows_all = self._num_guessed == self.runner.config.vocab_size
         drafts = None
         if knows_all and not params.has_filters:
-            drafts = self.runner.propose(first, limits, params, ratio)
+            drafts = self.runner.propose(first, limits, params, ratio, starts)
         if drafts is None:
-            drafts = self._draft_stepwise(orders, first, limits, params, ratio)
+            drafts = self._draft_stepwise(orders, first, limits, params, ratio, starts)
         missing = self._vocab - self._num_guessed
         if drafts.probs is None or not missing:
             return drafts
@@ -102,6 +104,10 @@ class ModelDrafter(LocalDrafter):
             self._compare(order, text, first, guess)
             for order, text, first, guess in zip(orders, texts, firsts, guesses, strict=True)
         )
+
+    def extend(self, order: DraftOrder) -> None:
+        """Note the blocks of an order whose work is not done here."""
+        self._tables.extend(order.request_id, order.epoch, order.new_blocks)
 
     def drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)
@@ -144,6 +150,7 @@ class ModelDrafter(LocalDrafter):
         limits: Int32Array,
         params: SamplingRows,
         ratio: BoolArray,
+        starts: IntArray,
     ) -> Drafts:
         builder = DraftBuilder(len(orders))
         ends = first.seq_lens.astype(np.int64)
@@ -156,7 +163,7 @@ class ModelDrafter(LocalDrafter):
                 logits = self._logits(self._one_more(orders, alive, tokens, ends + step - 1))
             positions = ends[alive] + step
             rows = params.take(alive)
-            self._sample(builder, alive, logits, rows, positions, ends[alive], ratio[alive])
+            self._sample(builder, alive, logits, rows, positions, starts[alive], ratio[alive])
         return builder.build()
 
     def _sample(
@@ -189,7 +196,7 @@ class ModelDrafter(LocalDrafter):
 
     def _extend_tables(self, orders: Sequence[DraftOrder]) -> None:
         for order in orders:
-            self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+            self.extend(order)
 
     def _catch_up(
         self,

@@ -57,10 +57,6 @@ class GraphDrafter(ModelDrafter):
         draws = draws_of(params, np.tile(np.arange(len(orders)), steps), positions.reshape(-1))
         return self._graphs.draft(first, limits, draws, self._num_guessed)
 
-    def extend(self, order: DraftOrder) -> None:
-        """Note the blocks of an order whose work is done elsewhere."""
-        self._tables.extend(order.request_id, order.epoch, order.new_blocks)
-
     def room(self, request_id: str) -> int:
         """Tokens that the request's blocks, and the model's positions, hold."""
         blocks = self._tables.num_blocks(request_id) * self.runner.block_size

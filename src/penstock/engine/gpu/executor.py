@@ -215,7 +215,7 @@ class GraphExecutor(RunnerExecutor):
                     started.request_ids.append([o.request_id for o in mine])
                     started.tokens.append(tokens)
                 drafted.add(mine, drafts)
-                drafted.times.append(draft_time(mine, 0.0))
+                drafted.times.append(draft_time(mine, 0.0, drafts))
         return started
 
     def _begin(

@@ -209,13 +209,17 @@ class NativeRunner(ModelRunner):
         return samples.tolist()  # type: ignore[no-any-return]
 
     def propose(
-        self, first: RaggedBatch, limits: IntArray, params: SamplingRows, ratio: BoolArray
+        self,
+        first: RaggedBatch,
+        limits: IntArray,
+        params: SamplingRows,
+        ratio: BoolArray,
+        starts: npt.NDArray[np.int64],
     ) -> Drafts | None:
         salts = np.full(len(limits), Salt.TARGET, dtype=np.int32)
         seeds, is_any_ratio = params.seed, bool(ratio.any())
         if is_any_ratio:
             salts[ratio] = Salt.DRAFT
-            starts = first.seq_lens.astype(np.int64)
             seeds = np.where(ratio, draft_seeds(params.seed, starts), params.seed)
         drafted = self.draft(
             first, limits, params.temperature, seeds, salts, return_logits=is_any_ratio

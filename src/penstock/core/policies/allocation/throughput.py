@@ -58,6 +58,11 @@ class Throughput(AllocationPolicy):
         lengths = [0] * len(candidates)
         for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, view)]:
             lengths[index] = length
+        # What weighs its sources itself is granted all that there is room for, in every round.
+        chained = {name for name, drafter in view.drafters.items() if drafter.is_chained}
+        for _, index, length in purchases if chained else ():
+            if candidates[index].drafter in chained:
+                lengths[index] = length
         self._fade_unused(candidates, lengths, view)
         self._idle, self._num_idle = () if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]

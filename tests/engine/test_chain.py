@@ -1,0 +1,556 @@
+"""Drafts that begin as look-up and go on with a model: exact whatever is taken of either."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import zlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.core.world import Rotating
+from tests.engine.sampling_toys import PROMPT, joint_p_value, sampling_rows, toy_table
+from tests.engine.small_family import make_unreliable, write_family
+from tests.engine.test_exactness import SAMPLINGS, lenient, make_requests, run
+from tests.products import covering, slow
+
+from penstock.config import EngineConfig
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.learn import Estimators
+from penstock.core.loop import Loop
+from penstock.core.policies.registry import make_pipeline, make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter
+from penstock.core.types import DraftOrder, Request, RoundCosts, SamplingParams
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.drafters.base import Draft
+from penstock.engine.drafters.chain import ChainDrafter
+from penstock.engine.drafters.lookup import LookupDrafter, Match
+from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.drafters.sources import (
+    Parts,
+    SourceEvidence,
+    expected_tokens,
+    round_seconds,
+)
+from penstock.engine.sampling import VerifyBatch, sample_coupled, verify
+from penstock.engine.sequences import TokenBuffer
+from penstock.engine.verifier import Verifier
+
+BACKENDS = ("eager", "native", "graphs")
+CHAINS = {"perfect": "ngram+{same}", "near": "suffix+{near}", "far": "ngram+{far}"}
+KV_TOKENS = 32 * 256
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return write_family(tmp_path_factory.mktemp("family"))
+
+
+@pytest.fixture(scope="module", params=["eager", "native", *slow(["graphs"])])
+def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
+    chains = {name: path.format_map(family) for name, path in CHAINS.items()}
+    engine = load_engine(
+        EngineConfig(
+            target=family["target"],
+            drafters={**chains, "suffix": "suffix"},
+            dtype="float32",
+            backend=request.param,
+            kv_tokens=KV_TOKENS,
+            num_threads=1,
+        ),
+        calibrated=False,
+    )
+    engine.executor.runs_ahead = request.param == "graphs"  # as on a GPU
+    return engine
+
+
+def make_loop(
+    engine: Engine,
+    *,
+    k: int = 5,
+    rotating: bool = False,
+    pipeline: str = "off",
+    kv_tokens: int = KV_TOKENS,
+    learn: Estimators | None = None,
+    allocation: tuple[str, dict[str, Any]] | None = None,
+) -> Loop:
+    """A fresh scheduler over the engine's executor."""
+    size = engine.executor.target.block_size
+    blocks = kv_tokens // size
+    drafters = [
+        Drafter(
+            name,
+            None if drafter.runner is None else BlockPool(blocks, size),
+            has_lane=pipeline != "off",
+            is_chained=name in CHAINS,
+        )
+        for name, drafter in engine.executor.drafters.items()
+    ]
+    name, options = allocation or ("fixed", {"k": k})
+    scheduler = Scheduler(
+        BlockPool(blocks, size),
+        drafters,
+        admission=make_policy("admission", "vllm_v1", {"max_num_seqs": 32}),
+        selection=Rotating() if rotating else make_policy("selection", "single"),
+        allocation=make_policy("allocation", name, options),
+        pipeline=make_pipeline(pipeline),
+        max_model_len=512,
+        learn=learn,
+        runs_ahead=engine.executor.runs_ahead,
+    )
+    return Loop(scheduler, engine.executor, engine.clock)
+
+
+class Switching:
+    """Other parts in every round, by the request and its length. Where it is told what requests
+    will put out, look-up finds that, with a wrong token every now and then.
+
+    seen: the lengths of the parts that were drafted
+    """
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[int, int]] = set()
+        self._known: dict[str, tuple[int, ...]] = {}
+
+    def tell(self, requests: Sequence[Request], outputs: Sequence[tuple[int, ...]]) -> None:
+        for request, output in zip(requests, outputs, strict=True):
+            assert request.prompt_token_ids is not None
+            self._known[request.id] = (*request.prompt_token_ids, *output)
+
+    def best_parts(self, order: DraftOrder, match: Match, num_left: int) -> Parts:
+        text, most = self._known.get(order.request_id), order.max_draft_tokens
+        begin = order.start + order.num_catch_up_tokens
+        turn = zlib.crc32(f"{text or order.request_id} {begin}".encode())
+        if text is not None:
+            found = list(text[begin : begin + most])
+            if turn % 5 == 4 and found:
+                found[turn % len(found)] ^= 1
+            match = Match(found, 8)
+        kept = turn % (min(len(match.token_ids), most) + 1)
+        guessed = turn // 7 % (most - kept + 1)
+        self.seen.add((kept, guessed))
+        return Parts(match, kept, guessed)
+
+
+@pytest.fixture
+def switching(monkeypatch: pytest.MonkeyPatch) -> Switching:
+    switching = Switching()
+    monkeypatch.setattr(
+        SourceEvidence,
+        "best_parts",
+        lambda _, order, match, num_left: switching.best_parts(order, match, num_left),
+    )
+    return switching
+
+
+def repeating_requests(sampling: SamplingParams, num: int, drafter: str) -> list[Request]:
+    """Prompts of few different tokens, whose ends have occurred before, so that look-up finds."""
+    requests = []
+    for i, request in enumerate(make_requests(sampling, num, drafter)):
+        prompt = tuple(np.random.default_rng(i).integers(0, 3, 40).tolist())
+        changed = dataclasses.replace(request, prompt_len=len(prompt), prompt_token_ids=prompt)
+        requests.append(changed)
+    return requests
+
+
+class Alone(dict[str, list[tuple[int, ...]]]):
+    """Target-only output of each request by itself, by sampling."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __missing__(self, sampling: str) -> list[tuple[int, ...]]:
+        requests = repeating_requests(SAMPLINGS[sampling], 16, "none")
+        self[sampling] = [run(make_loop(self._engine), [r])[0][0] for r in requests]
+        return self[sampling]
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> Alone:
+    return Alone(engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling", "drafter", "batch"),
+    covering(BACKENDS, SAMPLINGS, [*CHAINS, "suffix", "rotating"], [1, 8]),
+    indirect=["engine"],
+)
+def test_output_is_the_targets_own(
+    engine: Engine, alone: Alone, sampling: str, drafter: str, batch: int
+) -> None:
+    loop = make_loop(engine, rotating=drafter == "rotating")
+    name = "auto" if drafter == "rotating" else drafter
+    outputs, _ = run(loop, repeating_requests(SAMPLINGS[sampling], batch, name))
+    assert outputs == alone[sampling][:batch]
+
+
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+@pytest.mark.parametrize("pipeline", ["off", "2", "async"])
+def test_other_sources_in_every_round_change_nothing(
+    engine: Engine,
+    alone: Alone,
+    switching: Switching,
+    sampling: str,
+    pipeline: str,
+) -> None:
+    requests = repeating_requests(SAMPLINGS[sampling], 8, "near")
+    switching.tell(requests, alone[sampling][:8])
+    outputs, accepted = run(make_loop(engine, pipeline=pipeline), requests)
+    assert outputs == alone[sampling][:8]
+    assert accepted
+    seen = switching.seen
+    assert any(kept and guessed for kept, guessed in seen), "one behind the other"
+    assert any(kept and not guessed for kept, guessed in seen), "look-up alone"
+    assert any(guessed and not kept for kept, guessed in seen), "the model alone"
+
+
+def test_the_model_has_read_what_it_goes_on_from(
+    engine: Engine, alone: Alone, switching: Switching, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target's twin is right behind every looked-up token that is, however often it was not
+    asked: nothing of its KV is missing or stale."""
+    drafted: list[tuple[TokenBuffer, int, Parts, list[int]]] = []
+    noted = SourceEvidence.drafted
+
+    def note(sources: SourceEvidence, text: TokenBuffer, parts: Parts, guessed: list[int]) -> None:
+        drafted.append((text, text.length, parts, guessed))
+        noted(sources, text, parts, guessed)
+
+    monkeypatch.setattr(SourceEvidence, "drafted", note)
+    requests = repeating_requests(SAMPLINGS["coupled"], 8, "perfect")
+    switching.tell(requests, alone["coupled"][:8])
+    run(make_loop(engine), requests)
+    num_behind = 0
+    for text, start, parts, guessed in drafted:
+        truth = text.tokens(start, text.length)
+        kept = parts.match.token_ids[: parts.num_kept]
+        if guessed and truth[: len(kept)] == kept:
+            rest = truth[len(kept) : len(kept) + len(guessed)]
+            assert guessed[: len(rest)] == rest
+            num_behind += bool(kept)
+    assert num_behind
+
+
+@pytest.mark.parametrize("pipeline", ["off", "2"])
+def test_ratio_is_reproducible_and_independent_of_the_batch(
+    engine: Engine, alone: Alone, switching: Switching, pipeline: str
+) -> None:
+    """Drafts of which part has a distribution, held from a lane or not."""
+    sampling = SamplingParams(temperature=0.9, verification="ratio")
+
+    requests = repeating_requests(sampling, 6, "near")
+    switching.tell(requests, alone["coupled"][:6])
+    together, _ = run(make_loop(engine, pipeline=pipeline), requests)
+    for i, output in enumerate(together):
+        request = repeating_requests(sampling, 6, "near")[i]
+        switching.tell([request], [alone["coupled"][i]])
+        assert run(make_loop(engine), [request])[0] == [output]
+    assert any(kept and guessed for kept, guessed in switching.seen)
+
+
+def test_small_memory_preempts_and_changes_nothing(
+    engine: Engine, alone: Alone, switching: Switching
+) -> None:
+    loop = make_loop(engine, rotating=True, kv_tokens=20 * 16)
+    requests = repeating_requests(SAMPLINGS["coupled"], 16, "auto")
+    switching.tell(requests, alone["coupled"])
+    outputs, _ = run(loop, requests)
+    assert loop.scheduler.table.counters.preemptions > 0
+    assert outputs == alone["coupled"]
+
+
+@pytest.mark.parametrize("pipeline", ["off", "2"])
+def test_a_model_that_fails_midway_changes_nothing(
+    engine: Engine,
+    alone: Alone,
+    switching: Switching,
+    monkeypatch: pytest.MonkeyPatch,
+    pipeline: str,
+) -> None:
+    chain = engine.executor.drafters["near"]
+    assert isinstance(chain, ChainDrafter)
+    calls = make_unreliable(monkeypatch, chain.timed, ["draft"], {1, 4, 5})
+    outputs, _ = run(
+        make_loop(engine, pipeline=pipeline), repeating_requests(SAMPLINGS["greedy"], 8, "near")
+    )
+    assert next(calls) > 5
+    assert outputs == alone["greedy"][:8]
+
+
+def test_a_cached_prefix_holds_only_what_the_model_has_read(
+    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was drafted without the model must not be taken for its KV by the next request."""
+    num_guessed = 0
+    monkeypatch.setattr(
+        SourceEvidence,
+        "best_parts",
+        lambda _s, order, match, _n: Parts(match, 0, min(num_guessed, order.max_draft_tokens)),
+    )
+    loop = make_loop(engine)
+    outputs, accepted = run(loop, repeating_requests(SAMPLINGS["greedy"], 8, "perfect"))
+    assert not accepted
+    num_guessed = 4
+    outputs, accepted = run(loop, repeating_requests(SAMPLINGS["greedy"], 8, "perfect"))
+    assert outputs == alone["greedy"][:8]
+    # Greedy twins: whatever was drafted was right, but for what a request's end has cut off.
+    assert accepted > 0.6 * sum(len(output) for output in outputs)
+
+
+def test_negative_control_accepting_everything_is_caught(
+    engine: Engine,
+    alone: Alone,
+    switching: Switching,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The equalities above must be able to fail."""
+    monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
+    outputs, _ = run(make_loop(engine), repeating_requests(SAMPLINGS["coupled"], 8, "near"))
+    assert outputs != alone["coupled"][:8]
+
+
+# --- what is taken of either ----------------------------------------------------------------------
+
+
+def text_of(name: str, prompt: Sequence[int], max_tokens: int = 200) -> TokenBuffer:
+    sampling = SamplingParams(temperature=0.0)
+    return TokenBuffer(
+        Request(name, len(prompt), max_tokens, prompt_token_ids=tuple(prompt), sampling=sampling)
+    )
+
+
+def order_of(text: TokenBuffer, most: int, costs: RoundCosts | None) -> DraftOrder:
+    return DraftOrder(text.request.id, 0, 0, "chain", text.length - 1, 1, most, costs=costs)
+
+
+def costs_of(most: int, *, row: float = 0.0, step: float = 0.0, read: float = 0.0) -> RoundCosts:
+    """Of a round that takes a second by itself."""
+    return RoundCosts(tuple(1.0 + row * n for n in range(most + 1)), step, read)
+
+
+def test_tokens_and_seconds_are_those_of_a_plain_sum() -> None:
+    found, guessed = [0.9, 0.5], [0.8, 0.6, 0.3]
+    costs = RoundCosts((1.0, 1.1, 1.3, 1.4), step=0.2, read=0.01)
+    tokens, seconds = expected_tokens(found, guessed), round_seconds(costs, 2, 3)
+    for kept, more in itertools.product(range(3), range(4)):
+        survival = float(np.prod(found[:kept]))
+        looked_up = sum(float(np.prod(found[:n])) for n in range(1, kept + 1))
+        assert tokens[kept, more] == pytest.approx(1 + looked_up + survival * sum(guessed[:more]))
+        expected = np.inf
+        if kept + more <= 3:
+            expected = costs.rounds[kept + more] + 0.2 * more + 0.01 * kept * (more > 0)
+        assert seconds[kept, more] == pytest.approx(expected)
+
+
+def teach(evidence: SourceEvidence, match: Match, model_is_right: bool, rounds: int = 40) -> None:
+    """Rounds in which look-up was always right, and the model always or never."""
+    text = text_of("teacher", [1] * 4, max_tokens=rounds * 8)
+    for _ in range(rounds):
+        guessed = [50, 51]
+        evidence.drafted(text, Parts(match, len(match.token_ids), 2), guessed)
+        text.append([*match.token_ids, *(guessed if model_is_right else [60]), 70])
+        evidence.observe(text)
+
+
+def test_the_model_is_asked_where_it_pays() -> None:
+    match = Match([7, 8, 9], length=8)
+    for is_right, step, is_asked in ((True, 0.1, True), (True, 2.0, False), (False, 0.1, False)):
+        evidence = SourceEvidence()
+        teach(evidence, match, is_right)
+        text = text_of("r", [1, 2, 3])
+        parts = evidence.best_parts(order_of(text, 6, costs_of(6, step=step)), match, 200)
+        assert parts.num_kept == 3
+        assert bool(parts.num_guessed) == is_asked, (is_right, step)
+
+
+def test_a_match_that_was_never_right_is_not_drafted() -> None:
+    evidence, match = SourceEvidence(), Match([7, 8, 9], length=3)
+    text = text_of("teacher", [1] * 4)
+    for _ in range(40):
+        evidence.drafted(text, Parts(match, 0, 0), [])
+        text.append([60])
+        evidence.observe(text)
+    text = text_of("r", [1, 2, 3])
+    parts = evidence.best_parts(order_of(text, 6, costs_of(6, row=0.05, step=9.0)), match, 200)
+    assert (parts.num_kept, parts.num_guessed) == (0, 0)
+    longer = match._replace(length=20)
+    parts = evidence.best_parts(order_of(text, 6, costs_of(6, row=0.05, step=9.0)), longer, 200)
+    assert parts.num_kept == 3, "of other lengths nothing is known"
+
+
+def test_reading_is_spread_over_what_is_left() -> None:
+    evidence = SourceEvidence()
+    text = text_of("r", list(range(100)))
+    order = order_of(text, 4, costs_of(4, step=0.1, read=0.01))
+    unread = order._replace(start=0, num_catch_up_tokens=100)
+    no_match = Match([], 0)
+    assert evidence.best_parts(unread, no_match, 200).num_guessed
+    assert not evidence.best_parts(unread, no_match, 1).num_guessed
+    assert evidence.best_parts(order, no_match, 1).num_guessed, "it has read all"
+
+
+def test_without_times_look_up_goes_first_and_the_model_fills() -> None:
+    evidence, match = SourceEvidence(), Match([7, 8], 3)
+    text = text_of("r", [1, 2, 3])
+    assert evidence.best_parts(order_of(text, 5, None), match, 9) == Parts(match, 2, 3)
+    assert evidence.best_parts(order_of(text, 1, None), match, 9) == Parts(match, 1, 0)
+
+
+# --- rejection sampling ---------------------------------------------------------------------------
+
+NUM_SAMPLES = 50_000
+VOCAB = 6
+LOOKED_UP = (*PROMPT, 3, 2, 4, *PROMPT)
+"""Behind its last two tokens look-up finds 3, 2, 4."""
+
+
+class ToyRunner:
+    """A model whose next token depends on the last one alone: no KV."""
+
+    num_blocks, block_size = 1 << 20, 16
+    config = type("Config", (), {"vocab_size": VOCAB})()
+    vocab_size = VOCAB
+    sample = staticmethod(sample_coupled)
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self._table = table
+
+    def forward(self, batch: RaggedBatch) -> torch.Tensor:
+        return self._table[torch.from_numpy(batch.token_ids[batch.logits_rows].astype(np.int64))]
+
+    def propose(self, *_: object) -> None:
+        return None
+
+    def blocks_for(self, num_tokens: int) -> int:
+        return 1
+
+
+def first_order(seed: int) -> torch.Tensor:
+    return toy_table(VOCAB, seed)[0]
+
+
+def generate(
+    target: torch.Tensor, drafter: ChainDrafter, costs: RoundCosts | None, falsify: bool = False
+) -> np.ndarray[Any, Any]:
+    """Three tokens of every request through the chain and the sampler that verifies."""
+    sampling = [SamplingParams(seed=i, verification="ratio") for i in range(NUM_SAMPLES)]
+    texts = [
+        TokenBuffer(Request(f"{i}", len(LOOKED_UP), 3, prompt_token_ids=LOOKED_UP, sampling=s))
+        for i, s in enumerate(sampling)
+    ]
+    rows, begin = sampling_rows(NUM_SAMPLES), len(LOOKED_UP)
+    while active := [i for i, t in enumerate(texts) if t.length < begin + 3]:
+        mine = [texts[i] for i in active]
+        orders = [
+            DraftOrder(t.request.id, 0, 0, "chain", t.length - 1, 1, 3, costs=costs) for t in mine
+        ]
+        drafts = drafter.draft(orders, mine)
+        if falsify:
+            drafts = falsified(drafts)
+        decide(target, mine, drafts, rows.take(np.array(active)))
+    return np.array([t.tokens(begin, begin + 3) for t in texts])
+
+
+def decide(target: torch.Tensor, texts: list[TokenBuffer], drafts: Any, rows: Any) -> None:
+    tokens = [d.token_ids for d in drafts.drafts]
+    before = [[t.tokens(t.length - 1, t.length)[0], *d] for t, d in zip(texts, tokens, strict=True)]
+    flat = [t for row in before for t in row]
+    result = verify(
+        VerifyBatch(
+            logits=target[torch.tensor(flat)],
+            row_start=np.concatenate(([0], np.cumsum([len(row) for row in before]))),
+            positions=np.array([t.length for t in texts]),
+            params=rows,
+            ratio=np.ones(len(texts), dtype=np.bool_),
+            draft_tokens=np.array([t for row in tokens for t in row], dtype=np.int64),
+            draft_probs=drafts.probs,
+            draft_prob_row=np.array([r for d in drafts.drafts for r in d.prob_rows]),
+        )
+    )
+    for i, text in enumerate(texts):
+        text.append(result.tokens(i))
+
+
+def falsified(drafts: Any) -> Any:
+    """Looked-up tokens that are passed off as samples of the model."""
+    for i, draft in enumerate(drafts.drafts):
+        rows = [r for r in draft.prob_rows if r >= 0]
+        if rows:
+            drafts.drafts[i] = Draft(
+                draft.token_ids, [r if r >= 0 else rows[0] for r in draft.prob_rows]
+            )
+    return drafts
+
+
+def make_chain(seed: int) -> ChainDrafter:
+    runner: Any = ToyRunner(first_order(seed))
+    return ChainDrafter("chain", LookupDrafter("chain"), ModelDrafter("chain", runner, 64))
+
+
+def p_value(costs: RoundCosts | None, drafter_seed: int = 1, falsify: bool = False) -> float:
+    target = first_order(0)
+    samples = generate(target, make_chain(drafter_seed), costs, falsify)
+    joint = target.expand(VOCAB, VOCAB, VOCAB).contiguous()
+    return joint_p_value(samples, joint, sampling_rows(NUM_SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("costs", "drafter_seed"),
+    [
+        pytest.param(costs_of(3, row=0.1, step=0.1), 1, id="chosen"),
+        pytest.param(costs_of(3, row=0.1, step=0.1), 0, id="chosen, the target as drafter"),
+        pytest.param(costs_of(3, row=0.4, step=0.01), 2, id="chosen, short"),
+        pytest.param(None, 1, id="look-up as far as it goes"),
+    ],
+)
+def test_joint_of_three_positions_is_the_targets(
+    costs: RoundCosts | None, drafter_seed: int
+) -> None:
+    assert p_value(costs, drafter_seed) > 1e-3
+
+
+def test_other_parts_in_every_round_are_exact_and_false_reports_are_caught(
+    switching: Switching,
+) -> None:
+    assert p_value(None) > 1e-3
+    assert {(0, 2), (1, 1), (2, 0)} <= switching.seen
+    assert p_value(None, falsify=True) < 1e-9
+
+
+def test_noise_is_that_of_the_whole_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts that begin at different places have different noise, though their model's parts begin
+    at the same."""
+    monkeypatch.setattr(
+        SourceEvidence, "best_parts", lambda _s, _o, match, _n: Parts(match, num_kept, 2)
+    )
+    guessed = []
+    for length, num_kept in ((7, 0), (6, 1), (5, 2)):
+        chain = make_chain(1)
+        chain.timed.runner._table = torch.zeros(VOCAB, VOCAB)  # type: ignore[union-attr]
+        rows = []
+        for seed in range(200):
+            sampling = SamplingParams(seed=seed, verification="ratio")
+            prompt = (3, 2, 3, 2, 3, 2, 3, 2)[:length]
+            text = TokenBuffer(
+                Request(f"{seed}", length, 9, prompt_token_ids=prompt, sampling=sampling)
+            )
+            order = DraftOrder(f"{seed}", 0, 0, "chain", 0, length, 4)
+            rows += [chain.draft([order], [text]).drafts[0].token_ids[num_kept:]]
+        guessed.append(np.array(rows))
+    for a, b in itertools.combinations(guessed, 2):
+        assert (a == b).mean() < 0.5
