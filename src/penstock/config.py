@@ -98,6 +98,14 @@ class _Model(BaseModel):
         return data
 
 
+def _address(text: str) -> str:
+    """Raises: ValueError where it is not HOST:PORT."""
+    host, _, port = text.rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ValueError(f"{text!r} is not HOST:PORT, as in 127.0.0.1:8100 or [::]:8100")
+    return text
+
+
 class PolicyConfig(_Model):
     """A policy by name, and its options."""
 
@@ -153,13 +161,51 @@ ProfilePath = Annotated[Path, AfterValidator(_readable_profile)]
 class VllmConfig(_Model):
     """vLLM as the target's engine.
 
-    tensor_parallel: workers that share each layer. quantization: of the weights, by vLLM's name.
+    tensor_parallel: workers that share each layer. pipeline_parallel: groups of workers, each with
+    a part of the layers. quantization: of the weights, by vLLM's name.
+    nodes: machines that the workers are divided between; node_rank: which of them this one is, from
+    0, where the server is; master: HOST:PORT, an address of node 0 that all of them reach.
+    distributed_backend: what starts the workers.
     args: further arguments of vLLM's engine, by the names that vLLM gives them.
     """
 
     tensor_parallel: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1)
+    node_rank: int = Field(default=0, ge=0)
+    master: str | None = None
+    distributed_backend: Literal["mp", "ray"] | None = None
     quantization: str | None = None
     args: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def num_local_workers(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel // self.nodes
+
+    @field_validator("master")
+    @classmethod
+    def _is_address(cls, master: str | None) -> str | None:
+        if master is not None and not int(_address(master).rpartition(":")[2]):
+            raise ValueError(f"{master!r} has port 0; allowed: 1 to 65535")
+        return master
+
+    @model_validator(mode="after")
+    def _fits_nodes(self) -> Self:
+        workers = self.tensor_parallel * self.pipeline_parallel
+        if self.nodes == 1 and (self.node_rank or self.master is not None):
+            raise ValueError("node_rank and master are for several nodes; add nodes")
+        if self.node_rank >= self.nodes:
+            raise ValueError(f"node_rank is {self.node_rank}; allowed: 0 to {self.nodes - 1}")
+        if self.nodes > 1 and self.master is None:
+            raise ValueError(f"nodes is {self.nodes}, so master is needed: HOST:PORT of node 0")
+        if self.nodes > 1 and self.distributed_backend == "ray":
+            raise ValueError("nodes is for mp: a Ray cluster knows its own nodes")
+        if workers % self.nodes:
+            raise ValueError(
+                f"nodes is {self.nodes}, which does not divide the {workers} workers "
+                "(tensor_parallel times pipeline_parallel)"
+            )
+        return self
 
 
 class ModelsConfig(_Model):
@@ -362,10 +408,7 @@ class DraftersConfig(_Model):
     @field_validator("listen")
     @classmethod
     def _is_address(cls, listen: str) -> str:
-        host, _, port = listen.rpartition(":")
-        if not host or not port.isdecimal() or int(port) > 65535:
-            raise ValueError(f"{listen!r} is not HOST:PORT, as in 127.0.0.1:8100 or [::]:8100")
-        return listen
+        return _address(listen)
 
     @field_validator("servers")
     @classmethod

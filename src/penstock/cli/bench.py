@@ -11,8 +11,10 @@ import typer
 
 from penstock.cli import options as cli
 from penstock.cli.engines import (
+    DistributedBackendOption,
     EngineArgOption,
     EngineOption,
+    PipelineParallelOption,
     QuantizationOption,
     TensorParallelOption,
     with_engine,
@@ -81,6 +83,8 @@ def bench(
     synthetic_acceptance: SyntheticAcceptanceOption = None,
     engine: EngineOption = None,
     tensor_parallel: TensorParallelOption = None,
+    pipeline_parallel: PipelineParallelOption = None,
+    distributed_backend: DistributedBackendOption = None,
     quantization: QuantizationOption = None,
     engine_arg: EngineArgOption = None,
     as_json: cli.JsonOption = False,
@@ -100,7 +104,15 @@ def bench(
         settings["backend"] = "graphs"
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
-        settings = with_engine(settings, engine, tensor_parallel, quantization, engine_arg)
+        settings = with_engine(
+            settings,
+            engine,
+            engine_arg,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            distributed_backend=distributed_backend,
+            quantization=quantization,
+        )
         if "vllm" in settings and "backend" in settings:
             raise ConfigError(
                 "--random-weights and --synthetic-acceptance are not for --engine vllm"

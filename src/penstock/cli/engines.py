@@ -22,6 +22,21 @@ TensorParallelOption = Annotated[
     int | None,
     typer.Option(min=1, help="With --engine vllm: workers that share each layer. [1]"),
 ]
+PipelineParallelOption = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="With --engine vllm: groups of workers, one after the other, each with a part of the "
+        "layers. [1]",
+    ),
+]
+DistributedBackendOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="mp|ray",
+        help="With --engine vllm: what starts its workers: this program, or a Ray cluster. [mp]",
+    ),
+]
 QuantizationOption = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="With --engine vllm: its name for the weights' format."),
@@ -39,11 +54,13 @@ EngineArgOption = Annotated[
 def with_engine(
     settings: dict[str, Any],
     engine: str | None,
-    tensor_parallel: int | None,
-    quantization: str | None,
-    engine_args: Sequence[str] | None,
+    engine_args: Sequence[str] | None = None,
+    **options: Any,
 ) -> dict[str, Any]:
-    """The settings of an engine with what the command line says of vLLM. Raises: ConfigError."""
+    """The settings of an engine with what the command line says of vLLM.
+
+    options: by the names of `VllmConfig`; None is not given. Raises: ConfigError.
+    """
     from penstock.cli.models import settings_in
     from penstock.config import ConfigError
 
@@ -53,15 +70,14 @@ def with_engine(
         settings = {name: value for name, value in settings.items() if name != VLLM}
     elif engine == VLLM:
         settings = {**settings, VLLM: settings_in(settings.get(VLLM), f"engine.{VLLM}")}
-    given = {"tensor_parallel": tensor_parallel, "quantization": quantization}
-    own: dict[str, Any] = {name: value for name, value in given.items() if value is not None}
+    own = {name: value for name, value in options.items() if value is not None}
     args = dict(_argument(text) for text in engine_args or ())
     if not (own or args):
         return settings
     if VLLM not in settings:
-        raise ConfigError(
-            "--tensor-parallel, --quantization and --engine-arg are vLLM's; add --engine vllm"
-        )
+        names = [f"--{name.replace('_', '-')}" for name in own]
+        given = ", ".join([*names, *(["--engine-arg"] if args else [])])
+        raise ConfigError(f"{given}: for vLLM's engine alone; add --engine vllm")
     known = settings_in(settings[VLLM], f"engine.{VLLM}")
     if args:
         own["args"] = {**settings_in(known.get("args"), f"engine.{VLLM}.args"), **args}

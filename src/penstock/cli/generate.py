@@ -17,8 +17,10 @@ import typer
 
 from penstock.cli import options as cli
 from penstock.cli.engines import (
+    DistributedBackendOption,
     EngineArgOption,
     EngineOption,
+    PipelineParallelOption,
     QuantizationOption,
     TensorParallelOption,
     with_engine,
@@ -51,6 +53,8 @@ def generate(
     no_speculation: cli.NoSpeculationOption = False,
     engine: EngineOption = None,
     tensor_parallel: TensorParallelOption = None,
+    pipeline_parallel: PipelineParallelOption = None,
+    distributed_backend: DistributedBackendOption = None,
     quantization: QuantizationOption = None,
     engine_arg: EngineArgOption = None,
     stats: cli.StatsOption = False,
@@ -62,7 +66,15 @@ def generate(
     with one_line(ConfigError):
         check_text(prompt)
         sampling = sampling_of(temperature, seed)
-        own = with_engine({}, engine, tensor_parallel, quantization, engine_arg)
+        own = with_engine(
+            {},
+            engine,
+            engine_arg,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            distributed_backend=distributed_backend,
+            quantization=quantization,
+        )
         config = engine_of(target, drafter, dtype, speculate=not no_speculation, settings=own)
         generator = Generator(config)
         messages = [{"role": "user", "content": prompt}]

@@ -11,8 +11,10 @@ import typer
 
 from penstock.cli import options as cli
 from penstock.cli.engines import (
+    DistributedBackendOption,
     EngineArgOption,
     EngineOption,
+    PipelineParallelOption,
     QuantizationOption,
     TensorParallelOption,
     with_engine,
@@ -110,6 +112,8 @@ def measure(
     repeats: Annotated[int, typer.Option(min=1, help="Of every step; the best counts.")] = 8,
     engine: EngineOption = None,
     tensor_parallel: TensorParallelOption = None,
+    pipeline_parallel: PipelineParallelOption = None,
+    distributed_backend: DistributedBackendOption = None,
     quantization: QuantizationOption = None,
     engine_arg: EngineArgOption = None,
     as_json: cli.JsonOption = False,
@@ -124,7 +128,15 @@ def measure(
         all_contexts = whole_numbers("--contexts", contexts)
         settings: dict[str, Any] = {"dtype": dtype, "device": device, "num_threads": threads}
         settings = with_models(
-            with_engine(settings, engine, tensor_parallel, quantization, engine_arg),
+            with_engine(
+                settings,
+                engine,
+                engine_arg,
+                tensor_parallel=tensor_parallel,
+                pipeline_parallel=pipeline_parallel,
+                distributed_backend=distributed_backend,
+                quantization=quantization,
+            ),
             target,
             drafter or (),
             speculate=True,

@@ -10,8 +10,10 @@ import typer
 
 from penstock.cli.engines import (
     NATIVE,
+    DistributedBackendOption,
     EngineArgOption,
     EngineOption,
+    PipelineParallelOption,
     QuantizationOption,
     TensorParallelOption,
     with_engine,
@@ -72,6 +74,30 @@ def serve(
     no_speculation: NoSpeculationOption = False,
     engine: EngineOption = None,
     tensor_parallel: TensorParallelOption = None,
+    pipeline_parallel: PipelineParallelOption = None,
+    nodes: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="With --engine vllm: machines that its workers are divided between; start this "
+            "command on each, with its --node-rank. [1]",
+        ),
+    ] = None,
+    node_rank: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            help="With --nodes: which one this is. The server is on node 0; the others only have "
+            "workers. [0]",
+        ),
+    ] = None,
+    master: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT", help="With --nodes: an address of node 0, where they all meet."
+        ),
+    ] = None,
+    distributed_backend: DistributedBackendOption = None,
     quantization: QuantizationOption = None,
     engine_arg: EngineArgOption = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
@@ -172,7 +198,18 @@ def serve(
         if drafters:
             settings["drafters"] = drafters
             models = {**_WITH_DRAFT_SERVERS, **models}
-        models = with_engine(models, engine, tensor_parallel, quantization, engine_arg)
+        models = with_engine(
+            models,
+            engine,
+            engine_arg,
+            tensor_parallel=tensor_parallel,
+            pipeline_parallel=pipeline_parallel,
+            distributed_backend=distributed_backend,
+            nodes=nodes,
+            node_rank=node_rank,
+            master=master,
+            quantization=quantization,
+        )
         models = with_models(models, target, drafter or (), speculate=not no_speculation)
         settings = _given(
             settings,
@@ -182,7 +219,10 @@ def serve(
             cors_origins=cors_origin or None,
         )
         parsed = parse_config({**settings, "engine": models})
+        if parsed.engine.vllm is not None and parsed.engine.vllm.node_rank > 0:
+            from penstock.engine.backends import run_vllm_node
 
+            run_vllm_node(parsed.engine, announce)
         if is_forked(parsed.engine):
             preload()
         # What takes seconds to import here comes after everything that can be wrong.

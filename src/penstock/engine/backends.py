@@ -361,6 +361,14 @@ def load_vllm(config: EngineConfig) -> VllmTarget:
     return VllmTarget(config)
 
 
+def run_vllm_node(config: EngineConfig, announce: Callable[[str], None]) -> None:
+    """Workers of a node that is not the first, until this process is told to end. announce: called
+    when they have joined the others. Raises: ConfigError."""
+    from penstock.engine.vllm.node import run_node
+
+    run_node(config, announce)
+
+
 def load_runner(path: Path, dtype_name: str) -> ModelRunner:
     """A checkpoint by itself, on the CPU, by the native kernels where they can be had.
 

@@ -25,6 +25,9 @@ if TYPE_CHECKING:
 _EXIT_S = 3.0
 """A process that has been told to stop, or has closed its socket, is killed after this long."""
 
+_EXIT_WITH_WORKERS_S = 15.0
+"""The same for one that ends vLLM's workers first, which vLLM gives 5 s, and 4 s after SIGTERM."""
+
 _SILENT_BEATS = 5
 """After as many without one, the process counts as silent until the next."""
 
@@ -49,6 +52,10 @@ def is_forked(config: EngineConfig) -> bool:
     return config.device == "cpu" and config.vllm is None
 
 
+def _exit_seconds(config: EngineConfig) -> float:
+    return _EXIT_S if config.vllm is None else _EXIT_WITH_WORKERS_S
+
+
 def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerContext:
     return fork_context(factory) if is_forked(config) else multiprocessing.get_context("spawn")
 
@@ -56,14 +63,16 @@ def _context(factory: str, config: EngineConfig) -> SpawnContext | ForkServerCon
 class EngineProcess:
     """Starts the process, sends to it, hands on what it says, and notices its end.
 
+    exit_s: a process that has been told to stop, or has closed its socket, has as long
     ready: what became of loading; always resolved in the end
     gone:  set when the process has closed its socket, for whatever reason
     """
 
-    def __init__(self, process: multiprocessing.process.BaseProcess) -> None:
+    def __init__(self, process: multiprocessing.process.BaseProcess, exit_s: float) -> None:
         self.ready: asyncio.Future[Ready | Failed] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.Event()
         self._process = process
+        self._exit_s = exit_s
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
 
@@ -81,7 +90,7 @@ class EngineProcess:
             await asyncio.to_thread(process.start)
         # At exit multiprocessing joins its children for ever; a forgotten one must not hang that.
         atexit.register(process.kill)
-        self = cls(process)
+        self = cls(process, _exit_seconds(config))
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
         except BaseException:
@@ -108,7 +117,7 @@ class EngineProcess:
 
     async def reap(self) -> int | None:
         """Wait for the process to end, killing it if it does not; returns its exit code."""
-        await asyncio.to_thread(self._process.join, _EXIT_S)
+        await asyncio.to_thread(self._process.join, self._exit_s)
         if self._process.is_alive():
             self._process.kill()
             await asyncio.to_thread(self._process.join)

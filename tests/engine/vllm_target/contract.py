@@ -133,6 +133,36 @@ ENGINE: dict[str, Callable[[], bool]] = {
         "kv_cache_specs",
         "available_memory",
     ),
+    "EngineArgs of several workers": lambda: _fields(
+        "engine.arg_utils:EngineArgs",
+        "pipeline_parallel_size",
+        "distributed_executor_backend",
+        "nnodes",
+        "node_rank",
+        "master_addr",
+        "master_port",
+    ),
+    "pipeline stages": lambda: (
+        _callables("distributed.parallel_state", "get_pp_group")
+        and _sets(
+            "v1.worker.gpu_model_runner:GPUModelRunner",
+            "requests",
+            "input_batch",
+            "intermediate_tensors",
+            "max_num_tokens",
+        )
+        and _sets(
+            "v1.worker.gpu_input_batch:InputBatch",
+            "token_ids_cpu",
+            "is_token_ids",
+            "num_tokens_no_spec",
+            "req_id_to_index",
+        )
+        and _fields("v1.worker.gpu_input_batch:CachedRequestState", "output_token_ids")
+    ),
+    "MultiprocExecutor": lambda: _parameters(
+        "v1.executor.multiproc_executor:MultiprocExecutor", "vllm_config", "monitor_workers"
+    ),
     "engine core": lambda: _callables(
         "v1.engine.core", "register_all_kvcache_specs", "resolve_kv_cache_layout"
     ),

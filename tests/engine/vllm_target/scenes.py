@@ -1,7 +1,9 @@
 """What a Penstock engine over vLLM makes of the same requests in every circumstance, in a process
 of its own: vLLM changes much of one that loads it.
 
-    python -m tests.engine.vllm_target.scenes FAMILY NUM_REQUESTS
+    python -m tests.engine.vllm_target.scenes FAMILY NUM_REQUESTS VLLM
+
+VLLM: settings of `engine.vllm`, in JSON.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ from penstock.engine.vllm import steps
 TIGHT = 20 * 16
 
 
-def load_vllm_engine(paths: dict[str, Path]) -> Engine:
+def load_vllm_engine(paths: dict[str, Path], vllm: dict[str, Any]) -> Engine:
+    args = {"enforce_eager": True, "max_num_batched_tokens": 2048}
     return load_engine(
         EngineConfig(
             target=paths["target"],
@@ -44,7 +47,7 @@ def load_vllm_engine(paths: dict[str, Path]) -> Engine:
             block_size=32,
             num_threads=1,
             max_model_len=512,
-            vllm=VllmConfig(args={"enforce_eager": True, "max_num_batched_tokens": 2048}),
+            vllm=VllmConfig(args=args, **vllm),
         ),
         calibrated=False,
     )
@@ -124,10 +127,10 @@ def stale_tables() -> Iterator[None]:
         steps.GrownSequence = really  # type: ignore[misc]
 
 
-def main(family: Path, num: int) -> None:
+def main(family: Path, num: int, vllm: dict[str, Any]) -> None:
     paths = {name: family / name for name in ("target", *DRAFTERS[:3])}
     alone = Alone(load(paths, "eager"))
-    engine = load_vllm_engine(paths)
+    engine = load_vllm_engine(paths, vllm)
     scenes = Scenes(engine, num)
     scenes.play("alone", "greedy", "none")
     scenes.play("near", "greedy", "near")
@@ -143,8 +146,9 @@ def main(family: Path, num: int) -> None:
         scenes.outputs[f"{mode}, native"] = alone[mode][:num]
     with stale_tables():
         scenes.play("control", "greedy", kv_tokens=TIGHT)
+    engine.executor.close()
     print(json.dumps({"outputs": scenes.outputs, "facts": scenes.facts}))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]))
+    main(Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3]))

@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 from tests.engine.vllm_target.contract import moved
-from tests.engine.vllm_target.test_exact import run
+from tests.engine.vllm_target.programs import run
 
 pytest.importorskip("vllm")
 

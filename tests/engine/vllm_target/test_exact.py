@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
+import math
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import pytest
 from tests.engine.small_family import write_family
+from tests.engine.vllm_target.programs import run
+from tests.products import first_fast
 
 pytest.importorskip("vllm")
 
+CIRCUMSTANCES: dict[str, tuple[int, dict[str, int]]] = {
+    "8-requests": (8, {}),
+    "64-requests": (64, {}),
+    "tensor-parallel": (8, {"tensor_parallel": 2}),
+    "pipeline-parallel": (8, {"pipeline_parallel": 2}),
+}
+"""Requests, and settings of `engine.vllm`."""
+
 GREEDY = ("alone", "near", "switches", "chunks", "preemption", "lanes", "prefix cache")
-ROOT = Path(__file__).parents[3]
-
-
-def run(module: str, *arguments: object) -> Any:
-    """What a program says in the last line of its output."""
-    command = [sys.executable, "-m", f"tests.engine.vllm_target.{module}", *map(str, arguments)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        command, capture_output=True, text=True, env=environment, timeout=1200, check=False
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 @dataclass(frozen=True)
@@ -40,14 +33,14 @@ class Played:
     facts: dict[str, int]
 
 
-@pytest.fixture(
-    scope="module", params=[8, pytest.param(64, marks=pytest.mark.slow)], ids="{}-requests".format
-)
+@pytest.fixture(scope="module", params=first_fast(CIRCUMSTANCES))
 def played(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Played:
+    num, vllm = CIRCUMSTANCES[request.param]
     family = tmp_path_factory.mktemp("family")
     write_family(family)
-    reference = run("reference", family / "target", request.param)
-    return Played(reference, **run("scenes", family, request.param))
+    reference = run("reference", family / "target", num)
+    workers = math.prod(vllm.values())
+    return Played(reference, **run("scenes", family, num, json.dumps(vllm), num_workers=workers))
 
 
 def test_greedy_is_what_vllm_makes_by_itself(played: Played) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from tests.engine.small_family import write_family
-from tests.engine.vllm_target.test_exact import run
+from tests.engine.vllm_target.programs import run
 
 pytest.importorskip("vllm")
 

@@ -45,7 +45,7 @@ def test_a_new_request_comes_whole_and_then_its_changes() -> None:
     texts["a"].append([8])
     (second,) = write(writer, texts, item("a", 3, 1, (9,)), a=[1, 2])
     assert not second.new
-    assert second.grown == [GrownSequence("a", 3, [10], 1, anew=False)]
+    assert second.grown == [GrownSequence("a", 3, [10], 1, [8], anew=False)]
     assert second.num_tokens == {"a": 3}
     assert second.drafts == {"a": [1, 2]}
     assert second.asked[0].token_ids == [1, 2]
@@ -70,7 +70,7 @@ def test_a_new_epoch_replaces_the_blocks() -> None:
     write(writer, texts, item("a", 0, 3, (0,)))
     texts["a"].append([8, 9])
     (step,) = write(writer, texts, item("a", 0, 5, (3, 4), epoch=1))
-    assert step.grown == [GrownSequence("a", 0, [4, 5], 2, anew=True)]
+    assert step.grown == [GrownSequence("a", 0, [4, 5], 2, [8, 9], anew=True)]
 
 
 def test_the_end_of_a_request_goes_with_the_next_step_once() -> None:

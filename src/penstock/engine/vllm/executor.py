@@ -12,8 +12,9 @@ from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import Computed, LocalExecutor
 from penstock.engine.steps import StepJob, sampled_of
 from penstock.engine.verifier import Decided
+from penstock.engine.vllm.arguments import LONGEST_DRAFT
 from penstock.engine.vllm.steps import StepWriter
-from penstock.engine.vllm.target import LONGEST_DRAFT, VllmTarget
+from penstock.engine.vllm.target import VllmTarget
 
 
 class VllmExecutor(LocalExecutor):

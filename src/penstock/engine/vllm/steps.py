@@ -30,12 +30,14 @@ class NewSequence(NamedTuple):
 
 
 class GrownSequence(NamedTuple):
-    """A request that they know. anew: `blocks` are all that it has, not only more of them."""
+    """A request that they know. new_token_ids: what has been decided since they were told of it
+    last; anew: `blocks` are all that it has, not only more of them."""
 
     request_id: str
     start: int
     blocks: list[int]
     num_output_tokens: int
+    new_token_ids: list[int]
     anew: bool
 
 
@@ -78,11 +80,12 @@ class _Piece(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """What the workers know: the epoch of the block table, and how many tokens came with the
-    request; those that it has got since are its output."""
+    """What the workers know: the epoch of the block table, how many tokens came with the request,
+    and how many they have been told of; those after the first are its output."""
 
     epoch: int
     num_first_tokens: int
+    num_tokens: int
 
 
 class StepWriter:
@@ -147,12 +150,15 @@ class StepWriter:
         if known is None:
             token_ids = text.tokens(0, text.length)
             step.new.append(NewSequence(request_id, token_ids, blocks, piece.start))
-            self._known[request_id] = _Known(item.epoch, text.length)
+            self._known[request_id] = _Known(item.epoch, text.length, text.length)
         else:
             anew = known.epoch != item.epoch
             num_output = text.length - known.num_first_tokens
-            step.grown.append(GrownSequence(request_id, piece.start, blocks, num_output, anew))
-            self._known[request_id] = known._replace(epoch=item.epoch)
+            news = text.tokens(known.num_tokens, text.length)
+            step.grown.append(
+                GrownSequence(request_id, piece.start, blocks, num_output, news, anew)
+            )
+            self._known[request_id] = known._replace(epoch=item.epoch, num_tokens=text.length)
         step.num_tokens[request_id] = piece.num_tokens
         if not (item.samples and piece.is_last):
             return

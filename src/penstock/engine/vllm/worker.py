@@ -6,12 +6,13 @@ Named by its path in vLLM's configuration, and imported by the worker's process.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from vllm.distributed.parallel_state import get_pp_group
 from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
@@ -31,8 +32,10 @@ _PLACEHOLDER = -1
 
 @dataclass
 class StepInput(SchedulerOutput):
-    """What vLLM's scheduler would send, and what is to be sampled."""
+    """What vLLM's scheduler would send, and what is to be sampled. news: by request, the tokens
+    that were decided since its last step."""
 
+    news: dict[str, list[int]] = field(default_factory=dict)
     asked: list[Asked] = field(default_factory=list)
     draft_probs: torch.Tensor | None = None
 
@@ -60,6 +63,7 @@ def scheduler_output(step: TargetStep, sampling: Any, longest_draft: int) -> Ste
         if g.anew:
             cached.resumed_req_ids.add(g.request_id)
         cached.new_token_ids.append([])
+        made.news[g.request_id] = g.new_token_ids
         cached.new_block_ids.append((g.blocks,) if g.blocks or g.anew else None)
         cached.num_computed_tokens.append(g.start)
         cached.num_output_tokens.append(g.num_output_tokens)
@@ -138,11 +142,36 @@ class StepSampler:
 
 
 class Worker(_VllmWorker):
-    """vLLM's worker, which answers a step with what was decided."""
+    """vLLM's worker, which answers a step with what was decided.
+
+    In a pipeline only the workers of the last stage sample. The others are told of the tokens with
+    the next step, here: vLLM's own way of it tells of one that drafts led to, not of several.
+    """
 
     _sampler: StepSampler | None = None
 
+    def init_device(self) -> None:
+        super().init_device()
+        if not get_pp_group().is_last_rank:
+            # vLLM gives one to the last stage, and asks for it in all of them.
+            self.model_runner.drafter = NoProposer(self.vllm_config)
+
+    def load_model(self, **options: Any) -> None:
+        super().load_model(**options)
+        runner = self.model_runner
+        if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
+            # What it takes from the stage before. vLLM makes it in a first dummy run, and does
+            # without one on a CPU where the size of the KV cache is given.
+            runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
+                batch_size=runner.max_num_tokens,
+                dtype=self.model_config.dtype,
+                device=self.device,
+            )
+
     def execute_model(self, scheduler_output: StepInput) -> Any:
+        if not get_pp_group().is_last_rank:
+            self._append(scheduler_output.news)
+            return super().execute_model(scheduler_output)
         if self._sampler is None:
             # Not before: vLLM's own is what it measures its memory with.
             self._sampler = self.model_runner.rejection_sampler = StepSampler(self.model_runner)
@@ -152,5 +181,20 @@ class Worker(_VllmWorker):
     def sample_tokens(self, grammar_output: Any) -> list[Decided]:
         """Of the requests that were asked for, in their order."""
         super().sample_tokens(grammar_output)
-        assert self._sampler is not None
+        if self._sampler is None:
+            return []
         return list(map(self._sampler.decided.__getitem__, self._sampler.asked))
+
+    def _append(self, news: Mapping[str, list[int]]) -> None:
+        """Add tokens to what the runner knows of requests, and to their rows in its batch."""
+        batch = self.model_runner.input_batch
+        for request_id, token_ids in news.items():
+            self.model_runner.requests[request_id].output_token_ids += token_ids
+            row = batch.req_id_to_index.get(request_id)
+            if row is None:
+                continue
+            begin = batch.num_tokens_no_spec[row]
+            end = begin + len(token_ids)
+            batch.token_ids_cpu[row, begin:end] = token_ids
+            batch.is_token_ids[row, begin:end] = True
+            batch.num_tokens_no_spec[row] = end

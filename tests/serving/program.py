@@ -1,0 +1,65 @@
+"""`penstock serve` as people start it, in a process of its own."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+LONG = 600.0
+"""Seconds in which everything that may happen on a busy machine has happened."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """log: its standard error."""
+
+    process: subprocess.Popen[str]
+    url: str
+    log: Path
+
+    def text(self, prompt: str, **fields: Any) -> str:
+        return text(self.url, prompt, **fields)
+
+    def stop(self) -> str:
+        """Returns what it has logged."""
+        self.process.send_signal(signal.SIGINT)
+        assert self.process.wait(LONG) == 0
+        return self.log.read_text()
+
+
+def text(url: str, prompt: str, **fields: Any) -> str:
+    """24 greedy tokens, unless the fields say otherwise."""
+    body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=LONG)
+    assert answer.status_code == 200, answer.text
+    return str(answer.json()["choices"][0]["text"])
+
+
+@contextmanager
+def program(
+    log: Path, *arguments: str, environment: Mapping[str, str] | None = None
+) -> Iterator[Program]:
+    """arguments: of `penstock serve`; the port is a free one, unless they name it."""
+    command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
+    command += ["--port", "0", *arguments]
+    with (
+        log.open("w") as errors,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment
+        ) as process,
+    ):
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith("penstock: serving on http://"), log.read_text()[-4000:]
+            yield Program(process, line.split()[-1], log)
+        finally:
+            process.kill()
