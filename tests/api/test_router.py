@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import socket
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import httpx
 import openai
 import pytest
 from openai.types.chat import ChatCompletionMessageParam
+from tests.api.routing import router
 from tests.api.samples import samples
-from tests.serving.harness import (
-    RunningServer,
-    eventually,
-    running_server,
-    serve_config,
-)
+from tests.serving.harness import RunningServer, running_server, serve_config
 
 USER: list[ChatCompletionMessageParam] = [{"role": "user", "content": "What is a penstock?"}]
 
@@ -42,43 +32,15 @@ class Routed:
         ]
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
-
-
-def _router() -> str:
-    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))
-    found = shutil.which("vllm-router", path=path)
-    if found is None:
-        pytest.skip("vllm-router is not installed; it has packages for Linux only")
-    return found
-
-
 @pytest.fixture(scope="module")
 def routed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Routed]:
-    program, port = _router(), _free_port()
+    options = ("--policy", "round_robin", "--disable-retries")
+    log = tmp_path_factory.mktemp("router") / "log"
     with ExitStack() as stack:
         config = serve_config(served_model_name="toy")
         first = stack.enter_context(running_server(config))
         second = stack.enter_context(running_server(config))
-        command = [program, "--host", "127.0.0.1", "--port", str(port), "--policy", "round_robin"]
-        command += ["--prometheus-port", str(_free_port()), "--disable-retries"]
-        command += ["--worker-urls", first.url, second.url]
-        log = stack.enter_context((tmp_path_factory.mktemp("router") / "log").open("w"))
-        process = stack.enter_context(subprocess.Popen(command, stdout=log, stderr=log))
-        stack.callback(process.kill)
-        url = f"http://127.0.0.1:{port}"
-
-        def is_ready() -> bool:
-            assert process.poll() is None, "the router did not start"
-            try:
-                return httpx.get(f"{url}/health", timeout=5).status_code == 200
-            except httpx.TransportError:
-                return False
-
-        eventually(is_ready, 60)
+        url = stack.enter_context(router((first.url, second.url), log, *options))
         yield Routed(url, (first, second))
 
 
