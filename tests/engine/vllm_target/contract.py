@@ -183,7 +183,9 @@ PLUGIN: dict[str, Callable[[], bool]] = {
     "AsyncScheduler": lambda: issubclass(
         _find("v1.core.sched.async_scheduler:AsyncScheduler"), _find(_SCHEDULER)
     ),
-    "Scheduler.schedule": lambda: _callables(_SCHEDULER, "schedule"),
+    "Scheduler.schedule": lambda: _says(
+        f"{_SCHEDULER}.schedule", "if num_running >= self.max_num_active_reqs:"
+    ),
     "Scheduler.add_request": lambda: _parameters(f"{_SCHEDULER}.add_request", "request"),
     "Scheduler.finish_requests": lambda: (
         _parameters(f"{_SCHEDULER}.finish_requests", "request_ids", "finished_status")
@@ -218,6 +220,8 @@ PLUGIN: dict[str, Callable[[], bool]] = {
         "running",
         "waiting",
         "deferred_waiting",
+        "kv_holding_waiting",
+        "num_waiting_for_streaming_input",
         "kv_cache_manager",
         "block_size",
         "max_model_len",

@@ -95,7 +95,8 @@ class Forgetful(Guided):
 
 @dataclass
 class Case:
-    """num_blocks: of KV; the null block among them."""
+    """num_blocks: of KV, the null block among them. has_strangers: one request could grow beyond
+    memory, and one comes bit by bit: on both vLLM alone decides."""
 
     settings: dict[str, Any]
     kind: type[Any] = Guided
@@ -106,6 +107,7 @@ class Case:
     max_num_seqs: int = 8
     extra_args: dict[str, Any] | None = None
     cancels: bool = False
+    has_strangers: bool = False
 
 
 class Runs:
@@ -166,7 +168,12 @@ class Runs:
                 extra_args=case.extra_args,
             )
             hasher = self._hasher if case.prefix_caching else None
-            made.append(Request(f"r{i}", prompt, params, None, block_hasher=hasher))
+            comes_in_bits = case.has_strangers and i == 9
+            if case.has_strangers and i == 3:
+                prompt, params.max_tokens = [1, 2, 3] * 60, 300
+            made.append(
+                Request(f"r{i}", prompt, params, None, block_hasher=hasher, resumable=comes_in_bits)
+            )
         return made
 
     def play(self, case: Case) -> dict[str, Any]:
@@ -193,6 +200,11 @@ class Runs:
             depth = 1 if is_async and output.total_num_scheduled_tokens else 0
             while len(in_flight) > depth:
                 self._finish(scheduler, worker, in_flight.popleft(), texts, is_async=is_async)
+            for request in requests:
+                if request.status == RequestStatus.WAITING_FOR_STREAMING_REQ:
+                    # There is no more to come.
+                    last = Request(request.request_id, [1], request.sampling_params, None)
+                    scheduler.add_request(last)
             for request_id in [i for i in cancelled if len(texts[i]) > 2]:
                 cancelled.discard(request_id)
                 del texts[request_id]
@@ -213,6 +225,7 @@ class Runs:
             "most_running": most_running,
             "steps": num_steps,
             "cancelled": NUM_REQUESTS - len(texts),
+            "longest": max(len(r.prompt_token_ids or ()) + r.max_tokens for r in requests),
         }
 
     def _finish(
@@ -293,6 +306,8 @@ def main(target: Path) -> None:
     fluid = {"admission": {"name": "fluid_guided"}}
     two = {"tenants": {"a": {"weight": 3.0}, "b": {}}}
     cases["default"] = Case({})
+    cases["strangers"] = Case(fluid, has_strangers=True)
+    cases["strangers, async"] = Case({}, AsyncGuided, has_strangers=True)
     cases["tenants"] = Case(fluid | two, extra_args={"penstock_tenant": "a"}, cancels=True)
     cases["bad options"] = Case(fluid, extra_args={"penstock_tenant": "nobody", "session_id": 3})
     cases["short drafts"] = Case({}, num_drafts=3, extra_args={"penstock_max_draft_tokens": 1})
@@ -300,7 +315,9 @@ def main(target: Path) -> None:
     cases["throughput"] = Case({"allocation": {"name": "throughput"}}, num_drafts=3)
     shared = {"allocation": {"name": "fixed", "options": {"k": 2}}}
     cases["two each"] = Case(shared, num_drafts=3)
-    cases["control"] = Case(fluid, Unsteered, num_blocks=200)
+    small = {"admission": {"name": "sarathi", "options": {"token_budget": 16, "max_num_seqs": 8}}}
+    cases["small steps"] = Case(small, num_blocks=200)
+    cases["control"] = Case(small, Unsteered, num_blocks=200)
     cases["stock"] = Case({}, Scheduler)
     cases["stock, drafts"] = Case({}, Scheduler, num_drafts=3)
     cases["stock, async"] = Case({}, AsyncScheduler)

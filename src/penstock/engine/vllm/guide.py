@@ -233,6 +233,8 @@ class Guide:
         kv.num_computed_tokens = request.num_computed_tokens
         if len(kv.blocks) != num_blocks:
             kv.blocks = [0] * num_blocks
+        # vLLM gives blocks away while a step in flight reads them: what comes after is later.
+        state.plans.clear()
         # Nothing to do before the step in flight has ended, or ever: vLLM skips it, too.
         has_all = num_known <= request.num_computed_tokens
         left = request.num_prompt_tokens + request.max_tokens - request.num_computed_tokens

@@ -26,6 +26,8 @@ from penstock.engine.vllm.pool import MirroredPool
 SETTING = "penstock"
 """Key in vLLM's `--additional-config`."""
 
+_READY = (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+
 _log = init_logger("vllm.penstock")
 
 
@@ -46,6 +48,8 @@ class _Step(NamedTuple):
 
 class GuidedScheduler(Scheduler):
     """Steered by a `Guide`."""
+
+    max_num_active_reqs: int
 
     def __init__(self, **settings: Any) -> None:
         """Raises: ConfigError."""
@@ -75,7 +79,9 @@ class GuidedScheduler(Scheduler):
 
     def add_request(self, request: Any) -> None:
         super().add_request(request)
-        if request.status == RequestStatus.WAITING:
+        # Otherwise it was more of one that is there, or its end.
+        is_new = self.requests.get(request.request_id) is request
+        if is_new and request.status == RequestStatus.WAITING:
             self._tell_of(request)
 
     def _tell_of(self, request: Any) -> None:
@@ -100,11 +106,13 @@ class GuidedScheduler(Scheduler):
             if self._handle_blocked_waiting_request(request):
                 self._tell_of(request)
         plan = self._guide.plan(self.running, self.requests, self._num_blocks_of, now)
-        self._prepare(plan)
+        most = self.max_num_active_reqs
         try:
+            self._prepare(plan)
             output = super().schedule(*args, **kwargs)
         finally:
             self._allowed = None
+            self.max_num_active_reqs = most
         carried_out = self._guide.carried_out(plan, output.num_scheduled_tokens)
         self._steps[id(output)] = _Step(carried_out, now)
         return output
@@ -126,11 +134,20 @@ class GuidedScheduler(Scheduler):
             if request.spec_token_ids and self._guide.knows(request.request_id):
                 most = drafts.get(request.request_id, 0)
                 request.spec_token_ids = request.spec_token_ids[:most]
+        first = self._first_in_queue(plan)
+        if first != list(itertools.islice(self.waiting, len(first))):
+            self.waiting.remove_requests(first)
+            self.waiting.prepend_requests(reversed(first))
+        # Or vLLM would look at all others that wait, too.
+        coming = len(first) + len(self.kv_holding_waiting) + self.num_waiting_for_streaming_input
+        self.max_num_active_reqs = min(self.max_num_active_reqs, len(self.running) + coming)
+
+    def _first_in_queue(self, plan: StepPlan) -> list[Any]:
+        """Those who are admitted, then those on whom vLLM alone decides."""
         planned = [self.requests[i.request_id] for i in plan.items]
         admitted = [r for r in planned if r.status != RequestStatus.RUNNING]
-        if admitted != list(itertools.islice(self.waiting, len(admitted))):
-            self.waiting.remove_requests(admitted)
-            self.waiting.prepend_requests(reversed(admitted))
+        others = [r for r in self.waiting if not self._guide.knows(r.request_id)]
+        return admitted + [r for r in others if r.status in _READY]
 
     def _reserve_prefill_lookahead(
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
