@@ -58,7 +58,7 @@ def _costs(ctx: Context, drafter: Drafter, length: int) -> RoundCosts | None:
         return None
     rounds = times.target.at(num * np.arange(1, length + 2)) + times.overhead
     step = times.curve_of(drafter.name)(num)
-    return RoundCosts(tuple(rounds.tolist()), step, times.catch_up_of(drafter.name))
+    return RoundCosts(tuple(rounds.tolist()), step, num * times.catch_up_of(drafter.name))
 
 
 def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int = 0) -> DraftOrder:

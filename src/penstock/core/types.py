@@ -137,7 +137,7 @@ class DraftSource(StrEnum):
 class RoundCosts(NamedTuple):
     """What a drafter that chooses between sources has to weigh, in seconds. rounds: a round without
     its drafting, with 0, 1, … draft tokens of every request; step: of its model for one more token
-    of the draft; read: of its model for each known token that it has not read."""
+    of the draft; read: of its model for a known token that it has not read, of every request."""
 
     rounds: tuple[float, ...]
     step: float

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +18,9 @@ from penstock.engine.sequences import TokenBuffer
 FloatArray = npt.NDArray[np.float64]
 
 _MODEL = "model"
+_SAVING_DISCOUNT = 0.999
+_SAVING_STRENGTH = 16.0
+"""Tokens of a request that say as much of it as all requests do."""
 
 
 class Parts(NamedTuple):
@@ -40,6 +45,27 @@ class _Drafted(NamedTuple):
     guessed: list[int]
 
 
+@dataclass(slots=True)
+class _Saving:
+    """What the model saves beside look-up alone, once it has read the text: seconds, by the tokens
+    that look-up alone would have given in the same rounds."""
+
+    seconds: float = 0.0
+    tokens: float = 0.0
+
+    def note(self, seconds_each: float, tokens: float) -> None:
+        """Of a round."""
+        self.seconds = _SAVING_DISCOUNT * self.seconds + seconds_each * tokens
+        self.tokens = _SAVING_DISCOUNT * self.tokens + tokens
+
+    def mean(self, prior: float | None = None) -> float:
+        """Seconds a token. prior: what is expected of it, worth a number of tokens"""
+        if prior is None:
+            return self.seconds / self.tokens
+        total = self.seconds + prior * _SAVING_STRENGTH
+        return total / (self.tokens + _SAVING_STRENGTH)
+
+
 class SourceEvidence:
     """Acceptance by source: of look-up by how long the match was, that much longer at each token
     that was right; of the model along its part of the draft. Of each request, beside all requests.
@@ -51,6 +77,8 @@ class SourceEvidence:
     def __init__(self) -> None:
         self._acceptance = AcceptanceEstimator()
         self._drafted: dict[str, _Drafted] = {}
+        self._saving = _Saving()
+        self._savings: defaultdict[str, _Saving] = defaultdict(_Saving)
 
     def drafted(self, text: TokenBuffer, parts: Parts, guessed: list[int]) -> None:
         """A draft behind the text as it is. guessed: the model's tokens"""
@@ -77,10 +105,12 @@ class SourceEvidence:
             self._note(text, _MODEL, num_right, num_decided)
 
     def best_parts(self, order: DraftOrder, match: Match, num_left: int) -> Parts:
-        """Of a draft of an order: those that promise most tokens per second of the round. Where no
-        times are known, all that look-up has, and of the model the rest.
+        """Of a draft of an order: those that promise most tokens per second of the round. The model
+        is not asked while to read what it has not read takes longer than it would save until the
+        end: it may not be needed for an edit, whose first tokens are new. Where no times are known,
+        all that look-up has, and of the model the rest.
 
-        num_left: tokens to the request's end, over which the model's reading is spread
+        num_left: tokens to the request's end
         """
         most = order.max_draft_tokens
         if order.costs is None:
@@ -92,15 +122,22 @@ class SourceEvidence:
         ]
         guessed = self._acceptance.survival(order.request_id, _MODEL, most)
         tokens = expected_tokens(found, guessed)
-        seconds_each = round_seconds(order.costs, len(found), most) / tokens
-        # The model's first step reads one token. To have read the others serves every later round.
-        seconds_each[:, 1:] += order.costs.read * (order.num_catch_up_tokens - 1) / max(num_left, 1)
-        kept, more = np.unravel_index(np.argmin(seconds_each), tokens.shape)
+        each = round_seconds(order.costs, len(found), most) / tokens
+        kept, more = np.unravel_index(np.argmin(each), each.shape)
+        alone = np.argmin(each[:, 0])
+        saving = self._savings[order.request_id]
+        for kind in (saving, self._saving):
+            kind.note(each[alone, 0] - each[kept, more], tokens[alone, 0])
+        # The model's first step reads one token. To have read the others serves all later rounds.
+        reading = order.costs.read * (order.num_catch_up_tokens - 1)
+        if num_left * saving.mean(self._saving.mean()) < reading:
+            return Parts(match, int(alone), 0)
         return Parts(match, int(kept), int(more))
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
         self._drafted.pop(request_id, None)
+        self._savings.pop(request_id, None)
         self._acceptance.forget(request_id)
 
     def _note(self, text: TokenBuffer, source: str, num_accepted: int, num_decided: int) -> None:
