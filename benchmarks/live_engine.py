@@ -117,9 +117,9 @@ def measured_costs(engine: Engine) -> Costs:
 
 
 def texts_of(engine: Engine, target: str, args: argparse.Namespace) -> list[KnownText]:
-    """Texts of all prompts that are asked for, from the folder `--out` where they were made
-    before."""
-    total = args.requests + args.warm
+    """Texts of all prompts that are asked for, `--prompts` of a domain or as many as are served,
+    from the folder `--out` where they were made before."""
+    total = getattr(args, "prompts", args.requests + args.warm)
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{target}-{total}-{args.new_tokens}-{args.temperature}.texts"
     if path.exists():

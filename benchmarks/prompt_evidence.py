@@ -7,7 +7,7 @@ For every request of `drafter_choice` and every model that drafts: the share of 
 target accepts from output token 24 on, and what could have foretold it. `overlap` is the sum of
 min(target, drafter) over the vocabulary, averaged over the positions of the prompt: it takes a row
 of the drafter's LM head for each. `first 24` is what the drafter had accepted of the first 24
-output tokens: what a replay knows. Words are the features that `adaptive` has. Shown is the share
+output tokens: what a replay knows. Words are compared as `adaptive` does. Shown is the share
 of the variance between requests that a ridge regression explains of requests that it has not seen
 (R², five folds).
 """
@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from benchmarks.live_engine import by_domain, load, request_of, target_names, texts_of
+from benchmarks.live_engine import by_domain, load, target_names, texts_of
 from rich.console import Console
 from rich.progress import track
 
-from penstock.core.policies.selection.parts.words import Words
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.hindsight import KnownText
 from penstock.zoo.evidence import answer_logits
@@ -57,6 +56,16 @@ def overlaps(text: KnownText, models: dict[str, Any], target: str) -> dict[str, 
     return {n: float(torch.minimum(aims, q).sum(-1).mean()) for n, q in chances.items()}
 
 
+def words_of(texts: Sequence[KnownText]) -> FloatArray:
+    """[texts, texts] coordinates whose products are the cosines of the prompts' words."""
+    has = np.zeros((len(texts), 1 + max(max(t.prompt) for t in texts)))
+    for row, text in zip(has, texts, strict=True):
+        row[list(text.prompt)] = 1.0
+    left, sizes, _ = np.linalg.svd(has / np.sqrt(has.sum(1, keepdims=True)), full_matrices=False)
+    coordinates: FloatArray = left * sizes
+    return coordinates
+
+
 def explained(features: FloatArray, wanted: FloatArray, folds: npt.NDArray[np.int64]) -> float:
     """R² of `wanted` for requests that the regression has not seen, with the best ridge."""
     best = 0.0
@@ -84,8 +93,7 @@ def evidence(texts: Sequence[KnownText], target: str) -> dict[str, dict[str, flo
     read = [overlaps(t, models, target) for t in track(texts, "prompts", console=shown)]
     overlap = np.array([[logit(np.float64(r[n]), 50) for n in drafters] for r in read])
     domain = np.array([[float(t.domain == d) for d in DOMAINS] for t in texts])
-    hashed = Words()
-    words = np.array([hashed.features(request_of(t.prompt, 0, 1, 1.0)).copy() for t in texts])
+    words = words_of(texts)
     folds = np.arange(len(texts)) // len(DOMAINS) % FOLDS
     found = {}
     for j, name in enumerate(drafters):

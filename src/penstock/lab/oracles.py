@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.learn.prior import Belief
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
 from penstock.core.policies.allocation.parts.gradient import GoodputAverages, tokens_by_tenant
@@ -92,7 +93,7 @@ def reads_prompts(acceptance: DomainAcceptance, seed: int) -> type[Adaptive]:
                 length = state.request.prompt_len
                 for name, column in self._models.items():
                     matched = rng.binomial(length, rates[name])
-                    known.counts[:, column] += matched, length - matched
+                    known.note(column, matched, length - matched)
             return known
 
     return ReadsPrompts
@@ -117,9 +118,9 @@ def knows_domains(
         def _know(self, state: RequestState, drafters: Any, view: Any) -> Any:
             known = super()._know(state, drafters, view)
             columns = [names.index(d) for d in self._models]
-            known.mean = means[domains[int(state.request.id)]][columns]
+            mean = means[domains[int(state.request.id)]][columns]
+            known.prior = Belief(mean, covariance[np.ix_(columns, columns)])
             known.doubt = np.zeros(len(columns))
-            self._prior._covariance = covariance[np.ix_(columns, columns)]
             return known
 
     return Domains

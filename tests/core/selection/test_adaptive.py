@@ -127,3 +127,19 @@ def test_words_tell_topics_apart_before_a_request_has_drafted() -> None:
 def test_bad_options(options: dict[str, Any], told: str) -> None:
     with pytest.raises(ValueError, match=told):
         make_policy("selection", "adaptive", options)
+
+
+def test_a_replay_is_worth_its_time_where_it_may_change_the_choice() -> None:
+    """Requests differ, and prompts do not say how: reading pays long after the first requests, but
+    not where it takes as long as the request."""
+
+    def num_read(per_catch_up_token: float) -> float:
+        names = ("d0", "d1", "d2")
+        machine = Machine(dict.fromkeys(names, 1e-3), per_catch_up_token=per_catch_up_token)
+        policy = make_policy("selection", "adaptive", {"explore": 0.001})
+        rates = mixed_rates(names, spread=1.5)
+        world = Rounds(policy, machine, rates, max_tokens=200, live=1).run(4000)
+        return world.num_replayed / len(world.finished)
+
+    assert num_read(0.02e-3) > 0.5
+    assert num_read(10e-3) < 0.05

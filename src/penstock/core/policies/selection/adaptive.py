@@ -7,11 +7,12 @@ to its end: those of a step with their drafts, over the tokens that it yields, a
 step without, for all the tokens that are to come, less the reading of the text so far. A step's
 seconds are those for which all requests in it wait; no drafter at all saves 0.
 
-Decisions are few: at the start, and after rounds that double. A drafter that little is known of,
-for requests like this one, is evaluated by replay: it reads a request's text and says what it would
-have drafted. That is no risk to the request, stops by itself when nothing new is learned, and takes
-no more than a share of the time. Where a replay can tell nothing (draft servers, `ratio`), what is
-not known is explored by drawing from it (Thompson).
+Decisions are few: at the start, and after rounds that double. Drafters are evaluated by replay:
+they read a request's text and say what they would have drafted. A replay is ordered where what it
+may say is expected to save the request more than the reading takes (the value of information), and
+within a share of the time where little is known of a drafter for requests like this one, for the
+sake of those to come. Where a replay can tell nothing (draft servers, `ratio`), what is not known
+is explored by drawing from it (Thompson).
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.learn import Estimators
-from penstock.core.learn.prior import AcceptancePrior, Posterior
+from penstock.core.learn.prior import AcceptancePrior, Belief, mean_rate
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.options import (
     LONGEST_DRAFT,
@@ -38,12 +39,14 @@ from penstock.core.policies.options import (
 )
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.matching import assign
-from penstock.core.policies.selection.parts.words import NUM_WORDS, Words
+from penstock.core.policies.selection.parts.words import words_of
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
 from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+_NOTHING = Belief(np.empty(0), np.empty((0, 0)))
 
 _DECAY = 0.98
 _PACE_DECAY = 0.99
@@ -53,7 +56,7 @@ _MIN_REPLAYED_TOKENS = 24
 _EARLY_REQUESTS = 64.0
 """Requests after which the time for replays is not a fixed share any more."""
 _MIN_PRIOR_STD = 0.6
-"""Standard deviation of a prior's mean that is worth a replay."""
+"""Standard deviation of a prior's mean that is worth a replay, for requests to come."""
 _MOST_OVERHEAD = 2.0
 """Most time of a step that counts, over what its rows and drafts should take: more is no work."""
 _LEAST_STRENGTH = 2.0
@@ -63,6 +66,9 @@ _BEST_RATE = 0.9
 """Acceptance of a draft token that hardly any drafter exceeds."""
 _UNDRAFTED_WEIGHT = 0.1
 """Of a step without drafts, towards the time for replays, which hardly pay where drafts do not."""
+_NODES = np.array([-math.sqrt(3), 0.0, math.sqrt(3)])
+_WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
+"""Gauss and Hermite's rule, of three points, for a normal variable."""
 _LONGEST_GAP = 64
 """Rounds between decisions: evidence of a replay fades, and must last until the next."""
 _IDLE_GAP = 16
@@ -73,29 +79,32 @@ _IDLE_GAP = 16
 class _Known:
     """One running request.
 
-    features: [F]. mean: [J] prior log-odds; doubt: [J] their standard deviation as far as it could
-    be learned. counts: [2, J] accepted and rejected tokens, faded by rounds. next_round: when to
-    decide again, `gap` rounds after the last time. evaluated: drafters that
-    inside a step have been asked for a replay. posterior: of the last decision.
+    prior: before anything was seen of it; doubt: [J] the standard deviation of its mean as far as
+    it could be learned. counts: [2, J] accepted and rejected tokens, faded by rounds; totals: not
+    faded. next_round: when to decide again, `gap` rounds after the last time. evaluated: drafters
+    that inside a step have been asked for a replay. posterior: of the last decision.
     """
 
-    features: FloatArray
-    mean: FloatArray
+    words: IntArray
+    prior: Belief
     doubt: FloatArray
     counts: FloatArray
+    totals: FloatArray
     gap: int
     next_round: int
     evaluated: set[str] = field(default_factory=set)
-    posterior: Posterior | None = None
+    posterior: Belief | None = None
 
     def note(self, column: int, accepted: float, rejected: float) -> None:
         """Draft tokens, really made or imagined, that were decided on."""
         self.counts *= _DECAY
         self.counts[:, column] += accepted, rejected
+        self.totals[:, column] += accepted, rejected
 
     def grow(self, num_models: int) -> None:
         missing = num_models - self.counts.shape[1]
         self.counts = np.pad(self.counts, ((0, 0), (0, missing)))
+        self.totals = np.pad(self.totals, ((0, 0), (0, missing)))
 
 
 @dataclass(slots=True)
@@ -158,11 +167,10 @@ class Adaptive(SelectionPolicy):
     def __init__(self, options: Options) -> None:
         self.options = options
         self._rng = np.random.default_rng(options.seed)
-        self._prior = AcceptancePrior(NUM_WORDS + 1)
+        self._prior = AcceptancePrior()
         self._columns: dict[str, int] = {}
         self._models: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
-        self._words = Words()
         self._pace = _Pace()
         self._demand: dict[str, float] = {}
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
@@ -203,9 +211,9 @@ class Adaptive(SelectionPolicy):
         for i, state in enumerate(states):
             known = self._know(state, drafters, view)
             if names:
-                self._propose(state, known, drafters, view)
                 rates = self._rates(state, known)[columns].tolist()
                 values[i] = self._worth(state, list(drafters.values()), rates, view)
+                self._propose(state, known, drafters, values[i], view)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
@@ -239,7 +247,7 @@ class Adaptive(SelectionPolicy):
 
     def _rates(self, state: RequestState, known: _Known) -> FloatArray:
         """[J] expected acceptance of a request."""
-        known.posterior = self._prior.posterior(known.mean, *known.counts)
+        known.posterior = known.prior.after(*known.counts)
         return known.posterior.rates()
 
     def _worth(
@@ -250,6 +258,19 @@ class Adaptive(SelectionPolicy):
         view: View,
     ) -> list[float]:
         """[drafters] seconds that each saves the request to its end, against none."""
+        saved, gained = self._savings(state, drafters, rates, view)
+        self._want(drafters, gained)
+        return [s - self._reading(state, d, view) for s, d in zip(saved, drafters, strict=True)]
+
+    def _savings(
+        self,
+        state: RequestState,
+        drafters: Sequence[Drafter],
+        rates: Sequence[float],
+        view: View,
+    ) -> tuple[list[float], list[float]]:
+        """[drafters] seconds that each saves the request to its end once it has read the text; and
+        a token, if everybody shared its time."""
         limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
         base = self._base(view.learn)
         steps = [base + v for v in self._verification(limit, view.learn)]
@@ -264,18 +285,19 @@ class Adaptive(SelectionPolicy):
             users = view.loads.get(name, 0) + (state.drafter != name)
             users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
             # Inside a step all wait for a drafter; beside it only those that use it.
-            is_beside = view.is_beside(drafter)
-            waiting = 1 if is_beside else sharing
-            share = 1.0 if is_beside else sharing / users
+            share = 1.0 if view.is_beside(drafter) else sharing / users
             per_token = _least_per_token(steps, curve(users) * share, tokens)
             if name != state.drafter:
                 per_token *= 1 + self.options.margin
-            unread = state.num_known_tokens - self._num_read(state, drafter)
-            reading = waiting * step_times.catch_up_of(name) * unread
             gained.append(base - _least_per_token(steps, curve(sharing), tokens))
-            saved.append(remaining * (base - per_token) - reading)
-        self._want(drafters, gained)
-        return saved
+            saved.append(remaining * (base - per_token))
+        return saved, gained
+
+    def _reading(self, state: RequestState, drafter: Drafter, view: View) -> float:
+        """Seconds for which all that wait for a drafter wait until it has read the text."""
+        waiting = 1 if view.is_beside(drafter) else self._num_sharing
+        unread = state.num_known_tokens - self._num_read(state, drafter)
+        return waiting * view.learn.times.catch_up_of(drafter.name) * unread
 
     def _want(self, drafters: Sequence[Drafter], gained: Sequence[float]) -> None:
         """Note which drafter a request would have if everybody shared its time. Of one that none
@@ -348,35 +370,34 @@ class Adaptive(SelectionPolicy):
         for key in [k for k in self._proposals if k[0] == request_id]:
             del self._proposals[key]
         self._num_ended += known is not None
-        if known is not None and known.counts.any():
+        if known is not None and known.totals.any():
             known.grow(len(self._models))
-            self._prior.learn(known.features, *known.counts)
+            self._prior.learn(known.words, *known.totals)
 
     def _know(self, state: RequestState, drafters: Mapping[str, Drafter], view: View) -> _Known:
         """What is known of a request that is about to be decided on."""
         known = self._known.get(state.request.id)
         gap = self.options.first_gap
         if known is None:
-            features = self._words.features(state.request)
-            nothing = np.empty(0)
-            counts = np.zeros((2, 0))
+            counts, totals = np.zeros((2, 2, 0))
             soon = not view.beside.isdisjoint(drafters)
             # Idle drafters can read as soon as there is anything to read.
             first = 1 if soon else 1 + gap
-            known = _Known(features, nothing, nothing, counts, max(1, gap // 2), 0)
+            known = _Known(
+                words_of(state.request), _NOTHING, np.empty(0), counts, totals, max(1, gap // 2), 0
+            )
             known.next_round = state.round + first
             self._known[state.request.id] = known
         elif state.round >= known.next_round:
             known.gap = min(2 * known.gap, _LONGEST_GAP)
             known.next_round = state.round + known.gap
-        if len(known.mean) < len(self._models):
+        if len(known.doubt) < len(self._models):
             known.grow(len(self._models))
-            known.mean = self._prior.mean(known.features)
-            known.doubt = self._prior.doubt(known.features)
+            known.prior, known.doubt = self._prior.belief(known.words)
             untold = [self._columns[n] for n, d in drafters.items() if not _can_replay(d, state)]
             if untold and self.options.explore:
                 draws = self._rng.standard_normal(len(untold))
-                known.mean[untold] += known.doubt[untold] * draws
+                known.prior.mean[untold] += known.doubt[untold] * draws
         return known
 
     def _column(self, drafter: Drafter) -> int:
@@ -395,7 +416,7 @@ class Adaptive(SelectionPolicy):
         if rest is None or known.counts[:, column].any():
             counts = known.counts.copy()
             counts[:, column] = 0.0
-            rest = self._prior.posterior(known.mean, *counts)
+            rest = known.prior.after(*counts)
         rate, variance = float(rest.rates()[column]), float(rest.variance[column])
         strength = 1 / (rate * (1 - rate) * max(variance, 1e-3)) - 1
         strength = min(max(strength, _LEAST_STRENGTH), _MOST_STRENGTH)
@@ -415,27 +436,53 @@ class Adaptive(SelectionPolicy):
         state: RequestState,
         known: _Known,
         drafters: Mapping[str, Drafter],
+        values: FloatArray,
         view: View,
     ) -> None:
         """Have drafters read the request: those beside the target whenever they are idle, look-up
-        always, for it costs nothing, and the others if it would teach something about them."""
+        always, for it costs nothing, and the others if that is worth its time."""
         if not state.num_output_tokens or not self.options.explore:
             return
-        for name, drafter in drafters.items():
+        best = max(0.0, float(values.max()))
+        for (name, drafter), value in zip(drafters.items(), values.tolist(), strict=True):
             if name == state.drafter or not _can_replay(drafter, state):
                 continue
             if not view.is_beside(drafter) and drafter.pool is not None:
-                if state.num_output_tokens < _MIN_REPLAYED_TOKENS or name in known.evaluated:
-                    continue
-                if known.doubt[self._columns[name]] < _MIN_PRIOR_STD:
-                    continue
-                unread = state.num_known_tokens - self._num_read(state, drafter)
-                seconds = view.learn.times.catch_up_of(name) * unread
-                if self._replayed_s + seconds > self._exploration_s():
-                    continue
-                self._replayed_s += seconds
-                known.evaluated.add(name)
+                seconds = self._reading(state, drafter, view)
+                worth = self._improvement(state, known, drafter, best, view) if value < best else 0
+                if worth <= seconds:
+                    if not self._teaches(state, known, name, seconds):
+                        continue
+                    self._replayed_s += seconds
+                    known.evaluated.add(name)
             self._proposals[state.request.id, name] = ReplayProposal(state, name, evaluate=True)
+
+    def _improvement(
+        self, state: RequestState, known: _Known, drafter: Drafter, best: float, view: View
+    ) -> float:
+        """Seconds that the request may be expected to save because a replay changes the choice,
+        against `best` (Gauss and Hermite's rule for what the replay may say)."""
+        if known.posterior is None:
+            return 0.0
+        column = self._columns[drafter.name]
+        variance = float(known.posterior.variance[column])
+        rate = float(known.posterior.rates()[column])
+        seen = max(self._num_read(state, drafter), state.request.prompt_len)
+        information = max(0, state.num_known_tokens - seen) * rate * (1 - rate)
+        told = variance * variance * information / (1 + variance * information)
+        means = known.posterior.mean[column] + math.sqrt(told) * _NODES
+        rates = mean_rate(means, np.full(len(means), variance - told)).tolist()
+        saved, _ = self._savings(state, [drafter] * len(rates), rates, view)
+        return float(sum(w * max(0.0, s - best) for w, s in zip(_WEIGHTS, saved, strict=True)))
+
+    def _teaches(self, state: RequestState, known: _Known, drafter: str, seconds: float) -> bool:
+        """Whether a replay says enough for requests to come, and there is time for it."""
+        return (
+            state.num_output_tokens >= _MIN_REPLAYED_TOKENS
+            and drafter not in known.evaluated
+            and known.doubt[self._columns[drafter]] >= _MIN_PRIOR_STD
+            and self._replayed_s + seconds <= self._exploration_s()
+        )
 
     def _exploration_s(self) -> float:
         """Seconds that replays may have taken by now: at first a share of all decoding, then, as
