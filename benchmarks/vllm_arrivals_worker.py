@@ -1,0 +1,214 @@
+"""A process that serves stretches of requests, for `benchmarks.vllm_arrivals`: a JSON line in, a
+JSON line out. Runs where vLLM is installed."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+
+_DEFAULT = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
+"""Of `vllm serve` on a CPU (0.32, `engine/arg_utils.py`)."""
+
+_LONGEST_NAP_S = 0.01
+
+
+class Server(ABC):
+    """Serves requests that arrive by the clock."""
+
+    def serve(self, requests: list[tuple[float, int, int]], seed: int) -> dict[str, Any]:
+        """requests: (arrival in seconds, prompt tokens, tokens to make). Returns each one's seconds
+        to the first token and to the last."""
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(8, self.vocab_size, n).tolist() for _, n, _ in requests]
+        first, last = [0.0] * len(requests), [0.0] * len(requests)
+        coming, num_left = deque(enumerate(requests)), len(requests)
+        begin = time.monotonic()
+        while num_left:
+            now = time.monotonic() - begin
+            while coming and coming[0][1][0] <= now:
+                i, (_, _, num_tokens) = coming.popleft()
+                self.add(i, prompts[i], num_tokens)
+            if num_left == len(coming):
+                time.sleep(min(_LONGEST_NAP_S, coming[0][1][0] - now))
+                continue
+            made = self.step()
+            now = time.monotonic() - begin
+            for i, num_tokens in made.items():
+                arrival, _, most = requests[i]
+                first[i] = first[i] or now - arrival
+                if num_tokens == most:
+                    last[i] = now - arrival
+                    num_left -= 1
+        return {"ttft": first, "latency": last, "seconds": time.monotonic() - begin}
+
+    vocab_size: int
+
+    @abstractmethod
+    def prepare(self, settings: dict[str, Any]) -> None:
+        """Another scheduler."""
+
+    @abstractmethod
+    def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
+        """A request arrives."""
+
+    @abstractmethod
+    def step(self) -> dict[int, int]:
+        """Tokens so far of those that got any."""
+
+
+class VllmServer(Server):
+    """vLLM's own engine, with its scheduler or with the plug-in."""
+
+    def __init__(self, target: Path, kv_tokens: int, block_size: int) -> None:
+        import vllm
+
+        self._vllm = vllm
+        llm = vllm.LLM(
+            model=str(target),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            block_size=block_size,
+            num_gpu_blocks_override=kv_tokens // block_size + 1,
+            kv_cache_memory_bytes=2**30,
+            enable_prefix_caching=False,
+            max_model_len=2048,
+            **_DEFAULT,
+        )
+        self._engine = llm.llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self.vocab_size = self._engine.model_config.get_vocab_size()
+
+    def prepare(self, settings: dict[str, Any]) -> None:
+        """settings: `plugin`, or vLLM's limits."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from penstock.engine.vllm import make_scheduler
+
+        core, old = self._core, self._core.scheduler
+        config = core.vllm_config
+        for name, default in _DEFAULT.items():
+            setattr(config.scheduler_config, name, settings.get(name, default))
+        config.additional_config = {"penstock": settings.get("plugin", {})}
+        core.scheduler = (make_scheduler if "plugin" in settings else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=old.kv_cache_config,
+            structured_output_manager=core.structured_output_manager,
+            block_size=old.block_size,
+        )
+
+    def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
+        params = self._vllm.SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> dict[int, int]:
+        made = self._engine.step()
+        return {int(m.request_id): len(m.outputs[0].token_ids) for m in made}
+
+
+class PenstockServer(Server):
+    """Penstock's scheduler over vLLM's workers."""
+
+    def __init__(self, target: Path, kv_tokens: int, block_size: int) -> None:
+        from penstock.config import EngineConfig, PolicyConfig, VllmConfig
+        from penstock.engine.build import load_engine
+
+        config = EngineConfig(
+            target=target,
+            dtype="bfloat16",
+            kv_tokens=kv_tokens,
+            block_size=block_size,
+            prefix_caching=False,
+            max_model_len=2048,
+            vllm=VllmConfig(),
+            admission=PolicyConfig.of("fluid_guided"),
+        )
+        self._config, self._engine = config, load_engine(config)
+        self.vocab_size = self._engine.vocab_size
+        self._loop = self._engine.loop
+        self._events: list[Any] = []
+        self._made: dict[int, int] = {}
+
+    def prepare(self, settings: dict[str, Any]) -> None:
+        from penstock.core.kv.blocks import BlockPool
+        from penstock.core.learn import Estimators
+        from penstock.core.loop import Loop
+        from penstock.core.policies.registry import make_policy
+        from penstock.core.scheduler import Scheduler
+
+        old, learn = self._engine.scheduler, Estimators()
+        learn.times = old.learn.times
+        scheduler = Scheduler(
+            BlockPool(old.pool.num_blocks, old.pool.block_size, prefix_caching=False),
+            [],
+            admission=make_policy("admission", "fluid_guided", settings),
+            selection=make_policy("selection", "single"),
+            allocation=make_policy("allocation", "fixed"),
+            max_model_len=self._engine.max_model_len,
+            learn=learn,
+        )
+        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock)
+        self._made = {}
+
+    def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
+        from penstock.core.types import Arrive, Request, SamplingParams
+
+        request = Request(
+            str(i),
+            len(prompt),
+            num_tokens,
+            self._engine.clock.now(),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(temperature=0.0),
+        )
+        self._events.append(Arrive(request))
+        self._made[i] = 0
+
+    def step(self) -> dict[int, int]:
+        events, self._events = self._events, []
+        turn, got = self._loop.turn(events), {}
+        for output in turn.outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            i = int(output.request_id)
+            self._made[i] += len(output.token_ids)
+            got[i] = self._made[i]
+        return got
+
+
+def main() -> None:
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    server: Server | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: dict[str, Any] = {}
+        try:
+            if command["do"] == "load":
+                kind = {"vllm": VllmServer, "penstock": PenstockServer}[command["kind"]]
+                made = kind(Path(command["target"]), command["kv_tokens"], command["block_size"])
+                server = made
+            else:
+                assert server is not None
+                server.prepare(command["settings"])
+                answer = server.serve(command["requests"], command["seed"])
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
