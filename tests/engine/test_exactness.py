@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,12 @@ from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter
+from penstock.core.state import Drafter, RequestState
 from penstock.core.types import Arrive, Cancel, Request, SamplingParams
+from penstock.core.view import DraftCandidate, View
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.verifier import Decided, Verifier
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
@@ -83,6 +86,7 @@ def make_loop(
     kv_tokens: int = 32 * 256,
     max_num_batched_tokens: int = 2048,
     learn: Estimators | None = None,
+    allocation: AllocationPolicy | None = None,
 ) -> Loop:
     """A fresh scheduler over the engine's executor."""
     size = engine.executor.target.block_size
@@ -96,7 +100,7 @@ def make_loop(
         drafters,
         admission=make_policy("admission", "vllm_v1", admission),
         selection=Rotating() if rotating else make_policy("selection", "single"),
-        allocation=make_policy("allocation", "fixed", {"k": k}),
+        allocation=allocation or make_policy("allocation", "fixed", {"k": k}),
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
         learn=learn,
@@ -235,6 +239,37 @@ def test_a_perfect_drafter_is_always_accepted(engine: Engine) -> None:
 def test_any_draft_length(engine: Engine, alone: Alone, k: int) -> None:
     outputs, _ = run(make_loop(engine, k=k), make_requests(SAMPLINGS["coupled"], 8, "near"))
     assert outputs == alone["coupled"][:8]
+
+
+class EndingEarly(AllocationPolicy):
+    """Long drafts that end where their own confidence falls."""
+
+    name = "ending_early"
+
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
+        return [Grant(min(c.limit, 7), 0.2) for c in candidates]
+
+    def reserve(self, state: RequestState) -> int:
+        return 7
+
+
+@pytest.mark.parametrize("own_lane", [False, True])
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+def test_drafts_that_end_early(engine: Engine, alone: Alone, sampling: str, own_lane: bool) -> None:
+    pipeline = "async" if own_lane else "off"
+    loop = make_loop(engine, own_lane=own_lane, pipeline=pipeline, allocation=EndingEarly())
+    lengths: Counter[int] = Counter()
+    texts: dict[str, list[int]] = {}
+    requests = make_requests(SAMPLINGS[sampling], 8, "near")
+    events = [Arrive(r) for r in requests]
+    while events or loop.scheduler.num_unfinished:
+        for output in loop.turn(events).outputs:
+            texts.setdefault(output.request_id, []).extend(output.token_ids)
+            lengths[output.num_proposed] += output.finish_reason is None
+        events = []
+    assert [tuple(texts[r.id]) for r in requests] == alone[sampling][:8]
+    if engine.backend != "graphs":  # one graph is one length
+        assert len([n for n in lengths if 0 < n < 7]) > 1, lengths
 
 
 def test_small_memory_preempts_and_changes_nothing(engine: Engine, alone: Alone) -> None:

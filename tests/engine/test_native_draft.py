@@ -11,12 +11,16 @@ import pytest
 import torch
 from tests.engine.small_models import SHAPE, Checkpoint, Paging
 
+from penstock.core.types import DraftOrder, Request, SamplingParams, Verdict
 from penstock.engine.batch import RaggedBatch
+from penstock.engine.drafters.confidence import EDGES, Stop
+from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_unfiltered
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling import sample_coupled as sample_reference
 from penstock.engine.sampling.noise import Salt
+from penstock.engine.sequences import TokenBuffer
 
 BLOCK_SIZE = 8
 STEPS = np.array([4, 0, 1, 6, 4], dtype=np.int32)
@@ -105,6 +109,89 @@ def test_a_draft_is_its_steps(
     unseen = runner.draft(again, STEPS, TEMPERATURES, SEEDS, SALTS)
     assert unseen.logits is None
     np.testing.assert_array_equal(unseen.token_ids, expected)
+
+
+def request_of(request_id: str, prompt: tuple[int, ...], sampling: SamplingParams) -> Request:
+    return Request(request_id, len(prompt), 20, prompt_token_ids=prompt, sampling=sampling)
+
+
+def confidences_of(
+    logits: torch.Tensor, token_ids: npt.NDArray[np.int32]
+) -> npt.NDArray[np.float32]:
+    """[5, 6]: of each token, of the likeliest one where it was drawn."""
+    divisor = torch.from_numpy(np.where(TEMPERATURES > 0, TEMPERATURES, 1.0)).float()
+    probs = (logits / divisor[:, None, None]).softmax(dim=-1)
+    chosen = torch.from_numpy(token_ids.clip(0).astype(np.int64)).unsqueeze(-1)
+    own = probs.gather(-1, chosen).squeeze(-1).numpy()
+    return np.where((SALTS == Salt.DRAFT)[:, None], probs.amax(dim=-1).numpy(), own)
+
+
+@pytest.mark.parametrize("least", [0.0, 0.3, 0.6, 1.0])
+def test_drafts_end_where_survival_falls(checkpoint: Checkpoints, least: float) -> None:
+    runner = load(checkpoint("llama"))
+    batch, _ = prepared(runner)
+    whole = runner.draft(batch, STEPS, TEMPERATURES, SEEDS, SALTS, return_logits=True)
+    assert whole.logits is not None
+    confidences = confidences_of(whole.logits, whole.token_ids)
+    acceptance = np.random.default_rng(0).uniform(0.5, 1, (5, len(EDGES) + 1)).astype(np.float32)
+    bins = np.searchsorted(EDGES, confidences, side="right")
+    survival = np.take_along_axis(acceptance, bins, axis=1).cumprod(axis=1)
+    kept = (survival >= least).cumprod(axis=1).astype(bool)
+    expected = np.where(kept, whole.token_ids, -1)
+
+    again, _ = prepared(runner)
+    stop = Stop(np.full(5, least, dtype=np.float32), acceptance)
+    draft = runner.draft(again, STEPS, TEMPERATURES, SEEDS, SALTS, stop=stop)
+    np.testing.assert_array_equal(draft.token_ids, expected)
+    has_token = expected >= 0
+    assert draft.confidences is not None
+    np.testing.assert_allclose(draft.confidences[has_token], confidences[has_token], rtol=1e-4)
+    assert has_token.sum() == (STEPS.sum() if least == 0 else has_token.sum())
+    assert least == 0 or has_token.sum() < STEPS.sum(), "some draft must have ended"
+
+
+def test_stepwise_drafts_end_at_the_same_token(
+    checkpoint: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a runner cannot draft in one call."""
+    drafts = []
+    for stepwise in (False, True):
+        runner = load(checkpoint("llama"))
+        if stepwise:
+            monkeypatch.setattr(runner, "propose", lambda *_: None)
+        drafter = ModelDrafter("d", runner, 128)
+        texts, orders = [], []
+        for i, (temperature, mode) in enumerate(
+            [(0.0, "coupled"), (1.0, "coupled"), (1.0, "ratio"), (0.5, "ratio")]
+        ):
+            sampling = SamplingParams(temperature=temperature, seed=i, verification=mode)
+            prompt = tuple(int(t) for t in tokens(12, seed=i))
+            texts.append(TokenBuffer(request_of(f"{i}", prompt, sampling)))
+            blocks = tuple(range(3 * i, 3 * i + 3))
+            orders.append(DraftOrder(f"{i}", 0, 0, "d", 0, 12, 8, blocks, min_survival=0.15))
+        drafts.append(drafter.draft(orders, texts))
+    one_call, stepwise_drafts = drafts
+    assert [d.token_ids for d in one_call.drafts] == [d.token_ids for d in stepwise_drafts.drafts]
+    for a, b in zip(one_call.drafts, stepwise_drafts.drafts, strict=True):
+        assert len(a.confidences) == len(a.token_ids) == len(a.prob_rows)
+        np.testing.assert_allclose(a.confidences, b.confidences, rtol=1e-4)
+    lengths = [len(d.token_ids) for d in one_call.drafts]
+    assert any(n < 8 for n in lengths), lengths
+
+
+def test_a_drafter_learns_how_far_its_confidence_goes(checkpoint: Checkpoints) -> None:
+    drafter = ModelDrafter("d", load(checkpoint("llama")), 128)
+    sampling = SamplingParams(temperature=0.0)
+    prompt = tuple(int(t) for t in tokens(12))
+    text = TokenBuffer(request_of("r", prompt, sampling))
+    order = DraftOrder("r", 0, 0, "d", 0, 12, 8, (0, 1, 2), min_survival=0.4)
+    long = drafter.draft([order], [text]).drafts[0]
+    assert long.token_ids
+    for _ in range(100):
+        drafter.learn(sampling, long, Verdict("r", 0, 0, num_decided=1, num_accepted=0))
+    drafter.forget("r")
+    short = drafter.draft([order], [text]).drafts[0]
+    assert len(short.token_ids) < len(long.token_ids)
 
 
 def test_the_text_goes_on_after_a_draft(checkpoint: Checkpoints) -> None:

@@ -185,7 +185,12 @@ def p_value(models: tuple[EagerRunner, EagerRunner], num_samples: int, cut: Cut)
     counts = np.zeros((VOCAB,) * NUM_POSITIONS)
     for first_seed in range(0, num_samples, BATCH):
         np.add.at(counts, tuple(sample(models, first_seed, cut).T), 1)
-    expected = expected_joint(models[0]).ravel() * num_samples
+    return judge(models[0], counts)
+
+
+def judge(target: EagerRunner, counts: np.ndarray) -> float:
+    """The p-value of so many samples of each text."""
+    expected = expected_joint(target).ravel() * counts.sum()
     observed = counts.ravel()
     rare = expected < 5
     expected = np.append(expected[~rare], max(expected[rare].sum(), 1e-9))

@@ -85,6 +85,7 @@ class Drafter:
     silent: it has missed a deadline, and has not answered since.
     model: what it runs, if not the model of its own name: instances of one model accept alike.
     max_num_seqs: most requests that it drafts for at once (Spin's B_j); None is no limit.
+    stops_early: it ends a draft of its own accord where an order's `min_survival` says so.
     max_len: most tokens of a text that it can read; vocab_size: token ids that it knows, from 0 on.
     Both are None where it can read whatever the target can.
     is_chained: it weighs look-up against its model in every round (`RoundCosts`), and drafts as
@@ -102,6 +103,7 @@ class Drafter:
     silent: bool = False
     model: str | None = None
     max_num_seqs: int | None = None
+    stops_early: bool = False
     max_len: int | None = None
     vocab_size: int | None = None
     is_chained: bool = False

@@ -224,13 +224,15 @@ def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Sch
 
 def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     """As the scheduler sees it; limited where the target can read what it cannot."""
+    is_chained = DrafterParts.of(config.drafters[name]).is_chain
+    shape = models.shapes.get(name)
     drafter = Drafter(
         name,
         has_lane=config.pipeline != "off",
         max_num_seqs=config.drafter_max_num_seqs.get(name),
-        is_chained=DrafterParts.of(config.drafters[name]).is_chain,
+        is_chained=is_chained,
+        stops_early=not (shape is None or is_chained or models.place.backend == "graphs"),
     )
-    shape = models.shapes.get(name)
     if shape is not None:
         drafter.pool = _pool(config, models.num_blocks)
         if shape.max_position_embeddings < models.max_model_len:

@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ from penstock.core.types import (
     Replayed,
     StepPlan,
     StepResult,
+    Verdict,
 )
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, LocalDrafter
@@ -35,6 +37,7 @@ from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import Model, ModelRunner
 from penstock.engine.sequences import BlockTables, TokenBuffer
 from penstock.engine.steps import (
+    NO_DRAFT,
     Done,
     DraftsAtHand,
     Failures,
@@ -265,10 +268,19 @@ class LocalExecutor(ABC):
         drafts = [drafted.draft_of(item) for item in plan.items]
         computed = self._compute(job, drafts, drafted.joined_probs())
         verdicts = verdicts_of(plan.items, computed.sampled, computed.decided)
+        self._learn(job, drafted, verdicts)
         finished_at = self._clock.now()
         draft_s, other_s = drafted_at - started_at, computed.built_at - drafted_at
         marks = StepMarks(started_at, computed.verified_at, finished_at, draft_s, other_s)
         return verified(job, drafted, verdicts, computed.num_rows, marks, replays)
+
+    def _learn(self, job: StepJob, drafted: DraftsAtHand, verdicts: Sequence[Verdict]) -> None:
+        """Let drafters see what became of drafts of which they knew how sure they were."""
+        for verdict in verdicts:
+            draft = drafted.by_request.get(verdict.request_id, (NO_DRAFT, 0))[0]
+            if draft.confidences and verdict.drafter is not None:
+                sampling = job.texts[verdict.request_id].request.sampling
+                self.drafters[verdict.drafter].learn(sampling, draft, verdict)
 
     # --- the target -----------------------------------------------------------------------------
 
@@ -329,7 +341,8 @@ class LocalExecutor(ABC):
         probs = drafted.joined_probs() if rows else None
         if probs is not None:
             probs, own = probs[rows], itertools.count()
-            draft = Draft(draft.token_ids, [-1 if r < 0 else next(own) for r in draft.prob_rows])
+            rows = [-1 if r < 0 else next(own) for r in draft.prob_rows]
+            draft = replace(draft, prob_rows=rows)
         # One that has ended meanwhile would never be forgotten again.
         if order.request_id in self._texts:
             self._held.hold(order.request_id, order.epoch, order.round, draft, probs)

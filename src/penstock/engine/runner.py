@@ -11,6 +11,7 @@ import torch
 from penstock.core.types import SamplingParams
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Drafts
+from penstock.engine.drafters.confidence import Stop
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.sampling import SamplingRows, TokenSampler
 from penstock.engine.sampling.params import BoolArray
@@ -87,12 +88,14 @@ class ModelRunner(Model):
         params: SamplingRows,
         ratio: BoolArray,
         starts: npt.NDArray[np.int64],
+        stop: Stop | None = None,
     ) -> Drafts | None:
         """Read a batch and draft up to limits[i] tokens behind sequence i, in one call; None where
         it must go step by step.
 
         ratio: [num_seqs], whose drafts are sampled from the drafter's own distribution; params:
-        unfiltered; starts: [num_seqs] int64, positions at which the drafts begin
+        unfiltered; starts: [num_seqs] int64, positions at which the drafts begin; stop: where
+        drafts end before their limit, if they may
         """
         return None
 

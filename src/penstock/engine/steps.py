@@ -26,7 +26,7 @@ from penstock.engine.lanes import Ticket
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided, Drafted
 
-_NO_DRAFT = Draft([], [])
+NO_DRAFT = Draft([], [])
 
 _log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ class DraftsAtHand:
 
     def draft_of(self, item: VerifyItem) -> tuple[list[int], list[int]]:
         """Token ids, and rows of the joined `probs`, of an item's draft."""
-        draft, offset = self.by_request.get(item.request_id, (_NO_DRAFT, 0))
+        draft, offset = self.by_request.get(item.request_id, (NO_DRAFT, 0))
         rows = [r if r < 0 else r + offset for r in draft.prob_rows]
         return draft.token_ids[: item.num_draft_tokens], rows[: item.num_draft_tokens]
 

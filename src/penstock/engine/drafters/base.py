@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from penstock.core.types import DraftOrder, Replayed
+from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import TokenBuffer
 
@@ -21,11 +21,13 @@ if TYPE_CHECKING:
 class Draft:
     """The tokens of one order, and where they were sampled from: `prob_rows` index the rows of
     `Drafts.probs`; -1 is a point mass (coupled, greedy or looked-up). is_unread: its drafter's
-    model was not asked, and its KV is as it was."""
+    model was not asked, and its KV is as it was. confidences: the drafter's in each token, where it
+    had to know them."""
 
     token_ids: list[int]
     prob_rows: list[int]
     is_unread: bool = False
+    confidences: list[float] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,12 +47,14 @@ class DraftBuilder:
     size: int
     token_ids: list[list[int]] = field(init=False)
     prob_rows: list[list[int]] = field(init=False)
+    confidences: list[list[float]] = field(init=False)
     _probs: list[torch.Tensor] = field(init=False, default_factory=list)
     _num_probs: int = 0
 
     def __post_init__(self) -> None:
         self.token_ids = [[] for _ in range(self.size)]
         self.prob_rows = [[] for _ in range(self.size)]
+        self.confidences = [[] for _ in range(self.size)]
 
     def add(
         self,
@@ -66,8 +70,14 @@ class DraftBuilder:
             self._probs.append(probs)
             self._num_probs += probs.shape[0]
 
+    def drop_last(self, job: int) -> None:
+        """Of the token that was added last to a draft."""
+        for values in (self.token_ids, self.prob_rows, self.confidences):
+            del values[job][-1:]
+
     def build(self) -> Drafts:
-        drafts = [Draft(t, p) for t, p in zip(self.token_ids, self.prob_rows, strict=True)]
+        parts = zip(self.token_ids, self.prob_rows, self.confidences, strict=True)
+        drafts = [Draft(t, p, confidences=c) for t, p, c in parts]
         return Drafts(drafts, torch.cat(self._probs) if self._probs else None)
 
 
@@ -89,6 +99,9 @@ class LocalDrafter(ABC):
         that the drafter's own first guess, behind the true text, would have been. An output token
         is counted once; those of a `ratio` request are not: what makes its evidence unbiased, the
         target's probabilities, is gone by then."""
+
+    def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:  # noqa: B027
+        """A draft of its own was verified."""
 
     def drop_table(self, request_id: str) -> None:  # noqa: B027
         """The scheduler took the request's KV in this drafter away."""

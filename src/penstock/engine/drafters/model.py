@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from penstock.core.types import DraftOrder, Replayed
+from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.batch import IntArray as Int32Array
-from penstock.engine.drafters.base import DraftBuilder, Drafts, LocalDrafter
+from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts, LocalDrafter
+from penstock.engine.drafters.confidence import Calibrations, Floats, Stop
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import SamplingRows, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
@@ -50,6 +52,7 @@ class ModelDrafter(LocalDrafter):
         self._num_guessed = min(self._vocab, runner.config.vocab_size)
         self._tables = BlockTables(-(-max_model_len // runner.block_size) + 1)
         self._sampling = SamplingTable()
+        self._calibrations = Calibrations()
         self._foreseen: dict[str, tuple[int, int]] = {}
         """By request: the position up to which its text was evaluated, and the guess at it."""
 
@@ -76,15 +79,20 @@ class ModelDrafter(LocalDrafter):
         starts = np.array([t.length for t in texts], dtype=np.int64)
         knows_all = self._num_guessed == self.runner.config.vocab_size
         drafts = None
+        stop = self._stop(orders, texts)
         if knows_all and not params.has_filters:
-            drafts = self.runner.propose(first, limits, params, ratio, starts)
+            drafts = self.runner.propose(first, limits, params, ratio, starts, stop)
         if drafts is None:
-            drafts = self._draft_stepwise(orders, first, limits, params, ratio, starts)
+            drafts = self._draft_stepwise(orders, first, limits, params, ratio, starts, stop)
+        if stop is not None:
+            # One that has ended by itself has sampled a token more than it has.
+            longest = max(len(d.token_ids) for d in drafts.drafts)
+            drafts = replace(drafts, num_steps=min(int(limits.max()), longest + 1))
         missing = self._vocab - self._num_guessed
         if drafts.probs is None or not missing:
             return drafts
         # What it cannot draft has probability 0 with it.
-        return Drafts(drafts.drafts, torch.nn.functional.pad(drafts.probs, (0, missing)))
+        return replace(drafts, probs=torch.nn.functional.pad(drafts.probs, (0, missing)))
 
     def replay(
         self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
@@ -108,6 +116,11 @@ class ModelDrafter(LocalDrafter):
     def extend(self, order: DraftOrder) -> None:
         """Note the blocks of an order whose work is not done here."""
         self._tables.extend(order.request_id, order.epoch, order.new_blocks)
+
+    def learn(self, sampling: SamplingParams, draft: Draft, verdict: Verdict) -> None:
+        decided = draft.confidences[: verdict.num_decided]
+        calibration = self._calibrations.of(sampling, is_drawn=sampling.is_ratio)
+        calibration.observe(decided, verdict.num_accepted)
 
     def drop_table(self, request_id: str) -> None:
         self._tables.drop(request_id)
@@ -143,6 +156,17 @@ class ModelDrafter(LocalDrafter):
         self._foreseen[order.request_id] = (end, int(guesses[-1]))
         return Replayed(order.request_id, order.epoch, self.name, num_tokens, num_matched)
 
+    def _stop(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Stop | None:
+        """None where no draft may end before its limit: then nobody need know confidences."""
+        if not any(o.min_survival for o in orders):
+            return None
+        found = [self._calibrations.of(t.request.sampling, is_drawn=t.is_ratio) for t in texts]
+        tables = {id(c): c.table for c in found}
+        return Stop(
+            np.array([o.min_survival for o in orders], dtype=np.float32),
+            np.array([tables[id(c)] for c in found], dtype=np.float32),
+        )
+
     def _draft_stepwise(
         self,
         orders: Sequence[DraftOrder],
@@ -151,19 +175,34 @@ class ModelDrafter(LocalDrafter):
         params: SamplingRows,
         ratio: BoolArray,
         starts: IntArray,
+        stop: Stop | None,
     ) -> Drafts:
         builder = DraftBuilder(len(orders))
+        survival = np.ones(len(orders), dtype=np.float32)
         ends = first.seq_lens.astype(np.int64)
         logits = self._logits(first)
         alive = np.flatnonzero(limits > 0)
         for step in range(int(limits.max(initial=0))):
             if step:
-                alive = np.flatnonzero(limits > step)
+                alive = alive[limits[alive] > step]
+                if not alive.size:
+                    break
                 tokens = [builder.token_ids[i][-1] for i in alive]
                 logits = self._logits(self._one_more(orders, alive, tokens, ends + step - 1))
             positions = ends[alive] + step
             rows = params.take(alive)
             self._sample(builder, alive, logits, rows, positions, starts[alive], ratio[alive])
+            if stop is None:
+                continue
+            sampled = [builder.token_ids[i][-1] for i in alive]
+            confidences = _confidences(logits, rows, sampled, ratio[alive])
+            survival[alive] = stop.survival(survival[alive], alive, confidences)
+            for job, confidence in zip(alive, confidences.tolist(), strict=True):
+                builder.confidences[job].append(confidence)
+            has_ended = survival[alive] < stop.least[alive]
+            for job in alive[has_ended]:
+                builder.drop_last(job)
+            alive = alive[~has_ended]
         return builder.build()
 
     def _sample(
@@ -230,3 +269,14 @@ class ModelDrafter(LocalDrafter):
 
     def _gather(self, request_ids: list[str], num_tokens: int) -> Int32Array:
         return self._tables.gather(request_ids, self.runner.blocks_for(num_tokens))
+
+
+def _confidences(
+    logits: torch.Tensor, rows: SamplingRows, token_ids: Sequence[int], drawn: BoolArray
+) -> Floats:
+    """As `NativeDraft.confidences`: [rows]."""
+    divisor = torch.from_numpy(np.where(rows.greedy, 1.0, rows.temperature)).float()
+    probs = (logits / divisor.to(logits.device).unsqueeze(-1)).softmax(dim=-1)
+    chosen = probs.gather(-1, torch.tensor(token_ids, device=logits.device).unsqueeze(-1))
+    highest = probs.amax(dim=-1).cpu().numpy()
+    return np.where(drawn, highest, chosen.squeeze(-1).cpu().numpy())

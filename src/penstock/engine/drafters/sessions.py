@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from penstock.core.types import SamplingParams
-from penstock.engine.drafters.confidence import Calibration
+from penstock.engine.drafters.confidence import Calibration, Calibrations
 
 LEAST_CHANCE = 0.1
 """Nothing is drafted ahead that is less likely than this to be of use."""
@@ -165,7 +165,7 @@ class DraftingSessions:
         self.proposer = proposer
         self._max_draft_tokens = max_draft_tokens
         self._sessions: dict[str, Session] = {}
-        self._calibrations = {kind: Calibration() for kind in ("greedy", "coupled", "ratio")}
+        self._calibrations = Calibrations()
 
     def begin(self, key: str, token_ids: Iterable[int], sampling: SamplingParams) -> None:
         """A new request; one with the same key is forgotten."""
@@ -287,9 +287,7 @@ class DraftingSessions:
     # --- confidence -----------------------------------------------------------------------------
 
     def _calibration(self, session: Session, guess: Guess) -> Calibration:
-        if session.sampling.temperature == 0:
-            return self._calibrations["greedy"]
-        return self._calibrations["coupled" if guess.source is None else "ratio"]
+        return self._calibrations.of(session.sampling, is_drawn=guess.source is not None)
 
     def _acceptance(self, session: Session, guess: Guess) -> float:
         return self._calibration(session, guess).acceptance(guess.confidence)
@@ -303,5 +301,7 @@ class DraftingSessions:
         else:
             decided = min(matched + 1, num_tokens, len(session.guesses))
             successes = matched
-        for position, guess in enumerate(session.guesses[:decided]):
-            self._calibration(session, guess).observe(guess.confidence, position < successes)
+        guesses = session.guesses[:decided]
+        if guesses:
+            confidences = [guess.confidence for guess in guesses]
+            self._calibration(session, guesses[0]).observe(confidences, successes)

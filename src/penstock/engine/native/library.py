@@ -11,13 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError
+from penstock.engine.drafters.confidence import Floats, Stop
 from penstock.engine.native.loading import load_library
 
 ERROR_BYTES = 256
 
 # Compared with these, a dtype is checked ten times faster than with the type's name.
 INT32, INT64, UINT64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
-FLOAT64 = np.dtype(np.float64)
+FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
 LAYER_MATRICES = ("query", "key", "value", "o", "gate", "up", "down")
 LAYER_VECTORS = (
@@ -76,6 +77,13 @@ class BatchValues(Structure):
     ]
 
 
+class StopCall(Structure):
+    _fields_ = [
+        ("num_bins", c_int32),
+        *((name, c_void_p) for name in ("edges", "acceptance", "least", "survival", "confidence")),
+    ]
+
+
 class DraftCall(Structure):
     _fields_ = [
         ("max_steps", c_int32),
@@ -83,6 +91,7 @@ class DraftCall(Structure):
             (name, c_void_p)
             for name in ("num_steps", "salts", "temperatures", "seeds", "token_ids", "logits")
         ),
+        ("stop", POINTER(StopCall)),
     ]
 
 
@@ -133,6 +142,21 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
             )
         function.restype, function.argtypes = result, arguments
     return library
+
+
+def stop_call(edges: Floats, stop: Stop, survival: Floats, confidences: Floats) -> StopCall:
+    """Of float32 arrays, which must outlive the call."""
+    count, num_bins = len(survival), len(edges) + 1
+    require("least", stop.least, FLOAT32, (count,))
+    require("acceptance", stop.acceptance, FLOAT32, (count, num_bins))
+    return StopCall(
+        num_bins=num_bins,
+        edges=address(edges),
+        acceptance=address(stop.acceptance),
+        least=address(stop.least),
+        survival=address(survival),
+        confidence=address(confidences),
+    )
 
 
 def sampling_fields(

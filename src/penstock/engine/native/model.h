@@ -112,6 +112,7 @@ struct Plan {
   std::vector<int> sequences;
   std::vector<RowSampling> sampling;
   std::vector<int32_t> sampled;
+  std::vector<float> confidence;  // in what was sampled; empty if nobody asks
 
   int num_rows() const { return (int)token_ids.size(); }
 
@@ -126,6 +127,7 @@ struct Plan {
     sequences.clear();
     sampling.clear();
     sampled.clear();
+    confidence.clear();
   }
 
   void add_sequence(const int32_t* tokens, int first_position, int num_rows,

@@ -328,7 +328,12 @@ class Pass {
 
   void sample() {
     worker_.for_each(plan_.sampling.size(), [&](int64_t row) {
-      plan_.sampled[row] = sample_row(plan_.logits[row], weights_.vocab_size, plan_.sampling[row]);
+      const float* logits = plan_.logits[row];
+      const RowSampling& sampling = plan_.sampling[row];
+      plan_.sampled[row] = sample_row(logits, weights_.vocab_size, sampling);
+      if (!plan_.confidence.empty())
+        plan_.confidence[row] =
+            confidence_of(logits, weights_.vocab_size, sampling, plan_.sampled[row]);
     });
   }
 };

@@ -10,6 +10,17 @@
 
 extern "C" {
 
+// When drafts end before their limit: with the token that brings the product of acceptance[seq,
+// bin of its confidence] under least[seq]. That token is not part of the draft.
+struct Stop {
+  int32_t num_bins;
+  const float* edges;       // [num_bins - 1], ascending
+  const float* acceptance;  // [num_seqs, num_bins]
+  const float* least;       // [num_seqs]
+  float* survival;          // [num_seqs], all 1 at first
+  float* confidence;        // [num_seqs, max_steps]
+};
+
 // Sampling of `Batch`'s sequences for up to max_steps tokens each; see NativeRunner.draft.
 struct DraftOrder {
   int32_t max_steps;
@@ -18,6 +29,7 @@ struct DraftOrder {
   const uint64_t* seeds;
   int32_t* token_ids;  // [num_seqs, max_steps]
   float* logits;       // [num_seqs, max_steps, vocab_size] or null
+  const Stop* stop;    // or null
 };
 
 // Coupled samples of a forward pass's rows of logits: those of request i are [row_start[i],
@@ -159,6 +171,7 @@ void plan_sample(const Model& model, const DraftOrder& order, int seq, int step,
   plan.sampling.push_back(RowSampling::make(order.temperatures[seq], order.seeds[seq],
                                             (uint64_t)plan.positions[row] + 1, order.salts[seq]));
   plan.sampled.push_back(0);
+  if (order.stop) plan.confidence.push_back(0);
 }
 
 // Have the target's own samples drawn from the batch's rows of logits.
@@ -176,12 +189,23 @@ void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Pla
     }
 }
 
+// Whether a draft ends before the token that was sampled in its step `step`.
+bool ends_before(const DraftOrder& order, int seq, int step, float confidence) {
+  const Stop& stop = *order.stop;
+  stop.confidence[(size_t)seq * order.max_steps + step] = confidence;
+  const float* last = stop.edges + stop.num_bins - 1;
+  const auto bin = std::upper_bound(stop.edges, last, confidence) - stop.edges;
+  stop.survival[seq] *= stop.acceptance[(size_t)seq * stop.num_bins + bin];
+  return stop.survival[seq] < stop.least[seq];
+}
+
 // Take the tokens sampled in `done` and plan the step that follows; empty after the last one.
 void advance(const Model& model, const Batch& batch, const DraftOrder& order, int step,
              const Plan& done, Plan& next) {
   next.clear();
   for (size_t i = 0; i < done.sequences.size(); ++i) {
     const int seq = done.sequences[i];
+    if (order.stop && ends_before(order, seq, step, done.confidence[i])) continue;
     order.token_ids[(size_t)seq * order.max_steps + step] = done.sampled[i];
     if (step + 1 == order.num_steps[seq]) continue;
     const int position = done.positions[done.logits_rows[i]] + 1;

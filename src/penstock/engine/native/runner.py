@@ -14,6 +14,7 @@ import torch
 
 from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.drafters.base import Draft, Drafts
+from penstock.engine.drafters.confidence import EDGES, Stop
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import Weight
 from penstock.engine.models.weights import stored_weights
@@ -36,10 +37,14 @@ class NativeDraft:
     token_ids: [num_seqs, max_steps] int32; -1 from a sequence's own limit on
     logits:    [num_seqs, max_steps, vocab_size] float32, before the temperature, or None; rows
                from a sequence's own limit on hold no logits
+    confidences: [num_seqs, max_steps] float32, in each token, or None: the probability of the token
+               at the sequence's temperature (greedy: 1), of the likeliest one in a `ratio` draft,
+               where it must not depend on what is drawn
     """
 
     token_ids: IntArray
     logits: torch.Tensor | None
+    confidences: npt.NDArray[np.float32] | None
 
 
 class NativeRunner(ModelRunner):
@@ -167,6 +172,7 @@ class NativeRunner(ModelRunner):
         seeds: npt.NDArray[np.uint64],
         salts: IntArray,
         *,
+        stop: Stop | None = None,
         return_logits: bool = False,
     ) -> NativeDraft:
         """Compute the batch's rows, then sample up to num_steps[i] tokens after sequence i's last.
@@ -180,6 +186,7 @@ class NativeRunner(ModelRunner):
         temperatures: [num_seqs] float64, 0 or more
         seeds:        [num_seqs] uint64
         salts:        [num_seqs] int32, values of `Salt`
+        stop:         where drafts end before their limit
         """
         count = batch.num_seqs
         c.require("num_steps", num_steps, c.INT32, (count,))
@@ -187,8 +194,14 @@ class NativeRunner(ModelRunner):
         token_ids = np.full((count, max_steps), -1, dtype=np.int32)
         vocab_size = self.config.vocab_size
         logits = torch.empty(count, max_steps, vocab_size) if return_logits else None
+        confidences, stopping = None, None
+        if stop is not None:
+            confidences = np.empty((count, max_steps), dtype=np.float32)
+            survival = np.ones(count, dtype=np.float32)
+            stopping = c.stop_call(EDGES, stop, survival, confidences)
         order = c.DraftCall(
             max_steps=max_steps,
+            stop=None if stopping is None else ctypes.pointer(stopping),
             num_steps=c.address(num_steps),
             token_ids=c.address(token_ids),
             logits=None if logits is None else logits.data_ptr(),
@@ -200,7 +213,7 @@ class NativeRunner(ModelRunner):
         )
         if refused:
             raise ValueError(self._error.value.decode())
-        return NativeDraft(token_ids, logits)
+        return NativeDraft(token_ids, logits, confidences)
 
     def verify(
         self, batch: RaggedBatch, row_start: IntArray, params: SamplingRows
@@ -215,6 +228,7 @@ class NativeRunner(ModelRunner):
         params: SamplingRows,
         ratio: BoolArray,
         starts: npt.NDArray[np.int64],
+        stop: Stop | None = None,
     ) -> Drafts | None:
         salts = np.full(len(limits), Salt.TARGET, dtype=np.int32)
         seeds, is_any_ratio = params.seed, bool(ratio.any())
@@ -222,8 +236,10 @@ class NativeRunner(ModelRunner):
             salts[ratio] = Salt.DRAFT
             seeds = np.where(ratio, draft_seeds(params.seed, starts), params.seed)
         drafted = self.draft(
-            first, limits, params.temperature, seeds, salts, return_logits=is_any_ratio
+            first, limits, params.temperature, seeds, salts, stop=stop, return_logits=is_any_ratio
         )
+        if stop is not None:
+            limits = (drafted.token_ids >= 0).sum(axis=1)
         tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
         prob_rows = [[-1] * len(t) for t in tokens]
         probs = None
@@ -235,7 +251,13 @@ class NativeRunner(ModelRunner):
             probs = (rows / temperature).softmax(dim=-1)
             for row, i in enumerate(job):
                 prob_rows[i][step[row]] = row
-        return Drafts([Draft(t, p) for t, p in zip(tokens, prob_rows, strict=True)], probs)
+        confidences: list[list[float]] = [[] for _ in tokens]
+        if drafted.confidences is not None:
+            confidences = [
+                row[:n].tolist() for row, n in zip(drafted.confidences, limits, strict=True)
+            ]
+        parts = zip(tokens, prob_rows, confidences, strict=True)
+        return Drafts([Draft(t, p, confidences=c) for t, p, c in parts], probs)
 
     def _create(self, num_threads: int) -> int:
         config, vectors = self.config, self._vectors

@@ -16,17 +16,21 @@ PENSTOCK_INLINE uint64_t mix64(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-// How one row is sampled; temperature 0 is greedy and needs no key.
+constexpr int kDraftSalt = 1;  // noise.py's Salt.DRAFT
+
+// How one row is sampled; temperature 0 is greedy and needs no key. is_drawn: from the drafter's own
+// distribution, and not as a guess at the target's sample.
 struct RowSampling {
   double temperature;
   uint32_t key_low, key_high;
+  bool is_drawn;
 
   // A temperature under 1e-10 decides as 1e-10 does, and keeps clear of infinities.
   static RowSampling make(double temperature, uint64_t seed, uint64_t position, int salt) {
     if (temperature > 0 && temperature < 1e-10) temperature = 1e-10;
     const uint64_t golden = 0x9E3779B97F4A7C15ull;
     uint64_t key = mix64(mix64(seed + golden) + golden * (4 * position + (uint64_t)salt + 1));
-    return {temperature, (uint32_t)key, (uint32_t)(key >> 32)};
+    return {temperature, (uint32_t)key, (uint32_t)(key >> 32), salt == kDraftSalt};
   }
 };
 
@@ -115,6 +119,25 @@ static __attribute__((noinline)) int32_t sample_row(const float* logits, int cou
     }
   }
   return best.token;
+}
+
+// The probability of the token that `row` sampled, at its temperature (1 where it is greedy); of the
+// likeliest one where the token was drawn: there it must not depend on which one that was.
+static __attribute__((noinline)) float confidence_of(const float* logits, int count,
+                                                     const RowSampling& row, int32_t token) {
+  const float lowest = -std::numeric_limits<float>::infinity();
+  alignas(64) float tail[kLanes];
+  const int whole = count / kLanes * kLanes;
+  std::fill(std::copy(logits + whole, logits + count, tail), tail + kLanes, lowest);
+  VecF highest = load(tail);
+  for (int i = 0; i < whole; i += kLanes) highest = larger(highest, load(logits + i));
+  const float top = max_lanes(highest);
+  const VecF scale = splat(kLog2E * (float)(row.temperature == 0 ? 1 : 1 / row.temperature));
+  VecF sum = exp2_lanes((load(tail) - splat(top)) * scale);
+  for (int i = 0; i < whole; i += kLanes)
+    sum += exp2_lanes((load(logits + i) - splat(top)) * scale);
+  const float chosen = row.is_drawn ? top : logits[token];
+  return exp2_lanes((splat(chosen) - splat(top)) * scale)[0] / sum_lanes(sum);
 }
 
 }  // namespace penstock
