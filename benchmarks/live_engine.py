@@ -90,7 +90,10 @@ def make_loop(
     pools = engine.scheduler.table.memory.pools
     scheduler = Scheduler(
         new_pool(),
-        [Drafter(n, new_pool() if n in pools else None) for n in engine.executor.drafters],
+        [
+            Drafter(n, new_pool() if n in pools else None, stops_early=d.stops_early)
+            for n, d in engine.scheduler.table.drafters.items()
+        ],
         admission=make_policy("admission", "vllm_v1"),
         selection=make_policy("selection", selection, options),
         allocation=make_policy(
