@@ -80,7 +80,7 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         ),
         (
             engine(allocation={"name": "fixd"}),
-            "engine: unknown allocation policy 'fixd'; choose from deadline, fixed, ",
+            "engine: unknown allocation policy 'fixd'; choose from confident, deadline, fixed, ",
         ),
         (
             engine(allocation={"name": "fixed", "options": {"length": 3}}),

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock.core.learn import Estimators
+from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.state import RequestState, Tenant
+from penstock.core.state import Drafter, Outcome, RequestState, Tenant
 from penstock.core.types import Request, Verdict
 from penstock.core.view import DraftCandidate, Room, View
 
@@ -263,6 +264,95 @@ def test_a_margin_keeps_off_what_hardly_pays() -> None:
     # A draft token takes the step from 2.3 to 3.3 ms: it must be right in over 43%.
     assert [drafted(0.0, rate) for rate in (0.40, 0.46, 0.60)] == [0, 1, 1]
     assert [drafted(0.1, rate) for rate in (0.40, 0.46, 0.60)] == [0, 0, 1]
+
+
+# --- confident ------------------------------------------------------------------------------------
+
+
+def served(
+    policy: AllocationPolicy,
+    *,
+    seconds_of: Callable[[int], float],
+    accepted_of: int,
+    proposed_of: int,
+    num_steps: int = 400,
+) -> list[list[Grant]]:
+    """Grants of steps of three requests whose drafts come to so much, on a clock of its own."""
+    estimators = learned([], verify={r: seconds_of(r) for r in (1, 3, 6, 9, 12, 30)}, draft=1e-4)
+    drafters = {"d": Drafter("d", stops_early=True)}
+    offered = [c._replace(limit=20) for c in candidates(20, 20, 20)]
+    for candidate in offered:
+        candidate.state.drafter = "d"
+        candidate.state.append((1, 2, 3))
+    view = View(drafters, estimators, room=Room(1000, 3, 3))
+    now, found = 0.0, []
+    for _ in range(num_steps):
+        grants = policy.allocate(offered, view)
+        found.append(grants)
+        has_drafts = any(g.num_draft_tokens for g in grants)
+        now += seconds_of(3 + 3 * proposed_of * has_drafts) + 4e-4 * has_drafts
+        verdicts = [
+            Verdict(c.state.request.id, 0, 0, (1,), "d", proposed_of, accepted_of, proposed_of)
+            if has_drafts
+            else Verdict(c.state.request.id, 0, 0, (1,))
+            for c in offered
+        ]
+        outcomes = [Outcome(c.state, v) for c, v in zip(offered, verdicts, strict=True)]
+        policy.observe(outcomes, now)
+    return found
+
+
+def drafting_share(found: list[list[Grant]]) -> float:
+    later = found[len(found) // 2 :]
+    return sum(any(g.num_draft_tokens for g in grants) for grants in later) / len(later)
+
+
+def test_confident_drafts_where_it_pays_at_one_price_for_all() -> None:
+    policy = make_policy("allocation", "confident")
+    found = served(policy, seconds_of=lambda r: 0.01 + 1e-4 * r, accepted_of=2, proposed_of=3)
+    assert drafting_share(found) > 0.9
+    drafting = [grants for grants in found if any(g.num_draft_tokens for g in grants)]
+    for grants in drafting:
+        assert len({g.min_survival for g in grants}) == 1
+        assert 0 < grants[0].min_survival < 1
+        assert [g.num_draft_tokens for g in grants] == [8, 8, 8]
+
+
+def test_confident_asks_more_of_a_token_where_positions_cost_more() -> None:
+    prices = []
+    for each in (1e-4, 5e-4):
+        policy = make_policy("allocation", "confident")
+        found = served(
+            policy, seconds_of=lambda r, e=each: 0.01 + e * r, accepted_of=3, proposed_of=3
+        )
+        prices.append(max(g.min_survival for g in found[-1] + found[-3]))
+    assert prices[1] > 2 * prices[0]
+
+
+def test_confident_stops_where_drafts_do_not_pay_but_tries_again() -> None:
+    policy = make_policy("allocation", "confident")
+    found = served(
+        policy, seconds_of=lambda r: 0.001 * r, accepted_of=1, proposed_of=3, num_steps=2000
+    )
+    assert drafting_share(found) < 0.1
+    assert any(any(g.num_draft_tokens for g in grants) for grants in found[1000:]), "a trial"
+
+
+def test_confident_keeps_to_limits_and_budget() -> None:
+    policy = make_policy("allocation", "confident")
+    drafters = {"d": Drafter("d", stops_early=True)}
+    for budget, expected in ((1000, [2, 8, 8]), (9, [2, 3, 4]), (0, [0, 0, 0])):
+        view = View(drafters, learned([], verify=FLAT, draft=1e-4), room=Room(budget, 3, 3))
+        grants = policy.allocate(candidates(2, 20, 20), view)
+        assert [g.num_draft_tokens for g in grants] == expected
+
+
+def test_confident_is_throughput_for_drafters_that_do_not_end_by_themselves() -> None:
+    estimators = learned([0.95] * 3, verify=FLAT, draft=1e-4)
+    view = View({"d": Drafter("d")}, estimators, room=Room(1000, 4, 4))
+    offered = candidates(20, 5, 20)
+    expected = make_policy("allocation", "throughput").allocate(offered, view)
+    assert make_policy("allocation", "confident").allocate(offered, view) == expected
 
 
 # --- tenants --------------------------------------------------------------------------------------

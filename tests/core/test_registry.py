@@ -50,7 +50,7 @@ def test_options_reach_the_policy() -> None:
             "allocation",
             "fixd",
             {},
-            "unknown allocation policy 'fixd'; choose from deadline, fixed, ",
+            "unknown allocation policy 'fixd'; choose from confident, deadline, fixed, ",
         ),
         (
             "allocation",

@@ -49,7 +49,8 @@ class Calibration:
     @property
     def table(self) -> npt.NDArray[np.float64]:
         """That probability in each bin: [len(EDGES) + 1]."""
-        return (self._accepted + _PRIOR) / (self._seen + _PRIOR_STRENGTH)
+        table: npt.NDArray[np.float64] = self._accepted + _PRIOR
+        return table / (self._seen + _PRIOR_STRENGTH)
 
 
 class Calibrations:

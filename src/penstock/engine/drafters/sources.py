@@ -32,9 +32,13 @@ class Parts(NamedTuple):
     num_guessed: int
 
     def behind_look_up(self, order: DraftOrder) -> DraftOrder:
-        """The model's part of an order. What was looked up is text to it."""
-        num_known = order.num_catch_up_tokens + self.num_kept
-        return order._replace(num_catch_up_tokens=num_known, max_draft_tokens=self.num_guessed)
+        """The model's part of an order. What was looked up is text to it. It drafts to its end:
+        evidence is of whole parts."""
+        return order._replace(
+            num_catch_up_tokens=order.num_catch_up_tokens + self.num_kept,
+            max_draft_tokens=self.num_guessed,
+            min_survival=0.0,
+        )
 
 
 class _Drafted(NamedTuple):

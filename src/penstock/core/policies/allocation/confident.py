@@ -89,7 +89,7 @@ class Confident(Throughput):
         self._clock = _Clock()
         self._longest = options.k_max / 2
         self._pause = _FIRST_PAUSE
-        self._num_gaining = 0
+        self._num_gaining = _NUM_PLAIN
         self._has_drafts = False
         self._left = -_TRIAL
         """Steps of the pause that are left, or, below zero, of the trial."""
