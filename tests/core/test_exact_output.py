@@ -201,7 +201,7 @@ def test_notices_a_missing_rollback() -> None:
 
 
 def test_notices_old_drafts_taken_for_new_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    def ready(ctx: Context, event: DraftReady, now: float) -> None:
+    def ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = True) -> None:
         state = ctx.table.requests.get(event.request_id)
         if state is not None and event.num_draft_tokens:
             num = event.num_draft_tokens
