@@ -102,7 +102,7 @@ def test_a_search_by_several_asks_what_one_would_ask() -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     """As it comes from a terminal, to all processes, and as `kill` sends it, to one."""
-    command = [sys.executable, "-m", "penstock.cli", "capacity", *LOW, "--seeds", "2"]
+    command = [sys.executable, "-m", "penstock.cli", "capacity", *LOW, "--seeds", "20"]
     for send in (os.killpg, os.kill):
         with subprocess.Popen(
             [*command, "--workers", "2"], start_new_session=True, stderr=subprocess.PIPE
