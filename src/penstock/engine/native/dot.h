@@ -22,16 +22,27 @@ typedef uint16_t VecH2 __attribute__((vector_size(4 * kLanes)));
 #define PENSTOCK_DOT_AVX512
 #elif defined(__AVX2__) && !defined(__AVX512F__)
 #define PENSTOCK_DOT_AVX2
+#elif defined(__ARM_FEATURE_MATMUL_INT8)
+#define PENSTOCK_DOT_I8MM
+#elif defined(__ARM_FEATURE_DOTPROD)
+#define PENSTOCK_DOT_NEON
 #else
 #define PENSTOCK_DOT_PLAIN
 #endif
 
-// Without VNNI, products are summed by pairs in 16 bits, which hold codes up to 127 only: dot_signed
-// takes the others.
+// Without VNNI, products are summed by pairs in 16 bits.
 #if defined(PENSTOCK_DOT_AVX512) || defined(PENSTOCK_DOT_AVX2)
 constexpr bool kDotsByPairs = true;
 #else
 constexpr bool kDotsByPairs = false;
+#endif
+
+// Whether codes may be at most 127, because pairs of larger ones do not fit 16 bits or because
+// bytes are signed: dot_signed takes the others.
+#if defined(PENSTOCK_DOT_NEON)
+constexpr bool kDotsSmallCodes = true;
+#else
+constexpr bool kDotsSmallCodes = kDotsByPairs;
 #endif
 
 #if defined(PENSTOCK_DOT_AVX512)
@@ -62,6 +73,10 @@ PENSTOCK_INLINE VecI dot_bytes(VecI sum, VecI codes, int32_t a) {
   return (VecI)_mm512_dpbusd_epi32((__m512i)sum, (__m512i)codes, _mm512_set1_epi32(a));
 #elif defined(PENSTOCK_DOT_AVXVNNI)
   return (VecI)_mm256_dpbusd_avx_epi32((__m256i)sum, (__m256i)codes, _mm256_set1_epi32(a));
+#elif defined(PENSTOCK_DOT_I8MM)
+  return (VecI)vusdotq_s32((int32x4_t)sum, (uint8x16_t)codes, (int8x16_t)vdupq_n_s32(a));
+#elif defined(PENSTOCK_DOT_NEON)
+  return (VecI)vdotq_s32((int32x4_t)sum, (int8x16_t)codes, (int8x16_t)vdupq_n_s32(a));
 #else
   const VecU bytes = (VecU)codes;
   for (int i = 0; i < 4; ++i)
@@ -71,8 +86,8 @@ PENSTOCK_INLINE VecI dot_bytes(VecI sum, VecI codes, int32_t a) {
 }
 #endif
 
-// sum + such a dot product for codes that stand for code - 128: their signs go to `a`, so that pairs
-// fit 16 bits.
+// sum + such a dot product for codes that stand for code - 128. Where pairs must fit 16 bits, their
+// signs go to `a`.
 PENSTOCK_INLINE VecI dot_signed(VecI sum, VecI codes, int32_t a) {
   const VecI weights = codes ^ (int32_t)0x80808080;
 #if defined(PENSTOCK_DOT_AVX512)
@@ -83,6 +98,8 @@ PENSTOCK_INLINE VecI dot_signed(VecI sum, VecI codes, int32_t a) {
   const __m256i w = (__m256i)weights;
   const __m256i turned = _mm256_sign_epi8(_mm256_set1_epi32(a), w);
   return sum + sum_pairs((VecI)_mm256_maddubs_epi16(_mm256_abs_epi8(w), turned));
+#elif defined(PENSTOCK_DOT_NEON)
+  return (VecI)vdotq_s32((int32x4_t)sum, (int8x16_t)weights, (int8x16_t)vdupq_n_s32(a));
 #else
   for (int i = 0; i < 4; ++i)
     sum += (weights << (24 - 8 * i) >> 24) * (int32_t)(int8_t)((uint32_t)a >> (8 * i));
@@ -105,7 +122,7 @@ PENSTOCK_INLINE VecI dot_pairs(VecI sum, VecI pairs, int32_t a) {
 #endif
 }
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512BF16__) || defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
 constexpr bool kDotsBf16 = true;
 #else
 constexpr bool kDotsBf16 = false;
@@ -116,6 +133,10 @@ PENSTOCK_INLINE VecF dot_bf16(VecF sum, VecU pairs, uint32_t a) {
 #if defined(__AVX512BF16__) && !defined(PENSTOCK_PORTABLE)
   return (VecF)_mm512_dpbf16_ps((__m512)sum, (__m512bh)pairs,
                                 (__m512bh)_mm512_set1_epi32((int32_t)a));
+#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC) && !defined(PENSTOCK_PORTABLE)
+  // Not vbfdotq_f32, which has twice the rate but rounds to odd.
+  const bfloat16x8_t w = (bfloat16x8_t)pairs, x = (bfloat16x8_t)vdupq_n_u32(a);
+  return vbfmlalbq_f32(vbfmlaltq_f32(sum, w, x), w, x);
 #else
   const VecU x = a + VecU{};
   sum = fused((VecF)(x & 0xffff0000u), (VecF)(pairs & 0xffff0000u), sum);
@@ -160,6 +181,8 @@ PENSTOCK_INLINE VecF load_half(const uint16_t* p) {
   return _mm512_maskz_cvtph_ps(0xffff, load_as<__m256i>(p));  // as in load_bytes
 #elif defined(__F16C__) && !defined(PENSTOCK_PORTABLE)
   return _mm256_cvtph_ps(load_as<__m128i>(p));
+#elif defined(__aarch64__) && !defined(PENSTOCK_PORTABLE)
+  return vcvt_f32_f16(load_as<float16x4_t>(p));
 #else
   const VecU bits = __builtin_convertvector(load_as<VecH>(p), VecU);
   // Exponents differ by 112; what is infinite or NaN stays so.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import platform
 from functools import lru_cache
 from pathlib import Path
 
@@ -16,6 +15,8 @@ INSTRUCTION_SETS = {
     "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
     "avx_vnni": {"avx2", "fma", "f16c", "bmi2", "avx_vnni"},
     "avx2": {"avx2", "fma", "f16c", "bmi2"},
+    "neon_i8mm": {"asimd", "asimddp", "i8mm", "bf16"},
+    "neon_dotprod": {"asimd", "asimddp"},
     "baseline": set[str](),
 }
 """What a processor must have, as Linux names it; the best first. CMakeLists.txt builds them."""
@@ -64,10 +65,10 @@ def usable_instruction_sets() -> list[str]:
 
 
 def _processor_flags() -> set[str]:
-    if platform.machine() not in ("x86_64", "AMD64"):
-        return set()
+    """As Linux names them: "flags" of x86-64, "Features" of ARM."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return set()
-    return next((set(x.partition(":")[2].split()) for x in lines if x.startswith("flags")), set())
+    named = (line.partition(":")[2] for line in lines if line.startswith(("flags", "Features")))
+    return set(next(named, "").split())

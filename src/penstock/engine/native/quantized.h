@@ -69,10 +69,10 @@ PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, Vec
       const int32_t x = four_codes(a[r].code + k + 4 * v);
 #pragma GCC unroll 2
       for (int s = 0; s < Strips; ++s) {
-        if constexpr (!kDotsByPairs) {
-          sum[r][s] = dot_bytes(sum[r][s], codes[s], x);
-        } else if constexpr (F::kBits == 8) {
+        if constexpr (F::kBits == 8 && kDotsSmallCodes) {
           sum[r][s] = dot_signed(sum[r][s], codes[s], x);
+        } else if constexpr (!kDotsByPairs) {
+          sum[r][s] = dot_bytes(sum[r][s], codes[s], x);
         } else {
           constexpr int at_once = pairs_at_once(F::kBits);
           const VecI products = pair_products(codes[s], x);
@@ -87,7 +87,7 @@ PENSTOCK_INLINE void dot_codes(const uint8_t* strips, const Codes* a, int k, Vec
 // What a sum starts with: minus the offset of its codes times the sum of the activations.
 template <class F>
 PENSTOCK_INLINE VecI start_of(int32_t negative_sum) {
-  constexpr bool has_offset = F::kOffset && (F::kBits < 8 || !kDotsByPairs);
+  constexpr bool has_offset = F::kOffset && (F::kBits < 8 || !kDotsSmallCodes);
   return has_offset ? splat_int(negative_sum) * F::kOffset : VecI{};
 }
 
