@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Self
@@ -14,14 +15,15 @@ class Relay:
     """A link in front of a port, on which bytes go on as they are. What is done to them is up to
     `pump`, and whether anybody is let in to `admits`."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, host: str = "127.0.0.1") -> None:
         self.port = free_port()
+        self._host = host
         self._behind = port
         self._writers: set[asyncio.StreamWriter] = set()
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        server = await asyncio.start_server(self._connected, "127.0.0.1", self.port)
+        server = await asyncio.start_server(self._connected, self._host, self.port)
         try:
             yield self
         finally:
@@ -66,6 +68,30 @@ class Relay:
             await asyncio.gather(*pumps, return_exceptions=True)
             self._writers.discard(far_writer)
             far_writer.close()
+
+
+class Delay(Relay):
+    """A link on which every byte takes `seconds` more; its rate is as it was."""
+
+    def __init__(self, port: int, host: str = "127.0.0.1", seconds: float = 0.0) -> None:
+        super().__init__(port, host)
+        self.seconds = seconds
+
+    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """One direction. Bytes keep their order, whatever the timers do."""
+        loop = asyncio.get_running_loop()
+        waiting: deque[bytes] = deque()
+
+        def send() -> None:
+            if not writer.is_closing():
+                writer.write(waiting.popleft())
+
+        while data := await reader.read(1 << 16):
+            if self.seconds:
+                waiting.append(data)
+                loop.call_later(self.seconds, send)
+            else:
+                writer.write(data)
 
 
 def sum_of(text: str, name: str, *labels: str) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,20 +15,23 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.api.routing import free_port
 from tests.engine.small_family import write_family
 from tests.engine.vllm_target.programs import environment
 from tests.serving.harness import engine_pid, eventually
-from tests.serving.program import LONG, Program, program
+from tests.serving.program import LONG, START, Program, program
 
 pytest.importorskip("vllm")
 pytestmark = pytest.mark.slow
 
 
+VLLM = ["--engine", "vllm", "--dtype", "float32", "--kv-tokens", "8192"]
+VLLM += ["--engine-arg", "enforce_eager=true"]
+
+
 @contextmanager
 def served(target: Path, log: Path, *options: str) -> Iterator[Program]:
-    own = ["--engine", "vllm", "--dtype", "float32", "--kv-tokens", "8192"]
-    own += ["--engine-arg", "enforce_eager=true", *options]
-    with program(log, str(target), *own, environment=environment(2)) as running:
+    with program(log, str(target), *VLLM, *options, environment=environment(2)) as running:
         yield running
 
 
@@ -104,3 +108,39 @@ def test_a_server_takes_its_workers_with_it(target: Path, tmp_path: Path, split:
     assert len(pids) == 3
     assert not [pid for pid in pids if is_running(pid)]
     assert "resource_tracker" not in log
+
+
+def test_two_nodes(target: Path, tmp_path: Path) -> None:
+    """On one machine, each with a worker. They make the text that one process makes; the second
+    joins again when the engine on the first has died; and either ends when it is told to."""
+    place = ["--nodes", "2", "--master", f"127.0.0.1:{free_port()}", "--tensor-parallel", "2"]
+    options = [*VLLM, *place]
+    cores = sorted(os.sched_getaffinity(0))
+    bound = [{"VLLM_CPU_OMP_THREADS_BIND": str(core)} for core in (cores[0], cores[-1])]
+    prompt = "One target, two nodes."
+    with program(tmp_path / "one", str(target), "--dtype", "float32") as alone:
+        expected = alone.text(prompt)
+    command = [*START, str(target), *options, "--node-rank", "1"]
+    with (
+        (tmp_path / "log").open("w") as log,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=log, text=True, env=environment() | bound[1]
+        ) as node,
+    ):
+        assert node.stdout is not None
+        try:
+            with program(
+                tmp_path / "0", str(target), *options, environment=environment() | bound[0]
+            ) as first:
+                assert node.stdout.readline() == "penstock: node 1 has joined\n"
+                assert first.text(prompt) == expected
+                engine = engine_pid(first.url)
+                os.kill(engine, signal.SIGKILL)
+                assert node.stdout.readline() == "penstock: node 1 has joined\n"
+                eventually(lambda: engine_pid(first.url) not in (0, engine), LONG)
+                assert first.text(prompt) == expected
+                first.stop()
+            node.terminate()
+            assert node.wait(LONG) == 0
+        finally:
+            node.kill()

@@ -36,6 +36,7 @@ from penstock.core.types import (
     StepPlan,
     StepResult,
     Verdict,
+    latency_target,
 )
 from penstock.engine.vllm.pool import MirroredPool
 from penstock.fluid.step_profile import StepProfile
@@ -165,6 +166,7 @@ class Guide:
             block_hashes=hashes,
             max_draft_tokens=options.max_draft_tokens,
             expected_output_tokens=options.expected_output_tokens,
+            latency=latency_target(options.tpot_ms, options.deadline_ms),
         )
         # Refused is what is too large by a block: such a request is left to vLLM.
         self._scheduler.apply(Arrive(arrival), now)

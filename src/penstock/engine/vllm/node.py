@@ -8,6 +8,7 @@ asked, again and again, whether it is still there.
 from __future__ import annotations
 
 import logging
+import multiprocessing
 import signal
 import sys
 import time
@@ -37,10 +38,16 @@ def run_node(config: EngineConfig, announce: Callable[[str], None]) -> None:
     """
     for told in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(told, _end)
-    with failures_in_one_line(config):
-        settings = vllm_config(config)
-        while True:
-            _run_workers(settings, announce)
+    try:
+        with failures_in_one_line(config):
+            settings = vllm_config(config)
+            while True:
+                _run_workers(settings, announce)
+    finally:
+        # One that was being started is not yet the executor's, and may wait for the first node in
+        # a call that no SIGTERM ends; Python would wait for it in turn.
+        for worker in multiprocessing.active_children():
+            worker.kill()
 
 
 def _end(number: int, frame: FrameType | None) -> None:
