@@ -10,7 +10,7 @@ import pickle
 from collections.abc import Sequence
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from penstock.lab.hindsight import LONGEST, Costs, KnownText
 from penstock.serving.offline import complete
 from penstock.zoo.evidence import answer_logits, run_lengths
 from penstock.zoo.modeling import load_model
-from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts, model_path
+from penstock.zoo.registry import DOMAINS, WEIGHTS, bundled_models, load_prompts, model_path
 
 MIXED = "mixed"
 FIRST_OVERHEAD = 1.5e-4
@@ -38,13 +38,15 @@ FIRST_OVERHEAD = 1.5e-4
 _ids = itertools.count()
 
 
-def load(target: str, batch: int, new_tokens: int, **settings: Any) -> Engine:
-    """The engine with every bundled drafter and look-up, float32, room for so many requests;
+def load(
+    target: str, batch: int, new_tokens: int, *, family: Path = WEIGHTS, **settings: Any
+) -> Engine:
+    """The engine with every drafter of a family and look-up, float32, room for so many requests;
     `settings` as of `EngineConfig`."""
-    drafters = {n: str(c.path) for n, c in bundled_models().items() if c.role == "drafter"}
+    drafters = {n: str(c.path) for n, c in bundled_models(family).items() if c.role == "drafter"}
     return load_engine(
         EngineConfig(
-            target=model_path(target),
+            target=model_path(target, family),
             drafters={**drafters, NGRAM: NGRAM},
             dtype="float32",
             kv_tokens=batch * (640 + new_tokens),
@@ -136,7 +138,34 @@ def texts_of(engine: Engine, target: str, args: argparse.Namespace) -> list[Know
 def make_texts(
     engine: Engine, per_domain: int, new_tokens: int, temperature: float
 ) -> list[KnownText]:
-    """The first prompts of every domain, domain by domain."""
+    """Of `target_texts`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(engine.num_threads)
+    models = {n: load_model(Path(c.path)) for n, c in bundled_models().items()}
+    found = []
+    for domain, prompt, seed, text in target_texts(engine, per_domain, new_tokens, temperature):
+        runs = {NGRAM: _lookup_runs(prompt, text)}
+        for name in engine.executor.drafters:
+            if name != NGRAM:
+                runs[name] = _model_runs(models[name], prompt, text, seed, temperature)
+        found.append(KnownText(domain, prompt, seed, text, runs))
+    torch.set_num_threads(threads)
+    return found
+
+
+class TargetText(NamedTuple):
+    """What the target answers to a prompt, under the noise of a seed."""
+
+    domain: str
+    prompt: tuple[int, ...]
+    seed: int
+    text: tuple[int, ...]
+
+
+def target_texts(
+    engine: Engine, per_domain: int, new_tokens: int, temperature: float
+) -> list[TargetText]:
+    """Of the first prompts of every domain, domain by domain."""
     tokenizer = load_tokenizer(engine.tokenizer_path)
     prompts = [
         (domain, tuple(tokenizer.encode(p.prompt)))
@@ -148,31 +177,23 @@ def make_texts(
         for seed, (_, ids) in enumerate(prompts)
     ]
     texts = [tuple(c.token_ids) for c in complete(engine.loop, requests, 16)]
-    threads = torch.get_num_threads()
-    torch.set_num_threads(engine.num_threads)
-    models = {n: load_model(Path(c.path)) for n, c in bundled_models().items()}
-    found = []
-    for (domain, prompt), request, text in zip(prompts, requests, texts, strict=True):
-        runs = {NGRAM: _lookup_runs(prompt, text)}
-        for name in engine.executor.drafters:
-            if name != NGRAM:
-                runs[name] = _model_runs(models[name], prompt, text, request.sampling)
-        found.append(KnownText(domain, prompt, request.sampling.seed, text, runs))
-    torch.set_num_threads(threads)
-    return found
+    return [
+        TargetText(domain, ids, seed, text)
+        for seed, ((domain, ids), text) in enumerate(zip(prompts, texts, strict=True))
+    ]
 
 
 def _model_runs(
-    model: object, prompt: tuple[int, ...], text: tuple[int, ...], sampling: SamplingParams
+    model: object, prompt: tuple[int, ...], text: tuple[int, ...], seed: int, temperature: float
 ) -> list[int]:
     """Under the engine's own noise."""
     logits = answer_logits(model, list(prompt), list(text))  # type: ignore[arg-type]
     num = len(text)
     rows = SamplingRows(
-        np.full(num, sampling.temperature),
+        np.full(num, temperature),
         np.ones(num),
         np.zeros(num, np.int64),
-        np.full(num, sampling.seed, np.uint64),
+        np.full(num, seed, np.uint64),
     )
     positions = len(prompt) + np.arange(num)
     agrees = sample_coupled(logits, rows, positions).numpy() == np.array(text)

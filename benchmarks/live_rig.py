@@ -18,7 +18,6 @@ import secrets
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -27,7 +26,7 @@ from typing import Any, TextIO
 import httpx
 import psutil
 import yaml
-from tests.serving.links import Relay, sum_of
+from tests.serving.links import Delay, sum_of
 from tests.serving.scripted import free_port
 
 from penstock.config import EngineConfig, parse_config, read_yaml
@@ -193,30 +192,6 @@ class Process:
             for child in children:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()
-
-
-class Delay(Relay):
-    """A link on which every byte takes `seconds` more; its rate is as it was."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
-        self.seconds = 0.0
-
-    async def pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """One direction. Bytes keep their order, whatever the timers do."""
-        loop = asyncio.get_running_loop()
-        waiting: deque[bytes] = deque()
-
-        def send() -> None:
-            if not writer.is_closing():
-                writer.write(waiting.popleft())
-
-        while data := await reader.read(1 << 16):
-            if self.seconds:
-                waiting.append(data)
-                loop.call_later(self.seconds, send)
-            else:
-                writer.write(data)
 
 
 class Rig:

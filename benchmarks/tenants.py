@@ -1,8 +1,10 @@
 """Fairness between tenants: 27 of them in the simulator, and a quiet one beside a greedy one live.
 
-    python -m benchmarks.tenants [simulated] [live] [--seeds N] [--out FILE.jsonl] [--report]
+    python -m benchmarks.tenants [simulated] [greedy] [live] [--seeds N] [--out FILE.jsonl]
+        [--report]
 
-`simulated`: tenants with Zipf loads at 0.9 and 1.5 times the capacity. `live`: four clients beside
+`simulated`: tenants with Zipf loads at 0.9 and 1.5 times the capacity. `greedy`: one of them sends
+20 times what each of the others sends, or all of them together. `live`: four clients beside
 80 and 400 on `penstock serve`, weights 1:1 and 10:1. Figures go to a file, a line each, and are not
 measured again; the report has means over the seeds with 95% intervals (medians for `live`).
 """
@@ -25,6 +27,7 @@ from penstock.lab.claims import ClaimVerdict, bar
 from penstock.lab.statistics import interval, plus_minus
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
+from penstock.sim.slowdown import seconds_alone
 from penstock.sim.workloads import Workload, make_workload
 
 NUM_TENANTS = 27
@@ -43,10 +46,12 @@ SHARES = ZIPF / ZIPF.sum()
 # --- 27 tenants, simulated ------------------------------------------------------------------------
 
 
-def trace(num_requests: int, rate: float, seed: int) -> Workload:
-    """Conversation lengths, Poisson arrivals, tenants `t01` to `t27`."""
+def trace(
+    num_requests: int, rate: float, seed: int, shares: npt.NDArray[np.float64] = SHARES
+) -> Workload:
+    """Conversation lengths, Poisson arrivals, tenants `t01` to `t27` with such shares of them."""
     rng = np.random.default_rng([seed, NUM_TENANTS])
-    owner = rng.choice(NUM_TENANTS, size=num_requests, p=SHARES)
+    owner = rng.choice(NUM_TENANTS, size=num_requests, p=shares)
     prompt_len, output_len = (
         np.clip(np.exp(rng.normal(mean, deviation, num_requests)), least, most).astype(np.int64)
         for mean, deviation, least, most in (_PROMPT, _OUTPUT)
@@ -112,6 +117,43 @@ def figures(admission: str, load: float, seed: int, num_requests: int) -> Figure
     }
 
 
+# --- one that sends 20 times as much --------------------------------------------------------------
+
+GREEDY = {"each": 20.0, "all": 20.0 * (NUM_TENANTS - 1)}
+"""What the first sends, over what each of the others does."""
+
+
+def light_shares(report: Report) -> npt.NDArray[np.float64]:
+    """Of the tenants but the first: output tokens until the last arrival over what was due, which
+    is what they asked for, or their share of what all were given if that is less. A request asks
+    for what could have been done by then on a server of its own."""
+    workload, end = report.workload, report.arrived_at[-1]
+    assert workload.tenants is not None
+    owner = np.unique(workload.tenants, return_inverse=True)[1]
+    soonest = report.arrived_at + seconds_alone(
+        report.profile, workload.prompt_len, workload.output_len
+    )
+    asked = np.bincount(owner, np.where(soonest <= end, workload.output_len, 0))
+    is_done = report.completed & (report.finished_at <= end)
+    given = np.bincount(owner, np.where(is_done, report.num_tokens, 0))
+    return np.asarray((given / np.minimum(asked, given.sum() / NUM_TENANTS))[1:])
+
+
+def greedy_figures(admission: str, beside: str, load: float, seed: int, num: int) -> Figures:
+    setup = Setup(load_profile("a100-llama2-7b"), PolicyConfig.of(admission))
+    shares = np.ones(NUM_TENANTS)
+    shares[0] = GREEDY[beside]
+    workload = trace(num, load * CAPACITY[admission], seed, shares / shares.sum())
+    fair, unfair = (run(replace(setup, fairness=rule), workload) for rule in (True, False))
+    return {
+        "light_rate": float(light_shares(fair).mean()),
+        "worst_light_rate": float(light_shares(fair).min()),
+        "light_rate_without": float(light_shares(unfair).mean()),
+        "worst_light_rate_without": float(light_shares(unfair).min()),
+        "throughput_over_without": delivered(fair) / delivered(unfair),
+    }
+
+
 # --- the parts ------------------------------------------------------------------------------------
 
 
@@ -119,6 +161,12 @@ def simulated(cells: Cells, seeds: int, num_requests: int) -> None:
     for case in itertools.product(CAPACITY, LOADS, range(seeds)):
         key = "simulated/{}/{}/{}".format(*case)
         cells.measure(key, lambda c=case: figures(*c, num_requests))
+
+
+def greedy(cells: Cells, seeds: int, num_requests: int) -> None:
+    for case in itertools.product(CAPACITY, GREEDY, LOADS, range(seeds)):
+        key = "greedy/{}/{}/{}/{}".format(*case)
+        cells.measure(key, lambda c=case: greedy_figures(*c, num_requests))
 
 
 def live(cells: Cells, seeds: int, seconds: Seconds) -> None:
@@ -152,6 +200,10 @@ def verdicts(name: str, values: dict[str, list[float]]) -> list[ClaimVerdict]:
             bar(name, f"the worst TTFT is {worst:.2f} of its bar", worst <= 1),
             bar(name, f"{kept:.3f} of the throughput", kept >= 0.98),
         ]
+    if name.startswith("greedy"):
+        rate, worst = (interval(values[f]).mean for f in ("light_rate", "worst_light_rate"))
+        text = f"light tenants get {rate:.3f} of what is due, the worst of them {worst:.3f}"
+        return [bar(name, text, rate >= 0.95)]
     due, ttft = (statistics.median(values[f]) for f in ("of_what_is_due", "ttft_over_bar"))
     return [
         bar(name, f"{due:.2f} of what is due", due >= 0.9),
@@ -161,7 +213,7 @@ def verdicts(name: str, values: dict[str, list[float]]) -> list[ClaimVerdict]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("parts", nargs="*", choices=["simulated", "live", []])
+    parser.add_argument("parts", nargs="*", choices=["simulated", "greedy", "live", []])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--requests", type=int, default=8000, help="of a simulated run")
     parser.add_argument("--seconds", type=float, default=10.0, help="of a live measurement")
@@ -170,9 +222,11 @@ def main() -> None:
     given = parser.parse_args()
     cells = Cells(given.out)
     if not given.report:
-        parts = given.parts or ["simulated", "live"]
+        parts = given.parts or ["simulated", "greedy", "live"]
         if "simulated" in parts:
             simulated(cells, given.seeds, given.requests)
+        if "greedy" in parts:
+            greedy(cells, given.seeds, given.requests)
         if "live" in parts:
             live(cells, given.seeds, Seconds(0.8 * given.seconds, given.seconds))
     report(cells)

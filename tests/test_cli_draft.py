@@ -16,6 +16,7 @@ import httpx
 import psutil
 import pytest
 from tests.engine.small_family import write_family
+from tests.serving.certificates import write_certificates
 from tests.serving.scripted_verifier import Oracle, ScriptedVerifier, target_oracle
 
 from penstock.cli.models import drafter_checkpoint
@@ -45,21 +46,8 @@ def oracle(family: dict[str, Path]) -> Oracle:
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An authority `ca`, and certificates of `server` and `edge` from it; PEM."""
-    if shutil.which("openssl") is None:
-        pytest.skip("there is no openssl here to make certificates with")
     folder = tmp_path_factory.mktemp("certificates")
-    key = "-newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes"
-    (folder / "names").write_text("subjectAltName=IP:127.0.0.1\n")
-    commands = [f"req -x509 {key} -keyout ca.key -out ca.pem -subj /CN=ca"]
-    for name in ("server", "edge"):
-        commands += [
-            f"req {key} -keyout {name}.key -out {name}.csr -subj /CN={name}",
-            f"x509 -req -in {name}.csr -CA ca.pem -CAkey ca.key -CAcreateserial -extfile names "
-            f"-out {name}.pem",
-        ]
-    for command in commands:
-        subprocess.run(["openssl", *command.split()], cwd=folder, check=True, capture_output=True)
-    return folder
+    return write_certificates(folder, {"server": "ca", "edge": "ca"})
 
 
 class Running:

@@ -47,11 +47,25 @@ def test_generate_with_unlike_formats(
     assert drafted["drafter"] == "small"
 
 
-def test_a_drafter_of_another_tokenizer(models: dict[str, str], cli: Cli) -> None:
-    drafter = f"small={models['other.gguf']}"
+def test_a_drafter_of_another_tokenizer(
+    models: dict[str, str], cli: Cli, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its text is drafted, and that is said."""
+    target, drafter = ("--target", models["file.gguf"]), f"small={models['other.gguf']}"
+    alone = made(cli, *target)
+    assert not caplog.text
+    assert made(cli, *target, "--drafter", drafter)["token_ids"] == alone["token_ids"]
+    said = f"drafter small ({models['other.gguf']}) has another tokenizer than the target"
+    assert said in caplog.text
+
+
+def test_a_drafter_without_a_tokenizer(models: dict[str, str], cli: Cli, tmp_path: Path) -> None:
+    bare = tmp_path / "bare.gguf"
+    write_gguf(bare, CASE, "F32")
+    drafter = f"small={bare}"
     code, _, err = cli("generate", "a", "--target", models["file.gguf"], "--drafter", drafter)
     assert code == 2
-    assert f"drafter 'small' ({models['other.gguf']}) has another tokenizer" in err
+    assert f"{bare}: has no tokenizer.ggml.tokens" in err
     assert err.count("\n") == 1
 
 

@@ -348,6 +348,8 @@ class RequestOptions(_Model):
     tenant: str = DEFAULT_TENANT
     max_draft_tokens: int | None = Field(default=None, ge=0)
     expected_output_tokens: int | None = Field(default=None, ge=1)
+    tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    deadline_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
 
 
 class DraftServerConfig(_Model):

@@ -63,6 +63,10 @@ COMPLETIONS: list[tuple[dict[str, Any], int, str]] = [
     ({"prompt": "a", "speculation": {"max_draft_tokens": -1}}, 400, "speculation.max_draft_tokens"),
     ({"prompt": "a", "speculation": {"draft": 1}}, 400, "speculation.draft: unknown field"),
     ({"prompt": "a", "speculation": "none"}, 400, "speculation: "),
+    ({"prompt": "a", "latency": {"tpot_ms": 0}}, 400, "latency.tpot_ms: Input should be greater"),
+    ({"prompt": "a", "latency": {"deadline_ms": "soon"}}, 400, "latency.deadline_ms: "),
+    ({"prompt": "a", "latency": {"ttft_ms": 9}}, 400, "latency.ttft_ms: unknown field"),
+    ({"prompt": "a", "latency": 20}, 400, "latency: "),
 ]
 
 CHATS: list[tuple[dict[str, Any], int, str]] = [

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter
-from penstock.core.types import Output, PhaseTimes, Request
+from penstock.core.types import FinishReason, LatencyTarget, Output, PhaseTimes, Request
 from penstock.serving.messages import EngineStats
 
 STATS = EngineStats(
@@ -56,3 +57,27 @@ def test_a_very_long_draft_counts_in_the_positions_there_are() -> None:
     found = values(metrics, "spec_decode_num_accepted_tokens_per_pos_total", "position")
     assert set(found.values()) == {1}
     assert len(found) == MAX_POSITIONS
+
+
+@pytest.mark.parametrize(
+    ("latency", "reason", "counted", "met"),
+    [
+        (LatencyTarget(tpot=60.0), FinishReason.STOP, 1, 1),
+        (LatencyTarget(deadline=60.0), FinishReason.LENGTH, 1, 1),
+        (LatencyTarget(tpot=1e-9), FinishReason.LENGTH, 1, 0),
+        (LatencyTarget(tpot=60.0, deadline=1e-9), FinishReason.STOP, 1, 0),
+        (LatencyTarget(tpot=60.0), FinishReason.ERROR, 1, 0),
+        (LatencyTarget(tpot=60.0), FinishReason.CANCELLED, 0, 0),
+        (LatencyTarget(), FinishReason.STOP, 0, 0),
+    ],
+)
+def test_targets_that_were_met(
+    latency: LatencyTarget, reason: FinishReason, counted: int, met: int
+) -> None:
+    metrics = Metrics("toy")
+    meter = RequestMeter(metrics, Request("r", 3, 100, tenant="a", latency=latency))
+    for token in (1, 2, 3):
+        meter.observe(Output("r", (token,), 1))
+    meter.finish(reason)
+    assert values(metrics, "latency_target_requests_total", "tenant") == {"a": counted}
+    assert values(metrics, "latency_target_met_total", "tenant") == {"a": met}

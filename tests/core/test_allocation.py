@@ -273,46 +273,57 @@ def served(
     policy: AllocationPolicy,
     *,
     seconds_of: Callable[[int], float],
-    accepted_of: int,
+    accepted_of: Sequence[int],
     proposed_of: int,
     num_steps: int = 400,
-) -> list[list[Grant]]:
-    """Grants of steps of three requests whose drafts come to so much, on a clock of its own."""
+    unread: int = 0,
+    start: float = 0.0,
+) -> tuple[list[list[Grant]], float]:
+    """Grants of steps of requests whose drafts come to so much each, on a clock of its own, and the
+    share of the time that drafts took."""
+    num = len(accepted_of)
     estimators = learned([], verify={r: seconds_of(r) for r in (1, 3, 6, 9, 12, 30)}, draft=1e-4)
+    estimators.times.note_catch_up("d", 1e-4)
     drafters = {"d": Drafter("d", stops_early=True)}
-    offered = [c._replace(limit=20) for c in candidates(20, 20, 20)]
+    offered = candidates(*[20] * num)
     for candidate in offered:
         candidate.state.drafter = "d"
         candidate.state.append((1, 2, 3))
-    view = View(drafters, estimators, room=Room(1000, 3, 3))
-    now, found = 0.0, []
+        known = candidate.state.num_known_tokens
+        candidate.state.kv_of("d").num_computed_tokens = known - unread
+    view = View(drafters, estimators, room=Room(1000, num, num))
+    now, drafting = start, 0.0
+    found = []
     for _ in range(num_steps):
         grants = policy.allocate(offered, view)
         found.append(grants)
-        has_drafts = any(g.num_draft_tokens for g in grants)
-        now += seconds_of(3 + 3 * proposed_of * has_drafts) + 4e-4 * has_drafts
+        num_drafting = sum(g.num_draft_tokens > 0 for g in grants)
+        longer = seconds_of(num + proposed_of * num_drafting) - seconds_of(num)
+        longer += 1e-4 * (proposed_of + 1) * bool(num_drafting)
+        now, drafting = now + seconds_of(num) + longer, drafting + longer
         verdicts = [
-            Verdict(c.state.request.id, 0, 0, (1,), "d", proposed_of, accepted_of, proposed_of)
-            if has_drafts
+            Verdict(c.state.request.id, 0, 0, (1,) * (accepted + 1), "d", proposed_of, accepted, 1)
+            if grant.num_draft_tokens and proposed_of
             else Verdict(c.state.request.id, 0, 0, (1,))
-            for c in offered
+            for c, grant, accepted in zip(offered, grants, accepted_of, strict=True)
         ]
         outcomes = [Outcome(c.state, v) for c, v in zip(offered, verdicts, strict=True)]
         policy.observe(outcomes, now)
-    return found
+    return found, drafting / (now - start)
 
 
-def drafting_share(found: list[list[Grant]]) -> float:
+def drafting_share(found: list[list[Grant]], request: int) -> float:
+    """Of the later steps."""
     later = found[len(found) // 2 :]
-    return sum(any(g.num_draft_tokens for g in grants) for grants in later) / len(later)
+    return sum(grants[request].num_draft_tokens > 0 for grants in later) / len(later)
 
 
 def test_confident_drafts_where_it_pays_at_one_price_for_all() -> None:
     policy = make_policy("allocation", "confident")
-    found = served(policy, seconds_of=lambda r: 0.01 + 1e-4 * r, accepted_of=2, proposed_of=3)
-    assert drafting_share(found) > 0.9
-    drafting = [grants for grants in found if any(g.num_draft_tokens for g in grants)]
-    for grants in drafting:
+    found, _ = served(
+        policy, seconds_of=lambda r: 0.01 + 1e-4 * r, accepted_of=[2] * 3, proposed_of=3
+    )
+    for grants in found[200:]:
         assert len({g.min_survival for g in grants}) == 1
         assert 0 < grants[0].min_survival < 1
         assert [g.num_draft_tokens for g in grants] == [8, 8, 8]
@@ -322,20 +333,103 @@ def test_confident_asks_more_of_a_token_where_positions_cost_more() -> None:
     prices = []
     for each in (1e-4, 5e-4):
         policy = make_policy("allocation", "confident")
-        found = served(
-            policy, seconds_of=lambda r, e=each: 0.01 + e * r, accepted_of=3, proposed_of=3
+        found, _ = served(
+            policy, seconds_of=lambda r, e=each: 0.01 + e * r, accepted_of=[3] * 3, proposed_of=3
         )
-        prices.append(max(g.min_survival for g in found[-1] + found[-3]))
+        prices.append(found[-1][0].min_survival)
     assert prices[1] > 2 * prices[0]
 
 
-def test_confident_stops_where_drafts_do_not_pay_but_tries_again() -> None:
+def test_confident_leaves_out_whose_drafts_do_not_pay() -> None:
+    """A position costs a third to half of a token: three accepted of three pay, none does not."""
     policy = make_policy("allocation", "confident")
-    found = served(
-        policy, seconds_of=lambda r: 0.001 * r, accepted_of=1, proposed_of=3, num_steps=2000
+    found, _ = served(
+        policy,
+        seconds_of=lambda r: 0.004 + 4e-4 * r,
+        accepted_of=[3, 0, 3, 0],
+        proposed_of=3,
+        num_steps=1000,
     )
-    assert drafting_share(found) < 0.1
-    assert any(any(g.num_draft_tokens for g in grants) for grants in found[1000:]), "a trial"
+    shares = [drafting_share(found, request) for request in range(4)]
+    assert min(shares[0], shares[2]) > 0.9
+    assert max(shares[1], shares[3]) < 0.1
+
+
+@pytest.mark.parametrize("proposed", [0, 3])
+def test_confident_tries_what_does_not_pay_for_a_small_share_of_the_time(proposed: int) -> None:
+    """Whether drafts are not accepted, or end before their first token."""
+    policy = make_policy("allocation", "confident")
+    found, share = served(
+        policy,
+        seconds_of=lambda r: 0.001 + 5e-4 * r,
+        accepted_of=[0] * 3,
+        proposed_of=proposed,
+        num_steps=4000,
+    )
+    assert any(g.num_draft_tokens for grants in found[3000:] for g in grants), "a trial"
+    assert share < 0.007
+
+
+def test_confident_tries_nothing_where_a_position_costs_more_than_a_token() -> None:
+    policy = make_policy("allocation", "confident")
+    found, share = served(
+        policy, seconds_of=lambda r: 0.001 * r, accepted_of=[1] * 3, proposed_of=1
+    )
+    assert share == 0
+    assert not any(g.num_draft_tokens for grants in found for g in grants)
+
+
+@pytest.mark.parametrize(("position", "expected"), [(1e-5, 8), (5e-2, 0)])
+def test_confident_does_not_draft_because_a_step_takes_long_anyway(
+    position: float, expected: int
+) -> None:
+    """The time of its prefill is lost either way; a position costs what it costs."""
+    for num_rows in (3, 500):
+        policy = make_policy("allocation", "confident")
+        verify = {r: 1e-2 + position * r for r in (3, 6, 15, 500, 1000)}
+        view = View(
+            {"d": Drafter("d", stops_early=True)},
+            learned([], verify=verify, draft=1e-3),
+            room=Room(1000, num_rows, 3),
+        )
+        grants = policy.allocate(candidates(20, 20, 20), view)
+        assert [g.num_draft_tokens for g in grants] == [expected] * 3
+
+
+def test_confident_counts_what_its_drafter_must_read_first() -> None:
+    """Two more tokens a round are worth 6 ms; 0.1 ms each, 97 tokens can be read for them in time,
+    40,000 not."""
+    for unread, expected in ((0, 1.0), (97, 1.0), (40_000, 0.0)):
+        policy = make_policy("allocation", "confident")
+        found, _ = served(
+            policy,
+            seconds_of=lambda r: 0.01 + 1e-4 * r,
+            accepted_of=[2] * 3,
+            proposed_of=3,
+            num_steps=40,
+            unread=unread,
+        )
+        assert drafting_share(found, 0) == expected
+
+
+def test_confident_forgets_a_request_that_is_over() -> None:
+    policy = make_policy("allocation", "confident")
+
+    def play(start: float) -> int:
+        """In how many of the first steps the worst request drafts."""
+        found, _ = served(
+            policy,
+            seconds_of=lambda r: 0.004 + 4e-4 * r,
+            accepted_of=[3, 3, 3, 0],
+            proposed_of=3,
+            start=start,
+        )
+        return sum(grants[3].num_draft_tokens > 0 for grants in found[:3])
+
+    play(0.0)
+    before = play(100.0)
+    policy.forget("r3")
+    assert play(200.0) > before
 
 
 def test_confident_keeps_to_limits_and_budget() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from penstock.core.ahead import LinePiece
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.registry import make_pipeline, make_policy
@@ -12,6 +13,7 @@ from penstock.core.state import DraftStage, Outcome, RequestState, Tenant
 from penstock.core.types import (
     TARGET,
     Arrive,
+    DraftAhead,
     DrafterDown,
     DrafterUp,
     DraftReady,
@@ -22,7 +24,7 @@ from penstock.core.types import (
     StepResult,
     Verdict,
 )
-from penstock.core.view import DraftCandidate, View
+from penstock.core.view import DraftCandidate, Room, View
 
 VERIFY_S = 0.03
 
@@ -260,3 +262,105 @@ def test_a_prompt_goes_where_its_tenant_allows_even_by_name() -> None:
     desk.verify()
     assert [o.request_id for o in desk.send("s").drafts] == ["o", "a"]
     assert [o.request_id for o in desk.send("own").drafts] == ["w"], "its own, and nothing assigned"
+
+
+# --- drafts that were sent ahead ------------------------------------------------------------------
+
+
+def ahead(desk: Desk, *token_ids: int, start: int = 7, line: int = 1, drafter: str = "s1") -> None:
+    """A line behind the first output token of `r1`."""
+    pieces = (LinePiece(line, start, token_ids, line),)
+    desk.scheduler.apply(DraftAhead("r1", drafter, pieces), desk.now)
+
+
+def test_a_draft_at_hand_is_verified_without_an_order() -> None:
+    """The toy target says 0, 1, 2, … in every round."""
+    desk = prefilled("async")
+    ahead(desk, 0, 1, 2, 3, 9)
+    assert desk.send("s1").is_empty, "there is nothing to wait for"
+    plan, _ = desk.verify(accepted=1)
+    (item,) = [i for i in plan.items if i.request_id == "r1"]
+    assert (item.source, item.ahead_token_ids) == (DraftSource.AHEAD, (0, 1, 2, 3))
+    assert item.num_draft_tokens == 4
+    state = desk.scheduler.table.requests["r1"]
+    assert state.output_token_ids == [0, 0, 1]
+    assert state.at_hand("s1") == (2, 3, 9), "accepted 0, and the next is what the line says"
+    assert [o.request_id for o in desk.send("s1").drafts] == ["r1"], "three are fewer than granted"
+    counters = desk.scheduler.table.counters
+    assert (counters.ahead, counters.ahead_used) == (5, 4)
+
+
+def test_less_than_is_granted_is_verified_where_the_rest_is_far_away() -> None:
+    for seconds, num_at_hand in ((0.0, 0), (5.0, 2)):
+        desk = prefilled("async")
+        for n in [1, 2, 4, 8] * 5:
+            desk.scheduler.learn.links.observe("s1", n, seconds)
+        ahead(desk, 0, 1)
+        assert len(desk.send("s1").drafts) == (not num_at_hand)
+        draft = desk.scheduler.table.requests["r1"].draft
+        assert len(draft.ahead_token_ids) == num_at_hand
+
+
+def test_what_the_text_has_contradicted_is_not_used() -> None:
+    desk = prefilled("async")
+    ahead(desk, 0, 7, 7, 7, 7, 7)
+    desk.send("s1")
+    desk.verify(accepted=1)
+    assert desk.scheduler.table.requests["r1"].at_hand("s1") == ()
+    (order,) = desk.send("s1").drafts
+    assert order.request_id == "r1"
+
+
+def test_lines_go_with_their_server() -> None:
+    desk = prefilled("async")
+    ahead(desk, 0, 1, 2, 3, drafter="s2")
+    assert desk.scheduler.table.requests["r1"].ahead is None, "not the one that drafts for it"
+    ahead(desk, 0, 1, 2, 3)
+    desk.scheduler.apply(DrafterDown("s1"), desk.now)
+    assert desk.scheduler.table.requests["r1"].ahead is None
+    ahead(desk, 0, 1, 2, 3)
+    plan, _ = desk.verify()
+    assert all(i.source is not DraftSource.AHEAD for i in plan.items)
+    desk.up("s1")
+    assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
+
+
+def test_lines_of_nobodys_request_change_nothing() -> None:
+    desk = prefilled("async")
+    pieces = (LinePiece(1, 7, (1, 2), 1),)
+    for event in (DraftAhead("r9", "s1", pieces), DraftAhead("r1", "s9", pieces)):
+        assert desk.scheduler.apply(event, desk.now) == []
+    assert desk.scheduler.table.counters.ahead == 0
+
+
+def test_lines_show_that_a_silent_server_lives() -> None:
+    desk = prefilled("async")
+    desk.scheduler.table.drafters["s1"].silent = True
+    assert desk.send("s1").is_empty
+    ahead(desk, 5)
+    desk.scheduler.table.counters.version += 1
+    assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
+
+
+@pytest.mark.parametrize("allocation", ["deadline", "renewal"])
+def test_policies_know_that_what_is_at_hand_costs_no_waiting(allocation: str) -> None:
+    """Far away nothing is worth its round trip; what is here already is."""
+    desk = prefilled("async")
+    learn = desk.scheduler.learn
+    for n in [1, 2, 4, 8] * 5:
+        learn.links.observe("s1", n, 5.0 + 0.01 * n)
+        learn.times.target.observe(n, VERIFY_S)
+    state = desk.scheduler.table.requests["r1"]
+    state.round = 0
+    view = View(desk.scheduler.table.drafters, learn, 1.0, room=Room(16, 1, 1))
+    lengths = []
+    for num_at_hand in (0, 3):
+        policy = make_policy("allocation", allocation, {"total": 16, "prior_mean": 0.8})
+        # It has had a token in every step of the target.
+        for step in range(200):
+            policy.allocate([DraftCandidate(state, "s1", 0)], view)
+            verdict = Verdict("r1", state.epoch, step, (0,))
+            policy.observe([Outcome(state, verdict)], VERIFY_S * (step + 1))
+        (grant,) = policy.allocate([DraftCandidate(state, "s1", 8, num_at_hand)], view)
+        lengths.append(grant.num_draft_tokens)
+    assert lengths == [0, 3]

@@ -509,20 +509,14 @@ def p_value(costs: RoundCosts | None, drafter_seed: int = 1, falsify: bool = Fal
     return joint_p_value(samples, joint, sampling_rows(NUM_SAMPLES))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("costs", "drafter_seed"),
     [
         pytest.param(costs_of(3, row=0.1, step=0.1), 1, id="chosen"),
-        pytest.param(
-            costs_of(3, row=0.1, step=0.1),
-            0,
-            id="chosen, the target as drafter",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            costs_of(3, row=0.4, step=0.01), 2, id="chosen, short", marks=pytest.mark.slow
-        ),
-        pytest.param(None, 1, id="look-up as far as it goes", marks=pytest.mark.slow),
+        pytest.param(costs_of(3, row=0.1, step=0.1), 0, id="chosen, the target as drafter"),
+        pytest.param(costs_of(3, row=0.4, step=0.01), 2, id="chosen, short"),
+        pytest.param(None, 1, id="look-up as far as it goes"),
     ],
 )
 def test_joint_of_three_positions_is_the_targets(

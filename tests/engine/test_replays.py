@@ -160,7 +160,7 @@ def test_a_position_that_was_drafted_at_is_left_to_its_verdict(engine: Engine) -
 def test_only_the_latest_tokens_of_a_long_text_are_counted(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.drafters.model._MOST_EVALUATED", 10)
+    monkeypatch.setattr("penstock.engine.drafters.model.MOST_EVALUATED", 10)
     drafter = engine.executor.drafters["near"]
     text = make_text(engine, SAMPLINGS["coupled"])
     right = really_drafted(drafter, text, text.length - 9, text.length)

@@ -233,7 +233,7 @@ def bodies() -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 async def complete(url: str, body: dict[str, Any]) -> httpx.Response:
-    async with httpx.AsyncClient(timeout=90) as http:
+    async with httpx.AsyncClient(timeout=600) as http:
         return await http.post(f"{url}/v1/completions", json=body)
 
 

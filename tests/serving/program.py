@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+START = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
 LONG = 600.0
 """Seconds in which everything that may happen on a busy machine has happened."""
 
@@ -35,6 +36,15 @@ class Program:
         return self.log.read_text()
 
 
+def announced(process: subprocess.Popen[str], log: Path) -> str:
+    """The address for users, as it says when it serves."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("penstock: serving on http://"):
+            return line.split()[-1]
+    raise AssertionError(log.read_text()[-4000:])
+
+
 def text(url: str, prompt: str, **fields: Any) -> str:
     """24 greedy tokens, unless the fields say otherwise."""
     body = {"prompt": prompt, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **fields}
@@ -48,8 +58,7 @@ def program(
     log: Path, *arguments: str, environment: Mapping[str, str] | None = None
 ) -> Iterator[Program]:
     """arguments: of `penstock serve`; the port is a free one, unless they name it."""
-    command = [sys.executable, "-c", "from penstock.cli import main; main()", "serve"]
-    command += ["--port", "0", *arguments]
+    command = [*START, "--port", "0", *arguments]
     with (
         log.open("w") as errors,
         subprocess.Popen(
@@ -57,9 +66,6 @@ def program(
         ) as process,
     ):
         try:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            assert line.startswith("penstock: serving on http://"), log.read_text()[-4000:]
-            yield Program(process, line.split()[-1], log)
+            yield Program(process, announced(process, log), log)
         finally:
             process.kill()

@@ -12,10 +12,11 @@ from typing import Any
 import grpc
 import grpc.aio
 
+from penstock.core.ahead import LinePiece
 from penstock.transport import service
 from penstock.transport.checks import PROTOCOL_VERSION
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import PrefixDigest
+from penstock.transport.wire import PrefixDigest, encode_pieces
 
 Guess = Callable[[list[int], int], list[int]]
 """From a text and a number to that many draft tokens, or fewer."""
@@ -43,6 +44,7 @@ class Text:
     prompt_len: int
     finish_reason: str = ""
     num_accepted: int = 0
+    num_drafted: int = 0
     num_drafts: int = 0
     logprobs: list[pb.Logprob] = field(default_factory=list)
 
@@ -101,6 +103,11 @@ class ScriptedServer:
             )
         )
 
+    async def ahead(self, request_id: str, *pieces: LinePiece) -> None:
+        """Send lines of a request."""
+        lines = pb.Lines(request_id=request_id, pieces=encode_pieces(pieces))
+        await self.send(ahead=pb.DraftAhead(lines=[lines]))
+
     async def receive(self) -> pb.Down:
         data = await asyncio.wait_for(self.call.read(), 30)
         if data is grpc.aio.EOF:
@@ -128,6 +135,7 @@ class ScriptedServer:
             assert verdict.start == len(text.token_ids)
             text.token_ids += verdict.token_ids
             text.num_accepted += verdict.num_accepted
+            text.num_drafted += verdict.num_drafted
             text.logprobs += verdict.logprobs
             text.finish_reason = verdict.finish_reason
         elif message.HasField("assign"):

@@ -138,6 +138,7 @@ class ScriptedVerifier:
         self.opens: list[pb.Open] = []
         self.closes: list[str] = []
         self.drafts: list[pb.DraftTokens] = []
+        self.ahead: list[pb.DraftAhead] = []
         self.problems: list[str] = []
         self.jobs: dict[str, Job] = {}
         self.finished: dict[str, Job] = {}
@@ -224,6 +225,8 @@ class ScriptedVerifier:
                     self.open_request(up.open)
                 case "draft":
                     self._draft(up.draft)
+                case "ahead":
+                    self.ahead.append(up.ahead)
                 case "close":
                     self.closes.append(up.close.request_id)
                     self.jobs.pop(up.close.request_id, None)
@@ -319,6 +322,7 @@ class ScriptedVerifier:
             start=start,
             token_ids=emitted,
             num_accepted=accepted,
+            num_drafted=len(tokens),
             finish_reason="length" if is_last else "",
         )
         if job.num_logprobs is not None:

@@ -27,7 +27,7 @@ from tests.serving.scripted_verifier import (
     target_oracle,
 )
 
-from penstock.core.types import FinishReason, Output, Request, SamplingParams
+from penstock.core.types import FinishReason, LatencyTarget, Output, Request, SamplingParams
 from penstock.serving.draft_server import DraftService
 from penstock.serving.drafting import DrafterOptions, load_drafter
 from penstock.serving.intake import EngineUnavailable
@@ -350,7 +350,8 @@ async def test_requests_that_are_given_up_are_opened_again(
     """As when the engine behind the verification server dies."""
     verifier = ScriptedVerifier(oracle)
     verifier.delay_s = 0.02
-    made = request("a", SEEDED, 40, expected_output_tokens=30)
+    asked = LatencyTarget(tpot=0.5, deadline=60.0)
+    made = request("a", SEEDED, 40, expected_output_tokens=30, latency=asked)
     async with verifier.serving() as port, drafting(port, family["near"]) as server:
         client = edge_client(server, family["near"])
         outputs = []
@@ -369,6 +370,9 @@ async def test_requests_that_are_given_up_are_opened_again(
         assert len(verifier.opens) == 3
         ends = [len(o.prompt_token_ids) + o.expected_output_tokens for o in verifier.opens]
         assert ends == [made.prompt_len + 30] * 3
+        assert {o.tpot for o in verifier.opens} == {0.5}
+        deadlines = [o.deadline for o in verifier.opens]
+        assert 60.0 >= deadlines[0] > deadlines[1] > deadlines[2] > 0
 
 
 async def test_a_hopeless_request_ends_in_an_error(

@@ -265,3 +265,21 @@ async def test_users_without_a_verification_server_are_told(
                 assert not waiting.done()
                 link.heal()
                 assert (await waiting).status_code == 200
+
+
+async def test_a_server_that_dies_while_it_drafts_ahead(world: World) -> None:
+    """Its lines are at hand, and are used; then it is killed, and comes again under its name."""
+    name = "ahead_draft_tokens_total"
+    async with asyncio.timeout(120):
+        for _ in range(2):
+            before = await metric(world.url, name)
+            with world.drafting("same") as doomed:
+                await doomed.start(2)
+                central = asyncio.create_task(complete_all(world.url))
+
+                async def has_sent(least: float = before + 200) -> bool:
+                    return await metric(world.url, name) > least
+
+                await until(has_sent)
+                await doomed.end(signal.SIGKILL)
+                assert await central == world.expected

@@ -207,6 +207,19 @@ async def test_drafts_that_come_twice_late_and_out_of_order(world: World) -> Non
             assert draft_server.texts[name].num_accepted > NUM_TOKENS / 4
 
 
+async def test_targets_come_with_a_request(world: World) -> None:
+    before = await metrics_of(world)
+    async with scripted_server(world.address) as draft_server:
+        await draft_server.hello(world.digest)
+        await draft_server.open("r", PROMPT, NUM_TOKENS, greedy(), tpot=60.0, deadline=600.0)
+        while not draft_server.all_finished():
+            draft_server.take(await draft_server.receive())
+    after = await metrics_of(world)
+    for name in ("requests", "met"):
+        key = f"penstock:latency_target_{name}_total"
+        assert after[key] - before.get(key, 0.0) == 1
+
+
 async def test_where_the_time_goes(world: World) -> None:
     before = await metrics_of(world)
     expected = world.alone(greedy())

@@ -116,7 +116,7 @@ OPEN = pb.Up(
         (b"", "unknown kind"),
         (b"\xfa\x01\x02hi", "unknown kind"),
         (b"\xff" * 40, "not penstock.v1.Up"),
-        (hello(protocol_version=1), "protocol version 1; this server speaks 2"),
+        (hello(protocol_version=1), "protocol version 1; this server speaks 3"),
         (hello(tokenizer_digest="another"), "another tokenizer"),
         (hello(max_draft_tokens=0), "max_draft_tokens 0"),
         (hello(max_draft_tokens=2**32 - 1), "max_draft_tokens"),

@@ -88,6 +88,7 @@ def test_a_worker_that_is_killed_is_one_line() -> None:
         list(pool.map(killed, range(2)))
 
 
+@pytest.mark.slow
 def test_a_search_by_several_asks_what_one_would_ask() -> None:
     with workers(1) as pool:
         alone = searched(pool)
@@ -102,7 +103,10 @@ def test_a_search_by_several_asks_what_one_would_ask() -> None:
 @pytest.mark.slow
 def test_ctrl_c_ends_all(tmp_path: Path) -> None:
     """As it comes from a terminal, to all processes, and as `kill` sends it, to one."""
-    command = [sys.executable, "-m", "penstock.cli", "capacity", *LOW, "--seeds", "20"]
+    # Tests that were started in the background hand an ignored SIGINT down.
+    code = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from penstock.cli import main; main()"
+    command = [sys.executable, "-c", code, "capacity", *LOW, "--seeds", "20"]
     for send in (os.killpg, os.kill):
         with subprocess.Popen(
             [*command, "--workers", "2"], start_new_session=True, stderr=subprocess.PIPE

@@ -50,6 +50,7 @@ def setup_of(admission: str, name: str, fairness: bool, **changes: Any) -> Setup
     return Setup(PROFILE, PolicyConfig.of(admission, **options), fairness=fairness, **changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("admission", "name"),
     covering(sorted(set(policies("admission")) - set(LITERAL)), WORKLOADS, strength=1),

@@ -49,6 +49,7 @@ def served(
     return run(setup, workload, watch=watch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "kv_tokens"), [("off", 2048), *slow(["off"], [4096]), *slow(["2"], [2048, 4096])]
 )

@@ -410,6 +410,37 @@ def test_recorded_workloads_follow_one_another(tmp_path: Path) -> None:
         concatenate(one, synthetic("low", 3, 0))
 
 
+def test_what_requests_ask_for_is_in_the_trace(tmp_path: Path) -> None:
+    text = (
+        "arrived_at,num_prefill_tokens,num_decode_tokens,tpot_ms,deadline_ms\n"
+        "0,10,1,25,\n1,20,2,,1500\n2,30,3,,\n"
+    )
+    made = make_workload(write(tmp_path, text))
+    assert made.tpot is not None
+    assert np.isnan(made.tpot).tolist() == [False, True, True]
+    assert made.tpot[0] == 0.025
+    assert made.deadline is not None
+    assert made.deadline[1] == 1.5
+    assert len(concatenate(made, made).tpot) == 6
+    lines = '{"timestamp": 0, "input_length": 9, "output_length": 2, "tpot_ms": null}\n'
+    assert np.isnan(load_workload(write(tmp_path, lines, "t.jsonl")).tpot).all()
+
+
+@pytest.mark.parametrize(
+    ("cell", "said"),
+    [
+        ("0", "line 2: tpot_ms '0' is not a number of milliseconds over 0"),
+        ("inf", "line 2: tpot_ms 'inf' is not a number of milliseconds over 0"),
+        ("nan", "line 2: tpot_ms 'nan' is not a number of milliseconds over 0"),
+        ("fast", "line 2: tpot_ms 'fast' is not a number"),
+    ],
+)
+def test_a_target_that_is_none(tmp_path: Path, cell: str, said: str) -> None:
+    text = f"num_prefill_tokens,num_decode_tokens,tpot_ms\n10,1,{cell}\n"
+    with pytest.raises(WorkloadError, match=said):
+        load_workload(write(tmp_path, text))
+
+
 def test_a_workload_checks_its_columns() -> None:
     ones = np.ones(2, dtype=np.int64)
     with pytest.raises(WorkloadError, match="differ in length"):

@@ -118,6 +118,8 @@ def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
                 max_tokens=5,
                 stop_token_ids=[9],
                 expected_output_tokens=4,
+                tpot=0.1,
+                deadline=5.0,
                 sampling=pb.Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=1),
             )
         ),
@@ -137,6 +139,7 @@ def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
             assert max(up.open.prompt_token_ids) < 100
             assert len(up.open.prompt_token_ids) + up.open.max_tokens <= 50
             assert up.open.expected_output_tokens <= up.open.max_tokens
+            assert not up.open.HasField("tpot") or up.open.tpot > 0
             assert 0 <= up.open.sampling.temperature <= 100
         elif up.HasField("draft"):
             check_draft(up.draft, LIMITS, WEIGHTED, TEXT)
@@ -158,6 +161,20 @@ def test_no_expectation_beyond_what_is_asked_for(expected: int) -> None:
         expected_output_tokens=expected,
     )
     with pytest.raises(Refusal, match=f"expected_output_tokens {expected}; it must be from 1 to"):
+        check_open(message, LIMITS, ())
+
+
+@pytest.mark.parametrize("name", ["tpot", "deadline"])
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("inf"), float("nan")])
+def test_a_latency_that_is_none(name: str, seconds: float) -> None:
+    message = pb.Open(
+        request_id="r",
+        prompt_token_ids=[1],
+        max_tokens=5,
+        sampling=pb.Sampling(top_p=1.0),
+        **{name: seconds},
+    )
+    with pytest.raises(Refusal, match=f"{name} .*; it must be a number of seconds over 0"):
         check_open(message, LIMITS, ())
 
 

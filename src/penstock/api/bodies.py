@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from penstock.api.errors import ApiError
-from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS
+from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS, LatencyTarget, latency_target
 
 _MAX_STOPS = 16
 _MAX_CHOICES = 128
@@ -58,6 +58,20 @@ class SpeculationOptions(_Body):
     max_draft_tokens: int | None = Field(default=None, ge=0)
 
 
+class LatencyOptions(_Body):
+    """How fast the client wants it, in milliseconds. tpot_ms: mean time of a token after the first.
+    deadline_ms: from arrival to the last token. No other engine has fields in here."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    deadline_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @property
+    def target(self) -> LatencyTarget:
+        return latency_target(self.tpot_ms, self.deadline_ms)
+
+
 class _SamplingBody(_Body):
     """Which tokens are made, and how many.
 
@@ -94,13 +108,15 @@ class GenerationBody(_SamplingBody):
     """What completions and chat completions have in common.
 
     user is ignored. timeout: seconds until the request is given up. expected_output_tokens: how
-    long the client thinks a choice's output will be; admission policies go by it.
+    long the client thinks a choice's output will be; admission policies go by it. latency: targets
+    of every choice, which decide how long its drafts are, and change no output.
     """
 
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculation: SpeculationOptions = SpeculationOptions()
+    latency: LatencyOptions = LatencyOptions()
     user: str | None = None
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     expected_output_tokens: int | None = Field(default=None, ge=1)

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.api.bodies import UNNAMED
-from penstock.core.types import TARGET, FinishReason, Output, Request
+from penstock.core.types import NO_TARGET, TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ _TENANT_COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "latency_target_requests": "Finished requests with a latency target of their own.",
+    "latency_target_met": "Those of them that met it.",
 }
 _TENANT_HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time to the first token.", _FIRST_TOKEN_S),
@@ -186,12 +188,18 @@ class RequestMeter:
         self._is_finished = True
         metrics = self._metrics
         metrics.finished.labels(metrics.model_name, self._request.tenant, _REASONS[reason]).inc()
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            seconds = time.perf_counter() - self._arrived_at
+        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        seconds, mean = time.perf_counter() - self._arrived_at, 0.0
+        if self._num_tokens > 1:
+            mean = (self._last_at - self._first_at) / (self._num_tokens - 1)
+        if is_complete:
             self._tenant["e2e_request_latency_seconds"].observe(seconds)
             if self._num_tokens > 1:
-                mean = (self._last_at - self._first_at) / (self._num_tokens - 1)
                 self._tenant["request_time_per_output_token_seconds"].observe(mean)
+        if self._request.latency != NO_TARGET and reason is not FinishReason.CANCELLED:
+            self._tenant["latency_target_requests"].inc()
+            if is_complete and self._request.latency.is_met(mean, seconds):
+                self._tenant["latency_target_met"].inc()
 
     def _time_tokens(self, now: float, output: Output) -> None:
         tenant = self._tenant
@@ -246,6 +254,8 @@ class _EngineCollector(Collector):
         stats = self.stats
         if stats is None:
             return
+        if self.hub is not None:
+            yield self._ahead(stats)
         yield self._gauge("num_requests_running", "Requests running.", stats.num_running)
         yield self._gauge("num_requests_waiting", "Requests waiting.", stats.num_waiting)
         yield self._gauge(
@@ -277,6 +287,17 @@ class _EngineCollector(Collector):
             "Seconds that a drafter of this machine has drafted and read.",
             {(name,): seconds for name, seconds in stats.drafter_seconds.items()},
             ("drafter",),
+        )
+
+    def _ahead(self, stats: EngineStats) -> Metric:
+        return self._counter(
+            "ahead_draft_tokens",
+            "Tokens that draft servers sent unasked, and whether they were verified.",
+            {
+                ("used",): stats.num_ahead_used,
+                ("unused",): stats.num_ahead - stats.num_ahead_used,
+            },
+            ("outcome",),
         )
 
     def _draft_servers(self, hub: DraftHub) -> Iterator[Metric]:

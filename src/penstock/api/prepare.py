@@ -228,6 +228,7 @@ class RequestBuilder:
                     drafter=body.speculation.drafter,
                     max_draft_tokens=body.speculation.max_draft_tokens,
                     expected_output_tokens=None if expected is None else min(expected, max_tokens),
+                    latency=body.latency.target,
                 )
                 text = TextStream(self.tokenizer, body.stops, previous)
                 choices.append(ResponseChoice(index, request, text, opens_prompt=n == 0))

@@ -98,6 +98,12 @@ def _print_by_prompt_len(groups: list[dict[str, Any]]) -> None:
     print_table("means by prompt length", columns, rows)
 
 
+def _met(figures: dict[str, Any]) -> str:
+    """Of requests with a target of their own."""
+    asked, met = (figures["latency_targets"][key] for key in ("requests", "met"))
+    return f"{met:,} of {asked:,} met ({met / asked:.1%})"
+
+
 def _lines(figures: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{figures['requests_completed']:,} requests completed, "
@@ -113,6 +119,8 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
     if "slo_goodput" in figures:
         met = ", ".join(f"{n} {'met' if ok else 'missed'}" for n, ok in figures["slo_met"].items())
         yield f"{figures['slo_goodput']:.4g} requests/s within their targets; p99: {met}"
+    if "latency_targets" in figures:
+        yield f"targets of requests: {_met(figures)}"
     if "draft_tokens_proposed" in figures:
         yield (
             f"{figures['draft_tokens_proposed']:,} draft tokens, "
@@ -129,6 +137,7 @@ def _lines(figures: dict[str, Any]) -> Iterator[str]:
         yield (
             f"tenant {name}: {own['throughput_tokens_per_s']:.4g} tokens/s, mean latency "
             f"{'none' if mean is None else f'{mean:.4g} s'}"
+            f"{f', targets: {_met(own)}' if 'latency_targets' in own else ''}"
         )
     if figures.get("jain") is not None:
         yield f"Jain's index {figures['jain']:.4f}"

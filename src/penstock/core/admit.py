@@ -9,7 +9,15 @@ from penstock.core.groups import CountedState
 from penstock.core.kv.blocks import hash_blocks
 from penstock.core.state import RequestState
 from penstock.core.step import Step
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET, FinishReason, Output, Request
+from penstock.core.types import (
+    AUTO_DRAFTER,
+    NO_DRAFTER,
+    NO_TARGET,
+    TARGET,
+    FinishReason,
+    Output,
+    Request,
+)
 
 
 def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
@@ -60,6 +68,7 @@ def _can_count(ctx: Context, request: Request) -> bool:
         and request.prompt_token_ids is None
         and not request.block_hashes
         and not request.stop_token_ids
+        and request.latency == NO_TARGET
         and (request.drafter == NO_DRAFTER or not ctx.table.drafters)
     )
 

@@ -23,7 +23,9 @@ def allocate(
         drafter = ctx.table.drafter_of(state)
         if drafter is None or not state.is_decoding:
             continue
-        candidates.append(DraftCandidate(state, drafter.name, limit(state, drafter)))
+        most = limit(state, drafter)
+        at_hand = min(len(state.at_hand(drafter.name)), most)
+        candidates.append(DraftCandidate(state, drafter.name, most, at_hand))
     if not candidates:
         return {}
     grants = ctx.allocation.allocate(candidates, ctx.view(ctx.table.drafters, now, room))

@@ -14,12 +14,14 @@ import numpy as np
 from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.allocation import Grant
+from penstock.core.policies.pipeline.asynchronous import expected_tokens
 from penstock.core.policies.selection import ReplayProposal, usable
 from penstock.core.select import select
 from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.table import DueDrafts
 from penstock.core.types import AUTO_DRAFTER, TARGET, DrafterUp, DraftOrder, RoundCosts
 from penstock.core.view import Room
+from penstock.fluid.step_profile import StepWork
 
 _NOTHING = Grant(0)
 
@@ -140,7 +142,14 @@ def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[D
         due.grants = allocate(ctx, states, room, now)
     orders = []
     for state in chosen:
-        given = _lane_order(ctx, state, drafter, due.grants.get(state.request.id, _NOTHING), now)
+        grant = due.grants.get(state.request.id, _NOTHING)
+        at_hand = _at_hand(ctx, state, lane, grant.num_draft_tokens)
+        if at_hand:
+            state.draft = DraftRound(
+                DraftStage.HELD, num_draft_tokens=len(at_hand), ahead_token_ids=at_hand
+            )
+            continue
+        given = _lane_order(ctx, state, drafter, grant, now)
         if given is None:
             state.draft = SKIPPED
             continue
@@ -176,6 +185,19 @@ def _beside(ctx: Context) -> list[RequestState]:
         n for n, d in ctx.table.drafters.items() if d.up and not d.silent and ctx.is_beside(d)
     }
     return [s for s in ctx.table.running.values() if s.drafter in beside and s.is_decoding]
+
+
+def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> tuple[int, ...]:
+    """What was sent ahead, as far as it is granted; nothing where it is less, and waiting for all
+    of it makes more tokens a second."""
+    tokens = state.at_hand(drafter)[:granted]
+    if not tokens or len(tokens) == granted:
+        return tokens
+    learn = ctx.learn
+    step = learn.times.step_seconds(StepWork(num_decodes=len(ctx.table.running)))
+    now = expected_tokens(learn, state, drafter, len(tokens)) / step
+    later = expected_tokens(learn, state, drafter, granted)
+    return tokens if now >= later / (step + learn.links.seconds(drafter, granted)) else ()
 
 
 def _lane_order(
@@ -227,6 +249,8 @@ def down(ctx: Context, name: str) -> None:
     for state in table.requests.values():
         if state.drafter == name and state.draft.stage in (DraftStage.ORDERED, DraftStage.HELD):
             state.draft = SKIPPED
+        if state.ahead is not None and state.ahead.drafter == name:
+            state.ahead = None
         table.memory.release(state, [name])
     table.memory.drop_cache(name)
     if drafter.remote:

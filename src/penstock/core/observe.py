@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from penstock.core.ahead import LinesAhead
 from penstock.core.context import Context
 from penstock.core.groups import CountedState, num_later_blocks
 from penstock.core.state import SKIPPED, DraftRound, DraftStage, Outcome, RequestState
 from penstock.core.types import (
     TARGET,
     DecodeRun,
+    DraftAhead,
     DraftOrder,
     DraftReady,
     FinishReason,
@@ -188,6 +190,7 @@ def _forget(ctx: Context, state: RequestState) -> None:
     ctx.table.forget(state)
     ctx.learn.acceptance.forget(state.request.id)
     ctx.selection.forget(state.request.id)
+    ctx.allocation.forget(state.request.id)
 
 
 # --- drafts -------------------------------------------------------------------------------------
@@ -211,6 +214,18 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
         _drafted(state, order, num_draft_tokens)
     held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens)
     state.draft = held if num_draft_tokens else SKIPPED
+
+
+def draft_ahead(ctx: Context, event: DraftAhead) -> None:
+    """Keep what a request's draft server has sent unasked; it shows that the server lives."""
+    drafter = ctx.table.drafters.get(event.drafter)
+    state = ctx.table.requests.get(event.request_id)
+    if drafter is None or state is None or state.drafter not in (None, event.drafter):
+        return
+    drafter.silent = False
+    if state.ahead is None or state.ahead.drafter != event.drafter:
+        state.ahead = LinesAhead(event.drafter)
+    ctx.table.counters.ahead += state.ahead.take(event.pieces, state.text)
 
 
 def _drafted(state: RequestState, order: DraftOrder, num_proposed: int) -> None:

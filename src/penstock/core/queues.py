@@ -14,10 +14,12 @@ from typing import Literal
 
 from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
+from penstock.fluid.step_profile import StepWork
 
-OrderName = Literal["arrival", "size_aware"]
-"""`arrival`: first come, first served. `size_aware`: shortest prompt first, as far as that delays
-no request by more than the share `DELAY` of its wait in order of arrival."""
+OrderName = Literal["arrival", "size_aware", "slack"]
+"""`arrival`: first come, first served. `size_aware`: shortest prompt first; `slack`: whoever has to
+start first to meet its deadline, then the others; both as far as that delays no request by more
+than the share `DELAY` of its wait in order of arrival."""
 
 DELAY = 0.25
 """Work that may pass a request, as a share of the work before it and of its own."""
@@ -163,11 +165,21 @@ def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
     def prompt(state: RequestState) -> float:
         return state.request.prompt_len
 
+    def latest_start(state: RequestState) -> float:
+        request = state.request
+        if request.latency.deadline is None:
+            return math.inf
+        tokens = request.expected_output_tokens or estimators.lengths.mean_ended
+        seconds = estimators.times.profile.seconds
+        prefill = seconds(StepWork(request.prompt_len, 0.5 * request.prompt_len**2))
+        decode = seconds(StepWork(num_decodes=1, num_kv_tokens=request.prompt_len))
+        return request.arrival_time + request.latency.deadline - prefill - tokens * decode
+
     def work(state: RequestState) -> float:
         profile, lengths = estimators.times.profile, estimators.lengths
         return profile.request_seconds(state.request.prompt_len, lengths.mean_ended)
 
-    return SizeAwareQueue(prompt, work)
+    return SizeAwareQueue(latest_start if order == "slack" else prompt, work)
 
 
 class WaitingRequests:

@@ -32,6 +32,7 @@ from penstock.core.types import (
     TARGET,
     Arrive,
     Cancel,
+    DraftAhead,
     DrafterDown,
     DrafterUp,
     DraftOrder,
@@ -133,6 +134,10 @@ class Scheduler:
     def apply(self, event: Event, now: float) -> list[Output]:
         """Take in something from outside."""
         ctx, table = self._ctx, self.table
+        if isinstance(event, DraftAhead):
+            # It changes no draft that is due.
+            observe.draft_ahead(ctx, event)
+            return []
         table.counters.version += 1
         match event:
             case Arrive(request):

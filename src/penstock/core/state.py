@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import NamedTuple
 
+from penstock.core.ahead import LinesAhead, Text
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.types import TARGET, DraftOrder, Request, Status, Verdict
 
@@ -47,12 +48,14 @@ class DraftStage(Enum):
 
 
 class DraftRound(NamedTuple):
-    """A stage, and what belongs to it: the order and when it was given; the draft's tokens."""
+    """A stage, and what belongs to it: the order and when it was given; the draft's tokens, which
+    are known where it was sent ahead."""
 
     stage: DraftStage
     order: DraftOrder | None = None
     ordered_at: float = 0.0
     num_draft_tokens: int = 0
+    ahead_token_ids: tuple[int, ...] = ()
 
 
 OPEN = DraftRound(DraftStage.OPEN)
@@ -137,6 +140,7 @@ class RequestState:
     """The moving part of a request."""
 
     __slots__ = (
+        "ahead",
         "block_hashes",
         "draft",
         "drafter",
@@ -170,6 +174,8 @@ class RequestState:
         self.in_flight = False
         self.drafter: str | None = None
         self.draft = OPEN
+        self.ahead: LinesAhead | None = None
+        """What a draft server has sent unasked."""
         self.seen_token_ids = (0, -1)
         """Output tokens that `highest_token_id` has looked at, and what it has found."""
 
@@ -199,6 +205,17 @@ class RequestState:
         return computed + 1 == self.request.prompt_len + num_output
 
     @property
+    def text(self) -> Text:
+        """The output, where it stands."""
+        return Text(self.request.prompt_len, self.output_token_ids)
+
+    def at_hand(self, drafter: str) -> tuple[int, ...]:
+        """The draft that a draft server has sent ahead for what comes next, if any."""
+        if self.ahead is None or self.ahead.drafter != drafter:
+            return ()
+        return self.ahead.path(self.num_known_tokens)
+
+    @property
     def num_remaining_tokens(self) -> int:
         return self.request.max_tokens - self.num_output_tokens
 
@@ -220,6 +237,8 @@ class RequestState:
         """Add verified output."""
         self.output_token_ids += token_ids
         self.num_output_tokens += len(token_ids)
+        if self.ahead is not None:
+            self.ahead.follow(self.text)
 
     def kv_of(self, pool: str) -> SequenceKV:
         kv = self.kv.get(pool)

@@ -18,13 +18,16 @@ from penstock.core.types import TARGET, DraftOrder, Request, Status
 @dataclass(slots=True)
 class Counters:
     """Counts that only grow. epochs: given out so far; version: of the table, changed by every
-    event and result."""
+    event and result; ahead: tokens that draft servers have sent ahead, and those of them that were
+    drafts of a verification."""
 
     requests: int = 0
     epochs: int = 0
     plans: int = 0
     preemptions: int = 0
     version: int = 0
+    ahead: int = 0
+    ahead_used: int = 0
 
 
 @dataclass(slots=True)

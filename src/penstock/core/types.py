@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Final, Literal, NamedTuple
 
+from penstock.core.ahead import LinePiece
 from penstock.fluid.step_profile import StepWork
 
 TARGET: Final = "target"
@@ -61,11 +62,34 @@ class SamplingParams:
         return self.verification == "ratio" and self.temperature > 0
 
 
+class LatencyTarget(NamedTuple):
+    """How fast a client wants a request, in seconds; None asks for nothing. tpot: the mean time of
+    a token after the first. deadline: from arrival to the last token."""
+
+    tpot: float | None = None
+    deadline: float | None = None
+
+    def is_met(self, tpot: float, latency: float) -> bool:
+        """By what a request took, in seconds."""
+        asked = ((self.tpot, tpot), (self.deadline, latency))
+        return all(most is None or taken <= most for most, taken in asked)
+
+
+NO_TARGET: Final = LatencyTarget()
+
+
+def latency_target(tpot_ms: float | None, deadline_ms: float | None) -> LatencyTarget:
+    """From milliseconds, as clients say it."""
+    given = (tpot_ms, deadline_ms)
+    return LatencyTarget(*[None if ms is None else ms / 1000 for ms in given])
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One completion to make. `block_hashes` are those of the prompt's full blocks (may be empty:
     then nothing is shared); `prompt_token_ids` is None where only lengths are known.
-    `expected_output_tokens` is what the client says about its output, if anything."""
+    `expected_output_tokens` is what the client says about its output, if anything; `latency` what
+    it asks for."""
 
     id: str
     prompt_len: int
@@ -79,6 +103,7 @@ class Request:
     drafter: str = AUTO_DRAFTER
     max_draft_tokens: int | None = None
     expected_output_tokens: int | None = None
+    latency: LatencyTarget = NO_TARGET
 
 
 # --- events: everything that comes from outside -------------------------------------------------
@@ -122,7 +147,16 @@ class DrafterDown:
     drafter: str
 
 
-Event = Arrive | Cancel | DraftReady | DrafterUp | DrafterDown
+@dataclass(frozen=True, slots=True)
+class DraftAhead:
+    """A draft server has sent likely continuations of a request, unasked."""
+
+    request_id: str
+    drafter: str
+    pieces: tuple[LinePiece, ...]
+
+
+Event = Arrive | Cancel | DraftReady | DraftAhead | DrafterUp | DrafterDown
 
 
 # --- plans --------------------------------------------------------------------------------------
@@ -132,6 +166,7 @@ class DraftSource(StrEnum):
     NONE = "none"
     INLINE = "inline"
     HELD = "held"
+    AHEAD = "ahead"
 
 
 class RoundCosts(NamedTuple):
@@ -169,7 +204,8 @@ class DraftOrder(NamedTuple):
 class VerifyItem(NamedTuple):
     """Compute `num_scheduled_tokens` known tokens from position `start`, and up to
     `num_draft_tokens` draft positions behind them. Only an item that reaches the last known token
-    (`samples`) yields tokens; any other is a chunk of prefill."""
+    (`samples`) yields tokens; any other is a chunk of prefill. `ahead_token_ids`: the draft, where
+    it was sent ahead; any other is with the executor."""
 
     request_id: str
     epoch: int
@@ -182,6 +218,7 @@ class VerifyItem(NamedTuple):
     num_draft_tokens: int = 0
     draft: DraftOrder | None = None
     new_blocks: tuple[int, ...] = ()
+    ahead_token_ids: tuple[int, ...] = ()
 
 
 class DecodeRun(NamedTuple):

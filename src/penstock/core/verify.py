@@ -67,12 +67,16 @@ def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
     if is_held and scheduled.samples:
         length = _grow_for_draft(ctx, scheduled, grant.num_draft_tokens)
         if length:
-            source, drafter = DraftSource.HELD, state.drafter
+            is_ahead = bool(state.draft.ahead_token_ids)
+            source = DraftSource.AHEAD if is_ahead else DraftSource.HELD
+            drafter = state.drafter
     elif state.drafter:
         order = _order_inside(ctx, scheduled, grant)
         length = order.max_draft_tokens if order is not None else 0
         if length:
             source, drafter = DraftSource.INLINE, state.drafter
+    ahead = state.draft.ahead_token_ids[:length] if is_held else ()
+    ctx.table.counters.ahead_used += len(ahead)
     if is_held:
         state.draft = CHOSEN
     return VerifyItem(
@@ -87,6 +91,7 @@ def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
         length,
         order,
         tuple(scheduled.new_blocks),
+        ahead,
     )
 
 

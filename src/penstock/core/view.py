@@ -17,11 +17,13 @@ _ROUNDING = 1e-9
 
 
 class DraftCandidate(NamedTuple):
-    """A request that could draft with `drafter`, at most `limit` tokens this round."""
+    """A request that could draft with `drafter`, at most `limit` tokens this round, of which the
+    first `num_at_hand` need not be waited for."""
 
     state: RequestState
     drafter: str
     limit: int
+    num_at_hand: int = 0
 
 
 class Room(NamedTuple):

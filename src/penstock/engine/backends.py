@@ -24,6 +24,8 @@ from penstock.core.types import TARGET
 from penstock.engine.attention import AttentionBackend, BackendUnavailableError
 from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.drafters.spelling import Vocabularies
+from penstock.engine.drafters.text import TextDrafter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.executor import LocalExecutor, RunnerExecutor
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
@@ -38,6 +40,7 @@ from penstock.engine.native.runner import DTYPES, NativeRunner
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import TokenSampler, sample_coupled
 from penstock.engine.synthetic import SyntheticAcceptance
+from penstock.engine.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from penstock.engine.gpu.graphs import GraphRunner
@@ -252,8 +255,9 @@ class Models:
     """Makes runners, drafters and the executor of one backend.
 
     shapes: of the models, by the drafter's name, the target's under TARGET; num_blocks: of each
-    model's KV memory; is_random: without checkpoints. vllm: the target, if vLLM computes it: it has
-    no shape then, and memory of its own.
+    model's KV memory; is_random: without checkpoints. tokenizers: of drafters that draft text
+    because theirs is not the target's, which is then there, too, under TARGET. vllm: the target, if
+    vLLM computes it: it has no shape then, and memory of its own.
     """
 
     config: EngineConfig
@@ -263,6 +267,7 @@ class Models:
     max_model_len: int
     is_random: bool
     synthetic: SyntheticAcceptance | None
+    tokenizers: Mapping[str, Tokenizer]
     vllm: VllmTarget | None = None
 
     @property
@@ -284,8 +289,22 @@ class Models:
         """Of the target."""
         return self.place.dtype if self.vllm is None else self.vllm.dtype
 
-    def drafter(self, name: str, path: Path) -> ModelDrafter:
-        longest, vocab = self.max_model_len, self.target.vocab_size
+    def drafter(self, name: str, path: Path) -> ModelDrafter | TextDrafter:
+        target, own = self.target, self.tokenizers.get(name)
+        if own is None:
+            return self._drafter(name, path, self.max_model_len, target.vocab_size)
+        shape = self.shapes[name]
+        # A text may have more of its tokens than of the target's. A window must hold them.
+        longest = shape.max_position_embeddings
+        if shape.variant.window is not None:
+            longest = min(longest, self.max_model_len)
+        vocabularies = Vocabularies(
+            self.tokenizers[TARGET], own, target.eos_token_ids, shape.eos_token_ids
+        )
+        model = self._drafter(name, path, longest, shape.vocab_size)
+        return TextDrafter(model, vocabularies, longest)
+
+    def _drafter(self, name: str, path: Path, longest: int, vocab: int) -> ModelDrafter:
         if self.place.backend != "graphs":
             return ModelDrafter(name, self._runner(name, path), longest, vocab)
         from penstock.engine.gpu.drafter import GraphDrafter

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ import torch
 from penstock.config import (
     NGRAM,
     SUFFIX,
-    ConfigError,
     DrafterParts,
     EngineConfig,
     read_profile,
@@ -43,7 +43,9 @@ from penstock.engine.executor import LocalExecutor
 from penstock.engine.models.checkpoint import open_checkpoint
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.synthetic import SyntheticAcceptance
-from penstock.engine.tokenizer import load_tokenizer
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+
+_log = logging.getLogger(__name__)
 
 _LOOK_UPS: dict[str, type[LookupDrafter]] = {NGRAM: LookupDrafter, SUFFIX: SuffixDrafter}
 
@@ -128,6 +130,7 @@ def load_engine(
         calibrate(executor, scheduler.learn, clock, profile, together=together)
     target = models.target
     audited = {} if shapes else config.drafter_models
+    audited = {n: p for n, p in audited.items() if n not in models.tokenizers}
     return Engine(
         loop=Loop(scheduler, executor, clock),
         scheduler=scheduler,
@@ -154,10 +157,10 @@ def _models(
     synthetic_acceptance: float | None,
 ) -> Models:
     """Raises: CheckpointError, ConfigError."""
-    known = dict(shapes or {})
+    known, tokenizers = dict(shapes or {}), {}
     if not shapes:
         known = _shapes(config)
-        _check_tokenizers(config)
+        tokenizers = _tokenizers(config)
     max_model_len = resolve_context(config, known[TARGET])
     place = fit_models(config, place, known, max_model_len)
     num_blocks = resolve_num_blocks(config, place, known.values(), max_model_len)
@@ -165,13 +168,15 @@ def _models(
     if synthetic_acceptance is not None:
         vocab = min(shape.vocab_size for shape in known.values())
         synthetic = SyntheticAcceptance(synthetic_acceptance, vocab)
-    return Models(config, place, known, num_blocks, max_model_len, bool(shapes), synthetic)
+    return Models(
+        config, place, known, num_blocks, max_model_len, bool(shapes), synthetic, tokenizers
+    )
 
 
 def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
     """Drafters get as much memory as the target, where the host has it. Raises: CheckpointError,
     ConfigError."""
-    _check_tokenizers(config)
+    tokenizers = _tokenizers(config)
     shapes = _drafter_shapes(config)
     # Its kernels are PyTorch's, whatever the drafters' are.
     torch.set_num_threads(place.num_threads)
@@ -182,7 +187,9 @@ def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
     if shapes and config.kv_tokens is None:
         fitting = resolve_num_blocks(config, place, shapes.values(), vllm.max_model_len)
         num_blocks = min(num_blocks, fitting)
-    return Models(config, place, shapes, num_blocks, vllm.max_model_len, False, None, vllm)
+    return Models(
+        config, place, shapes, num_blocks, vllm.max_model_len, False, None, tokenizers, vllm
+    )
 
 
 def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
@@ -226,18 +233,22 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
     """As the scheduler sees it; limited where the target can read what it cannot."""
     is_chained = DrafterParts.of(config.drafters[name]).is_chain
     shape = models.shapes.get(name)
+    drafts_text = name in models.tokenizers
     drafter = Drafter(
         name,
         has_lane=config.pipeline != "off",
         max_num_seqs=config.drafter_max_num_seqs.get(name),
         is_chained=is_chained,
-        stops_early=not (shape is None or is_chained or models.place.backend == "graphs"),
+        stops_early=not (
+            shape is None or is_chained or drafts_text or models.place.backend == "graphs"
+        ),
     )
     if shape is not None:
-        drafter.pool = _pool(config, models.num_blocks)
+        # Where it counts in other tokens it keeps blocks of its own, and these are an estimate.
+        drafter.pool = _pool(config, models.num_blocks, shared=not drafts_text)
         if shape.max_position_embeddings < models.max_model_len:
             drafter.max_len = shape.max_position_embeddings
-        if shape.vocab_size < models.target.vocab_size:
+        if shape.vocab_size < models.target.vocab_size and not drafts_text:
             drafter.vocab_size = shape.vocab_size
     return drafter
 
@@ -253,21 +264,30 @@ def _drafter_shapes(config: EngineConfig) -> dict[str, DecoderConfig]:
     }
 
 
-def _check_tokenizers(config: EngineConfig) -> None:
-    """Draft tokens are ids: they mean something only under one tokenizer."""
+def _tokenizers(config: EngineConfig) -> dict[str, Tokenizer]:
+    """Of drafters with another tokenizer than the target, by name, and then the target's under
+    TARGET: to others token ids mean the same, and they need none."""
+    found: dict[str, Tokenizer] = {}
     models = config.drafter_models
     if not models:
-        return
+        return found
     source = open_checkpoint(config.target).tokenizer_source()
     for name, path in models.items():
         if open_checkpoint(path).tokenizer_source() == source:
             continue
-        if load_tokenizer(path).digest != load_tokenizer(config.target).digest:
-            raise ConfigError(
-                f"drafter {name!r} ({path}) has another tokenizer than the target "
-                f"({config.target}); a drafter must share the target's tokenizer"
+        own, target = load_tokenizer(path), found.get(TARGET) or load_tokenizer(config.target)
+        # A digest of a large vocabulary takes its time.
+        if own.vocab_size != target.vocab_size or own.digest != target.digest:
+            found |= {name: own, TARGET: target}
+            _log.warning(
+                "drafter %s (%s) has another tokenizer than the target: it drafts text, of which "
+                "the target's tokens are verified",
+                name,
+                path,
             )
+    return found
 
 
-def _pool(config: EngineConfig, num_blocks: int) -> BlockPool:
-    return BlockPool(num_blocks, config.block_size, prefix_caching=config.prefix_caching)
+def _pool(config: EngineConfig, num_blocks: int, *, shared: bool = True) -> BlockPool:
+    """shared: between requests, where the configuration has it so."""
+    return BlockPool(num_blocks, config.block_size, prefix_caching=shared and config.prefix_caching)

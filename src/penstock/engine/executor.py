@@ -198,10 +198,13 @@ class LocalExecutor(ABC):
         orders = orders_of(plan)
         models = {o.drafter for o in orders} | ({TARGET} if plan.items else set())
         ids = {i.request_id for i in plan.items} | {o.request_id for o in orders}
-        recalled = []
+        recalled: list[tuple[str, Draft, torch.Tensor | None]] = []
         for item in plan.items:
             held = self._held.take(item, self.target)
-            if held is not None and item.source is DraftSource.HELD:
+            if item.source is DraftSource.AHEAD:
+                tokens = list(item.ahead_token_ids)
+                recalled.append((item.request_id, Draft(tokens, [-1] * len(tokens)), None))
+            elif held is not None and item.source is DraftSource.HELD:
                 recalled.append((item.request_id, *held))
         now = self._clock.now()
         return StepJob(

@@ -36,9 +36,12 @@ class Tokenizer:
 
     def __init__(self, fast: Any) -> None:
         self._fast = fast
-        self._special_ids = frozenset(
-            token_id for token_id, token in fast.added_tokens_decoder.items() if token.special
-        )
+        self.special_tokens: dict[int, str] = {
+            token_id: token.content
+            for token_id, token in fast.added_tokens_decoder.items()
+            if token.special
+        }
+        """By id, as they are spelt."""
 
     @property
     def vocab_size(self) -> int:
@@ -60,6 +63,20 @@ class Tokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens)
         return ids
+
+    def encode_behind(self, token_ids: Sequence[int], text: str) -> list[int] | None:
+        """Tokens of a text that goes on from others, of which the last few are enough: as one text
+        with theirs is cut. None where a token would belong to both."""
+        if not token_ids:
+            return self.encode(text, add_special_tokens=False)
+        before = self.bytes_of(token_ids).decode(errors="ignore")
+        ids = self.encode(before + text, add_special_tokens=False)
+        # From the end: many vocabularies spell the beginning of a text in another way.
+        num_bytes, begin = len(text.encode()), len(ids)
+        while num_bytes > 0 and begin > 0:
+            begin -= 1
+            num_bytes -= len(self.token_bytes(ids[begin], ids[begin - 1] if begin else None))
+        return ids[begin:] if num_bytes == 0 else None
 
     def encode_within(
         self, text: str, limit: int, add_special_tokens: bool = True
@@ -132,7 +149,7 @@ class Tokenizer:
         return next(text, None)
 
     def is_special(self, token_id: int) -> bool:
-        return token_id in self._special_ids
+        return token_id in self.special_tokens
 
     def token_bytes(self, token_id: int, previous: int | None) -> bytes:
         """What a token adds to the text after token `previous` (None: at its start), in UTF-8.
@@ -152,6 +169,11 @@ class Tokenizer:
         before = self.decode(context, skip_special_tokens=False)
         after = self.decode([*context, token_id], skip_special_tokens=False)
         return after[len(before) :].encode()
+
+    def bytes_of(self, token_ids: Sequence[int], previous: int | None = None) -> bytes:
+        """What tokens add to the text after token `previous`, in UTF-8."""
+        before = [previous, *token_ids]
+        return b"".join(self.token_bytes(t, p) for t, p in zip(token_ids, before, strict=False))
 
     @cached_property
     def _longest_token(self) -> int:
@@ -208,6 +230,17 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._previous = previous
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    @property
+    def is_amid_character(self) -> bool:
+        """Whether something is held back."""
+        return bool(self._utf8.getstate()[0])
+
+    def copy(self) -> IncrementalDetokenizer:
+        """Another stream, which is as far."""
+        other = self._tokenizer.detokenizer(self._skip_special_tokens, self._previous)
+        other._utf8.setstate(self._utf8.getstate())
+        return other
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""

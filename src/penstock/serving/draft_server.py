@@ -15,12 +15,17 @@ from collections.abc import Callable
 from functools import partial
 
 from penstock.core.types import SamplingParams
-from penstock.engine.drafters.sessions import DraftingSessions, SessionDraft, SessionOrder
+from penstock.engine.drafters.sessions import (
+    DraftingSessions,
+    SessionDraft,
+    SessionLines,
+    SessionOrder,
+)
 from penstock.serving.drafting import DraftingThread
 from penstock.serving.link import Endpoint, VerifierLink
 from penstock.serving.tracked import Piece, TrackedRequest, VerifiedText
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import decode_sampling, in_effect
+from penstock.transport.wire import decode_sampling, encode_pieces, in_effect
 
 _MAX_REMEMBERED = 1024
 """Most verdicts kept for requests that are not known yet, and most releases remembered."""
@@ -45,7 +50,7 @@ class DraftService:
         self.limits = pb.Welcome()
         """Of the last stream."""
         self._takes_assignments = hello.takes_assignments
-        self._drafting = DraftingThread(sessions, self._send_drafts)
+        self._drafting = DraftingThread(sessions, self._send_drafts, self._send_lines)
         self._by_wire_id: dict[str, TrackedRequest] = {}
         self._by_key: dict[str, TrackedRequest] = {}
         self._early_verdicts: OrderedDict[tuple[str, int], Piece] = OrderedDict()
@@ -63,6 +68,11 @@ class DraftService:
             link.cancel()
             await asyncio.gather(link, return_exceptions=True)
             await self._drafting.stop()
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that were sent before they were asked for."""
+        return self._drafting.num_ahead
 
     # --- edge ingress ---------------------------------------------------------------------------
 
@@ -90,6 +100,7 @@ class DraftService:
         """A new stream is open, and everything sent before is void."""
         self.limits = welcome
         self._drafting.post(lambda sessions: sessions.proposer.limit_vocab(welcome.vocab_size))
+        self._drafting.post(DraftingSessions.begin_stream)
         if not self.welcome.done():
             self.welcome.set_result(welcome)
         self.on_connected()
@@ -187,7 +198,7 @@ class DraftService:
             if fresh.finish_reason:
                 self._finish(tracked)
             if tracked.listener is not None:
-                tracked.listener(fresh, tracked.num_proposed(fresh))
+                tracked.listener(fresh)
 
     def _finish(self, tracked: TrackedRequest) -> None:
         """No more comes of a request on this stream. One of edge ingress may be opened again."""
@@ -219,6 +230,15 @@ class DraftService:
             order = SessionOrder(tracked.tag, assign.prefix_len, limit, assign.min_survival)
             self._drafting.post(lambda sessions: sessions.order(tracked.key, order))
 
+    def _send_lines(self, found: list[SessionLines]) -> None:
+        ahead = pb.DraftAhead()
+        for key, pieces in found:
+            tracked = self._by_key.get(key)
+            if tracked is not None and self._by_wire_id.get(tracked.wire_id) is tracked:
+                ahead.lines.add(request_id=tracked.wire_id, pieces=encode_pieces(pieces))
+        if ahead.lines:
+            self.link.send(pb.Up(ahead=ahead))
+
     def _send_drafts(self, drafts: list[SessionDraft]) -> None:
         for draft in drafts:
             tracked = self._by_key.get(draft.key)
@@ -235,7 +255,11 @@ class DraftService:
         self._by_key[tracked.key] = tracked
         tracked.drafted_as = params
         token_ids = tuple(tracked.text.token_ids)
-        self._drafting.post(lambda sessions: sessions.begin(tracked.key, token_ids, params))
+        # A request with a limit of its own is left to orders, which keep it.
+        sends_lines = self.limits.max_ahead_tokens > 0 and tracked.max_draft_tokens is None
+        self._drafting.post(
+            lambda sessions: sessions.begin(tracked.key, token_ids, params, sends_lines=sends_lines)
+        )
 
     def _forget(self, tracked: TrackedRequest) -> None:
         self._by_wire_id.pop(tracked.wire_id, None)

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import grpc
 
 from penstock.core.types import (
+    DraftAhead,
     DraftOrder,
     FinishReason,
+    LatencyTarget,
     Output,
     Request,
     SamplingParams,
@@ -32,12 +34,14 @@ from penstock.transport.checks import (
     answers,
     check_draft,
     check_hello,
+    check_lines,
     check_open,
     parse,
 )
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import (
     PrefixDigest,
+    decode_pieces,
     decode_sampling,
     decode_weights,
     encode_logprobs,
@@ -161,6 +165,8 @@ class DraftStream:
             self._open(message.open)
         elif kind == "draft":
             return self._draft(message.draft)
+        elif kind == "ahead":
+            return self._ahead(message.ahead)
         else:
             self._close(message.close.request_id)
         return True
@@ -194,6 +200,7 @@ class DraftStream:
             sampling=in_effect(sampling, trusted=self.identity.trusted),
             drafter=self.drafter,
             expected_output_tokens=message.expected_output_tokens or None,
+            latency=LatencyTarget(message.tpot or None, message.deadline or None),
         )
         opened = EdgeRequest(
             message.request_id,
@@ -251,6 +258,20 @@ class DraftStream:
                 prefix_len=request.prefix.length,
             )
         )
+
+    def _ahead(self, ahead: pb.DraftAhead) -> bool:
+        """What goes on from a text that has taken another turn meanwhile is nobody's fault."""
+        assert self.drafter is not None
+        is_of_use = False
+        for lines in ahead.lines:
+            request = self._edge.get(lines.request_id) or self._assigned.get(lines.request_id)
+            if request is None:
+                continue
+            check_lines(lines, self.limits, weighted=request.weighted)
+            pieces = decode_pieces(lines.pieces)
+            self._hub.client.post(DraftAhead(request.engine_id, self.drafter, pieces))
+            is_of_use = True
+        return is_of_use
 
     def _note_late_answer(self) -> None:
         """A late answer to an order that was withdrawn: the engine learns that the server lives."""
@@ -321,6 +342,7 @@ class DraftStream:
             start=request.prefix.length,
             token_ids=output.token_ids,
             num_accepted=output.num_accepted,
+            num_drafted=output.num_proposed,
             finish_reason=output.finish_reason or "",
             reason=output.error or "",
             logprobs=encode_logprobs(logprobs),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import queue
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,13 @@ import torch
 from penstock.engine.backends import load_runner
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
-from penstock.engine.drafters.sessions import DraftingSessions, Proposer, SessionDraft, TopWeights
+from penstock.engine.drafters.sessions import (
+    DraftingSessions,
+    Proposer,
+    SessionDraft,
+    SessionLines,
+    TopWeights,
+)
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.transport.checks import PROTOCOL_VERSION
@@ -23,6 +30,9 @@ from penstock.transport.wire import WEIGHT_SUM, truncate, weight_rows
 
 _NUM_WEIGHTS = 32
 """Tokens of a truncated distribution: 64 would double a draft's bytes for 0.001 of acceptance."""
+_LINES_EVERY_S = 0.005
+"""How often drafts ahead are sent: a small model drafts faster than messages should come."""
+
 Command = Callable[[DraftingSessions], None]
 
 
@@ -79,18 +89,29 @@ class DraftingThread:
     """Runs sessions between commands, and says on the event loop what comes of them.
 
     on_drafts: called on the loop with finished drafts, in order
+    on_lines: called on the loop with what was drafted ahead, of all requests and now and then
     """
 
     def __init__(
-        self, sessions: DraftingSessions, on_drafts: Callable[[list[SessionDraft]], None]
+        self,
+        sessions: DraftingSessions,
+        on_drafts: Callable[[list[SessionDraft]], None],
+        on_lines: Callable[[list[SessionLines]], None],
     ) -> None:
         self._sessions = sessions
         self._on_drafts = on_drafts
+        self._on_lines = on_lines
+        self._told_at = 0.0
         self._commands: queue.SimpleQueue[Command | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._run, name="drafting", daemon=True)
         self.failed: asyncio.Future[None] = self._loop.create_future()
         """Gets the exception that ends the thread, if one does."""
+
+    @property
+    def num_ahead(self) -> int:
+        """Tokens that were sent ahead."""
+        return self._sessions.num_ahead
 
     def start(self) -> None:
         self._thread.start()
@@ -118,6 +139,8 @@ class DraftingThread:
     def _serve(self) -> None:
         while True:
             is_idle = not self._sessions.is_busy
+            if is_idle or time.monotonic() >= self._told_at + _LINES_EVERY_S:
+                self._tell_lines()
             while is_idle or not self._commands.empty():
                 command = self._commands.get()
                 if command is None:
@@ -127,3 +150,9 @@ class DraftingThread:
             drafts = self._sessions.step()
             if drafts:
                 self._loop.call_soon_threadsafe(self._on_drafts, drafts)
+
+    def _tell_lines(self) -> None:
+        self._told_at = time.monotonic()
+        found = self._sessions.take_lines()
+        if found:
+            self._loop.call_soon_threadsafe(self._on_lines, found)

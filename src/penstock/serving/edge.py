@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
+from functools import partial
 
 from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
 from penstock.serving.draft_server import DraftService
@@ -37,6 +39,9 @@ _REJECTIONS: dict[pb.Refused.Code, type[RequestRejected]] = {
 
 _RETRY_S = 0.2
 
+_LEAST_DEADLINE_S = 1e-3
+"""Of a request whose deadline has passed while the link was down: it is late in any case."""
+
 _log = logging.getLogger(__name__)
 
 
@@ -49,6 +54,7 @@ class _EdgeRequest:
     is_open: bool = False
     num_tries: int = 0
     retry: asyncio.TimerHandle | None = None
+    started_at: float = field(default_factory=time.monotonic)
 
     @property
     def num_remaining(self) -> int:
@@ -60,6 +66,9 @@ class _EdgeRequest:
         expected = request.expected_output_tokens
         if expected is not None:
             expected = min(max(expected + request.prompt_len - len(text), 1), self.num_remaining)
+        tpot, deadline = request.latency
+        if deadline is not None:
+            deadline = max(_LEAST_DEADLINE_S, deadline + self.started_at - time.monotonic())
         return pb.Open(
             prompt_token_ids=text.token_ids,
             max_tokens=self.num_remaining,
@@ -67,6 +76,8 @@ class _EdgeRequest:
             num_logprobs=request.sampling.num_logprobs,
             sampling=encode_sampling(request.sampling),
             expected_output_tokens=expected,
+            tpot=tpot,
+            deadline=deadline,
         )
 
 
@@ -119,7 +130,7 @@ class EdgeClient(RequestClient):
         if problem is not None:
             self._route(Output(request.id, finish_reason=FinishReason.REFUSED, error=problem))
             return
-        tracked.listener = lambda piece, num_proposed: self._take(edge, piece, num_proposed)
+        tracked.listener = partial(self._take, edge)
         self._open_waiting()
 
     def _stop(self, request_id: str) -> None:
@@ -171,11 +182,11 @@ class EdgeClient(RequestClient):
 
     # --- what comes back ------------------------------------------------------------------------
 
-    def _take(self, edge: _EdgeRequest, piece: Piece, num_proposed: int) -> None:
+    def _take(self, edge: _EdgeRequest, piece: Piece) -> None:
         if piece.token_ids:
             edge.num_tries = 0
         if piece.finish_reason and self._is_temporary(edge, piece.finish_reason):
-            self._hand_on(edge, piece, num_proposed, None)
+            self._hand_on(edge, piece, None)
             self._retry_later(edge, piece.reason)
             return
         finish = FinishReason(piece.finish_reason) if piece.finish_reason else None
@@ -185,7 +196,7 @@ class EdgeClient(RequestClient):
             assert isinstance(sink, OutputStream)
             sink.fail(_REJECTIONS[piece.code](piece.reason))
         else:
-            self._hand_on(edge, piece, num_proposed, finish)
+            self._hand_on(edge, piece, finish)
         if finish is not None:
             self._open_waiting()
 
@@ -204,9 +215,7 @@ class EdgeClient(RequestClient):
         _log.warning("a request was given up (%s); opening it again in %.1f s", reason, delay)
         edge.retry = asyncio.get_running_loop().call_later(delay, self._retry, edge)
 
-    def _hand_on(
-        self, edge: _EdgeRequest, piece: Piece, num_proposed: int, finish: FinishReason | None
-    ) -> None:
+    def _hand_on(self, edge: _EdgeRequest, piece: Piece, finish: FinishReason | None) -> None:
         if piece.token_ids or finish is not None:
             self._route(
                 Output(
@@ -215,9 +224,9 @@ class EdgeClient(RequestClient):
                     num_tokens=len(piece.token_ids),
                     finish_reason=finish,
                     error=piece.reason or None,
-                    drafter=self._server.limits.drafter if num_proposed else None,
-                    num_proposed=num_proposed,
-                    num_accepted=min(piece.num_accepted, num_proposed),
+                    drafter=self._server.limits.drafter if piece.num_drafted else None,
+                    num_proposed=piece.num_drafted,
+                    num_accepted=min(piece.num_accepted, piece.num_drafted),
                     logprobs=piece.logprobs,
                 )
             )

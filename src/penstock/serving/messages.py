@@ -136,6 +136,8 @@ class EngineStats:
     busy_s, uptime_s: seconds inside the loop's turns, and since the engine was ready
     num_target_steps, phases: target steps, and their seconds by phase
     drafter_seconds: of drafting and reading, by drafter of this machine
+    num_ahead, num_ahead_used: tokens that draft servers have sent ahead, and those of them that
+        were part of a verified draft
     """
 
     num_running: int
@@ -148,6 +150,8 @@ class EngineStats:
     num_target_steps: int
     phases: PhaseTimes
     drafter_seconds: dict[str, float]
+    num_ahead: int = 0
+    num_ahead_used: int = 0
 
 
 def frame(message: object) -> bytes:

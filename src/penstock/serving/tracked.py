@@ -13,9 +13,9 @@ from penstock.transport.wire import PrefixDigest, decode_logprobs, encode_weight
 
 
 class Piece(NamedTuple):
-    """Verified tokens from position `start` on, of which the first `num_accepted` were drafted, and
-    perhaps the end of the request (`finish_reason` is empty while it goes on; `code` says why it is
-    `refused`). `logprobs`: one for each token, or none at all."""
+    """Verified tokens from position `start` on, of which the first `num_accepted` are those of a
+    draft of `num_drafted`, and perhaps the end of the request (`finish_reason` is empty while it
+    goes on; `code` says why it is `refused`). `logprobs`: one for each token, or none at all."""
 
     start: int
     token_ids: tuple[int, ...]
@@ -24,6 +24,7 @@ class Piece(NamedTuple):
     reason: str = ""
     code: pb.Refused.Code = pb.Refused.INVALID
     logprobs: tuple[TokenLogprob, ...] = ()
+    num_drafted: int = 0
 
     @classmethod
     def of(cls, verdict: pb.VerifiedTokens) -> Self:
@@ -34,6 +35,7 @@ class Piece(NamedTuple):
             verdict.finish_reason,
             verdict.reason,
             logprobs=decode_logprobs(verdict.logprobs),
+            num_drafted=verdict.num_drafted,
         )
 
 
@@ -78,11 +80,12 @@ class VerifiedText:
             token_ids=piece.token_ids[num_known:],
             logprobs=piece.logprobs[num_known:],
             num_accepted=max(piece.num_accepted - num_known, 0),
+            num_drafted=max(piece.num_drafted - num_known, 0),
         )
 
 
-Listener = Callable[[Piece, int], None]
-"""Gets the pieces of a text as they are verified, with the number of tokens drafted for each."""
+Listener = Callable[[Piece], None]
+"""Gets the pieces of a text as they are verified."""
 
 
 @dataclass(slots=True, eq=False)
@@ -98,7 +101,6 @@ class TrackedRequest:
     is_taken:   the other side has it; what is refused now is something else
     asked:      the assignment that has no answer yet; `is_ordered` when it is being drafted for
     newest:     (epoch, round) of the last assignment
-    sent:       prefix and length of the last draft
     """
 
     key: str
@@ -112,7 +114,6 @@ class TrackedRequest:
     asked: pb.Assign | None = None
     is_ordered: bool = False
     newest: tuple[int, int] = (-1, -1)
-    sent: tuple[int, int] = (-1, 0)
 
     @property
     def tag(self) -> tuple[str, int, int]:
@@ -129,11 +130,6 @@ class TrackedRequest:
     def is_newer(self, assign: pb.Assign) -> bool:
         return (assign.epoch, assign.round) > self.newest
 
-    def num_proposed(self, piece: Piece) -> int:
-        """Tokens that were drafted for a piece."""
-        prefix_len, size = self.sent
-        return size if prefix_len == piece.start else 0
-
     def answer(self, draft: SessionDraft | None) -> pb.DraftTokens | None:
         """The answer to the assignment that is open, which it then is no more."""
         assign, self.asked, self.is_ordered = self.asked, None, False
@@ -147,7 +143,6 @@ class TrackedRequest:
             prefix_digest=self.text.digest.digest(),
         )
         if draft is not None:
-            self.sent = (assign.prefix_len, len(draft.token_ids))
             message.token_ids.extend(draft.token_ids)
             message.weights.extend(encode_weights(draft.sources))
         return message

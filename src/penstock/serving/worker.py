@@ -235,6 +235,8 @@ class EngineServer:
             num_target_steps=self._engine.executor.totals.num_target_steps,
             phases=self._engine.executor.totals.phases,
             drafter_seconds=self._engine.executor.totals.drafter_seconds,
+            num_ahead=scheduler.table.counters.ahead,
+            num_ahead_used=scheduler.table.counters.ahead_used,
         )
 
 

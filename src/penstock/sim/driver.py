@@ -87,7 +87,7 @@ def simulate(
     stalled, is_busy = None, False
     while (now := clock.now()) <= until:
         due: list[Event] = []
-        if remote.next_time <= now:
+        if remote.sends_ahead or remote.next_time <= now:
             due += remote.take(now)
         if timeline.next_time <= now:
             due += timeline.take(now)

@@ -20,7 +20,14 @@ from penstock.core.loop import Instrument
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, Tenant
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, FinishReason, Request
+from penstock.core.types import (
+    AUTO_DRAFTER,
+    NO_DRAFTER,
+    NO_TARGET,
+    FinishReason,
+    LatencyTarget,
+    Request,
+)
 from penstock.fluid.shares import jain_index, max_min_shares
 from penstock.fluid.step_profile import StepProfile
 from penstock.sim.acceptance import AcceptanceModel, of_tenants
@@ -29,6 +36,7 @@ from penstock.sim.drafters import DrafterCapacity
 from penstock.sim.driver import SimulationResult, simulate
 from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
 from penstock.sim.links import DraftServer, RemoteDrafting
+from penstock.sim.ranks import RankedAcceptance
 from penstock.sim.slowdown import by_prompt_len, seconds_alone
 from penstock.sim.workloads import Workload
 
@@ -142,7 +150,8 @@ class Report:
         self, ttft_p99: float | None = None, tpot_p99: float | None = None
     ) -> dict[str, Any]:
         """The keys of `penstock simulate --json`. With a target, in seconds, also what became of
-        it; with tenants, their shares."""
+        it; with tenants, their shares; with targets of requests, how many there were and were
+        met."""
         figures = self._figures(np.ones(len(self.arrived_at), dtype=bool))
         lengths = self.workload.prompt_len[: len(self.arrived_at)][self.completed]
         slowdown = self.slowdown
@@ -162,6 +171,28 @@ class Report:
         return figures
 
     @property
+    def has_target(self) -> npt.NDArray[np.bool_]:
+        """Which requests ask for a TPOT or a deadline of their own."""
+        return ~(np.isnan(self._asked(self.workload.tpot)) & np.isnan(self._deadline))
+
+    @property
+    def met_target(self) -> npt.NDArray[np.bool_]:
+        """Which of them were within all that they asked for, to the end. A request of one token has
+        no TPOT to miss."""
+        tpot, latency = self._asked(self.workload.tpot), self.finished_at - self.arrived_at
+        is_slow = (self.num_tokens > 1) & (self.token_seconds > tpot)
+        return self.has_target & self.completed & ~is_slow & ~(latency > self._deadline)
+
+    @property
+    def _deadline(self) -> FloatArray:
+        return self._asked(self.workload.deadline)
+
+    def _asked(self, column: FloatArray | None) -> FloatArray:
+        """What the requests that came ask for; NaN is nothing."""
+        num = len(self.arrived_at)
+        return np.full(num, np.nan) if column is None else column[:num]
+
+    @property
     def _seconds(self) -> float:
         return max(self.result.finished_at, 1e-12)
 
@@ -170,7 +201,10 @@ class Report:
         completed = self.completed & chosen
         several = completed & (self.num_tokens > 1)
         seconds = self._seconds
+        asked = int((self.has_target & chosen).sum())
+        met = int((self.met_target & chosen).sum())
         return {
+            **({"latency_targets": {"requests": asked, "met": met}} if asked else {}),
             "requests_completed": int(completed.sum()),
             "requests_refused": int((self.refused & chosen).sum()),
             "requests_unfinished": int((chosen & ~self.completed & ~self.refused).sum()),
@@ -263,11 +297,12 @@ def _executor(setup: Setup, workload: Workload, clock: VirtualClock) -> Simulate
     acceptance = setup.acceptance
     if acceptance is not None and workload.tenants is not None:
         acceptance = of_tenants(acceptance, workload.tenants.tolist())
+    ranked = acceptance.rank if isinstance(acceptance, RankedAcceptance) else None
     return SimulatedExecutor(
         clock,
         ProfiledStepTimes(setup.profile, profiles),
         acceptance,
-        RemoteDrafting(setup.draft_servers, setup.seed),
+        RemoteDrafting(setup.draft_servers, setup.seed, ranked),
         drafters,
         profiles,
     )
@@ -303,6 +338,7 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
     tenants = workload.tenants
     drafter = AUTO_DRAFTER if setup.drafters or setup.draft_servers else NO_DRAFTER
     own_servers = {s.tenant: s.name for s in setup.draft_servers}
+    targets = _targets(workload)
     rows = zip(
         workload.prompt_len.tolist(), workload.output_len.tolist(), arrived_at.tolist(), strict=True
     )
@@ -316,7 +352,18 @@ def requests_of(workload: Workload, setup: Setup) -> Iterator[Request]:
             tenant,
             drafter=own_servers.get(tenant, drafter),
             expected_output_tokens=output_len,
+            latency=NO_TARGET if targets is None else targets[i],
         )
+
+
+def _targets(workload: Workload) -> list[LatencyTarget] | None:
+    """Of every request; None where none asks for anything."""
+    if workload.tpot is None and workload.deadline is None:
+        return None
+    columns = (workload.tpot, workload.deadline)
+    nothing = np.full(len(workload), np.nan)
+    given = np.stack([nothing if column is None else column for column in columns], axis=1)
+    return [LatencyTarget(*[None if math.isnan(s) else s for s in row]) for row in given.tolist()]
 
 
 def _report(setup: Setup, workload: Workload, result: SimulationResult, wall_s: float) -> Report:

@@ -29,12 +29,16 @@ class Trace(NamedTuple):
     prompt_len, output_len: tokens, int64.
     arrival_time: seconds since the first arrival, float64; None where the file has none.
     tenants: names; None where the file has none.
+    tpot, deadline: what the requests ask for (`LatencyTarget`), in seconds, NaN where one asks for
+        nothing; None where the file has none.
     """
 
     prompt_len: NDArray[np.int64]
     output_len: NDArray[np.int64]
     arrival_time: NDArray[np.float64] | None
     tenants: NDArray[np.str_] | None
+    tpot: NDArray[np.float64] | None = None
+    deadline: NDArray[np.float64] | None = None
 
 
 class _Layout(NamedTuple):
@@ -69,7 +73,9 @@ def read_trace(path: Path) -> Trace:
     - `Timestamp, Request tokens, Response tokens` (BurstGPT): times in seconds;
     - `timestamp, input_length, output_length` (Mooncake): times in whole milliseconds.
 
-    A file with `.jsonl` in its name has a JSON object a line, with the columns as its keys.
+    Any of them may have `tpot_ms` and `deadline_ms`, what a request asks for in milliseconds; an
+    empty cell asks for nothing. A file with `.jsonl` in its name has a JSON object a line, with the
+    columns as its keys.
 
     Raises: WorkloadError.
     """
@@ -87,6 +93,8 @@ def read_trace(path: Path) -> Trace:
         output_len=_lengths(table, layout.output),
         arrival_time=None if layout.arrival is None else _times(table, layout.arrival),
         tenants=_names(table, layout.tenant) if layout.tenant in header else None,
+        tpot=_targets(table, "tpot_ms") if "tpot_ms" in header else None,
+        deadline=_targets(table, "deadline_ms") if "deadline_ms" in header else None,
     )
 
 
@@ -261,6 +269,22 @@ def _names(table: TraceTable, name: str | None) -> NDArray[np.str_]:
     values = np.array([cell.strip() for cell in table.column(name)])
     if (values == "").any():
         raise table.error(int(np.argmax(values == "")), name, "is not a name")
+    return values
+
+
+def _targets(table: TraceTable, name: str) -> NDArray[np.float64]:
+    """Seconds, of milliseconds; NaN for an empty cell."""
+    cells = [cell.strip() for cell in table.column(name)]
+    # JSON's null is told as None.
+    given = [row for row, cell in enumerate(cells) if cell not in ("", "None")]
+    values = np.full(len(cells), np.nan)
+    for row in given:
+        try:
+            values[row] = float(cells[row]) / 1000
+        except ValueError as error:
+            raise table.error(row, name, "is not a number") from error
+        if not 0 < values[row] < np.inf:
+            raise table.error(row, name, "is not a number of milliseconds over 0")
     return values
 
 

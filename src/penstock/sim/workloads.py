@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +51,8 @@ class Workload:
     arrival_time: seconds, float64, sorted, the first one 0; None while there are none.
     tenants: names; None if there are none.
     mix: what the lengths were drawn from; None if they were recorded.
+    tpot, deadline: what requests ask for (`LatencyTarget`), in seconds, NaN where one asks for
+        nothing; None if none does.
 
     Raises: WorkloadError for columns that do not fit that description.
     """
@@ -60,9 +63,11 @@ class Workload:
     arrival_time: NDArray[np.float64] | None = None
     tenants: NDArray[np.str_] | None = None
     mix: Mix | None = None
+    tpot: NDArray[np.float64] | None = None
+    deadline: NDArray[np.float64] | None = None
 
     def __post_init__(self) -> None:
-        columns = (self.prompt_len, self.output_len, self.arrival_time, self.tenants)
+        columns = [getattr(self, name) for name in _COLUMNS]
         if len({len(column) for column in columns if column is not None}) != 1:
             raise WorkloadError(f"the columns of workload {self.name!r} differ in length")
         if not len(self):
@@ -81,14 +86,8 @@ class Workload:
 
     def take(self, rows: slice | NDArray[np.intp]) -> Workload:
         """The requests of those rows."""
-        return Workload(
-            self.name,
-            self.prompt_len[rows],
-            self.output_len[rows],
-            None if self.arrival_time is None else self.arrival_time[rows],
-            None if self.tenants is None else self.tenants[rows],
-            self.mix,
-        )
+        columns = {name: getattr(self, name) for name in _COLUMNS}
+        return replace(self, **{n: c[rows] for n, c in columns.items() if c is not None})
 
     def shuffled(self, seed: int) -> Workload:
         """The same requests in random order, at the same times. What was drawn from a mix has no
@@ -100,6 +99,7 @@ class Workload:
         return replace(requests, arrival_time=self.arrival_time)
 
 
+_COLUMNS = ("prompt_len", "output_len", "arrival_time", "tenants", "tpot", "deadline")
 _BINS = tuple(range(50, 501, 50))
 # WAIT paper, section 5: low and high demand, four nested types, and a stand-in for ten bins of
 # LMSYS-Chat-1M lengths.
@@ -131,36 +131,33 @@ def load_workload(path: str | Path) -> Workload:
 
     Raises: WorkloadError.
     """
-    return Workload(Path(path).name, *read_trace(Path(path)))
+    return Workload(Path(path).name, **read_trace(Path(path))._asdict())
 
 
 def concatenate(first: Workload, second: Workload) -> Workload:
     """The requests of `first`, then those of `second`: a workload whose lengths shift on the way.
 
     Both have arrival times or neither; `second` then starts one mean gap of `first` after its end.
-    Both have tenants or neither.
+    Both have tenants or neither, and the same targets.
 
     Raises: WorkloadError.
     """
-    for column in ("arrival_time", "tenants"):
+    for column in _COLUMNS:
         if (getattr(first, column) is None) != (getattr(second, column) is None):
             raise WorkloadError(
                 f"one of {first.name!r} and {second.name!r} has {column}, the other has not"
             )
-    times = tenants = None
+    added: dict[str, Any] = {name: getattr(second, name) for name in _COLUMNS}
     if first.arrival_time is not None and second.arrival_time is not None:
         end = first.arrival_time[-1]
         start = end + end / max(len(first) - 1, 1)
-        times = np.concatenate([first.arrival_time, start + second.arrival_time])
-    if first.tenants is not None and second.tenants is not None:
-        tenants = np.concatenate([first.tenants, second.tenants])
-    return Workload(
-        f"{first.name}+{second.name}",
-        np.concatenate([first.prompt_len, second.prompt_len]),
-        np.concatenate([first.output_len, second.output_len]),
-        times,
-        tenants,
-    )
+        added["arrival_time"] = start + second.arrival_time
+    columns: dict[str, Any] = {
+        name: np.concatenate([getattr(first, name), column])
+        for name, column in added.items()
+        if column is not None
+    }
+    return Workload(f"{first.name}+{second.name}", **columns)
 
 
 def make_workload(

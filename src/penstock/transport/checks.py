@@ -13,11 +13,12 @@ from typing import NamedTuple
 
 from google.protobuf.message import DecodeError
 
+from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES
 from penstock.core.types import MAX_LOGPROBS
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 
 ASSIGNED_PREFIX = "@"
 """First character of the ids that the verification server gives to requests of central ingress."""
@@ -85,6 +86,7 @@ class Limits:
             trusted=trusted,
             target=target,
             eos_token_ids=sorted(eos_token_ids),
+            max_ahead_tokens=MAX_AHEAD_TOKENS,
         )
 
 
@@ -125,7 +127,7 @@ def parse(data: bytes, limits: Limits) -> pb.Up:
     except DecodeError as error:
         raise Refusal("a message that is not penstock.v1.Up") from error
     if message.WhichOneof("message") is None:
-        raise Refusal("a message of an unknown kind; known are hello, open, draft, close")
+        raise Refusal("a message of an unknown kind; known are hello, open, draft, ahead, close")
     return message
 
 
@@ -180,6 +182,9 @@ def _problem_of_text(message: pb.Open, limits: Limits) -> str | None:
         expected = message.expected_output_tokens
         if not 1 <= expected <= message.max_tokens:
             return f"expected_output_tokens {expected}; it must be from 1 to max_tokens"
+    for name in ("tpot", "deadline"):
+        if message.HasField(name) and not 0 < getattr(message, name) < math.inf:
+            return f"{name} {getattr(message, name)}; it must be a number of seconds over 0"
     if num_stops > _MAX_STOP_TOKENS:
         return f"{num_stops} stop tokens; at most {_MAX_STOP_TOKENS}"
     for name, ids in (("prompt", message.prompt_token_ids), ("stop", message.stop_token_ids)):
@@ -232,6 +237,26 @@ def check_draft(
         problem = "weights, though drafts are compared with the sample" if draft.weights else None
     if problem is not None:
         raise Refusal(problem, draft.request_id)
+
+
+def check_lines(lines: pb.Lines, limits: Limits, *, weighted: bool) -> None:
+    """Check what was sent ahead for a request. `weighted`: its drafts need their distributions, so
+    that nothing can be sent ahead. Raises: Refusal of them."""
+    tokens = [t for piece in lines.pieces for t in piece.token_ids]
+    problem = None
+    if weighted:
+        problem = "tokens ahead, though drafts are verified by their distributions"
+    elif len(lines.pieces) > MAX_LINES or len(tokens) > MAX_AHEAD_TOKENS:
+        problem = (
+            f"{len(tokens)} tokens ahead in {len(lines.pieces)} pieces; at most "
+            f"{MAX_AHEAD_TOKENS} in {MAX_LINES}"
+        )
+    elif tokens and max(tokens) >= limits.vocab_size:
+        problem = f"token {max(tokens)} ahead; token ids go from 0 to {limits.vocab_size - 1}"
+    elif any(p.start > limits.max_request_tokens for p in lines.pieces):
+        problem = f"tokens ahead beyond {limits.max_request_tokens}, the longest request"
+    if problem is not None:
+        raise Refusal(problem, lines.request_id)
 
 
 def _problem_of_weights(

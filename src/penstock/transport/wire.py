@@ -15,6 +15,7 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.ahead import LinePiece
 from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
 
@@ -85,6 +86,21 @@ def encode_weights(rows: Iterable[Weights]) -> list[pb.Distribution]:
 def decode_weights(messages: Sequence[pb.Distribution]) -> tuple[Weights, ...]:
     """What `encode_weights` encoded; not checked here (see `checks`)."""
     return tuple((tuple(m.token_ids), tuple(m.weights)) for m in messages)
+
+
+def encode_pieces(pieces: Iterable[LinePiece]) -> list[pb.LinePiece]:
+    return [
+        pb.LinePiece(line=p.line, start=p.start, token_ids=p.token_ids, parent=p.parent)
+        for p in pieces
+    ]
+
+
+def decode_pieces(messages: Iterable[pb.LinePiece]) -> tuple[LinePiece, ...]:
+    """What `encode_pieces` encoded; not checked here (see `checks`)."""
+    return tuple(
+        LinePiece(m.line, m.start, tuple(m.token_ids), m.parent if m.HasField("parent") else None)
+        for m in messages
+    )
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:

@@ -44,7 +44,7 @@ def taught(step: View, **options: object) -> list[int]:
     for number in range(200):
         policy.allocate(offered, step)
         verdicts = []
-        for state, drafter, _ in offered:
+        for state, drafter, *_ in offered:
             state.round = number
             wrong = number % 10 == 0 if RATES[drafter] > 0.5 else number % 10 != 0
             verdict = Verdict(

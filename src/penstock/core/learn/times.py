@@ -23,6 +23,7 @@ _MIN_CATCH_UP_TOKENS = 16
 _MOST_OVERHEAD_S = 2e-3
 _OVERHEAD_WEIGHT = 0.02
 _SHIFT_WEIGHT = 0.05
+_DRAFTING_WEIGHT = 0.05
 _MIN_PLAIN_STEPS = 50
 """Steps without a draft after which it is known what they take of the host."""
 _DRAFT_OVERHEAD_DECAY = 0.999
@@ -39,6 +40,7 @@ class Times:
     overhead: seconds between two steps of the target that follow each other at once, learned where
     there are drafters;
     draft_overhead: further ones of the host where drafts are made inside the step.
+    drafting: seconds by which drafts lengthen a step in which requests decode, in the mean.
     """
 
     def __init__(self, profile: StepProfile, links: LinkTimes) -> None:
@@ -47,6 +49,7 @@ class Times:
         self.target = StepTimeCurve()
         self.overhead = 0.0
         self.draft_overhead = 0.0
+        self.drafting = 0.0
         self._links = links
         self._by_drafter: dict[str, StepTimeCurve] = {}
         self._catch_up: dict[str, float] = {}
@@ -119,6 +122,11 @@ class Times:
             if result.num_rows:
                 seconds = (result.phases.verify + result.phases.sample) / result.repeats
                 self.target.observe(result.num_rows, seconds)
+            work = result.work
+            if work is not None and work.num_decodes:
+                beyond = self.profile.seconds(work)
+                beyond -= self.profile.seconds(work._replace(num_draft_tokens=0))
+                self.drafting += _DRAFTING_WEIGHT * (result.phases.draft + beyond - self.drafting)
         for timed in result.draft_times:
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
             if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:

@@ -22,6 +22,7 @@ from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import Parts, SourceEvidence
+from penstock.engine.drafters.text import TextDrafter
 from penstock.engine.sequences import TokenBuffer
 
 
@@ -32,7 +33,7 @@ class ChainDrafter(LocalDrafter):
     that asks it next has it read everything since, and the looked-up tokens that it continues.
     """
 
-    def __init__(self, name: str, lookup: LookupDrafter, model: ModelDrafter) -> None:
+    def __init__(self, name: str, lookup: LookupDrafter, model: ModelDrafter | TextDrafter) -> None:
         self.name = name
         self.runner = model.runner
         self._lookup = lookup
@@ -41,7 +42,7 @@ class ChainDrafter(LocalDrafter):
 
     @property
     def timed(self) -> LocalDrafter:
-        return self._model
+        return self._model.timed
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
         parts = [self._choose(o, t) for o, t in zip(orders, texts, strict=True)]
@@ -80,9 +81,9 @@ class ChainDrafter(LocalDrafter):
     def _choose(self, order: DraftOrder, text: TokenBuffer) -> Parts:
         self._evidence.observe(text)
         match = self._lookup.match(text, order.max_draft_tokens)
-        vocab = self._model.runner.vocab_size
+        num_readable = self._model.num_readable
         # Another request's output may hold what only the target can read.
-        readable = list(itertools.takewhile(lambda token: token < vocab, match.token_ids))
+        readable = list(itertools.takewhile(lambda token: token < num_readable, match.token_ids))
         match = match._replace(token_ids=readable)
         num_left = text.request.prompt_len + text.request.max_tokens - text.length
         part = self._evidence.best_parts(order, match, num_left)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ EDGES = (1 / (1 + np.exp(-np.arange(-3.0, 6.0)))).astype(np.float32)
 """Between the bins of a confidence: log-odds of -3 to 5. What matters of a long draft is whether a
 token is right 98 or 99 times of a hundred."""
 
+_EDGES = EDGES.tolist()
 _MIDDLES = 1 / (1 + np.exp(-np.arange(-3.5, 6.0)))
 _PRIOR_STRENGTH = 4.0
 _PRIOR = (1 + _MIDDLES) / 2 * _PRIOR_STRENGTH
@@ -44,7 +46,14 @@ class Calibration:
 
     def acceptance(self, confidence: float) -> float:
         """Probability that a token drafted with this confidence is accepted."""
-        return float(self.table[np.searchsorted(EDGES, confidence, side="right")])
+        bin_ = bisect_right(_EDGES, confidence)
+        accepted = self._accepted[bin_] + _PRIOR[bin_]
+        return float(accepted / (self._seen[bin_] + _PRIOR_STRENGTH))
+
+    @property
+    def mean(self) -> float:
+        """Share of all tokens that were accepted; a half before anything is known."""
+        return float((self._accepted.sum() + 1) / (self._seen.sum() + 2))
 
     @property
     def table(self) -> npt.NDArray[np.float64]:
@@ -58,6 +67,8 @@ class Calibrations:
 
     def __init__(self) -> None:
         self._greedy, self._coupled, self._ratio = Calibration(), Calibration(), Calibration()
+        self.runner_up = Calibration()
+        """Of second choices, where the first one was wrong."""
 
     def of(self, sampling: SamplingParams, *, is_drawn: bool) -> Calibration:
         """is_drawn: the token was sampled from the drafter's own distribution."""

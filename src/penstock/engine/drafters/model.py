@@ -19,7 +19,7 @@ from penstock.engine.sampling import SamplingRows, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
-_MOST_EVALUATED = 256
+MOST_EVALUATED = 256
 """Tokens of one replay that are evaluated, the latest ones: each needs a row of logits."""
 
 
@@ -55,6 +55,11 @@ class ModelDrafter(LocalDrafter):
         self._calibrations = Calibrations()
         self._foreseen: dict[str, tuple[int, int]] = {}
         """By request: the position up to which its text was evaluated, and the guess at it."""
+
+    @property
+    def num_readable(self) -> int:
+        """Token ids that it can read, from 0 on."""
+        return self.runner.vocab_size
 
     def limit_vocab(self, size: int) -> None:
         """Draft no token id of `size` or above."""
@@ -100,7 +105,7 @@ class ModelDrafter(LocalDrafter):
         self._extend_tables(orders)
         ends = [o.start + o.num_catch_up_tokens for o in orders]
         firsts = [
-            min(end, max(o.start, t.request.prompt_len - 1, end - _MOST_EVALUATED))
+            min(end, max(o.start, t.request.prompt_len - 1, end - MOST_EVALUATED))
             if o.evaluate and not t.is_ratio
             else end
             for o, t, end in zip(orders, texts, ends, strict=True)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
-from penstock.core.kv.blocks import BlockPool
 from penstock.core.types import DraftOrder
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.drafters.recent import RecentKv
 from penstock.engine.drafters.sessions import Guess, Session, TopWeights
 from penstock.engine.sampling import SamplingRows, draw_draft
 from penstock.engine.sampling.filters import filtered_probs
@@ -22,16 +20,11 @@ _CHUNK = 256
 _CHUNK_AHEAD = 64
 """Tokens of one text that are read in a step, so that a long one does not hold up the others."""
 
+_NEVER = -1e30
+"""Logit of what may not be guessed; finite, at any temperature."""
+
 Quantise = Callable[[torch.Tensor], list[TopWeights]]
 """Truncated integer distributions of draft_probs [rows, V] float32."""
-
-
-@dataclass(slots=True)
-class _Cached:
-    """What of a session is in the KV cache: its first `num_computed` tokens, in these blocks."""
-
-    num_computed: int = 0
-    blocks: list[int] = field(default_factory=list)
 
 
 class ModelProposer:
@@ -42,16 +35,14 @@ class ModelProposer:
     """
 
     def __init__(self, drafter: ModelDrafter, quantise: Quantise) -> None:
-        runner = drafter.runner
         self._drafter = drafter
         self._quantise = quantise
-        self._pool = BlockPool(runner.num_blocks, runner.block_size, prefix_caching=False)
-        self._cached: OrderedDict[str, _Cached] = OrderedDict()
+        self._kv = RecentKv(drafter)
 
     @property
     def max_length(self) -> int:
         config = self._drafter.runner.config
-        return min(config.max_position_embeddings, self._pool.capacity_tokens)
+        return min(config.max_position_embeddings, self._kv.pool.capacity_tokens)
 
     @property
     def vocab_size(self) -> int:
@@ -59,19 +50,23 @@ class ModelProposer:
 
     @property
     def kv_usage(self) -> float:
-        return self._pool.num_used_blocks / self._pool.num_blocks
+        return self._kv.pool.num_used_blocks / self._kv.pool.num_blocks
 
     def limit_vocab(self, size: int) -> None:
         self._drafter.limit_vocab(size)
 
     def cut(self, session: Session, length: int) -> None:
-        cached = self._cached.get(session.key)
-        if cached is not None:
-            cached.num_computed = min(cached.num_computed, length)
+        self._kv.cut(session.kv_key, length)
 
     def forget(self, session: Session) -> None:
-        if session.key in self._cached:
-            self._evict(session.key)
+        self._kv.evict(session.kv_key)
+
+    @property
+    def has_runner_up(self) -> bool:
+        return True
+
+    def fork(self, session: Session, branch: Session) -> None:
+        self._kv.fork(session.kv_key, branch.kv_key, len(branch.text))
 
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
         taken = self._take_blocks(sessions, ahead)
@@ -82,7 +77,7 @@ class ModelProposer:
         at_end = [int(end == s.length) for s, end in zip(readers, ends, strict=True)]
         logits = self._drafter.read(orders, readers, at_end)
         for session, end in zip(readers, ends, strict=True):
-            self._cached[session.key].num_computed = end
+            self._kv.of(session.kv_key).num_computed = end
         sampling = [s for s, is_at_end in zip(readers, at_end, strict=True) if is_at_end]
         if sampling:
             for session, guess in zip(sampling, self._guess(sampling, logits), strict=True):
@@ -97,37 +92,20 @@ class ModelProposer:
         taken: list[tuple[Session, DraftOrder]] = []
         spared: set[str] = set()
         for session in sessions:
-            cached = self._cached.setdefault(session.key, _Cached())
-            self._cached.move_to_end(session.key)
+            cached = self._kv.of(session.kv_key)
+            cached.is_branch = session.line.barred is not None
             start = min(cached.num_computed, session.length - 1)
             end = min(start + (_CHUNK_AHEAD if ahead else _CHUNK), session.length)
-            missing = max(0, self._pool.blocks_for(end) - len(cached.blocks))
-            spared.add(session.key)
-            if ahead and not self._pool.can_allocate(missing):
-                session.is_stuck = True
-                continue
-            if missing and not self._make_room(missing, spared):
+            spared.add(session.kv_key)
+            blocks = self._kv.grow(session.kv_key, end, None if ahead else spared)
+            if blocks is None:
                 # Whoever is in this step goes first; alone, there will never be room.
-                session.is_stuck = not taken
+                session.is_stuck = ahead or not taken
                 continue
-            blocks = self._pool.allocate(missing) if missing else []
-            cached.blocks += blocks
             name, num_tokens = self._drafter.name, end - start
-            order = DraftOrder(session.key, 0, 0, name, start, num_tokens, 0, tuple(blocks))
+            order = DraftOrder(session.kv_key, 0, 0, name, start, num_tokens, 0, blocks)
             taken.append((session, order))
         return taken
-
-    def _make_room(self, num_blocks: int, spared: set[str]) -> bool:
-        """Evict sessions, the least recently used first, until `num_blocks` are free."""
-        for key in [k for k in self._cached if k not in spared]:
-            if self._pool.can_allocate(num_blocks):
-                break
-            self._evict(key)
-        return self._pool.can_allocate(num_blocks)
-
-    def _evict(self, key: str) -> None:
-        self._pool.free(self._cached.pop(key).blocks)
-        self._drafter.drop_table(key)
 
     # --- sampling -------------------------------------------------------------------------------
 
@@ -136,6 +114,11 @@ class ModelProposer:
         positions = np.array([s.length for s in sessions], dtype=np.int64)
         starts = np.array([s.draft_start for s in sessions], dtype=np.int64)
         drawn = np.array([s.samples_next for s in sessions])
+        barred = [(i, s.barred) for i, s in enumerate(sessions) if s.barred is not None]
+        if barred:
+            logits = logits.clone()
+            for row, token in barred:
+                logits[row, token] = _NEVER
         guesses: list[Guess | None] = [None] * len(sessions)
         for draw, chosen in ((True, np.flatnonzero(drawn)), (False, np.flatnonzero(~drawn))):
             if chosen.size:
@@ -207,6 +190,13 @@ class LookupProposer:
 
     def forget(self, session: Session) -> None:
         self._drafter.forget(session.key)
+
+    @property
+    def has_runner_up(self) -> bool:
+        return False
+
+    def fork(self, session: Session, branch: Session) -> None:
+        """There are no other lines."""
 
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
         for session in sessions:

@@ -5,7 +5,9 @@
  0                                 ^ prefix_len       ^ num_sent
 
 While a draft is under way its session goes on guessing: the token that verification will add, and
-then the next draft. What the verdict confirms is kept, the rest is thrown away.
+then the next draft. What the verdict confirms is kept, the rest is thrown away. Where drafts are
+compared with the target's sample, sessions guess at other outcomes as well, and what they guess is
+sent before it is asked for (`lines`).
 
 A guess is a function of (text before it, seed, position, purpose) and in `ratio` mode of where its
 draft begins, because all noise is. So a draft that was made ahead is the one that would have been
@@ -22,8 +24,12 @@ from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
+from penstock.core.ahead import LEAST_CHANCE as LEAST_LINE_CHANCE
+from penstock.core.ahead import Choices, DraftSpot, LinePiece, num_worth, spots_of
 from penstock.core.types import SamplingParams
+from penstock.engine.drafters import lines
 from penstock.engine.drafters.confidence import Calibration, Calibrations
+from penstock.engine.drafters.lines import Line
 
 LEAST_CHANCE = 0.1
 """Nothing is drafted ahead that is less likely than this to be of use."""
@@ -69,14 +75,23 @@ class SessionDraft(NamedTuple):
     sources: tuple[TopWeights, ...] = ()
 
 
+class SessionLines(NamedTuple):
+    """What was guessed ahead for a request, and not sent before."""
+
+    key: str
+    pieces: tuple[LinePiece, ...]
+
+
 @dataclass(slots=True)
 class Session:
-    """One request.
+    """One request, or one line of it.
 
     num_sent:    tokens of the draft that verification is about to decide on (0: it will add a token
                  of its own); None while an order is awaited or under way
     is_stuck:    no further guess can be had until the text changes
     is_readable: every token of the text is in the drafter's vocabulary
+    kv_key:      names its KV
+    branches:    the request's other lines; num_lines: how many there ever were
     """
 
     key: str
@@ -88,6 +103,23 @@ class Session:
     last_grant: int = _FIRST_GRANT
     is_stuck: bool = False
     is_readable: bool = True
+    kv_key: str = ""
+    line: Line = field(default_factory=lambda: Line(1, 1, 0))
+    branches: list[Session] = field(default_factory=list)
+    num_lines: int = 1
+
+    def fork(self, at: int, name: int) -> Session:
+        """A line that leaves this one instead of its guess `at`."""
+        start = len(self.text) + at
+        self.line.left.add(start)
+        line = Line(name, self.line.name, start, barred=self.guesses[at].token_id)
+        text = self.tokens(0, start)
+        return Session(self.key, text, self.sampling, kv_key=f"{self.key}\0{name}", line=line)
+
+    @property
+    def barred(self) -> int | None:
+        """What the next guess must not be."""
+        return self.line.barred if self.length == self.line.start else None
 
     @property
     def length(self) -> int:
@@ -141,6 +173,15 @@ class Proposer(Protocol):
         """Guess no token id of `size` or above, which the target does not have."""
         ...
 
+    @property
+    def has_runner_up(self) -> bool:
+        """Whether it can say what else a token could be."""
+        ...
+
+    def fork(self, session: Session, branch: Session) -> None:
+        """A new line begins with what is known of another one."""
+        ...
+
     def propose(self, sessions: Sequence[Session], *, ahead: bool) -> None:
         """Go on with these sessions, the first ones before the others: append a guess to each, or
         get nearer to it, or mark it as stuck. What is done `ahead` takes nothing from anybody."""
@@ -166,12 +207,27 @@ class DraftingSessions:
         self._max_draft_tokens = max_draft_tokens
         self._sessions: dict[str, Session] = {}
         self._calibrations = Calibrations()
+        self._lined: set[str] = set()
+        self._next: list[tuple[Session, Session, DraftSpot]] | None = None
+        self.num_ahead = 0
+        """Tokens that were sent ahead."""
 
-    def begin(self, key: str, token_ids: Iterable[int], sampling: SamplingParams) -> None:
-        """A new request; one with the same key is forgotten."""
+    def begin(
+        self,
+        key: str,
+        token_ids: Iterable[int],
+        sampling: SamplingParams,
+        *,
+        sends_lines: bool = False,
+    ) -> None:
+        """A new request; one with the same key is forgotten. sends_lines: what is guessed ahead is
+        sent, unless verification needs distributions."""
         self.forget(key)
-        session = Session(key, list(token_ids), sampling)
+        session = Session(key, list(token_ids), sampling, kv_key=key)
+        lines.begin_line(session)
         self._sessions[key] = session
+        if sends_lines and not session.is_ratio:
+            self._lined.add(key)
         self._read(session, session.text)
 
     def extend(self, key: str, token_ids: Sequence[int], num_accepted: int) -> None:
@@ -185,14 +241,26 @@ class DraftingSessions:
             if guesses[matched].token_id != token_ids[matched]:
                 break
             matched += 1
-        self._learn(session, matched, len(token_ids), num_accepted)
+        self._next = None
+        self._learn(session, matched, token_ids, num_accepted)
         is_ahead = session.num_sent is not None and matched == session.num_sent + 1
+        known = len(session.text)
+        heir = lines.heir(session, token_ids) if matched < len(token_ids) else None
         if matched == len(token_ids) and (is_ahead or not session.is_ratio):
             del guesses[:matched]
+            session.text += token_ids
+        elif heir is not None:
+            lines.inherit(session, heir, token_ids)
+            self.proposer.forget(session)
+            session = self._sessions[key] = heir
         else:
-            self.proposer.cut(session, len(session.text) + matched)
+            self.proposer.cut(session, known + matched)
             guesses.clear()
-        session.text += token_ids
+            session.text += token_ids
+        for branch in lines.prune(session, known):
+            self.proposer.forget(branch)
+        if not session.guesses:
+            lines.begin_line(session)
         session.num_sent = None
         session.order = None
         session.is_stuck = False
@@ -203,20 +271,35 @@ class DraftingSessions:
         not finished is dropped."""
         session = self._sessions.get(key)
         if session is not None and len(session.text) == order.prefix_len:
+            self._next = None
             session.order = order
             session.num_sent = None
             session.is_stuck = False
             session.last_grant = order.num_draft_tokens
 
     def forget(self, key: str) -> None:
+        self._next = None
+        self._lined.discard(key)
         session = self._sessions.pop(key, None)
         if session is not None:
-            self.proposer.forget(session)
+            for line in lines.lines_of(session):
+                self.proposer.forget(line)
+
+    def begin_stream(self) -> None:
+        """What was sent ahead is lost."""
+        self._next = None
+        for session in self._sessions.values():
+            for branch in session.branches:
+                self.proposer.forget(branch)
+            session.branches.clear()
+            lines.begin_line(session)
 
     @property
     def is_busy(self) -> bool:
         """Whether `step` has anything to do."""
-        return any(s.order is not None or self._looks_ahead(s) for s in self._sessions.values())
+        if any(s.order is not None or self._looks_ahead(s) for s in self._sessions.values()):
+            return True
+        return bool(self._spots())
 
     def step(self) -> list[SessionDraft]:
         """One more guess for every request that is due, or if none is, ahead for the others; the
@@ -225,10 +308,58 @@ class DraftingSessions:
         drafts = [d for s in due if (d := self._finish(s)) is not None]
         if drafts:
             return drafts
-        sessions = due or [s for s in self._sessions.values() if self._looks_ahead(s)]
-        if sessions:
-            self.proposer.propose(sessions, ahead=not due)
+        growing = due or self._growing()
+        if growing:
+            self._next = None
+            self.proposer.propose(growing, ahead=not due)
         return [d for s in due if (d := self._finish(s)) is not None]
+
+    # --- ahead ----------------------------------------------------------------------------------
+
+    def take_lines(self) -> list[SessionLines]:
+        """What was guessed ahead since the last call, to be sent."""
+        found = []
+        for session in self._sending():
+            pieces = lines.pieces(session)
+            if pieces:
+                self.num_ahead += sum(len(p.token_ids) for p in pieces)
+                found.append(SessionLines(session.key, tuple(pieces)))
+        return found
+
+    def _sending(self) -> list[Session]:
+        return [s for key, s in self._sessions.items() if key in self._lined]
+
+    def _growing(self) -> list[Session]:
+        """Whatever goes on in idle time. New lines begin here."""
+        growing = [s for s in self._sessions.values() if self._looks_ahead(s)]
+        for session, line, spot in self._spots():
+            if spot.at is None:
+                growing.append(line)
+            else:
+                branch = lines.fork(session, line, spot.at)
+                self.proposer.fork(line, branch)
+                growing.append(branch)
+        return growing
+
+    def _spots(self) -> list[tuple[Session, Session, DraftSpot]]:
+        """Where to guess next, of all requests that send lines: session, line, and where."""
+        if self._next is None:
+            found = []
+            for session in filter(lines.has_room, self._sending()):
+                odds = lines.odds(session, self._acceptance, self._can_grow)
+                every = list(lines.lines_of(session))
+                spots = spots_of(odds, self._choices(session), LEAST_LINE_CHANCE)
+                found += [(session, every[spot.line], spot) for spot in spots]
+            found.sort(key=lambda entry: -entry[2].chance)
+            self._next = found[: num_worth([spot.chance for _, _, spot in found])]
+        return self._next
+
+    def _choices(self, session: Session) -> Choices:
+        first = self._calibrations.of(session.sampling, is_drawn=False).mean
+        has_runner_up = self.proposer.has_runner_up
+        return Choices(first, self._calibrations.runner_up.mean if has_runner_up else 0.0)
+
+    # --- drafts ---------------------------------------------------------------------------------
 
     def _finish(self, session: Session) -> SessionDraft | None:
         order = session.order
@@ -261,6 +392,9 @@ class DraftingSessions:
         return None
 
     def _looks_ahead(self, session: Session) -> bool:
+        """Whether to go on with a session that sends no lines."""
+        if session.key in self._lined:
+            return False
         wanted = min(session.last_grant, self._max_draft_tokens)
         if session.num_sent is not None:
             wanted += session.num_sent + 1
@@ -287,21 +421,32 @@ class DraftingSessions:
     # --- confidence -----------------------------------------------------------------------------
 
     def _calibration(self, session: Session, guess: Guess) -> Calibration:
+        if session.line.barred is not None and guess is session.guesses[0]:
+            return self._calibrations.runner_up
         return self._calibrations.of(session.sampling, is_drawn=guess.source is not None)
 
     def _acceptance(self, session: Session, guess: Guess) -> float:
         return self._calibration(session, guess).acceptance(guess.confidence)
 
-    def _learn(self, session: Session, matched: int, num_tokens: int, num_accepted: int) -> None:
+    def _learn(
+        self, session: Session, matched: int, token_ids: Sequence[int], num_accepted: int
+    ) -> None:
         """Positions up to and including the first rejection say something. Where drafts are
         compared with the target's sample every guess does, otherwise those that were sent."""
         if session.is_ratio:
             decided = min(num_accepted + 1, session.num_sent or 0)
             successes = num_accepted
         else:
-            decided = min(matched + 1, num_tokens, len(session.guesses))
+            decided = min(matched + 1, len(token_ids), len(session.guesses))
             successes = matched
         guesses = session.guesses[:decided]
         if guesses:
             confidences = [guess.confidence for guess in guesses]
             self._calibration(session, guesses[0]).observe(confidences, successes)
+        for branch in session.branches:
+            # The first choice was wrong there: was the second one right?
+            at = branch.line.start - len(session.text)
+            if at == matched < decided and branch.guesses:
+                second = branch.guesses[0]
+                is_right = second.token_id == token_ids[matched]
+                self._calibrations.runner_up.observe([second.confidence], int(is_right))

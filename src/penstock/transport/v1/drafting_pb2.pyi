@@ -8,16 +8,18 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Up(_message.Message):
-    __slots__ = ("hello", "open", "draft", "close")
+    __slots__ = ("hello", "open", "draft", "close", "ahead")
     HELLO_FIELD_NUMBER: _ClassVar[int]
     OPEN_FIELD_NUMBER: _ClassVar[int]
     DRAFT_FIELD_NUMBER: _ClassVar[int]
     CLOSE_FIELD_NUMBER: _ClassVar[int]
+    AHEAD_FIELD_NUMBER: _ClassVar[int]
     hello: Hello
     open: Open
     draft: DraftTokens
     close: Close
-    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[DraftTokens, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ...) -> None: ...
+    ahead: DraftAhead
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., open: _Optional[_Union[Open, _Mapping]] = ..., draft: _Optional[_Union[DraftTokens, _Mapping]] = ..., close: _Optional[_Union[Close, _Mapping]] = ..., ahead: _Optional[_Union[DraftAhead, _Mapping]] = ...) -> None: ...
 
 class Hello(_message.Message):
     __slots__ = ("protocol_version", "tokenizer_digest", "model_name", "max_draft_tokens", "takes_assignments")
@@ -48,7 +50,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., ratio: bool = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "num_logprobs", "expected_output_tokens")
+    __slots__ = ("request_id", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "num_logprobs", "expected_output_tokens", "tpot", "deadline")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -56,6 +58,8 @@ class Open(_message.Message):
     SAMPLING_FIELD_NUMBER: _ClassVar[int]
     NUM_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    TPOT_FIELD_NUMBER: _ClassVar[int]
+    DEADLINE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -63,7 +67,9 @@ class Open(_message.Message):
     sampling: Sampling
     num_logprobs: int
     expected_output_tokens: int
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ...) -> None: ...
+    tpot: float
+    deadline: float
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., tpot: _Optional[float] = ..., deadline: _Optional[float] = ...) -> None: ...
 
 class DraftTokens(_message.Message):
     __slots__ = ("request_id", "epoch", "round", "prefix_len", "prefix_digest", "token_ids", "weights")
@@ -91,6 +97,32 @@ class Distribution(_message.Message):
     weights: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, token_ids: _Optional[_Iterable[int]] = ..., weights: _Optional[_Iterable[int]] = ...) -> None: ...
 
+class DraftAhead(_message.Message):
+    __slots__ = ("lines",)
+    LINES_FIELD_NUMBER: _ClassVar[int]
+    lines: _containers.RepeatedCompositeFieldContainer[Lines]
+    def __init__(self, lines: _Optional[_Iterable[_Union[Lines, _Mapping]]] = ...) -> None: ...
+
+class Lines(_message.Message):
+    __slots__ = ("request_id", "pieces")
+    REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
+    PIECES_FIELD_NUMBER: _ClassVar[int]
+    request_id: str
+    pieces: _containers.RepeatedCompositeFieldContainer[LinePiece]
+    def __init__(self, request_id: _Optional[str] = ..., pieces: _Optional[_Iterable[_Union[LinePiece, _Mapping]]] = ...) -> None: ...
+
+class LinePiece(_message.Message):
+    __slots__ = ("line", "start", "token_ids", "parent")
+    LINE_FIELD_NUMBER: _ClassVar[int]
+    START_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    line: int
+    start: int
+    token_ids: _containers.RepeatedScalarFieldContainer[int]
+    parent: int
+    def __init__(self, line: _Optional[int] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., parent: _Optional[int] = ...) -> None: ...
+
 class Close(_message.Message):
     __slots__ = ("request_id",)
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
@@ -114,7 +146,7 @@ class Down(_message.Message):
     def __init__(self, welcome: _Optional[_Union[Welcome, _Mapping]] = ..., opened: _Optional[_Union[Opened, _Mapping]] = ..., assign: _Optional[_Union[Assign, _Mapping]] = ..., verdict: _Optional[_Union[VerifiedTokens, _Mapping]] = ..., release: _Optional[_Union[Release, _Mapping]] = ..., refused: _Optional[_Union[Refused, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("protocol_version", "drafter", "vocab_size", "max_draft_tokens", "max_open_requests", "max_request_tokens", "max_message_bytes", "weight_sum", "max_weights", "trusted", "target", "eos_token_ids")
+    __slots__ = ("protocol_version", "drafter", "vocab_size", "max_draft_tokens", "max_open_requests", "max_request_tokens", "max_message_bytes", "weight_sum", "max_weights", "trusted", "target", "eos_token_ids", "max_ahead_tokens")
     PROTOCOL_VERSION_FIELD_NUMBER: _ClassVar[int]
     DRAFTER_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -127,6 +159,7 @@ class Welcome(_message.Message):
     TRUSTED_FIELD_NUMBER: _ClassVar[int]
     TARGET_FIELD_NUMBER: _ClassVar[int]
     EOS_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    MAX_AHEAD_TOKENS_FIELD_NUMBER: _ClassVar[int]
     protocol_version: int
     drafter: str
     vocab_size: int
@@ -139,7 +172,8 @@ class Welcome(_message.Message):
     trusted: bool
     target: str
     eos_token_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, protocol_version: _Optional[int] = ..., drafter: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_open_requests: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., weight_sum: _Optional[int] = ..., max_weights: _Optional[int] = ..., trusted: bool = ..., target: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    max_ahead_tokens: int
+    def __init__(self, protocol_version: _Optional[int] = ..., drafter: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_draft_tokens: _Optional[int] = ..., max_open_requests: _Optional[int] = ..., max_request_tokens: _Optional[int] = ..., max_message_bytes: _Optional[int] = ..., weight_sum: _Optional[int] = ..., max_weights: _Optional[int] = ..., trusted: bool = ..., target: _Optional[str] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., max_ahead_tokens: _Optional[int] = ...) -> None: ...
 
 class Opened(_message.Message):
     __slots__ = ("request_id",)
@@ -168,7 +202,7 @@ class Assign(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., min_survival: _Optional[float] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class VerifiedTokens(_message.Message):
-    __slots__ = ("request_id", "start", "token_ids", "num_accepted", "finish_reason", "reason", "logprobs")
+    __slots__ = ("request_id", "start", "token_ids", "num_accepted", "finish_reason", "reason", "logprobs", "num_drafted")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -176,6 +210,7 @@ class VerifiedTokens(_message.Message):
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
     REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     start: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -183,7 +218,8 @@ class VerifiedTokens(_message.Message):
     finish_reason: str
     reason: str
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprob]
-    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprob, _Mapping]]] = ...) -> None: ...
+    num_drafted: int
+    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprob, _Mapping]]] = ..., num_drafted: _Optional[int] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")

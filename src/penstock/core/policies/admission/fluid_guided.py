@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
-from penstock.core.policies.admission.parts.targets import Targets
+from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
 from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
@@ -32,6 +32,8 @@ _SPARE_LOAD = 0.7
 anyway: a step without the requests that decode costs throughput."""
 _MAX_LONGER_SHARE = 0.1
 """Share by which a step may get longer for each prompt that it finishes instead of cutting it."""
+_LEAST_PROMPT_SHARE = 0.25
+"""Of the step worth striving for: so many prompt tokens are computed whatever clients ask for."""
 _FIRST_TOKEN_WEIGHT = 6.0
 """Seconds that decoding requests together may lose for a second gained before a first token."""
 
@@ -281,20 +283,26 @@ class FluidGuided(AdmissionPolicy):
         self, step: Step, num_decodes: int, prompts: list[RequestState], most: int
     ) -> int:
         """At most `most` prompt tokens, so that the next tokens of the running requests are in
-        time."""
-        if self.options.tpot_p99 is None or not num_decodes or most <= 0:
+        time. The operator's target holds back all of them, those of clients all but a share."""
+        if not num_decodes or most <= 0:
             return most
-        profile = step.learn.times.profile
-        decoding = self._decode_seconds(step, num_decodes)
-        left = self._targets.time_left(step, self._decode_only_seconds(step, num_decodes))
+        times = step.learn.times
+        profile, decoding = times.profile, self._decode_seconds(step, num_decodes)
 
-        def is_late(tokens: int) -> bool:
-            seconds = profile.linear(num_decodes + tokens) + decoding
-            seconds += profile.per_prefill_token * tokens
-            seconds += profile.per_prefill_context * _context(step, prompts, tokens)
-            return seconds > left
+        def seconds(tokens: int) -> float:
+            linear = profile.linear(num_decodes + tokens) + decoding
+            linear += profile.per_prefill_token * tokens
+            return linear + profile.per_prefill_context * _context(step, prompts, tokens)
 
-        return bisect.bisect_left(range(1, most + 1), True, key=is_late)
+        def in_time(left: float) -> int:
+            if left == math.inf:
+                return most
+            return bisect.bisect_right(range(1, most + 1), left, key=seconds)
+
+        alone = self._decode_only_seconds(step, num_decodes)
+        own = time_left_of_own(step, alone + times.drafting) - times.drafting
+        least = min(most, round(_LEAST_PROMPT_SHARE * self._best_step(step)[0]))
+        return min(in_time(self._targets.time_left(step, alone)), max(least, in_time(own)))
 
     def _envelope(
         self, profile: StepProfile, num_decodes: int, most: int

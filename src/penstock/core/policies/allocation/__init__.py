@@ -2,7 +2,8 @@
 
 A policy has `name`, an `Options` dataclass, `allocate(candidates, view)`, which returns a grant for
 each candidate, `reserve(state)`, the draft positions that admission should keep free for a decoding
-request, and `observe(outcomes, now)`, which tells it what every target step came to.
+request, and may have `observe(outcomes, now)`, which tells it what every target step came to, and
+`forget(request_id)`.
 """
 
 from __future__ import annotations
@@ -40,3 +41,6 @@ class AllocationPolicy(ABC):
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:  # noqa: B027
         """Take in all verdicts of one target step."""
+
+    def forget(self, request_id: str) -> None:  # noqa: B027
+        """A request is over."""

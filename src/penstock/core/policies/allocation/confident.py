@@ -1,81 +1,147 @@
 """Drafts that end where their own tokens stop paying: `throughput` with prices.
 
 A drafter knows how sure it is of each token, and learns how far that can be believed. Every request
-gets the same price of a position: the tokens that the step's time would otherwise yield. A draft
-ends with the token whose predicted survival is under it. So positions go to whom they serve best,
-over all requests of the step, without anybody's knowing the others' drafts.
+that drafts gets the same price of a position: the tokens that the step's time would otherwise
+yield. A draft ends with the token whose predicted survival is under it. So positions go to whom
+they serve best, over all requests of the step, without anybody's knowing the others' drafts.
+
+Who drafts at all is decided before, by what each request's drafts have come to, and by what became
+of such decisions. Requests that are left out are tried again for a set share of the time.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import ClassVar, NamedTuple
 
-from penstock.core.learn.times import Times, round_seconds
+from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import Grant
+from penstock.core.policies.allocation.parts.yields import DraftYield, DraftYields
 from penstock.core.policies.allocation.throughput import Throughput
 from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 
-_KEEP = 0.99
-"""A drafter's yield is that of its last hundred drafts."""
-_PRIOR_DRAFTS = 4.0
-_FIRST_PAUSE = 8
-_LONGEST_PAUSE = 256
-_CLOCK_WEIGHT = 0.05
-_PLAIN_EVERY, _NUM_PLAIN = 64, 2
-"""Where drafts gain: of so many steps, how many have none, to know what those take."""
-_TRIAL = 8
-"""Steps of a trial after a pause."""
+_IDLE_ROUNDS = 8
+_TRIALS = 0.005
+"""Share of the time for drafts that are not expected to gain."""
+_STEP_TOKENS = 2
+"""Tokens that a drafter has not read after a round: they are part of its first step."""
+_LEAST_OVERHEAD_S = 1e-6
+_RECORD_KEEP = 0.998
+"""Of what became of expectations, from a step to the next: in fifty steps luck is a tenth."""
+_PRIOR_TOKENS, _PRIOR_S = 50.0, 0.1
+_LONGEST_STEP = 2.0
+"""Times what was expected that a step counts for."""
 
 
-class Yield:
-    """What drafts of one drafter come to, in the mean over its last ones; at first half of what
-    they may be."""
+class _Offer(NamedTuple):
+    """A request that could draft. candidate: which it is; reading: seconds until its drafter has
+    read what it has not; rounds: that are left to it."""
 
-    def __init__(self, k_max: int) -> None:
-        half = k_max / 2
-        self._num = _PRIOR_DRAFTS
-        self._proposed, self._accepted = _PRIOR_DRAFTS * half, _PRIOR_DRAFTS * half / 2
+    candidate: int
+    request_id: str
+    drafter: str
+    expected: DraftYield
+    reading: float
+    rounds: float
 
-    def observe(self, num_proposed: int, num_accepted: int) -> None:
-        self._num = self._num * _KEEP + 1
-        self._proposed = self._proposed * _KEEP + num_proposed
-        self._accepted = self._accepted * _KEEP + num_accepted
+
+class _Ordered(NamedTuple):
+    """A draft that is not verified yet."""
+
+    epoch: int
+    round: int
+    drafter: str
+    price: float
+
+
+@dataclass(slots=True)
+class _Round:
+    """A step, as one request after the other joins it that drafts."""
+
+    view: View
+    longest: Callable[[str, int], float]
+    members: list[_Offer] = field(default_factory=list)
+    counts: Counter[str] = field(default_factory=Counter)
+    proposed: float = 0.0
+    tokens: float = 0.0
+    reading: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.tokens = float(self.view.room.num_sampled)
+
+    def join(self, offer: _Offer) -> None:
+        self.members.append(offer)
+        self.counts[offer.drafter] += 1
+        self.proposed += offer.expected.proposed
+        self.tokens += offer.expected.accepted
+        # Its drafter reads once, for all rounds that are left.
+        self.reading += offer.reading / offer.rounds
 
     @property
-    def proposed(self) -> float:
-        return self._proposed / self._num
+    def seconds(self) -> float:
+        """Without prefill, which takes its time whatever is drafted: by tokens per second of all of
+        it drafts would always seem to pay, at the cost of better steps to come."""
+        times = self.view.learn.times
+        inside = beside = 0.0
+        for name, num in self.counts.items():
+            seconds = self.longest(name, num) * times.curve_of(name)(num)
+            if name in self.view.beside:
+                beside = max(beside, seconds)
+            else:
+                inside += seconds
+        host = max(times.overhead, _LEAST_OVERHEAD_S)
+        if self.counts:
+            host += times.draft_overhead
+        room = self.view.room
+        prefill = times.target(room.num_rows) - times.target(room.num_sampled)
+        verify = times.target(room.num_rows + round(self.proposed)) - prefill
+        return self.reading + round_seconds(verify, inside=inside, beside=beside, host=host)
 
     @property
-    def accepted(self) -> float:
-        return self._accepted / self._num
+    def rate(self) -> float:
+        return self.tokens / self.seconds
 
 
-class _Clock:
-    """How much longer steps take than is expected of them, with drafts and without."""
+class _Record:
+    """What became of expectations of steps, with drafts and without: the best of many estimates is
+    likely to be too high."""
 
     def __init__(self) -> None:
-        self._last: float | None = None
-        self._expected: tuple[bool, float] | None = None
-        self._ratios = {False: 1.0, True: 1.0}
+        self._now: float | None = None
+        self._expected: tuple[bool, float, float] | None = None
+        # By whether there are drafts: expected and real tokens, expected and real seconds.
+        self._sums = {drafts: [_PRIOR_TOKENS] * 2 + [_PRIOR_S] * 2 for drafts in (False, True)}
 
-    def expect(self, seconds: float, *, drafting: bool) -> None:
-        """Of the step that comes."""
-        self._expected = (drafting, seconds)
+    def expect(self, step: _Round) -> None:
+        """The step that comes; with prefill nothing can be said of what takes how long."""
+        room = step.view.room
+        if room.num_rows == room.num_sampled:
+            self._expected = bool(step.members), step.tokens, step.seconds
 
-    def ended(self, now: float) -> None:
-        if self._last is not None and self._expected is not None and self._expected[1] > 0:
-            drafting, expected = self._expected
-            # A longer one has waited for something else.
-            ratio = min(2.0, (now - self._last) / expected)
-            self._ratios[drafting] += _CLOCK_WEIGHT * (ratio - self._ratios[drafting])
-        self._last, self._expected = now, None
+    def ended(self, num_tokens: int, now: float) -> None:
+        """A step came to so many tokens."""
+        expected, before = self._expected, self._now
+        self._now, self._expected = now, None
+        if before is None or expected is None or now <= before:
+            return
+        drafts, tokens, seconds = expected
+        # A longer one has waited for something else.
+        taken = min(now - before, _LONGEST_STEP * seconds)
+        sums = self._sums[drafts]
+        for i, value in enumerate((tokens, num_tokens, seconds, taken)):
+            sums[i] = sums[i] * _RECORD_KEEP + value
 
-    def seconds(self, expected: float, *, drafting: bool) -> float:
-        return expected * self._ratios[drafting]
+    @property
+    def realised(self) -> float:
+        """Share of the expected tokens a second that drafts bring, other errors being those of
+        steps without drafts, too."""
+        expected, real, seconds, taken = self._sums[True]
+        _, _, plain_seconds, plain_taken = self._sums[False]
+        return real / expected * seconds / taken * plain_taken / plain_seconds
 
 
 class Confident(Throughput):
@@ -85,117 +151,176 @@ class Confident(Throughput):
 
     def __init__(self, options: Throughput.Options) -> None:
         super().__init__(options)
-        self._yields: dict[str, Yield] = {}
-        self._clock = _Clock()
-        self._longest = options.k_max / 2
-        self._pause = _FIRST_PAUSE
-        self._num_gaining = _NUM_PLAIN
-        self._has_drafts = False
-        self._left = -_TRIAL
-        """Steps of the pause that are left, or, below zero, of the trial."""
+        self._yields: defaultdict[str, DraftYields] = defaultdict(
+            partial(DraftYields, options.k_max)
+        )
+        self._ordered: dict[str, _Ordered] = {}
+        self._price, self._gain = 0.5, 1.0
+        """The last step's price, and its expected tokens a second over those without drafts."""
+        self._record = _Record()
+        self._for_trials = 0.0
+        """Seconds."""
+        self._num_idle = 1
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         if not all(view.drafters[c.drafter].stops_early for c in candidates):
             return super().allocate(candidates, view)
-        plain, drafting = self._plain(view), self._drafting(candidates, view)
-        drafts = self._has_drafts = self._drafts(plain.rate, drafting.rate)
-        if view.room.num_rows == view.room.num_sampled:  # no prefill
-            self._clock.expect((drafting if drafts else plain).seconds, drafting=drafts)
-        if not drafts:
-            return [Grant(0)] * len(candidates)
-        price = min(1.0, max(plain.rate, drafting.rate) * drafting.seconds_per_position)
-        return [Grant(n, price) for n in self._lengths(candidates, view)]
-
-    def _drafts(self, plain: float, drafting: float) -> bool:
-        """Whether this step has drafts: where they gain, and now and then for trial."""
-        if self._left > 0:
-            self._left -= 1
-            if self._left:
-                return False
-            self._left = -_TRIAL
-        if drafting > (1 + self.options.margin) * plain:
-            self._pause = _FIRST_PAUSE
-            self._num_gaining = (self._num_gaining + 1) % _PLAIN_EVERY
-            return self._num_gaining >= _NUM_PLAIN
-        if self._left < 0:
-            self._left += 1
-            return True
-        self._left, self._pause = self._pause, min(_LONGEST_PAUSE, 2 * self._pause)
-        return False
+        grants = [Grant(0)] * len(candidates)
+        who = tuple((c.state.request.id, c.drafter) for c in candidates)
+        if who == self._idle and self._num_idle < _IDLE_ROUNDS:
+            self._num_idle += 1
+            self._record.expect(self._round((), view))
+            return grants
+        price = self._price = self._next_price(candidates, view)
+        members = self._members(candidates, view)
+        self._record.expect(self._round(members, view))
+        self._idle, self._num_idle = () if members else who, 1
+        lengths = self._lengths(candidates, members, view) if members else {}
+        for index, length in lengths.items():
+            state, drafter = candidates[index].state, candidates[index].drafter
+            grants[index] = Grant(length, price)
+            self._ordered[state.request.id] = _Ordered(state.epoch, state.round, drafter, price)
+        return grants
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        self._clock.ended(now)
-        longest = 0
+        self._record.ended(sum([len(verdict.token_ids) for _, verdict in outcomes]), now)
         for state, verdict in outcomes:
-            drafter = state.drafter
-            # A request's first token comes from its prefill.
-            if drafter is None or state.num_output_tokens <= len(verdict.token_ids):
-                continue
-            if self._has_drafts:
-                known = self._yields.setdefault(drafter, Yield(self.options.k_max))
-                known.observe(verdict.num_proposed, verdict.num_accepted)
-                longest = max(longest, verdict.num_proposed)
-        if longest:
-            self._longest += 0.1 * (longest - self._longest)
+            request_id = state.request.id
+            given = self._ordered.pop(request_id, None)
+            if given is not None and given[:2] == (verdict.epoch, verdict.round):
+                yields = self._yields[given.drafter]
+                proposed, accepted = verdict.num_proposed, verdict.num_accepted
+                yields.observe(request_id, given.price, proposed, accepted)
 
-    def _lengths(self, candidates: Sequence[DraftCandidate], view: View) -> list[int]:
-        """As long as may be: drafts end by themselves."""
-        longest = [min(c.limit, self.options.k_max) for c in candidates]
-        lengths = [0] * len(candidates)
-        for group, budget in view.budgets(candidates, longest):
-            for rank, index in enumerate(group):
-                lengths[index] = min(longest[index], budget // (len(group) - rank))
-                budget -= lengths[index]
-        return lengths
+    def forget(self, request_id: str) -> None:
+        self._ordered.pop(request_id, None)
+        for yields in self._yields.values():
+            yields.forget(request_id)
 
-    def _plain(self, view: View) -> _Expected:
-        """Of the whole step, without drafts."""
-        times, room = view.learn.times, view.room
-        seconds = round_seconds(times.target(room.num_rows), host=_overhead(times))
-        return _Expected(room.num_sampled, seconds, self._clock.seconds(seconds, drafting=False))
+    def _next_price(self, candidates: Sequence[DraftCandidate], view: View) -> float:
+        """What one more drafted and verified position of every request costs each, in tokens."""
+        times, room, num = view.learn.times, view.room, len(candidates)
+        counts = Counter(c.drafter for c in candidates)
+        proposed = sum(n * self._yields[d].mean(self._price).proposed for d, n in counts.items())
+        rows = room.num_rows + round(proposed)
+        verify = times.target(rows + num) - times.target(rows)
+        drafting = sum(times.curve_of(name)(n) for name, n in counts.items())
+        rate = self._gain * self._round((), view).rate
+        return max(0.0, verify + drafting) / num * rate
 
-    def _drafting(self, candidates: Sequence[DraftCandidate], view: View) -> _Expected:
-        """With drafts of everybody."""
-        times, room = view.learn.times, view.room
-        inside = beside = one_more = positions = 0.0
-        tokens = float(room.num_sampled)
-        for name, batch in Counter(c.drafter for c in candidates).items():
-            known = self._yields.setdefault(name, Yield(self.options.k_max))
-            one = times.curve_of(name)(batch)
-            # One more is sampled than is proposed, where a draft ends by itself.
-            seconds = min(self._longest + 1, self.options.k_max) * one
-            if name in view.beside:
-                beside = max(beside, seconds)
+    def _members(self, candidates: Sequence[DraftCandidate], view: View) -> list[_Offer]:
+        """Who drafts: those with whom the step gains most, and perhaps one for trial; nobody where
+        a position costs more than the token that it may be."""
+        if self._price >= 1:
+            self._gain = 1.0
+            return []
+        means = {name: self._yields[name].mean(self._price) for name in view.drafters}
+        offers = [
+            self._offer(i, c, means[c.drafter], view) for i, c in enumerate(candidates) if c.limit
+        ]
+        if not offers:
+            return []
+        plain, step = self._round((), view), self._best(offers, view)
+        self._for_trials += _TRIALS * plain.seconds * self._num_idle
+        if step.members:
+            # Of such a step, by what became of others.
+            rate = self._record.realised * step.rate
+            lost = step.seconds * max(0.0, 1 - rate / plain.rate / (1 + self.options.margin))
+            if lost > self._for_trials:
+                step = plain
             else:
-                inside += seconds
-            one_more += one
-            positions += batch * known.proposed
-            tokens += batch * known.accepted
-        rows, num = room.num_rows + round(positions), len(candidates)
-        verify = times.target(rows)
-        host = _overhead(times) + times.draft_overhead
-        seconds = round_seconds(verify, inside=inside, beside=beside, host=host)
-        each = max(0.0, times.target(rows + num) - verify + one_more) / num
-        return _Expected(tokens, seconds, self._clock.seconds(seconds, drafting=True), each)
+                self._for_trials -= lost
+                self._gain = max(1.0, rate / plain.rate)
+        if not step.members:
+            self._gain = 1.0
+        drafting = {offer.candidate for offer in step.members}
+        left_out = [offer for offer in offers if offer.candidate not in drafting]
+        tried = self._trial(left_out, step, candidates) if left_out else None
+        return step.members if tried is None else [*step.members, tried]
 
+    def _offer(self, index: int, candidate: DraftCandidate, mean: DraftYield, view: View) -> _Offer:
+        state, drafter = candidate.state, candidate.drafter
+        expected = self._yields[drafter].of(state.request.id, mean)
+        kv = state.kv.get(drafter)
+        unread = state.num_known_tokens - (0 if kv is None else kv.num_computed_tokens)
+        reading = max(0, unread - _STEP_TOKENS) * view.learn.times.catch_up_of(drafter)
+        rounds = max(1.0, state.num_remaining_tokens / (1 + expected.accepted))
+        return _Offer(index, state.request.id, drafter, expected, reading, rounds)
 
-@dataclass(frozen=True, slots=True)
-class _Expected:
-    """Of a step. seconds: by its parts; likely: by what such steps took; seconds_per_position: what
-    one more drafted and verified token of every request costs, for each."""
+    def _round(self, members: Iterable[_Offer], view: View) -> _Round:
+        step = _Round(view, self._num_steps)
+        for offer in members:
+            step.join(offer)
+        return step
 
-    tokens: float
-    seconds: float
-    likely: float
-    seconds_per_position: float = 0.0
+    def _num_steps(self, drafter: str, num_drafts: int) -> float:
+        """Of so many drafts together: one more is sampled than is proposed, where a draft ends by
+        itself."""
+        longest = self._yields[drafter].longest(self._price, num_drafts)
+        return min(longest + 1, self.options.k_max)
 
-    @property
-    def rate(self) -> float:
-        return self.tokens / self.likely
+    def _best(self, offers: Sequence[_Offer], view: View) -> _Round:
+        """The step with the most expected tokens per second: those draft whose drafts gain most."""
+        step = self._round((), view)
+        best, best_rate = 0, step.rate
+        verify, rows, num = view.learn.times.target, view.room.num_rows, len(offers)
+        row = max(0.0, verify(rows + num) - verify(rows)) / num
+        plain_rate = best_rate
 
+        def gain(offer: _Offer) -> float:
+            cost = row * offer.expected.proposed + offer.reading / offer.rounds
+            return offer.expected.accepted - plain_rate * cost
 
-def _overhead(times: Times) -> float:
-    return max(times.overhead, 1e-6)
+        ordered = sorted([o for o in offers if gain(o) > 0], key=gain, reverse=True)
+        for size, offer in enumerate(ordered, 1):
+            step.join(offer)
+            rate = step.rate
+            if rate > best_rate:
+                best, best_rate = size, rate
+        return step if best == len(ordered) else self._round(ordered[:best], view)
+
+    def _trial(
+        self, left_out: Sequence[_Offer], step: _Round, candidates: Sequence[DraftCandidate]
+    ) -> _Offer | None:
+        """Of those that a step leaves out the one whose draft would tell most for its cost, where
+        that is within what trials may take."""
+        before = step.seconds
+        drafting: dict[str, float] = {}
+        for offer in left_out:
+            if offer.drafter not in drafting:
+                longer = self._round([*step.members, offer._replace(reading=0.0)], step.view)
+                drafting[offer.drafter] = max(_LEAST_OVERHEAD_S, longer.seconds - before)
+
+        def cost(offer: _Offer) -> float:
+            return drafting[offer.drafter] + offer.reading
+
+        def worth(offer: _Offer) -> float:
+            left = candidates[offer.candidate].state.num_remaining_tokens
+            return left * self._yields[offer.drafter].information(offer.request_id) / cost(offer)
+
+        best = max(left_out, key=worth)
+        if cost(best) > self._for_trials:
+            return None
+        self._for_trials -= cost(best)
+        return best
+
+    def _lengths(
+        self, candidates: Sequence[DraftCandidate], members: Iterable[_Offer], view: View
+    ) -> dict[int, int]:
+        """By the index of a candidate that drafts: as long as may be, since drafts end by
+        themselves."""
+        longest = [0] * len(candidates)
+        for offer in members:
+            longest[offer.candidate] = min(candidates[offer.candidate].limit, self.options.k_max)
+        lengths = {}
+        for group, budget in view.budgets(candidates, longest):
+            drafting = [index for index in group if longest[index]]
+            for rank, index in enumerate(drafting):
+                length = min(longest[index], budget // (len(drafting) - rank))
+                if length:
+                    lengths[index] = length
+                    budget -= length
+        return lengths
 
 
 POLICY = Confident

@@ -110,7 +110,7 @@ class Deadline(AllocationPolicy):
             places = np.arange(1, most + 1)
             owners.append(np.full(most, index))
             gains.append(slopes[candidate.state.request.tenant] * rate**places)
-            ready.append(start + each * places)
+            ready.append(np.where(places <= candidate.num_at_hand, 0.0, start + each * places))
         return _Tokens(np.concatenate(owners), np.concatenate(gains), np.concatenate(ready))
 
 

@@ -131,7 +131,8 @@ class Renewal(AllocationPolicy):
         spread = np.array([links.spread(c.drafter) for c in candidates])
         lengths = np.arange(self.options.k_max + 1)
         delays: FloatArray = (trips + spread)[:, None] + each[:, None] * lengths
-        delays[:, 0] = 0.0
+        at_hand = np.array([c.num_at_hand for c in candidates])
+        delays[lengths <= at_hand[:, None]] = 0.0
         return delays
 
     def _weights(self, candidates: Sequence[DraftCandidate], view: View) -> FloatArray:
@@ -154,7 +155,7 @@ class Renewal(AllocationPolicy):
         left = budget - sum(probed)
         ids = [c.state.request.id for c in candidates]
         self._tried = {i: self._tried[i] for i in ids if i in self._tried}
-        for index, (state, _, limit) in enumerate(candidates):
+        for index, (state, _, limit, _) in enumerate(candidates):
             since, times = self._tried.get(state.request.id, (0, 0))
             patience = min(self.options.probe_every, 2**times)
             if not probed[index] and state.round - since >= patience:

@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.allocation.parts.unused import fade_unused
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import RequestState
 from penstock.core.view import DraftCandidate, View
@@ -63,22 +64,9 @@ class Throughput(AllocationPolicy):
         for _, index, length in purchases if chained else ():
             if candidates[index].drafter in chained:
                 lengths[index] = length
-        self._fade_unused(candidates, lengths, view)
+        fade_unused(candidates, lengths, view, self._num_idle or 1)
         self._idle, self._num_idle = () if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]
-
-    def _fade_unused(
-        self, candidates: Sequence[DraftCandidate], lengths: Sequence[int], view: View
-    ) -> None:
-        acceptance = view.learn.acceptance
-        longest: dict[str, int] = {}
-        for candidate, length in zip(candidates, lengths, strict=True):
-            longest[candidate.drafter] = max(length, longest.get(candidate.drafter, 0))
-            if length == 0:
-                acceptance.fade(candidate.state.request.id, candidate.drafter, self._num_idle or 1)
-        for drafter, length in longest.items():
-            if length == 0:
-                acceptance.fade_drafter(drafter, self._num_idle or 1)
 
     def _purchases(self, candidates: Sequence[DraftCandidate], view: View) -> list[Purchase]:
         """What the budget can buy, likeliest first: minus the probability that the draft token is

@@ -17,8 +17,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.latency import remaining
 from penstock.core.state import RequestState
 from penstock.core.step import Step
+from penstock.core.types import NO_TARGET
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -30,6 +32,30 @@ _LATE_EVERY_TARGETS = 2.0
 """Targets for the first token between two turns: late requests do not make all others late."""
 _TARGET_MARGIN = 0.95
 """Share of the target for later tokens that is aimed at: steps are not quite as predicted."""
+
+
+def time_left_of_own(step: Step, decoding: float) -> float:
+    """Seconds that the step may take so that running requests with targets of their own stay in
+    time: within TPOT at its end, or with so much left before a deadline as the rest takes.
+
+    decoding: seconds of a step that only decodes, drafts included. Who could not make it in such
+    steps alone, at the tokens a step that it has had so far, does not hold up anybody."""
+    latest = math.inf
+    for state in step.ungrouped():
+        if not state.num_output_tokens or state.request.latency == NO_TARGET:
+            continue
+        left = remaining(state, step.now, step.learn.lengths.mean_residual)
+        tokens = state.num_output_tokens / max(1, state.round)
+        if left is None or left.seconds * tokens < left.tokens * decoding:
+            continue
+        tpot = state.request.latency.tpot
+        if tpot is None:
+            rest = max(0.0, left.tokens / tokens - 1) * decoding
+            latest = min(latest, step.now + left.seconds - rest)
+        else:
+            due = _TARGET_MARGIN * tpot * (state.num_output_tokens - 1 + tokens)
+            latest = min(latest, state.first_token_at + due)
+    return latest - step.now
 
 
 class Order(NamedTuple):

@@ -1,0 +1,49 @@
+"""How fast a request has to go from now on to meet its client's target.
+
+TPOT is a mean over a request's output, so it allows its last token until so many targets after the
+first one; a deadline says when that is. Either way some seconds are left, and some tokens are to be
+made in them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from penstock.core.state import RequestState
+
+
+class Remaining(NamedTuple):
+    """seconds: until the last of `tokens` more is due; not positive where that was missed."""
+
+    seconds: float
+    tokens: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second that are needed; 0 where none would do."""
+        return self.tokens / self.seconds if self.seconds > 0 else 0.0
+
+
+def remaining(state: RequestState, now: float, mean_tokens: float) -> Remaining | None:
+    """Of a request that has its first token, by the target that asks for more; None without one.
+
+    mean_tokens: that a request has yet to make, where nothing else is known. With a target for TPOT
+    nothing else is looked at: a request that is within it at all times is so wherever it ends.
+    """
+    tpot, deadline = state.request.latency
+    found = []
+    if tpot is not None:
+        tokens = max(mean_tokens, 1.0)
+        due = state.first_token_at + tpot * (state.num_output_tokens - 1 + tokens)
+        found.append(Remaining(due - now, tokens))
+    if deadline is not None:
+        tokens = _tokens_to_deadline(state, mean_tokens)
+        found.append(Remaining(state.request.arrival_time + deadline - now, tokens))
+    return min(found, key=lambda left: left.seconds / left.tokens, default=None)
+
+
+def _tokens_to_deadline(state: RequestState, mean_tokens: float) -> float:
+    """As many as its client expects, or usual, but no more than it may make."""
+    expected = state.request.expected_output_tokens
+    tokens = mean_tokens if expected is None else expected - state.num_output_tokens
+    return max(1.0, min(tokens, state.num_remaining_tokens))

@@ -1,0 +1,127 @@
+"""What drafts come to that end by themselves, by drafter, price and request.
+
+Acceptance says too much of them: only tokens that the drafter is sure of are ever verified, and a
+draft that ended before its first token leaves no verdict on any. So drafts are counted, not tokens:
+how many each proposes, and how many of those are accepted. Under a low price they are long; so what
+they come to under another price says nothing but how a request differs from others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+_MEMORY = 500
+"""Drafts of all requests that a drafter's mean is over."""
+_OWN_KEEP = 0.97
+_STRENGTH = 4.0
+"""Drafts that the mean of a drafter's requests is worth in the estimate of one of them: drafts
+differ about twice as much within a request as the means of requests do."""
+_PRICES = 8
+"""Prices from 0 to 1 that are told apart."""
+
+
+class DraftYield(NamedTuple):
+    """Of a draft, in the mean: tokens proposed, and accepted."""
+
+    proposed: float
+    accepted: float
+
+
+class _Everybody:
+    """Drafts under one price. Before anything is known a draft is as likely of any length up to
+    one that falls with the price, and half of what a price leaves open is accepted."""
+
+    def __init__(self, longest: int, price: float) -> None:
+        likely = 1 + round(longest * (1 - price))
+        self._lengths = [_STRENGTH / likely] * likely + [0.0] * (longest + 1 - likely)
+        self._accepted = _STRENGTH * (likely - 1) / 2 * (1 + price) / 2
+        self._num = _STRENGTH
+
+    def observe(self, weight: float, num_proposed: int, num_accepted: int) -> None:
+        keep = 1 - weight / _MEMORY
+        self._lengths = [n * keep for n in self._lengths]
+        self._lengths[min(num_proposed, len(self._lengths) - 1)] += weight
+        self._accepted = self._accepted * keep + weight * num_accepted
+        self._num = self._num * keep + weight
+
+    @property
+    def mean(self) -> DraftYield:
+        proposed = sum([n * length for length, n in enumerate(self._lengths)])
+        return DraftYield(proposed / self._num, self._accepted / self._num)
+
+    def longest(self, num_drafts: int) -> float:
+        shorter = expected = 0.0
+        for n in self._lengths[:-1]:
+            shorter += n / self._num
+            expected += 1 - min(1.0, shorter) ** num_drafts
+        return expected
+
+
+@dataclass(slots=True)
+class _Own:
+    """Sums over the drafts of one request, and over what was expected of anybody's."""
+
+    num: float = 0.0
+    proposed: float = 0.0
+    accepted: float = 0.0
+    expected_proposed: float = 0.0
+    expected_accepted: float = 0.0
+
+    def observe(self, num_proposed: int, num_accepted: int, expected: DraftYield) -> None:
+        self.num = self.num * _OWN_KEEP + 1
+        self.proposed = self.proposed * _OWN_KEEP + num_proposed
+        self.accepted = self.accepted * _OWN_KEEP + num_accepted
+        self.expected_proposed = self.expected_proposed * _OWN_KEEP + expected.proposed
+        self.expected_accepted = self.expected_accepted * _OWN_KEEP + expected.accepted
+
+
+class DraftYields:
+    """Of one drafter, whose drafts have at most `limit` tokens."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._by_price = [_Everybody(limit, (i + 0.5) / _PRICES) for i in range(_PRICES)]
+        self._by_request: dict[str, _Own] = {}
+
+    def observe(self, request_id: str, price: float, num_proposed: int, num_accepted: int) -> None:
+        """A draft was verified, or ended before its first token."""
+        own = self._by_request.setdefault(request_id, _Own())
+        everybody = self._at(price)
+        # The tenth draft of a request says less of other requests than the first. And requests that
+        # draft for long are those whose drafts are good.
+        weight = _STRENGTH / (_STRENGTH + own.num)
+        everybody.observe(weight, num_proposed, num_accepted)
+        own.observe(num_proposed, num_accepted, everybody.mean)
+
+    def mean(self, price: float) -> DraftYield:
+        """Over requests."""
+        return self._at(price).mean
+
+    def of(self, request_id: str, mean: DraftYield) -> DraftYield:
+        """Of a request's next draft. mean: over requests."""
+        own = self._by_request.get(request_id)
+        if own is None:
+            return mean
+        proposed, accepted = _STRENGTH * mean.proposed, _STRENGTH * mean.accepted
+        longer = (own.proposed + proposed) / max(own.expected_proposed + proposed, 1e-9)
+        better = (own.accepted + accepted) / max(own.expected_accepted + accepted, 1e-9)
+        found = min(float(self.limit), longer * mean.proposed)
+        return DraftYield(found, min(found, better * mean.accepted))
+
+    def longest(self, price: float, num_drafts: int) -> float:
+        """Expected length of the longest of so many drafts."""
+        return self._at(price).longest(num_drafts)
+
+    def information(self, request_id: str) -> float:
+        """By how much of the variance of a single draft one more makes the estimate of a request
+        better."""
+        own = self._by_request.get(request_id)
+        num = _STRENGTH + (own.num if own is not None else 0.0)
+        return 1 / (num * (num + 1))
+
+    def forget(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
+
+    def _at(self, price: float) -> _Everybody:
+        return self._by_price[min(_PRICES - 1, int(price * _PRICES))]

@@ -1,0 +1,186 @@
+"""One text in the tokens of two vocabularies: the target's, and a drafter's own.
+
+    the target's tokens  | The| quick| bro|wn| f|ox|            accepted or not, one by one
+    the text               The quick brown fox   jumps over t
+    the drafter's        | The| qu|ick| brown| fox| jump|s| over| t|
+                         |-------- read ---------|---- drafted ----|
+
+Only what is new is read, and of the drafter's tokens the last few are cut anew with it: how a word
+is cut depends on how it goes on. What the drafter adds becomes tokens of the target as that would
+cut the whole text, if they begin where the target's last token ends. Nothing here has to be right:
+a draft is compared with what the target itself puts out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from penstock.engine.tokenizer import Tokenizer
+
+_TAIL = 8
+"""Tokens before new text that may be cut in another way with it, and that it is cut behind."""
+
+
+class Vocabularies:
+    """The tokenizers of a target and of a drafter.
+
+    target_ends, own_ends: ids of the tokens that end a text or a turn
+
+    Special tokens are no text: one is taken for that of the other vocabulary that is spelt alike,
+    and an end for an end. Others are left out of what the drafter reads.
+    """
+
+    def __init__(
+        self,
+        target: Tokenizer,
+        own: Tokenizer,
+        target_ends: Sequence[int],
+        own_ends: Sequence[int],
+    ) -> None:
+        self.target = target
+        self.own = own
+        self.own_of_special = _alike(target, own, target_ends, own_ends)
+        self.target_of_special = _alike(own, target, own_ends, target_ends)
+        self.opening = _opening(own)
+        """What the drafter's texts begin with."""
+
+
+def _alike(
+    vocabulary: Tokenizer, other: Tokenizer, ends: Sequence[int], other_ends: Sequence[int]
+) -> dict[int, int]:
+    """Special tokens of a vocabulary, and those of the other that mean the same."""
+    ids = {spelling: token for token, spelling in other.special_tokens.items()}
+    found = dict.fromkeys(ends, other_ends[0]) if other_ends else {}
+    return found | {t: ids[s] for t, s in vocabulary.special_tokens.items() if s in ids}
+
+
+def _opening(tokenizer: Tokenizer) -> list[int]:
+    whole, bare = tokenizer.encode("a"), tokenizer.encode("a", add_special_tokens=False)
+    return whole[: next((i for i in range(len(whole)) if whole[i:][: len(bare)] == bare), 0)]
+
+
+class OwnText:
+    """A text of the target's tokens as its drafter reads it: `token_ids` are the drafter's."""
+
+    def __init__(self, vocabularies: Vocabularies) -> None:
+        self.token_ids = list(vocabularies.opening)
+        self.num_read = 0
+        """Tokens of the target."""
+        self._vocabularies = vocabularies
+        self._run = len(self.token_ids)
+        """Where the text behind the last special token begins."""
+        self._last: list[int] = []
+        """The target's last few tokens behind its last special one."""
+        self._stream = vocabularies.target.detokenizer(skip_special_tokens=False)
+
+    def copy(self) -> OwnText:
+        """Another one, that may be read on apart."""
+        other = OwnText(self._vocabularies)
+        other.token_ids, other.num_read = self.token_ids[:], self.num_read
+        other._run, other._last = self._run, self._last[:]
+        other._stream = self._stream.copy()
+        return other
+
+    def read(self, token_ids: Sequence[int]) -> int:
+        """Go on with tokens of the target. Returns how many of the drafter's tokens are sure to be
+        as they were."""
+        target, text, same = self._vocabularies.target, "", len(self.token_ids)
+        for token in token_ids:
+            if target.is_special(token) or token in self._vocabularies.own_of_special:
+                same = min(same, self._go_on(text + self._stream.finish()))
+                self._go_on_special(token)
+                text = ""
+            else:
+                text += self._stream.add(token)
+                self._last = [*self._last[1 - _TAIL :], token]
+        self.num_read += len(token_ids)
+        return min(same, self._go_on(text))
+
+    def num_own(self, num_tokens: int) -> int:
+        """How many tokens of the drafter so many of the target are likely to take, and one more:
+        the last one that the text gives is not used."""
+        return -(-num_tokens * len(self.token_ids) // max(1, self.num_read)) + 1
+
+    def respelt(self, drafted: Sequence[int]) -> list[int]:
+        """What the drafter puts behind the text, in the target's tokens. Empty where the text ends
+        within a character, or where a token of the target would begin before its end: then it would
+        have been another."""
+        target, own = self._vocabularies.target, self._vocabularies.own
+        meanings = self._vocabularies.target_of_special
+        if self._stream.is_amid_character:
+            return []
+        stream, text, end = own.detokenizer(False, self.token_ids[-1]), "", None
+        for token in drafted:
+            if own.is_special(token) or token in meanings:
+                end = token
+                break
+            text += stream.add(token)
+        tokens = target.encode_behind(self._last, text) if text else []
+        if tokens is None:
+            return []
+        if end is None:
+            # Whatever follows may be part of it.
+            return tokens[:-1]
+        return [*tokens, meanings[end]] if end in meanings else tokens
+
+    def num_covering(self, token_ids: Sequence[int]) -> int:
+        """How many tokens of the drafter hold the target's last tokens."""
+        own, ids = self._vocabularies.own, self.token_ids
+        num_bytes, begin = len(self._vocabularies.target.bytes_of(token_ids)), len(ids)
+        while num_bytes > 0 and begin > self._run:
+            begin -= 1
+            num_bytes -= len(own.token_bytes(ids[begin], ids[begin - 1] if begin else None))
+        return len(ids) - begin
+
+    def compare(self, token_ids: Sequence[int], guesses: Sequence[int]) -> tuple[int, int]:
+        """Of the target's last tokens, how many the drafter has read one by one, and how many it
+        would have drafted: all of its own tokens that share a byte with one are as it has guessed.
+
+        guesses: at its own last tokens, each behind those before it
+        """
+        target, own = self._vocabularies.target, self._vocabularies.own
+        if self._stream.is_amid_character or not guesses:
+            return 0, 0
+        first = len(self.token_ids) - len(guesses)
+        is_right: list[bool] = []
+        for i, guess in enumerate(guesses, first):
+            token = self.token_ids[i]
+            size = len(own.token_bytes(token, self.token_ids[i - 1] if i else None))
+            is_right += [guess == token] * size
+        num, num_right, end = 0, 0, len(is_right)
+        for i in range(len(token_ids) - 1, -1, -1):
+            before = token_ids[i - 1] if i else None
+            begin = end - len(target.token_bytes(token_ids[i], before))
+            if begin < 0 or target.is_special(token_ids[i]):
+                break
+            num, num_right = num + 1, num_right + all(is_right[begin:end])
+            end = begin
+        return num, num_right
+
+    def _go_on_special(self, token: int) -> None:
+        self._last = []
+        own = self._vocabularies.own_of_special.get(token)
+        if own is None or self.token_ids == self._vocabularies.opening == [own]:
+            return
+        self.token_ids.append(own)
+        self._run = len(self.token_ids)
+
+    def _go_on(self, text: str) -> int:
+        ids, run, own = self.token_ids, self._run, self._vocabularies.own
+        if not text:
+            return len(ids)
+        tail = max(run, len(ids) - _TAIL)
+        while tail > run and _goes_on(own.token_bytes(ids[tail], ids[tail - 1])):
+            tail -= 1
+        before = ids[max(run, tail - _TAIL) : tail]
+        end = own.bytes_of(ids[tail:], before[-1] if before else None).decode(errors="replace")
+        anew = own.encode_behind(before, end + text)
+        if anew is None:
+            tail, anew = len(ids), own.encode(text, add_special_tokens=False)
+        ids[tail:] = anew
+        return tail
+
+
+def _goes_on(piece: bytes) -> bool:
+    """Whether it begins within a character of UTF-8."""
+    return piece[:1] >= b"\x80" and piece[:1] < b"\xc0"

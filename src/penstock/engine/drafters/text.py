@@ -1,0 +1,199 @@
+"""A model with another tokenizer as a drafter: it drafts text, and the target's tokens of that text
+are the draft."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from penstock.core.types import DraftOrder, Replayed, Request, SamplingParams
+from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
+from penstock.engine.drafters.lookup import num_equal
+from penstock.engine.drafters.model import MOST_EVALUATED, ModelDrafter
+from penstock.engine.drafters.recent import RecentKv
+from penstock.engine.drafters.spelling import OwnText, Vocabularies
+from penstock.engine.sequences import TokenBuffer
+
+if TYPE_CHECKING:
+    from penstock.engine.runner import ModelRunner
+
+_LIKELIEST = SamplingParams(temperature=0.0)
+
+
+class _Told(NamedTuple):
+    """What a reader gives to the model: a text in its tokens. The first `num_same` of these, and of
+    what it has drafted behind, are as they were when it was told last."""
+
+    text: OwnText
+    num_same: int
+
+
+class _Reader:
+    """One request's text as the model is told of it. told: with what it has drafted behind."""
+
+    def __init__(self, name: str, vocabularies: Vocabularies, max_length: int) -> None:
+        request = Request(name, 0, max_length, prompt_token_ids=(), sampling=_LIKELIEST)
+        self.told = TokenBuffer(request)
+        self._text = OwnText(vocabularies)
+        """As far as it is verified."""
+        self._num_same = 0
+        """Tokens of `told` that are surely those of the text."""
+        self._max_length = max_length
+
+    def read(self, text: TokenBuffer, end: int) -> _Told | None:
+        """Tell the model of the text's first `end` tokens, of which the last may be only foreseen.
+        What it has drafted stays where it has come to be what follows. None where there is nothing
+        to tell or too much."""
+        num_verified = min(end, text.length)
+        verified = text.tokens(self._text.num_read, num_verified)
+        self._num_same = min(self._num_same, self._text.read(verified))
+        own, lasting = self._text, len(self._text.token_ids)
+        if end > num_verified:
+            own = self._text.copy()
+            lasting = own.read(text.tokens(num_verified, end))
+        ids = own.token_ids
+        if not 0 < len(ids) <= self._max_length:
+            return None
+        begin = min(self._num_same, lasting)
+        same = begin + num_equal(ids[begin:], self.told.tokens(begin, self.told.length))
+        if same < len(ids):
+            self.told.length = same
+            self.told.append(ids[same:])
+        else:
+            same = self.told.length
+        self._num_same = lasting
+        return _Told(own, same)
+
+
+class _Job(NamedTuple):
+    """An order to the model, on behalf of the one at `place`. num_judged: of the text's last
+    tokens, those that the model is to foresee."""
+
+    place: int
+    order: DraftOrder
+    text: OwnText
+    told: TokenBuffer
+    num_judged: int = 0
+
+
+class TextDrafter(LocalDrafter):
+    """Drafts for a target with another vocabulary. It keeps KV of its own: the scheduler counts in
+    the target's tokens.
+
+    Drafts are the model's likeliest text, however the request samples: noise over the target's
+    tokens says nothing of others. So a draft is a function of the text alone, and a point mass to
+    the verifier.
+    """
+
+    def __init__(self, model: ModelDrafter, vocabularies: Vocabularies, max_length: int) -> None:
+        """max_length: most tokens of its own that the model is to read"""
+        self.name = model.name
+        self.runner: ModelRunner = model.runner
+        self._model = model
+        self._vocabularies = vocabularies
+        self._kv = RecentKv(model)
+        self._max_length = min(max_length, self._kv.pool.capacity_tokens)
+        self._readers: dict[str, _Reader] = {}
+
+    @property
+    def timed(self) -> LocalDrafter:
+        """Its model, until drafts show what a token of the target takes."""
+        return self._model
+
+    @property
+    def num_readable(self) -> int:
+        """See `ModelDrafter.num_readable`."""
+        return self._vocabularies.target.vocab_size
+
+    def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
+        drafts = [Draft([], [], is_unread=True) for _ in orders]
+        jobs = self._jobs(orders, texts)
+        made = self._model.draft([j.order for j in jobs], [j.told for j in jobs]) if jobs else None
+        for job, own in zip(jobs, made.drafts if made else (), strict=True):
+            told, most = job.told, orders[job.place].max_draft_tokens
+            told.append(own.token_ids)
+            self._kv.of(job.order.request_id).num_computed = told.length - 1
+            guessed = told.tokens(len(job.text.token_ids), told.length)
+            tokens = job.text.respelt(guessed)[:most]
+            drafts[job.place] = Draft(tokens, [-1] * len(tokens))
+        # A step is what a token of the target takes, however many of the model's own that is.
+        longest = max(len(d.token_ids) for d in drafts)
+        return Drafts(drafts, num_steps=max(longest, 1) if jobs else 0)
+
+    def replay(
+        self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]
+    ) -> tuple[Replayed, ...]:
+        replays = [Replayed(o.request_id, o.epoch, self.name) for o in orders]
+        jobs = self._jobs(orders, texts)
+        if not jobs:
+            return tuple(replays)
+        counts = [j.num_judged + 1 for j in jobs]
+        logits = self._model.read([j.order for j in jobs], [j.told for j in jobs], counts)
+        likeliest = logits.argmax(dim=-1).cpu().numpy()
+        for job, own in zip(jobs, np.split(likeliest, np.cumsum(counts)[:-1]), strict=True):
+            self._kv.of(job.order.request_id).num_computed = len(job.text.token_ids)
+            judged = _judged(orders[job.place], texts[job.place])
+            num, num_right = job.text.compare(judged, own[:-1].tolist())
+            replays[job.place] = replays[job.place]._replace(num_tokens=num, num_matched=num_right)
+        return tuple(replays)
+
+    def extend(self, order: DraftOrder) -> None:
+        """The blocks of an order only count what it reads."""
+
+    def drop_table(self, request_id: str) -> None:
+        self._kv.evict(request_id)
+
+    def forget(self, request_id: str) -> None:
+        self._kv.evict(request_id)
+        self._model.forget(request_id)
+        self._readers.pop(request_id, None)
+
+    def _jobs(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[_Job]:
+        """What of the orders can be done: not where there is no memory, nor where a text is too
+        long."""
+        jobs: list[_Job] = []
+        spared: set[str] = set()
+        for place, (order, text) in enumerate(zip(orders, texts, strict=True)):
+            job = self._job(place, order, text, spared)
+            if job is not None:
+                jobs.append(job)
+        return jobs
+
+    def _job(
+        self, place: int, order: DraftOrder, text: TokenBuffer, spared: set[str]
+    ) -> _Job | None:
+        name, most = order.request_id, order.max_draft_tokens
+        if name not in self._readers:
+            self._readers[name] = _Reader(name, self._vocabularies, self._max_length)
+        reader = self._readers[name]
+        read = reader.read(text, order.start + order.num_catch_up_tokens)
+        if read is None:
+            return None
+        self._kv.cut(name, read.num_same)
+        known = length = len(read.text.token_ids)
+        steps = num_judged = 0
+        if most:
+            known = reader.told.length
+            steps = max(1, read.text.num_own(most) - (known - length))
+            steps = min(steps, self._max_length - known + 1)
+        elif order.evaluate and not text.is_ratio:
+            num_judged = min(read.text.num_covering(_judged(order, text)), known - 1)
+        if most and steps < 1:
+            return None
+        cached = self._kv.of(name)
+        start = min(cached.num_computed, known - 1 - num_judged)
+        spared.add(name)
+        blocks = self._kv.grow(name, known + max(steps - 1, 0), spared)
+        if blocks is None:
+            return None
+        cached.num_computed = start
+        inner = DraftOrder(name, 0, 0, self.name, start, known - start, steps, blocks)
+        return _Job(place, inner, read.text, reader.told, num_judged)
+
+
+def _judged(order: DraftOrder, text: TokenBuffer) -> list[int]:
+    """The output tokens that a replay says something of."""
+    end = order.start + order.num_catch_up_tokens
+    return text.tokens(max(order.start, text.request.prompt_len, end - MOST_EVALUATED), end)

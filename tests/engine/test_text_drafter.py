@@ -1,0 +1,466 @@
+"""Drafters with another tokenizer: whatever text they draft, the output is the target's own."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from benchmarks import real_models
+from benchmarks.real_prompts import real_prompts, token_ids
+from tests.core.world import Rotating
+from tests.engine.other_vocabulary import TARGET, finer, reordered, write
+from tests.engine.sampling_toys import joint_p_value, sampling_rows
+from tests.engine.small_family import make_unreliable
+from tests.engine.test_chain import ToyRunner, decide, first_order
+from tests.engine.test_exactness import SAMPLINGS, lenient, run
+from tests.products import covering, first_fast, slow
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+
+from penstock.config import EngineConfig
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.policies.registry import make_pipeline, make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.types import DraftOrder, Request, SamplingParams
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.drafters.base import Draft, Drafts
+from penstock.engine.drafters.lookup import num_equal
+from penstock.engine.drafters.model import ModelDrafter
+from penstock.engine.drafters.spelling import Vocabularies
+from penstock.engine.drafters.text import TextDrafter
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.fast_tokenizer import FastTokenizer
+from penstock.engine.sequences import TokenBuffer
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.engine.verifier import Verifier
+from penstock.zoo.registry import DOMAINS, load_prompts, model_path
+
+DRAFTERS = ("twin", "finer", "chain")
+RATIO = SamplingParams(temperature=0.9, verification="ratio")
+NUM = 4
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The target with its tokens under other ids, and a smaller model that has fewer, too."""
+    root = tmp_path_factory.mktemp("vocabularies")
+    return {
+        "twin": write(root / "twin", TARGET, reordered),
+        "finer": write(root / "finer", "draft-base", finer),
+    }
+
+
+@pytest.fixture(scope="module", params=["native", *slow(["eager", "graphs"])])
+def engine(request: pytest.FixtureRequest, paths: dict[str, Path]) -> Iterator[Engine]:
+    before = torch.get_num_threads()
+    yield load(paths, request.param)
+    torch.set_num_threads(before)
+
+
+def load(paths: dict[str, Path], backend: str) -> Engine:
+    engine = load_engine(
+        EngineConfig(
+            target=model_path(TARGET),
+            drafters={
+                "twin": str(paths["twin"]),
+                "finer": str(paths["finer"]),
+                "chain": f"ngram+{paths['twin']}",
+            },
+            dtype="float32",
+            backend=backend,
+            kv_tokens=32 * 256,
+            max_model_len=512,
+            num_threads=1,
+        ),
+        calibrated=False,
+    )
+    engine.executor.runs_ahead = backend == "graphs"  # as on a GPU
+    return engine
+
+
+def make_loop(
+    engine: Engine, *, pipeline: str = "off", k: int = 4, rotating: bool = False, blocks: int = 512
+) -> Loop:
+    """A fresh scheduler with the engine's own drafters."""
+    drafters = [
+        dataclasses.replace(
+            d, pool=BlockPool(blocks, 16, prefix_caching=False), has_lane=pipeline != "off"
+        )
+        for d in engine.scheduler.table.drafters.values()
+    ]
+    scheduler = Scheduler(
+        BlockPool(blocks, 16),
+        drafters,
+        admission=make_policy("admission", "vllm_v1", {"max_num_batched_tokens": 2048}),
+        selection=Rotating() if rotating else make_policy("selection", "single"),
+        allocation=make_policy("allocation", "fixed", {"k": k}),
+        pipeline=make_pipeline(pipeline),
+        max_model_len=512,
+        runs_ahead=engine.executor.runs_ahead,
+    )
+    return Loop(scheduler, engine.executor, engine.clock)
+
+
+_ids = itertools.count()
+
+
+def make_requests(sampling: SamplingParams, num: int, drafter: str) -> list[Request]:
+    """One of each domain in turn, cut anywhere."""
+    tokenizer = load_tokenizer(model_path(TARGET))
+    requests = []
+    for i in range(num):
+        prompt = tokenizer.encode(load_prompts(DOMAINS[i % len(DOMAINS)])[i].prompt)
+        kept = tuple(prompt[: len(prompt) - 7 * (i % 2)][-120:])
+        requests.append(
+            Request(
+                id=f"text-{next(_ids)}",
+                prompt_len=len(kept),
+                prompt_token_ids=kept,
+                max_tokens=24 - i % 5,
+                sampling=dataclasses.replace(sampling, seed=100 + i),
+                drafter=drafter,
+            )
+        )
+    return requests
+
+
+class Alone(dict[str, list[tuple[int, ...]]]):
+    """Target-only output of each request by itself, by sampling."""
+
+    def __init__(self, engine: Engine) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def __missing__(self, sampling: str) -> list[tuple[int, ...]]:
+        requests = make_requests(SAMPLINGS[sampling], NUM, "none")
+        self[sampling] = [run(make_loop(self._engine), [r])[0][0] for r in requests]
+        return self[sampling]
+
+
+@pytest.fixture(scope="module")
+def alone(engine: Engine) -> Alone:
+    return Alone(engine)
+
+
+@pytest.mark.parametrize(
+    ("engine", "sampling", "drafter", "batch"),
+    [
+        *covering(["native"], SAMPLINGS, [*DRAFTERS, "auto"], [1, NUM], strength=1),
+        *slow(["eager", "graphs"], SAMPLINGS, [*DRAFTERS, "auto"], [1, NUM]),
+    ],
+    indirect=["engine"],
+)
+def test_output_is_the_targets_own(
+    engine: Engine,
+    alone: Alone,
+    sampling: str,
+    drafter: str,
+    batch: int,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    loop = make_loop(engine, rotating=drafter == "auto")
+    outputs, accepted = run(loop, make_requests(SAMPLINGS[sampling], batch, drafter))
+    assert outputs == alone[sampling][:batch]
+    assert accepted > 0
+    assert " failed: " not in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("engine", "pipeline", "drafter"),
+    [
+        *covering(["native"], ["2", "async"], [*DRAFTERS, "auto"], strength=1),
+        *slow(["eager", "graphs"], ["2", "async"], [*DRAFTERS, "auto"]),
+    ],
+    indirect=["engine"],
+)
+def test_output_beside_the_target_is_its_own(
+    engine: Engine, alone: Alone, pipeline: str, drafter: str
+) -> None:
+    loop = make_loop(engine, pipeline=pipeline, rotating=drafter == "auto")
+    outputs, accepted = run(loop, make_requests(SAMPLINGS["coupled"], NUM, drafter))
+    assert outputs == alone["coupled"]
+    assert accepted > 0
+
+
+def test_the_targets_twin_is_right(engine: Engine, alone: Alone) -> None:
+    """Nothing is lost on the way through the text: of greedy drafts all but what a request's end
+    has cut off, and the words that it cannot know the end of."""
+    outputs, accepted = run(make_loop(engine), make_requests(SAMPLINGS["greedy"], NUM, "twin"))
+    assert outputs == alone["greedy"]
+    assert accepted > 0.6 * sum(len(output) for output in outputs)
+
+
+def test_the_longest_drafts(engine: Engine, alone: Alone) -> None:
+    """The model takes more steps than the draft has tokens."""
+    loop = make_loop(engine, k=16)
+    outputs, accepted = run(loop, make_requests(SAMPLINGS["greedy"], 2, "twin"))
+    assert outputs == alone["greedy"][:2]
+    assert accepted > 16
+
+
+@pytest.mark.parametrize("pipeline", ["off", "2"])
+def test_ratio_is_reproducible_and_independent_of_the_batch(engine: Engine, pipeline: str) -> None:
+    for drafter in DRAFTERS[:2]:
+        together, accepted = run(
+            make_loop(engine, pipeline=pipeline), make_requests(RATIO, NUM, drafter)
+        )
+        assert accepted > 0
+        for i, request in enumerate(make_requests(RATIO, NUM, drafter)):
+            assert run(make_loop(engine), [request])[0] == [together[i]]
+
+
+def test_negative_control_accepting_everything_is_caught(
+    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The equalities above must be able to fail."""
+    monkeypatch.setattr(Verifier, "decide", lenient(Verifier.decide))
+    outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], NUM, "finer"))
+    assert outputs != alone["coupled"]
+
+
+def test_a_model_that_fails_midway_changes_nothing(
+    engine: Engine, alone: Alone, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter = engine.executor.drafters["twin"]
+    calls = make_unreliable(monkeypatch, drafter.timed, ["draft"], {1, 4, 5})
+    requests = make_requests(SAMPLINGS["greedy"], NUM, "twin")
+    outputs, accepted = run(make_loop(engine), requests)
+    assert next(calls) > 5
+    assert outputs == alone["greedy"]
+    assert accepted > 0
+
+
+def test_memory_that_does_not_hold_all_texts(engine: Engine, alone: Alone, paths: Any) -> None:
+    """Texts take turns in the model's memory, which the scheduler does not count."""
+    drafter = engine.executor.drafters["twin"]
+    assert isinstance(drafter, TextDrafter)
+    pool = drafter._kv.pool
+    drafter._kv.pool = BlockPool(12, 16, prefix_caching=False)
+    try:
+        requests = make_requests(SAMPLINGS["coupled"], NUM, "twin")
+        outputs, accepted = run(make_loop(engine), requests)
+        assert drafter._kv.pool.num_used_blocks == 0
+    finally:
+        drafter._kv.pool = pool
+    assert outputs == alone["coupled"]
+    assert accepted > 0
+
+
+def test_small_memory_preempts_and_changes_nothing(engine: Engine, alone: Alone) -> None:
+    loop = make_loop(engine, rotating=True, blocks=12)
+    outputs, _ = run(loop, make_requests(SAMPLINGS["coupled"], NUM, "auto"))
+    assert loop.scheduler.table.counters.preemptions > 0
+    assert outputs == alone["coupled"]
+
+
+# --- the drafts themselves ------------------------------------------------------------------------
+
+
+def fresh_text(request: Request, token_ids: Sequence[int]) -> TokenBuffer:
+    text = TokenBuffer(dataclasses.replace(request, id=f"fresh-{next(_ids)}"))
+    text.append(token_ids)
+    return text
+
+
+def drafted(drafter: TextDrafter, text: TokenBuffer, most: int) -> list[int]:
+    order = DraftOrder(text.request.id, 0, 0, drafter.name, 0, text.length, most)
+    with torch.inference_mode():
+        return drafter.draft([order], [text]).drafts[0].token_ids
+
+
+@pytest.mark.parametrize("name", ["twin", "finer"])
+def test_a_draft_is_a_function_of_the_text_alone(engine: Engine, alone: Alone, name: str) -> None:
+    """Whatever was read and drafted before; it may only be longer for it. So it may be verified as
+    a point mass."""
+    drafter: Any = engine.executor.drafters[name]
+    for request, output in zip(
+        make_requests(SAMPLINGS["coupled"], NUM, name), alone["coupled"], strict=True
+    ):
+        text, done = TokenBuffer(request), 0
+        while done < len(output) - 1:
+            grown = drafted(drafter, text, 5)
+            anew = fresh_text(request, output[:done])
+            other = drafted(drafter, anew, 5)
+            drafter.forget(anew.request.id)
+            assert num_equal(grown, other) == min(len(grown), len(other))
+            new = output[done:][: num_equal(grown, output[done:]) + 1]
+            text.append(new)
+            done += len(new)
+        drafter.forget(request.id)
+
+
+def test_only_what_is_new_is_read(engine: Engine, alone: Alone, monkeypatch: Any) -> None:
+    drafter: Any = engine.executor.drafters["finer"]
+    num_read: list[int] = []
+    draft = drafter.timed.draft
+
+    def note(orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
+        num_read.extend(o.num_catch_up_tokens for o in orders)
+        return draft(orders, texts)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(drafter.timed, "draft", note)
+    run(make_loop(engine), make_requests(SAMPLINGS["greedy"], 1, "finer"))
+    assert num_read[0] > 40
+    assert max(num_read[1:]) < 16
+
+
+def test_replays_count_what_would_have_been_drafted(engine: Engine, alone: Alone) -> None:
+    shares = {}
+    for name in ("twin", "finer"):
+        drafter: Any = engine.executor.drafters[name]
+        found = []
+        for request, output in zip(
+            make_requests(SAMPLINGS["greedy"], NUM, name), alone["greedy"], strict=True
+        ):
+            text = fresh_text(request, output)
+            half, key = text.length - len(output) // 2, text.request.id
+            for start, end in ((0, half), (half, text.length)):
+                order = DraftOrder(key, 0, 0, name, start, end - start, 0, evaluate=True)
+                with torch.inference_mode():
+                    found += drafter.replay([order], [text])
+            drafter.forget(key)
+        num = sum(r.num_tokens for r in found)
+        assert num > 0.8 * sum(map(len, alone["greedy"]))
+        shares[name] = sum(r.num_matched for r in found) / num
+    assert shares["twin"] > 0.97
+    assert 0.05 < shares["finer"] < 0.95
+
+
+# --- rejection sampling ---------------------------------------------------------------------------
+
+NUM_SAMPLES = 50_000
+LETTERS = ("a", "b", "c", "d", "ab", "cd")
+"""The target's tokens: the same text may be spelt in several ways."""
+OWN_LETTERS = ("d", "bc", "a", "c", "b", "abc")
+TOY_PROMPT = (0, 1)
+
+
+def letters(tokens: Sequence[str], merges: list[tuple[str, str]]) -> Tokenizer:
+    backend = Backend(models.BPE({t: i for i, t in enumerate(tokens)}, merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return Tokenizer(FastTokenizer(backend, None, {}))
+
+
+def toy_drafter() -> TextDrafter:
+    vocabularies = Vocabularies(
+        letters(LETTERS, [("a", "b"), ("c", "d")]),
+        letters(OWN_LETTERS, [("b", "c"), ("a", "bc")]),
+        (),
+        (),
+    )
+    runner: Any = ToyRunner(first_order(3))
+    return TextDrafter(ModelDrafter("toy", runner, 64), vocabularies, 64)
+
+
+def generate(*, falsify: bool) -> np.ndarray[Any, Any]:
+    """Three tokens of every request. falsify: drafts are passed off as samples of a distribution"""
+    target, drafter = first_order(0), toy_drafter()
+    begin, seen = len(TOY_PROMPT), dict[tuple[int, ...], list[int]]()
+    texts = [
+        TokenBuffer(
+            Request(
+                f"{i}",
+                begin,
+                3,
+                prompt_token_ids=TOY_PROMPT,
+                sampling=SamplingParams(seed=i, verification="ratio"),
+            )
+        )
+        for i in range(NUM_SAMPLES)
+    ]
+    rows, num_drafted = sampling_rows(NUM_SAMPLES), 0
+    while active := [i for i, t in enumerate(texts) if t.length < begin + 3]:
+        mine = [texts[i] for i in active]
+        drafts = []
+        for text in mine:
+            known = tuple(text.tokens(0, text.length))
+            if known not in seen:
+                seen[known] = drafted(drafter, text, 3)
+            drafts.append(Draft(seen[known], [0 if falsify else -1] * len(seen[known])))
+            num_drafted += len(seen[known])
+        probs = torch.full((1, len(LETTERS)), 1 / len(LETTERS)) if falsify else None
+        decide(target, mine, Drafts(drafts, probs), rows.take(np.array(active)))
+    assert num_drafted > NUM_SAMPLES, "else this shows nothing"
+    return np.array([t.tokens(begin, begin + 3) for t in texts])
+
+
+@pytest.mark.parametrize("falsify", first_fast([False, True]))
+def test_joint_of_three_positions_is_the_targets(falsify: bool) -> None:
+    """And would not be, were a draft not a point mass."""
+    size = len(LETTERS)
+    joint = first_order(0).expand(size, size, size).contiguous()
+    p_value = joint_p_value(generate(falsify=falsify), joint, sampling_rows(NUM_SAMPLES))
+    assert p_value < 1e-9 if falsify else p_value > 1e-3
+
+
+# --- at the start ---------------------------------------------------------------------------------
+
+
+def test_it_is_said_at_the_start(paths: dict[str, Path], caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        engine = load(paths, "eager")
+    for name in DRAFTERS:
+        known = engine.scheduler.table.drafters[name]
+        assert f"drafter {name} (" in caplog.text
+        assert known.pool is not None
+        assert not known.stops_early
+    assert caplog.text.count("has another tokenizer than the target: it drafts text") == 3
+
+
+def test_a_drafter_without_a_tokenizer_is_refused(paths: dict[str, Path], tmp_path: Path) -> None:
+    for file in paths["twin"].iterdir():
+        if file.name != "tokenizer.json":
+            (tmp_path / file.name).write_bytes(file.read_bytes())
+    config = EngineConfig(target=model_path(TARGET), drafters={"bare": str(tmp_path)})
+    with pytest.raises(CheckpointError, match=r"has no tokenizer\.json"):
+        load_engine(config, calibrated=False)
+
+
+# --- a real pair ----------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["greedy", "coupled"])
+def test_a_real_pair(sampling: str) -> None:
+    names = ("qwen2.5-coder-0.5b", "smollm2-135m")
+    files = [real_models.default_folder() / real_models.MODELS[name].file for name in names]
+    if missing := [file for file in files if not file.exists()]:
+        pytest.skip(f"{missing[0]} is not there: python -m benchmarks.real_models fetch")
+    engine = load_engine(
+        EngineConfig(
+            target=files[0],
+            drafters={"small": str(files[1]), "chain": f"ngram+{files[1]}"},
+            kv_tokens=2048,
+            max_model_len=512,
+        ),
+        calibrated=False,
+    )
+    tokenizer = load_tokenizer(files[0])
+    chosen = [p for p in real_prompts() if p.kind in ("completion", "chat")][::8]
+    outputs = {}
+    for drafter in ("none", "small", "chain"):
+        requests = [
+            Request(
+                id=f"{drafter}-{i}",
+                prompt_len=len(tokens),
+                prompt_token_ids=tokens,
+                max_tokens=48,
+                sampling=dataclasses.replace(SAMPLINGS[sampling], seed=i),
+                drafter=drafter,
+            )
+            for i, prompt in enumerate(chosen)
+            if (tokens := token_ids(prompt, tokenizer)[-256:])
+        ]
+        outputs[drafter], accepted = run(make_loop(engine), requests)
+        assert accepted > 0 or drafter == "none"
+    assert outputs["small"] == outputs["none"]
+    assert outputs["chain"] == outputs["none"]
