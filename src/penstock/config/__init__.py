@@ -1,0 +1,69 @@
+"""Configuration: pydantic models that refuse what they do not know, from YAML and flags."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from penstock.config.drafters import DraftersConfig, DraftServerConfig, TlsConfig, is_loopback
+from penstock.config.engine import (
+    LOOK_UPS,
+    NGRAM,
+    SUFFIX,
+    DrafterParts,
+    EngineConfig,
+    ModelsConfig,
+    PluginConfig,
+    PolicyConfig,
+    PolicyKind,
+    RequestOptions,
+    VllmConfig,
+)
+from penstock.config.files import read_yaml
+from penstock.config.model import ConfigError, parsed
+from penstock.config.profiles import ProfilePath, read_profile
+from penstock.config.server import ServeConfig
+from penstock.config.tenants import DEFAULT_TENANT, TenantConfig, TenantShare
+
+__all__ = [
+    "DEFAULT_TENANT",
+    "LOOK_UPS",
+    "NGRAM",
+    "SUFFIX",
+    "ConfigError",
+    "DraftServerConfig",
+    "DrafterParts",
+    "DraftersConfig",
+    "EngineConfig",
+    "ModelsConfig",
+    "PluginConfig",
+    "PolicyConfig",
+    "PolicyKind",
+    "ProfilePath",
+    "RequestOptions",
+    "ServeConfig",
+    "TenantConfig",
+    "TenantShare",
+    "TlsConfig",
+    "VllmConfig",
+    "is_loopback",
+    "parse_config",
+    "parse_plugin_config",
+    "parse_request_options",
+    "read_profile",
+    "read_yaml",
+]
+
+
+def parse_config(data: dict[str, Any]) -> ServeConfig:
+    """Validate a configuration. Raises: ConfigError with one line for the first mistake."""
+    return parsed(ServeConfig, data)
+
+
+def parse_plugin_config(data: Any) -> PluginConfig:
+    """Likewise, of vLLM's plug-in. Raises: ConfigError."""
+    return parsed(PluginConfig, data)
+
+
+def parse_request_options(data: Any) -> RequestOptions:
+    """Likewise, of a request to it. Raises: ConfigError."""
+    return parsed(RequestOptions, data)

@@ -1,0 +1,270 @@
+"""Settings of the engine: models, policies; and of the policies inside vLLM."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal, NamedTuple, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from penstock.config.model import ConfigError, Model, address_in
+from penstock.config.profiles import ProfilePath
+from penstock.config.tenants import DEFAULT_TENANT, TenantConfig, TenantShare
+from penstock.core.policies.registry import make_pipeline, make_policy
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
+
+NGRAM = "ngram"
+SUFFIX = "suffix"
+"""Paths of drafters that have none: n-gram look-up in the request's own text; and of the longest
+suffix, in earlier outputs of its tenant as well."""
+LOOK_UPS = (NGRAM, SUFFIX)
+
+_CHAIN = "+"
+
+PolicyKind = Literal["admission", "selection", "allocation"]
+
+
+class DrafterParts(NamedTuple):
+    """What a drafter's path means: look-up, a model, or `ngram+MODEL`: a draft that begins with the
+    one and goes on with the other."""
+
+    look_up: str | None
+    model: str | None
+
+    @classmethod
+    def of(cls, path: str) -> Self:
+        """Raises: ConfigError."""
+        first, is_chain, rest = path.partition(_CHAIN)
+        if first not in LOOK_UPS:
+            return cls(None, path)
+        if not is_chain:
+            return cls(first, None)
+        if not rest or rest.partition(_CHAIN)[0] in LOOK_UPS:
+            raise ConfigError(
+                f"{path!r}: a chain goes on with one model, not with {rest!r}; allowed: "
+                f"{' and '.join(look_up + _CHAIN + 'MODEL' for look_up in LOOK_UPS)}"
+            )
+        return cls(first, rest)
+
+    @property
+    def is_chain(self) -> bool:
+        return self.look_up is not None and self.model is not None
+
+    def with_model(self, model: str) -> str:
+        """The path with the model in another place."""
+        return model if self.look_up is None else f"{self.look_up}{_CHAIN}{model}"
+
+
+class PolicyConfig(Model):
+    """A policy by name, and its options."""
+
+    name: str
+    options: dict[str, Any] = Field(default_factory=dict)
+
+    @classmethod
+    def of(cls, name: str, /, **options: Any) -> Self:
+        return cls(name=name, options=options)
+
+    def with_defaults(self, options: Mapping[str, Any]) -> Self:
+        """The same policy, with these options where it has none of its own."""
+        return self.of(self.name, **{**options, **self.options})
+
+    def make(self, kind: PolicyKind) -> Any:
+        """Build the policy. Raises: PolicyError."""
+        return make_policy(kind, self.name, self.options)
+
+
+class VllmConfig(Model):
+    """vLLM as the target's engine.
+
+    tensor_parallel: workers that share each layer. pipeline_parallel: groups of workers, each with
+    a part of the layers. quantization: of the weights, by vLLM's name.
+    nodes: machines that the workers are divided between; node_rank: which of them this one is, from
+    0, where the server is; master: HOST:PORT, an address of node 0 that all of them reach.
+    distributed_backend: what starts the workers.
+    args: further arguments of vLLM's engine, by the names that vLLM gives them.
+    """
+
+    tensor_parallel: int = Field(default=1, ge=1)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    nodes: int = Field(default=1, ge=1)
+    node_rank: int = Field(default=0, ge=0)
+    master: str | None = None
+    distributed_backend: Literal["mp", "ray"] | None = None
+    quantization: str | None = None
+    args: dict[str, Any] = Field(default_factory=dict)
+
+    @property
+    def num_local_workers(self) -> int:
+        return self.tensor_parallel * self.pipeline_parallel // self.nodes
+
+    @field_validator("master")
+    @classmethod
+    def _isaddress_in(cls, master: str | None) -> str | None:
+        if master is not None and not int(address_in(master).rpartition(":")[2]):
+            raise ValueError(f"{master!r} has port 0; allowed: 1 to 65535")
+        return master
+
+    @model_validator(mode="after")
+    def _fits_nodes(self) -> Self:
+        workers = self.tensor_parallel * self.pipeline_parallel
+        if self.nodes == 1 and (self.node_rank or self.master is not None):
+            raise ValueError("node_rank and master are for several nodes; add nodes")
+        if self.node_rank >= self.nodes:
+            raise ValueError(f"node_rank is {self.node_rank}; allowed: 0 to {self.nodes - 1}")
+        if self.nodes > 1 and self.master is None:
+            raise ValueError(f"nodes is {self.nodes}, so master is needed: HOST:PORT of node 0")
+        if self.nodes > 1 and self.distributed_backend == "ray":
+            raise ValueError("nodes is for mp: a Ray cluster knows its own nodes")
+        if workers % self.nodes:
+            raise ValueError(
+                f"nodes is {self.nodes}, which does not divide the {workers} workers "
+                "(tensor_parallel times pipeline_parallel)"
+            )
+        return self
+
+
+class ModelsConfig(Model):
+    """Target and drafters, and how they are computed.
+
+    kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
+    drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
+    profile: step times from `penstock profile measure`, which are then not measured at the start.
+    backend: native (the CPU's own kernels), eager (PyTorch's operations), graphs (CUDA graphs, one
+        for each batch size) or auto (the first that can be had: graphs on a GPU, native or eager on
+        a CPU).
+    kv_dtype: of keys and values in the cache; auto is that of the weights, float8 is e4m3.
+    attention: of eager and graphs, by name; auto is triton_paged on a GPU with Triton, else packed.
+    vllm: vLLM computes the target; what else is said here of devices and kernels is then of the
+        drafters.
+    """
+
+    target: Path
+    drafters: dict[str, str] = Field(default_factory=dict)
+    drafter_max_num_seqs: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    profile: ProfilePath | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    device: str = "cpu"
+    backend: Literal["auto", "native", "eager", "graphs"] = "auto"
+    kv_dtype: Literal["auto", "float8"] = "auto"
+    attention: str = "auto"
+    num_threads: int | None = Field(default=None, ge=1)
+    kv_tokens: int | None = Field(default=None, ge=16)
+    block_size: int = Field(default=16, ge=1, le=256)
+    max_model_len: int | None = Field(default=None, ge=2)
+    prefix_caching: bool = True
+    vllm: VllmConfig | None = None
+
+    @property
+    def target_name(self) -> str:
+        """What the target is called unless a name is given: its folder's or its file's."""
+        return self.target.name.removesuffix(".gguf")
+
+    @field_validator("device")
+    @classmethod
+    def _is_device(cls, device: str) -> str:
+        if not re.fullmatch(r"cpu|cuda(:[0-9]+)?", device):
+            raise ValueError(f"{device!r} is unknown; allowed: cpu, cuda, cuda:N")
+        return device
+
+    @field_validator("drafters")
+    @classmethod
+    def _names(cls, drafters: dict[str, str]) -> dict[str, str]:
+        for name, path in drafters.items():
+            if name in (AUTO_DRAFTER, NO_DRAFTER, TARGET) or not name:
+                raise ValueError(f"a drafter cannot be called {name!r}")
+            DrafterParts.of(path)
+        return drafters
+
+    @property
+    def drafter_models(self) -> dict[str, Path]:
+        """Checkpoints of the drafters that have one, chains among them, by the drafter's name."""
+        parts = {name: DrafterParts.of(path) for name, path in self.drafters.items()}
+        return {name: Path(p.model) for name, p in parts.items() if p.model is not None}
+
+
+class EngineConfig(ModelsConfig):
+    """Models, and the policies that schedule them.
+
+    verification: None is `coupled` for requests with a seed and `ratio` for the others.
+    pipeline: off (drafts, then verification, in turns), a number of micro-batches, auto (whichever
+        of these is fastest by the measured times) or async (verify whatever drafts are ready). But
+        for off the drafters work beside the target.
+    heartbeat_timeout_s: an engine process without a heartbeat for so long is killed and started
+        again; after a quarter of it, it takes no requests.
+    fairness: between tenants, by weight, in who is admitted, keeps its memory and decodes.
+    """
+
+    verification: Literal["coupled", "ratio"] | None = None
+    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
+    selection: PolicyConfig = PolicyConfig.of("single")
+    allocation: PolicyConfig = PolicyConfig.of("throughput")
+    pipeline: str = "off"
+    heartbeat_timeout_s: float = Field(default=20.0, gt=0, allow_inf_nan=False)
+    fairness: bool = True
+    tenants: dict[str, TenantConfig] = Field(default_factory=dict)
+
+    @field_validator("tenants")
+    @classmethod
+    def _one_tenant_a_key(cls, tenants: dict[str, TenantConfig]) -> dict[str, TenantConfig]:
+        if "" in tenants:
+            raise ValueError("a tenant needs a name")
+        keys = [key for tenant in tenants.values() for key in tenant.api_keys]
+        if not all(keys) or len(set(keys)) < len(keys):
+            raise ValueError("API keys must not be empty, and each must belong to one tenant only")
+        return tenants
+
+    @field_validator("pipeline", mode="before")
+    @classmethod
+    def _is_pipeline(cls, pipeline: Any) -> str:
+        """YAML reads a bare `off` as false."""
+        name = "off" if pipeline is False else str(pipeline)
+        make_pipeline(name)
+        return name
+
+    @model_validator(mode="after")
+    def _policies(self) -> Self:
+        kinds: tuple[PolicyKind, ...] = ("admission", "selection", "allocation")
+        for kind in kinds:
+            getattr(self, kind).make(kind)
+        selected = self.selection.options.get("drafter")
+        named = [("drafter_max_num_seqs", name) for name in self.drafter_max_num_seqs]
+        for setting, name in [("selection", selected), *named]:
+            if name is not None and name not in self.drafters:
+                known = ", ".join(self.drafters) or "none is configured"
+                raise ValueError(f"{setting} names an unknown drafter {name!r}; drafters: {known}")
+        return self
+
+
+class PluginConfig(Model):
+    """Penstock's policies inside vLLM's own server; what is named as in `EngineConfig` means the
+    same.
+
+    allocation: None verifies drafts as long as vLLM's proposer makes them.
+    profile: step times; without it they are learned while serving.
+    """
+
+    admission: PolicyConfig = PolicyConfig.of("vllm_v1")
+    allocation: PolicyConfig | None = None
+    fairness: bool = True
+    tenants: dict[str, TenantShare] = Field(default_factory=dict)
+    profile: ProfilePath | None = None
+
+    @model_validator(mode="after")
+    def _policies(self) -> Self:
+        self.admission.make("admission")
+        if self.allocation is not None:
+            self.allocation.make("allocation")
+        return self
+
+
+class RequestOptions(Model):
+    """What a request to vLLM's server may tell Penstock's policies."""
+
+    tenant: str = DEFAULT_TENANT
+    max_draft_tokens: int | None = Field(default=None, ge=0)
+    expected_output_tokens: int | None = Field(default=None, ge=1)
+    tpot_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    deadline_ms: float | None = Field(default=None, gt=0, allow_inf_nan=False)
