@@ -50,12 +50,14 @@ class StreamOptions(_Body):
 
 class SpeculationOptions(_Body):
     """drafter: `auto` (the server selects), `none`, or a drafter's name.
-    max_draft_tokens: most draft tokens in a round. No other engine has fields in here."""
+    max_draft_tokens: most draft tokens in a round. origins: say of every token where it is from. No
+    other engine has fields in here."""
 
     model_config = ConfigDict(extra="forbid")
 
     drafter: str = AUTO_DRAFTER
     max_draft_tokens: int | None = Field(default=None, ge=0)
+    origins: bool = False
 
 
 class LatencyOptions(_Body):

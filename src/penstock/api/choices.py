@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.api.errors import ApiError
 from penstock.core.types import FinishReason, Output, Request, TokenLogprob
@@ -12,19 +13,47 @@ from penstock.serving.usage import Usage
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
+_NO_LOGPROB = TokenLogprob(math.nan, ())
 _STATUS = {FinishReason.REFUSED: 400, FinishReason.ERROR: 500, FinishReason.CANCELLED: 503}
+
+
+class Origin(NamedTuple):
+    """Where a token is from. accepted: drafted, and kept. recovered: the target's own, where it
+    rejected a draft. bonus: the target's own, behind a draft of which all was kept. target: of a
+    round without a draft. drafter: who drafted in that round."""
+
+    kind: Literal["accepted", "recovered", "bonus", "target"]
+    drafter: str | None
+
+
+def origins_of(output: Output) -> list[Origin]:
+    """One for each of an output's tokens."""
+    num_accepted, drafter = output.num_accepted, output.drafter
+    own = Origin("target", None)
+    if output.num_proposed:
+        is_whole = num_accepted == output.num_proposed
+        own = Origin("bonus" if is_whole else "recovered", drafter)
+    accepted = Origin("accepted", drafter)
+    return [accepted if i < num_accepted else own for i in range(len(output.token_ids))]
 
 
 @dataclass(frozen=True, slots=True)
 class TokenText:
-    """A token with its log-probability. `start`, `end`: where its text lies in the choice's text;
-    `raw`: the bytes it adds, part of a character where the vocabulary has such tokens."""
+    """A token with what is told of it. `start`, `end`: where its text lies in the choice's text;
+    `raw`: the bytes it adds, part of a character where the vocabulary has such tokens; `text`: what
+    it adds to the choice's text, with whole characters. A log-probability that nobody asked for is
+    not a number."""
 
     token_id: int
     raw: bytes
     start: int
-    end: int
+    text: str
     logprob: TokenLogprob
+    origin: Origin | None
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.text)
 
 
 class TextStream:
@@ -49,19 +78,30 @@ class TextStream:
         self._tokens: list[TokenText] = []
         self._previous = previous
 
-    def add(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> int:
-        """Append tokens, with their log-probabilities or none at all. Not after `stopped`.
+    def add(
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprob],
+        origins: Sequence[Origin] = (),
+    ) -> int:
+        """Append tokens, with their log-probabilities and origins, or none at all of either. Not
+        after `stopped`.
 
         Returns how many belong to the text: those up to the end of a stop string, else all.
         """
-        if not self._stops and not logprobs:
+        if not (self._stops or logprobs or origins):
             self._pending += "".join(map(self._detokenizer.add, token_ids))
             return len(token_ids)
         for count, token_id in enumerate(token_ids, 1):
             start = self._length + len(self._pending)
-            self._pending += self._detokenizer.add(token_id)
-            if logprobs:
-                self._note(token_id, start, logprobs[count - 1])
+            text = self._detokenizer.add(token_id)
+            self._pending += text
+            if logprobs or origins:
+                raw = self._tokenizer.token_bytes(token_id, self._previous)
+                logprob = logprobs[count - 1] if logprobs else _NO_LOGPROB
+                origin = origins[count - 1] if origins else None
+                self._tokens.append(TokenText(token_id, raw, start, text, logprob, origin))
+                self._previous = token_id
             self._look_for_stop()
             if self.stopped:
                 return count
@@ -70,7 +110,12 @@ class TextStream:
     def finish(self) -> None:
         """No more tokens will come: nothing needs to be held back."""
         if not self.stopped:
-            self._pending += self._detokenizer.finish()
+            rest = self._detokenizer.finish()
+            self._pending += rest
+            if rest and self._tokens:
+                # A character that is not complete belongs to the last token that began it.
+                last = self._tokens[-1]
+                self._tokens[-1] = replace(last, text=last.text + rest)
             self._look_for_stop()
         self._is_over = True
 
@@ -83,12 +128,6 @@ class TextStream:
         self._tokens = self._tokens[len(shown) :]
         return text, shown
 
-    def _note(self, token_id: int, start: int, logprob: TokenLogprob) -> None:
-        raw = self._tokenizer.token_bytes(token_id, self._previous)
-        end = self._length + len(self._pending)
-        self._tokens.append(TokenText(token_id, raw, start, end, logprob))
-        self._previous = token_id
-
     def _look_for_stop(self) -> None:
         starts = ((self._pending.find(stop), len(stop)) for stop in self._stops)
         found = [(start + size, start) for start, size in starts if start >= 0]
@@ -97,7 +136,9 @@ class TextStream:
             _, start = min(found)
             self._pending = self._pending[:start]
             cut = self._length + len(self._pending)
-            self._tokens = [t for t in self._tokens if t.start < cut]
+            self._tokens = [
+                replace(t, text=t.text[: cut - t.start]) for t in self._tokens if t.start < cut
+            ]
             self.stopped = self._is_over = True
 
     def _num_held_back(self) -> int:
@@ -121,14 +162,21 @@ class Delta:
 
 class ResponseChoice:
     """Takes in the outputs of one engine request. `opens_prompt`: the first choice of its prompt,
-    which is counted once."""
+    which is counted once. `tells_origins`: of every token."""
 
     def __init__(
-        self, index: int, request: Request, text: TextStream, *, opens_prompt: bool
+        self,
+        index: int,
+        request: Request,
+        text: TextStream,
+        *,
+        opens_prompt: bool,
+        tells_origins: bool = False,
     ) -> None:
         self.index = index
         self.request = request
         self.opens_prompt = opens_prompt
+        self.tells_origins = tells_origins
         self.finish_reason: FinishReason | None = None
         self.usage = Usage()
         self._text = text
@@ -160,7 +208,8 @@ class ResponseChoice:
         """Number of tokens up to the end of the text. A stop token counts, but is not shown."""
         num_hidden = int(output.finish_reason is FinishReason.STOP)
         shown = output.token_ids[: len(output.token_ids) - num_hidden]
-        num_tokens = self._text.add(shown, output.logprobs)
+        origins = origins_of(output) if self.tells_origins else ()
+        num_tokens = self._text.add(shown, output.logprobs, origins)
         return num_tokens if self._text.stopped else num_tokens + num_hidden
 
 

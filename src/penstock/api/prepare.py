@@ -231,7 +231,14 @@ class RequestBuilder:
                     latency=body.latency.target,
                 )
                 text = TextStream(self.tokenizer, body.stops, previous)
-                choices.append(ResponseChoice(index, request, text, opens_prompt=n == 0))
+                choice = ResponseChoice(
+                    index,
+                    request,
+                    text,
+                    opens_prompt=n == 0,
+                    tells_origins=body.speculation.origins,
+                )
+                choices.append(choice)
         return choices
 
     def _max_tokens(

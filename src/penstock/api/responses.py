@@ -74,6 +74,7 @@ class CompletionFormat(Format):
             "text": delta.text,
             "logprobs": self._logprobs_of(delta.tokens) if self._logprobs else None,
             "finish_reason": delta.finish_reason,
+            **_origins(delta.tokens),
         }
 
     def _logprobs_of(self, tokens: Sequence[TokenText]) -> JsonDict:
@@ -105,6 +106,7 @@ class ChatFormat(Format):
                 "message": {"role": "assistant", "content": delta.text},
                 "logprobs": self._logprobs_of(delta.tokens) if self._logprobs else None,
                 "finish_reason": delta.finish_reason,
+                **_origins(delta.tokens),
             }
             for delta in deltas
         ]
@@ -121,6 +123,7 @@ class ChatFormat(Format):
             "delta": content,
             "logprobs": self._logprobs_of(tokens) if self._logprobs and tokens else None,
             "finish_reason": finish_reason,
+            **_origins(tokens),
         }
         return self._body("chat.completion.chunk", [choice])
 
@@ -145,6 +148,16 @@ def _text(raw: bytes) -> str:
         return raw.decode()
     except UnicodeDecodeError:
         return "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
+
+
+def _origins(tokens: Sequence[TokenText]) -> JsonDict:
+    """A choice's field for a client that has asked for it."""
+    told = [
+        {"text": t.text, "origin": t.origin.kind, "drafter": t.origin.drafter}
+        for t in tokens
+        if t.origin is not None
+    ]
+    return {"origins": told} if told else {}
 
 
 def _entry(raw: bytes, logprob: float) -> JsonDict:
