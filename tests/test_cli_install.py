@@ -6,6 +6,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, TypeVar
 
 import pytest
 
@@ -39,7 +40,7 @@ BAD_INPUT = [
     (("zoo", "train", "--only", "nope"), "unknown model 'nope'"),
 ]
 _RUN = """
-import os, sys
+import sys
 from importlib.abc import MetaPathFinder
 
 class Absent(MetaPathFinder):
@@ -48,69 +49,53 @@ class Absent(MetaPathFinder):
             raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 
 sys.meta_path.insert(0, Absent())
-import penstock.config
 from penstock.cli import main
-from penstock.core.policies.registry import policies
-policies("admission")  # once for all commands
-
-for i, arguments in enumerate({commands!r}):
-    if not os.fork():
-        os.dup2(os.open(f"{{i}}.out", os.O_CREAT | os.O_WRONLY), 1)
-        os.dup2(os.open(f"{{i}}.err", os.O_CREAT | os.O_WRONLY), 2)
-        sys.argv = ["penstock", *arguments]
-        main()
-    print(os.waitstatus_to_exitcode(os.wait()[1]), flush=True)
+sys.argv = ["penstock", *{arguments!r}]
+main()
 """
 
-Done = tuple[int, str, str]
 
-
-def outcomes(folder: Path, extra: Sequence[str], commands: Sequence[tuple[str, ...]]) -> list[Done]:
+def outcome(folder: Path, extra: Sequence[str], arguments: tuple[str, ...]) -> tuple[int, str, str]:
     """Of the program where some packages cannot be imported: exit code and what it says."""
-    script = _RUN.format(extra=extra, commands=commands)
+    script = _RUN.format(extra=extra, arguments=arguments)
     done = subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=True
+        [sys.executable, "-c", script], cwd=folder, capture_output=True, text=True, check=False
     )
-    said = [
-        [(folder / f"{i}.{end}").read_text() for end in ("out", "err")]
-        for i in range(len(commands))
-    ]
+    return done.returncode, done.stdout, done.stderr
+
+
+_T = TypeVar("_T")
+
+
+def a_few_first(cases: Sequence[_T]) -> list[Any]:
+    """Parameters, most of them slow: each takes a second."""
     return [
-        (int(code), out, err) for code, (out, err) in zip(done.stdout.split(), said, strict=True)
+        pytest.param(case, marks=() if i < 2 else pytest.mark.slow) for i, case in enumerate(cases)
     ]
 
 
-@pytest.fixture(scope="module")
-def without_the_extra(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], Done]:
-    """By arguments, where only the base is installed."""
-    commands = [*NEEDS_THE_EXTRA, *(arguments for arguments, _ in BAD_INPUT)]
-    folder = tmp_path_factory.mktemp("base")
-    return dict(zip(commands, outcomes(folder, EXTRA, commands), strict=True))
-
-
-@pytest.mark.parametrize("arguments", NEEDS_THE_EXTRA)
-def test_a_missing_extra_is_one_line(
-    without_the_extra: dict[tuple[str, ...], Done], arguments: tuple[str, ...]
-) -> None:
-    code, out, err = without_the_extra[arguments]
+@pytest.mark.parametrize("arguments", a_few_first(NEEDS_THE_EXTRA))
+def test_a_missing_extra_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+    code, out, err = outcome(tmp_path, EXTRA, arguments)
     assert (code, out) == (2, ""), err
     assert err.count("\n") == 1
     assert err.startswith("penstock: this needs ")
     assert "pip install 'penstock[serve]'" in err
 
 
-@pytest.mark.parametrize(("arguments", "message"), BAD_INPUT)
+@pytest.mark.parametrize("case", a_few_first(BAD_INPUT))
 def test_bad_input_is_refused_before_anything_is_loaded(
-    without_the_extra: dict[tuple[str, ...], Done], arguments: tuple[str, ...], message: str
+    tmp_path: Path, case: tuple[tuple[str, ...], str]
 ) -> None:
     """Where PyTorch cannot even be imported."""
-    code, out, err = without_the_extra[arguments]
+    arguments, message = case
+    code, out, err = outcome(tmp_path, EXTRA, arguments)
     assert (code, out) == (2, ""), err
     assert message in err
     assert err.count("\n") == 1
 
 
 def test_other_modules_that_are_missing_are_bugs(tmp_path: Path) -> None:
-    ((code, _, err),) = outcomes(tmp_path, ("penstock.zoo",), [("zoo", "info")])
+    code, _, err = outcome(tmp_path, ("penstock.zoo",), ("zoo", "info"))
     assert code == 1
     assert "Traceback" in err
