@@ -108,7 +108,19 @@ class Trace:
 class Bench:
     """Two workers, and what they have measured."""
 
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser, stretches: int) -> None:
+        """Of a run; `stretches` of each load."""
+        parser.add_argument("trace", type=Path)
+        parser.add_argument("--out", type=Path, required=True, help="file that a run goes on from")
+        parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/penstock/arrivals")
+        parser.add_argument("--stretches", type=int, default=stretches)
+        parser.add_argument("--capacity", type=int, default=3, help="stretches to measure it by")
+        parser.add_argument("--requests", type=int, default=120, help="of a stretch")
+        parser.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
+
     def __init__(self, args: argparse.Namespace) -> None:
+        args.folder.mkdir(parents=True, exist_ok=True)
         self._trace = Trace.read(args.trace, args.scale)
         self._args = args
         self._store = Store(args.out)
@@ -158,7 +170,7 @@ class Bench:
         self._num_done += 1
         if known is not None:
             return known["found"]
-        rows = self._trace.stretch(number, self._args.requests, rate)
+        rows = self.stretch(number, rate)
         found = self._worker(kind).ask(do="serve", settings=settings, requests=rows, seed=number)
         self._store.put(about, found)
         latency = np.mean(found["latency"])
@@ -170,6 +182,9 @@ class Bench:
             flush=True,
         )
         return found
+
+    def stretch(self, number: int, rate: float | None) -> Rows:
+        return self._trace.stretch(number, self._args.requests, rate)
 
     def capacity(self) -> float:
         """Requests a second that stock serves when all come at once."""
@@ -251,18 +266,11 @@ def _cell(values: list[float | None]) -> str:
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("trace", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="file that a run goes on from")
-    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/penstock/arrivals")
+    Bench.add_arguments(parser, stretches=8)
     parser.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
-    parser.add_argument("--stretches", type=int, default=8)
     parser.add_argument("--tuning", type=int, default=2, help="stretches for each of the limits")
-    parser.add_argument("--capacity", type=int, default=3, help="stretches that measure capacity")
-    parser.add_argument("--requests", type=int, default=120, help="of a stretch")
-    parser.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
-    args.folder.mkdir(parents=True, exist_ok=True)
     bench = Bench(args)
     try:
         capacity = bench.capacity()

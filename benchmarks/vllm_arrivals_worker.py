@@ -9,10 +9,13 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from penstock.fluid.step_profile import StepWork
 
 os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
 
@@ -27,7 +30,9 @@ class Server(ABC):
 
     def serve(self, requests: list[tuple[float, int, int]], seed: int) -> dict[str, Any]:
         """requests: (arrival in seconds, prompt tokens, tokens to make). Returns each one's seconds
-        to the first token and to the last."""
+        to the first token and to the last, and every step: what was in it (`StepWork`), seconds."""
+        self.works: list[StepWork] = []
+        seconds: list[float] = []
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(8, self.vocab_size, n).tolist() for _, n, _ in requests]
         first, last = [0.0] * len(requests), [0.0] * len(requests)
@@ -41,15 +46,21 @@ class Server(ABC):
             if num_left == len(coming):
                 time.sleep(min(_LONGEST_NAP_S, coming[0][1][0] - now))
                 continue
+            before, num_steps = time.monotonic(), len(self.works)
             made = self.step()
             now = time.monotonic() - begin
+            # Of a turn with no step of its own nothing is known.
+            if len(self.works) > num_steps:
+                seconds.append(time.monotonic() - before)
             for i, num_tokens in made.items():
                 arrival, _, most = requests[i]
                 first[i] = first[i] or now - arrival
                 if num_tokens == most:
                     last[i] = now - arrival
                     num_left -= 1
-        return {"ttft": first, "latency": last, "seconds": time.monotonic() - begin}
+        took = time.monotonic() - begin
+        steps = [(*work, s) for work, s in zip(self.works, seconds, strict=True)]
+        return {"ttft": first, "latency": last, "seconds": took, "steps": steps}
 
     vocab_size: int
 
@@ -105,6 +116,27 @@ class VllmServer(Server):
             structured_output_manager=core.structured_output_manager,
             block_size=old.block_size,
         )
+        core.scheduler.schedule = self._noted(core.scheduler, core.scheduler.schedule)
+
+    def _noted(self, scheduler: Any, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """`schedule`, and what is in its steps kept."""
+
+        def noted(*args: Any) -> Any:
+            output = schedule(*args)
+            chunks = [
+                # By then the step's tokens count as computed.
+                (scheduler.requests[i].num_computed_tokens - num, num, scheduler.requests[i])
+                for i, num in output.num_scheduled_tokens.items()
+            ]
+            prompts = [(at, n) for at, n, r in chunks if at + n < r.num_tokens or n > 1]
+            decodes = [at for at, n, r in chunks if at + n >= r.num_tokens and n == 1]
+            if chunks:
+                context = sum(n * (at + n / 2) for at, n in prompts)
+                num_prefill = sum(n for _, n in prompts)
+                self.works.append(StepWork(num_prefill, context, len(decodes), sum(decodes)))
+            return output
+
+        return noted
 
     def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
         params = self._vllm.SamplingParams(
@@ -146,6 +178,7 @@ class PenstockServer(Server):
         from penstock.core.loop import Loop
         from penstock.core.policies.registry import make_policy
         from penstock.core.scheduler import Scheduler
+        from penstock.serving.steps import StepRecorder
 
         old, learn = self._engine.scheduler, Estimators()
         learn.times = old.learn.times
@@ -158,7 +191,9 @@ class PenstockServer(Server):
             max_model_len=self._engine.max_model_len,
             learn=learn,
         )
-        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock)
+        self._recorder = StepRecorder(self._engine.clock)
+        instruments = (self._recorder,)
+        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock, instruments)
         self._made = {}
 
     def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
@@ -178,6 +213,8 @@ class PenstockServer(Server):
     def step(self) -> dict[int, int]:
         events, self._events = self._events, []
         turn, got = self._loop.turn(events), {}
+        self.works += [work for work, _ in self._recorder.steps]
+        self._recorder.steps.clear()
         for output in turn.outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
