@@ -74,7 +74,7 @@ CHATS: list[tuple[dict[str, Any], int, str]] = [
     ({"messages": []}, 400, "messages: "),
     ({"messages": "Hi"}, 400, "messages: "),
     ({"messages": [{"role": "robot", "content": "Hi"}]}, 400, "messages.0.role: "),
-    ({"messages": [{"role": "user"}]}, 400, "messages.0.content: Field required"),
+    ({"messages": [{"role": "user"}]}, 400, "messages.0: content is required"),
     ({"messages": [{"role": "user", "content": 3}]}, 400, "messages.0.content: must be a string"),
     (
         {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},

@@ -36,7 +36,6 @@ CHANGING: list[tuple[str, Any, str]] = [
     ("guided_choice", ["a"], "is not supported"),
     ("guided_grammar", "root ::= 'a'", "is not supported"),
     ("grammar", "root ::= 'a'", 'only "" is supported'),
-    ("tools", [{"type": "function"}], "only [] is supported"),
     ("tool_choice", "required", 'only "none" or "auto" is supported'),
     ("functions", [{"name": "f"}], "only [] is supported"),
     ("logit_bias", {"50": 3}, "only {} is supported"),
@@ -111,9 +110,9 @@ def test_in_messages_too(http: httpx.Client) -> None:
     assert set(answer.headers[IGNORED_FIELDS].split(", ")) == {
         "stream_options.x", "messages.annotations", "messages.content.cache_control",
     }  # fmt: skip
-    called = {**echoed, "tool_calls": [{"id": "1"}]}
+    called = {**echoed, "function_call": {"name": "f"}}
     error = chat(http, messages=[*USER, called]).json()["error"]
-    assert error["message"] == "messages.1.tool_calls: only [] is supported"
+    assert error["message"] == "messages.1.function_call: is not supported"
     assert chat(http, messages=[*USER, {**echoed, "tool_calls": []}]).status_code == 200
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import from_json
 
 from penstock.api.errors import ApiError
 from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS, LatencyTarget, latency_target
@@ -16,6 +17,7 @@ from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS, LatencyTarget, laten
 _MAX_STOPS = 16
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 2**16
+_MAX_TOOLS = 128
 _MAX_TOP_K = 2**31 - 1
 """What everything behind can hold: a draft server's link has 32 bits for it."""
 
@@ -163,13 +165,58 @@ class TextPart(_Body):
     text: str
 
 
+class CalledFunction(_Body):
+    """arguments: a JSON object in a string."""
+
+    name: str
+    arguments: str = ""
+
+    @field_validator("arguments")
+    @classmethod
+    def _is_object(cls, arguments: str) -> str:
+        try:
+            value = from_json(arguments or "{}", allow_inf_nan=False)
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            raise ValueError("must be a JSON object in a string")
+        return arguments
+
+
+class ToolCall(_Body):
+    """A call that the assistant made in an earlier turn."""
+
+    id: str | None = None
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+    def for_template(self) -> dict[str, Any]:
+        """With the arguments as a mapping, which templates write as JSON."""
+        arguments = from_json(self.function.arguments or "{}")
+        function = {"name": self.function.name, "arguments": arguments}
+        return {"id": self.id or "", "type": "function", "function": function}
+
+
 class ChatMessage(_Body):
     """One turn. developer: OpenAI's later word for system. name: who speaks, for the chat template
-    to use."""
+    to use. tool_calls: of an assistant, who then need not say anything. tool_call_id: of a tool,
+    the call that it answers."""
 
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[TextPart] = ""
     name: str | None = None
+    tool_calls: list[ToolCall] = Field(default_factory=list)
+    tool_call_id: str | None = None
+
+    @model_validator(mode="after")
+    def _belongs_to_role(self) -> ChatMessage:
+        if "content" not in self.model_fields_set and not self.tool_calls:
+            raise ValueError("content is required")
+        if self.tool_calls and self.role != "assistant":
+            raise ValueError("tool_calls are only allowed in messages of the assistant")
+        if self.tool_call_id is not None and self.role != "tool":
+            raise ValueError("tool_call_id is only allowed in messages of a tool")
+        return self
 
     @property
     def text(self) -> str:
@@ -177,21 +224,66 @@ class ChatMessage(_Body):
             return self.content
         return "".join(part.text for part in self.content)
 
-    def for_template(self) -> dict[str, str]:
+    @property
+    def is_about_tools(self) -> bool:
+        return self.role == "tool" or bool(self.tool_calls)
+
+    def for_template(self) -> dict[str, Any]:
         """The message as chat templates take it."""
-        role = "system" if self.role == "developer" else self.role
-        named = {} if self.name is None else {"name": self.name}
-        return {"role": role, "content": self.text, **named}
+        made: dict[str, Any] = {"role": self.role, "content": self.text}
+        if self.role == "developer":
+            made["role"] = "system"
+        if self.tool_calls:
+            made["tool_calls"] = [call.for_template() for call in self.tool_calls]
+        named = {"name": self.name, "tool_call_id": self.tool_call_id}
+        return made | {key: value for key, value in named.items() if value is not None}
+
+
+class FunctionDefinition(_Body):
+    """parameters: a JSON schema. strict: changes nothing; a call whose arguments are no JSON object
+    stays text."""
+
+    name: str = Field(pattern="^[A-Za-z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool = False
+
+
+class Tool(_Body):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+    def for_template(self) -> dict[str, Any]:
+        function = self.function
+        made = {
+            "name": function.name,
+            "description": function.description or "",
+            "parameters": function.parameters or {"type": "object", "properties": {}},
+        }
+        return {"type": "function", "function": made}
+
+
+class NamedFunction(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    type: Literal["function"] = "function"
+    function: NamedFunction
 
 
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`. logprobs: report them; top_logprobs: with how many
-    alternatives."""
+    alternatives. tools: functions that the model may call. parallel_tool_calls: false ends a choice
+    behind its first call."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+    tools: list[Tool] = Field(default_factory=list, max_length=_MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
+    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _alternatives(self) -> ChatBody:
@@ -204,6 +296,11 @@ class ChatBody(GenerationBody):
     @property
     def num_logprobs(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def offered_tools(self) -> list[Tool]:
+        """Those that the model is told of."""
+        return [] if self.tool_choice == "none" else self.tools
 
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
@@ -237,7 +334,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
 """Fields by which the answer would change, with the values at which it does not."""
 
 _UNSUPPORTED_IN_MESSAGES: Mapping[str, tuple[object, ...]] = {
-    "tool_calls": ([],), "tool_call_id": (), "function_call": (), "audio": (),
+    "function_call": (), "audio": (),
     "prefix": (False,), "partial": (False,),
 }  # fmt: skip
 
@@ -288,6 +385,9 @@ def _unknown(
         for part in () if isinstance(message.content, str) else message.content:
             for name, value in (part.model_extra or {}).items():
                 yield ("messages", index, "content"), name, value, {}
+        for call in message.tool_calls:
+            for name, value in (call.model_extra or {}).items():
+                yield ("messages", index, "tool_calls"), name, value, {}
 
 
 def _joined(*parts: str | int) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from penstock.api.errors import ApiError
+from penstock.api.tool_calls import CallPiece, ToolCallParser
 from penstock.core.types import FinishReason, Output, Request, TokenLogprob
 from penstock.serving.usage import Usage
 
@@ -61,10 +62,15 @@ class TextStream:
     certain that they do not; a stop string itself is never shown.
 
     previous: the last token of the text that it goes on from, if it does
+    shown: special tokens that are part of it
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], previous: int | None = None
+        self,
+        tokenizer: Tokenizer,
+        stops: Sequence[str],
+        previous: int | None = None,
+        shown: Collection[int] = (),
     ) -> None:
         self.stopped = False
         """A stop string has been found; the text is over."""
@@ -72,7 +78,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._stops = stops
         self._longest_hold = max((len(stop) - 1 for stop in stops), default=0)
-        self._detokenizer = tokenizer.detokenizer(previous=previous)
+        self._detokenizer = tokenizer.detokenizer(previous=previous, shown=shown)
         self._pending = ""
         self._length = 0
         self._tokens: list[TokenText] = []
@@ -152,17 +158,19 @@ class TextStream:
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What a choice adds to what its client has: text, the tokens behind it, perhaps the end."""
+    """What a choice adds to what its client has: text, the tokens behind it, tool calls, perhaps
+    the end."""
 
     index: int
     text: str
     tokens: Sequence[TokenText]
-    finish_reason: FinishReason | None
+    finish_reason: FinishReason | Literal["tool_calls"] | None
+    calls: Sequence[CallPiece] = ()
 
 
 class ResponseChoice:
     """Takes in the outputs of one engine request. `opens_prompt`: the first choice of its prompt,
-    which is counted once. `tells_origins`: of every token."""
+    which is counted once. `tells_origins`: of every token. calls: finds tool calls in its text."""
 
     def __init__(
         self,
@@ -172,6 +180,7 @@ class ResponseChoice:
         *,
         opens_prompt: bool,
         tells_origins: bool = False,
+        calls: ToolCallParser | None = None,
     ) -> None:
         self.index = index
         self.request = request
@@ -180,6 +189,7 @@ class ResponseChoice:
         self.finish_reason: FinishReason | None = None
         self.usage = Usage()
         self._text = text
+        self._calls = calls
 
     def take(self, output: Output) -> Delta | None:
         """Take in an output; None if there is nothing to show for it yet.
@@ -200,8 +210,20 @@ class ResponseChoice:
             self._text.finish()
             self.finish_reason = FinishReason.STOP if self._text.stopped else output.finish_reason
         text, tokens = self._text.take()
-        if text or tokens or self.finish_reason is not None:
-            return Delta(self.index, text, tokens, self.finish_reason)
+        return self._delta(text, tokens)
+
+    def _delta(self, text: str, tokens: Sequence[TokenText]) -> Delta | None:
+        reason: FinishReason | Literal["tool_calls"] | None = self.finish_reason
+        pieces: Sequence[CallPiece] = ()
+        if self._calls is not None:
+            is_last = self.finish_reason is not None
+            text, pieces = self._calls.finish(text) if is_last else self._calls.add(text)
+            if self._calls.is_full:
+                self.finish_reason = reason = FinishReason.STOP
+            if reason is FinishReason.STOP and self._calls.num_calls:
+                reason = "tool_calls"
+        if text or tokens or pieces or reason is not None:
+            return Delta(self.index, text, tokens, reason, pieces)
         return None
 
     def _add(self, output: Output) -> int:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
+from penstock.api.tool_use import ToolUse, tool_use
 from penstock.config import DEFAULT_TENANT, TenantConfig
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
 from penstock.serving.messages import Ready
@@ -84,6 +86,21 @@ def _digest(key: str) -> bytes:
 
 
 @dataclass(frozen=True, slots=True)
+class _Chat:
+    """A conversation and its tools, as chat templates take them."""
+
+    messages: Sequence[Mapping[str, Any]]
+    tools: Sequence[Mapping[str, Any]]
+
+    @property
+    def size(self) -> int:
+        """Work to tokenise it, in characters."""
+        calls = [call for m in self.messages for call in m.get("tool_calls", ())]
+        written = len(json.dumps([*self.tools, *calls])) if self.tools or calls else 0
+        return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
+
+
+@dataclass(frozen=True, slots=True)
 class RequestBuilder:
     """Turns bodies into engine requests for one model.
 
@@ -120,10 +137,14 @@ class RequestBuilder:
         """Choices of a chat completion, by default as long as the context lets them. Raises:
         ApiError."""
         self._check(body, caller, 1)
-        messages = [m.for_template() for m in body.messages]
-        size = sum(_COST_PER_TEXT + len(m["content"]) for m in messages)
-        prompt = await self._tokenise(size, self._chat_prompt, messages)
-        return self._choices(body, [prompt], self.engine.max_request_tokens, caller.tenant, job_id)
+        use = tool_use(body, self.tokenizer.tool_template)
+        chat = _Chat(
+            [m.for_template() for m in body.messages],
+            [tool.for_template() for tool in body.offered_tools],
+        )
+        prompt = await self._tokenise(chat.size, self._chat_prompt, chat)
+        limit = self.engine.max_request_tokens
+        return self._choices(body, [prompt], limit, caller.tenant, job_id, use)
 
     async def _tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
         """Raises: as `work`."""
@@ -168,9 +189,9 @@ class RequestBuilder:
             return self._encode(given, "prompt")
         return self._checked(given, "prompt")
 
-    def _chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    def _chat_prompt(self, chat: _Chat) -> list[int]:
         try:
-            text = self.tokenizer.chat_text(messages)
+            text = self.tokenizer.chat_text(chat.messages, tools=chat.tools)
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
         return self._encode(text, "messages", add_special_tokens=False)
@@ -206,9 +227,11 @@ class RequestBuilder:
         default_tokens: int,
         tenant: str,
         job_id: str,
+        tools: ToolUse | None = None,
     ) -> list[ResponseChoice]:
         choices: list[ResponseChoice] = []
         stop_token_ids = self._stop_token_ids(body)
+        shown = frozenset() if tools is None else self.tokenizer.special_ids(tools.marks)
         for prompt in map(tuple, prompts):
             max_tokens = self._max_tokens(body, len(prompt), default_tokens)
             expected = body.expected_output_tokens
@@ -230,13 +253,14 @@ class RequestBuilder:
                     expected_output_tokens=None if expected is None else min(expected, max_tokens),
                     latency=body.latency.target,
                 )
-                text = TextStream(self.tokenizer, body.stops, previous)
+                text = TextStream(self.tokenizer, body.stops, previous, shown)
                 choice = ResponseChoice(
                     index,
                     request,
                     text,
                     opens_prompt=n == 0,
                     tells_origins=body.speculation.origins,
+                    calls=None if tools is None else tools.parser(),
                 )
                 choices.append(choice)
         return choices

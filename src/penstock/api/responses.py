@@ -19,6 +19,7 @@ from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, TokenText, usage
 from penstock.api.errors import ApiError
 from penstock.api.metrics import Metrics, RequestMeter
+from penstock.api.tool_calls import CallPiece
 from penstock.core.types import FinishReason
 from penstock.serving.intake import EngineUnavailable, OutputStream, QueueFull, RequestClient
 
@@ -96,14 +97,16 @@ class ChatFormat(Format):
         return self._chunk(choice.index, {"role": "assistant", "content": ""}, (), None)
 
     def chunk(self, delta: Delta) -> JsonDict:
-        content = {"content": delta.text} if delta.text else {}
+        content: JsonDict = {"content": delta.text} if delta.text else {}
+        if delta.calls:
+            content["tool_calls"] = [_called_piece(piece) for piece in _merged(delta.calls)]
         return self._chunk(delta.index, content, delta.tokens, delta.finish_reason)
 
     def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
         made = [
             {
                 "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text},
+                "message": _message(delta),
                 "logprobs": self._logprobs_of(delta.tokens) if self._logprobs else None,
                 "finish_reason": delta.finish_reason,
                 **_origins(delta.tokens),
@@ -140,6 +143,35 @@ class ChatFormat(Format):
                 for t in tokens
             ]
         }
+
+
+def _message(delta: Delta) -> JsonDict:
+    """The assistant's turn. Without text it is only the calls, if there are any."""
+    if not delta.calls:
+        return {"role": "assistant", "content": delta.text}
+    calls = [_called(piece) for piece in _merged(delta.calls)]
+    return {"role": "assistant", "content": delta.text or None, "tool_calls": calls}
+
+
+def _merged(pieces: Sequence[CallPiece]) -> list[CallPiece]:
+    """One piece a call."""
+    found: dict[int, CallPiece] = {}
+    for piece in pieces:
+        first = found.get(piece.position)
+        arguments = piece.arguments if first is None else first.arguments + piece.arguments
+        found[piece.position] = (first or piece)._replace(arguments=arguments)
+    return list(found.values())
+
+
+def _called(piece: CallPiece) -> JsonDict:
+    function = {"name": piece.name, "arguments": piece.arguments}
+    return {"id": piece.id, "type": "function", "function": function}
+
+
+def _called_piece(piece: CallPiece) -> JsonDict:
+    if piece.name is None:
+        return {"index": piece.position, "function": {"arguments": piece.arguments}}
+    return {"index": piece.position, **_called(piece)}
 
 
 def _text(raw: bytes) -> str:
@@ -223,8 +255,8 @@ class Generation(AbstractContextManager["Generation"]):
                 delta = choice.take(output)
                 if delta is None:
                     continue
-                if delta.finish_reason is not None:
-                    meter.finish(delta.finish_reason)
+                if choice.finish_reason is not None:
+                    meter.finish(choice.finish_reason)
                     if output.finish_reason is None:
                         self._stream.cancel(output.request_id)
                 yield delta
@@ -356,6 +388,7 @@ async def _join(job: Generation) -> list[Delta]:
             "".join(d.text for d in own),
             [token for d in own for token in d.tokens],
             own[-1].finish_reason,
+            [piece for d in own for piece in d.calls],
         )
         for index, own in enumerate(pieces)
     ]

@@ -6,7 +6,7 @@ import codecs
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -120,15 +120,30 @@ class Tokenizer:
         # The template writes special tokens itself.
         return self.encode(self.chat_text(messages, add_generation_prompt), False)
 
+    @property
+    def tool_template(self) -> str | None:
+        """The chat template that tools are written with."""
+        template = self._fast.chat_template
+        if isinstance(template, Mapping):
+            template = template.get("tool_use", template.get("default"))
+        return None if template is None else str(template)
+
     def chat_text(
-        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A conversation as the model reads it. Raises: as `apply_chat_template`."""
+        """A conversation as the model reads it. tools: that it may call, in OpenAI's form. Raises:
+        as `apply_chat_template`."""
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template; send a text prompt instead")
         try:
             text: str = self._fast.apply_chat_template(
-                list(messages), add_generation_prompt=add_generation_prompt, tokenize=False
+                list(messages),
+                add_generation_prompt=add_generation_prompt,
+                tokenize=False,
+                tools=list(tools) or None,
             )
         except Exception as error:
             raise ValueError(
@@ -137,16 +152,24 @@ class Tokenizer:
         return text
 
     def detokenizer(
-        self, skip_special_tokens: bool = True, previous: int | None = None
+        self,
+        skip_special_tokens: bool = True,
+        previous: int | None = None,
+        shown: Collection[int] = (),
     ) -> IncrementalDetokenizer:
-        """A new stream of text, behind a token that is text already (None: at its start)."""
-        return IncrementalDetokenizer(self, skip_special_tokens, previous)
+        """A new stream of text, behind a token that is text already (None: at its start). shown:
+        special tokens that are not skipped."""
+        return IncrementalDetokenizer(self, skip_special_tokens, previous, shown)
 
     def last_of_text(self, token_ids: Sequence[int]) -> int | None:
         """The last token that is text: neither special nor unknown."""
         known = self._fast.backend_tokenizer.id_to_token
         text = (t for t in reversed(token_ids) if not self.is_special(t) and known(t) is not None)
         return next(text, None)
+
+    def special_ids(self, spellings: Collection[str]) -> frozenset[int]:
+        """Special tokens among some spellings."""
+        return frozenset(i for i, text in self.special_tokens.items() if text in spellings)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self.special_tokens
@@ -225,10 +248,12 @@ class IncrementalDetokenizer:
         tokenizer: Tokenizer,
         skip_special_tokens: bool = True,
         previous: int | None = None,
+        shown: Collection[int] = (),
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._previous = previous
+        self._shown = shown
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     @property
@@ -238,13 +263,14 @@ class IncrementalDetokenizer:
 
     def copy(self) -> IncrementalDetokenizer:
         """Another stream, which is as far."""
-        other = self._tokenizer.detokenizer(self._skip_special_tokens, self._previous)
+        other = self._tokenizer.detokenizer(self._skip_special_tokens, self._previous, self._shown)
         other._utf8.setstate(self._utf8.getstate())
         return other
 
     def add(self, token_id: int) -> str:
         """The text that this token completes; may be empty."""
-        if self._skip_special_tokens and self._tokenizer.is_special(token_id):
+        is_special = self._skip_special_tokens and self._tokenizer.is_special(token_id)
+        if is_special and token_id not in self._shown:
             return ""
         piece = self._tokenizer.token_bytes(token_id, self._previous)
         self._previous = token_id

@@ -63,12 +63,16 @@ class FastTokenizer:
         conversation: Sequence[Mapping[str, Any]],
         add_generation_prompt: bool = False,
         tokenize: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
         """Raises ValueError: it writes text only."""
         if tokenize:
             raise ValueError("tokenize is true; allowed: false")
         text: str = self._writer.apply_chat_template(
-            conversation, add_generation_prompt=add_generation_prompt, tokenize=False
+            conversation,
+            add_generation_prompt=add_generation_prompt,
+            tokenize=False,
+            tools=tools,
         )
         return text
 

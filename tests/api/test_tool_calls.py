@@ -1,0 +1,197 @@
+"""Calls in texts, however they are cut."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from penstock.api.tool_calls import HERMES, LLAMA, CallPiece, ToolCallParser, ToolFormat, format_of
+
+NAMES = ("weather", "add")
+PARIS = '{"city": "Paris"}'
+CALL = f'{{"name": "weather", "arguments": {PARIS}}}'
+LLAMA_CALL = f'{{"name": "weather", "parameters": {PARIS}}}'
+TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
+
+Calls = list[tuple[str, str]]
+
+
+def merged(pieces: list[CallPiece]) -> Calls:
+    """Names and arguments, as a client puts them together."""
+    calls: Calls = []
+    ids: list[str] = []
+    for index, call_id, name, arguments in pieces:
+        if index == len(calls):
+            assert name is not None
+            calls.append((name, ""))
+            ids.append(call_id)
+        else:
+            assert name is None
+        assert call_id == ids[index]
+        calls[index] = (calls[index][0], calls[index][1] + arguments)
+    assert len(set(ids)) == len(ids)
+    return calls
+
+
+def parsed(
+    form: ToolFormat, chunks: list[str], *, whole: bool = True, most: int | None = None
+) -> tuple[str, Calls, int]:
+    """Shown text, calls, and how many of them are complete."""
+    parser = ToolCallParser(form, NAMES, whole=whole, most=most)
+    content, pieces = "", []
+    for number, chunk in enumerate(chunks, 1):
+        found = parser.finish(chunk) if number == len(chunks) else parser.add(chunk)
+        content += found.content
+        pieces += found.pieces
+    return content, merged(pieces), parser.num_calls
+
+
+GOOD: list[tuple[ToolFormat, str, str, Calls]] = [
+    (HERMES, TAGGED, "", [("weather", PARIS)]),
+    (HERMES, f"Let me look.\n\n{TAGGED}\n", "Let me look.", [("weather", PARIS)]),
+    (HERMES, f"{TAGGED}\n{TAGGED}", "", [("weather", PARIS)] * 2),
+    (HERMES, f"a\n{TAGGED}\nb\n", "a\nb", [("weather", PARIS)]),
+    # The end of the text closes a call, too, and so does another text.
+    (HERMES, f"<tool_call>{CALL}", "", [("weather", PARIS)]),
+    (HERMES, f"<tool_call>{CALL} so", " so", [("weather", PARIS)]),
+    (HERMES, '<tool_call>{"name": "add"}</tool_call>', "", [("add", "{}")]),
+    (HERMES, '<tool_call>{"name": "add", "arguments": null}</tool_call>', "", [("add", "{}")]),
+    (
+        HERMES,
+        '<tool_call>{"arguments": {"a": [1, {"b": "}\\"{"}]}, "name": "add"}</tool_call>',
+        "",
+        [("add", '{"a": [1, {"b": "}\\"{"}]}')],
+    ),
+    # Arguments as a string, as OpenAI's clients get them.
+    (
+        HERMES,
+        '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        "",
+        [("add", '{"a": 1}')],
+    ),
+    (HERMES, f"So:\n```json\n{CALL}\n```", "So:", [("weather", PARIS)]),
+    (HERMES, f"<tools>\n{CALL}\n</tools>\n{TAGGED}", "", [("weather", PARIS)] * 2),
+    (LLAMA, LLAMA_CALL, "", [("weather", PARIS)]),
+    (LLAMA, f"\n<|python_tag|>{LLAMA_CALL}", "", [("weather", PARIS)]),
+    (LLAMA, f"Well: <|python_tag|>{LLAMA_CALL}", "Well:", [("weather", PARIS)]),
+    (LLAMA, f"{LLAMA_CALL}; {LLAMA_CALL}", "", [("weather", PARIS)] * 2),
+    (
+        LLAMA,
+        '{"type": "function", "name": "add", "parameters": {"é": "\\u00e9"}}',
+        "",
+        [("add", '{"é": "\\u00e9"}')],
+    ),
+]
+
+BROKEN: list[tuple[ToolFormat, str]] = [
+    (HERMES, "no call at all \n"),
+    (HERMES, CALL),
+    (HERMES, "<tool_call>"),
+    (HERMES, "<tool_ca"),
+    (HERMES, '```json\n{"city": "Paris"}\n```'),
+    (HERMES, "```js"),
+    (HERMES, "<tool_call>\nwhat now </tool_call>"),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": "Pa'),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": ["Paris"]}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": "Paris"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "weather", "arguments": {"a": NaN}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "launch", "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": 7, "arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"arguments": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "name": "weather"}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "arguments": {}, "parameters": {}}</tool_call>'),
+    (HERMES, '<tool_call>{"name": "add", "mood": 1}</tool_call>'),
+    (HERMES, "<tool_call>{}</tool_call>"),
+    (LLAMA, '{"city": "Paris", "name": "weather"}'),
+    (LLAMA, f"It is {LLAMA_CALL}"),
+    (LLAMA, '<|python_tag|>weather.call(city="Paris")'),
+    (LLAMA, "  hm"),
+]
+
+
+@pytest.mark.parametrize(("form", "text", "content", "calls"), GOOD)
+@pytest.mark.parametrize("whole", [True, False])
+def test_calls(
+    form: ToolFormat, text: str, content: str, calls: list[tuple[str, str]], whole: bool
+) -> None:
+    for chunks in ([text], list(text), [text[:9], text[9:]]):
+        assert parsed(form, chunks, whole=whole) == (content, calls, len(calls))
+    assert all(isinstance(json.loads(arguments), dict) for _, arguments in calls)
+
+
+@pytest.mark.parametrize(("form", "text"), BROKEN)
+def test_what_is_no_call_stays_text(form: ToolFormat, text: str) -> None:
+    assert parsed(form, [text]) == (text, [], 0)
+    assert parsed(form, list(text)) == (text, [], 0)
+
+
+def test_a_call_behind_a_broken_one() -> None:
+    content, calls, _ = parsed(HERMES, list(f"<tool_call>oh, {TAGGED}"))
+    assert content == "<tool_call>oh,"
+    assert calls == [("weather", PARIS)]
+    content, calls, _ = parsed(HERMES, [f"<tool_call>{TAGGED}"])
+    assert content == "<tool_call>"
+    assert calls == [("weather", PARIS)]
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = ToolCallParser(HERMES, NAMES, whole=False)
+    assert parser.add('<tool_call>\n{"name": "weather", "argum') == ("", [])
+    (first,) = parser.add('ents": {"city"').pieces
+    assert (first.name, first.arguments) == ("weather", '{"city"')
+    (second,) = parser.add(': "Par').pieces
+    assert (second.position, second.id, second.name, second.arguments) == (
+        0,
+        first.id,
+        None,
+        ': "Par',
+    )
+    assert parser.num_calls == 0
+    (third,) = parser.add('is"}}').pieces
+    assert third.arguments == 'is"}'
+    assert parser.num_calls == 1
+
+
+def test_a_streamed_call_that_breaks_is_not_counted() -> None:
+    text = '<tool_call>{"name": "weather", "arguments": {"city": Paris}}</tool_call> so'
+    content, calls, num = parsed(HERMES, list(text), whole=False)
+    assert num == 0
+    assert calls[0][0] == "weather"
+    assert content.endswith("so")
+
+
+def test_no_more_calls_than_are_wanted() -> None:
+    text = f"a {TAGGED} b {TAGGED} c"
+    for chunks in ([text], list(text)):
+        assert parsed(HERMES, chunks, most=1) == ("a", [("weather", PARIS)], 1)
+
+
+PARTS = st.sampled_from(
+    [TAGGED, CALL, LLAMA_CALL, "<tool_call>", "</tool_call>", "<|python_tag|>", "```json", "```",
+     "{", "}", '"', ";", '"name"', ":", " ", "\n", "x", "\\", ",", '{"name": "add"', "<"]
+)  # fmt: skip
+
+
+@given(st.lists(PARTS, max_size=12), st.data(), st.sampled_from([HERMES, LLAMA]), st.booleans())
+def test_the_cut_does_not_matter(
+    parts: list[str], data: Any, form: ToolFormat, whole: bool
+) -> None:
+    text = "".join(parts)
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
+    chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert parsed(form, chunks, whole=whole) == parsed(form, [text], whole=whole)
+
+
+def test_the_format_is_the_templates() -> None:
+    hermes = "{% if tools %}<tool_call>{% endif %}"
+    assert format_of(hermes) is HERMES
+    assert format_of(f"{hermes}<function=") is None
+    assert format_of('{{ tools }} \'ipython\' {"name": function name, "parameters": x}') is LLAMA
+    assert format_of("[AVAILABLE_TOOLS] {{ tools }}") is None
+    assert format_of("{{ messages }}") is None
+    assert format_of(None) is None
