@@ -39,6 +39,12 @@ SAMPLINGS = {
     "coupled-filtered": SamplingParams(
         temperature=1.3, top_p=0.9, top_k=40, verification="coupled"
     ),
+    "greedy-changed": SamplingParams(
+        temperature=0.0, repetition_penalty=1.2, frequency_penalty=0.4, logit_bias=((7, 1.5),)
+    ),
+    "coupled-changed": SamplingParams(
+        temperature=1.1, min_p=0.02, presence_penalty=0.8, frequency_penalty=-0.3
+    ),
 }
 
 

@@ -116,6 +116,9 @@ class EchoExecutor:
             num_decided=min(num_accepted + 1, item.num_draft_tokens),
             evidence=float(num_accepted),
             logprobs=() if num_logprobs is None else self._logprobs(tokens, num_logprobs),
+            prompt_logprobs=()
+            if first or request.sampling.num_prompt_logprobs is None
+            else self._logprobs(prompt[1:], request.sampling.num_prompt_logprobs),
         )
 
     def _logprobs(self, tokens: tuple[int, ...], num: int) -> tuple[TokenLogprob, ...]:
@@ -136,6 +139,7 @@ class ToyEngine:
     max_model_len: int = 512
     vocab_size: int = VOCAB
     eos_token_ids: tuple[int, ...] = (EOS,)
+    scores_prompts: bool = True
 
     def describe(self) -> dict[str, Any]:
         return {"target": "toy", "drafters": ["toy-drafter"], "dtype": "none", "backend": "echo"}

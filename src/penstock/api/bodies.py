@@ -22,6 +22,8 @@ _MAX_TOP_K = 2**31 - 1
 """What everything behind can hold: a draft server's link has 32 bits for it."""
 
 TokenId = Annotated[int, Field(ge=0)]
+_DecimalId = Annotated[str, Field(pattern="^[0-9]{1,9}$")]
+_Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 
 # Lists may be millions long: they are read once as what their first entry is, and a wrong entry is
 # one complaint, not one for each entry and shape.
@@ -81,13 +83,20 @@ class _SamplingBody(_Body):
 
     temperature: 0 is greedy. top_k: 0 and -1 are off, and so is the vocabulary's size or more.
     seed: the output is a function of prompt and seed; without one it is drawn. n: choices, with
-    seeds derived from the first. ignore_eos: go on after the model's own end of text.
+    seeds derived from the first. ignore_eos: go on after the model's own end of text. min_tokens:
+    before so many nothing ends a choice. Penalties, logit_bias (by token id) and min_p are vLLM's.
     """
 
     max_tokens: int | None = Field(default=None, ge=1)
     temperature: float = Field(default=1.0, ge=0, le=100, allow_inf_nan=False)
     top_p: float = Field(default=1.0, gt=0, le=1, allow_inf_nan=False)
     top_k: int = Field(default=0, ge=-1, le=_MAX_TOP_K)
+    min_p: float = Field(default=0.0, ge=0, le=1, allow_inf_nan=False)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2, allow_inf_nan=False)
+    repetition_penalty: float = Field(default=1.0, ge=0.01, le=100, allow_inf_nan=False)
+    logit_bias: dict[_DecimalId, _Bias] = Field(default_factory=dict)
+    min_tokens: int = Field(default=0, ge=0)
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
     stop: str | _Texts = Field(default_factory=list)
@@ -141,10 +150,19 @@ class GenerationBody(_SamplingBody):
 
 
 class CompletionBody(GenerationBody):
-    """`POST /v1/completions`. logprobs: how many alternatives to report for each token."""
+    """`POST /v1/completions`. logprobs: how many alternatives to report for each token. echo: the
+    prompt goes before the text, with its tokens' log-probabilities; max_tokens may then be 0."""
 
     prompt: _Prompt
+    max_tokens: int | None = Field(default=None, ge=0)
+    echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
+
+    @model_validator(mode="after")
+    def _something_to_show(self) -> CompletionBody:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens: 0 is only allowed with echo: true")
+        return self
 
     @property
     def prompts(self) -> list[str | list[int]]:
@@ -305,8 +323,7 @@ class ChatBody(GenerationBody):
 
 _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     # which token is drawn
-    "frequency_penalty": (0,), "presence_penalty": (0,), "repetition_penalty": (1,),
-    "repeat_penalty": (1,), "logit_bias": ({},), "min_p": (0,), "typical_p": (1,), "top_a": (0,),
+    "repeat_penalty": (1,), "typical_p": (1,), "top_a": (0,),
     "tfs_z": (1,), "tfs": (1,), "mirostat": (0,), "dynatemp_range": (0,), "xtc_probability": (0,),
     "dry_multiplier": (0,), "watermark": (False,), "allowed_token_ids": (), "bad_words": ([],),
     "logits_processors": ([],), "custom_logit_processor": (), "best_of": (1,),
@@ -320,7 +337,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),
     "web_search_options": (),
     # how long it is
-    "min_tokens": (0,), "min_new_tokens": (0,), "max_new_tokens": (), "n_predict": (),
+    "min_new_tokens": (0,), "max_new_tokens": (), "n_predict": (),
     # what it goes on from
     "prompt": (), "messages": (), "suffix": ("",), "input_ids": (), "prompt_embeds": (),
     "truncate_prompt_tokens": (), "add_generation_prompt": (True,),

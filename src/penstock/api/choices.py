@@ -42,8 +42,8 @@ def origins_of(output: Output) -> list[Origin]:
 class TokenText:
     """A token with what is told of it. `start`, `end`: where its text lies in the choice's text;
     `raw`: the bytes it adds, part of a character where the vocabulary has such tokens; `text`: what
-    it adds to the choice's text, with whole characters. A log-probability that nobody asked for is
-    not a number."""
+    it adds to the choice's text, with whole characters. A log-probability that nobody asked for, or
+    that there is none of (a prompt's first token), is not a number."""
 
     token_id: int
     raw: bytes
@@ -56,6 +56,10 @@ class TokenText:
     def end(self) -> int:
         return self.start + len(self.text)
 
+    @property
+    def has_logprob(self) -> bool:
+        return not math.isnan(self.logprob.logprob)
+
 
 class TextStream:
     """Text of one choice. Characters that could begin a stop string are held back until it is
@@ -63,6 +67,7 @@ class TextStream:
 
     previous: the last token of the text that it goes on from, if it does
     shown: special tokens that are part of it
+    min_tokens: that are made before a stop string may end
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class TextStream:
         stops: Sequence[str],
         previous: int | None = None,
         shown: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
         self.stopped = False
         """A stop string has been found; the text is over."""
@@ -83,6 +89,20 @@ class TextStream:
         self._length = 0
         self._tokens: list[TokenText] = []
         self._previous = previous
+        self._num_unstoppable = min_tokens
+        self._stoppable_from = 0
+        """Where the text begins in which stop strings may end."""
+
+    def echo(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
+        """Begin with a prompt, with log-probabilities of all its tokens but the first, or none."""
+        known = (_NO_LOGPROB, *logprobs)
+        for place, token_id in enumerate(token_ids):
+            start = self._length + len(self._pending)
+            text = self._detokenizer.add(token_id)
+            self._pending += text
+            if logprobs:
+                self._note(token_id, start, text, known[place], None)
+        self._stoppable_from = self._length + len(self._pending)
 
     def add(
         self,
@@ -103,11 +123,12 @@ class TextStream:
             text = self._detokenizer.add(token_id)
             self._pending += text
             if logprobs or origins:
-                raw = self._tokenizer.token_bytes(token_id, self._previous)
                 logprob = logprobs[count - 1] if logprobs else _NO_LOGPROB
                 origin = origins[count - 1] if origins else None
-                self._tokens.append(TokenText(token_id, raw, start, text, logprob, origin))
-                self._previous = token_id
+                self._note(token_id, start, text, logprob, origin)
+            if self._num_unstoppable:
+                self._num_unstoppable -= 1
+                self._stoppable_from = self._length + len(self._pending)
             self._look_for_stop()
             if self.stopped:
                 return count
@@ -134,8 +155,19 @@ class TextStream:
         self._tokens = self._tokens[len(shown) :]
         return text, shown
 
+    def _note(
+        self, token_id: int, start: int, text: str, logprob: TokenLogprob, origin: Origin | None
+    ) -> None:
+        raw = self._tokenizer.token_bytes(token_id, self._previous)
+        self._tokens.append(TokenText(token_id, raw, start, text, logprob, origin))
+        self._previous = token_id
+
     def _look_for_stop(self) -> None:
-        starts = ((self._pending.find(stop), len(stop)) for stop in self._stops)
+        behind = self._stoppable_from - self._length + 1
+        starts = (
+            (self._pending.find(stop, max(0, behind - len(stop))), len(stop))
+            for stop in self._stops
+        )
         found = [(start + size, start) for start, size in starts if start >= 0]
         if found:
             # The one that is complete first, so that the cut does not depend on the chunks.
@@ -170,7 +202,9 @@ class Delta:
 
 class ResponseChoice:
     """Takes in the outputs of one engine request. `opens_prompt`: the first choice of its prompt,
-    which is counted once. `tells_origins`: of every token. calls: finds tool calls in its text."""
+    which is counted once. `tells_origins`: of every token. `echo`: the text begins with the prompt.
+    `adds_text`: and goes on with what is made, of which otherwise nothing is shown or counted.
+    calls: finds tool calls in its text."""
 
     def __init__(
         self,
@@ -181,6 +215,8 @@ class ResponseChoice:
         opens_prompt: bool,
         tells_origins: bool = False,
         calls: ToolCallParser | None = None,
+        echo: bool = False,
+        adds_text: bool = True,
     ) -> None:
         self.index = index
         self.request = request
@@ -190,6 +226,8 @@ class ResponseChoice:
         self.usage = Usage()
         self._text = text
         self._calls = calls
+        self._echo = echo
+        self._adds_text = adds_text
 
     def take(self, output: Output) -> Delta | None:
         """Take in an output; None if there is nothing to show for it yet.
@@ -203,6 +241,11 @@ class ResponseChoice:
             if status == 503:
                 raise ApiError(status, message, code="engine_unavailable", retry_after_s=1.0)
             raise ApiError(status, message, code="engine_error")
+        if self._echo:
+            self._text.echo(self.request.prompt_token_ids or (), output.prompt_logprobs)
+            self._echo = False
+        if not self._adds_text:
+            output = output._replace(token_ids=(), logprobs=(), finish_reason=FinishReason.LENGTH)
         self.usage.observe(output, self._add(output))
         if self._text.stopped:
             self.finish_reason = FinishReason.STOP

@@ -126,6 +126,9 @@ class RequestBuilder:
         """Choices of a completion, those of the first prompt first. Raises: ApiError."""
         given = body.prompts
         self._check(body, caller, len(given))
+        if _scores_prompt(body) and not self.engine.scores_prompts:
+            message = "echo: this server's engine tells no log-probabilities of a prompt"
+            raise ApiError(400, message, param="echo", code="unsupported_value")
         if not given:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
@@ -183,6 +186,7 @@ class RequestBuilder:
                 param="n",
             )
         self._check_ids(body.stop_token_ids, "stop_token_ids")
+        self._check_ids([int(token) for token in body.logit_bias], "logit_bias")
 
     def _completion_prompt(self, given: str | list[int]) -> list[int]:
         if isinstance(given, str):
@@ -236,8 +240,9 @@ class RequestBuilder:
             max_tokens = self._max_tokens(body, len(prompt), default_tokens)
             expected = body.expected_output_tokens
             # An assistant's turn is a text of its own; a completion goes on from its prompt.
-            is_chat = isinstance(body, ChatBody)
-            previous = None if is_chat else self.tokenizer.last_of_text(prompt)
+            echo = isinstance(body, CompletionBody) and body.echo
+            is_own = echo or isinstance(body, ChatBody)
+            previous = None if is_own else self.tokenizer.last_of_text(prompt)
             for n in range(body.n):
                 index = len(choices)
                 request = Request(
@@ -253,13 +258,15 @@ class RequestBuilder:
                     expected_output_tokens=None if expected is None else min(expected, max_tokens),
                     latency=body.latency.target,
                 )
-                text = TextStream(self.tokenizer, body.stops, previous, shown)
+                text = TextStream(self.tokenizer, body.stops, previous, shown, body.min_tokens)
                 choice = ResponseChoice(
                     index,
                     request,
                     text,
                     opens_prompt=n == 0,
                     tells_origins=body.speculation.origins,
+                    echo=echo,
+                    adds_text=body.max_tokens != 0,
                     calls=None if tools is None else tools.parser(),
                 )
                 choices.append(choice)
@@ -276,7 +283,14 @@ class RequestBuilder:
             raise self._too_long(
                 f"{prompt_len} prompt tokens and max_tokens {wanted} do not fit", "max_tokens"
             )
-        return min(default_tokens, room) if wanted is None else wanted
+        num_tokens = min(default_tokens, room) if wanted is None else wanted
+        if body.min_tokens > num_tokens:
+            raise ApiError(
+                400,
+                f"min_tokens: may be at most max_tokens, {num_tokens}, not {body.min_tokens}",
+                param="min_tokens",
+            )
+        return max(1, num_tokens)
 
     def _too_long(self, what: str, param: str) -> ApiError:
         limit = self.engine.max_request_tokens
@@ -301,7 +315,18 @@ class RequestBuilder:
             seed=seed,
             verification=self.verification or by_seed,
             num_logprobs=body.num_logprobs,
+            num_prompt_logprobs=body.num_logprobs if _scores_prompt(body) else None,
+            presence_penalty=body.presence_penalty,
+            frequency_penalty=body.frequency_penalty,
+            repetition_penalty=body.repetition_penalty,
+            min_p=body.min_p,
+            min_tokens=body.min_tokens,
+            logit_bias=tuple(sorted((int(k), v) for k, v in body.logit_bias.items())),
         )
+
+
+def _scores_prompt(body: CompletionBody | ChatBody) -> bool:
+    return isinstance(body, CompletionBody) and body.echo and body.logprobs is not None
 
 
 def derived_seed(seed: int, n: int) -> int:

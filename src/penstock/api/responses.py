@@ -81,9 +81,11 @@ class CompletionFormat(Format):
     def _logprobs_of(self, tokens: Sequence[TokenText]) -> JsonDict:
         return {
             "tokens": [_text(t.raw) for t in tokens],
-            "token_logprobs": [t.logprob.logprob for t in tokens],
+            "token_logprobs": [t.logprob.logprob if t.has_logprob else None for t in tokens],
             "top_logprobs": [
-                {_text(self._tokenizer.token_bytes(i, None)): value for i, value in t.logprob.top}
+                {_text(self._tokenizer.token_bytes(i, None)): v for i, v in t.logprob.top}
+                if t.has_logprob
+                else None
                 for t in tokens
             ],
             "text_offset": [t.start for t in tokens],

@@ -132,6 +132,7 @@ def _advance(
         min(verdict.num_accepted, num_new),
         target.num_cached_tokens if first else 0,
         verdict.logprobs[:num_new],
+        verdict.prompt_logprobs,
     )
 
 

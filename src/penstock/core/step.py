@@ -236,8 +236,8 @@ class Step:
 
     def cached_blocks(self, state: RequestState) -> list[int]:
         """Blocks of the prefix cache that a waiting request would start from. The last known token
-        is always computed anew, since its logits are wanted."""
-        if not state.block_hashes:
+        is always computed anew, since its logits are wanted, and so is a prompt whose are."""
+        if not state.block_hashes or state.request.sampling.num_prompt_logprobs is not None:
             return []
         usable = (state.num_known_tokens - 1) // self.pool.block_size
         return self.pool.match(state.block_hashes[:usable])

@@ -45,8 +45,14 @@ MAX_LOGPROBS = 20
 class SamplingParams:
     """How the target's distribution is shaped, and which verification keeps it.
 
-    temperature 0 is greedy; top_k 0 and top_p 1 are off. `coupled` verification makes the output a
-    function of (prompt, seed) alone.
+    temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `coupled` verification makes the
+    output a function of (prompt, seed) alone. num_logprobs: alternatives to report for each token
+    made, num_prompt_logprobs: for each of the prompt's but the first; None reports nothing.
+
+    What the text so far changes in the logits, first of all: presence_penalty and frequency_penalty
+    are taken from those of tokens that the output has, once and for each time; repetition_penalty
+    divides those of tokens that prompt or output have (a negative one is multiplied); logit_bias,
+    pairs of a token id (ascending) and a value, is added; before min_tokens there is no stop token.
     """
 
     temperature: float = 1.0
@@ -55,6 +61,22 @@ class SamplingParams:
     seed: int = 0
     verification: Literal["coupled", "ratio"] = "coupled"
     num_logprobs: int | None = None
+    num_prompt_logprobs: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    min_p: float = 0.0
+    min_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def has_penalties(self) -> bool:
+        return bool(self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether logits are changed by what the text is so far, or by a token's id."""
+        return bool(self.min_tokens or self.logit_bias) or self.has_penalties
 
     @property
     def is_ratio(self) -> bool:
@@ -297,7 +319,8 @@ class Verdict(NamedTuple):
     the first rejection, `evidence` the successes among them: the accepted ones, or where the
     executor can know it (`ratio` mode) the less noisy sum of Σ min(target, draft). `evidence_all`
     is over all proposed positions, whatever prefix they stand on: min(1, target / draft) of each
-    drafted token (GoodSpeed, eq. 3), or 1 where it equals the target's own sample."""
+    drafted token (GoodSpeed, eq. 3), or 1 where it equals the target's own sample.
+    `prompt_logprobs`: once, of the prompt's tokens but the first, where they were asked for."""
 
     request_id: str
     epoch: int
@@ -310,6 +333,7 @@ class Verdict(NamedTuple):
     evidence: float = 0.0
     evidence_all: float = 0.0
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -381,3 +405,4 @@ class Output(NamedTuple):
     num_accepted: int = 0
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()

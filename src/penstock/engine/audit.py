@@ -12,6 +12,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -83,7 +84,8 @@ class Auditor:
             self._thread.start()
         if not self._waiting.full():
             known = tuple(text.tokens(0, text.length))
-            sampling = text.request.sampling
+            # As a draft server is told of it.
+            sampling = replace(text.request.sampling, min_p=0.0)
             self._waiting.put_nowait(Audit(drafter, model, known, sampling, token_ids, weights))
 
     def findings(self) -> list[AuditResult]:

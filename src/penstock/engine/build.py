@@ -74,6 +74,7 @@ class Engine:
     backend: str
     dtype: str
     num_threads: int
+    scores_prompts: bool = True
     is_random: bool = False
     synthetic_acceptance: float | None = None
 
@@ -145,6 +146,7 @@ def load_engine(
         backend=models.backend,
         dtype=str(models.dtype).removeprefix("torch."),
         num_threads=place.num_threads,
+        scores_prompts=executor.scores_prompts,
         is_random=shapes is not None,
         synthetic_acceptance=synthetic_acceptance,
     )

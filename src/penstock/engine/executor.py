@@ -33,6 +33,7 @@ from penstock.core.types import (
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, LocalDrafter
 from penstock.engine.lanes import Lanes
+from penstock.engine.prompt_scores import PromptScores
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import Model, ModelRunner
 from penstock.engine.sequences import BlockTables, TokenBuffer
@@ -76,6 +77,8 @@ class LocalExecutor(ABC):
     """
 
     runs_ahead = False
+    scores_prompts = False
+    """Whether it can tell log-probabilities of a prompt's tokens."""
 
     def __init__(
         self,
@@ -357,6 +360,8 @@ class LocalExecutor(ABC):
 class RunnerExecutor(LocalExecutor):
     """Its target is a runner of this package."""
 
+    scores_prompts = True
+
     def __init__(
         self,
         target: ModelRunner,
@@ -368,6 +373,7 @@ class RunnerExecutor(LocalExecutor):
     ) -> None:
         super().__init__(target, drafters, clock, max_model_len, num_threads, stream)
         self._verifier = Verifier(target)
+        self._scores = PromptScores(target)
         self._tables = BlockTables(target.blocks_for(max_model_len) + 1)
 
     def _compute(
@@ -376,13 +382,18 @@ class RunnerExecutor(LocalExecutor):
         drafts: Sequence[tuple[list[int], list[int]]],
         draft_probs: torch.Tensor | None,
     ) -> Computed:
+        self.target.limit_threads(job.num_threads)
         batch = self._batch(job, [tokens for tokens, _ in drafts])
         sampled = sampled_of(job, drafts)
         built_at = self._clock.now()
-        self.target.limit_threads(job.num_threads)
         scores = self._verifier.forward(batch, sampled)
         verified_at = self._clock.now()
         decided = self._verifier.decide(scores, sampled, draft_probs)
+        if self._scores.num_requests:
+            decided = [
+                d._replace(prompt_logprobs=self._scores.take(s.text.request.id))
+                for s, d in zip(sampled, decided, strict=True)
+            ]
         return Computed(sampled, decided, batch.num_tokens, built_at, verified_at)
 
     def _drop_table(self, request_id: str) -> None:
@@ -390,6 +401,7 @@ class RunnerExecutor(LocalExecutor):
 
     def _forget_in_target(self, request_id: str) -> None:
         self._tables.drop(request_id)
+        self._scores.forget(request_id)
 
     def _batch(self, job: StepJob, drafts: Sequence[list[int]]) -> RaggedBatch:
         writer = BatchWriter()
@@ -397,7 +409,12 @@ class RunnerExecutor(LocalExecutor):
         for item, draft in zip(items, drafts, strict=True):
             self._tables.extend(item.request_id, item.epoch, item.new_blocks)
             known = item.start + item.num_scheduled_tokens
-            tokens = job.texts[item.request_id].tokens(item.start, known)
-            writer.add(item.start, tokens + draft, len(draft) + 1 if item.samples else 0)
+            text, start = job.texts[item.request_id], item.start
+            if self._scores.wants(text):
+                tables = self._tables.gather([item.request_id], self.target.blocks_for(known))
+                self._scores.read(text, start, known, tables)
+                start = known - 1  # of the others everything is known
+            tokens = text.tokens(start, known)
+            writer.add(start, tokens + draft, len(draft) + 1 if item.samples else 0)
         num_blocks = self.target.blocks_for(writer.longest)
         return writer.batch(self._tables.gather([i.request_id for i in items], num_blocks))

@@ -8,7 +8,7 @@ import numpy as np
 
 from penstock.core.types import Request
 from penstock.engine.batch import IntArray
-from penstock.engine.sampling import SamplingRows
+from penstock.engine.sampling import SamplingRows, TextSoFar
 from penstock.engine.sampling.params import BoolArray
 
 
@@ -71,6 +71,15 @@ class TokenBuffer:
     def foresee(self, token_ids: Sequence[int]) -> None:
         """Write guesses behind the known tokens, for a model to read; they last until `append`."""
         self._tokens[self.length : self.length + len(token_ids)] = token_ids
+
+    def so_far(self, draft: Sequence[int]) -> TextSoFar | None:
+        """The known tokens and a draft behind them, for `change_logits`; None where the request's
+        logits are the model's own."""
+        request = self.request
+        if not request.sampling.reads_text:
+            return None
+        tokens = np.append(self.span(0, self.length), np.array(draft, dtype=np.int32))
+        return TextSoFar(tokens, request.prompt_len, sorted(request.stop_token_ids))
 
     @property
     def is_ratio(self) -> bool:

@@ -224,6 +224,7 @@ def verdicts_of(
                 evidence=answer.evidence,
                 evidence_all=answer.evidence_all,
                 logprobs=answer.logprobs,
+                prompt_logprobs=answer.prompt_logprobs,
             )
         )
     return tuple(verdicts)

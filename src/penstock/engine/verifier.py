@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -14,8 +14,10 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import (
     SamplingRows,
+    TextSoFar,
     TokenSampler,
     VerifyBatch,
+    change_logits,
     token_logprobs,
     verify,
 )
@@ -35,6 +37,8 @@ class Proposal(Protocol):
     def token_ids(self) -> list[int]: ...
     @property
     def prob_rows(self) -> list[int]: ...
+    @property
+    def so_far(self) -> TextSoFar | None: ...
 
 
 class Drafted(NamedTuple):
@@ -51,6 +55,11 @@ class Drafted(NamedTuple):
     def sampling(self) -> SamplingParams:
         return self.text.request.sampling
 
+    @property
+    def so_far(self) -> TextSoFar | None:
+        """See `TokenBuffer.so_far`."""
+        return self.text.so_far(self.token_ids)
+
 
 class Decided(NamedTuple):
     """What verification came to for one request; see `core.types.Verdict`."""
@@ -61,6 +70,7 @@ class Decided(NamedTuple):
     evidence: float
     evidence_all: float
     logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 class Verifier:
@@ -80,7 +90,7 @@ class Verifier:
         if drafted:
             params, ratio = self._sampling.of([d.text for d in drafted])
             wanted = any(d.sampling.num_logprobs is not None for d in drafted)
-            if not (wanted or params.has_filters or ratio.any()):
+            if params.is_plain and not (wanted or ratio.any()):
                 row_start = np.array(_row_start(drafted), dtype=np.int32)
                 samples = self.runner.verify(batch, row_start, params)
                 if samples is not None:
@@ -115,13 +125,13 @@ def decide(
 ) -> list[Decided]:
     """What verification comes to, of any batch.
 
-    logits: [rows, V] float32, of every request one row more than it has draft tokens; params,
-    ratio: one entry a request; draft_probs: see `VerifyBatch`
+    logits: [rows, V] float32, of every request one row more than it has draft tokens; may be
+    written over. params, ratio: one entry a request; draft_probs: see `VerifyBatch`
     """
     row_start = _row_start(drafted)
     result = verify(
         VerifyBatch(
-            logits=logits,
+            logits=_changed(logits, drafted, row_start) if params.reads_text else logits,
             row_start=np.array(row_start),
             positions=np.array([d.position for d in drafted]),
             params=params,
@@ -148,6 +158,19 @@ def decide(
             )
         )
     return decided
+
+
+def _changed(
+    logits: torch.Tensor, drafted: Sequence[Proposal], row_start: Sequence[int]
+) -> torch.Tensor:
+    """Logits as the text before each row changes them."""
+    if any(d.sampling.num_logprobs is not None for d in drafted):
+        logits = logits.clone()  # what is reported is the model's own
+    for d, (begin, end) in zip(drafted, pairwise(row_start), strict=True):
+        text = d.so_far
+        if text is not None:
+            change_logits(logits[begin:end], d.sampling, text)
+    return logits
 
 
 def _row_start(drafted: Sequence[Proposal]) -> list[int]:

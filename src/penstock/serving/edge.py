@@ -139,6 +139,12 @@ class EdgeClient(RequestClient):
 
     def _problem_of(self, edge: _EdgeRequest) -> str | None:
         """Why the verification server would never take a request."""
+        sampling = edge.request.sampling
+        if sampling.reads_text or sampling.min_p or sampling.num_prompt_logprobs is not None:
+            return (
+                "a draft server does not pass on min_p, min_tokens, logit_bias, penalties, or echo "
+                "with logprobs; send such a request to the verification server itself"
+            )
         message = edge.opening()
         message.request_id = "0"
         limits = self._server.limits

@@ -62,7 +62,8 @@ class Stop:
 class Ready:
     """The engine is loaded. `max_request_tokens`: the most that prompt and output of one request
     may be together, by context and by KV memory. `draft_model`: what a draft server drafts with,
-    where the engine is at the other end of its link."""
+    where the engine is at the other end of its link. `scores_prompts`: it can tell
+    log-probabilities of a prompt's tokens."""
 
     tokenizer_path: Path
     max_request_tokens: int
@@ -71,6 +72,7 @@ class Ready:
     drafters: tuple[str, ...]
     description: dict[str, Any]
     draft_model: str | None = None
+    scores_prompts: bool = True
 
 
 @dataclass(frozen=True, slots=True)

@@ -251,6 +251,7 @@ def describe(engine: Engine) -> Ready:
         eos_token_ids=frozenset(engine.eos_token_ids),
         drafters=tuple(description["drafters"]),
         description={**description, "pid": os.getpid()},
+        scores_prompts=engine.scores_prompts,
     )
 
 

@@ -15,7 +15,7 @@ from penstock.engine.batch import IntArray as Int32Array
 from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts, LocalDrafter
 from penstock.engine.drafters.confidence import Calibrations, Floats, Stop
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import SamplingRows, sample_draft
+from penstock.engine.sampling import SamplingRows, change_logits, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
@@ -85,10 +85,10 @@ class ModelDrafter(LocalDrafter):
         knows_all = self._num_guessed == self.runner.config.vocab_size
         drafts = None
         stop = self._stop(orders, texts)
-        if knows_all and not params.has_filters:
+        if knows_all and params.is_plain:
             drafts = self.runner.propose(first, limits, params, ratio, starts, stop)
         if drafts is None:
-            drafts = self._draft_stepwise(orders, first, limits, params, ratio, starts, stop)
+            drafts = self._draft_stepwise(orders, texts, first, limits, params, ratio, starts, stop)
         if stop is not None:
             # One that has ended by itself has sampled a token more than it has.
             longest = max(len(d.token_ids) for d in drafts.drafts)
@@ -175,6 +175,7 @@ class ModelDrafter(LocalDrafter):
     def _draft_stepwise(
         self,
         orders: Sequence[DraftOrder],
+        texts: Sequence[TokenBuffer],
         first: RaggedBatch,
         limits: Int32Array,
         params: SamplingRows,
@@ -196,6 +197,8 @@ class ModelDrafter(LocalDrafter):
                 logits = self._logits(self._one_more(orders, alive, tokens, ends + step - 1))
             positions = ends[alive] + step
             rows = params.take(alive)
+            if params.reads_text:
+                _change(logits, alive, texts, ends, builder)
             self._sample(builder, alive, logits, rows, positions, starts[alive], ratio[alive])
             if stop is None:
                 continue
@@ -274,6 +277,22 @@ class ModelDrafter(LocalDrafter):
 
     def _gather(self, request_ids: list[str], num_tokens: int) -> Int32Array:
         return self._tables.gather(request_ids, self.runner.blocks_for(num_tokens))
+
+
+def _change(
+    logits: torch.Tensor,
+    jobs: IntArray,
+    texts: Sequence[TokenBuffer],
+    ends: IntArray,
+    builder: DraftBuilder,
+) -> None:
+    """Logits as the target's are changed: a row of each job, behind its text up to its end, and its
+    draft."""
+    for row, job in zip(logits, jobs.tolist(), strict=True):
+        text = texts[job]
+        so_far = text.so_far(text.tokens(text.length, int(ends[job])) + builder.token_ids[job])
+        if so_far is not None:
+            change_logits(row[None], text.request.sampling, so_far)
 
 
 def _confidences(

@@ -46,7 +46,7 @@ class GraphDrafter(ModelDrafter):
         own number counts. None, and nothing done, where only the ordinary way can."""
         params, ratio = self._sampling.of(list(texts))
         limits = np.array([o.max_draft_tokens for o in orders], dtype=np.int32)
-        if ratio.any() or params.has_filters or limits.min() < 1:
+        if ratio.any() or not params.is_plain or limits.min() < 1:
             return None
         self._extend_tables(orders)
         reach = max(o.start + o.num_catch_up_tokens + o.max_draft_tokens for o in orders)

@@ -173,7 +173,7 @@ class GraphExecutor(RunnerExecutor):
         if any(t.request.sampling.num_logprobs is not None for t in texts):
             return False
         params, ratio = self._sampling.of(texts)
-        return not ratio.any() and not params.has_filters
+        return params.is_plain and not ratio.any()
 
     # --- a round as planned ---------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """Exact sampling and verification, in two modes."""
 
+from penstock.engine.sampling.changes import TextSoFar, change_logits
 from penstock.engine.sampling.coupled import KeyedSampler, TokenSampler, sample_coupled
 from penstock.engine.sampling.logprobs import token_logprobs
 from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
@@ -9,9 +10,11 @@ from penstock.engine.sampling.verify import verify
 __all__ = [
     "KeyedSampler",
     "SamplingRows",
+    "TextSoFar",
     "TokenSampler",
     "VerifyBatch",
     "VerifyResult",
+    "change_logits",
     "draw_draft",
     "sample_coupled",
     "sample_draft",

@@ -1,7 +1,8 @@
-"""Temperature, top-k and top-p: what turns logits into the distribution that is sampled.
+"""Temperature, min-p, top-k and top-p: what turns logits into the distribution that is sampled.
 
-In the usual order: divide by the temperature, keep the k highest, then of their renormalised
-masses keep the smallest set of the highest that reaches p. Where tokens tie at the edge of a set,
+In the usual order: divide by the temperature, drop what is less likely than min-p times the
+likeliest, keep the k highest, then of their renormalised masses keep the smallest set of the
+highest that reaches p. Where tokens tie at the edge of a set,
 the lowest ids are kept, so that the distribution is the same on every machine.
 """
 
@@ -68,6 +69,10 @@ def filter_logits(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
     divisor = _column(np.where(greedy, 1.0, rows.temperature), logits, torch.float32)
     # Before the division, so that a temperature near 0 cannot overflow the winners.
     scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(divisor)
+    if rows.min_p is not None:
+        # The likeliest is at 0 by now.
+        least = _column(rows.min_p, logits, torch.float32).log()
+        scores.masked_fill_(scores < least, -torch.inf)
     has_top_k = (rows.top_k > 0) & (rows.top_k < vocab_size)
     filtered = np.flatnonzero(((rows.top_p < 1.0) | has_top_k) & ~greedy)
     if filtered.size:

@@ -32,12 +32,16 @@ class SamplingRows:
     top_p:       [rows] float64 in (0, 1]; 1 is off
     top_k:       [rows] int64; 0 is off
     seed:        [rows] uint64
+    min_p:       [rows] float64 in [0, 1], or None where it is off in all of them
+    reads_text:  some row's logits are changed by the text so far (`changes`), which is done before
     """
 
     temperature: FloatArray
     top_p: FloatArray
     top_k: IntArray
     seed: SeedArray
+    min_p: FloatArray | None = None
+    reads_text: bool = False
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> SamplingRows:
@@ -47,6 +51,8 @@ class SamplingRows:
             np.array([p.top_p for p in params], dtype=np.float64),
             np.array([p.top_k for p in params], dtype=np.int64),
             np.array([p.seed for p in params], dtype=np.uint64),
+            np.array([p.min_p for p in params]) if any(p.min_p for p in params) else None,
+            any(p.reads_text for p in params),
         )
 
     def __len__(self) -> int:
@@ -59,20 +65,32 @@ class SamplingRows:
 
     @property
     def filtered(self) -> BoolArray:
-        """[rows] bool: the rows that top-p or top-k may cut."""
-        cut: BoolArray = ((self.top_p < 1.0) | (self.top_k > 0)) & ~self.greedy
-        return cut
+        """[rows] bool: the rows that top-p, top-k or min-p may cut."""
+        cut: BoolArray = (self.top_p < 1.0) | (self.top_k > 0)
+        if self.min_p is not None:
+            cut |= self.min_p > 0.0
+        return cut & ~self.greedy
 
     @cached_property
     def has_filters(self) -> bool:
-        """Whether top-p or top-k may cut any row."""
+        """Whether top-p, top-k or min-p may cut any row."""
         cuts = min(self.top_p.tolist(), default=1.0) < 1.0 or any(self.top_k.tolist())
-        return cuts and bool(self.filtered.any())
+        return (cuts or self.min_p is not None) and bool(self.filtered.any())
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether logits, temperature and noise say all: a backend may sample where it computes."""
+        return not (self.reads_text or self.has_filters)
 
     def take(self, index: IntArray | BoolArray) -> SamplingRows:
         """The rows that ``index`` selects, in its order."""
         return SamplingRows(
-            self.temperature[index], self.top_p[index], self.top_k[index], self.seed[index]
+            self.temperature[index],
+            self.top_p[index],
+            self.top_k[index],
+            self.seed[index],
+            None if self.min_p is None else self.min_p[index],
+            self.reads_text,
         )
 
 

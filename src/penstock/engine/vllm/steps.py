@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.core.types import SamplingParams, VerifyItem
+from penstock.engine.sampling import TextSoFar
 from penstock.engine.sequences import TokenBuffer
 
 _RESERVED_BLOCKS = 1
@@ -49,6 +50,7 @@ class Asked(NamedTuple):
     sampling: SamplingParams
     token_ids: list[int]
     prob_rows: list[int]
+    so_far: TextSoFar | None = None
 
 
 @dataclass(slots=True)
@@ -168,4 +170,5 @@ class StepWriter:
             step.drafts[request_id] = token_ids
         position = piece.start + piece.num_tokens
         sampling = text.request.sampling
-        step.asked.append(Asked(request_id, position, sampling, token_ids, prob_rows))
+        so_far = text.so_far(token_ids)
+        step.asked.append(Asked(request_id, position, sampling, token_ids, prob_rows, so_far))

@@ -1,0 +1,80 @@
+"""What a request's text so far changes in its logits, before temperature and filters.
+
+The target's logits are changed at verification, each row by the text that it stands behind: the
+known tokens, and the draft's tokens before it. So a row's distribution is the same with a draft and
+without. A drafter that changes its own logits likewise is accepted more often, and need not.
+
+In vLLM's order: logit_bias, min_tokens, then penalties.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from penstock.core.types import SamplingParams
+
+
+class TextSoFar(NamedTuple):
+    """The text that some rows of logits stand behind.
+
+    token_ids:      [n] int32, prompt and output, and the draft of the last rows
+    prompt_len:     of them the prompt's
+    stop_token_ids: that end the request, ascending
+    """
+
+    token_ids: npt.NDArray[np.int32]
+    prompt_len: int
+    stop_token_ids: Sequence[int]
+
+
+def change_logits(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:
+    """Change the logits of one request, in place.
+
+    logits: [rows, V] float32. The last row is behind the whole text, each one before it behind a
+    token less; at most one row more than there are draft tokens. Token ids beyond V are left out.
+    """
+    if sampling.logit_bias:
+        ids, values = zip(*sampling.logit_bias, strict=True)
+        known = _known(ids, logits)
+        bias = torch.tensor(values, device=logits.device)[: len(known)]
+        logits[:, known] += bias
+    if sampling.min_tokens:
+        num_made = len(text.token_ids) - text.prompt_len - logits.shape[0] + 1
+        num_early = max(0, sampling.min_tokens - num_made)
+        logits[:num_early, _known(text.stop_token_ids, logits)] = -torch.inf
+    if sampling.has_penalties:
+        _penalise(logits, sampling, text)
+
+
+def _penalise(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:
+    num_rows = logits.shape[0]
+    ids, place = np.unique(text.token_ids, return_inverse=True)
+    prompted = np.bincount(place[: text.prompt_len], minlength=len(ids)) > 0
+    # Of each row the output that it stands behind: what all of them have, then a token more each.
+    first = len(text.token_ids) - num_rows + 1
+    made = np.zeros((num_rows, len(ids)), dtype=np.float32)
+    made[0] = np.bincount(place[text.prompt_len : first], minlength=len(ids))
+    made[np.arange(1, num_rows), place[first:]] = 1.0
+    made.cumsum(axis=0, out=made)
+    columns = _known(ids.tolist(), logits)
+    counts = torch.from_numpy(made[:, : len(columns)]).to(logits.device)
+    has = torch.from_numpy(prompted[: len(columns)]).to(logits.device) | (counts > 0)
+    values = logits[:, columns]
+    repeated = torch.where(
+        values > 0, values / sampling.repetition_penalty, values * sampling.repetition_penalty
+    )
+    values = torch.where(has, repeated, values)
+    values -= sampling.frequency_penalty * counts
+    values -= sampling.presence_penalty * (counts > 0)
+    logits[:, columns] = values
+
+
+def _known(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """As an index: those, in ascending order, that the logits have."""
+    ids = np.asarray(token_ids, dtype=np.int64)
+    return torch.from_numpy(ids[ids < logits.shape[-1]]).to(logits.device)

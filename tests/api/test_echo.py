@@ -1,0 +1,96 @@
+"""`echo` with log-probabilities, as evaluation harnesses ask for it, and stop strings with
+`min_tokens`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from tests.api.test_completions import PROMPT
+from tests.serving.fakes import expected_tokens
+
+from penstock.api.choices import TextStream
+from penstock.engine.tokenizer import Tokenizer
+
+
+def complete(http: httpx.Client, **fields: Any) -> dict[str, Any]:
+    answer = http.post("/v1/completions", json=fields)
+    assert answer.status_code == 200, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+@pytest.mark.parametrize("max_tokens", [0, 1, 7])
+def test_prompt_then_text(http: httpx.Client, tokenizer: Tokenizer, max_tokens: int) -> None:
+    ids = tokenizer.encode(PROMPT)
+    body = {"echo": True, "max_tokens": max_tokens, "logprobs": 2}
+    made = complete(http, prompt=PROMPT, **body)
+    choice = made["choices"][0]
+    whole = ids + expected_tokens(ids, max_tokens)
+    assert choice["text"] == tokenizer.decode(whole)
+    assert choice["finish_reason"] == "length"
+    assert made["usage"]["prompt_tokens"] == len(ids)
+    assert made["usage"]["completion_tokens"] == max_tokens
+    logprobs = choice["logprobs"]
+    assert len(logprobs["tokens"]) == len(whole)
+    assert logprobs["token_logprobs"] == [None] + [-0.25] * (len(whole) - 1)
+    assert logprobs["top_logprobs"][0] is None
+    assert all(len(top) == 2 for top in logprobs["top_logprobs"][1:])
+    assert logprobs["text_offset"][0] == 0
+    assert complete(http, prompt=ids, **body)["choices"] == made["choices"]
+
+
+def test_as_lm_eval_scores_a_continuation(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    """Two contexts in one request; the token that is made is cut off again."""
+    prompts = [tokenizer.encode("One two three"), tokenizer.encode("Four five")]
+    body = {"prompt": prompts, "temperature": 0, "max_tokens": 1, "logprobs": 1, "seed": 1234}
+    for choice, ids in zip(complete(http, **body, echo=True)["choices"], prompts, strict=True):
+        scores = choice["logprobs"]["token_logprobs"][1:-1]
+        assert sum(scores) == -0.25 * (len(ids) - 1)
+        for tokens, top in zip(
+            choice["logprobs"]["tokens"][1:], choice["logprobs"]["top_logprobs"][1:], strict=True
+        ):
+            assert tokens in top
+
+
+def test_without_logprobs_and_streamed(http: httpx.Client, ai: openai.OpenAI) -> None:
+    made = complete(http, prompt=PROMPT, echo=True, max_tokens=5)
+    assert made["choices"][0]["text"].startswith(PROMPT)
+    assert made["choices"][0]["logprobs"] is None
+    chunks = ai.completions.create(
+        model="toy", prompt=PROMPT, echo=True, max_tokens=5, stream=True, logprobs=0
+    )
+    text = "".join(chunk.choices[0].text for chunk in chunks)
+    assert text == made["choices"][0]["text"]
+
+
+def test_a_prompt_holds_no_stop_string(http: httpx.Client) -> None:
+    stop = PROMPT.split()[-1]
+    made = complete(http, prompt=PROMPT, echo=True, max_tokens=40, stop=stop)
+    assert made["choices"][0]["text"].startswith(PROMPT)
+    assert made["choices"][0]["finish_reason"] == "stop"
+
+
+def test_min_tokens_come_before_any_stop_string(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("red green blue ")
+    body: dict[str, Any] = {"prompt": ids, "max_tokens": 30, "stop": ["green"]}
+    early = complete(http, **body)
+    late = complete(http, **body, min_tokens=len(ids) + 1)
+    assert "green" not in early["choices"][0]["text"]
+    assert late["choices"][0]["text"].count("green") == 1
+    assert late["usage"]["completion_tokens"] > len(ids)
+    assert late["choices"][0]["finish_reason"] == "stop"
+
+
+@pytest.mark.parametrize(("min_tokens", "text"), [(0, ""), (1, ""), (2, "ab"), (3, "ab")])
+def test_a_stop_string_may_begin_before_min_tokens(
+    tokenizer: Tokenizer, min_tokens: int, text: str
+) -> None:
+    """It is where it ends that counts."""
+    ids = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "ababab"]
+    stream = TextStream(tokenizer, ["ab"], ids[-1], min_tokens=min_tokens)
+    stream.add(ids, ())
+    stream.finish()
+    assert stream.take()[0] == text
