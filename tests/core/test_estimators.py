@@ -65,6 +65,33 @@ def test_what_was_not_drafted_says_nothing() -> None:
     assert estimator.mean("r", "d") == before
 
 
+def test_a_draft_that_is_not_there_is_no_rejection() -> None:
+    estimator = AcceptanceEstimator()
+    before = estimator.mean("r", "d")
+    assert estimator.found("r", "d") == 1
+    for _ in range(50):
+        estimator.observe_empty("r", "d")
+    assert estimator.mean("r", "d") == before
+    assert estimator.found("r", "d") < 0.1
+    assert estimator.found("another", "d") < 0.2
+    estimator.forget("r")
+    assert estimator.found("r", "d") == estimator.found("another", "d")
+    estimator.fade_drafter("d", 2000)
+    assert estimator.found("another", "d") > 0.9
+
+
+def test_the_more_a_trial_takes_the_more_slowly_estimates_fade() -> None:
+    def faded(trial: float) -> float:
+        estimator = AcceptanceEstimator()
+        for _ in range(100):
+            estimator.observe(verdict(0, 4))
+        estimator.fade("r", "d", 100, trial)
+        estimator.fade_drafter("d", 100, trial)
+        return estimator.mean("r", "d")
+
+    assert faded(0.0) == faded(0.3) > faded(10.0) > faded(100.0)
+
+
 def test_unused_estimates_fade_back() -> None:
     estimator = AcceptanceEstimator()
     for _ in range(100):
@@ -118,6 +145,25 @@ def test_only_drafting_tells_the_price_of_a_draft_token() -> None:
     times.observe_drafting(result("d", 0, 0.0, DraftTime("d", 1, 4, 90, 0.5)))
     assert times.curve_of("d").is_empty
     assert times.target.points() == [(5, pytest.approx(0.001))]
+
+
+@pytest.mark.parametrize("num_unread", [3, 8, 16])
+def test_a_draft_behind_a_short_catch_up_tells_the_price_of_its_tokens(num_unread: int) -> None:
+    """0.1 ms for each token of a text, and a draft of four at 1 ms each."""
+    times = Estimators().times
+    times.note_catch_up("d", 1e-4)
+    for batch in (1, 4):
+        seconds = 4 * 1e-3 + 1e-4 * (num_unread - 2) * batch
+        timed = DraftTime("d", batch, 4, num_unread * batch, seconds)
+        times.observe_drafting(result(TARGET, 5, 0.004, timed))
+        assert times.curve_of("d")(batch) == pytest.approx(1e-3)
+
+
+def test_a_step_of_a_drafter_is_never_taken_for_reading_alone() -> None:
+    times = Estimators().times
+    times.note_catch_up("d", 1.0)
+    times.observe_drafting(result(TARGET, 5, 0.004, DraftTime("d", 1, 3, 9, 0.004)))
+    assert times.curve_of("d")(1) == pytest.approx(0.004 / 4 / 3)
 
 
 def test_estimators_start_empty() -> None:

@@ -289,7 +289,7 @@ class World:
         assert self.loop.num_plans_in_flight == 0
         assert self.scheduler.table.memory.num_deferred_blocks == 0
         assert all(p.num_used_blocks == 0 for p in self.scheduler.table.memory.pools.values())
-        assert not self.scheduler.learn.acceptance._by_request
+        assert not self.scheduler.learn.acceptance._tokens._by_request
         assert not self.executor.texts
         assert not self.executor.tables
 

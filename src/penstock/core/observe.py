@@ -108,6 +108,8 @@ def _advance(
         accounts.charge_decode(state, known, verdict.num_proposed)
     state.next_round()
     ctx.learn.acceptance.observe(verdict)
+    if item.num_draft_tokens and item.drafter is not None and not verdict.num_proposed:
+        ctx.learn.acceptance.observe_empty(state.request.id, item.drafter)
     new_tokens, reason = _cut(state, verdict.token_ids)
     first = not state.num_output_tokens
     if first:
@@ -213,6 +215,8 @@ def draft_ready(ctx: Context, event: DraftReady, now: float, *, is_read: bool = 
     ctx.learn.links.observe(event.drafter, num_draft_tokens, now - ordered_at)
     if is_read:
         _drafted(state, order, num_draft_tokens)
+    if not num_draft_tokens:
+        ctx.learn.acceptance.observe_empty(state.request.id, event.drafter)
     held = DraftRound(DraftStage.HELD, num_draft_tokens=num_draft_tokens)
     state.draft = held if num_draft_tokens else SKIPPED
 

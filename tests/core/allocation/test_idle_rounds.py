@@ -17,7 +17,7 @@ def dear() -> Estimators:
     estimators = Estimators()
     for rows in (1, 2, 4, 8, 16, 32):
         estimators.times.target.observe(rows, 0.01 * rows)
-    estimators.times.curve_of("d").observe(2, 0.01)
+    estimators.times.curve_of("d").observe(2, 1e-4)
     return estimators
 
 

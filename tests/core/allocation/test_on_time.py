@@ -104,4 +104,4 @@ def test_it_keeps_the_budget_and_is_nearly_as_good_as_trying_everything(
     value = policy.objective(everybody, view)
     every = itertools.product(range(5), repeat=len(targets))
     best = max(value(plan) for plan in every if sum(plan) <= budget)
-    assert value(lengths) >= 0.97 * best
+    assert value(lengths) >= 0.95 * best

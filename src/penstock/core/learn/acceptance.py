@@ -41,6 +41,8 @@ class Beta:
 _DRAFTER_DISCOUNT = 0.995
 _PRIOR_MEAN = 0.7
 _PRIOR_STRENGTH = 2.0
+_TRIAL_SHARE = 0.015
+"""Of the time, for trials of what was put aside."""
 
 
 class SurvivalShape:
@@ -99,18 +101,70 @@ _UNSEEN = Beta()
 _NOTHING: Mapping[str, Any] = {}
 
 
+class _Rates:
+    """Posteriors of one probability by request and drafter, and by drafter over all requests, from
+    which those of a request start."""
+
+    def __init__(self, discount: float, strength: float, prior_mean: float) -> None:
+        self._discount = discount
+        self._strength = strength
+        self._prior_mean = prior_mean
+        self._by_request: defaultdict[str, dict[str, Beta]] = defaultdict(lambda: defaultdict(Beta))
+        self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
+
+    def observe(self, request_id: str, drafter: str, num_right: float, num_wrong: float) -> None:
+        everybody = self._by_drafter[drafter]
+        everybody.fade(_DRAFTER_DISCOUNT)
+        everybody.observe(num_right, num_wrong)
+        own = self._by_request[request_id][drafter]
+        own.fade(self._discount)
+        own.observe(num_right, num_wrong)
+
+    def fade(self, request_id: str, drafter: str, num_rounds: float, trial: float) -> None:
+        own = self._by_request.get(request_id, _NOTHING).get(drafter)
+        if own is not None:
+            own.fade(_faded(self._discount, num_rounds, trial))
+
+    def fade_drafter(self, drafter: str, num_rounds: float, trial: float) -> None:
+        everybody = self._by_drafter.get(drafter)
+        if everybody is not None:
+            everybody.fade(_faded(_DRAFTER_DISCOUNT, num_rounds, trial))
+
+    def knows(self, drafter: str) -> bool:
+        return drafter in self._by_drafter
+
+    def mean(
+        self, request_id: str, drafter: str, expected: tuple[float, float] | None = None
+    ) -> float:
+        """expected: a mean and its strength, in the place of what all requests have shown."""
+        own = self._by_request.get(request_id, _NOTHING).get(drafter, _UNSEEN)
+        if expected is not None:
+            return own.mean(*expected)
+        everybody = self._by_drafter.get(drafter, _UNSEEN).mean(self._prior_mean, _PRIOR_STRENGTH)
+        return own.mean(everybody, self._strength)
+
+    def forget(self, request_id: str) -> None:
+        self._by_request.pop(request_id, None)
+
+
+def _faded(discount: float, num_rounds: float, trial: float) -> float:
+    """What is left after so many rounds. Most is forgotten, and tried again, in the rounds that a
+    discount remembers: where a trial takes more than its share of those, in as many more."""
+    pace = 1.0 if not trial else min(1.0, _TRIAL_SHARE / ((1 - discount) * trial))
+    return float(discount ** (num_rounds * pace))
+
+
 class AcceptanceEstimator:
-    """Acceptance probability of a draft token by request and drafter.
+    """Acceptance probability of a draft token by request and drafter, and how likely a drafter that
+    is asked for a draft has one.
 
     A request starts from what the drafter has shown on all requests, worth `prior_strength` tokens,
     unless more is known of it (`expect`).
     """
 
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
-        self._discount = discount
-        self._prior_strength = prior_strength
-        self._by_request: defaultdict[str, dict[str, Beta]] = defaultdict(lambda: defaultdict(Beta))
-        self._by_drafter: defaultdict[str, Beta] = defaultdict(Beta)
+        self._tokens = _Rates(discount, prior_strength, _PRIOR_MEAN)
+        self._drafts = _Rates(discount, prior_strength, 1.0)
         self._expected: defaultdict[str, dict[str, tuple[float, float]]] = defaultdict(dict)
         self._shapes: defaultdict[str, SurvivalShape] = defaultdict(SurvivalShape)
 
@@ -118,29 +172,30 @@ class AcceptanceEstimator:
         """Take in the evidence of one verification."""
         if verdict.drafter is None or not verdict.num_decided:
             return
-        rate = self.mean(verdict.request_id, verdict.drafter)
-        self._shapes[verdict.drafter].observe(verdict.num_accepted, verdict.num_decided, rate)
+        request_id, drafter = verdict.request_id, verdict.drafter
+        rate = self.mean(request_id, drafter)
+        self._shapes[drafter].observe(verdict.num_accepted, verdict.num_decided, rate)
         accepted = verdict.evidence
-        rejected = verdict.num_decided - accepted
-        everybody = self._by_drafter[verdict.drafter]
-        everybody.fade(_DRAFTER_DISCOUNT)
-        everybody.observe(accepted, rejected)
-        own = self._by_request[verdict.request_id][verdict.drafter]
-        own.fade(self._discount)
-        own.observe(accepted, rejected)
+        self._tokens.observe(request_id, drafter, accepted, verdict.num_decided - accepted)
+        if self._drafts.knows(drafter):
+            self._drafts.observe(request_id, drafter, 1, 0)
 
-    def fade(self, request_id: str, drafter: str, num_rounds: int = 1) -> None:
+    def observe_empty(self, request_id: str, drafter: str) -> None:
+        """A draft was asked for, and there is none."""
+        self._drafts.observe(request_id, drafter, 0, 1)
+
+    def fade(
+        self, request_id: str, drafter: str, num_rounds: float = 1, trial: float = 0.0
+    ) -> None:
         """Age a request's estimate by rounds in which it did not use the drafter: what was put
-        aside is tried again in the end."""
-        own = self._by_request.get(request_id, _NOTHING).get(drafter)
-        if own is not None:
-            own.fade(self._discount**num_rounds)
+        aside is tried again in the end, the more rarely the more a trial takes, in rounds."""
+        for rates in (self._tokens, self._drafts):
+            rates.fade(request_id, drafter, num_rounds, trial)
 
-    def fade_drafter(self, drafter: str, num_rounds: int = 1) -> None:
+    def fade_drafter(self, drafter: str, num_rounds: float = 1, trial: float = 0.0) -> None:
         """Age what all requests have shown by rounds in which none of them used the drafter."""
-        everybody = self._by_drafter.get(drafter)
-        if everybody is not None:
-            everybody.fade(_DRAFTER_DISCOUNT**num_rounds)
+        for rates in (self._tokens, self._drafts):
+            rates.fade_drafter(drafter, num_rounds, trial)
 
     def expect(self, request_id: str, drafter: str, mean: float, strength: float) -> None:
         """What is known of a request and a drafter from elsewhere: a mean worth `strength` tokens,
@@ -149,16 +204,17 @@ class AcceptanceEstimator:
 
     def mean(self, request_id: str, drafter: str) -> float:
         """Estimated acceptance probability, over all positions of a draft alike, in (0, 1)."""
-        own = self._by_request.get(request_id, _NOTHING).get(drafter, _UNSEEN)
         expected = self._expected.get(request_id, _NOTHING).get(drafter)
-        if expected is not None:
-            return own.mean(*expected)
-        everybody = self._by_drafter.get(drafter, _UNSEEN).mean(_PRIOR_MEAN, _PRIOR_STRENGTH)
-        return own.mean(everybody, self._prior_strength)
+        return self._tokens.mean(request_id, drafter, expected)
+
+    def found(self, request_id: str, drafter: str) -> float:
+        """Estimated probability that there is a draft if one is asked for; 1 until one is empty,
+        from when on they are counted."""
+        return self._drafts.mean(request_id, drafter) if self._drafts.knows(drafter) else 1.0
 
     def survival(self, request_id: str, drafter: str, num_positions: int) -> list[float]:
-        """Estimated G(1), …, G(num_positions): that so many draft tokens are accepted; at most
-        `MOST_POSITIONS`."""
+        """Estimated G(1), …, G(num_positions): that so many draft tokens are accepted, where there
+        is a draft; at most `MOST_POSITIONS`."""
         return self.shape_of(drafter).survival(self.mean(request_id, drafter), num_positions)
 
     def shape_of(self, drafter: str) -> SurvivalShape:
@@ -166,5 +222,6 @@ class AcceptanceEstimator:
         return self._shapes.get(drafter, _FLAT)
 
     def forget(self, request_id: str) -> None:
-        self._by_request.pop(request_id, None)
+        self._tokens.forget(request_id)
+        self._drafts.forget(request_id)
         self._expected.pop(request_id, None)

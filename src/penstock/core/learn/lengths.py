@@ -61,6 +61,14 @@ class OutputLengths:
             self._draw(running)
         return self._survival
 
+    def remaining(self, num_output_tokens: int, most: int) -> float:
+        """Expected tokens that a request with so many, and at most so many to come, has yet to
+        make; at least 1."""
+        survival = self.survival(np.empty(0, dtype=np.int64))
+        made = min(num_output_tokens, _MAX_LEN)
+        left = survival[made : made + max(1, most)].sum() / max(survival[made], 1e-9)
+        return max(1.0, float(left))
+
     def _draw(self, running: npt.NDArray[np.int64]) -> None:
         reached = np.bincount(np.minimum(running, _MAX_LEN), minlength=_MAX_LEN + 1) * self._weight
         # At risk of ending with n tokens: requests that ended there or later, or still run beyond.

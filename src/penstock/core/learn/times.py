@@ -20,6 +20,8 @@ Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 _CATCH_UP_WEIGHT = 0.1
 _MIN_CATCH_UP_TOKENS = 16
 """Tokens a request from which on a catch-up is a measurement of reading."""
+_USUALLY_UNREAD = 2
+"""Tokens a request."""
 _MOST_OVERHEAD_S = 2e-3
 _OVERHEAD_WEIGHT = 0.02
 _SHIFT_WEIGHT = 0.05
@@ -133,8 +135,13 @@ class Times:
                 drafting = timed.steps * self.curve_of(timed.drafter)(timed.batch)
                 reading = max(0.0, timed.seconds - drafting)
                 self.note_catch_up(timed.drafter, reading / timed.num_catch_up_tokens)
-            elif timed.steps and timed.num_catch_up_tokens <= 2 * timed.batch:
-                self.curve_of(timed.drafter).observe(timed.batch, timed.seconds / timed.steps)
+            elif timed.steps:
+                # The first step reads what a round usually leaves unread, and what is beyond that.
+                beyond = max(0, timed.num_catch_up_tokens - _USUALLY_UNREAD * timed.batch)
+                reading = beyond * self.catch_up_of(timed.drafter)
+                # It takes no less by itself than the other steps do.
+                drafting = max(timed.seconds - reading, timed.seconds / (1 + timed.steps))
+                self.curve_of(timed.drafter).observe(timed.batch, drafting / timed.steps)
 
     def _observe_overhead(self, result: StepResult) -> None:
         pause = self._gap + result.phases.other

@@ -19,6 +19,7 @@ from typing import ClassVar, NamedTuple
 
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import Grant
+from penstock.core.policies.allocation.parts.reading import reading_seconds
 from penstock.core.policies.allocation.parts.yields import DraftYield, DraftYields
 from penstock.core.policies.allocation.throughput import Throughput
 from penstock.core.state import Outcome
@@ -27,8 +28,6 @@ from penstock.core.view import DraftCandidate, View
 _IDLE_ROUNDS = 8
 _TRIALS = 0.005
 """Share of the time for drafts that are not expected to gain."""
-_STEP_TOKENS = 2
-"""Tokens that a drafter has not read after a round: they are part of its first step."""
 _LEAST_OVERHEAD_S = 1e-6
 _RECORD_KEEP = 0.998
 """Of what became of expectations, from a step to the next: in fifty steps luck is a tenth."""
@@ -241,9 +240,7 @@ class Confident(Throughput):
     def _offer(self, index: int, candidate: DraftCandidate, mean: DraftYield, view: View) -> _Offer:
         state, drafter = candidate.state, candidate.drafter
         expected = self._yields[drafter].of(state.request.id, mean)
-        kv = state.kv.get(drafter)
-        unread = state.num_known_tokens - (0 if kv is None else kv.num_computed_tokens)
-        reading = max(0, unread - _STEP_TOKENS) * view.learn.times.catch_up_of(drafter)
+        reading = reading_seconds(candidate, view)
         rounds = max(1.0, state.num_remaining_tokens / (1 + expected.accepted))
         return _Offer(index, state.request.id, drafter, expected, reading, rounds)
 

@@ -1,8 +1,10 @@
 """Draft lengths that maximise tokens per second under measured step times: no fairness.
 
 The longest drafts are bought in order of survival probability, and the purchase stops where the
-expected tokens per second of the whole step are greatest; where speculation does not pay that is
-at nothing.
+expected tokens per second of the step are greatest; where speculation does not pay that is at
+nothing. Prefill that shares the step is left out: it takes its time whatever is drafted, and by
+tokens per second of all of it drafts would seem to pay at the cost of better steps to come. What a
+drafter has to read of a text first is spread over the rounds that are expected of the request.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from typing import ClassVar
 
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.allocation.parts.reading import reading_seconds
 from penstock.core.policies.allocation.parts.unused import fade_unused
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import RequestState
@@ -24,6 +27,8 @@ _LEAST_OVERHEAD_S = 1e-6
 _IDLE_ROUNDS = 8
 """Where nothing was worth drafting for some requests, it is looked at again after so many steps of
 the same requests: their estimates hardly move meanwhile."""
+_TRIAL_TOKENS = 4
+"""Draft tokens of a trial."""
 
 Purchase = tuple[float, int, int]
 
@@ -55,64 +60,118 @@ class Throughput(AllocationPolicy):
         if drafting == self._idle and self._num_idle < _IDLE_ROUNDS:
             self._num_idle += 1
             return [Grant(0)] * len(candidates)
-        purchases = self._purchases(candidates, view)
+        step = _Step(candidates, view)
+        purchases = self._purchases(candidates, step)
         lengths = [0] * len(candidates)
-        for _, index, length in purchases[: self._num_worthwhile(candidates, purchases, view)]:
+        for _, index, length in purchases[: self._num_worthwhile(purchases, step)]:
             lengths[index] = length
         # What weighs its sources itself is granted all that there is room for, in every round.
-        chained = {name for name, drafter in view.drafters.items() if drafter.is_chained}
-        for _, index, length in purchases if chained else ():
-            if candidates[index].drafter in chained:
+        for _, index, length in purchases if any(step.is_chained) else ():
+            if step.is_chained[index]:
                 lengths[index] = length
-        fade_unused(candidates, lengths, view, self._num_idle or 1)
+        fade_unused(candidates, lengths, view, self._num_idle or 1, step.trial)
         self._idle, self._num_idle = () if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]
 
-    def _purchases(self, candidates: Sequence[DraftCandidate], view: View) -> list[Purchase]:
+    def _purchases(self, candidates: Sequence[DraftCandidate], step: _Step) -> list[Purchase]:
         """What the budget can buy, likeliest first: minus the probability that the draft token is
         accepted, its candidate, and the length that the draft then has. Survival falls along a
         draft, so token s + 1 is never bought before token s."""
-        survival_of = view.learn.acceptance.survival
         longest = [min(c.limit, self.options.k_max) for c in candidates]
         purchases: list[Purchase] = []
-        for group, budget in view.budgets(candidates, longest):
+        for group, budget in step.view.budgets(candidates, longest):
             own = []
             for index in group:
-                candidate = candidates[index]
-                survival = survival_of(
-                    candidate.state.request.id, candidate.drafter, longest[index]
-                )
+                survival = step.survival(index, longest[index])
                 own += [(-g, index, length) for length, g in enumerate(survival, 1)]
             own.sort()
             purchases += own[:budget]
         purchases.sort()
         return purchases
 
-    def _num_worthwhile(
-        self, candidates: Sequence[DraftCandidate], purchases: Sequence[Purchase], view: View
-    ) -> int:
-        """How many purchases make the most expected tokens per second of the whole step."""
-        verify = view.learn.times.target
-        draft = _DraftSeconds(candidates, view)
-        tokens = float(view.room.num_sampled)
+    def _num_worthwhile(self, purchases: Sequence[Purchase], step: _Step) -> int:
+        """How many purchases make the most expected tokens per second of the step."""
         # What all purchases together could add; costs only rise, so that tells when to stop.
-        most = tokens - sum(p[0] for p in purchases)
-        times = view.learn.times
-        overhead = max(times.overhead, _LEAST_OVERHEAD_S)
-        seconds = round_seconds(verify(view.room.num_rows), host=overhead)
-        best, best_rate = 0, (1 + self.options.margin) * tokens / seconds
+        most = step.tokens - sum(p[0] for p in purchases)
+        best, best_rate = 0, (1 + self.options.margin) * step.tokens / step.seconds
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
-            if most < best_rate * seconds:
+            if most < best_rate * step.seconds:
                 break
-            tokens -= negative_survival
-            drafting = draft.lengthen(candidates[index].drafter, length)
-            host = overhead + times.draft_overhead
-            positions = view.room.num_rows + num_bought
-            seconds = round_seconds(verify(positions), inside=drafting, host=host)
-            rate = tokens / seconds
+            step.buy(index, length, -negative_survival)
+            rate = step.tokens / step.seconds
             if rate > best_rate:
                 best, best_rate = num_bought, rate
         return best
+
+
+class _Step:
+    """The step as drafts are bought for it: expected tokens, and seconds without its prefill.
+
+    is_chained: by candidate; what weighs its sources itself weighs its reading, too.
+    """
+
+    def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
+        times, room = view.learn.times, view.room
+        self.view = view
+        self.is_chained = [_is_chained(c, view) for c in candidates]
+        self.tokens = float(room.num_sampled)
+        self._candidates = candidates
+        self._verify = times.target
+        self._prefill = times.target(room.num_rows) - times.target(room.num_sampled)
+        self._positions = float(room.num_rows)
+        found = view.learn.acceptance.found
+        self._found = [found(c.state.request.id, c.drafter) for c in candidates]
+        # Beside the target reading keeps nobody waiting.
+        self._reading_each = [
+            0.0 if chained or c.drafter in view.beside else self._reading_a_round(c)
+            for c, chained in zip(candidates, self.is_chained, strict=True)
+        ]
+        self._reading = 0.0
+        self._draft = _DraftSeconds(candidates, view)
+        host = max(times.overhead, _LEAST_OVERHEAD_S)
+        self._host = host + times.draft_overhead
+        self.seconds = self._plain = round_seconds(times.target(room.num_sampled), host=host)
+
+    def buy(self, index: int, length: int, survival: float) -> None:
+        """Let a candidate's draft be so long."""
+        if length == 1:
+            self._reading += self._reading_each[index]
+        # A drafter that has no draft takes its time even so.
+        self.tokens += survival * self._found[index]
+        self._positions += self._found[index]
+        drafting = self._draft.lengthen(self._candidates[index].drafter, length)
+        verify = self._verify(round(self._positions)) - self._prefill
+        self.seconds = self._reading + round_seconds(verify, inside=drafting, host=self._host)
+
+    def survival(self, index: int, longest: int) -> list[float]:
+        """Of the draft tokens of a candidate, before anything is bought; of none whose reading
+        takes longer than all of them can save."""
+        candidate = self._candidates[index]
+        request_id, drafter = candidate.state.request.id, candidate.drafter
+        survival = self.view.learn.acceptance.survival(request_id, drafter, longest)
+        reading = self._reading_each[index]
+        saved = self._found[index] * sum(survival) * self._plain / self.tokens if reading else 0.0
+        return survival if saved >= reading else []
+
+    def trial(self, candidate: DraftCandidate) -> float:
+        """Steps without drafts that it would take to find out about a candidate's drafts."""
+        drafting = _TRIAL_TOKENS * self.view.learn.times.curve_of(candidate.drafter)(1)
+        return (reading_seconds(candidate, self.view) + drafting) / self._plain
+
+    def _reading_a_round(self, candidate: DraftCandidate) -> float:
+        """Seconds, over the rounds that the request is expected to take with its drafts."""
+        seconds = reading_seconds(candidate, self.view)
+        if not seconds:
+            return 0.0
+        state, learn = candidate.state, self.view.learn
+        left = learn.lengths.remaining(state.num_output_tokens, state.num_remaining_tokens)
+        rejected = 1 - learn.acceptance.mean(state.request.id, candidate.drafter)
+        return seconds / max(1.0, left * rejected)
+
+
+def _is_chained(candidate: DraftCandidate, view: View) -> bool:
+    drafter = view.drafters.get(candidate.drafter)
+    return drafter is not None and drafter.is_chained
 
 
 class _DraftSeconds:

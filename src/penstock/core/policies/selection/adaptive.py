@@ -274,7 +274,9 @@ class Adaptive(SelectionPolicy):
         limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
         base = self._base(view.learn)
         steps = [base + v for v in self._verification(limit, view.learn)]
-        remaining = self._remaining(state, view.learn)
+        remaining = view.learn.lengths.remaining(
+            state.num_output_tokens, state.num_remaining_tokens
+        )
         step_times, sharing = view.learn.times, self._num_sharing
         gained, saved = [], []
         for drafter, rate in zip(drafters, rates, strict=True):
@@ -338,14 +340,6 @@ class Adaptive(SelectionPolicy):
             return state.num_known_tokens
         kv = state.kv.get(drafter.name)
         return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
-
-    def _remaining(self, state: RequestState, estimators: Estimators) -> float:
-        """Expected tokens that the request has yet to make."""
-        survival = estimators.lengths.survival(np.empty(0, dtype=np.int64))
-        made = min(state.num_output_tokens, len(survival) - 1)
-        most = made + max(1, state.num_remaining_tokens)
-        left = float(survival[made:most].sum() / max(survival[made], 1e-9))
-        return max(1.0, left)
 
     # --- learning -------------------------------------------------------------------------------
 

@@ -1,0 +1,127 @@
+"""What `throughput` counts as the cost of drafts: not the step's prefill, but the drafter's own
+reading, and drafts that come to nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tests.core.fakes import ToyDrafter, ToyExecutor
+from tests.core.test_allocation import FLAT, candidates, learned, lengths_of, work
+from tests.core.world import World, make_request, make_scheduler
+
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.learn import Estimators
+from penstock.core.policies.allocation.throughput import Throughput
+from penstock.core.policies.registry import make_policy
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import Request, Verdict
+from penstock.core.view import DraftCandidate, Room, View
+
+STEPS = {1: 0.002, 2: 0.0026, 4: 0.004, 64: 0.046, 300: 0.2116}
+"""From two rows on each takes 0.7 ms."""
+READING_S = 0.001
+"""A token."""
+
+
+def throughput() -> Throughput:
+    return Throughput(Throughput.Options())
+
+
+def with_prompt_rows(view: View, num_rows: int) -> View:
+    return replace(view, room=Room(1000, num_rows, view.room.num_sampled))
+
+
+@pytest.mark.parametrize("rate", [0.2, 0.3])
+def test_prefill_in_the_step_makes_no_draft_worth_its_time(rate: float) -> None:
+    """A row takes as long beside a prompt, so it is worth as little."""
+    estimators = learned([rate] * 4, verify=STEPS, draft=1e-4)
+    view = work(estimators)
+    assert lengths_of(throughput(), candidates(8, 8, 8, 8), view) == [0] * 4
+    beside = with_prompt_rows(view, 200)
+    assert lengths_of(throughput(), candidates(8, 8, 8, 8), beside) == [0] * 4
+
+
+def test_prefill_keeps_no_good_draft_away() -> None:
+    estimators = learned([0.95] * 4, verify=FLAT, draft=1e-4)
+    beside = with_prompt_rows(work(estimators), 200)
+    assert lengths_of(throughput(), candidates(8, 8, 8, 8), beside) == [8] * 4
+
+
+def unread(
+    prompt_len: int, left: int, estimators: Estimators, reading_s: float = READING_S
+) -> tuple[DraftCandidate, View]:
+    """A request with so many tokens to come, whose drafter has read nothing of its prompt."""
+    state = RequestState(Request("r0", prompt_len, left), 0)
+    drafters = {"d": Drafter("d", BlockPool(100, 16))}
+    estimators.times.note_catch_up("d", reading_s)
+    view = View(drafters, estimators, room=Room(100, 1, 1))
+    return DraftCandidate(state, "d", 8), view
+
+
+@pytest.mark.parametrize(
+    ("prompt_len", "left", "drafts"),
+    [(2000, 20, False), (2000, 4000, True), (10, 20, True), (2, 2, True)],
+)
+def test_reading_must_pay_within_the_tokens_to_come(
+    prompt_len: int, left: int, drafts: bool
+) -> None:
+    """A draft saves 6 ms or so a round; 2,000 tokens take two seconds."""
+    estimators = learned([0.8], verify=FLAT, draft=1e-4)
+    for _ in range(50):
+        estimators.lengths.ended(4000)  # no request is expected to end early
+    candidate, view = unread(prompt_len, left, estimators)
+    assert bool(lengths_of(throughput(), [candidate], view)[0]) == drafts
+    candidate.state.kv_of("d").num_computed_tokens = candidate.state.num_known_tokens - 1
+    assert lengths_of(throughput(), [candidate], view)[0] > 0, "what is read costs nothing"
+
+
+def test_one_request_that_is_not_worth_reading_keeps_no_other_from_drafting() -> None:
+    estimators = learned([0.8, 0.6], verify=FLAT, draft=1e-4)
+    long, view = unread(5000, 20, estimators)
+    short = DraftCandidate(RequestState(Request("r1", 2, 20), 1), "d", 8)
+    view = replace(view, room=Room(100, 2, 2))
+    first, second = lengths_of(throughput(), [long, short], view)
+    assert (first, second > 0) == (0, True)
+
+
+def test_a_drafter_that_mostly_has_nothing_must_draft_for_little() -> None:
+    """Its own time is spent in any case; a row is verified only where there is a draft."""
+    for seconds, drafts in ((0.002, False), (1e-5, True)):
+        estimators = learned([0.8], verify=FLAT, draft=seconds)
+        view = work(estimators, num_rows=1)
+        assert lengths_of(throughput(), candidates(8), view)[0] > 0
+        right = Verdict("r0", 0, 0, (), "d", 1, 1, num_decided=1, evidence=1.0)
+        for _ in range(100):
+            estimators.acceptance.observe(right)
+            for _ in range(4):
+                estimators.acceptance.observe_empty("r0", "d")
+        assert bool(lengths_of(throughput(), candidates(8), view)[0]) == drafts
+
+
+@pytest.mark.parametrize("own_lanes", [(), ("d",)], ids=["inside", "beside"])
+@pytest.mark.parametrize("eagerness", [0.0, 0.5, 1.0])
+def test_what_drafts_come_to_is_learned_though_nothing_was_verified(
+    eagerness: float, own_lanes: tuple[str, ...]
+) -> None:
+    drafter = ToyDrafter("d", accuracy=1.0, eagerness=eagerness)
+    allocation = make_policy("allocation", "fixed", {"k": 1})
+    scheduler = make_scheduler(drafters=[drafter], own_lanes=own_lanes, allocation=allocation)
+    world = World(scheduler, ToyExecutor(4, {"d": drafter}))
+    world.run([make_request(f"r{i}", 6, 60, i) for i in range(10)])
+    found = scheduler.learn.acceptance.found("another", "d")
+    assert found == pytest.approx(eagerness, abs=0.15)
+
+
+def steps_until_tried(draft_s: float, reading_s: float, most: int = 20_000) -> int:
+    estimators = learned([0.02], verify=FLAT, draft=draft_s)
+    candidate, view = unread(100, 10**6, estimators, reading_s)
+    policy = throughput()
+    return next(i for i in range(most) if lengths_of(policy, [candidate], view)[0])
+
+
+def test_what_was_put_aside_is_tried_the_more_rarely_the_more_a_trial_takes() -> None:
+    cheap, dear = steps_until_tried(1e-4, 1e-6), steps_until_tried(1e-4, 5e-3)
+    assert 10 < cheap < 1000
+    trial = 100 * 5e-3 / FLAT[1]
+    assert dear > 25 * trial, "at most a few per cent of the time"
