@@ -160,7 +160,7 @@ async def test_messages_as_the_template_gets_them(
 ) -> None:
     seen: list[Any] = []
 
-    def noted(self: Tokenizer, messages: Any, tools: Any) -> str:
+    def noted(self: Tokenizer, messages: Any, *more: Any) -> str:
         seen.extend(messages)
         return "a"
 

@@ -232,7 +232,7 @@ CALLED = TURNS[1]["tool_calls"][0]
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{"type": "web"}]}, "tools.0.type: Input should be 'function'"),
     ({"tools": [{"type": "function"}]}, "tools.0.function: Field required"),
-    ({"tool_choice": "any"}, 'tool_choice: must be "none", "auto", "required" or {"type": '),
+    ({"tool_choice": "any"}, 'tool_choice: must be "none", "auto", "required" or an object'),
     ({"tool_choice": {"type": "function"}}, 'tool_choice: must be "none", "auto", "required" or'),
     (
         {"messages": [{"role": "user", "content": "a", "tool_calls": [CALLED]}]},

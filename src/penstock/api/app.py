@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from uuid import uuid4
 
-from fastapi import Depends, FastAPI, Header, Request, Response
+from fastapi import Depends, FastAPI, Header, Request, Response, params
 from fastapi.openapi.utils import get_openapi
 from fastapi.responses import HTMLResponse, JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
@@ -36,14 +37,17 @@ from penstock.api.http import (
 )
 from penstock.api.metrics import Metrics
 from penstock.api.prepare import ApiKeys, Caller, RequestBuilder
+from penstock.api.response_bodies import ResponsesBody
+from penstock.api.response_format import ResponsesFormat
 from penstock.api.responses import (
     ChatFormat,
     CompletionFormat,
     EventStream,
-    Format,
+    Form,
     Generation,
     collected,
 )
+from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.config import ServeConfig
 from penstock.serving.intake import RequestClient
 
@@ -67,7 +71,9 @@ _ERROR = {
         }
     },
 }
+_BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 _Body = TypeVar("_Body", bound=GenerationBody)
+_Read = TypeVar("_Read", bound=BaseModel)
 
 
 def _body_of(model: type[BaseModel]) -> dict[str, Any]:
@@ -91,7 +97,7 @@ def _describe(app: FastAPI) -> None:
         if app.openapi_schema is None:
             made = get_openapi(title="Penstock", version=__version__, routes=app.routes)
             _, bodies = models_json_schema(
-                [(ChatBody, "validation"), (CompletionBody, "validation")], ref_template=_REF
+                [(body, "validation") for body in _BODIES], ref_template=_REF
             )
             schemas = made.setdefault("components", {}).setdefault("schemas", {})
             schemas |= {**bodies["$defs"], "Error": _ERROR}
@@ -121,12 +127,8 @@ class Service:
         )
 
     async def read(self, model: type[_Body], http: Request) -> _Body:
-        """Validate a body. Not left to FastAPI: pydantic's own parser also refuses what is no valid
-        Unicode, and says what is wrong with broken JSON. Raises: ApiError."""
-        try:
-            body = model.model_validate_json(await http.body())
-        except ValidationError as error:
-            raise errors.from_validation(error) from error
+        """Validate the body of a request for text. Raises: ApiError."""
+        body = await _validated(model, http)
         told = http.headers.get(EXPECTED_OUTPUT_TOKENS)
         if told is not None and body.expected_output_tokens is None:
             body = body.model_copy(update={"expected_output_tokens": _count(told)})
@@ -156,7 +158,7 @@ class Service:
         caller: Caller,
         body: GenerationBody,
         choices: list[ResponseChoice],
-        form: Format,
+        form: Form,
     ) -> Response:
         """Run the choices. Raises: ApiError."""
         limits = [t for t in (body.timeout, self._timeout_s) if t is not None]
@@ -165,6 +167,15 @@ class Service:
         if body.stream:
             return EventStream(job, form, body)
         return await collected(job, form, http)
+
+
+async def _validated(model: type[_Read], http: Request) -> _Read:
+    """A body. Not left to FastAPI: pydantic's own parser also refuses what is no valid Unicode, and
+    says what is wrong with broken JSON. Raises: ApiError."""
+    try:
+        return model.model_validate_json(await http.body())
+    except ValidationError as error:
+        raise errors.from_validation(error) from error
 
 
 def _count(told: str) -> int:
@@ -222,6 +233,25 @@ def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
         form = ChatFormat(job_id, service.model_name, service.tokenizer, logprobs=body.logprobs)
         return await service.answer(http, caller, body, choices, form)
 
+    @app.post("/v1/responses", openapi_extra=_body_of(ResponsesBody))
+    async def responses(http: Request, caller: Caller = Depends(caller_of)) -> Response:
+        body = await service.read(ResponsesBody, http)
+        job_id = f"resp_{uuid4().hex}"
+        choices = await service.prepare.chat(body.as_chat(), caller, job_id)
+        form = ResponsesFormat(job_id, service.model_name, body)
+        return await service.answer(http, caller, body, choices, form)
+
+    @app.post("/v1/embeddings", dependencies=[Depends(caller_of)])
+    async def embeddings() -> None:
+        raise errors.ApiError(
+            400,
+            f"the model {service.model_name!r} makes text and no embeddings",
+            param="model",
+            code="unsupported_model",
+        )
+
+    _add_tokens(app, service, [Depends(caller_of)])
+
     @app.get("/v1/models", dependencies=[Depends(caller_of)])
     async def models() -> dict[str, Any]:
         return {"object": "list", "data": [service.model_card()]}
@@ -231,6 +261,27 @@ def _add_openai(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
     async def model(model_id: str) -> dict[str, Any]:
         service.prepare.check_model(model_id)
         return service.model_card()
+
+
+def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.Depends]) -> None:
+    """vLLM's endpoints for the model's tokens."""
+
+    @app.post("/tokenize", dependencies=dependencies, openapi_extra=_body_of(TokenizeBody))
+    async def tokenize(http: Request) -> dict[str, Any]:
+        body = await _validated(TokenizeBody, http)
+        token_ids = await service.prepare.token_ids(body)
+        strings = service.tokenizer.strings(token_ids) if body.return_token_strs else None
+        return {
+            "count": len(token_ids),
+            "max_model_len": service.client.info.max_request_tokens,
+            "tokens": token_ids,
+            "token_strs": strings,
+        }
+
+    @app.post("/detokenize", dependencies=dependencies, openapi_extra=_body_of(DetokenizeBody))
+    async def detokenize(http: Request) -> dict[str, str]:
+        body = await _validated(DetokenizeBody, http)
+        return {"prompt": await service.prepare.text(body)}
 
 
 def _add_operations(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:

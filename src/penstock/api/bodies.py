@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
@@ -17,7 +17,7 @@ from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS, LatencyTarget, laten
 _MAX_STOPS = 16
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 2**16
-_MAX_TOOLS = 128
+MAX_TOOLS = 128
 _MAX_TOP_K = 2**31 - 1
 """What everything behind can hold: a draft server's link has 32 bits for it."""
 
@@ -28,12 +28,12 @@ _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 # Lists may be millions long: they are read once as what their first entry is, and a wrong entry is
 # one complaint, not one for each entry and shape.
 _Texts = Annotated[list[str], Field(fail_fast=True)]
-_TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
-_Prompts = Annotated[list[_TokenIds], Field(fail_fast=True, max_length=_MAX_PROMPTS)]
-_Prompt = Annotated[str | _Texts | _TokenIds | _Prompts, Field(union_mode="left_to_right")]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
+_Prompts = Annotated[list[TokenIds], Field(fail_fast=True, max_length=_MAX_PROMPTS)]
+_Prompt = Annotated[str | _Texts | TokenIds | _Prompts, Field(union_mode="left_to_right")]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="allow", strict=True, frozen=True)
 
     @model_validator(mode="before")
@@ -44,7 +44,7 @@ class _Body(BaseModel):
         return data
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """include_usage: a last chunk with the whole request's usage.
     continuous_usage_stats: usage so far with every chunk."""
 
@@ -52,7 +52,7 @@ class StreamOptions(_Body):
     continuous_usage_stats: bool = False
 
 
-class SpeculationOptions(_Body):
+class SpeculationOptions(Body):
     """drafter: `auto` (the server selects), `none`, or a drafter's name.
     max_draft_tokens: most draft tokens in a round. origins: say of every token where it is from. No
     other engine has fields in here."""
@@ -64,7 +64,7 @@ class SpeculationOptions(_Body):
     origins: bool = False
 
 
-class LatencyOptions(_Body):
+class LatencyOptions(Body):
     """How fast the client wants it, in milliseconds. tpot_ms: mean time of a token after the first.
     deadline_ms: from arrival to the last token. No other engine has fields in here."""
 
@@ -78,7 +78,7 @@ class LatencyOptions(_Body):
         return latency_target(self.tpot_ms, self.deadline_ms)
 
 
-class _SamplingBody(_Body):
+class _SamplingBody(Body):
     """Which tokens are made, and how many.
 
     temperature: 0 is greedy. top_k: 0 and -1 are off, and so is the vocabulary's size or more.
@@ -100,7 +100,7 @@ class _SamplingBody(_Body):
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     n: int = Field(default=1, ge=1, le=_MAX_CHOICES)
     stop: str | _Texts = Field(default_factory=list)
-    stop_token_ids: _TokenIds = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = False
 
     @field_validator("stop")
@@ -124,6 +124,9 @@ class GenerationBody(_SamplingBody):
     long the client thinks a choice's output will be; admission policies go by it. latency: targets
     of every choice, which decide how long its drafts are, and change no output.
     """
+
+    not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    """Fields of this endpoint alone by which the answer would change, as in `_UNSUPPORTED`."""
 
     model: str | None = None
     stream: bool = False
@@ -178,12 +181,12 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
 
-class TextPart(_Body):
+class TextPart(Body):
     type: Literal["text"]
     text: str
 
 
-class CalledFunction(_Body):
+class CalledFunction(Body):
     """arguments: a JSON object in a string."""
 
     name: str
@@ -201,7 +204,7 @@ class CalledFunction(_Body):
         return arguments
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A call that the assistant made in an earlier turn."""
 
     id: str | None = None
@@ -215,7 +218,7 @@ class ToolCall(_Body):
         return {"id": self.id or "", "type": "function", "function": function}
 
 
-class ChatMessage(_Body):
+class ChatMessage(Body):
     """One turn. developer: OpenAI's later word for system. name: who speaks, for the chat template
     to use. tool_calls: of an assistant, who then need not say anything. tool_call_id: of a tool,
     the call that it answers."""
@@ -257,7 +260,7 @@ class ChatMessage(_Body):
         return made | {key: value for key, value in named.items() if value is not None}
 
 
-class FunctionDefinition(_Body):
+class FunctionDefinition(Body):
     """parameters: a JSON schema. strict: changes nothing; a call whose arguments are no JSON object
     stays text."""
 
@@ -267,7 +270,7 @@ class FunctionDefinition(_Body):
     strict: bool = False
 
 
-class Tool(_Body):
+class Tool(Body):
     type: Literal["function"]
     function: FunctionDefinition
 
@@ -281,11 +284,11 @@ class Tool(_Body):
         return {"type": "function", "function": made}
 
 
-class NamedFunction(_Body):
+class NamedFunction(Body):
     name: str
 
 
-class NamedTool(_Body):
+class NamedTool(Body):
     type: Literal["function"] = "function"
     function: NamedFunction
 
@@ -299,7 +302,7 @@ class ChatBody(GenerationBody):
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
-    tools: list[Tool] = Field(default_factory=list, max_length=_MAX_TOOLS)
+    tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
 
@@ -392,7 +395,7 @@ def _unknown(
 ) -> Iterator[tuple[tuple[str | int, ...], str, Any, Mapping[str, tuple[object, ...]]]]:
     """Where a field is, its name, its value, and what is not offered there."""
     for name, value in (body.model_extra or {}).items():
-        yield (), name, value, _UNSUPPORTED
+        yield (), name, value, {**_UNSUPPORTED, **body.not_offered}
     if body.stream_options is not None:
         for name, value in (body.stream_options.model_extra or {}).items():
             yield ("stream_options",), name, value, {}

@@ -22,8 +22,7 @@ _SHAPES = {
     "prompt": "must be a string, a list of strings, a list of token ids, or a list of such lists",
     "stop": "must be a string or a list of strings",
     "content": "must be a string or a list of text parts",
-    "tool_choice": 'must be "none", "auto", "required" or '
-    '{"type": "function", "function": {"name": NAME}}',
+    "tool_choice": 'must be "none", "auto", "required" or an object that names a function',
 }
 """Fields of several shapes: one line for what pydantic reports as many."""
 

@@ -9,11 +9,13 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
-from penstock.api.bodies import ChatBody, CompletionBody, GenerationBody
+from penstock.api.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, Tool
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
+from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import ToolUse, tool_use
 from penstock.config import DEFAULT_TENANT, TenantConfig
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
@@ -91,6 +93,16 @@ class _Chat:
 
     messages: Sequence[Mapping[str, Any]]
     tools: Sequence[Mapping[str, Any]]
+    is_asked: bool = True
+    """The assistant's turn has begun."""
+
+    @classmethod
+    def of(
+        cls, messages: Iterable[ChatMessage], tools: Iterable[Tool], is_asked: bool = True
+    ) -> Self:
+        return cls(
+            [m.for_template() for m in messages], [t.for_template() for t in tools], is_asked
+        )
 
     @property
     def size(self) -> int:
@@ -141,13 +153,33 @@ class RequestBuilder:
         ApiError."""
         self._check(body, caller, 1)
         use = tool_use(body, self.tokenizer.tool_template)
-        chat = _Chat(
-            [m.for_template() for m in body.messages],
-            [tool.for_template() for tool in body.offered_tools],
-        )
+        chat = _Chat.of(body.messages, body.offered_tools)
         prompt = await self._tokenise(chat.size, self._chat_prompt, chat)
         limit = self.engine.max_request_tokens
         return self._choices(body, [prompt], limit, caller.tenant, job_id, use)
+
+    async def token_ids(self, body: TokenizeBody) -> list[int]:
+        """Of a text or a conversation, as long as the context. Raises: ApiError."""
+        if body.model is not None:
+            self.check_model(body.model)
+        adds = body.add_special_tokens
+        if body.prompt is not None:
+            encode = partial(self._encode, param="prompt", add_special_tokens=adds is not False)
+            return await self._tokenise(_COST_PER_TEXT + len(body.prompt), encode, body.prompt)
+        chat = _Chat.of(body.messages, body.tools, body.add_generation_prompt)
+
+        def encode_chat(chat: _Chat) -> list[int]:
+            return self._encode(self._chat_text(chat), "messages", add_special_tokens=bool(adds))
+
+        return await self._tokenise(chat.size, encode_chat, chat)
+
+    async def text(self, body: DetokenizeBody) -> str:
+        """Of tokens, special ones included. Raises: ApiError."""
+        if body.model is not None:
+            self.check_model(body.model)
+        self._check_ids(body.tokens, "tokens")
+        decode = partial(self.tokenizer.decode, skip_special_tokens=False)
+        return await self._tokenise(len(body.tokens), decode, body.tokens)
 
     async def _tokenise(self, size: int, work: Callable[[_T], _U], given: _T) -> _U:
         """Raises: as `work`."""
@@ -190,22 +222,25 @@ class RequestBuilder:
 
     def _completion_prompt(self, given: str | list[int]) -> list[int]:
         if isinstance(given, str):
-            return self._encode(given, "prompt")
+            return self._checked(self._encode(given, "prompt"), "prompt")
         return self._checked(given, "prompt")
 
     def _chat_prompt(self, chat: _Chat) -> list[int]:
+        text = self._chat_text(chat)
+        return self._checked(self._encode(text, "messages", add_special_tokens=False), "messages")
+
+    def _chat_text(self, chat: _Chat) -> str:
         try:
-            text = self.tokenizer.chat_text(chat.messages, tools=chat.tools)
+            return self.tokenizer.chat_text(chat.messages, chat.is_asked, chat.tools)
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
-        return self._encode(text, "messages", add_special_tokens=False)
 
     def _encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
         limit = self.engine.max_request_tokens
         token_ids = self.tokenizer.encode_within(text, limit, add_special_tokens)
         if token_ids is None:
             raise self._too_long(f"{param}: {len(text)} characters leave no room", param)
-        return self._checked(token_ids, param)
+        return token_ids
 
     def _checked(self, token_ids: list[int], param: str) -> list[int]:
         if not token_ids:

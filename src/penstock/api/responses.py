@@ -30,7 +30,19 @@ JsonDict = dict[str, Any]
 _KEEP_ALIVE_S = 5.0
 
 
-class Format(ABC):
+class Form(ABC):
+    """What one response looks like."""
+
+    @abstractmethod
+    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
+        """`deltas`: one for each choice, with all of its text."""
+
+    @abstractmethod
+    def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
+        """Likewise, in pieces; errors are among them."""
+
+
+class Format(Form):
     """Builds the JSON of one response, or of the chunks of its stream."""
 
     def __init__(self, job_id: str, model_name: str, tokenizer: Tokenizer, *, logprobs: bool):
@@ -45,9 +57,8 @@ class Format(ABC):
     @abstractmethod
     def chunk(self, delta: Delta) -> JsonDict: ...
 
-    @abstractmethod
-    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
-        """`deltas`: one for each choice, with all of its text."""
+    def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
+        return _chunks(job, self, body)
 
     @abstractmethod
     def usage_chunk(self, choices: Sequence[ResponseChoice]) -> JsonDict: ...
@@ -286,9 +297,9 @@ class EventStream(StreamingResponse):
 
     media_type = "text/event-stream"
 
-    def __init__(self, job: Generation, form: Format, body: GenerationBody) -> None:
+    def __init__(self, job: Generation, form: Form, body: GenerationBody) -> None:
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(_events(job, form, body), headers=headers)
+        super().__init__(form.events(job, body), headers=headers)
         self._job = job
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -331,19 +342,19 @@ class _KeepAliveSender:
                 await self.send(comment)
 
 
-async def _events(job: Generation, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
+async def _chunks(job: Generation, form: Format, body: GenerationBody) -> AsyncIterator[bytes]:
     is_open = False
     try:
         async for delta in job.deltas():
             if not is_open:
                 for opening in filter(None, map(form.opening, job.choices)):
-                    yield _event(_with_usage(opening, job, body))
+                    yield event(_with_usage(opening, job, body))
                 is_open = True
-            yield _event(_with_usage(form.chunk(delta), job, body))
+            yield event(_with_usage(form.chunk(delta), job, body))
         if body.usage_at_end:
-            yield _event(form.usage_chunk(job.choices))
+            yield event(form.usage_chunk(job.choices))
     except ApiError as error:
-        yield _event(error.body())
+        yield event(error.body())
     yield b"data: [DONE]\n\n"
 
 
@@ -355,15 +366,17 @@ def _with_usage(chunk: JsonDict, job: Generation, body: GenerationBody) -> JsonD
     return chunk
 
 
-def _event(chunk: JsonDict) -> bytes:
-    return f"data: {_dumps(chunk)}\n\n".encode()
+def event(data: JsonDict, kind: str | None = None) -> bytes:
+    """A server-sent event. kind: its type, where events have some."""
+    named = "" if kind is None else f"event: {kind}\n"
+    return f"{named}data: {_dumps(data)}\n\n".encode()
 
 
 def _dumps(body: JsonDict) -> str:
     return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
-async def collected(job: Generation, form: Format, http: HttpRequest) -> Response:
+async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:
     """The whole response, unless the client goes away before. Raises: ApiError."""
     with job:
         work = asyncio.create_task(_join(job))

@@ -151,6 +151,11 @@ class Tokenizer:
             ) from error
         return text
 
+    def strings(self, token_ids: Sequence[int]) -> list[str]:
+        """Tokens as the vocabulary spells them; an unknown id is empty."""
+        spelt = self._fast.backend_tokenizer.id_to_token
+        return [spelt(token_id) or "" for token_id in token_ids]
+
     def detokenizer(
         self,
         skip_special_tokens: bool = True,

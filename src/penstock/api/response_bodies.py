@@ -1,0 +1,162 @@
+"""The body of `POST /v1/responses`, and the chat request that it comes to."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from penstock.api.bodies import (
+    MAX_TOOLS,
+    Body,
+    CalledFunction,
+    ChatBody,
+    ChatMessage,
+    FunctionDefinition,
+    GenerationBody,
+    NamedFunction,
+    NamedTool,
+    Tool,
+    ToolCall,
+)
+
+_LOGPROBS = "message.output_text.logprobs"
+
+
+class InputText(Body):
+    type: Literal["input_text", "output_text"]
+    text: str
+
+
+class InputMessage(Body):
+    """A turn, as a client writes it or as an earlier answer had it."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[InputText]
+
+
+class FunctionCall(CalledFunction):
+    """A call of an earlier answer."""
+
+    call_id: str
+
+
+class FunctionCallOutput(Body):
+    """What a call came to."""
+
+    call_id: str
+    output: str | list[InputText]
+
+
+def _kind(item: Any) -> str:
+    return str(item.get("type") or "message") if isinstance(item, dict) else "message"
+
+
+_Item = Annotated[
+    Annotated[InputMessage, Tag("message")]
+    | Annotated[FunctionCall, Tag("function_call")]
+    | Annotated[FunctionCallOutput, Tag("function_call_output")],
+    Discriminator(_kind),
+]
+
+
+class _Function(Body):
+    type: Literal["function"]
+
+
+class FunctionTool(FunctionDefinition, _Function):
+    """A tool, with the function's fields beside its type, which is looked at first."""
+
+
+class NamedFunctionTool(NamedFunction, _Function):
+    """Likewise, of a choice."""
+
+
+class TextOptions(Body):
+    """format: plain text."""
+
+    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
+
+    @field_validator("format")
+    @classmethod
+    def _is_text(cls, form: dict[str, Any]) -> dict[str, Any]:
+        if form != {"type": "text"}:
+            raise ValueError('only {"type": "text"} is supported')
+        return form
+
+
+class ResponsesBody(GenerationBody):
+    """`POST /v1/responses`. Nothing is kept: what came before is in `input`."""
+
+    not_offered: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        "previous_response_id": (), "conversation": (), "background": (False,), "store": (False,),
+        "truncation": ("disabled",), "top_logprobs": (0,),
+    }  # fmt: skip
+
+    input: list[_Item] = Field(min_length=1)
+    instructions: str | None = None
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    text: TextOptions = TextOptions()
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=MAX_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool = "auto"
+    parallel_tool_calls: bool = True
+    include: list[str] = Field(default_factory=list)
+    metadata: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("input", mode="before")
+    @classmethod
+    def _text_is_a_message(cls, given: Any) -> Any:
+        return [{"role": "user", "content": given}] if isinstance(given, str) else given
+
+    @field_validator("include")
+    @classmethod
+    def _is_there(cls, include: list[str]) -> list[str]:
+        if _LOGPROBS in include:
+            raise ValueError(f"{_LOGPROBS} is not supported")
+        return include
+
+    @model_validator(mode="after")
+    def _one_answer(self) -> ResponsesBody:
+        if self.n != 1 or self.max_tokens is not None:
+            name = "n" if self.max_tokens is None else "max_tokens"
+            raise ValueError(f"{name} is not a field of responses")
+        return self
+
+    def as_chat(self) -> ChatBody:
+        """The same as a chat request."""
+        shared = {name: getattr(self, name) for name in GenerationBody.model_fields}
+        named = self.tool_choice
+        choice = NamedTool(function=named) if isinstance(named, NamedFunctionTool) else named
+        return ChatBody.model_construct(
+            **shared,
+            messages=list(self._messages()),
+            max_completion_tokens=self.max_output_tokens,
+            tools=[Tool(type="function", function=tool) for tool in self.tools],
+            tool_choice=choice,
+            parallel_tool_calls=self.parallel_tool_calls,
+        )
+
+    def _messages(self) -> Iterator[ChatMessage]:
+        """Calls belong to the assistant's turn before them."""
+        if self.instructions is not None:
+            yield ChatMessage(role="system", content=self.instructions)
+        said, calls = "", list[ToolCall]()
+        for item in [*self.input, None]:
+            if isinstance(item, FunctionCall):
+                calls.append(ToolCall(id=item.call_id, function=item))
+                continue
+            if said or calls:
+                yield ChatMessage(role="assistant", content=said, tool_calls=calls)
+                said, calls = "", []
+            if isinstance(item, FunctionCallOutput):
+                text = _joined(item.output)
+                yield ChatMessage(role="tool", content=text, tool_call_id=item.call_id)
+            elif isinstance(item, InputMessage) and item.role == "assistant":
+                said = _joined(item.content)
+            elif item is not None:
+                yield ChatMessage(role=item.role, content=_joined(item.content))
+
+
+def _joined(content: str | list[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

@@ -1,0 +1,178 @@
+"""What `/v1/responses` answers: items, whole or as events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import Any
+from uuid import uuid4
+
+from penstock.api.bodies import GenerationBody
+from penstock.api.choices import Delta, ResponseChoice, usage
+from penstock.api.errors import ApiError
+from penstock.api.response_bodies import ResponsesBody
+from penstock.api.responses import Form, Generation, JsonDict, event
+from penstock.api.tool_calls import CallPiece
+
+
+class ResponsesFormat(Form):
+    """One response. Its items are the text, if there is any, and the calls, in the order in which
+    they began."""
+
+    def __init__(self, response_id: str, model_name: str, body: ResponsesBody) -> None:
+        self._head = _head(response_id, model_name, body)
+        self._items: list[JsonDict] = []
+        self._calls: dict[str, int] = {}
+        """Places of calls among the items."""
+        self._text: int | None = None
+        self._num_events = 0
+
+    def response(self, choices: Sequence[ResponseChoice], deltas: Sequence[Delta]) -> JsonDict:
+        (delta,) = deltas
+        for _ in (*self._add(delta), *self._end(delta.finish_reason == "length")):
+            pass
+        return self._ended(choices, delta.finish_reason)
+
+    async def events(self, job: Generation, body: GenerationBody) -> AsyncIterator[bytes]:
+        reason: str | None = None
+        try:
+            for name in ("created", "in_progress"):
+                yield self._event(f"response.{name}", response=self._state("in_progress"))
+            async for delta in job.deltas():
+                for made in self._add(delta):
+                    yield made
+                reason = delta.finish_reason
+            for made in self._end(reason == "length"):
+                yield made
+            response = self._ended(job.choices, reason)
+            yield self._event(f"response.{response['status']}", response=response)
+        except ApiError as error:
+            told = error.body()["error"]
+            # Where OpenAI's own clients look for it, and where it is documented.
+            yield self._event("error", error=told, **{k: told[k] for k in _TOLD})
+            failed = {"code": "server_error", "message": error.message}
+            response = {**self._state("failed"), "error": failed}
+            yield self._event("response.failed", response=response)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        number, self._num_events = self._num_events, self._num_events + 1
+        return event({"type": kind, "sequence_number": number, **fields}, kind)
+
+    def _state(self, status: str) -> JsonDict:
+        return {**self._head, "status": status, "output": self._items}
+
+    def _ended(self, choices: Sequence[ResponseChoice], reason: str | None) -> JsonDict:
+        is_cut = reason == "length"
+        return {
+            **self._state("incomplete" if is_cut else "completed"),
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "usage": _usage(choices),
+        }
+
+    # --- items ----------------------------------------------------------------------------------
+
+    def _add(self, delta: Delta) -> Iterator[bytes]:
+        """Take in a delta. Yields its events."""
+        if delta.text:
+            yield from self._begin_text()
+            self._items[self._text or 0]["content"][0]["text"] += delta.text
+            yield self._of_text("response.output_text.delta", delta=delta.text, logprobs=[])
+        for piece in delta.calls:
+            yield from self._add_piece(piece)
+
+    def _begin_text(self) -> Iterator[bytes]:
+        if self._text is not None:
+            return
+        self._text = len(self._items)
+        item: JsonDict = {"type": "message", "role": "assistant", "content": []}
+        yield self._begin(item, f"msg_{uuid4().hex}")
+        part = {"type": "output_text", "text": "", "annotations": []}
+        yield self._of_text("response.content_part.added", part=part)
+        item["content"].append(part)
+
+    def _add_piece(self, piece: CallPiece) -> Iterator[bytes]:
+        if piece.id not in self._calls:
+            self._calls[piece.id] = len(self._items)
+            item = {
+                "type": "function_call",
+                "call_id": piece.id,
+                "name": piece.name,
+                "arguments": "",
+            }
+            yield self._begin(item, f"fc_{uuid4().hex}")
+        place = self._calls[piece.id]
+        if piece.arguments:
+            self._items[place]["arguments"] += piece.arguments
+            kind = "response.function_call_arguments.delta"
+            yield self._of_item(kind, place, delta=piece.arguments)
+
+    def _begin(self, item: JsonDict, item_id: str) -> bytes:
+        item |= {"id": item_id, "status": "in_progress"}
+        self._items.append(item)
+        place = len(self._items) - 1
+        return self._event("response.output_item.added", output_index=place, item=item)
+
+    def _end(self, is_cut: bool) -> Iterator[bytes]:
+        """No more will come. is_cut: the last item is not complete. Yields the events."""
+        if not self._items:
+            yield from self._begin_text()
+        for place, item in enumerate(self._items):
+            if item["type"] == "message":
+                (part,) = item["content"]
+                text = part["text"]
+                yield self._of_text("response.output_text.done", text=text, logprobs=[])
+                yield self._of_text("response.content_part.done", part=part)
+            else:
+                kind = "response.function_call_arguments.done"
+                told = {"name": item["name"], "arguments": item["arguments"]}
+                yield self._of_item(kind, place, **told)
+            is_last = place == len(self._items) - 1
+            item["status"] = "incomplete" if is_cut and is_last else "completed"
+            yield self._event("response.output_item.done", output_index=place, item=item)
+
+    def _of_text(self, kind: str, **fields: Any) -> bytes:
+        return self._of_item(kind, self._text or 0, content_index=0, **fields)
+
+    def _of_item(self, kind: str, place: int, **fields: Any) -> bytes:
+        item_id = self._items[place]["id"]
+        return self._event(kind, item_id=item_id, output_index=place, **fields)
+
+
+_TOLD = ("code", "message", "param")
+
+
+def _head(response_id: str, model_name: str, body: ResponsesBody) -> JsonDict:
+    """What a response says of its request."""
+    asked = body.model_dump(
+        include={
+            "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature",
+            "text", "tool_choice", "tools", "top_p",
+        }
+    )  # fmt: skip
+    return {
+        "id": response_id,
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model_name,
+        "error": None,
+        "incomplete_details": None,
+        "background": False,
+        "previous_response_id": None,
+        "store": False,
+        "truncation": "disabled",
+        "usage": None,
+        **asked,
+    }
+
+
+def _usage(choices: Sequence[ResponseChoice]) -> JsonDict:
+    counted = usage(choices)
+    cached = counted["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counted["prompt_tokens"],
+        "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
+        "output_tokens": counted["completion_tokens"],
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": counted["total_tokens"],
+        "speculation": counted["speculation"],
+    }
