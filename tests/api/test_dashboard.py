@@ -1,35 +1,412 @@
-"""The dashboard in a real browser, where there is one."""
+"""The dashboard and the playground in a real browser, where there is one."""
 
 from __future__ import annotations
 
-import re
-import shutil
-import subprocess
-from pathlib import Path
+import socket
+from collections.abc import Iterator
+from typing import Any
 
+import httpx
 import pytest
-from tests.serving.harness import RunningServer
+from tests.api.chromium import Page, chromium, needs_chromium
+from tests.serving.fakes import FACTORY, TOKENIZER
+from tests.serving.harness import (
+    RunningServer,
+    running_server,
+    serve_config,
+    server_process,
+)
 
-BROWSER = shutil.which("chromium") or shutil.which("google-chrome")
+from penstock.config import parse_config
+from penstock.serving.fork_context import LOAD_ENGINE
+
+pytestmark = [pytest.mark.slow, needs_chromium]
+
+WEIGHTS = TOKENIZER.parent
+DRAFTERS = ("draft-tiny", "draft-code")
+QUESTION = "Question: language of Poland? Then tell me of Brazil."
+EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>&lt;b&gt;'
+TENANTS = {
+    "north": {"api_keys": ["key-north"], "weight": 1.0},
+    "south": {"api_keys": ["key-south"], "weight": 3.0},
+}
 
 
-@pytest.mark.slow
-@pytest.mark.skipif(BROWSER is None, reason="there is no Chromium here")
-def test_plots_have_scales(server: RunningServer, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [
-            str(BROWSER), "--headless=new", "--no-sandbox", "--disable-gpu", "--dump-dom",
-            f"--user-data-dir={tmp_path}", "--virtual-time-budget=4000", f"{server.url}/dashboard",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )  # fmt: skip
-    for plot in ("tokens-plot", "running-plot"):
-        found = re.search(rf'<svg id="{plot}">(.*?)</svg>', done.stdout, re.DOTALL)
-        assert found is not None
-        labels = re.findall(r"<text[^>]*>([^<]*)</text>", found[1])
-        assert labels[:3] == ["0", "1", "2"], "the least scale, of a server at rest"
+@pytest.fixture(scope="module")
+def family() -> Iterator[RunningServer]:
+    """The bundled models."""
+    engine = {
+        "target": str(WEIGHTS / "target-large"),
+        "drafters": {name: str(WEIGHTS / name) for name in DRAFTERS} | {"ngram": "ngram"},
+        "num_threads": 1,
+        "kv_tokens": 8192,
+        "allocation": {"name": "fixed", "options": {"k": 4}},
+    }
+    with running_server(parse_config({"engine": engine, "port": 0}), LOAD_ENGINE) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def tab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with chromium(tmp_path_factory.mktemp("profile")) as page:
+        yield page
+
+
+@pytest.fixture
+def page(tab: Page) -> Page:
+    """As a new visitor sees it."""
+    tab.size(1280, 1000)
+    tab.scheme("light")
+    tab.complaints()
+    return tab
+
+
+def visit(page: Page, url: str, part: str = "overview") -> None:
+    page.driver.get("about:blank")
+    page.driver.get(f"{url}/dashboard#{part}")
+    page.run("sessionStorage.clear(); localStorage.clear()")
+    page.driver.refresh()
+    page.until(lambda: page.text("#state") != "connecting")
+
+
+def chat(page: Page, prompt: str, **fields: object) -> None:
+    """Ask, and wait for the end of the answer."""
+    for name, value in fields.items():
+        page.type(f"#{name}", str(value))
+    page.run("document.getElementById('prompt').value = arguments[0]", prompt)
+    page.click("#send")
+    page.until(lambda: page.one("#send").is_enabled())
+    assert page.text("#chat-error") == ""
+
+
+def choose_drafter(page: Page, name: str) -> None:
+    page.until(lambda: page.all(f"#drafter option[value='{name}']"))
+    page.click(f"#drafter option[value='{name}']")
+
+
+def tokens(page: Page) -> list[dict[str, Any]]:
+    """Of all answers: text, origin, drafter and looks."""
+    found: list[dict[str, Any]] = page.run(
+        """return [...document.querySelectorAll("#turns .token")].map(t => {
+             const css = getComputedStyle(t);
+             return {text: t.textContent, ...t.dataset, background: css.backgroundColor,
+                     line: css.textDecorationLine, lineColour: css.textDecorationColor};
+           })"""
+    )
+    return found
+
+
+def answer_of(url: str, prompt: str, drafter: str, **fields: Any) -> dict[str, Any]:
+    body = {"messages": [{"role": "user", "content": prompt}], **fields}
+    body["speculation"] = {"drafter": drafter, "origins": True}
+    made: dict[str, Any] = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).json()
+    return made
+
+
+# --- the playground -----------------------------------------------------------------------------
+
+
+def test_tokens_are_coloured_by_origin(page: Page, family: RunningServer) -> None:
+    visit(page, family.url, "playground")
+    choose_drafter(page, "draft-tiny")
+    chat(page, QUESTION, temperature=0.7, seed=5, **{"max-tokens": 120})
+    asked = {"temperature": 0.7, "seed": 5, "max_tokens": 120}
+    answer = answer_of(family.url, QUESTION, "draft-tiny", **asked)
+    shown = tokens(page)
+    told = answer["choices"][0]["origins"]
+    assert [(t["text"], t["origin"], t.get("drafter")) for t in shown] == [
+        (o["text"], o["origin"], o["drafter"]) for o in told
+    ]
+    looks = {t["origin"]: (t["background"], t["line"], t["lineColour"]) for t in shown}
+    assert {"accepted", "recovered", "target"} <= set(looks)
+    assert len(set(looks.values())) == len(looks), "no two origins look alike"
+    assert looks["accepted"][0] != looks["target"][0] == "rgba(0, 0, 0, 0)"
+    speculation = answer["usage"]["speculation"]
+    accepted, drafted = speculation["num_accepted_tokens"], speculation["num_draft_tokens"]
+    assert page.text("#chat-drafts") == f"{accepted} of {drafted} draft tokens"
+    assert page.text("#chat-length") == f"{speculation['mean_acceptance_length']:.2f}"
+    assert page.text("#chat-speed").endswith("tokens/s")
+    # Another drafter has another colour, and the legend the same.
+    choose_drafter(page, "draft-code")
+    chat(page, QUESTION)
+    colour = {t["drafter"]: t["background"] for t in tokens(page) if t["origin"] == "accepted"}
+    assert set(colour) == {"draft-tiny", "draft-code"}
+    legend = {
+        t.text: t.value_of_css_property("background-color")
+        for t in page.all("#origins-key .token.accepted")
+    }
+    assert set(legend) == {*DRAFTERS, "ngram"}
+    assert len(set(legend.values())) == len(legend)
+    assert {name: legend[name] for name in colour} == {
+        name: page.one(f"#turns .accepted[data-drafter='{name}']").value_of_css_property(
+            "background-color"
+        )
+        for name in colour
+    }
+    page.one("#turns .token.accepted").click()
+    assert "drafted by draft-tiny and accepted" in page.text("#token-note")
+    assert page.complaints() == []
+
+
+def test_without_a_drafter_all_is_the_targets(page: Page, family: RunningServer) -> None:
+    visit(page, family.url, "playground")
+    choose_drafter(page, "none")
+    chat(page, QUESTION, temperature=0, **{"max-tokens": 20})
+    assert {t["origin"] for t in tokens(page)} == {"target"}
+    assert page.text("#chat-accepted") == "–"
+    assert page.text("#chat-drafts") == "nothing was drafted"
+
+
+def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServer) -> None:
+    visit(page, slow_server.url, "playground")
+    page.type("#max-tokens", "400")
+    page.type("#prompt", "one two three")
+    page.click("#send")
+    page.until(lambda: len(tokens(page)) > 5)
+    assert not page.one("#send").is_enabled()
+    page.click("#stop")
+    page.until(lambda: page.one("#send").is_enabled())
+    assert page.text("#chat-error") == "Stopped."
+    assert 5 < len(tokens(page)) < 400
+    page.click("#clear")
+    assert tokens(page) == []
+
+
+def test_what_was_said_before_goes_along(page: Page, server: RunningServer) -> None:
+    visit(page, server.url, "playground")
+    chat(page, "one two three", **{"max-tokens": 10})
+    first = httpx.get(f"{server.url}/dashboard/requests").json()["requests"][0]
+    chat(page, "four")
+    second = httpx.get(f"{server.url}/dashboard/requests").json()["requests"][0]
+    # Tokens that meet may become one.
+    assert second["num_prompt_tokens"] > first["num_prompt_tokens"] + first["num_tokens"] // 2
+
+
+def test_bad_settings_are_explained(page: Page, server: RunningServer) -> None:
+    visit(page, server.url, "playground")
+    page.type("#max-tokens", "100000")
+    page.type("#prompt", "one")
+    page.click("#send")
+    page.until(lambda: "do not fit" in page.text("#chat-error"))
+    assert page.one("#prompt").get_attribute("value") == "one", "not lost"
+
+
+# --- what comes from others ---------------------------------------------------------------------
+
+
+def test_text_is_never_html(page: Page) -> None:
+    """Of users, models, operators. The toy says what it is told."""
+    config = serve_config(served_model_name=f"toy {EVIL}")
+    with running_server(config, FACTORY) as server:
+        visit(page, server.url, "playground")
+        chat(page, EVIL, **{"max-tokens": 200})
+        question, answer = (e.text for e in page.all("#turns .turn"))
+        assert EVIL in question
+        assert "onerror=" in answer
+        assert "</script>" in answer
+        page.until(lambda: EVIL in page.text("#model"))
+        for _ in range(2):
+            page.click("#to-overview")
+            page.until(lambda: page.all("#requests td"))
+            page.click("#to-playground")
+        assert page.run("return window.hacked ?? null") is None
+        assert page.all("#turns img, #turns script, #model img, table img") == []
+        assert page.complaints() == []
+
+
+def test_the_page_can_make_no_html_at_all(page: Page, server: RunningServer) -> None:
+    visit(page, server.url)
+    made = page.run(
+        """try { document.body.innerHTML += arguments[0]; return "made"; }
+           catch (error) { return error.name; }""",
+        EVIL,
+    )
+    assert made == "TypeError"
+    inline = page.run(
+        """const made = document.createElement("p");
+           made.setAttribute("style", "position: fixed"); document.body.append(made);
+           return getComputedStyle(made).position;"""
+    )
+    assert inline == "static"
+
+
+def test_everything_is_the_servers_own(page: Page, server: RunningServer) -> None:
+    visit(page, server.url, "playground")
+    chat(page, "one", **{"max-tokens": 5})
+    page.click("#to-overview")
+    asked = page.run("return performance.getEntriesByType('resource').map(e => e.name)")
+    assert len(asked) > 8
+    assert all(url.startswith((server.url, "data:")) for url in asked)
+
+
+# --- how it looks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_it_fits_a_telephone(page: Page, family: RunningServer, scheme: str) -> None:
+    page.size(360, 740)
+    page.scheme(scheme)
+    visit(page, family.url, "playground")
+    chat(page, "A word: " + "w" * 300, **{"max-tokens": 60})
+    assert not page.is_wider_than_its_window()
+    page.click("#to-overview")
+    page.until(lambda: page.all("#requests td:nth-child(3)"))
+    page.until(lambda: page.all("#kv-plot text"))
+    assert not page.is_wider_than_its_window()
+    # It would be found out.
+    page.run("document.querySelector('h1').style.minWidth = '500px'")
+    assert page.is_wider_than_its_window()
+
+
+def contrast(page: Page, selector: str) -> float:
+    """Of an element's text on its card, after WCAG."""
+    found: float = page.run(
+        """const options = {willReadFrequently: true};
+           const canvas = document.createElement("canvas").getContext("2d", options);
+           const light = colour => {
+             canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+             const parts = [...canvas.getImageData(0, 0, 1, 1).data].slice(0, 3).map(c => c / 255)
+               .map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4);
+             return 0.2126 * parts[0] + 0.7152 * parts[1] + 0.0722 * parts[2];
+           };
+           const element = document.querySelector(arguments[0]);
+           const ground = getComputedStyle(element.closest("section, .card") ?? document.body);
+           const both = [getComputedStyle(element).color, ground.backgroundColor].map(light);
+           return (Math.max(...both) + 0.05) / (Math.min(...both) + 0.05);""",
+        selector,
+    )
+    return found
+
+
+def test_it_is_dark_for_those_who_like_that(page: Page, server: RunningServer) -> None:
+    grounds = {}
+    for scheme in ("light", "dark"):
+        page.scheme(scheme)
+        visit(page, server.url)
+        grounds[scheme] = page.one("body").value_of_css_property("background-color")
+        for selector in ("#ttft", "#ttft-p95", "h2", "#requests-key span"):
+            assert contrast(page, selector) >= 4.5, f"{selector} in the {scheme}"
+    assert grounds["light"] != grounds["dark"]
+
+
+def test_plots_have_scales(page: Page, server: RunningServer) -> None:
+    visit(page, server.url)
+    for plot, unit in (("tokens", "tokens/s"), ("requests", "requests"), ("kv", "tokens")):
+        page.until(lambda plot=plot: page.all(f"#{plot}-plot text"))
+        labels = [t.text for t in page.all(f"#{plot}-plot text")]
+        assert labels[0] == "0"
+        assert labels[2].endswith(unit)
         assert labels[3] == "−5 min"
-        assert labels[-1] == "now"
+        assert "now" in labels
+    assert page.text("#requests-key") == "running\nwaiting" or "waiting" in page.text(
+        "#requests-key"
+    )
+
+
+def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> None:
+    visit(page, family.url)
+    for seed in range(3):
+        answer_of(family.url, QUESTION, "draft-tiny", seed=seed, max_tokens=40)
+    page.until(lambda: "draft-tiny" in page.text("#drafters"))
+    page.until(lambda: page.all("#step-plot path"))
+    assert page.all("#step-plot .empty") == []
+    row = next(r for r in page.all("#requests tr")[1:] if "draft-tiny" in r.text)
+    (cell,) = (c for c in row.find_elements("css selector", "td.cell") if c.text)
+    last = httpx.get(f"{family.url}/dashboard/requests").json()["requests"][0]
+    counts = last["drafters"]["draft-tiny"]
+    share = round(100 * counts["num_accepted_tokens"] / counts["num_draft_tokens"])
+    assert cell.text == f"{share}%"
+    assert "8,192 tokens" in page.text("#kv-of")
+    page.until(lambda: "100%" in page.text("#tenants"))
+
+
+# --- keys ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def keyed() -> Iterator[RunningServer]:
+    config = serve_config({"tenants": TENANTS}, metrics_keys=["key-operator"])
+    with running_server(config) as running:
+        for key in ("key-north", "key-south"):
+            body = {"prompt": "one two", "max_tokens": 8}
+            headers = {"Authorization": f"Bearer {key}"}
+            httpx.post(f"{running.url}/v1/completions", json=body, headers=headers)
+        yield running
+
+
+def sign_in(page: Page, key: str) -> None:
+    page.type("#key", key)
+    page.click("#sign-in button")
+    page.until(lambda: page.text("#state") != "signed out" or page.text("#refused"))
+
+
+def tenants_shown(page: Page) -> set[str]:
+    page.until(lambda: page.all("#requests td:nth-child(2)"))
+    return {cell.text for cell in page.all("#requests td:nth-child(2)")}
+
+
+def test_a_wrong_key_opens_nothing(page: Page, keyed: RunningServer) -> None:
+    visit(page, keyed.url)
+    assert page.text("#state") == "signed out"
+    sign_in(page, "wrong")
+    page.until(lambda: page.text("#refused") == "This key is not accepted.")
+    assert not page.one("#overview").is_displayed()
+    assert page.run("return sessionStorage.length") == 0
+    page.click("#to-playground")
+    assert not page.one("#playground").is_displayed()
+
+
+def test_an_operator_sees_all_tenants(page: Page, keyed: RunningServer) -> None:
+    visit(page, keyed.url)
+    sign_in(page, "key-operator")
+    page.until(lambda: page.text("#state") == "serving")
+    assert tenants_shown(page) == {"north", "south"}
+    assert {"north", "south"} <= set(page.text("#tenants").split())
+    # Its key opens no model: the playground asks for another one.
+    page.click("#to-playground")
+    page.type("#prompt", "one two")
+    page.click("#send")
+    page.until(lambda: page.one("#chat-key-form").is_displayed())
+    page.type("#chat-key", "key-north")
+    page.click("#chat-key-form button")
+    chat(page, "one two", **{"max-tokens": 5})
+    assert len(tokens(page)) == 5
+    # A reload keeps the keys, signing out does not.
+    page.driver.refresh()
+    page.until(lambda: page.text("#state") == "serving")
+    page.click("#sign-out")
+    page.until(lambda: page.text("#state") == "signed out")
+    assert page.run("return sessionStorage.length") == 0
+
+
+def test_a_tenant_sees_its_own(page: Page, keyed: RunningServer) -> None:
+    visit(page, keyed.url)
+    sign_in(page, "key-south")
+    page.until(lambda: page.text("#state") == "serving")
+    assert tenants_shown(page) == {"south"}
+    assert page.one("#no-figures").is_displayed()
+    assert not any(e.is_displayed() for e in page.all(".figures"))
+    assert "north" not in page.driver.page_source
+    page.click("#to-playground")
+    chat(page, "one two", **{"max-tokens": 5})
+    assert len(tokens(page)) == 5
+
+
+# --- a server that goes away --------------------------------------------------------------------
+
+
+def test_a_server_that_goes_away_and_comes_back(page: Page) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as sock:
+        port = sock.getsockname()[1]
+    with server_process(FACTORY, port=port) as (_, url):
+        visit(page, url)
+        page.until(lambda: page.text("#state") == "serving")
+    page.until(lambda: page.text("#state") == "the server does not answer")
+    page.click("#to-playground")
+    page.type("#prompt", "one two")
+    page.click("#send")
+    page.until(lambda: page.text("#chat-error") == "The server does not answer.")
+    with server_process(FACTORY, port=port):
+        page.until(lambda: page.text("#state") == "serving")
+        chat(page, "one two", **{"max-tokens": 5})
+        assert len(tokens(page)) == 5

@@ -117,16 +117,64 @@ def test_the_dashboard_needs_nothing_from_elsewhere(http: httpx.Client) -> None:
     answer = http.get("/dashboard")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
-    assert not re.search(r"https?://|src=|@import|url\(", answer.text)
+    paths, asked = ["dashboard"], set()
+    while paths:
+        path = paths.pop()
+        asked.add(path)
+        answer = http.get(f"/{path}")
+        assert answer.status_code == 200, path
+        policy = answer.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self'")
+        assert "unsafe" not in policy
+        assert answer.headers["X-Content-Type-Options"] == "nosniff"
+        # The name of SVG's elements is no address.
+        text = answer.text.replace("http://www.w3.org/2000/svg", "")
+        assert not re.search(r"https?://|@import|url\(|innerHTML|eval\(", text)
+        assert not re.search(r"<style|<script>| on[a-z]+=| style=", text)
+        found = re.findall(r'(?:src|href)="(dashboard/[^"]+)"', text)
+        found += [f"dashboard/{name}" for name in re.findall(r'from "\./([^"]+)"', text)]
+        paths += [path for path in found if path not in asked]
+    served = {f"dashboard/{f.name}" for f in files("penstock.api.dashboard").iterdir()}
+    assert asked - {"dashboard"} == {p for p in served if p.endswith((".js", ".css"))}
+
+
+@pytest.mark.parametrize(
+    "path", ["__init__.py", "none.js", "", "%2e%2e/app.py", "..%2fapp.py", "index.html/x"]
+)
+def test_the_dashboard_has_no_other_files(http: httpx.Client, path: str) -> None:
+    answer = http.get(f"/dashboard/{path}", follow_redirects=False)
+    assert answer.status_code == (404 if path else 307)
+
+
+def test_requests_are_told_one_by_one(http: httpx.Client) -> None:
+    secret = "nobody shall read this"
+    usage = http.post("/v1/completions", json={"prompt": secret, "max_tokens": 30}).json()["usage"]
+    answer = http.get("/dashboard/requests")
+    told = answer.json()
+    assert (told["model"], told["problem"], told["drafters"]) == ("toy", None, ["toy-drafter"])
+    request = told["requests"][0]
+    assert (request["tenant"], request["state"], request["reason"]) == (
+        "default", "ended", "length"
+    )  # fmt: skip
+    assert request["num_tokens"] == 30
+    assert request["num_prompt_tokens"] == usage["prompt_tokens"]
+    of_drafter = request["drafters"]["toy-drafter"]
+    assert of_drafter == {name: usage["speculation"][name] for name in of_drafter}
+    assert len(told["requests"]) <= 40
+    assert not any(word in answer.text for word in ("nobody", "read", "toy-token"))
 
 
 def test_the_dashboard_reads_metrics_that_exist(http: httpx.Client) -> None:
     http.post("/v1/completions", json={"prompt": "one two three", "max_tokens": 30})
     known = http.get("/metrics").text
-    page = files("penstock.api").joinpath("dashboard.html").read_text(encoding="utf-8")
-    read = set(re.findall(r'"([a-z_]+_(?:total|seconds|perc|running|waiting|up))"', page))
+    page = files("penstock.api.dashboard").joinpath("overview.js").read_text(encoding="utf-8")
+    read = set(
+        re.findall(
+            r'"([a-z_]+_(?:total|seconds|perc|running|waiting|weight)|kv_[a-z_]+_tokens)"', page
+        )
+    )
     assert len(read) > 12
-    assert all(f"penstock:{name}" in known for name in read)
+    assert [name for name in read if f"penstock:{name}" not in known] == []
 
 
 @pytest.mark.parametrize(
@@ -167,7 +215,8 @@ def test_metrics_are_behind_the_keys(keyed_server: RunningServer) -> None:
     assert "penstock:engine_up" in bare_get(keyed_server, "key-s").text
     page = bare_get(keyed_server, None, "/dashboard").text
     assert not any(tenant in page for tenant in KEYED["tenants"])
-    assert "Authorization: `Bearer ${key}`" in page
+    for key in (None, "key"):
+        assert bare_get(keyed_server, key, "/dashboard/requests").status_code == 401
 
 
 @pytest.mark.parametrize(
@@ -194,6 +243,9 @@ async def test_operators_keys(settings: dict[str, Any], key: str | None, status:
         transport=httpx.ASGITransport(app), base_url="http://toy", headers=headers
     ) as http:
         assert (await http.get("/metrics")).status_code == status
+        # A tenant sees its own requests there, and an operator all.
+        page = await http.get("/dashboard/requests")
+        assert page.status_code == (200 if key == "key-s" else status)
         of_a_model = await http.get("/v1/models")
         assert of_a_model.status_code == (200 if key == "key-s" else 401)
 

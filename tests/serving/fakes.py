@@ -53,7 +53,9 @@ class EchoExecutor:
         self._queue: deque[StepPlan] = deque()
         self.remote = SimpleNamespace(sink=None)
         # Plain, since what has PyTorch imported takes seconds to start.
-        self.totals = SimpleNamespace(num_target_steps=0, phases=PhaseTimes(), drafter_seconds={})
+        self.totals = SimpleNamespace(
+            num_target_steps=0, phases=PhaseTimes(), drafter_seconds={}, plan_s=0.0
+        )
         self._wakeup = Wakeup()
 
     def fileno(self) -> int:

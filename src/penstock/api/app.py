@@ -5,13 +5,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 from uuid import uuid4
 
 from fastapi import Depends, FastAPI, Header, Request, Response, params
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import JSONResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
@@ -27,6 +26,7 @@ from penstock.api.bodies import (
     ignored_fields,
 )
 from penstock.api.choices import ResponseChoice
+from penstock.api.dashboard import add_dashboard
 from penstock.api.http import (
     EXPECTED_OUTPUT_TOKENS,
     IGNORED_FIELDS,
@@ -207,7 +207,9 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     app.state.metrics = service.metrics
     api_keys = ApiKeys(config.engine.tenants, config.metrics_keys)
     _add_openai(app, service, api_keys)
-    _add_operations(app, service, ApiKeys({}) if config.open_metrics else api_keys)
+    viewers = ApiKeys({}) if config.open_metrics else api_keys
+    _add_operations(app, service, viewers)
+    add_dashboard(app, client, service.metrics, viewers)
     return app
 
 
@@ -285,8 +287,6 @@ def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.De
 
 
 def _add_operations(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
-    dashboard = files("penstock.api").joinpath("dashboard.html").read_text(encoding="utf-8")
-
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> JSONResponse:
         problem = service.client.problem
@@ -306,7 +306,3 @@ def _add_operations(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
             await client.stats(), is_up=client.problem is None, num_restarts=client.num_restarts
         )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
-
-    @app.get("/dashboard")
-    async def show_dashboard() -> HTMLResponse:
-        return HTMLResponse(dashboard)

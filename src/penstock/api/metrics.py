@@ -17,6 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from penstock.api.bodies import UNNAMED
+from penstock.api.recent import RecentRequests
 from penstock.core.types import NO_TARGET, TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 
@@ -109,6 +110,7 @@ class Metrics:
             "ignored_fields", "Requests with a field that is ignored, by its name.", "field"
         )
         self._ignored_names: set[str] = set()
+        self.recent = RecentRequests()
         self.accepted: dict[str, list[int]] = {}
         """Rounds by accepted tokens, by drafter."""
         self.registry.register(_PositionCollector(model_name, self.accepted))
@@ -163,6 +165,7 @@ class RequestMeter:
     def __init__(self, metrics: Metrics, request: Request) -> None:
         self._metrics = metrics
         self._request = request
+        self._record = metrics.recent.begin(request)
         self._tenant = metrics.tenant(request.tenant)
         self._arrived_at = time.perf_counter()
         self._first_at = 0.0
@@ -172,6 +175,7 @@ class RequestMeter:
         self._is_finished = False
 
     def observe(self, output: Output) -> None:
+        self._record.observe(output)
         if output.token_ids:
             self._time_tokens(time.perf_counter(), output)
         if output.drafter is not None and output.num_proposed:
@@ -186,6 +190,7 @@ class RequestMeter:
         if self._is_finished:
             return
         self._is_finished = True
+        self._record.end(reason)
         metrics = self._metrics
         metrics.finished.labels(metrics.model_name, self._request.tenant, _REASONS[reason]).inc()
         is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
@@ -267,6 +272,25 @@ class _EngineCollector(Collector):
             {(name,): share for name, share in stats.kv_usage.items() if name != TARGET},
             ("drafter",),
         )
+        yield self._gauge(
+            "kv_cache_capacity_tokens",
+            "Tokens that the target's KV holds.",
+            stats.kv_capacity_tokens,
+        )
+        if stats.kv_fluid is not None:
+            yield self._gauge(
+                "kv_cache_fluid_tokens",
+                "KV tokens that the present traffic takes in the fluid: in the mean, and exceeded "
+                "within an hour with probability 0.001 at most.",
+                {("mean",): stats.kv_fluid.mean, ("bound",): stats.kv_fluid.bound},
+                ("kind",),
+            )
+        yield self._gauge(
+            "tenant_weight",
+            "Weights by which tenants share the server.",
+            {(name,): weight for name, weight in stats.tenant_weights.items()},
+            ("tenant",),
+        )
         yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
         yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
         yield self._counter("engine_busy_seconds", "Seconds the engine was at work.", stats.busy_s)
@@ -274,10 +298,13 @@ class _EngineCollector(Collector):
         phases = stats.phases
         yield self._counter(
             "target_step_seconds",
-            "Seconds of the target's steps by phase; receive is the wait for draft servers.",
+            "Seconds of the target's steps by phase; receive is the wait for draft servers, batch "
+            "what the host does between drafting and the target's pass.",
             {
+                ("plan",): stats.plan_s,
                 ("receive",): phases.receive,
                 ("draft",): phases.draft,
+                ("batch",): phases.other,
                 ("verify",): phases.verify + phases.sample,
             },
             ("phase",),

@@ -68,6 +68,15 @@ class ApiKeys:
             raise ApiError(401, "the API key is not known", code="invalid_api_key")
         return Caller(tenant, tenant)
 
+    def viewer(self, authorization: str | None) -> str | None:
+        """The only tenant whose requests a key lets one see; None: all. Raises: ApiError with
+        401."""
+        if not self._operators or _digest_in(authorization) in self._operators:
+            return None
+        if not self._tenants:
+            self.check_operator(authorization)
+        return self.caller(authorization, "").tenant
+
     def check_operator(self, authorization: str | None) -> None:
         """Raises: ApiError with 401."""
         if self._operators and _digest_in(authorization) not in self._operators:

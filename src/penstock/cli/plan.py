@@ -68,7 +68,8 @@ def plan(
     Thresholds, the limits of a static server and the memory bound are the fluid model's; what to
     expect of each configuration is a short run of it.
     """
-    from penstock.sim.planner import DELTA, PlanError, mean_rate, plan_deployment
+    from penstock.fluid.memory import DELTA
+    from penstock.sim.planner import PlanError, mean_rate, plan_deployment
 
     targets = LatencyTargets(ttft_p99, tpot_p99)
     with bad_input():

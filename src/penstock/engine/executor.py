@@ -177,7 +177,7 @@ class LocalExecutor(ABC):
     def _finish(self, done: Done) -> StepResult:
         """Take in what a thread has done."""
         plan, result = done.plan, done.result
-        self.totals.add(result, of_target=bool(plan.items))
+        self.totals.add(plan, result)
         if plan.items:
             used = {t.drafter for t in result.draft_times}.union(result.failed_drafters)
             for name in sorted(used):

@@ -124,23 +124,26 @@ class StepMarks:
 
 @dataclass(slots=True)
 class Totals:
-    """Of all steps so far. phases: seconds of target steps; drafter_seconds: that each drafter has
-    drafted and read."""
+    """Of all steps so far. phases: seconds of target steps; plan_s: from when their turns of the
+    loop began until they did; drafter_seconds: that each drafter has drafted and read."""
 
     drafter_seconds: dict[str, float]
     num_target_steps: int = 0
     phases: PhaseTimes = field(default_factory=PhaseTimes)
+    plan_s: float = 0.0
 
     @property
     def busy_s(self) -> float:
         """Seconds of target steps inside models and samplers; the rest of a turn is the host's."""
         return self.phases.draft + self.phases.verify + self.phases.sample
 
-    def add(self, result: StepResult, *, of_target: bool) -> None:
+    def add(self, plan: StepPlan, result: StepResult) -> None:
         for timed in result.draft_times:
             self.drafter_seconds[timed.drafter] += timed.seconds
-        if of_target:
+        if plan.items:
             self.num_target_steps += 1
+            # An executor that runs ahead has begun before.
+            self.plan_s += max(0.0, result.started_at - plan.created_at)
             self.phases = PhaseTimes(*map(sum, zip(self.phases, result.phases, strict=True)))
 
 

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import pickle
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from penstock.core.learn.memory import FluidKV
 from penstock.core.types import DraftOrder, Event, Output, PhaseTimes, SamplingParams
 
 HEADER = struct.Struct("!i")
@@ -140,6 +141,9 @@ class EngineStats:
     drafter_seconds: of drafting and reading, by drafter of this machine
     num_ahead, num_ahead_used: tokens that draft servers have sent ahead, and those of them that
         were part of a verified draft
+    plan_s: of target steps, from when their turns of the loop began until they did
+    kv_capacity_tokens: of the target; kv_fluid: what the traffic takes in the fluid, where known
+    tenant_weights: of the tenants that are configured, or have asked for something
     """
 
     num_running: int
@@ -154,6 +158,10 @@ class EngineStats:
     drafter_seconds: dict[str, float]
     num_ahead: int = 0
     num_ahead_used: int = 0
+    plan_s: float = 0.0
+    kv_capacity_tokens: int = 0
+    kv_fluid: FluidKV | None = None
+    tenant_weights: dict[str, float] = field(default_factory=dict)
 
 
 def frame(message: object) -> bytes:

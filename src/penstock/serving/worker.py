@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
+from penstock.core.learn.memory import FluidKV, fluid_kv, token_seconds
 from penstock.core.loop import Turn
 from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.messages import (
@@ -140,6 +141,7 @@ class EngineServer:
         self._started_at = engine.clock.now()
         self._num_steps = 0
         self._busy_s = 0.0
+        self._token_s = 0.0
         self._stalled: str | None = None
         engine.executor.remote.sink = self._send_orders
 
@@ -237,7 +239,19 @@ class EngineServer:
             drafter_seconds=self._engine.executor.totals.drafter_seconds,
             num_ahead=scheduler.table.counters.ahead,
             num_ahead_used=scheduler.table.counters.ahead_used,
+            plan_s=self._engine.executor.totals.plan_s,
+            kv_capacity_tokens=scheduler.pool.capacity_tokens,
+            kv_fluid=self._kv_fluid(),
+            tenant_weights={n: t.weight for n, t in scheduler.table.tenants.items()},
         )
+
+    def _kv_fluid(self) -> FluidKV | None:
+        """While nothing runs tokens are taken to come as fast as they were last seen to, and before
+        that one a step."""
+        scheduler, now = self._engine.scheduler, self._engine.clock.now()
+        self._token_s = token_seconds(scheduler.table.running.values(), now) or self._token_s
+        step_s = self._busy_s / max(1, self._num_steps)
+        return fluid_kv(scheduler.learn, now, self._token_s or step_s)
 
 
 def describe(engine: Engine) -> Ready:

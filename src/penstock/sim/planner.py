@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 import numpy as np
-from scipy.optimize import minimize_scalar
 
 from penstock.config import PolicyConfig
 from penstock.core.policies.registry import make_policy
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
+from penstock.fluid.memory import DELTA, HORIZON_S, poisson_kv_bound
 from penstock.fluid.nested import (
     NestedThresholds,
     nested_thresholds,
@@ -38,9 +37,6 @@ from penstock.fluid.wait import (
 from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.workloads import Workload
 
-DELTA = 1e-3
-"""Probability that memory is exceeded within the horizon, by default."""
-HORIZON_S = 3600.0
 THRESHOLD_POLICIES = ("wait", "wait_gated", "nested_wait", "nested_wait_gated")
 
 _MAX_SEGMENTS = 8
@@ -227,23 +223,11 @@ def _least_nested(
 
 
 def _fluid_kv_bound(profile: StepProfile, traffic: Traffic, delta: float) -> float:
-    """KV tokens that are exceeded within the horizon with probability `delta` at most, where
-    requests arrive by Poisson processes and take one stage a fluid iteration.
-
-    The number at each stage is then Poisson, and Chernoff's bound, over all iterations, is the
-    least of (Σ mean (exp(θ kv) − 1) + ln(S / δ)) / θ.
-    """
+    """`poisson_kv_bound` of requests that take one stage a fluid iteration."""
     seconds = equilibrium(profile, traffic).iteration_s
     kv = np.concatenate([t.prompt_len + np.arange(t.decode_len + 1) for t in traffic])
     means = np.repeat([t.rate * seconds for t in traffic], [t.decode_len + 1 for t in traffic])
-    odds = math.log(max(1.0, HORIZON_S / seconds) / delta)
-    scale = float(kv.max())
-
-    def bound(log_theta: float) -> float:
-        theta = math.exp(log_theta) / scale
-        return float((means @ np.expm1(theta * kv) + odds) / theta)
-
-    return float(minimize_scalar(bound, bounds=(-12.0, 5.0), method="bounded").fun)
+    return poisson_kv_bound(kv, means, seconds, delta)
 
 
 def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:

@@ -52,6 +52,13 @@ class OutputLengths:
         """Discounted mean of the outputs that have ended, for whom that is enough."""
         return self._tokens / self._weights
 
+    def survival_of_ended(self) -> FloatArray:
+        """P(output > n) for n = 0, 1, … up to the longest, of those that have ended alone; empty
+        before the first."""
+        ends = np.trim_zeros(self._ends, "b")
+        longer = np.cumsum(ends[::-1])[::-1]
+        return longer[1:] / longer[0] if longer.size else longer
+
     def survival(self, running: npt.NDArray[np.int64]) -> FloatArray:
         """P(output > n) for n = 0, 1, …; `running` are the output tokens of running requests. Drawn
         anew after some ends, more rarely as more is known."""

@@ -1,0 +1,71 @@
+"""What the traffic seen so far takes of KV memory in the fluid."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.core.learn import Estimators
+from penstock.core.learn.memory import fluid_kv, token_seconds
+from penstock.core.state import RequestState
+from penstock.core.types import Request
+
+TOKEN_S = 0.02
+
+
+def seen(rate: float, prompt_len: int, output_lens: list[int], seconds: int = 200) -> Estimators:
+    """After requests have come evenly, and outputs ended."""
+    learn = Estimators()
+    for i in range(int(rate * seconds)):
+        learn.traffic.arrived(Request(str(i), prompt_len, 100), i / rate)
+        learn.lengths.ended(output_lens[i % len(output_lens)])
+    return learn
+
+
+@pytest.mark.parametrize("output_lens", [[50], [10, 90], [1], [5000]])
+def test_the_mean_is_that_of_littles_law(output_lens: list[int]) -> None:
+    rate, prompt_len = 4.0, 100
+    found = fluid_kv(seen(rate, prompt_len, output_lens), 200.0, TOKEN_S)
+    assert found is not None
+    held = [sum(prompt_len + k for k in range(n)) for n in output_lens]
+    assert found.mean == pytest.approx(rate * TOKEN_S * np.mean(held), rel=0.03)
+    assert found.bound > found.mean
+
+
+def test_poisson_arrivals_stay_under_the_bound() -> None:
+    """A queue without end of servers, an hour of it; and half the bound is exceeded."""
+    rate, prompt_len, length = 4.0, 100, 50
+    found = fluid_kv(seen(rate, prompt_len, [length]), 200.0, TOKEN_S)
+    assert found is not None
+    rng = np.random.default_rng(7)
+    arrivals = np.sort(rng.uniform(0, 3600, rng.poisson(3600 * rate)))
+    times = np.arange(0, 3600, TOKEN_S)
+    per_step = np.bincount((arrivals / TOKEN_S).astype(int), minlength=times.size)
+    held = np.convolve(per_step, prompt_len + np.arange(length))[: times.size]
+    assert held.mean() == pytest.approx(found.mean, rel=0.03)
+    assert 0.5 * found.bound < held.max() <= found.bound
+
+
+def test_nothing_is_known_at_first() -> None:
+    learn = Estimators()
+    assert fluid_kv(learn, 1.0, TOKEN_S) is None
+    learn.traffic.arrived(Request("a", 10, 10), 0.0)
+    assert fluid_kv(learn, 1.0, TOKEN_S) is None
+    learn.lengths.ended(5)
+    assert fluid_kv(learn, 1.0, TOKEN_S) is not None
+    assert fluid_kv(learn, 1.0, 0.0) is None
+
+
+def test_asking_changes_nothing_that_policies_go_by() -> None:
+    asked, other = seen(2.0, 10, [20, 30]), seen(2.0, 10, [20, 30])
+    fluid_kv(asked, 200.0, TOKEN_S)
+    running = np.array([3, 4])
+    assert (asked.lengths.survival(running) == other.lengths.survival(running)).all()
+
+
+def test_seconds_of_a_token() -> None:
+    states = [RequestState(Request(str(i), 10, 100), i) for i in range(3)]
+    assert token_seconds(states, 9.0) is None
+    for state, first_at, num in zip(states, (1.0, 3.0, 8.9), (5, 3, 1), strict=True):
+        state.first_token_at, state.num_output_tokens = first_at, num
+    assert token_seconds(states, 9.0) == pytest.approx((8.0 + 6.0) / (4 + 2))
