@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 from benchmarks.bundled_server import BundledServer, bundled_server
 
+from penstock.config import hash_of_key
 from penstock.zoo.registry import load_prompts
 
 CASES = ((80, 1.0), (400, 1.0), (80, 10.0), (400, 10.0))
@@ -43,8 +44,8 @@ class Seconds:
 def serving(weight: float) -> AbstractContextManager[BundledServer]:
     """A server with the keys of two tenants."""
     tenants = {
-        "quiet": {"weight": weight, "api_keys": ["quiet-key"]},
-        "greedy": {"weight": 1.0, "api_keys": ["greedy-key"]},
+        "quiet": {"weight": weight, "api_keys": [hash_of_key("quiet-key")]},
+        "greedy": {"weight": 1.0, "api_keys": [hash_of_key("greedy-key")]},
     }
     return bundled_server(settings={"open_metrics": True, "engine": {"tenants": tenants}})
 

@@ -16,11 +16,13 @@ from tests.api.samples import samples
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import RunningServer, eventually, running_server, serve_config
 
+from penstock.config import hash_of_key
+
 QUICK = {"header_timeout_s": 0.5, "body_timeout_s": 0.5, "write_timeout_s": 0.5}
 KEYED = {
     "tenants": {
-        "small": {"api_keys": ["key-small"], "max_waiting_requests": 2},
-        "other": {"api_keys": ["key-other"]},
+        "small": {"api_keys": [hash_of_key("key-small")], "max_waiting_requests": 2},
+        "other": {"api_keys": [hash_of_key("key-other")]},
     }
 }
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: toy\r\nContent-Length: %d\r\n\r\n"

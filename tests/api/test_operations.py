@@ -17,9 +17,11 @@ from tests.serving.harness import RunningServer, running_server, serve_config
 
 import penstock
 from penstock.api.app import create_app
+from penstock.config import hash_of_key
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.intake import WaitingRoom
 from penstock.serving.messages import Ready
+from penstock.serving.quotas import Quotas
 
 METRICS = (
     "num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "num_preemptions_total",
@@ -32,8 +34,8 @@ METRICS = (
 
 KEYED = {
     "tenants": {
-        "north": {"api_keys": ["key-n1", "key-n2"]},
-        "south": {"api_keys": ["key-s"], "weight": 2.0},
+        "north": {"api_keys": [hash_of_key("key-n1"), hash_of_key("key-n2")]},
+        "south": {"api_keys": [hash_of_key("key-s")], "weight": 2.0},
     }
 }
 
@@ -222,9 +224,9 @@ def test_metrics_are_behind_the_keys(keyed_server: RunningServer) -> None:
 @pytest.mark.parametrize(
     ("settings", "key", "status"),
     [
-        ({"metrics_keys": ["key-m"]}, "key-m", 200),
-        ({"metrics_keys": ["key-m"]}, "key-s", 401),
-        ({"metrics_keys": ["key-m"]}, None, 401),
+        ({"metrics_keys": [hash_of_key("key-m")]}, "key-m", 200),
+        ({"metrics_keys": [hash_of_key("key-m")]}, "key-s", 401),
+        ({"metrics_keys": [hash_of_key("key-m")]}, None, 401),
         ({"open_metrics": True}, None, 200),
     ],
 )
@@ -232,6 +234,8 @@ async def test_operators_keys(settings: dict[str, Any], key: str | None, status:
     client = SimpleNamespace(
         info=Ready(TOKENIZER, 100, 4096, frozenset(), (), {}),
         room=WaitingRoom(8),
+        quotas=Quotas(),
+        refused={},
         problem=None,
         num_restarts=0,
         drafters=(),

@@ -9,19 +9,24 @@ from tests.serving.fakes import TOKENIZER
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
 from penstock.api.prepare import Caller, RequestBuilder, derived_seed
+from penstock.config import TenantConfig
 from penstock.core.types import Request
 from penstock.engine.tokenizer import Tokenizer
 from penstock.serving.messages import Ready
+from penstock.serving.quotas import Quotas
 
 SOMEONE = Caller("someone", "someone")
 READY = Ready(TOKENIZER, 100, 4096, frozenset({2}), ("small", "ngram"), {})
 
 
 def preparer(
-    tokenizer: Tokenizer, verification: Literal["coupled", "ratio"] | None = None
+    tokenizer: Tokenizer,
+    verification: Literal["coupled", "ratio"] | None = None,
+    tenants: dict[str, TenantConfig] | None = None,
 ) -> RequestBuilder:
+    quotas = Quotas(tenants)
     return RequestBuilder(
-        "toy", tokenizer, READY, verification, lambda: READY.drafters, lambda client: 64
+        "toy", tokenizer, READY, verification, lambda: READY.drafters, lambda client: 64, quotas
     )
 
 
@@ -95,7 +100,9 @@ async def test_long_texts_are_tokenised_alike(tokenizer: Tokenizer) -> None:
     ready = Ready(TOKENIZER, 10**6, 4096, frozenset(), (), {})
     text = "some words " * 2000
     (request,) = await completion(
-        RequestBuilder("toy", tokenizer, ready, None, lambda: ready.drafters, lambda client: 64),
+        RequestBuilder(
+            "toy", tokenizer, ready, None, lambda: ready.drafters, lambda client: 64, Quotas()
+        ),
         prompt=text,
     )
     assert list(request.prompt_token_ids or ()) == tokenizer.encode(text)

@@ -14,7 +14,7 @@ from tests.engine.small_family import write_family
 from tests.products import first_fast
 from tests.serving.harness import RunningServer, running_server
 
-from penstock.config import ConfigError, parse_config
+from penstock.config import ConfigError, hash_of_key, parse_config
 from penstock.serving.fork_context import LOAD_ENGINE
 
 GREEDY = 12
@@ -22,8 +22,8 @@ GREEDY = 12
 
 def settings(family: dict[str, Path], **engine: Any) -> dict[str, Any]:
     tenants = {
-        "quiet": {"api_keys": ["quiet-key"]},
-        "greedy": {"api_keys": ["greedy-key"], **engine.pop("greedy", {})},
+        "quiet": {"api_keys": [hash_of_key("quiet-key")]},
+        "greedy": {"api_keys": [hash_of_key("greedy-key")], **engine.pop("greedy", {})},
     }
     return {
         "port": 0,

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.state import Drafter, Outcome, RequestState, Tenant
-from penstock.core.types import Request, Verdict
+from penstock.core.state import Drafter, Outcome, RequestState
+from penstock.core.types import Request, Tenant, Verdict
 from penstock.core.view import DraftCandidate, Room, View
 
 

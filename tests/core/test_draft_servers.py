@@ -9,7 +9,7 @@ from penstock.core.kv.blocks import BlockPool
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import DraftStage, Outcome, RequestState, Tenant
+from penstock.core.state import DraftStage, Outcome, RequestState
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -22,6 +22,7 @@ from penstock.core.types import (
     Request,
     StepPlan,
     StepResult,
+    Tenant,
     Verdict,
 )
 from penstock.core.view import DraftCandidate, Room, View

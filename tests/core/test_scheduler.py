@@ -10,7 +10,7 @@ from penstock.core.kv.blocks import BlockPool, hash_blocks
 from penstock.core.kv.memory import KVMemory
 from penstock.core.policies.registry import make_policy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, RequestState, Tenant
+from penstock.core.state import Drafter, RequestState
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -21,6 +21,7 @@ from penstock.core.types import (
     Request,
     Status,
     StepResult,
+    Tenant,
     Verdict,
 )
 

@@ -16,7 +16,7 @@ from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, RequestState, Tenant
+from penstock.core.state import Drafter, RequestState
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -30,6 +30,7 @@ from penstock.core.types import (
     Request,
     StepPlan,
     StepResult,
+    Tenant,
 )
 from penstock.core.view import View
 from penstock.sim.clock import VirtualClock

@@ -124,6 +124,7 @@ class Service:
             config.engine.verification,
             lambda: client.drafters,
             client.room.most_of,
+            client.quotas,
         )
 
     async def read(self, model: type[_Body], http: Request) -> _Body:
@@ -303,6 +304,9 @@ def _add_operations(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
         api_keys.check_operator(authorization)
         client = service.client
         text = service.metrics.render(
-            await client.stats(), is_up=client.problem is None, num_restarts=client.num_restarts
+            await client.stats(),
+            is_up=client.problem is None,
+            num_restarts=client.num_restarts,
+            refused=client.refused,
         )
         return Response(text, media_type=CONTENT_TYPE_LATEST)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from itertools import accumulate
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
@@ -137,8 +138,17 @@ class Metrics:
         for label in labels:
             self._ignored_fields.labels(self.model_name, label).inc()
 
-    def render(self, stats: EngineStats | None, *, is_up: bool, num_restarts: int) -> bytes:
-        """The exposition text. `stats` is None while the engine cannot say."""
+    def render(
+        self,
+        stats: EngineStats | None,
+        *,
+        is_up: bool,
+        num_restarts: int,
+        refused: Mapping[tuple[str, str], int] = MappingProxyType({}),
+    ) -> bytes:
+        """The exposition text. `stats` is None while the engine cannot say. refused: requests that
+        were not taken, by tenant and reason."""
+        self._engine.refused = refused
         self._engine.stats = stats
         self._engine.is_up = is_up
         self._engine.num_restarts = num_restarts
@@ -249,11 +259,18 @@ class _EngineCollector(Collector):
         self.stats: EngineStats | None = None
         self.is_up = False
         self.num_restarts = 0
+        self.refused: Mapping[tuple[str, str], int] = {}
         self.hub: DraftHub | None = None
 
     def collect(self) -> Iterator[Metric]:
         yield self._gauge("engine_up", "Whether the engine takes requests.", self.is_up)
         yield self._counter("engine_restarts", "Restarts of the engine.", self.num_restarts)
+        yield self._counter(
+            "requests_refused",
+            "Requests that were not taken, by tenant and reason.",
+            self.refused,
+            ("tenant", "reason"),
+        )
         if self.hub is not None:
             yield from self._draft_servers(self.hub)
         stats = self.stats

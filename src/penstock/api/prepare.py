@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -17,9 +18,10 @@ from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import ToolUse, tool_use
-from penstock.config import DEFAULT_TENANT, TenantConfig
+from penstock.config import DEFAULT_TENANT, TenantConfig, hash_of_key
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
 from penstock.serving.messages import Ready
+from penstock.serving.quotas import Quotas
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
@@ -49,21 +51,31 @@ class Caller(NamedTuple):
 class ApiKeys:
     """Who a request is from. Without any key configured, everybody is the default tenant.
 
-    operators: keys for what is said of all tenants; without any, every tenant's key is one
+    operators: hashes of keys for what is said of all tenants; without any, every tenant's key is
+        one
     """
 
     def __init__(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str] = ()) -> None:
-        # Looked up by digest, so that the time of a look-up says nothing about a key.
-        self._tenants = {
-            _digest(key): name for name, tenant in tenants.items() for key in tenant.api_keys
+        # Looked up by a digest that nobody else can compute: in constant time, that is to say in
+        # one that tells nothing about the keys.
+        self._secret = secrets.token_bytes(32)
+        self.change(tenants, operators)
+
+    def change(self, tenants: Mapping[str, TenantConfig], operators: Iterable[str]) -> None:
+        """Other keys from now on, all at once."""
+        known = {
+            self._blinded(key): name for name, tenant in tenants.items() for key in tenant.api_keys
         }
-        self._operators = frozenset(map(_digest, operators)) or self._tenants.keys()
+        self._tenants, self._operators = (
+            known,
+            frozenset(map(self._blinded, operators)) or known.keys(),
+        )
 
     def caller(self, authorization: str | None, network: str) -> Caller:
         """Who an `Authorization` header from a network stands for. Raises: ApiError with 401."""
         if not self._tenants:
             return Caller(DEFAULT_TENANT, network)
-        tenant = self._tenants.get(_digest_in(authorization))
+        tenant = self._tenants.get(self._blinded(_hash_in(authorization)))
         if tenant is None:
             raise ApiError(401, "the API key is not known", code="invalid_api_key")
         return Caller(tenant, tenant)
@@ -79,21 +91,20 @@ class ApiKeys:
 
     def check_operator(self, authorization: str | None) -> None:
         """Raises: ApiError with 401."""
-        if self._operators and _digest_in(authorization) not in self._operators:
+        if self._operators and self._blinded(_hash_in(authorization)) not in self._operators:
             raise ApiError(401, "this API key is none for metrics", code="invalid_api_key")
 
+    def _blinded(self, key_hash: str) -> bytes:
+        return hmac.digest(self._secret, key_hash.encode(), "sha256")
 
-def _digest_in(authorization: str | None) -> bytes:
+
+def _hash_in(authorization: str | None) -> str:
     """Of the key in an `Authorization` header. Raises: ApiError with 401."""
     scheme, _, key = (authorization or "").partition(" ")
     if scheme.lower() != "bearer" or not key:
         message = "an API key is required: send the header Authorization: Bearer KEY"
         raise ApiError(401, message, code="missing_api_key")
-    return _digest(key.strip())
-
-
-def _digest(key: str) -> bytes:
-    return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
+    return hash_of_key(key.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +139,7 @@ class RequestBuilder:
     verification: of every request, or None: `coupled` with a seed, `ratio` without.
     drafters: names that a request may ask for now; draft servers come and go.
     max_choices: of one body of a client, over all its prompts: what can wait at once.
+    quotas: what tenants may ask for.
     """
 
     model_name: str
@@ -136,6 +148,7 @@ class RequestBuilder:
     verification: Literal["coupled", "ratio"] | None
     drafters: Callable[[], tuple[str, ...]]
     max_choices: Callable[[str], int]
+    quotas: Quotas
     _long_texts: Executor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "penstock-tokenizer")
     )
@@ -210,7 +223,7 @@ class RequestBuilder:
         """What can be said before anything is tokenised. Raises: ApiError."""
         if body.model is not None:
             self.check_model(body.model)
-        drafters = (AUTO_DRAFTER, NO_DRAFTER, *self.drafters())
+        drafters = (AUTO_DRAFTER, NO_DRAFTER, *self._drafters_of(caller.tenant))
         if body.speculation.drafter not in drafters:
             raise ApiError(
                 400,
@@ -228,6 +241,10 @@ class RequestBuilder:
             )
         self._check_ids(body.stop_token_ids, "stop_token_ids")
         self._check_ids([int(token) for token in body.logit_bias], "logit_bias")
+
+    def _drafters_of(self, tenant: str) -> Iterable[str]:
+        allowed = self.quotas.of(tenant).allowed_drafters
+        return (name for name in self.drafters() if allowed is None or name in allowed)
 
     def _completion_prompt(self, given: str | list[int]) -> list[int]:
         if isinstance(given, str):
@@ -281,7 +298,7 @@ class RequestBuilder:
         stop_token_ids = self._stop_token_ids(body)
         shown = frozenset() if tools is None else self.tokenizer.special_ids(tools.marks)
         for prompt in map(tuple, prompts):
-            max_tokens = self._max_tokens(body, len(prompt), default_tokens)
+            max_tokens = self._max_tokens(body, len(prompt), default_tokens, tenant)
             expected = body.expected_output_tokens
             # An assistant's turn is a text of its own; a completion goes on from its prompt.
             echo = isinstance(body, CompletionBody) and body.echo
@@ -317,7 +334,7 @@ class RequestBuilder:
         return choices
 
     def _max_tokens(
-        self, body: CompletionBody | ChatBody, prompt_len: int, default_tokens: int
+        self, body: CompletionBody | ChatBody, prompt_len: int, default_tokens: int, tenant: str
     ) -> int:
         room = self.engine.max_request_tokens - prompt_len
         wanted = body.max_tokens
@@ -327,7 +344,9 @@ class RequestBuilder:
             raise self._too_long(
                 f"{prompt_len} prompt tokens and max_tokens {wanted} do not fit", "max_tokens"
             )
-        num_tokens = min(default_tokens, room) if wanted is None else wanted
+        most = self.quotas.most_output(tenant, prompt_len)
+        unasked = min(default_tokens, room, room if most is None else most)
+        num_tokens = unasked if wanted is None else wanted
         if body.min_tokens > num_tokens:
             raise ApiError(
                 400,

@@ -22,6 +22,7 @@ from penstock.api.metrics import Metrics, RequestMeter
 from penstock.api.tool_calls import CallPiece
 from penstock.core.types import FinishReason
 from penstock.serving.intake import EngineUnavailable, OutputStream, QueueFull, RequestClient
+from penstock.serving.quotas import NotAllowed, RateLimited
 
 if TYPE_CHECKING:
     from penstock.engine.tokenizer import Tokenizer
@@ -280,6 +281,11 @@ def _as_api_errors() -> Iterator[None]:
     """What is said of requests that are not taken, or not made in time. Raises: ApiError."""
     try:
         yield
+    except NotAllowed as error:
+        raise ApiError(400, str(error), param=error.param, code="tenant_limit") from error
+    except RateLimited as error:
+        after = error.retry_after_s
+        raise ApiError(429, str(error), code="rate_limit_exceeded", retry_after_s=after) from error
     except QueueFull as error:
         after = error.retry_after_s
         raise ApiError(429, str(error), code="queue_full", retry_after_s=after) from error

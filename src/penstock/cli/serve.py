@@ -262,10 +262,10 @@ def _name_policies(engine: dict[str, Any], **names: str | None) -> None:
 def _add_keys(engine: dict[str, Any], keys: Sequence[str]) -> None:
     """Let these keys stand for the default tenant. Raises: ConfigError."""
     from penstock.cli.models import settings_in
-    from penstock.config import DEFAULT_TENANT
+    from penstock.config import DEFAULT_TENANT, hash_of_key
 
     if keys:
         tenants = settings_in(engine.get("tenants"), "engine.tenants")
         default = settings_in(tenants.get(DEFAULT_TENANT), f"engine.tenants.{DEFAULT_TENANT}")
-        own = {**default, "api_keys": [*default.get("api_keys", ()), *keys]}
+        own = {**default, "api_keys": [*default.get("api_keys", ()), *map(hash_of_key, keys)]}
         engine["tenants"] = {**tenants, DEFAULT_TENANT: own}

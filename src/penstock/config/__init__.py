@@ -22,7 +22,13 @@ from penstock.config.files import read_yaml
 from penstock.config.model import ConfigError, parsed
 from penstock.config.profiles import ProfilePath, read_profile
 from penstock.config.server import ServeConfig
-from penstock.config.tenants import DEFAULT_TENANT, TenantConfig, TenantShare
+from penstock.config.tenants import (
+    DEFAULT_TENANT,
+    TenantConfig,
+    TenantShare,
+    as_tenants,
+    hash_of_key,
+)
 
 __all__ = [
     "DEFAULT_TENANT",
@@ -45,6 +51,8 @@ __all__ = [
     "TenantShare",
     "TlsConfig",
     "VllmConfig",
+    "as_tenants",
+    "hash_of_key",
     "is_loopback",
     "parse_config",
     "parse_plugin_config",

@@ -212,8 +212,8 @@ class EngineConfig(ModelsConfig):
         if "" in tenants:
             raise ValueError("a tenant needs a name")
         keys = [key for tenant in tenants.values() for key in tenant.api_keys]
-        if not all(keys) or len(set(keys)) < len(keys):
-            raise ValueError("API keys must not be empty, and each must belong to one tenant only")
+        if len(set(keys)) < len(keys):
+            raise ValueError("each API key must belong to one tenant only")
         return tenants
 
     @field_validator("pipeline", mode="before")

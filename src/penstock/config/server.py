@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
 from penstock.config.drafters import DraftersConfig
 from penstock.config.engine import EngineConfig
 from penstock.config.model import Model
+from penstock.config.tenants import KeyHash
 
 
 class ServeConfig(Model):
@@ -18,8 +19,9 @@ class ServeConfig(Model):
     max_waiting_requests: requests without a first token at once; more get HTTP status 429. A client
         (a tenant where there are API keys, else a network address) may have no more of them than
         it leaves free.
-    metrics_keys: API keys that open `/metrics`, and so the dashboard, and nothing else. Without any
-        every tenant's key does, and shows it all tenants. open_metrics: no key is needed for them.
+    metrics_keys: hashes of API keys that open `/metrics`, and so the dashboard, and nothing else.
+        Without any every tenant's key does, and shows it all tenants.
+    open_metrics: no key is needed for them.
     request_timeout_s: longest time that a request may take, however long it asks for itself.
     header_timeout_s, body_timeout_s: for all of a request's head and body to come
     write_timeout_s: a client that reads nothing of its answer for so long has its request cancelled
@@ -33,7 +35,7 @@ class ServeConfig(Model):
     cors_origins: tuple[str, ...] = ()
     max_waiting_requests: int = Field(default=4096, ge=1)
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
-    metrics_keys: tuple[Annotated[str, Field(min_length=1)], ...] = ()
+    metrics_keys: tuple[KeyHash, ...] = ()
     open_metrics: bool = False
     request_timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     header_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)

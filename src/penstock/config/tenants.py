@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
 
 from penstock.config.model import Model
+from penstock.core.types import Tenant
+
+_HASH = "sha256:"
 
 DEFAULT_TENANT = "default"
 """The tenant of requests without an API key of another."""
@@ -20,13 +28,56 @@ class TenantShare(Model):
     max_running_requests: int | None = Field(default=None, ge=1)
 
 
-class TenantConfig(TenantShare):
-    """A tenant of Penstock's server: its share, and the API keys that stand for it.
+def hash_of_key(key: str) -> str:
+    """What a file holds of an API key."""
+    return _HASH + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
+
+def _is_hash(text: str) -> str:
+    """Raises: ValueError, which does not say what was given."""
+    if not re.fullmatch(_HASH + "[0-9a-f]{64}", text):
+        raise ValueError(
+            f"an API key is kept as {_HASH} and what `printf %s KEY | sha256sum` prints, never as "
+            "it is; `penstock key new` makes a new one"
+        )
+    return text
+
+
+KeyHash = Annotated[str, AfterValidator(_is_hash)]
+
+
+class TenantConfig(TenantShare):
+    """A tenant of Penstock's server: its share, its limits, and the API keys that stand for it. A
+    limit that is None is none.
+
+    api_keys: their hashes, as `hash_of_key` makes them.
     share_prompts: draft servers of other tenants may draft for its requests, and so see them.
     max_waiting_requests: without a first token at once; None is the share of any client.
+    requests_per_minute: choices count, a request has one or more; so many may come at once.
+    tokens_per_minute: of prompts, and of outputs as long as they were allowed to be until they end.
+    max_prompt_tokens, max_output_tokens: of one request.
+    allowed_drafters: names of those that may draft for its requests.
     """
 
-    api_keys: tuple[str, ...] = ()
+    api_keys: tuple[KeyHash, ...] = ()
     share_prompts: bool = False
     max_waiting_requests: int | None = Field(default=None, ge=1)
+    requests_per_minute: int | None = Field(default=None, ge=1)
+    tokens_per_minute: int | None = Field(default=None, ge=1)
+    max_prompt_tokens: int | None = Field(default=None, ge=1)
+    max_output_tokens: int | None = Field(default=None, ge=1)
+    allowed_drafters: tuple[str, ...] | None = None
+
+
+def as_tenants(tenants: Mapping[str, TenantConfig]) -> list[Tenant]:
+    """As the scheduler knows them."""
+    return [
+        Tenant(
+            name,
+            t.weight,
+            t.share_prompts,
+            t.max_running_requests,
+            None if t.allowed_drafters is None else frozenset(t.allowed_drafters),
+        )
+        for name, t in tenants.items()
+    ]

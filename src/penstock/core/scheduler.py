@@ -23,7 +23,7 @@ from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.queues import WaitingRequests
 from penstock.core.select import select
-from penstock.core.state import Drafter, Tenant
+from penstock.core.state import Drafter
 from penstock.core.step import Step
 from penstock.core.table import Table
 from penstock.core.tenants.accounts import Accounts
@@ -40,8 +40,10 @@ from penstock.core.types import (
     Event,
     FinishReason,
     Output,
+    Reconfigure,
     StepPlan,
     StepResult,
+    Tenant,
     VerifyItem,
 )
 
@@ -152,6 +154,8 @@ class Scheduler:
                 draft.up(ctx, event)
             case DrafterDown(name):
                 draft.down(ctx, name)
+            case Reconfigure(tenants):
+                table.reconfigure(tenants)
         return []
 
     def schedule(self, now: float, lane: str = TARGET) -> StepPlan:

@@ -35,7 +35,8 @@ def _choose(ctx: Context, states: list[RequestState], now: float) -> None:
     """Ask the policy, once for all requests to which the same drafters are open."""
     drafters = ctx.table.drafters
     limited = [d for d in drafters.values() if d.is_limited]
-    if not limited and not any(d.remote for d in drafters.values()):
+    is_restricted = any(t.drafters is not None for t in ctx.table.tenants.values())
+    if not (limited or is_restricted or any(d.remote for d in drafters.values())):
         _ask(ctx, states, ctx.view(drafters, now))
         return
     alike: dict[tuple[str, tuple[str, ...]], list[RequestState]] = {}
@@ -47,7 +48,7 @@ def _choose(ctx: Context, states: list[RequestState], now: float) -> None:
         open_to = {
             n: d
             for n, d in drafters.items()
-            if d.takes_assignments and d.may_see(tenant) and n not in closed
+            if d.takes_assignments and d.may_serve(tenant) and n not in closed
         }
         _ask(ctx, own, ctx.view(open_to, now))
 
@@ -60,8 +61,8 @@ def _ask(ctx: Context, states: list[RequestState], view: View) -> None:
 
 def _is_open(ctx: Context, drafter: str, state: RequestState) -> bool:
     """A request cannot take its prompt where its tenant's may not go, even by name; nor to where
-    it cannot be read."""
+    it cannot be read; nor use what its tenant may not."""
     known = ctx.table.drafters.get(drafter)
-    if known is None or not known.may_see(ctx.table.tenants[state.request.tenant]):
+    if known is None or not known.may_serve(ctx.table.tenants[state.request.tenant]):
         return False
     return known.can_read(state)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from penstock.core.ahead import LinesAhead, Text
 from penstock.core.kv.blocks import BlockPool
-from penstock.core.types import TARGET, DraftOrder, Request, Status, Verdict
+from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant, Verdict
 
 
 @dataclass(slots=True)
@@ -64,20 +64,6 @@ SKIPPED = DraftRound(DraftStage.SKIPPED)
 
 
 @dataclass(slots=True)
-class Tenant:
-    """Who fairness is between.
-
-    shares_prompts: draft servers of others may see its prompts.
-    max_running_requests: so many of its requests may run at once; None is no limit.
-    """
-
-    name: str
-    weight: float = 1.0
-    shares_prompts: bool = False
-    max_running_requests: int | None = None
-
-
-@dataclass(slots=True)
 class Drafter:
     """A drafter as the scheduler sees it: a name, perhaps a KV pool, perhaps a lane of its own.
 
@@ -123,9 +109,13 @@ class Drafter:
             return False
         return self.vocab_size is None or state.highest_token_id() < self.vocab_size
 
-    def may_see(self, tenant: Tenant) -> bool:
-        """Whether a tenant's prompts may go to where it runs."""
-        return self.tenant is None or self.tenant == tenant.name or tenant.shares_prompts
+    def may_serve(self, tenant: Tenant) -> bool:
+        """Whether a tenant's prompts may go to where it runs, and the tenant may use it. The
+        streams of a draft server have its name and a number, as in `edge#2`."""
+        if not (self.tenant is None or self.tenant == tenant.name or tenant.shares_prompts):
+            return False
+        allowed = tenant.drafters
+        return allowed is None or self.name in allowed or self.name.partition("#")[0] in allowed
 
 
 class Outcome(NamedTuple):

@@ -3,16 +3,16 @@ the loop turns, besides what policies and estimators remember."""
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field
 
 from penstock.core.groups import CountedState, DecodeGroup
 from penstock.core.kv.memory import KVMemory
 from penstock.core.policies.allocation import Grant
 from penstock.core.queues import WaitingRequests
-from penstock.core.state import OPEN, Drafter, RequestState, SequenceKV, Tenant
+from penstock.core.state import OPEN, Drafter, RequestState, SequenceKV
 from penstock.core.tenants.accounts import Accounts
-from penstock.core.types import TARGET, DraftOrder, Request, Status
+from penstock.core.types import TARGET, DraftOrder, Request, Status, Tenant
 
 
 @dataclass(slots=True)
@@ -101,6 +101,11 @@ class Table:
         if tenant is None:
             tenant = self.tenants[name] = Tenant(name)
         return tenant
+
+    def reconfigure(self, tenants: Iterable[Tenant]) -> None:
+        """Tenants as they are from now on."""
+        self.tenants.update((tenant.name, tenant) for tenant in tenants)
+        self.accounts.tenants_changed()
 
     def drafter_of(self, state: RequestState) -> Drafter | None:
         """The request's drafter while it is up and answers."""

@@ -128,6 +128,22 @@ class Request:
     latency: LatencyTarget = NO_TARGET
 
 
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Who fairness is between.
+
+    shares_prompts: draft servers of others may see its prompts.
+    max_running_requests: so many of its requests may run at once; None is no limit.
+    drafters: names of those that may draft for it; None: all.
+    """
+
+    name: str
+    weight: float = 1.0
+    shares_prompts: bool = False
+    max_running_requests: int | None = None
+    drafters: frozenset[str] | None = None
+
+
 # --- events: everything that comes from outside -------------------------------------------------
 
 
@@ -178,7 +194,14 @@ class DraftAhead:
     pieces: tuple[LinePiece, ...]
 
 
-Event = Arrive | Cancel | DraftReady | DraftAhead | DrafterUp | DrafterDown
+@dataclass(frozen=True, slots=True)
+class Reconfigure:
+    """Tenants as they are from now on. One that is not named keeps what it has."""
+
+    tenants: tuple[Tenant, ...]
+
+
+Event = Arrive | Cancel | DraftReady | DraftAhead | DrafterUp | DrafterDown | Reconfigure
 
 
 # --- plans --------------------------------------------------------------------------------------

@@ -10,7 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from penstock.core.learn import Estimators
-from penstock.core.state import Drafter, RequestState, Tenant
+from penstock.core.state import Drafter, RequestState
+from penstock.core.types import Tenant
 from penstock.fluid.shares import max_min_shares
 
 _ROUNDING = 1e-9

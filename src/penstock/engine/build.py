@@ -16,13 +16,14 @@ from penstock.config import (
     SUFFIX,
     DrafterParts,
     EngineConfig,
+    as_tenants,
     read_profile,
 )
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, Tenant
+from penstock.core.state import Drafter
 from penstock.core.types import TARGET
 from penstock.engine.audit import Auditor
 from penstock.engine.backends import (
@@ -213,10 +214,6 @@ def _local_drafter(name: str, parts: DrafterParts, models: Models) -> LocalDraft
 def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Scheduler:
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.drafters]
-    tenants = [
-        Tenant(name, t.weight, t.share_prompts, t.max_running_requests)
-        for name, t in config.tenants.items()
-    ]
     return Scheduler(
         _pool(config, models.num_target_blocks),
         drafters,
@@ -225,7 +222,7 @@ def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Sch
         allocation=config.allocation.make("allocation"),
         pipeline=make_pipeline(config.pipeline),
         max_model_len=models.max_model_len,
-        tenants=tenants,
+        tenants=as_tenants(config.tenants),
         runs_ahead=runs_ahead,
         fairness=config.fairness,
     )

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from penstock.core.learn import Estimators
 from penstock.core.learn.streams import Evidence
 from penstock.core.policies.allocation import AllocationPolicy
-from penstock.core.state import Outcome, RequestState, Tenant
-from penstock.core.types import Request, Verdict
+from penstock.core.state import Outcome, RequestState
+from penstock.core.types import Request, Tenant, Verdict
 from penstock.core.view import DraftCandidate, Room, View
 
 FloatArray = NDArray[np.float64]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Self
 
-from penstock.config import EngineConfig
-from penstock.core.types import Arrive, Cancel, Event, Request
+from penstock.config import EngineConfig, TenantConfig, as_tenants
+from penstock.core.types import Arrive, Cancel, Event, Reconfigure, Request
 from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.intake import EngineUnavailable, RequestClient, WaitingRoom
 from penstock.serving.messages import (
@@ -21,6 +22,7 @@ from penstock.serving.messages import (
     StatsRequest,
 )
 from penstock.serving.process import Supervisor
+from penstock.serving.quotas import Quotas
 
 if TYPE_CHECKING:
     from penstock.serving.verification import DraftHub
@@ -29,6 +31,12 @@ _STATS_WAIT_S = 1.0
 _DIED = (
     "the engine process died while it was working on this request; it is being restarted, try again"
 )
+
+
+def waiting_limits(tenants: Mapping[str, TenantConfig]) -> dict[str, int]:
+    """Places in the waiting room of tenants that have a limit of their own."""
+    limits = {name: t.max_waiting_requests for name, t in tenants.items()}
+    return {name: most for name, most in limits.items() if most is not None}
 
 
 class EngineClient(RequestClient):
@@ -41,8 +49,10 @@ class EngineClient(RequestClient):
     def __init__(
         self, config: EngineConfig, *, max_waiting: int, factory: str = LOAD_ENGINE
     ) -> None:
-        limits = {name: t.max_waiting_requests for name, t in config.tenants.items()}
-        super().__init__(WaitingRoom(max_waiting, {n: most for n, most in limits.items() if most}))
+        super().__init__(
+            WaitingRoom(max_waiting, waiting_limits(config.tenants)), Quotas(config.tenants)
+        )
+        self._changed: Reconfigure | None = None
         self._supervisor = Supervisor(factory, config, self)
         self._info: Ready | None = None
         self._last_failure = "the engine is not running"
@@ -134,6 +144,16 @@ class EngineClient(RequestClient):
         if events:
             self._supervisor.send(Events(events))
 
+    def reconfigure(self, tenants: Mapping[str, TenantConfig]) -> None:
+        """Let tenants have these settings from now on; requests that run go on. The engine of one
+        that is not named any more keeps its share for what it still has open."""
+        self.room.change_limits(waiting_limits(tenants))
+        self.quotas.change(tenants)
+        self._changed = Reconfigure(tuple(as_tenants(tenants)))
+        self.post(self._changed)
+        if self._hub is not None:
+            self._hub.tenants = tenants
+
     # --- what the engine says -------------------------------------------------------------------
 
     def follow(self, hub: DraftHub) -> None:
@@ -167,6 +187,9 @@ class EngineClient(RequestClient):
     def on_ready(self, info: Ready, load_s: float) -> None:
         self._info = info
         self._retry_after_s = load_s
+        if self._changed is not None:
+            # A process that was started before is told again.
+            self.post(self._changed)
         self._ready.set()
 
     def on_silence(self, is_silent: bool) -> None:

@@ -25,6 +25,7 @@ from penstock.core.types import (
 from penstock.serving.draft_access import Identity
 from penstock.serving.intake import EngineUnavailable, QueueFull
 from penstock.serving.messages import RemoteDraft
+from penstock.serving.quotas import NotAllowed, RateLimited
 from penstock.transport.checks import (
     ASSIGNED_PREFIX,
     ExpectedDraft,
@@ -212,7 +213,9 @@ class DraftStream:
         )
         try:
             self._hub.client.submit_now(self.identity.client, request, opened)
-        except QueueFull as error:
+        except NotAllowed as error:
+            raise Refusal(str(error), message.request_id) from error
+        except (QueueFull, RateLimited) as error:
             raise Refusal(str(error), message.request_id, pb.Refused.BUSY) from error
         except EngineUnavailable as error:
             raise Refusal(str(error), message.request_id, pb.Refused.UNAVAILABLE) from error

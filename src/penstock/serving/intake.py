@@ -13,6 +13,7 @@ from typing import Protocol, Self
 
 from penstock.core.types import FinishReason, Output, Request
 from penstock.serving.messages import EngineStats, Ready
+from penstock.serving.quotas import NotAllowed, Quotas, RateLimited
 
 _READY_WAIT_S = 30.0
 _STOPPED = "the server was stopped before this request was finished"
@@ -85,7 +86,7 @@ class Shares:
     def __init__(self, size: int, limits: Mapping[str, int] | None = None) -> None:
         self.size = size
         self.num_taken = 0
-        self._limits = limits or {}
+        self.limits = limits or {}
         self._held: Counter[str] = Counter()
 
     def held_by(self, client: str) -> int:
@@ -93,12 +94,12 @@ class Shares:
 
     def most_of(self, client: str) -> int:
         """What a client may hold while nobody else holds anything."""
-        return min(self._limits.get(client, max(self.size // 2, 1)), self.size)
+        return min(self.limits.get(client, max(self.size // 2, 1)), self.size)
 
     def take(self, client: str, num: int) -> bool:
         """Take places, or none if there are not enough for this client."""
         held, free = self._held[client] + num, self.size - self.num_taken - num
-        if free < 0 or held > self._limits.get(client, max(free, 1)):
+        if free < 0 or held > self.limits.get(client, max(free, 1)):
             return False
         self._held[client] = held
         self.num_taken += num
@@ -122,6 +123,10 @@ class WaitingRoom:
     def most_of(self, client: str) -> int:
         """Requests of a client that can ever wait at once."""
         return self._places.most_of(client)
+
+    def change_limits(self, limits: Mapping[str, int]) -> None:
+        """Other limits by client. Who holds more than that keeps it, and gets no more."""
+        self._places.limits = limits
 
     def enter(self, client: str, request_ids: Sequence[str]) -> None:
         """Raises: QueueFull."""
@@ -210,8 +215,12 @@ class OutputStream:
 class RequestClient(ABC):
     """Takes requests, and routes their outputs: the intake of an engine, or of a link to one."""
 
-    def __init__(self, room: WaitingRoom) -> None:
+    def __init__(self, room: WaitingRoom, quotas: Quotas | None = None) -> None:
         self.room = room
+        self.quotas = quotas or Quotas()
+        self.refused: Counter[tuple[str, str]] = Counter()
+        """Requests that were not taken, by tenant and by reason: `queue_full`, `rate_limit` (come
+        again) or `tenant_limit` (never)."""
         self._retry_after_s = 0.0
         self._ready = asyncio.Event()
         self._idle = asyncio.Event()
@@ -259,22 +268,23 @@ class RequestClient(ABC):
 
     async def submit(self, client: str, requests: Sequence[Request]) -> OutputStream:
         """Have requests made, after waiting a while for an engine that is away. client: whose
-        places in the waiting room they take. Raises: QueueFull, EngineUnavailable."""
+        places in the waiting room they take. Raises: QueueFull, EngineUnavailable, RateLimited,
+        NotAllowed."""
         ids = [request.id for request in requests]
-        self.room.enter(client, ids)
+        self._enter(client, requests)
         try:
             await self._wait_until_ready()
         except BaseException:
-            self.room.leave(ids)
+            self._leave(ids)
             raise
         stream = OutputStream(self, ids)
         self._open(requests, stream)
         return stream
 
     def submit_now(self, client: str, request: Request, sink: OutputSink) -> None:
-        """Have a request made by an engine that is ready. Raises: QueueFull, EngineUnavailable."""
+        """Have a request made by an engine that is ready. Raises: as `submit`."""
         self._check_ready()
-        self.room.enter(client, [request.id])
+        self._enter(client, [request])
         self._open([request], sink)
 
     def cancel(self, request_id: str) -> None:
@@ -298,6 +308,27 @@ class RequestClient(ABC):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         self._fail_all(_STOPPED)
 
+    def _enter(self, client: str, requests: Sequence[Request]) -> None:
+        """Raises: QueueFull, RateLimited, NotAllowed."""
+        ids = [request.id for request in requests]
+        reason = "queue_full"
+        try:
+            self.room.enter(client, ids)
+            reason = "rate_limit"
+            self.quotas.take(requests)
+        except (QueueFull, RateLimited, NotAllowed) as error:
+            self.room.leave(ids)
+            if isinstance(error, NotAllowed):
+                reason = "tenant_limit"
+            self.refused[requests[0].tenant, reason] += len(requests)
+            raise
+
+    def _leave(self, request_ids: Iterable[str]) -> None:
+        """Requests that are not made, or no more."""
+        self.room.leave(request_ids)
+        for request_id in request_ids:
+            self.quotas.end(request_id)
+
     async def _wait_until_ready(self) -> None:
         if self.problem is not None and not self._stopping:
             with contextlib.suppress(TimeoutError):
@@ -319,13 +350,14 @@ class RequestClient(ABC):
         if sink is None:
             return
         self.room.answered(output.request_id)
+        self.quotas.put_out(output.request_id, len(output.token_ids))
         if output.finish_reason is not None:
             self._forget(output.request_id)
         sink.put(output)
 
     def _forget(self, request_id: str) -> None:
         del self._sinks[request_id]
-        self.room.leave([request_id])
+        self._leave([request_id])
         if not self._sinks:
             self._idle.set()
 

@@ -90,7 +90,7 @@ class DraftHub:
         self.send_times = SendTimes()
         self.audits = Audits(config.audit_share, client.info.drafters)
         self.connections = ConnectionLimits(config)
-        self._tenants = tenants
+        self.tenants = tenants
         self._useless: dict[str, TokenBucket] = {}
         self._streams: dict[str, DraftStream] = {}
         self._central: dict[str, _CentralRequest] = {}
@@ -221,7 +221,7 @@ class DraftHub:
     def _may_draft(self, stream: DraftStream, known: RequestText) -> bool:
         """Whether a server may see a request of central ingress, and whether it can be verified so
         that the server changes nothing."""
-        owner = self._tenants.get(known.tenant)
+        owner = self.tenants.get(known.tenant)
         shared = owner is not None and owner.share_prompts
         return (
             stream.takes_assignments

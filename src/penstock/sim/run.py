@@ -19,7 +19,7 @@ from penstock.core.learn.times import drafter_profiles
 from penstock.core.loop import Instrument
 from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, Tenant
+from penstock.core.state import Drafter
 from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -27,6 +27,7 @@ from penstock.core.types import (
     FinishReason,
     LatencyTarget,
     Request,
+    Tenant,
 )
 from penstock.fluid.shares import jain_index, max_min_shares
 from penstock.fluid.step_profile import StepProfile

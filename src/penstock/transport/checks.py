@@ -100,12 +100,23 @@ class TokenBucket:
 
     def take(self, amount: float, now: float) -> bool:
         """Take units out; False where there are not enough."""
-        self._level = min(self._most, self._level + (now - self._at) * self._per_s)
-        self._at = now
-        if amount > self._level:
+        if self.seconds_until(amount, now) > 0:
             return False
         self._level -= amount
         return True
+
+    def seconds_until(self, amount: float, now: float) -> float:
+        """For how long there will not be so many, if nothing is taken out meanwhile; infinite for
+        more than it holds."""
+        self._level = min(self._most, self._level + (now - self._at) * self._per_s)
+        self._at = now
+        if amount > self._most:
+            return math.inf
+        return max(0.0, amount - self._level) / self._per_s
+
+    def give_back(self, amount: float) -> None:
+        """Put units in that were taken out."""
+        self._level = min(self._most, self._level + amount)
 
 
 class ExpectedDraft(NamedTuple):

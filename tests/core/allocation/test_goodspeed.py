@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation import AllocationPolicy, Grant, Outcome
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.state import RequestState, Tenant
-from penstock.core.types import Request, Verdict
+from penstock.core.state import RequestState
+from penstock.core.types import Request, Tenant, Verdict
 from penstock.core.view import DraftCandidate, Room, View
 from penstock.lab.rounds import GeometricClients, play
 

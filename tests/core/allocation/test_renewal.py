@@ -9,8 +9,8 @@ import pytest
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation.parts.gradient import draft_budget
 from penstock.core.policies.registry import PolicyError, make_policy
-from penstock.core.state import Outcome, RequestState, Tenant
-from penstock.core.types import Request, Verdict
+from penstock.core.state import Outcome, RequestState
+from penstock.core.types import Request, Tenant, Verdict
 from penstock.core.view import DraftCandidate, Room, View
 from penstock.fluid.step_profile import StepProfile
 

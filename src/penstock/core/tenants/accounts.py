@@ -16,7 +16,8 @@ from typing import NamedTuple
 from penstock.core.groups import DecodeGroup
 from penstock.core.learn import Estimators
 from penstock.core.queues import ArrivalQueue
-from penstock.core.state import RequestState, Tenant
+from penstock.core.state import RequestState
+from penstock.core.types import Tenant
 from penstock.fluid.step_profile import StepProfile
 
 UNITS = 1e12
@@ -100,6 +101,11 @@ class Account:
         """So much service was given."""
         self._served += units
 
+    def change(self, tenant: Tenant) -> None:
+        """To other settings. What was served until now counts at the weight of then."""
+        self._start, self._served = self.counter, 0
+        self.tenant = tenant
+
     def lift(self, counter: float) -> None:
         """To no less than that."""
         self._start += max(0.0, counter - self.counter)
@@ -161,6 +167,13 @@ class Accounts:
         if account is None:
             account = self._accounts[name] = Account(self._tenants[name])
         return account
+
+    def tenants_changed(self) -> None:
+        """Settings of tenants are others now."""
+        self.settle()
+        for name, account in self._accounts.items():
+            account.change(self._tenants[name])
+        self.num_changes += 1
 
     def queues(self, new_queue: Callable[[], ArrivalQueue]) -> Callable[[], ArrivalQueue]:
         """What makes queues of those who wait: of one of the policy's for each tenant, or for

@@ -25,7 +25,7 @@ from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import step_work
 from penstock.core.policies.registry import make_policy, option_types, policy_names
 from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter, RequestState, Tenant
+from penstock.core.state import Drafter, RequestState
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -35,6 +35,7 @@ from penstock.core.types import (
     Status,
     StepPlan,
     StepResult,
+    Tenant,
     Verdict,
     latency_target,
 )

@@ -8,7 +8,8 @@ from typing import Annotated
 
 from penstock.core.learn.streams import ESTIMATORS, Evidence, Population, StreamModel
 from penstock.core.policies.options import Range
-from penstock.core.state import Outcome, Tenant
+from penstock.core.state import Outcome
+from penstock.core.types import Tenant
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork
 

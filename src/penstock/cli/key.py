@@ -1,0 +1,37 @@
+"""`penstock key`: API keys."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from typing import Annotated
+
+import typer
+
+from penstock.cli.options import JsonOption
+
+app = typer.Typer(no_args_is_help=True, help="API keys of tenants.")
+
+_BYTES = 32
+
+
+@app.callback()
+def _group() -> None:
+    """A group of one command is one all the same."""
+
+
+@app.command()
+def new(
+    tenant: Annotated[str, typer.Option(help="Whose key it is.")] = "default",
+    as_json: JsonOption = False,
+) -> None:
+    """Make an API key. It is printed once: the server's file has only its hash."""
+    from penstock.config import hash_of_key
+
+    key = f"sk-{secrets.token_urlsafe(_BYTES)}"
+    line = f"engine: {{tenants: {{{json.dumps(tenant)}: {{api_keys: [{hash_of_key(key)!r}]}}}}}}"
+    if as_json:
+        print(json.dumps({"tenant": tenant, "key": key, "hash": hash_of_key(key)}))
+        return
+    print(f"{key}\n\nThe client sends it: Authorization: Bearer KEY. It is not kept anywhere.")
+    print(f"For the server's file; a running server reads it on SIGHUP:\n\n{line}")
