@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import shutil
 import socket
 import subprocess
@@ -114,7 +115,7 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--config", "/nowhere.yaml"], "cannot read /nowhere.yaml"),
         (["serve", "--host", "not a host"], "cannot listen on not a host:8000"),
         (["serve", "--max-model-len", "1"], "engine.max_model_len: "),
-        (["serve", "--api-key", ""], "engine.tenants: API keys must not be empty"),
+        (["serve", "--api-key", ""], "--api-key must not be empty"),
         (["serve", "--host", ".."], "cannot listen on ..:8000: that is no host's name"),
         (["generate"], "Missing argument"),
         (["generate", "Hi", "--drafter", "draft-huge"], "nor a bundled drafter"),
@@ -159,16 +160,16 @@ def test_settings_files_give_way_to_options(cli: Cli, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "options", "message"),
     [
-        ("engine: 5", (), "engine must be a mapping of settings, not 5"),
-        ("drafters: true", (), "drafters must be a mapping of settings, not True"),
-        ("engine: {drafters: [a, b]}", (), "engine.drafters must be a mapping of settings, not ["),
-        ("engine: {drafters: 7}", (), "engine.drafters must be a mapping of settings, not 7"),
+        ("engine: 5", (), "engine must be a mapping of settings"),
+        ("drafters: true", (), "drafters must be a mapping of settings"),
+        ("engine: {drafters: [a, b]}", (), "engine.drafters must be a mapping of settings"),
+        ("engine: {drafters: 7}", (), "engine.drafters must be a mapping of settings"),
         ("engine: {drafters: {a: }}", (), "drafter 'a': 'None' is neither a checkpoint folder"),
         ("engine: {admission: vllm_v1}", (), "engine.admission: "),
         (
             "engine: {admission: vllm_v1}",
             ("--admission", "sarathi"),
-            "engine.admission must be a mapping of settings, not 'vllm_v1'",
+            "engine.admission must be a mapping of settings",
         ),
         # Nothing is wrong with these but the port: null is as if the setting were absent.
         ("engine:\nport: 70000", (), "port: "),
@@ -189,7 +190,7 @@ def test_settings_of_the_wrong_shape(
     settings.write_text(text)
     code, out, err = cli("serve", "--config", str(settings), *options)
     assert (code, out) == (2, "")
-    assert err.startswith(f"penstock: {message}")
+    assert re.match(rf"penstock: {re.escape(str(settings))}:[1-3]: {re.escape(message)}", err)
     assert err.count("\n") == 1
 
 

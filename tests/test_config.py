@@ -81,20 +81,21 @@ def test_settings_cannot_be_changed_afterwards() -> None:
         ),
         (
             engine(allocation={"name": "fixd"}),
-            "engine: unknown allocation policy 'fixd'; choose from confident, deadline, fixed, ",
+            "engine.allocation: unknown allocation policy 'fixd'; choose from confident, ",
         ),
         (
             engine(allocation={"name": "fixed", "options": {"length": 3}}),
-            "engine: allocation policy 'fixed' has no option 'length'; options: k, total",
+            "engine.allocation: allocation policy 'fixed' has no option 'length'; options: k",
         ),
         (
             engine(allocation={"name": "fixed", "options": {"k": "3"}}),
-            "engine: allocation policy 'fixed': k must be a whole number from 0 to 1024, not '3'",
+            "engine.allocation: allocation policy 'fixed': k must be a whole number from 0 to "
+            "1024, not '3'",
         ),
         (
             engine(admission={"name": "vllm_v1", "options": {"watermark": 2}}),
-            "engine: admission policy 'vllm_v1': watermark must be a finite number from 0 "
-            "to below 1, not 2",
+            "engine.admission: admission policy 'vllm_v1': watermark must be a finite number "
+            "from 0 to below 1, not 2",
         ),
         (
             engine(selection={"name": "single", "options": {"drafter": "x"}}),

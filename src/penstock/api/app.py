@@ -189,7 +189,7 @@ def _count(told: str) -> int:
 
 def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer) -> FastAPI:
     """The application in front of a started client; `tokenizer` is the target's. Its state has
-    `metrics`, for what is served in other ways."""
+    `metrics`, for what is served in other ways, and `api_keys`, which may change."""
     # The documentation pages would load scripts from elsewhere.
     app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None)
     errors.install(app)
@@ -207,6 +207,7 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     service = Service(config, client, tokenizer)
     app.state.metrics = service.metrics
     api_keys = ApiKeys(config.engine.tenants, config.metrics_keys)
+    app.state.api_keys = api_keys
     _add_openai(app, service, api_keys)
     viewers = ApiKeys({}) if config.open_metrics else api_keys
     _add_operations(app, service, viewers)

@@ -266,3 +266,4 @@ def configure_logging() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(LogFormatter())
     logging.basicConfig(handlers=[handler])
+    logging.getLogger("penstock").setLevel(logging.INFO)

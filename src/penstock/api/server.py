@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import signal
 import socket
 import threading
@@ -20,6 +21,7 @@ from fastapi import FastAPI
 from penstock.api.app import create_app
 from penstock.api.http import Connection
 from penstock.api.metrics import Metrics, RequestMeter
+from penstock.api.reload import Reload
 from penstock.config import ConfigError, DraftersConfig, ServeConfig
 from penstock.serving.client import EngineClient
 from penstock.serving.fork_context import LOAD_ENGINE
@@ -38,12 +40,15 @@ async def serve(
     announce: Callable[[str], None],
     factory: str = LOAD_ENGINE,
     announce_drafters: Callable[[str], None] = lambda address: None,
+    read_again: Callable[[], ServeConfig] | None = None,
 ) -> None:
-    """Serve until SIGTERM, SIGINT or SIGHUP; a second one ends it at once.
+    """Serve until SIGTERM or SIGINT; a second one ends it at once. SIGHUP does the same, unless
+    settings can be read again, and are then.
 
     announce: called with the address when requests are taken
     factory:  what the engine process builds its engine with, "package.module:function"
     announce_drafters: called with the address for draft servers, if there is one, when it is open
+    read_again: returns the settings as they are now; may raise ConfigError
 
     Raises: ConfigError where address or tokenizer cannot be had, EngineFailed where the engine
     cannot be loaded.
@@ -59,8 +64,11 @@ async def serve(
             if listener is not None:
                 await _listen(listener, config, client, app.state.metrics, tokenizer)
                 announce_drafters(listener.address)
+            reload = None
+            if read_again is not None:
+                reload = Reload(config, read_again, client, app.state.api_keys).start
             server = HttpServer(
-                app, client, config, lambda: announce(address_of(config.host, sock))
+                app, client, config, lambda: announce(address_of(config.host, sock)), reload
             )
             # As in the engine process: what is loaded stays, and need not be walked again.
             gc.collect()
@@ -133,6 +141,7 @@ class HttpServer(uvicorn.Server):
         client: RequestClient,
         config: ServeConfig,
         on_started: Callable[[], None],
+        reload: Callable[[], None] | None = None,
     ) -> None:
         settings = uvicorn.Config(
             app,
@@ -147,6 +156,8 @@ class HttpServer(uvicorn.Server):
         self._client = client
         self._grace_s = config.shutdown_grace_s
         self._on_started = on_started
+        self._reload = reload
+        self._had_terminal = _has_terminal()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Raises: ConfigError where another process has taken the address."""
@@ -167,8 +178,14 @@ class HttpServer(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         """A terminal that is closed ends the server like any other signal, unless it was told to
         outlive it (nohup)."""
-        with super().capture_signals(), on_hang_up(self.handle_exit):
+        with super().capture_signals(), on_hang_up(self._hang_up):
             yield
+
+    def _hang_up(self, sig: int, frame: FrameType | None) -> None:
+        if self._reload is None or (self._had_terminal and not _has_terminal()):
+            self.handle_exit(sig, frame)
+        else:
+            asyncio.get_running_loop().call_soon_threadsafe(self._reload)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self.should_exit:
@@ -179,6 +196,15 @@ class HttpServer(uvicorn.Server):
     def _abort(self) -> None:
         for connection in tuple(self.server_state.connections):
             connection.transport.abort()
+
+
+def _has_terminal() -> bool:
+    """Whether this process belongs to a terminal that is open."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY))
+    except OSError:
+        return False
+    return True
 
 
 @contextmanager

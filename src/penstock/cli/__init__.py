@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.cli import bench, key, profile, zoo
+from penstock.cli import bench, config, key, profile, zoo
 from penstock.cli.capacity import capacity
 from penstock.cli.chat import chat
 from penstock.cli.draft import draft
@@ -35,6 +35,7 @@ app.command()(plan)
 app.command()(quantize)
 app.command()(reproduce)
 app.add_typer(bench.app, name="bench")
+app.add_typer(config.app, name="config")
 app.add_typer(key.app, name="key")
 app.add_typer(profile.app, name="profile")
 app.add_typer(zoo.app, name="zoo")

@@ -54,7 +54,7 @@ def checkpoint_folder(model: str) -> Path:
 def settings_in(value: Any, where: str) -> dict[str, Any]:
     """One part of a configuration; null is an empty one. Raises: ConfigError."""
     if value is not None and not isinstance(value, dict):
-        raise ConfigError(f"{where} must be a mapping of settings, not {value!r}")
+        raise ConfigError(f"{where} must be a mapping of settings", tuple(where.split(".")))
     return value or {}
 
 
@@ -91,7 +91,8 @@ def _target_path(text: str) -> Path:
     if text not in targets:
         raise ConfigError(
             f"target {text!r} is neither a checkpoint folder, a GGUF file nor a bundled target; "
-            f"bundled are {', '.join(targets)}"
+            f"bundled are {', '.join(targets)}",
+            ("engine", "target"),
         )
     return targets[text].path
 
@@ -120,6 +121,7 @@ def _drafter_path(name: str, path: str) -> str:
     if model not in cards:
         raise ConfigError(
             f"drafter {name!r}: {model!r} is neither a checkpoint folder, a GGUF file nor a "
-            f"bundled drafter; bundled are {', '.join(cards)}, {' and '.join(LOOK_UPS)}"
+            f"bundled drafter; bundled are {', '.join(cards)}, {' and '.join(LOOK_UPS)}",
+            ("engine", "drafters", name),
         )
     return parts.with_model(str(cards[model].path))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -16,7 +15,6 @@ from penstock.cli.engines import (
     PipelineParallelOption,
     QuantizationOption,
     TensorParallelOption,
-    with_engine,
 )
 from penstock.cli.options import (
     DEVICE_HELP,
@@ -28,14 +26,6 @@ from penstock.cli.options import (
     policy_option,
 )
 from penstock.cli.terminal import announce, one_line
-
-_WITH_DRAFT_SERVERS = {
-    "drafters": {},
-    "pipeline": "async",
-    "verification": "coupled",
-    "allocation": {"name": "renewal"},
-}
-"""Settings of the engine where draft servers may connect, unless others are given."""
 
 
 def serve(
@@ -142,7 +132,12 @@ def serve(
         ),
     ] = None,
     config: Annotated[
-        Path | None, typer.Option(help="YAML file with settings; options take precedence.")
+        Path | None,
+        typer.Option(
+            envvar="PENSTOCK_CONFIG",
+            help="YAML file with settings; PENSTOCK_* variables and options take precedence. "
+            "SIGHUP has it read again, for tenants.",
+        ),
     ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on. [127.0.0.1]")] = None,
     port: Annotated[int | None, typer.Option(help="Port; 0 takes a free one. [8000]")] = None,
@@ -166,6 +161,7 @@ def serve(
     ] = None,
 ) -> None:
     """Serve a target model over the OpenAI API, with speculative decoding by drafters."""
+    options = dict(locals())
     import asyncio
 
     from penstock.serving.fork_context import preload
@@ -173,52 +169,12 @@ def serve(
     if config is None and device in (None, "cpu") and engine in (None, NATIVE):
         # PyTorch takes as long as all that this process has to do until it starts an engine.
         preload()
-    from penstock.cli.models import settings_in, with_models
-    from penstock.config import ConfigError, parse_config, read_yaml
+    from penstock.cli.settings import in_force
+    from penstock.config import ConfigError
     from penstock.serving.process import EngineFailed, is_forked
 
     with one_line(ConfigError, EngineFailed):
-        settings = read_yaml(config) if config is not None else {}
-        models = _given(
-            settings_in(settings.pop("engine", None), "engine"),
-            fairness=fairness,
-            verification=verification,
-            dtype=dtype,
-            device=device,
-            max_model_len=max_model_len,
-            kv_tokens=kv_tokens,
-            profile=profile,
-            pipeline=pipeline,
-        )
-        tls = _given({}, certificate=tls_certificate, key=tls_key, client_ca=tls_client_ca)
-        drafters = settings_in(settings.pop("drafters", None), "drafters")
-        drafters = _given(drafters, listen=drafters_listen, tls=tls or None)
-        _name_policies(models, admission=admission, selection=selection, allocation=allocation)
-        _add_keys(models, api_key or ())
-        if drafters:
-            settings["drafters"] = drafters
-            models = {**_WITH_DRAFT_SERVERS, **models}
-        models = with_engine(
-            models,
-            engine,
-            engine_arg,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            distributed_backend=distributed_backend,
-            nodes=nodes,
-            node_rank=node_rank,
-            master=master,
-            quantization=quantization,
-        )
-        models = with_models(models, target, drafter or (), speculate=not no_speculation)
-        settings = _given(
-            settings,
-            host=host,
-            port=port,
-            served_model_name=served_model_name,
-            cors_origins=cors_origin or None,
-        )
-        parsed = parse_config({**settings, "engine": models})
+        parsed = in_force(options)
         if parsed.engine.vllm is not None and parsed.engine.vllm.node_rank > 0:
             from penstock.engine.backends import run_vllm_node
 
@@ -235,37 +191,6 @@ def serve(
                 parsed,
                 lambda address: announce(f"serving on {address}"),
                 announce_drafters=lambda address: announce(f"draft servers connect to {address}"),
+                read_again=None if config is None else lambda: in_force(options),
             )
         )
-
-
-def _given(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Settings, with the options that were given in their place. Null is as if it were absent."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return {name: value for name, value in {**settings, **given}.items() if value is not None}
-
-
-def _name_policies(engine: dict[str, Any], **names: str | None) -> None:
-    """Put the policies that were given in their places; one of the same name keeps its options.
-
-    Raises: ConfigError.
-    """
-    from penstock.cli.models import settings_in
-
-    for kind, name in names.items():
-        if name is None:
-            continue
-        if settings_in(engine.get(kind), f"engine.{kind}").get("name") != name:
-            engine[kind] = {"name": name}
-
-
-def _add_keys(engine: dict[str, Any], keys: Sequence[str]) -> None:
-    """Let these keys stand for the default tenant. Raises: ConfigError."""
-    from penstock.cli.models import settings_in
-    from penstock.config import DEFAULT_TENANT, hash_of_key
-
-    if keys:
-        tenants = settings_in(engine.get("tenants"), "engine.tenants")
-        default = settings_in(tenants.get(DEFAULT_TENANT), f"engine.tenants.{DEFAULT_TENANT}")
-        own = {**default, "api_keys": [*default.get("api_keys", ()), *map(hash_of_key, keys)]}
-        engine["tenants"] = {**tenants, DEFAULT_TENANT: own}

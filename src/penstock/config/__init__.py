@@ -18,10 +18,11 @@ from penstock.config.engine import (
     RequestOptions,
     VllmConfig,
 )
-from penstock.config.files import read_yaml
-from penstock.config.model import ConfigError, parsed
+from penstock.config.files import Where, lines_of, read_yaml
+from penstock.config.model import ConfigError, mistakes_in, parsed
 from penstock.config.profiles import ProfilePath, read_profile
 from penstock.config.server import ServeConfig
+from penstock.config.sources import Settings, read_settings
 from penstock.config.tenants import (
     DEFAULT_TENANT,
     TenantConfig,
@@ -47,17 +48,22 @@ __all__ = [
     "ProfilePath",
     "RequestOptions",
     "ServeConfig",
+    "Settings",
     "TenantConfig",
     "TenantShare",
     "TlsConfig",
     "VllmConfig",
+    "Where",
     "as_tenants",
     "hash_of_key",
     "is_loopback",
+    "lines_of",
+    "mistakes_in",
     "parse_config",
     "parse_plugin_config",
     "parse_request_options",
     "read_profile",
+    "read_settings",
     "read_yaml",
 ]
 

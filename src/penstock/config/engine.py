@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
 from penstock.config.model import ConfigError, Model, address_in
 from penstock.config.profiles import ProfilePath
@@ -224,11 +224,15 @@ class EngineConfig(ModelsConfig):
         make_pipeline(name)
         return name
 
+    @field_validator("admission", "selection", "allocation")
+    @classmethod
+    def _can_be_made(cls, policy: PolicyConfig, info: ValidationInfo) -> PolicyConfig:
+        kind: Any = info.field_name
+        policy.make(kind)
+        return policy
+
     @model_validator(mode="after")
-    def _policies(self) -> Self:
-        kinds: tuple[PolicyKind, ...] = ("admission", "selection", "allocation")
-        for kind in kinds:
-            getattr(self, kind).make(kind)
+    def _drafters_are_known(self) -> Self:
         selected = self.selection.options.get("drafter")
         named = [("drafter_max_num_seqs", name) for name in self.drafter_max_num_seqs]
         for setting, name in [("selection", selected), *named]:

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 import logging
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
 
 _log = logging.getLogger(__name__)
 
+_UNKNOWN = "unknown_setting"
+
 
 class ConfigError(ValueError):
-    """One line: what was wrong, and what is allowed."""
+    """One line: what was wrong, and what is allowed. where: the names that lead to the setting, as
+    far as they are known."""
+
+    def __init__(self, message: str, where: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.where = where
 
 
 class Model(BaseModel):
@@ -24,19 +38,29 @@ class Model(BaseModel):
     renamed: ClassVar[dict[str, str]] = {}
     """Old names of settings, which are accepted for one release, and the new ones."""
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _known(cls, data: Any) -> Any:
-        """Says what is allowed, which `extra="forbid"` does not."""
+    def _known(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        """Says what is allowed, which `extra="forbid"` does not; and the other mistakes, too."""
         for old, new in cls.renamed.items():
             if isinstance(data, dict) and old in data and new not in data:
                 _log.warning("the setting %s is now called %s; use that name", old, new)
                 data = {new if name == old else name: value for name, value in data.items()}
-        for name in data if isinstance(data, dict) else ():
-            if name not in cls.model_fields:
-                known = ", ".join(cls.model_fields)
-                raise ValueError(f"unknown setting {name!r}; settings: {known}")
-        return data
+        unknown = set(data if isinstance(data, dict) else ()) - set(cls.model_fields)
+        if not unknown:
+            return handler(data)
+        settings = ", ".join(cls.model_fields)
+        mistakes = [
+            _mistake(f"unknown setting {name!r}; settings: {settings}", name=str(name))
+            for name in data
+            if name in unknown
+        ]
+        try:
+            handler({name: value for name, value in data.items() if name not in unknown})
+        except ValidationError as error:
+            for e in error.errors(include_url=False):
+                mistakes.append(_mistake(e["msg"], e["loc"], _name_in(e)))
+        raise ValidationError.from_exception_data(cls.__name__, mistakes, hide_input=True)
 
 
 def address_in(text: str) -> str:
@@ -47,12 +71,39 @@ def address_in(text: str) -> str:
     return text
 
 
+def _mistake(message: str, loc: tuple[int | str, ...] = (), name: str = "") -> InitErrorDetails:
+    kind = _UNKNOWN if name else "setting"
+    error = PydanticCustomError(kind, "{message}", {"message": message, "name": name})
+    return InitErrorDetails(type=error, loc=loc, input=None)
+
+
+def _name_in(details: Any) -> str:
+    """Of the unknown setting that a mistake is about."""
+    return str(details["ctx"]["name"]) if details["type"] == _UNKNOWN else ""
+
+
+def mistakes_in(model: type[BaseModel], data: Any) -> list[ConfigError]:
+    """What is wrong with settings; empty where nothing is. What depends on several of them is
+    looked at where each by itself is right."""
+    try:
+        model.model_validate(data)
+    except ValidationError as error:
+        return [_as_config_error(e) for e in error.errors(include_url=False, include_input=False)]
+    return []
+
+
+def _as_config_error(details: Any) -> ConfigError:
+    where = tuple(str(part) for part in details["loc"])
+    message = details["msg"].removeprefix("Value error, ")
+    named = _name_in(details)
+    return ConfigError(
+        f"{'.'.join(where)}: {message}" if where else message, (*where, named) if named else where
+    )
+
+
 def parsed(model: type[_Parsed], data: Any) -> _Parsed:
     """Settings, validated. Raises: ConfigError with one line for the first mistake."""
     try:
         return model.model_validate(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        message = first["msg"].removeprefix("Value error, ")
-        raise ConfigError(f"{where}: {message}" if where else message) from error
+        raise _as_config_error(error.errors(include_url=False)[0]) from error

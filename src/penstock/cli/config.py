@@ -1,0 +1,125 @@
+"""`penstock config`: what is wrong with a file, and what is in force."""
+
+from __future__ import annotations
+
+import inspect
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from penstock.cli.options import JsonOption
+from penstock.cli.serve import serve
+from penstock.cli.terminal import one_line
+
+if TYPE_CHECKING:
+    from penstock.config import ConfigError, Where
+
+app = typer.Typer(no_args_is_help=True, help="The server's settings.")
+
+_HIDDEN = "(hidden)"
+_SECRET = re.compile(r"(api|metrics)_keys|token_sha256")
+_MAYBE_SECRET = re.compile(r"token|key|secret|password|auth", re.IGNORECASE)
+"""Among arguments of vLLM's engine, which are not Penstock's to know."""
+
+
+@app.command()
+def check(
+    file: Annotated[Path, typer.Argument(help="YAML file of `penstock serve --config`.")],
+) -> None:
+    """Name every mistake in a file, with its line. Exit code 2 if there are any."""
+    from penstock.config import ConfigError, lines_of
+
+    with one_line(ConfigError):
+        lines = lines_of(file)
+    mistakes = sorted((_line(lines, m.where), str(m)) for m in _mistakes(file))
+    for line, message in mistakes:
+        print(f"{file}:{line}: {' '.join(message.split())}")
+    if mistakes:
+        raise typer.Exit(2)
+    print(f"{file}: nothing is wrong")
+
+
+def _line(lines: Mapping[Where, int], where: Where) -> int:
+    """The line of a setting, or of what it is missing from."""
+    found = (lines[where[:end]] for end in range(len(where), 0, -1) if where[:end] in lines)
+    return next(found, 1)
+
+
+def _mistakes(file: Path) -> list[ConfigError]:
+    from penstock.cli.settings import assembled
+    from penstock.config import ConfigError, ServeConfig, Settings, mistakes_in, read_yaml
+
+    values = read_yaml(file)
+    try:
+        return mistakes_in(ServeConfig, assembled(Settings(values), {}))
+    except ConfigError as error:
+        # A model is not there, or a part is no mapping: what else is wrong can be said, too.
+        engine = values.get("engine")
+        if isinstance(engine, dict):
+            values["engine"] = {"target": "", **engine}
+        elif engine is None:
+            values["engine"] = {"target": ""}
+        others = mistakes_in(ServeConfig, values)
+        return [error, *(m for m in others if m.where != error.where)]
+
+
+def show(**options: Any) -> None:
+    """Show what `penstock serve` would run with, given the same options, and where each value is
+    from: an option, a variable, a line of the file, or the default. Secrets are hidden."""
+    from penstock.cli.settings import assembled, in_force
+    from penstock.config import ConfigError, read_settings
+
+    as_json = options.pop("as_json")
+    with one_line(ConfigError):
+        shown = in_force(options).model_dump(mode="json")
+        given = read_settings(options["config"], os.environ)
+        chosen = dict(_leaves(assembled(given, options)))
+        # Some options have no place of their own in the settings: what they change is theirs.
+        without = dict(_leaves(assembled(given, {})))
+    rows = []
+    for where, value in _leaves(shown):
+        is_option = where in chosen and chosen[where] != without.get(where)
+        origin = given.origin(where) if given.has(where) else None
+        origin = "option" if is_option else origin or "default"
+        rows.append({"setting": ".".join(where), "value": _shown(where, value), "from": origin})
+    if as_json:
+        print(json.dumps(rows))
+        return
+    width = max(len(row["setting"]) for row in rows)
+    for row in rows:
+        print(f"{row['setting']:<{width}}  {json.dumps(row['value'])}  # {row['from']}")
+
+
+def _leaves(value: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
+    """Everything that is no mapping, or an empty one."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _leaves(inner, (*where, str(name)))
+    else:
+        yield where, value
+
+
+def _shown(where: Where, value: Any) -> Any:
+    is_foreign = where[:3] == ("engine", "vllm", "args")
+    is_secret = any(map(_SECRET.fullmatch, where))
+    is_secret = is_secret or (is_foreign and any(map(_MAYBE_SECRET.search, where[3:])))
+    if not (is_secret and value):
+        return value
+    return [_HIDDEN] * len(value) if isinstance(value, list) else _HIDDEN
+
+
+def _with_options_of_serve() -> inspect.Signature:
+    own = inspect.Parameter(
+        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
+    )
+    known = inspect.signature(serve, eval_str=True).parameters.values()
+    return inspect.Signature([*(p.replace(kind=p.KEYWORD_ONLY) for p in known), own])
+
+
+show.__signature__ = _with_options_of_serve()  # type: ignore[attr-defined]
+app.command()(show)

@@ -1,0 +1,111 @@
+"""Where settings come from: a file, and environment variables before it.
+
+`PENSTOCK_PORT` is `port`, and `PENSTOCK_ENGINE__KV_TOKENS` is `kv_tokens` under `engine`: two
+underscores go one level down. Mappings and lists are written as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from penstock.config.files import Where, lines_of, read_yaml
+from penstock.config.server import ServeConfig
+
+PREFIX = "PENSTOCK_"
+_DOWN = "__"
+
+OTHER_VARIABLES = frozenset(
+    PREFIX + name for name in ("API_KEY", "CONFIG", "DATA", "INSTRUCTION_SET", "TOKEN")
+)
+"""Variables that are no settings of a file."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Settings that were given, not validated yet, and where each comes from: a variable's name,
+    or a file and its line."""
+
+    values: dict[str, Any] = field(default_factory=dict)
+    origins: dict[Where, str] = field(default_factory=dict)
+
+    def has(self, where: Where) -> bool:
+        """Whether a setting was given."""
+        value: Any = self.values
+        for name in where:
+            if not isinstance(value, dict):
+                break
+            if name not in value:
+                return False
+            value = value[name]
+        return True
+
+    def origin(self, where: Where) -> str | None:
+        """Of a setting, or of what it is missing from; None where neither was given."""
+        for end in range(len(where), 0, -1):
+            if where[:end] in self.origins:
+                return self.origins[where[:end]]
+        return None
+
+
+def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
+    """What a file (None: no file) and the environment say. Raises: ConfigError."""
+    values: dict[str, Any] = {}
+    origins: dict[Where, str] = {}
+    if path is not None:
+        values = read_yaml(path)
+        origins = {where: f"{path}:{line}" for where, line in lines_of(path).items()}
+    given = from_environment(environ)
+    return Settings(_merged(values, given.values), {**origins, **given.origins})
+
+
+def from_environment(environ: Mapping[str, str]) -> Settings:
+    """What the environment alone says. A variable that begins like a setting and is none is told
+    of: container systems set such for their own purposes."""
+    values: dict[str, Any] = {}
+    names: dict[Where, str] = {}
+    for name in sorted(n for n in environ if n.startswith(PREFIX)):
+        where = tuple(name.removeprefix(PREFIX).lower().split(_DOWN))
+        if where[0] in ServeConfig.model_fields:
+            names[where] = name
+            values = _merged(values, _tree(where, _value(where, environ[name])))
+        elif name not in OTHER_VARIABLES:
+            _log.warning("the variable %s is no setting, and is ignored", name)
+    return Settings(values, names)
+
+
+def _value(where: Where, text: str) -> Any:
+    """Mappings and lists are JSON, and so is what has no type of its own: options of policies, and
+    arguments of vLLM. All else is taken as it stands."""
+    if text[:1] in ("{", "[") or where[-2:-1] in (("options",), ("args",)):
+        with suppress(ValueError):
+            return json.loads(text)
+    return text
+
+
+def _tree(where: Where, value: Any) -> dict[str, Any]:
+    """One setting as a mapping in mappings."""
+    for name in reversed(where):
+        value = {name: value}
+    made: dict[str, Any] = value
+    return made
+
+
+def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
+    """Mappings in each other; of all else the higher."""
+    made = deepcopy(dict(low))
+    for name, value in high.items():
+        below = made.get(name)
+        if isinstance(value, dict) and isinstance(below, dict):
+            made[name] = _merged(below, value)
+        else:
+            made[name] = value
+    return made
