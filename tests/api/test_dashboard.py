@@ -17,7 +17,7 @@ from tests.serving.harness import (
     server_process,
 )
 
-from penstock.config import parse_config
+from penstock.config import hash_of_key, parse_config
 from penstock.serving.fork_context import LOAD_ENGINE
 
 pytestmark = [pytest.mark.slow, needs_chromium]
@@ -27,8 +27,8 @@ DRAFTERS = ("draft-tiny", "draft-code")
 QUESTION = "Question: language of Poland? Then tell me of Brazil."
 EVIL = '<img src=x onerror="window.hacked=1"><script>window.hacked=2</script>&lt;b&gt;'
 TENANTS = {
-    "north": {"api_keys": ["key-north"], "weight": 1.0},
-    "south": {"api_keys": ["key-south"], "weight": 3.0},
+    "north": {"api_keys": [hash_of_key("key-north")], "weight": 1.0},
+    "south": {"api_keys": [hash_of_key("key-south")], "weight": 3.0},
 }
 
 
@@ -325,7 +325,7 @@ def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> N
 
 @pytest.fixture(scope="module")
 def keyed() -> Iterator[RunningServer]:
-    config = serve_config({"tenants": TENANTS}, metrics_keys=["key-operator"])
+    config = serve_config({"tenants": TENANTS}, metrics_keys=[hash_of_key("key-operator")])
     with running_server(config) as running:
         for key in ("key-north", "key-south"):
             body = {"prompt": "one two", "max_tokens": 8}

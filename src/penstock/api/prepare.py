@@ -83,7 +83,7 @@ class ApiKeys:
     def viewer(self, authorization: str | None) -> str | None:
         """The only tenant whose requests a key lets one see; None: all. Raises: ApiError with
         401."""
-        if not self._operators or _digest_in(authorization) in self._operators:
+        if self._is_operator(authorization):
             return None
         if not self._tenants:
             self.check_operator(authorization)
@@ -91,8 +91,12 @@ class ApiKeys:
 
     def check_operator(self, authorization: str | None) -> None:
         """Raises: ApiError with 401."""
-        if self._operators and self._blinded(_hash_in(authorization)) not in self._operators:
+        if not self._is_operator(authorization):
             raise ApiError(401, "this API key is none for metrics", code="invalid_api_key")
+
+    def _is_operator(self, authorization: str | None) -> bool:
+        """Raises: ApiError with 401."""
+        return not self._operators or self._blinded(_hash_in(authorization)) in self._operators
 
     def _blinded(self, key_hash: str) -> bytes:
         return hmac.digest(self._secret, key_hash.encode(), "sha256")
