@@ -10,7 +10,7 @@ from uuid import uuid4
 
 from fastapi import Depends, FastAPI, Header, Request, Response, params
 from fastapi.openapi.utils import get_openapi
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
@@ -71,6 +71,11 @@ _ERROR = {
         }
     },
 }
+_REFUSED = {"application/json": {"schema": {"$ref": _REF.format(model="Error")}}}
+_RESPONSES: dict[int | str, dict[str, Any]] = {
+    "4XX": {"description": "The request cannot be served", "content": _REFUSED},
+    "5XX": {"description": "The server cannot serve", "content": _REFUSED},
+}
 _BODIES = (ChatBody, CompletionBody, ResponsesBody, TokenizeBody, DetokenizeBody)
 _Body = TypeVar("_Body", bound=GenerationBody)
 _Read = TypeVar("_Read", bound=BaseModel)
@@ -80,13 +85,10 @@ def _body_of(model: type[BaseModel]) -> dict[str, Any]:
     """`openapi_extra` of an endpoint that reads its body as `model`."""
     schema = {"$ref": _REF.format(model=model.__name__)}
     content = {"application/json": {"schema": schema}}
-    error = {"$ref": _REF.format(model="Error")}
-    refused = {"description": "Refused", "content": {"application/json": {"schema": error}}}
     count = {"type": "integer", "minimum": 1}
     return {
         "parameters": [{"name": EXPECTED_OUTPUT_TOKENS, "in": "header", "schema": count}],
         "requestBody": {"required": True, "content": content},
-        "responses": {"4XX": refused},
     }
 
 
@@ -191,7 +193,7 @@ def create_app(config: ServeConfig, client: RequestClient, tokenizer: Tokenizer)
     """The application in front of a started client; `tokenizer` is the target's. Its state has
     `metrics`, for what is served in other ways, and `api_keys`, which may change."""
     # The documentation pages would load scripts from elsewhere.
-    app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None)
+    app = FastAPI(openapi_url="/openapi.json", docs_url=None, redoc_url=None, responses=_RESPONSES)
     errors.install(app)
     _describe(app)
     app.add_middleware(BodyLimit, max_bytes=config.max_body_bytes, timeout_s=config.body_timeout_s)
@@ -300,7 +302,7 @@ def _add_operations(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
     async def version() -> dict[str, str]:
         return {"version": __version__}
 
-    @app.get("/metrics")
+    @app.get("/metrics", response_class=PlainTextResponse)
     async def metrics(authorization: Annotated[str | None, Header()] = None) -> Response:
         api_keys.check_operator(authorization)
         client = service.client

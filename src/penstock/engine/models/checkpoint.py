@@ -19,6 +19,10 @@ GGUF_SUFFIX = ".gguf"
 class CheckpointError(ValueError):
     """A checkpoint cannot be used; the message is one line naming the path and what is allowed."""
 
+    def __init__(self, message: str) -> None:
+        # Names in it may come from a file.
+        super().__init__("".join(c if c.isprintable() else ascii(c).strip("'") for c in message))
+
 
 def one_line(error: BaseException) -> str:
     """A library's message, folded onto one line."""
@@ -43,6 +47,11 @@ class Tensors(Protocol):
     """A checkpoint's tensors by Hugging Face's names; mapped, and read one at a time."""
 
     def has(self, name: str) -> bool: ...
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        """Before memory is taken for it. Raises CheckpointError where it is missing or misshapen;
+        of integers in groups only reading tells."""
+        ...
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with a tensor of its shape, converted to its type.

@@ -122,6 +122,10 @@ class _Safetensors:
     def has(self, name: str) -> bool:
         return name in self._names
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        if not self._is_grouped(name, shape):
+            self._stored(name, shape)
+
     def read(self, name: str, out: torch.Tensor) -> None:
         grouped = self._grouped(name, tuple(out.shape))
         if grouped is not None:
@@ -167,14 +171,18 @@ class _Safetensors:
             _log.warning("%s: %s and maybe others are widened: %s", self._path, name, why)
         return matrix
 
+    def _is_grouped(self, name: str, shape: tuple[int, ...]) -> bool:
+        module, _, kind = name.rpartition(".")
+        if self._packed is None or kind != "weight" or len(shape) != 2:
+            return False
+        return self.has(f"{module}.{self._packed.marker}")
+
     def _grouped(self, name: str, shape: tuple[int, ...]) -> GroupedMatrix | None:
         """A matrix that is quantised; None for any other tensor."""
-        module, _, kind = name.rpartition(".")
         packed = self._packed
-        if packed is None or kind != "weight" or len(shape) != 2:
+        if packed is None or not self._is_grouped(name, shape):
             return None
-        if not self.has(f"{module}.{packed.marker}"):
-            return None
+        module = name.removesuffix(".weight")
         try:
             return packed.read(module, (shape[0], shape[1]), self._stored, self.has)
         except CheckpointError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from gguf import GGMLQuantizationType, dequantize
 
@@ -113,5 +114,6 @@ def dequantize_into(kind: str, data: torch.Tensor, out: torch.Tensor) -> None:
     at_once = max(1, _CHUNK // out.shape[1])
     for start in range(0, len(out), at_once):
         rows = slice(start, start + at_once)
-        values = dequantize(data[rows].numpy(), GGMLQuantizationType[kind])
+        with np.errstate(invalid="ignore", over="ignore"):  # a file's values may be anything
+            values = dequantize(data[rows].numpy(), GGMLQuantizationType[kind])
         out[rows] = torch.from_numpy(values)

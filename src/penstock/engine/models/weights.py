@@ -111,8 +111,14 @@ def stored_weights(
 
 
 def specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:
-    """As `weight_specs`, and a head that a checkpoint has though it says that it has none."""
-    specs = [*weight_specs(config)]
+    """As `weight_specs`, and a head that a checkpoint has though it says that it has none. All of
+    them are there. Raises: CheckpointError."""
+    specs: list[WeightSpec] = []
+    # Before the next is made: a description may ask for any number of layers.
+    for spec in weight_specs(config):
+        for source in spec.sources:
+            tensors.check(*source)
+        specs.append(spec)
     if config.tie_word_embeddings and _has_own_head(tensors, config):
         specs.append(_head_spec(config))
     return specs
@@ -126,6 +132,7 @@ def _has_own_head(tensors: Tensors, config: DecoderConfig) -> bool:
     """Whether there is a head that differs from the embeddings."""
     if not tensors.has(_HEAD):
         return False
+    tensors.check(_HEAD, (config.vocab_size, config.hidden_size))
     head, embeddings = (torch.empty(config.vocab_size, config.hidden_size) for _ in range(2))
     tensors.read(_HEAD, head)
     tensors.read(_EMBEDDINGS, embeddings)

@@ -37,6 +37,9 @@ class GgufTensors:
     def has(self, name: str) -> bool:
         return self._name(name) in self._file.tensors
 
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        self._entry(name, shape)
+
     def read(self, name: str, out: torch.Tensor) -> None:
         entry = self._entry(name, tuple(out.shape))
         self._read.add(entry.name)
