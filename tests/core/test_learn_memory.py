@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock.core.learn import Estimators
-from penstock.core.learn.memory import fluid_kv, token_seconds
+from penstock.core.learn.memory import TokenPace, fluid_kv
 from penstock.core.state import RequestState
 from penstock.core.types import Request
 
@@ -65,7 +65,16 @@ def test_asking_changes_nothing_that_policies_go_by() -> None:
 
 def test_seconds_of_a_token() -> None:
     states = [RequestState(Request(str(i), 10, 100), i) for i in range(3)]
-    assert token_seconds(states, 9.0) is None
+    pace = TokenPace()
+    pace.look(states, 9.0)
+    assert pace.seconds is None
     for state, first_at, num in zip(states, (1.0, 3.0, 8.9), (5, 3, 1), strict=True):
         state.first_token_at, state.num_output_tokens = first_at, num
-    assert token_seconds(states, 9.0) == pytest.approx((8.0 + 6.0) / (4 + 2))
+    pace.look(states, 9.0)
+    assert pace.seconds == pytest.approx((8.0 + 6.0) / (4 + 2))
+    pace.look([], 10.0)
+    assert pace.seconds == pytest.approx((8.0 + 6.0) / (4 + 2))
+    # One that has made little says little.
+    states[2].num_output_tokens = 2
+    pace.look(states[2:], 10.9)
+    assert pace.seconds == pytest.approx((0.9 * 14.0 + 2.0) / (0.9 * 6 + 1))

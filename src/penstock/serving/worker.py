@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
-from penstock.core.learn.memory import FluidKV, fluid_kv, token_seconds
+from penstock.core.learn.memory import FluidKV, TokenPace, fluid_kv
 from penstock.core.loop import Turn
 from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.messages import (
@@ -141,7 +141,7 @@ class EngineServer:
         self._started_at = engine.clock.now()
         self._num_steps = 0
         self._busy_s = 0.0
-        self._token_s = 0.0
+        self._pace = TokenPace()
         self._stalled: str | None = None
         engine.executor.remote.sink = self._send_orders
 
@@ -249,9 +249,9 @@ class EngineServer:
         """While nothing runs tokens are taken to come as fast as they were last seen to, and before
         that one a step."""
         scheduler, now = self._engine.scheduler, self._engine.clock.now()
-        self._token_s = token_seconds(scheduler.table.running.values(), now) or self._token_s
+        self._pace.look(scheduler.table.running.values(), now)
         step_s = self._busy_s / max(1, self._num_steps)
-        return fluid_kv(scheduler.learn, now, self._token_s or step_s)
+        return fluid_kv(scheduler.learn, now, self._pace.seconds or step_s)
 
 
 def describe(engine: Engine) -> Ready:

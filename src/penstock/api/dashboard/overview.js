@@ -13,6 +13,7 @@ const PHASES = [
   { name: "verify", css: "s0" },
   { name: "host", css: "s4" },
 ];
+const AWAY = "unknown: the engine is away";
 const LOADS = [{ name: "running", css: "s0", fill: true }, { name: "waiting", css: "s1", dashed: true }];
 const MEMORY = [
   { name: "in use", field: "used", css: "s0", fill: true },
@@ -28,7 +29,6 @@ export class Overview {
   constructor() {
     key("requests-key", LOADS);
     key("kv-key", MEMORY);
-    key("step-key", PHASES);
   }
 
   /** metrics: as parsed, or null where they are not for this key. known: the other half. */
@@ -55,8 +55,8 @@ export class Overview {
     });
     plot($("tokens-plot"), [{ css: "s0", points: tokens, fill: true }], { unit: "tokens/s" });
     const plain = one => ({ ...one, points: this.#points.series(p => p[one.field ?? one.name] ?? null) });
-    plot($("requests-plot"), LOADS.map(plain), { unit: "requests" });
-    plot($("kv-plot"), MEMORY.map(plain), { unit: "tokens", empty: "unknown while the engine is away" });
+    plot($("requests-plot"), LOADS.map(plain), { unit: "requests", empty: AWAY });
+    plot($("kv-plot"), MEMORY.map(plain), { unit: "tokens", empty: AWAY });
     const perStep = ({ name }) => (p, b) => {
       const steps = grown("steps")(p, b);
       return steps > 0 && p[name] >= b[name] ? (1000 * (p[name] - b[name])) / steps : null;
@@ -74,8 +74,8 @@ export class Overview {
     const fluid = kind => (f.series("kv_cache_fluid_tokens").length ? f.total("kv_cache_fluid_tokens", { kind }) : null);
     return {
       tokens: f.total("generation_tokens_total"),
-      running: f.total("num_requests_running"),
-      waiting: f.total("num_requests_waiting"),
+      running: isUp ? f.total("num_requests_running") : null,
+      waiting: isUp ? f.total("num_requests_waiting") : null,
       used: isUp ? Math.round(capacity * f.total("kv_cache_usage_perc")) : null,
       capacity, mean: fluid("mean"), bound: fluid("bound"),
       steps: f.total("target_steps_total"),
@@ -88,8 +88,8 @@ export class Overview {
   #tiles() {
     const f = this.#figures, now = this.#points.all.at(-1);
     $("tokens").textContent = count(f.rate("generation_tokens_total"));
-    $("running").textContent = count(now.running);
-    $("waiting").textContent = count(now.waiting);
+    $("running").textContent = now.running === null ? "–" : count(now.running);
+    $("waiting").textContent = now.waiting === null ? "–" : count(now.waiting);
     for (const [id, name] of [["ttft", "time_to_first_token_seconds"], ["itl", "inter_token_latency_seconds"]]) {
       $(id).textContent = seconds(f.quantile(name, 0.5));
       $(id + "-p95").textContent = "median of the last minute; 95% within " + seconds(f.quantile(name, 0.95));
@@ -102,9 +102,12 @@ export class Overview {
     $("refusals").textContent = `last minute: ${count(failed[0])} aborted, ${count(failed[1])} failed`;
     $("kv").textContent = now.used === null ? "–" : percent(f.total("kv_cache_usage_perc"));
     $("kv-of").textContent = now.used === null ? "" : `of ${count(now.capacity)} tokens` + this.#fluidNote(now);
-    const inside = PHASES.slice(0, 4).map(p => f.rate("target_step_seconds_total", { phase: p.name }));
-    const all = Math.max(f.rate("engine_busy_seconds_total"), inside.reduce((a, b) => a + b, 0));
-    $("step").textContent = target ? seconds(all / target) : "–";
+    const parts = PHASES.slice(0, 4).map(p => f.rate("target_step_seconds_total", { phase: p.name }));
+    const inside = parts.reduce((sum, x) => sum + x, 0);
+    parts.push(Math.max(0, f.rate("engine_busy_seconds_total") - inside));
+    const perStep = x => (1000 * x / target).toFixed(2) + " ms";
+    $("step").textContent = target ? perStep(parts.reduce((sum, x) => sum + x, 0)) : "–";
+    key("step-key", PHASES.map((p, i) => (target ? { ...p, name: `${p.name} ${perStep(parts[i])}` } : p)));
   }
 
   #fluidNote({ capacity, bound }) {

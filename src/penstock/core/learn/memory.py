@@ -15,6 +15,8 @@ from penstock.fluid.memory import poisson_kv_bound
 _MAX_STAGES = 256
 """Output positions that are told apart; of longer outputs several count as one."""
 
+_PACE_KEPT = 0.9
+
 
 class FluidKV(NamedTuple):
     """KV tokens of the target that requests would hold which arrive, and end, as they did lately,
@@ -26,13 +28,26 @@ class FluidKV(NamedTuple):
     bound: float
 
 
-def token_seconds(running: Iterable[RequestState], now: float) -> float | None:
-    """Seconds of a token after the first, over all running requests; None where none has any."""
-    decoding = [s for s in running if s.num_output_tokens > 1]
-    if not decoding:
-        return None
-    seconds = sum(now - s.first_token_at for s in decoding)
-    return seconds / sum(s.num_output_tokens - 1 for s in decoding)
+class TokenPace:
+    """Seconds of a token after the first, of requests that are looked at now and then while they
+    run. Earlier looks fade."""
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._tokens = 0.0
+
+    def look(self, running: Iterable[RequestState], now: float) -> None:
+        decoding = [s for s in running if s.num_output_tokens > 1]
+        if decoding:
+            seconds = sum(now - s.first_token_at for s in decoding)
+            self._seconds = _PACE_KEPT * self._seconds + seconds
+            tokens = sum(s.num_output_tokens - 1 for s in decoding)
+            self._tokens = _PACE_KEPT * self._tokens + tokens
+
+    @property
+    def seconds(self) -> float | None:
+        """None before any was seen."""
+        return self._seconds / self._tokens if self._tokens else None
 
 
 def fluid_kv(learn: Estimators, now: float, token_s: float) -> FluidKV | None:
