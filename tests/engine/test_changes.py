@@ -50,7 +50,25 @@ def by_hand(logits: list[float], params: SamplingParams, prompt: list[int], outp
         made[token] *= 1 / params.repetition_penalty if positive else params.repetition_penalty
     for token, num in times.items():
         made[token] -= num * params.frequency_penalty + params.presence_penalty
+    if params.grammar:
+        last = [*prompt, *output][-1]
+        made = [x if may_follow(last, token) else -np.inf for token, x in enumerate(made)]
     return made
+
+
+def may_follow(last: int, token: int) -> bool:
+    return (last + token) % 3 != 0
+
+
+class ByTheLastToken:
+    """A grammar over six tokens."""
+
+    problem = None
+
+    def masks(self, text: TokenBuffer, draft: list[int], num_rows: int) -> np.ndarray:
+        lasts = [*text.tokens(text.length - 1, text.length), *draft][-num_rows:]
+        allowed = [sum(may_follow(last, t) << t for t in range(6)) for last in lasts]
+        return np.array(allowed, dtype=np.int32)[:, None]
 
 
 @pytest.mark.parametrize("num_rows", [4, 1])
@@ -145,7 +163,7 @@ class Toy(NamedTuple):
     def text(self, seed: int) -> TokenBuffer:
         sampling = dataclasses.replace(self.params, seed=seed, verification="ratio")
         request = Request("r", 2, 8, prompt_token_ids=self.prompt, sampling=sampling)
-        return TokenBuffer(request)
+        return TokenBuffer(request, ByTheLastToken() if self.params.grammar else None)
 
     def round(self, texts: list[TokenBuffer]) -> None:
         """Draft two tokens for each, and append what verification makes of them."""
@@ -215,3 +233,19 @@ def test_ratio_keeps_the_changed_distribution(monkeypatch: pytest.MonkeyPatch) -
     assert TOY.p_value(6000) > 1e-3
     monkeypatch.setattr(TokenBuffer, "so_far", deaf)
     assert TOY.p_value(6000) < 1e-9
+
+
+@pytest.mark.slow
+def test_ratio_keeps_the_distribution_under_a_grammar(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = SamplingParams(temperature=0.8, presence_penalty=0.5, grammar="by the last token")
+    toy = TOY._replace(params=params)
+    assert toy.p_value(6000) > 1e-3
+    seeing = ByTheLastToken.masks
+
+    def deaf_masks(
+        self: ByTheLastToken, text: TokenBuffer, draft: list[int], num_rows: int
+    ) -> np.ndarray:
+        return seeing(self, text, [], 1).repeat(num_rows, axis=0)
+
+    monkeypatch.setattr(ByTheLastToken, "masks", deaf_masks)
+    assert toy.p_value(6000) < 1e-9

@@ -79,7 +79,9 @@ def _judge(ctx: Context, plan: StepPlan, result: StepResult) -> list[Output]:
             output = _advance(ctx, state, item, verdict, result.finished_at, is_read)
             if output is not None:
                 outputs.append(output)
-                outcomes.append(Outcome(state, verdict))
+                # What had to come tells nothing of drafters.
+                if item.drafter is not None or not item.ahead_token_ids:
+                    outcomes.append(Outcome(state, verdict))
     ctx.allocation.observe(outcomes, result.finished_at)
     if ctx.table.drafters:
         ctx.selection.observe(outcomes, ctx.view(ctx.table.drafters, result.finished_at))
@@ -120,6 +122,8 @@ def _advance(
     else:
         state.append(new_tokens)
         memory.commit(state)
+        if verdict.forced_token_ids:
+            state.force(verdict.forced_token_ids)
     if reason is not None:
         ctx.learn.lengths.ended(state.num_output_tokens)
         _forget(ctx, state)

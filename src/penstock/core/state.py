@@ -49,13 +49,14 @@ class DraftStage(Enum):
 
 class DraftRound(NamedTuple):
     """A stage, and what belongs to it: the order and when it was given; the draft's tokens, which
-    are known where it was sent ahead."""
+    are known where it was sent ahead, or is forced: nobody has drafted what must come."""
 
     stage: DraftStage
     order: DraftOrder | None = None
     ordered_at: float = 0.0
     num_draft_tokens: int = 0
     ahead_token_ids: tuple[int, ...] = ()
+    is_forced: bool = False
 
 
 OPEN = DraftRound(DraftStage.OPEN)
@@ -222,6 +223,20 @@ class RequestState:
         """A verification has yielded tokens."""
         self.round += 1
         self.draft = OPEN
+
+    def force(self, token_ids: tuple[int, ...]) -> None:
+        """Hold what must come next as the draft of this round."""
+        most = self.num_remaining_tokens - 1
+        if self.request.max_draft_tokens is not None:
+            most = min(most, self.request.max_draft_tokens)
+        tokens = token_ids[: max(0, most)]
+        if tokens:
+            self.draft = DraftRound(
+                DraftStage.HELD,
+                num_draft_tokens=len(tokens),
+                ahead_token_ids=tokens,
+                is_forced=True,
+            )
 
     def append(self, token_ids: Sequence[int]) -> None:
         """Add verified output."""

@@ -52,7 +52,8 @@ class SamplingParams:
     What the text so far changes in the logits, first of all: presence_penalty and frequency_penalty
     are taken from those of tokens that the output has, once and for each time; repetition_penalty
     divides those of tokens that prompt or output have (a negative one is multiplied); logit_bias,
-    pairs of a token id (ascending) and a value, is added; before min_tokens there is no stop token.
+    pairs of a token id (ascending) and a value, is added; before min_tokens there is no stop token;
+    only what grammar allows may come (text of the executor's, where it says that it knows them).
     """
 
     temperature: float = 1.0
@@ -68,6 +69,7 @@ class SamplingParams:
     min_p: float = 0.0
     min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
+    grammar: str | None = None
 
     @property
     def has_penalties(self) -> bool:
@@ -76,7 +78,8 @@ class SamplingParams:
     @property
     def reads_text(self) -> bool:
         """Whether logits are changed by what the text is so far, or by a token's id."""
-        return bool(self.min_tokens or self.logit_bias) or self.has_penalties
+        changed = self.min_tokens or self.logit_bias or self.grammar
+        return bool(changed) or self.has_penalties
 
     @property
     def is_ratio(self) -> bool:
@@ -250,7 +253,7 @@ class VerifyItem(NamedTuple):
     """Compute `num_scheduled_tokens` known tokens from position `start`, and up to
     `num_draft_tokens` draft positions behind them. Only an item that reaches the last known token
     (`samples`) yields tokens; any other is a chunk of prefill. `ahead_token_ids`: the draft, where
-    it was sent ahead; any other is with the executor."""
+    it was sent ahead, or is forced (then `drafter` is None); any other is with the executor."""
 
     request_id: str
     epoch: int
@@ -343,7 +346,9 @@ class Verdict(NamedTuple):
     executor can know it (`ratio` mode) the less noisy sum of Σ min(target, draft). `evidence_all`
     is over all proposed positions, whatever prefix they stand on: min(1, target / draft) of each
     drafted token (GoodSpeed, eq. 3), or 1 where it equals the target's own sample.
-    `prompt_logprobs`: once, of the prompt's tokens but the first, where they were asked for."""
+    `prompt_logprobs`: once, of the prompt's tokens but the first, where they were asked for.
+    `forced_token_ids`: what must come next, as the executor knows: a draft that nobody
+    need make."""
 
     request_id: str
     epoch: int
@@ -357,6 +362,7 @@ class Verdict(NamedTuple):
     evidence_all: float = 0.0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    forced_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,7 +42,9 @@ def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
     """For every scheduled request, in their order, with its draft and room in the target's KV for
     it."""
     scheduled = list(step.scheduled.values())
-    grants = grants_of_step(ctx, step, scheduled) if ctx.table.drafters else {}
+    grants = {}
+    if ctx.table.drafters or any(s.state.draft.stage is DraftStage.HELD for s in scheduled):
+        grants = grants_of_step(ctx, step, scheduled)
     written = [(s, _item(ctx, s, grants.get(s.state.request.id, _NOTHING))) for s in scheduled]
     if ctx.runs_ahead:
         written = [(s, _with_room_ahead(ctx, s, item)) for s, item in written]
@@ -69,14 +71,15 @@ def _item(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> VerifyItem:
         if length:
             is_ahead = bool(state.draft.ahead_token_ids)
             source = DraftSource.AHEAD if is_ahead else DraftSource.HELD
-            drafter = state.drafter
+            drafter = None if state.draft.is_forced else state.drafter
     elif state.drafter:
         order = _order_inside(ctx, scheduled, grant)
         length = order.max_draft_tokens if order is not None else 0
         if length:
             source, drafter = DraftSource.INLINE, state.drafter
     ahead = state.draft.ahead_token_ids[:length] if is_held else ()
-    ctx.table.counters.ahead_used += len(ahead)
+    if drafter is not None:
+        ctx.table.counters.ahead_used += len(ahead)
     if is_held:
         state.draft = CHOSEN
     return VerifyItem(

@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +42,7 @@ from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.suffix import SuffixDrafter
 from penstock.engine.executor import LocalExecutor
+from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.models.checkpoint import open_checkpoint
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.synthetic import SyntheticAcceptance
@@ -131,6 +133,9 @@ def load_engine(
         together = config.pipeline == "auto"
         calibrate(executor, scheduler.learn, clock, profile, together=together)
     target = models.target
+    executor.grammars = GrammarCompiler(
+        partial(load_tokenizer, config.target), target.vocab_size, target.eos_token_ids
+    )
     audited = {} if shapes else config.drafter_models
     audited = {n: p for n, p in audited.items() if n not in models.tokenizers}
     return Engine(

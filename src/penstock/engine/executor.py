@@ -26,12 +26,14 @@ from penstock.core.types import (
     Failure,
     PhaseTimes,
     Replayed,
+    Request,
     StepPlan,
     StepResult,
     Verdict,
 )
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, LocalDrafter
+from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
 from penstock.engine.prompt_scores import PromptScores
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
@@ -96,6 +98,8 @@ class LocalExecutor(ABC):
         self.stream = stream
         self.totals = Totals(dict.fromkeys(self.drafters, 0.0))
         self.remote = RemoteOrders()
+        self.grammars: GrammarCompiler | None = None
+        """Of the target's vocabulary."""
         self._failures = Failures(_MOST_FAILURES)
         self._clock = clock
         self._texts: dict[str, TokenBuffer] = {}
@@ -114,7 +118,7 @@ class LocalExecutor(ABC):
             self._forget(request_id)
         # Last, because an id may come back in the very plan that forgets it.
         for request in plan.new_requests:
-            self._texts[request.id] = TokenBuffer(request)
+            self._texts[request.id] = TokenBuffer(request, self._grammar_of(request))
         if plan.is_empty:
             return
         if plan.lane == TARGET:
@@ -126,6 +130,15 @@ class LocalExecutor(ABC):
         else:
             # A draft server's lane: its drafts come as events, or never.
             self.remote.send(plan, self._texts, self._clock.now())
+
+    def _grammar_of(self, request: Request) -> GrammarState | None:
+        """Has it compiled, beside the steps before its own."""
+        grammar = request.sampling.grammar
+        if grammar is None:
+            return None
+        if self.grammars is None:
+            raise ValueError("this executor knows no grammars")
+        return self.grammars.begin(grammar)
 
     def wait(self, timeout: float | None) -> None:
         self._lanes.wakeup.wait(timeout)

@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.core.types import Request
 from penstock.engine.batch import IntArray
+from penstock.engine.grammar import GrammarState
 from penstock.engine.sampling import SamplingRows, TextSoFar
 from penstock.engine.sampling.params import BoolArray
 
@@ -53,12 +54,14 @@ class BlockTables:
 
 
 class TokenBuffer:
-    """A request's known tokens: the prompt, then what each round emits."""
+    """A request's known tokens: the prompt, then what each round emits. grammar: that the output
+    follows, if any."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, grammar: GrammarState | None = None) -> None:
         if request.prompt_token_ids is None:
             raise ValueError("the engine needs the prompt's tokens, not only its length")
         self.request = request
+        self.grammar = grammar
         self._tokens = np.empty(request.prompt_len + request.max_tokens + 64, dtype=np.int32)
         self._tokens[: request.prompt_len] = request.prompt_token_ids
         self.length = request.prompt_len
@@ -72,14 +75,29 @@ class TokenBuffer:
         """Write guesses behind the known tokens, for a model to read; they last until `append`."""
         self._tokens[self.length : self.length + len(token_ids)] = token_ids
 
-    def so_far(self, draft: Sequence[int]) -> TextSoFar | None:
-        """The known tokens and a draft behind them, for `change_logits`; None where the request's
-        logits are the model's own."""
+    def so_far(self, draft: Sequence[int], num_rows: int | None = None) -> TextSoFar | None:
+        """The known tokens and a draft behind them, for `change_logits` of `num_rows` rows (None:
+        one more than the draft has tokens); None where the request's logits are the model's own."""
         request = self.request
         if not request.sampling.reads_text:
             return None
         tokens = np.append(self.span(0, self.length), np.array(draft, dtype=np.int32))
-        return TextSoFar(tokens, request.prompt_len, sorted(request.stop_token_ids))
+        allowed = None
+        if self.grammar is not None:
+            allowed = self.grammar.masks(self, draft, num_rows or len(draft) + 1)
+        return TextSoFar(tokens, request.prompt_len, sorted(request.stop_token_ids), allowed)
+
+    def forced(self) -> tuple[int, ...]:
+        """What must come next, where a grammar says so."""
+        if self.grammar is None or self.problem is not None:
+            return ()
+        last = self.tokens(self.length - 1, self.length)
+        return () if self.request.stop_token_ids.issuperset(last) else self.grammar.forced(self)
+
+    @property
+    def problem(self) -> str | None:
+        """Why no more can come, if it cannot."""
+        return None if self.grammar is None else self.grammar.problem
 
     @property
     def is_ratio(self) -> bool:

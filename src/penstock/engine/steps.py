@@ -14,6 +14,7 @@ from penstock.core.learn.times import step_work
 from penstock.core.types import (
     DraftOrder,
     DraftTime,
+    Failure,
     PhaseTimes,
     Replayed,
     StepPlan,
@@ -228,6 +229,7 @@ def verdicts_of(
                 evidence_all=answer.evidence_all,
                 logprobs=answer.logprobs,
                 prompt_logprobs=answer.prompt_logprobs,
+                forced_token_ids=drafted.text.forced(),
             )
         )
     return tuple(verdicts)
@@ -251,6 +253,7 @@ def verified(
         finished_at=marks.finished_at,
         verdicts=tuple(verdicts),
         replays=tuple(replays),
+        failures=tuple(_failures(job)),
         phases=PhaseTimes(
             draft=marks.draft_s,
             receive=started_at - since,
@@ -268,6 +271,14 @@ def verified(
     return Done(plan, result, drafted)
 
 
+def _failures(job: StepJob) -> Iterator[Failure]:
+    """Requests that cannot go on as they were asked for."""
+    for item in job.plan.items:
+        problem = job.texts[item.request_id].problem
+        if problem is not None:
+            yield Failure(item.request_id, item.epoch, problem)
+
+
 def joined(plan: StepPlan, first: Done, second: Done) -> Done:
     """A target step that was carried out in two parts, one after the other."""
     a, b = first.result, second.result
@@ -276,6 +287,7 @@ def joined(plan: StepPlan, first: Done, second: Done) -> Done:
     result = b._replace(
         started_at=a.started_at,
         verdicts=verdicts,
+        failures=(*a.failures, *b.failures),
         phases=PhaseTimes(*map(sum, zip(a.phases, b.phases, strict=True))),
         draft_times=(*a.draft_times, *b.draft_times),
         num_rows=a.num_rows + b.num_rows,

@@ -35,7 +35,8 @@ class Tokenizer:
     """A fast transformers tokenizer, reduced to what serving needs."""
 
     def __init__(self, fast: Any) -> None:
-        self._fast = fast
+        self.fast = self._fast = fast
+        """The tokenizer itself, for other libraries."""
         self.special_tokens: dict[int, str] = {
             token_id: token.content
             for token_id, token in fast.added_tokens_decoder.items()

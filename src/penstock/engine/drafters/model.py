@@ -290,7 +290,8 @@ def _change(
     draft."""
     for row, job in zip(logits, jobs.tolist(), strict=True):
         text = texts[job]
-        so_far = text.so_far(text.tokens(text.length, int(ends[job])) + builder.token_ids[job])
+        draft = text.tokens(text.length, int(ends[job])) + builder.token_ids[job]
+        so_far = text.so_far(draft, num_rows=1)
         if so_far is not None:
             change_logits(row[None], text.request.sampling, so_far)
 

@@ -4,7 +4,7 @@ The target's logits are changed at verification, each row by the text that it st
 known tokens, and the draft's tokens before it. So a row's distribution is the same with a draft and
 without. A drafter that changes its own logits likewise is accepted more often, and need not.
 
-In vLLM's order: logit_bias, min_tokens, then penalties.
+In vLLM's order: logit_bias, min_tokens, then penalties; a grammar's masks go before min_tokens.
 """
 
 from __future__ import annotations
@@ -25,11 +25,14 @@ class TextSoFar(NamedTuple):
     token_ids:      [n] int32, prompt and output, and the draft of the last rows
     prompt_len:     of them the prompt's
     stop_token_ids: that end the request, ascending
+    allowed:        [rows, words] int32, a bit for each token that may come, of those rows; None
+                    allows all
     """
 
     token_ids: npt.NDArray[np.int32]
     prompt_len: int
     stop_token_ids: Sequence[int]
+    allowed: npt.NDArray[np.int32] | None = None
 
 
 def change_logits(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:
@@ -43,12 +46,30 @@ def change_logits(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFa
         known = _known(ids, logits)
         bias = torch.tensor(values, device=logits.device)[: len(known)]
         logits[:, known] += bias
+    if text.allowed is not None:
+        _mask(logits, text.allowed)
     if sampling.min_tokens:
         num_made = len(text.token_ids) - text.prompt_len - logits.shape[0] + 1
-        num_early = max(0, sampling.min_tokens - num_made)
-        logits[:num_early, _known(text.stop_token_ids, logits)] = -torch.inf
+        _forbid_stops(logits[: max(0, sampling.min_tokens - num_made)], text.stop_token_ids)
     if sampling.has_penalties:
         _penalise(logits, sampling, text)
+
+
+def _mask(logits: torch.Tensor, allowed: npt.NDArray[np.int32]) -> None:
+    """A drafter that lacks all tokens that may come keeps its own logits."""
+    vocab_size = logits.shape[1]
+    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    bits[~bits.any(axis=1)] = 1
+    logits.masked_fill_(torch.from_numpy(bits).to(logits.device) == 0, -torch.inf)
+
+
+def _forbid_stops(logits: torch.Tensor, stop_token_ids: Sequence[int]) -> None:
+    """Where nothing else may come the text does end."""
+    stops = _known(stop_token_ids, logits)
+    others = logits.clone()
+    others[:, stops] = -torch.inf
+    can_go_on = others.amax(dim=-1, keepdim=True) > -torch.inf
+    logits.copy_(torch.where(can_go_on, others, logits))
 
 
 def _penalise(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:

@@ -1,0 +1,198 @@
+"""Grammars that an output has to follow: which tokens may come next, and which must.
+
+A grammar is text in llguidance's own form, which `grammar_of` makes from a JSON schema, a regular
+expression, choices, or a context-free grammar. It is compiled for one vocabulary, in a thread and
+within limits: clients write grammars. A request's state follows its text, goes along a draft row by
+row, and back.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
+
+    from penstock.engine.sequences import TokenBuffer
+    from penstock.engine.tokenizer import Tokenizer
+
+GrammarKind = Literal["json", "regex", "choice", "grammar"]
+
+_MAX_FORCED = 32
+"""Most tokens that are drafted because nothing else may come."""
+
+_MAX_LENGTH = 1 << 18
+"""Characters of a grammar."""
+
+_MAX_COMPILED = 32
+"""Grammars that are kept for further requests."""
+
+_MAX_LEXER_STATES = 20_000
+"""Of one grammar, each one or two kilobytes."""
+
+_MAX_SYMBOLS = 100_000
+"""Of one grammar."""
+
+_JSON_STYLE: JsonCompileOptions = {
+    "whitespace_flexible": False,
+    "item_separator": ", ",
+    "key_separator": ": ",
+}
+"""As Python writes it: white space without end cannot come about, and there is more that must be.
+A schema's own `x-guidance` goes before."""
+
+
+class GrammarError(ValueError):
+    """A grammar that cannot be used, in one line."""
+
+
+def grammar_of(kind: GrammarKind, value: Any) -> str:
+    """A grammar in llguidance's form.
+
+    value: a JSON schema (an object, a boolean, or its text), a regular expression, a list of
+    strings, or a grammar in Lark's or llama.cpp's (GBNF) notation. Raises: GrammarError.
+    """
+    from llguidance import LLMatcher, grammar_from
+
+    if value is False:
+        raise GrammarError("Unsatisfiable schema: it is false")
+    text = value if isinstance(value, str) else json.dumps({} if value is True else value)
+    if len(text) > _MAX_LENGTH:
+        raise GrammarError(f"has {len(text)} characters; at most {_MAX_LENGTH} are allowed")
+    try:
+        if kind == "json":
+            return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
+        return grammar_from(kind, text)
+    except (ValueError, RecursionError) as error:
+        raise GrammarError(_first_line(str(error))) from error
+
+
+class GrammarCompiler:
+    """Compiles grammars for one vocabulary, one at a time; what was compiled lately is kept.
+
+    tokenizer: loads it, in the thread. vocab_size: of the model, which may have more rows than its
+    tokenizer has tokens. eos_token_ids: one of them ends an output where its grammar allows it
+    """
+
+    def __init__(
+        self, tokenizer: Callable[[], Tokenizer], vocab_size: int, eos_token_ids: Sequence[int]
+    ) -> None:
+        self._load = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._thread = ThreadPoolExecutor(1, "penstock-grammar")
+        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+
+    def compile(self, grammar: str) -> Future[LLMatcher]:
+        """Of a grammar as `grammar_of` makes it; fails with GrammarError. From one thread only."""
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
+            if len(self._compiled) > _MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return found
+
+    def begin(self, grammar: str) -> GrammarState:
+        """The state of a request's text before its first token."""
+        return GrammarState(self.compile(grammar), self._vocab_size)
+
+    def _compile(self, grammar: str) -> LLMatcher:
+        from llguidance import LLMatcher, LLParserLimits
+
+        limits = LLParserLimits(
+            max_lexer_states=_MAX_LEXER_STATES,
+            max_grammar_size=_MAX_SYMBOLS,
+            verbose_errors=False,
+        )
+        matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
+        matcher.compute_bitmask()
+        if matcher.is_error():
+            raise GrammarError(_first_line(matcher.get_error()))
+        return matcher
+
+    @cached_property
+    def _vocabulary(self) -> LLTokenizer:
+        """Built in the thread: it takes up to a second."""
+        from llguidance.hf import from_tokenizer
+
+        if not self._eos_token_ids:
+            raise GrammarError("the model has no token that ends a text, which a grammar needs")
+        return from_tokenizer(
+            self._load().fast, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+        )
+
+
+class GrammarState:
+    """How far one request's text has come in its grammar. Drafter and target may ask at once."""
+
+    def __init__(self, compiled: Future[LLMatcher], vocab_size: int) -> None:
+        self.problem: str | None = None
+        """Why it cannot go on, if it cannot."""
+        self._compiled = compiled
+        self._num_words = -(-vocab_size // 32)
+        self._num_read = 0
+        self._lock = threading.Lock()
+
+    @cached_property
+    def _matcher(self) -> LLMatcher:
+        """Waits until it is compiled."""
+        return self._compiled.result().deep_copy()
+
+    def masks(
+        self, text: TokenBuffer, draft: Sequence[int], num_rows: int
+    ) -> npt.NDArray[np.int32]:
+        """Which tokens may come behind a text and a draft, and in the rows before behind a draft
+        token less each: bits of [num_rows, words]. All, behind a draft that may not be."""
+        rows = np.full((num_rows, self._num_words), -1, dtype=np.int32)
+        first = len(draft) + 1 - num_rows
+        with self._lock:
+            try:
+                matcher = self._follow(text)
+            except ValueError as error:
+                self.problem = str(error)
+                return rows
+            num_consumed = 0
+            for i in range(len(draft) + 1):
+                if i >= first:
+                    row = rows[i - first]
+                    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                if i == len(draft) or not matcher.try_consume_tokens([draft[i]]):
+                    break
+                num_consumed += 1
+            if matcher.is_error():
+                self._fail()
+            elif num_consumed:
+                matcher.rollback(num_consumed)
+        return rows
+
+    def forced(self, text: TokenBuffer) -> tuple[int, ...]:
+        """What must come behind a text, as it is usually cut into tokens."""
+        with self._lock:
+            return tuple(self._follow(text).compute_ff_tokens()[:_MAX_FORCED])
+
+    def _follow(self, text: TokenBuffer) -> LLMatcher:
+        """Read what is new in a text."""
+        matcher, prompt_len = self._matcher, text.request.prompt_len
+        tokens = text.tokens(prompt_len + self._num_read, text.length)
+        self._num_read += len(tokens)
+        if matcher.try_consume_tokens(tokens) < len(tokens) and not matcher.is_stopped():
+            self._fail()
+        return matcher
+
+    def _fail(self) -> None:
+        self.problem = f"the grammar: {_first_line(self._matcher.get_error())}"
+
+
+def _first_line(text: str) -> str:
+    lines = text.strip().splitlines() or ["cannot be used"]
+    return lines[0][:300]

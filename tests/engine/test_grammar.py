@@ -1,0 +1,284 @@
+"""Output that follows a grammar: always valid, and the same with drafts as without."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from jsonschema import Draft202012Validator
+from tests.engine.test_exactness import run
+
+from penstock.config import NGRAM, EngineConfig
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.policies.registry import make_pipeline, make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter
+from penstock.core.types import Arrive, FinishReason, Output, Request, SamplingParams
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.grammar import GrammarCompiler, GrammarError, GrammarState, grammar_of
+from penstock.engine.sequences import TokenBuffer
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
+from penstock.zoo.registry import model_path
+
+EOS = 2
+DRAFTERS = ("draft-tiny", "draft-code", "ngram")
+PERSON = {
+    "type": "object",
+    "properties": {
+        "first_name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "colours": {"type": "array", "items": {"enum": ["red", "green", "blue"]}, "maxItems": 3},
+        "is_member": {"type": "boolean"},
+    },
+    "required": ["first_name", "age", "colours", "is_member"],
+    "additionalProperties": False,
+}
+GRAMMARS = {
+    "json": grammar_of("json", PERSON),
+    "regex": grammar_of("regex", r"[A-Z][a-z]{2,8} (is|was) [0-9]{1,3}\."),
+    "choice": grammar_of("choice", ["positive", "negative", "neither of them"]),
+    "grammar": grammar_of("grammar", 'root ::= num (" + " num){1,4}\nnum ::= [0-9]{1,4}'),
+}
+SAMPLINGS = {
+    "greedy": SamplingParams(temperature=0.0),
+    "coupled": SamplingParams(temperature=1.0),
+    "coupled-filtered": SamplingParams(temperature=1.2, top_k=50, top_p=0.95, min_p=0.01),
+}
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return load_engine(
+        EngineConfig(
+            target=model_path("target-small"),
+            drafters={n: NGRAM if n == "ngram" else str(model_path(n)) for n in DRAFTERS},
+            dtype="float32",
+            kv_tokens=8192,
+            num_threads=1,
+        ),
+        calibrated=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return load_tokenizer(model_path("target-small"))
+
+
+def make_loop(engine: Engine, *, drafters: Sequence[str] = DRAFTERS, pipeline: str = "off") -> Loop:
+    has_lane = pipeline != "off"
+    known = [Drafter(n, None if n == "ngram" else BlockPool(512, 16), has_lane) for n in drafters]
+    scheduler = Scheduler(
+        BlockPool(512, 16),
+        known,
+        admission=make_policy("admission", "vllm_v1", {"max_num_seqs": 32}),
+        selection=make_policy("selection", "single"),
+        allocation=make_policy("allocation", "fixed", {"k": 4}),
+        pipeline=make_pipeline(pipeline),
+        max_model_len=512,
+    )
+    return Loop(scheduler, engine.executor, engine.clock)
+
+
+_num_made = iter(range(10**6))
+
+
+def make_requests(
+    tokenizer: Tokenizer, sampling: SamplingParams, num: int, drafter: str, **fields: Any
+) -> list[Request]:
+    """Of all kinds of grammars, one after the other."""
+    requests = []
+    for i in range(num):
+        grammar = list(GRAMMARS.values())[i % len(GRAMMARS)]
+        prompt = tuple(tokenizer.encode(f"Tell me of number {i}: "))
+        requests.append(
+            Request(
+                id=f"g{next(_num_made)}",
+                prompt_len=len(prompt),
+                prompt_token_ids=prompt,
+                max_tokens=120,
+                stop_token_ids=frozenset({EOS}),
+                sampling=dataclasses.replace(sampling, seed=i, grammar=grammar),
+                drafter=drafter,
+                **fields,
+            )
+        )
+    return requests
+
+
+def check_valid(tokenizer: Tokenizer, texts: Sequence[tuple[int, ...]]) -> None:
+    for i, tokens in enumerate(texts):
+        assert tokens[-1] == EOS
+        text = tokenizer.decode(tokens)
+        kind = list(GRAMMARS)[i % len(GRAMMARS)]
+        if kind == "json":
+            Draft202012Validator(PERSON).validate(json.loads(text))
+        elif kind == "choice":
+            assert text in ("positive", "negative", "neither of them")
+        elif kind == "regex":
+            assert re.fullmatch(r"[A-Z][a-z]{2,8} (is|was) [0-9]{1,3}\.", text)
+        else:
+            assert re.fullmatch(r"[0-9]{1,4}( \+ [0-9]{1,4}){1,4}", text)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+def test_valid_and_the_same_whatever_is_drafted(
+    engine: Engine, tokenizer: Tokenizer, sampling: str
+) -> None:
+    params = SAMPLINGS[sampling]
+    alone, accepted = run(
+        make_loop(engine, drafters=()),
+        make_requests(tokenizer, params, 12, "none", max_draft_tokens=0),
+    )
+    check_valid(tokenizer, alone)
+    assert not accepted
+    for drafter in ("none", *DRAFTERS):
+        drafted, accepted = run(make_loop(engine), make_requests(tokenizer, params, 12, drafter))
+        assert drafted == alone, drafter
+        assert accepted > 12, "forced tokens at least"
+
+
+def test_in_lanes_of_their_own(engine: Engine, tokenizer: Tokenizer) -> None:
+    params = SAMPLINGS["coupled"]
+    alone, _ = run(make_loop(engine), make_requests(tokenizer, params, 8, "none"))
+    for pipeline in ("async", "2"):
+        loop = make_loop(engine, pipeline=pipeline)
+        drafted, accepted = run(loop, make_requests(tokenizer, params, 8, "draft-tiny"))
+        assert drafted == alone
+        assert accepted > 8
+
+
+def test_forced_tokens_come_in_one_step_without_any_drafter(
+    engine: Engine, tokenizer: Tokenizer
+) -> None:
+    (request,) = make_requests(tokenizer, SAMPLINGS["greedy"], 1, "none")
+    outputs = outputs_of(make_loop(engine, drafters=()), [request])
+    jumps = [o for o in outputs if o.num_proposed]
+    assert len(jumps) >= 3
+    assert all(o.drafter is None for o in jumps)
+    assert any('"colours"' in tokenizer.decode(o.token_ids) for o in jumps)
+
+
+def outputs_of(loop: Loop, requests: Sequence[Request]) -> list[Output]:
+    found: list[Output] = []
+    events = [Arrive(r) for r in requests]
+    while events or loop.scheduler.num_unfinished:
+        found += loop.turn(events).outputs
+        events = []
+    loop.turn([])
+    return found
+
+
+@pytest.mark.parametrize("drafter", ["none", "draft-tiny"])
+def test_ratio_is_valid_too(engine: Engine, tokenizer: Tokenizer, drafter: str) -> None:
+    params = SamplingParams(temperature=1.0, verification="ratio")
+    texts, accepted = run(make_loop(engine), make_requests(tokenizer, params, 16, drafter))
+    check_valid(tokenizer, texts)
+    assert accepted > 16
+
+
+def test_masks_that_do_not_see_the_draft_would_be_seen(
+    engine: Engine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SAMPLINGS["coupled"]
+    alone, _ = run(make_loop(engine), make_requests(tokenizer, params, 8, "none"))
+    seeing = GrammarState.masks
+
+    def deaf(self: GrammarState, text: TokenBuffer, draft: Sequence[int], num_rows: int) -> Any:
+        return seeing(self, text, (), 1).repeat(num_rows, axis=0)
+
+    monkeypatch.setattr(GrammarState, "masks", deaf)
+    loop = make_loop(engine)
+    requests = make_requests(tokenizer, params, 8, "draft-tiny")
+    texts: dict[str, list[int]] = {r.id: [] for r in requests}
+    for output in outputs_of(loop, requests):
+        texts[output.request_id] += output.token_ids
+    assert [tuple(t) for t in texts.values()] != alone
+
+
+def test_the_end_comes_before_min_tokens_where_nothing_else_may(
+    engine: Engine, tokenizer: Tokenizer
+) -> None:
+    params = SamplingParams(temperature=1.0, min_tokens=100)
+    texts, _ = run(make_loop(engine), make_requests(tokenizer, params, 4, "draft-tiny"))
+    check_valid(tokenizer, texts)
+
+
+def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(
+    engine: Engine, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = SAMPLINGS["greedy"]
+    requests = make_requests(tokenizer, params, 3, "draft-tiny")
+    broken = dataclasses.replace(
+        requests[1],
+        sampling=dataclasses.replace(params, grammar=grammar_of("grammar", "start: <|nothing|>")),
+    )
+    outputs = outputs_of(make_loop(engine), [requests[0], broken, requests[2]])
+    ends = {o.request_id: o for o in outputs if o.finish_reason is not None}
+    assert ends[broken.id].finish_reason is FinishReason.ERROR
+    assert "unknown special token" in (ends[broken.id].error or "")
+    others, _ = run(make_loop(engine), make_requests(tokenizer, params, 3, "none"))
+    for i in (0, 2):
+        made = [t for o in outputs if o.request_id == requests[i].id for t in o.token_ids]
+        assert tuple(made) == others[i]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "reason"),
+    [
+        ("json", {"type": "strng"}, "Invalid type: strng"),
+        ("json", "{", "EOF while parsing"),
+        ("json", {"$ref": "file:///etc/passwd"}, "does not fetch"),
+        ("json", False, "Unsatisfiable schema"),
+        ("json", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, ""),
+        ("json", {"type": "string", "if": {}}, "Unimplemented keys"),
+        ("regex", "(", "invalid regex"),
+        ("regex", r"(a)\1", "invalid regex"),
+        ("regex", "(" * 5000 + ")" * 5000, "invalid regex"),
+        ("grammar", "start: nothing", "unknown name"),
+        ("grammar", "start: " + "(" * 9000 + '"a"' + ")" * 9000, "too deeply nested"),
+        ("grammar", "", ""),
+        ("json", json.dumps({"enum": ["x" * 300_000]}), "at most 262144 are allowed"),
+    ],
+)
+def test_what_cannot_be_compiled_is_refused_in_one_line(
+    tokenizer: Tokenizer, kind: Any, value: Any, reason: str
+) -> None:
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    with pytest.raises(GrammarError) as refused:
+        compiler.compile(grammar_of(kind, value)).result()
+    assert reason in str(refused.value)
+    assert str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_model_without_an_end_of_text_has_no_grammars(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [])
+    with pytest.raises(GrammarError, match="no token that ends a text"):
+        compiler.compile(GRAMMARS["json"]).result()
+
+
+def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    request = Request("r", 1, 60, prompt_token_ids=(5,), stop_token_ids=frozenset({EOS}))
+    along = TokenBuffer(request, compiler.begin(GRAMMARS["json"]))
+    assert along.grammar is not None
+    whole = [*tokenizer.encode('{"first_name": "Ada", "age"', add_special_tokens=False), 4000, 7]
+    masks = along.grammar.masks(along, whole, len(whole) + 1)
+    again = along.grammar.masks(along, whole, 3)
+    assert np.array_equal(again, masks[-3:])
+    stepwise = TokenBuffer(request, compiler.begin(GRAMMARS["json"]))
+    assert stepwise.grammar is not None
+    for token, mask in zip(whole[:-1], masks, strict=False):
+        assert np.array_equal(stepwise.grammar.masks(stepwise, (), 1)[0], mask)
+        stepwise.append([token])
+        if stepwise.problem is not None:
+            break
+    assert stepwise.problem is None or token == 4000
+    assert (masks[-1] == -1).all(), "behind what may not be, everything"
