@@ -28,13 +28,8 @@ NEUTRAL: dict[str, Any] = {
 }  # fmt: skip
 
 CHANGING: list[tuple[str, Any, str]] = [
-    ("response_format", {"type": "json_object"}, 'only {"type": "text"} is supported'),
-    ("response_format", "text", 'only {"type": "text"} is supported'),
-    ("structured_outputs", {"choice": ["a", "b"]}, "only {} is supported"),
-    ("guided_json", {"type": "object"}, "is not supported"),
-    ("guided_regex", "a+", "is not supported"),
-    ("guided_choice", ["a"], "is not supported"),
-    ("guided_grammar", "root ::= 'a'", "is not supported"),
+    ("guided_choice", [], "List should have at least 1 item after validation, not 0"),
+    ("structural_tag", "{}", "is not supported"),
     ("grammar", "root ::= 'a'", 'only "" is supported'),
     ("tool_choice", "required", 'only "none" or "auto" is supported'),
     ("functions", [{"name": "f"}], "only [] is supported"),

@@ -182,7 +182,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"truncation": "auto"}, 'truncation: only "disabled" is supported'),
     ({"n": 2}, "the body is wrong: n is not a field of responses"),
     ({"max_tokens": 2}, "the body is wrong: max_tokens is not a field of responses"),
-    ({"text": {"format": {"type": "json_object"}}}, 'text.format: only {"type": "text"} is'),
+    ({"text": {"format": {"type": "grammar"}}}, "text.format.type: Input should be 'text', 'json_"),
     ({"tools": [{"type": "web_search"}]}, "tools.0.type: Input should be 'function'"),
     ({"include": ["message.output_text.logprobs"]}, "include: message.output_text.logprobs is"),
     ({"input": []}, "input: List should have at least 1 item"),

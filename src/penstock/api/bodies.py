@@ -8,10 +8,12 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 from pydantic_core import from_json
 
+from penstock.api.body import Body
 from penstock.api.errors import ApiError
+from penstock.api.structure import StructuredBody
 from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS, LatencyTarget, latency_target
 
 _MAX_STOPS = 16
@@ -31,17 +33,6 @@ _Texts = Annotated[list[str], Field(fail_fast=True)]
 TokenIds = Annotated[list[TokenId], Field(fail_fast=True)]
 _Prompts = Annotated[list[TokenIds], Field(fail_fast=True, max_length=_MAX_PROMPTS)]
 _Prompt = Annotated[str | _Texts | TokenIds | _Prompts, Field(union_mode="left_to_right")]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="allow", strict=True, frozen=True)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
-        if isinstance(data, dict):
-            return {name: value for name, value in data.items() if value is not None}
-        return data
 
 
 class StreamOptions(Body):
@@ -117,7 +108,7 @@ class _SamplingBody(Body):
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
 
-class GenerationBody(_SamplingBody):
+class GenerationBody(_SamplingBody, StructuredBody):
     """What completions and chat completions have in common.
 
     user is ignored. timeout: seconds until the request is given up. expected_output_tokens: how
@@ -333,8 +324,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "use_beam_search": (False,), "length_penalty": (1,), "lora_path": (),
     "repetition_detection": (),
     # what shape the text has
-    "response_format": ({"type": "text"},), "structured_outputs": ({},), "structural_tag": (),
-    "guided_json": (), "guided_regex": (), "guided_choice": (), "guided_grammar": (),
+    "structural_tag": (), "guided_whitespace_pattern": (),
     "json_schema": (), "regex": ("",), "ebnf": (), "grammar": ("",),
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (),

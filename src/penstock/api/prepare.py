@@ -16,10 +16,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 from penstock.api.bodies import ChatBody, ChatMessage, CompletionBody, GenerationBody, Tool
 from penstock.api.choices import ResponseChoice, TextStream
 from penstock.api.errors import ApiError
+from penstock.api.structure import compiled
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import ToolUse, tool_use
 from penstock.config import DEFAULT_TENANT, TenantConfig, hash_of_key
 from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
+from penstock.engine.grammar import GrammarCompiler
 from penstock.serving.messages import Ready
 from penstock.serving.quotas import Quotas
 
@@ -153,10 +155,16 @@ class RequestBuilder:
     drafters: Callable[[], tuple[str, ...]]
     max_choices: Callable[[str], int]
     quotas: Quotas
+    _grammars: GrammarCompiler = field(init=False)
     _long_texts: Executor = field(
         default_factory=lambda: ThreadPoolExecutor(1, "penstock-tokenizer")
     )
     """Long texts wait for each other: each takes up to a thousand times its size in memory."""
+
+    def __post_init__(self) -> None:
+        eos = sorted(self.engine.eos_token_ids)
+        grammars = GrammarCompiler(lambda: self.tokenizer, self.engine.vocab_size, eos)
+        object.__setattr__(self, "_grammars", grammars)
 
     async def completion(
         self, body: CompletionBody, caller: Caller, job_id: str
@@ -172,7 +180,9 @@ class RequestBuilder:
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
         # One by one, so that the texts of others can go between.
         prompts = [await self._tokenise(size, self._completion_prompt, p) for p in given]
-        return self._choices(body, prompts, _DEFAULT_COMPLETION_TOKENS, caller.tenant, job_id)
+        grammar = await compiled(body.structures, body.ignore_eos, self._grammars)
+        limit = _DEFAULT_COMPLETION_TOKENS
+        return self._choices(body, prompts, limit, caller.tenant, job_id, grammar)
 
     async def chat(self, body: ChatBody, caller: Caller, job_id: str) -> list[ResponseChoice]:
         """Choices of a chat completion, by default as long as the context lets them. Raises:
@@ -181,8 +191,9 @@ class RequestBuilder:
         use = tool_use(body, self.tokenizer.tool_template)
         chat = _Chat.of(body.messages, body.offered_tools)
         prompt = await self._tokenise(chat.size, self._chat_prompt, chat)
+        grammar = await compiled(body.structures, body.ignore_eos, self._grammars)
         limit = self.engine.max_request_tokens
-        return self._choices(body, [prompt], limit, caller.tenant, job_id, use)
+        return self._choices(body, [prompt], limit, caller.tenant, job_id, grammar, use)
 
     async def token_ids(self, body: TokenizeBody) -> list[int]:
         """Of a text or a conversation, as long as the context. Raises: ApiError."""
@@ -296,6 +307,7 @@ class RequestBuilder:
         default_tokens: int,
         tenant: str,
         job_id: str,
+        grammar: str | None,
         tools: ToolUse | None = None,
     ) -> list[ResponseChoice]:
         choices: list[ResponseChoice] = []
@@ -317,7 +329,7 @@ class RequestBuilder:
                     tenant=tenant,
                     prompt_token_ids=prompt,
                     stop_token_ids=stop_token_ids,
-                    sampling=self._sampling(body, n),
+                    sampling=self._sampling(body, n, grammar),
                     drafter=body.speculation.drafter,
                     max_draft_tokens=body.speculation.max_draft_tokens,
                     expected_output_tokens=None if expected is None else min(expected, max_tokens),
@@ -372,7 +384,9 @@ class RequestBuilder:
         own = frozenset() if body.ignore_eos else self.engine.eos_token_ids
         return own | frozenset(body.stop_token_ids)
 
-    def _sampling(self, body: CompletionBody | ChatBody, n: int) -> SamplingParams:
+    def _sampling(
+        self, body: CompletionBody | ChatBody, n: int, grammar: str | None
+    ) -> SamplingParams:
         seed = secrets.randbits(64) if body.seed is None else derived_seed(body.seed % 2**64, n)
         by_seed: Literal["coupled", "ratio"] = "ratio" if body.seed is None else "coupled"
         return SamplingParams(
@@ -388,6 +402,7 @@ class RequestBuilder:
             repetition_penalty=body.repetition_penalty,
             min_p=body.min_p,
             min_tokens=body.min_tokens,
+            grammar=grammar,
             logit_bias=tuple(sorted((int(k), v) for k, v in body.logit_bias.items())),
         )
 

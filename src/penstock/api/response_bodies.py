@@ -9,7 +9,6 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 
 from penstock.api.bodies import (
     MAX_TOOLS,
-    Body,
     CalledFunction,
     ChatBody,
     ChatMessage,
@@ -20,6 +19,8 @@ from penstock.api.bodies import (
     Tool,
     ToolCall,
 )
+from penstock.api.body import Body
+from penstock.api.structure import NamedSchema, ResponseFormat
 
 _LOGPROBS = "message.output_text.logprobs"
 
@@ -73,17 +74,25 @@ class NamedFunctionTool(NamedFunction, _Function):
     """Likewise, of a choice."""
 
 
+class TextFormat(NamedSchema):
+    """What shape the text has: a schema's fields beside its type."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+    @property
+    def as_given(self) -> dict[str, Any]:
+        return {"type": self.type, **self.model_dump(by_alias=True, exclude_unset=True)}
+
+
 class TextOptions(Body):
-    """format: plain text."""
+    format: TextFormat = TextFormat()
 
-    format: dict[str, Any] = Field(default_factory=lambda: {"type": "text"})
-
-    @field_validator("format")
-    @classmethod
-    def _is_text(cls, form: dict[str, Any]) -> dict[str, Any]:
-        if form != {"type": "text"}:
-            raise ValueError('only {"type": "text"} is supported')
-        return form
+    @property
+    def response_format(self) -> ResponseFormat:
+        """As chat completions have it."""
+        if self.format.type != "json_schema":
+            return ResponseFormat(type=self.format.type)
+        return ResponseFormat(type="json_schema", json_schema=self.format)
 
 
 class ResponsesBody(GenerationBody):
@@ -129,7 +138,7 @@ class ResponsesBody(GenerationBody):
         named = self.tool_choice
         choice = NamedTool(function=named) if isinstance(named, NamedFunctionTool) else named
         return ChatBody.model_construct(
-            **shared,
+            **shared | {"response_format": self.text.response_format},
             messages=list(self._messages()),
             max_completion_tokens=self.max_output_tokens,
             tools=[Tool(type="function", function=tool) for tool in self.tools],

@@ -146,7 +146,7 @@ def _head(response_id: str, model_name: str, body: ResponsesBody) -> JsonDict:
     asked = body.model_dump(
         include={
             "instructions", "max_output_tokens", "metadata", "parallel_tool_calls", "temperature",
-            "text", "tool_choice", "tools", "top_p",
+            "tool_choice", "tools", "top_p",
         }
     )  # fmt: skip
     return {
@@ -161,6 +161,7 @@ def _head(response_id: str, model_name: str, body: ResponsesBody) -> JsonDict:
         "store": False,
         "truncation": "disabled",
         "usage": None,
+        "text": {"format": body.text.format.as_given},
         **asked,
     }
 

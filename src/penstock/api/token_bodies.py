@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pydantic import ConfigDict, Field, model_validator
 
-from penstock.api.bodies import MAX_TOOLS, Body, ChatMessage, TokenIds, Tool
+from penstock.api.bodies import MAX_TOOLS, ChatMessage, TokenIds, Tool
+from penstock.api.body import Body
 
 
 class TokenizeBody(Body):

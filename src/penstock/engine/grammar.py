@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 if TYPE_CHECKING:
-    from llguidance import JsonCompileOptions, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
     from penstock.engine.sequences import TokenBuffer
     from penstock.engine.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ _MAX_LEXER_STATES = 20_000
 _MAX_SYMBOLS = 100_000
 """Of one grammar."""
 
-_JSON_STYLE: JsonCompileOptions = {
+_JSON_STYLE: Any = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",

@@ -142,8 +142,8 @@ class EdgeClient(RequestClient):
         sampling = edge.request.sampling
         if sampling.reads_text or sampling.min_p or sampling.num_prompt_logprobs is not None:
             return (
-                "a draft server does not pass on min_p, min_tokens, logit_bias, penalties, or echo "
-                "with logprobs; send such a request to the verification server itself"
+                "a draft server does not pass on structured output, min_p, min_tokens, logit_bias, "
+                "penalties, or echo with logprobs; send such a request to the verification server"
             )
         message = edge.opening()
         message.request_id = "0"

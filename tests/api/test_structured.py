@@ -1,0 +1,207 @@
+"""Structured output, as OpenAI's clients and vLLM's ask for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import httpx
+import pytest
+from pydantic import BaseModel, Field
+from tests.api.conftest import client_of
+from tests.serving.harness import RunningServer, running_server
+
+from penstock.config import parse_config
+from penstock.serving.fork_context import LOAD_ENGINE
+from penstock.zoo.registry import model_path
+
+USER = [{"role": "user", "content": "Tell me of a person."}]
+
+
+class Person(BaseModel):
+    name: Annotated[str, Field(max_length=20)]
+    age: Annotated[int, Field(ge=0, le=120)]
+    mood: Literal["glad", "sad"]
+
+
+SCHEMA = {**Person.model_json_schema(), "additionalProperties": False}
+
+
+@pytest.fixture(scope="module")
+def real() -> Iterator[RunningServer]:
+    drafters = {"tiny": str(model_path("draft-tiny")), "ngram": "ngram"}
+    engine: dict[str, Any] = {
+        "target": model_path("target-small"),
+        "drafters": drafters,
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_tokens": 4096,
+        "allocation": {"name": "fixed"},
+    }
+    config = parse_config({"engine": engine, "port": 0, "served_model_name": "toy"})
+    with running_server(config, LOAD_ENGINE) as running:
+        yield running
+
+
+def post(real: RunningServer, path: str, **body: Any) -> httpx.Response:
+    return httpx.post(f"{real.url}/v1/{path}", json=body, timeout=60)
+
+
+def chat(real: RunningServer, **fields: Any) -> str:
+    body = {"messages": USER, "seed": 1, "max_tokens": 200, **fields}
+    answer = post(real, "chat/completions", **body)
+    assert answer.status_code == 200, answer.text
+    choice = answer.json()["choices"][0]
+    assert choice["finish_reason"] == "stop"
+    return str(choice["message"]["content"])
+
+
+def named(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "it", "schema": schema, "strict": True}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"response_format": named(SCHEMA)},
+        {"structured_outputs": {"json": SCHEMA}},
+        {"structured_outputs": {"json": json.dumps(SCHEMA)}},
+        {"guided_json": SCHEMA},
+    ],
+)
+def test_a_schema_in_every_spelling(real: RunningServer, fields: dict[str, Any]) -> None:
+    texts = {
+        chat(real, **fields, speculation={"drafter": drafter})
+        for drafter in ("none", "tiny", "ngram")
+    }
+    (text,) = texts
+    Person.model_validate_json(text)
+    assert chat(real, **fields, seed=2) != text
+
+
+@pytest.mark.slow
+def test_the_other_kinds(real: RunningServer) -> None:
+    short = {"max_tokens": 40}
+    choice = ["north", "south", 'öst\n"quoted"']
+    for field in ({"structured_outputs": {"choice": choice}}, {"guided_choice": choice}):
+        assert chat(real, **field, **short) in choice
+    pattern = r"\d{4}-\d{2}-\d{2}"
+    for field in ({"structured_outputs": {"regex": pattern}}, {"guided_regex": pattern}):
+        assert re.fullmatch(pattern, chat(real, **field, **short))
+    grammar = 'root ::= ("ab" | "cd"){2,5}'
+    for field in ({"structured_outputs": {"grammar": grammar}}, {"guided_grammar": grammar}):
+        assert re.fullmatch("(ab|cd){2,5}", chat(real, **field, **short))
+    assert chat(real, response_format={"type": "text"}, temperature=0)
+
+
+@pytest.mark.slow
+def test_any_object(real: RunningServer) -> None:
+    """As far as it gets."""
+    body = {"messages": USER, "max_tokens": 60, "temperature": 0}
+    for field in (
+        {"response_format": {"type": "json_object"}},
+        {"structured_outputs": {"json_object": True}},
+    ):
+        made = post(real, "chat/completions", **body, **field).json()
+        assert made["choices"][0]["message"]["content"].startswith("{")
+
+
+@pytest.mark.slow
+def test_completions_and_responses_have_them_too(real: RunningServer) -> None:
+    made = post(real, "completions", prompt="A person:", max_tokens=200, seed=3, guided_json=SCHEMA)
+    Person.model_validate_json(made.json()["choices"][0]["text"])
+    form = {"type": "json_schema", "name": "it", "schema": SCHEMA}
+    said = post(real, "responses", input="A person:", text={"format": form}, seed=3).json()
+    assert said["text"]["format"] == form
+    Person.model_validate_json(said["output"][0]["content"][0]["text"])
+
+
+@pytest.mark.slow
+def test_openais_client_parses(real: RunningServer) -> None:
+    with client_of(real) as client:
+        made = client.chat.completions.parse(
+            model="toy", messages=USER, response_format=Person, seed=5, max_tokens=300
+        )
+        assert isinstance(made.choices[0].message.parsed, Person)
+        said = client.responses.parse(model="toy", input="Hi", text_format=Person)
+        assert isinstance(said.output_parsed, Person)
+
+
+@pytest.mark.slow
+def test_streamed(real: RunningServer) -> None:
+    with client_of(real) as client:
+        fields: dict[str, Any] = {
+            "model": "toy",
+            "messages": USER,
+            "seed": 1,
+            "response_format": named(SCHEMA),
+        }
+        chunks = client.chat.completions.create(**fields, stream=True)
+        text = "".join(c.choices[0].delta.content or "" for c in chunks)
+    assert text == chat(real, response_format=named(SCHEMA))
+
+
+@pytest.mark.slow
+def test_many_at_once_beside_others(real: RunningServer) -> None:
+    made = post(
+        real,
+        "completions",
+        prompt=["A", "B", "C", "D"],
+        n=2,
+        max_tokens=200,
+        guided_json=SCHEMA,
+    )
+    for choice in made.json()["choices"]:
+        Person.model_validate_json(choice["text"])
+
+
+NESTED = '{"items":' * 5000 + "{}" + "}" * 5000
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"guided_json": {"type": "strng"}}, "guided_json: Invalid type: strng"),
+        ({"guided_json": NESTED}, "guided_json: recursion limit exceeded"),
+        ({"guided_regex": "("}, "guided_regex: "),
+        ({"guided_regex": "(?=a)b"}, "guided_regex: "),
+        ({"guided_choice": []}, "guided_choice: "),
+        ({"guided_grammar": "start: x"}, "guided_grammar: "),
+        ({"guided_grammar": "start: <|no such|>"}, "guided_grammar: "),
+        ({"guided_regex": "a", "guided_choice": ["a"]}, "guided_choice: only one field may say"),
+        ({"guided_regex": "a", "ignore_eos": True}, "guided_regex: is not allowed with ignore_eos"),
+        (
+            {"structured_outputs": {"regex": "a", "choice": ["b"]}},
+            "structured_outputs.choice: only",
+        ),
+        ({"structured_outputs": {"structural_tag": "{}"}}, "structural_tag: unknown field"),
+        ({"structured_outputs": {"disable_fallback": True}}, "disable_fallback: unknown field"),
+        ({"response_format": {"type": "structural_tag"}}, "response_format.type: "),
+        ({"response_format": {"type": "json_schema"}}, "json_schema is to be given with"),
+        ({"response_format": named({"$ref": "http://localhost/x"})}, "response_format: "),
+        ({"structural_tag": "x"}, "structural_tag: is not supported"),
+        ({"guided_whitespace_pattern": " *"}, "guided_whitespace_pattern: is not supported"),
+    ],
+)
+def test_what_cannot_be_had_is_refused(
+    http: httpx.Client, fields: dict[str, Any], message: str
+) -> None:
+    answer = http.post("/v1/completions", json={"prompt": "a", **fields})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert message in error["message"]
+    assert "\n" not in error["message"]
+    assert error["type"] == "invalid_request_error"
+
+
+def test_the_server_is_well_after_all_that(http: httpx.Client) -> None:
+    assert http.get("/health").status_code == 200
+
+
+def test_it_is_described(http: httpx.Client) -> None:
+    described = http.get("/openapi.json").json()["components"]["schemas"]
+    assert "response_format" in described["ChatBody"]["properties"]
+    assert "json" in described["StructuredOutputs"]["properties"]
