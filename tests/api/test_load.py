@@ -173,3 +173,45 @@ def test_an_engine_killed_under_a_whole_answer() -> None:
     assert answer.status_code == 503
     assert int(answer.headers["Retry-After"]) >= 1
     assert "the engine process died" in answer.json()["error"]["message"]
+
+
+def test_a_request_that_would_wait_too_long_is_refused_at_once() -> None:
+    """Its timeout is shorter than the queue before it: 429 now, and not 504 later."""
+    few = {"admission": {"name": "vllm_v1", "options": {"max_num_seqs": 1}}}
+    body = {"prompt": "a", "max_tokens": 10, "ignore_eos": True}
+    with (
+        running_server(serve_config(few), SLOW_FACTORY) as server,
+        httpx.Client(base_url=server.url, timeout=60) as http,
+        ThreadPoolExecutor(30) as pool,
+    ):
+
+        def ask(**fields: Any) -> httpx.Response:
+            return http.post("/v1/completions", json={**body, **fields})
+
+        asked = [pool.submit(ask) for _ in range(30)]
+        eventually(lambda: sum(done.done() for done in asked) >= 10)
+        refused = ask(timeout=0.2)
+        assert refused.status_code == 429
+        assert "may not wait longer than 0.2 s" in refused.json()["error"]["message"]
+        assert int(refused.headers["Retry-After"]) >= 1
+        assert all(done.result(60).status_code == 200 for done in asked)
+
+
+@pytest.mark.slow
+def test_clients_that_wait_as_told_are_all_served() -> None:
+    """OpenAI's own client heeds `Retry-After`, and tries again twice."""
+    few = {"admission": {"name": "vllm_v1", "options": {"max_num_seqs": 2}}}
+    config = serve_config(few, served_model_name="toy", max_waiting_requests=16)
+    with (
+        running_server(config, SLOW_FACTORY) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", timeout=60) as ai,
+        ThreadPoolExecutor(48) as pool,
+    ):
+
+        def ask(number: int) -> str | None:
+            made = ai.completions.create(model="toy", prompt="abc", max_tokens=20)
+            return made.choices[0].finish_reason
+
+        assert set(pool.map(ask, range(48))) == {"length"}
+        found = samples(httpx.get(f"{server.url}/metrics").text)
+        assert found["penstock:request_success_total"] == 48

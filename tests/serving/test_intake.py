@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 
-from penstock.serving import intake
-from penstock.serving.intake import QueueFull, QueueWait, Shares, WaitingRoom
+from penstock.serving.intake import QueueFull, Shares, WaitingRoom
 
 
 def test_one_client_leaves_as_much_as_it_holds() -> None:
@@ -43,7 +43,8 @@ def test_a_limit_of_its_own_takes_the_place_of_the_share() -> None:
 
 
 def test_requests_leave_once() -> None:
-    room = WaitingRoom(4)
+    times = itertools.count(0, 10)
+    room = WaitingRoom(4, clock=lambda: next(times))
     room.enter("a", ["a1", "a2"])
     with pytest.raises(QueueFull, match="2 requests are waiting already, of at most 4, 2 of them"):
         room.enter("a", ["a3"])
@@ -55,41 +56,6 @@ def test_requests_leave_once() -> None:
         room.enter("a", ["a3", "a4"])
     room.leave(["a2", "b1"])
     room.enter("a", ["a3", "a4"])
-
-
-class _Clock:
-    now = 0.0
-
-    def monotonic(self) -> float:
-        return self.now
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> _Clock:
-    made = _Clock()
-    monkeypatch.setattr(intake, "time", made)
-    return made
-
-
-def test_a_queue_takes_as_long_as_its_length_over_the_rate(clock: _Clock) -> None:
-    departures = QueueWait()
-    for _ in range(1000):
-        clock.now += 0.1
-        departures.add()
-    assert departures.seconds_for(40) == pytest.approx(4, rel=0.02)
-    assert departures.seconds_for(400) == pytest.approx(40, rel=0.02)
-
-
-def test_a_queue_that_stands_still_takes_ever_longer(clock: _Clock) -> None:
-    departures = QueueWait()
-    for _ in range(10):
-        clock.now += 0.1
-        departures.add()
-    moving = departures.seconds_for(10)
-    clock.now += 20
-    assert departures.seconds_for(10) > 10 * moving
-    clock.now += 20
-    assert departures.seconds_for(10) == 60
 
 
 @pytest.mark.parametrize(("seconds", "told"), [(0.0, 1), (7.5, 7.5), (1e9, 60)])

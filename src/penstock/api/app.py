@@ -118,6 +118,7 @@ class Service:
         self.model_name = config.served_model_name or config.engine.target_name
         self.started_at = int(time.time())
         self._timeout_s = config.request_timeout_s
+        self._max_wait_s = config.max_wait_s
         self.metrics = Metrics(self.model_name)
         self.prepare = RequestBuilder(
             self.model_name,
@@ -166,7 +167,9 @@ class Service:
         """Run the choices. Raises: ApiError."""
         limits = [t for t in (body.timeout, self._timeout_s) if t is not None]
         deadline = asyncio.get_running_loop().time() + min(limits) if limits else None
-        job = await Generation.start(self.client, self.metrics, choices, caller.client, deadline)
+        job = await Generation.start(
+            self.client, self.metrics, choices, caller.client, deadline, self._max_wait_s
+        )
         if body.stream:
             return EventStream(job, form, body)
         return await collected(job, form, http)

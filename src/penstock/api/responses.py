@@ -238,14 +238,18 @@ class Generation(AbstractContextManager["Generation"]):
         choices: Sequence[ResponseChoice],
         asker: str,
         deadline: float | None,
+        max_wait_s: float | None,
     ) -> Self:
         """Hand the choices' requests to the engine. asker: the client whose they are. deadline: of
-        the event loop's clock. Raises: ApiError if it cannot take them."""
+        the event loop's clock. max_wait_s: until they begin. Raises: ApiError if it cannot take
+        them."""
+        left_s = None if deadline is None else deadline - asyncio.get_running_loop().time()
+        limits = [limit for limit in (left_s, max_wait_s) if limit is not None]
         requests = [choice.request for choice in choices]
         meters = [RequestMeter(metrics, request) for request in requests]
         with _as_api_errors():
             async with asyncio.timeout_at(deadline):
-                stream = await client.submit(asker, requests)
+                stream = await client.submit(asker, requests, min(limits, default=None))
         return cls(choices, stream, meters, deadline)
 
     def __exit__(

@@ -22,6 +22,8 @@ class ServeConfig(Model):
     metrics_keys: hashes of API keys that open `/metrics`, and so the dashboard, and nothing else.
         Without any every tenant's key does, and shows it all tenants.
     open_metrics: no key is needed for them.
+    max_wait_s: a request that would wait longer for its first token, by the rate at which others
+        get theirs, is refused with 429.
     request_timeout_s: longest time that a request may take, however long it asks for itself.
     header_timeout_s, body_timeout_s: for all of a request's head and body to come
     write_timeout_s: a client that reads nothing of its answer for so long has its request cancelled
@@ -37,6 +39,7 @@ class ServeConfig(Model):
     max_body_bytes: int = Field(default=4 * 2**20, ge=1024)
     metrics_keys: tuple[KeyHash, ...] = ()
     open_metrics: bool = False
+    max_wait_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     request_timeout_s: float | None = Field(default=None, gt=0, allow_inf_nan=False)
     header_timeout_s: float = Field(default=10.0, gt=0, allow_inf_nan=False)
     body_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)

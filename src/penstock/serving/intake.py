@@ -6,20 +6,19 @@ import asyncio
 import contextlib
 import time
 from abc import ABC, abstractmethod
-from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Protocol, Self
 
 from penstock.core.types import FinishReason, Output, Request
 from penstock.serving.messages import EngineStats, Ready
 from penstock.serving.quotas import NotAllowed, Quotas, RateLimited
+from penstock.serving.returns import DepartureRate, Promises
 
 _READY_WAIT_S = 30.0
 _STOPPED = "the server was stopped before this request was finished"
-_WINDOW_S = 30.0
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
-_COUNTED = 256
 
 
 class RequestRejected(Exception):
@@ -36,27 +35,6 @@ class EngineUnavailable(RequestRejected):
 
 class QueueFull(RequestRejected):
     """Too many requests wait already."""
-
-
-class QueueWait:
-    """When requests left a queue, for how long those in it will wait."""
-
-    def __init__(self) -> None:
-        self._times: deque[float] = deque(maxlen=_COUNTED)
-
-    def add(self) -> None:
-        """One has left."""
-        self._times.append(time.monotonic())
-
-    def seconds_for(self, num_requests: int) -> float:
-        """Until so many have left, at the rate of the last departures; the longest time that is
-        ever told where there were none lately."""
-        now = time.monotonic()
-        while self._times and now - self._times[0] > _WINDOW_S:
-            self._times.popleft()
-        if not self._times:
-            return _LONGEST_S
-        return num_requests * (now - self._times[0]) / len(self._times)
 
 
 def network_of_host(host: str) -> str:
@@ -90,7 +68,11 @@ class Shares:
         self._held: Counter[str] = Counter()
 
     def held_by(self, client: str) -> int:
-        return self._held[client]
+        return self._held.get(client, 0)
+
+    def has_limit(self, client: str) -> bool:
+        """Whether a client has a limit of its own, which others' places do not move."""
+        return client in self.limits
 
     def most_of(self, client: str) -> int:
         """What a client may hold while nobody else holds anything."""
@@ -98,7 +80,7 @@ class Shares:
 
     def take(self, client: str, num: int) -> bool:
         """Take places, or none if there are not enough for this client."""
-        held, free = self._held[client] + num, self.size - self.num_taken - num
+        held, free = self.held_by(client) + num, self.size - self.num_taken - num
         if free < 0 or held > self.limits.get(client, max(free, 1)):
             return False
         self._held[client] = held
@@ -113,12 +95,23 @@ class Shares:
 
 
 class WaitingRoom:
-    """Requests that have had no output yet. size: most of them at once; limits: by client."""
+    """Requests that have had no output yet. size: most of them at once; limits: by client; clock:
+    in seconds.
 
-    def __init__(self, size: int, limits: Mapping[str, int] | None = None) -> None:
+    Who is refused is told when to come again, and finds a place then.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        limits: Mapping[str, int] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._places = Shares(size, limits)
         self._client_of: dict[str, str] = {}
-        self._queue_wait = QueueWait()
+        self._num_of: Counter[str] = Counter()
+        self._rate = DepartureRate(clock)
+        self._promises = Promises(self._places, max(size // 2, 1), clock)
 
     def most_of(self, client: str) -> int:
         """Requests of a client that can ever wait at once."""
@@ -128,21 +121,42 @@ class WaitingRoom:
         """Other limits by client. Who holds more than that keeps it, and gets no more."""
         self._places.limits = limits
 
-    def enter(self, client: str, request_ids: Sequence[str]) -> None:
-        """Raises: QueueFull."""
-        places = self._places
-        if not places.take(client, len(request_ids)):
+    def enter(self, client: str, request_ids: Sequence[str], within_s: float | None = None) -> None:
+        """within_s: how long they may wait; those that would wait longer, by the rate at which this
+        client's others begin, are refused at once. Raises: QueueFull."""
+        num, waiting = len(request_ids), self._num_of.get(client, 0)
+        self._promises.hold_places()
+        self._promises.keep(client)
+        if within_s is not None and waiting and self._rate.is_known:
+            wait_s = (waiting + num) * self._rate.seconds_of(client, len(self._num_of))
+            if wait_s > within_s:
+                raise QueueFull(
+                    f"a request would begin after about {wait_s:.1f} s, and this one may not wait "
+                    f"longer than {within_s:.3g} s; try again later",
+                    self._come_again(client, num, wait_s - within_s),
+                )
+        if not self._places.take(client, num):
             raise QueueFull(
-                f"{places.num_taken} requests are waiting already, of at most {places.size}, "
-                f"{places.held_by(client)} of them from this client; try again later",
-                self._queue_wait.seconds_for(places.num_taken),
+                f"{len(self._client_of)} requests are waiting already, of at most "
+                f"{self._places.size}, {waiting} of them from this client; try again later",
+                self._come_again(client, num),
             )
         self._client_of.update(dict.fromkeys(request_ids, client))
+        self._num_of[client] += num
+        self._rate.watch(True)
+
+    def _come_again(self, client: str, num: int, soonest_s: float = 0.0) -> float:
+        """Seconds after which so many requests of a client should find places."""
+        each_s = self._rate.seconds_each()
+        own_s = each_s
+        if self._places.has_limit(client):
+            own_s = self._rate.seconds_of(client, len(self._num_of))
+        return self._promises.make(client, num, soonest_s, own_s, each_s)
 
     def answered(self, request_id: str) -> None:
         """A request has an output; it need not be its first."""
         if request_id in self._client_of:
-            self._queue_wait.add()
+            self._rate.add(self._client_of[request_id])
             self.leave([request_id])
 
     def leave(self, request_ids: Iterable[str]) -> None:
@@ -151,6 +165,10 @@ class WaitingRoom:
             client = self._client_of.pop(request_id, None)
             if client is not None:
                 self._places.release(client, 1)
+                self._num_of[client] -= 1
+                if not self._num_of[client]:
+                    del self._num_of[client]
+        self._rate.watch(bool(self._client_of))
 
 
 class OutputSink(Protocol):
@@ -266,12 +284,14 @@ class RequestClient(ABC):
         """Requests that have not finished."""
         return len(self._sinks)
 
-    async def submit(self, client: str, requests: Sequence[Request]) -> OutputStream:
+    async def submit(
+        self, client: str, requests: Sequence[Request], within_s: float | None = None
+    ) -> OutputStream:
         """Have requests made, after waiting a while for an engine that is away. client: whose
-        places in the waiting room they take. Raises: QueueFull, EngineUnavailable, RateLimited,
-        NotAllowed."""
+        places in the waiting room they take; within_s: as there. Raises: QueueFull,
+        EngineUnavailable, RateLimited, NotAllowed."""
         ids = [request.id for request in requests]
-        self._enter(client, requests)
+        self._enter(client, requests, within_s)
         try:
             await self._wait_until_ready()
         except BaseException:
@@ -308,12 +328,14 @@ class RequestClient(ABC):
             await asyncio.wait_for(self._idle.wait(), grace_s)
         self._fail_all(_STOPPED)
 
-    def _enter(self, client: str, requests: Sequence[Request]) -> None:
+    def _enter(
+        self, client: str, requests: Sequence[Request], within_s: float | None = None
+    ) -> None:
         """Raises: QueueFull, RateLimited, NotAllowed."""
         ids = [request.id for request in requests]
         reason = "queue_full"
         try:
-            self.room.enter(client, ids)
+            self.room.enter(client, ids, within_s)
             reason = "rate_limit"
             self.quotas.take(requests)
         except (QueueFull, RateLimited, NotAllowed) as error:
