@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -159,7 +160,8 @@ def test_without_a_drafter_all_is_the_targets(page: Page, family: RunningServer)
 
 def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServer) -> None:
     visit(page, slow_server.url, "playground")
-    page.type("#max-tokens", "400")
+    choose_drafter(page, "none")
+    page.type("#max-tokens", "450")
     page.type("#prompt", "one two three")
     page.click("#send")
     page.until(lambda: len(tokens(page)) > 5)
@@ -167,7 +169,7 @@ def test_an_answer_is_shown_while_it_comes(page: Page, slow_server: RunningServe
     page.click("#stop")
     page.until(lambda: page.one("#send").is_enabled())
     assert page.text("#chat-error") == "Stopped."
-    assert 5 < len(tokens(page)) < 400
+    assert 5 < len(tokens(page)) < 450
     page.click("#clear")
     assert tokens(page) == []
 
@@ -302,6 +304,11 @@ def test_plots_have_scales(page: Page, server: RunningServer) -> None:
 
 
 def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> None:
+    def steps() -> str:
+        """The legend of a step's parts, which has their seconds while there are steps."""
+        answer_of(family.url, QUESTION, "draft-tiny", max_tokens=40)
+        return " ".join(page.text("#step-key").split())
+
     visit(page, family.url)
     for seed in range(3):
         answer_of(family.url, QUESTION, "draft-tiny", seed=seed, max_tokens=40)
@@ -316,6 +323,8 @@ def test_figures_are_those_of_the_server(page: Page, family: RunningServer) -> N
     assert cell.text == f"{share}%"
     assert "8,192 tokens" in page.text("#kv-of")
     page.until(lambda: "100%" in page.text("#tenants"))
+    page.until(lambda: page.text("#ttft").endswith("s"))
+    page.until(lambda: re.fullmatch(r"plan [\d.]+ ms draft [\d.]+ ms receive .*", steps()))
 
 
 # --- keys ---------------------------------------------------------------------------------------

@@ -125,6 +125,32 @@ def test_metrics_tell_drafters_apart(real_server: RunningServer) -> None:
     assert by_drafter("spec_decode_num_accepted_tokens_per_pos_total") == accepted
 
 
+def test_metrics_tell_where_the_time_of_a_step_goes(real_server: RunningServer) -> None:
+    def figures() -> dict[str, float]:
+        text = httpx.get(f"{real_server.url}/metrics", timeout=60).text
+        return {
+            sample.labels.get("phase", sample.labels.get("kind", sample.name)): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if family.name.removeprefix("penstock:")
+            in ("target_step_seconds", "engine_busy_seconds", "kv_cache_fluid_tokens",
+                "kv_cache_capacity_tokens")
+        }  # fmt: skip
+
+    before = figures()
+    for _ in range(3):
+        complete(real_server, "near", temperature=0)
+    after = figures()
+    grown = {name: after[name] - before[name] for name in before if name in after}
+    busy = grown["penstock:engine_busy_seconds_total"]
+    parts = [grown[name] for name in ("plan", "draft", "batch", "verify")]
+    assert all(seconds > 0 for seconds in parts)
+    assert 0.5 * busy < sum(parts) <= busy
+    assert grown["receive"] == 0, "there is no draft server"
+    assert after["penstock:kv_cache_capacity_tokens"] == 4096
+    assert 0 < after["mean"] < after["bound"]
+
+
 def test_choices_of_one_seed_differ_and_come_again(real_server: RunningServer) -> None:
     first, second = (complete(real_server, "auto", seed=3, n=2)["choices"] for _ in range(2))
     assert [c["text"] for c in first] == [c["text"] for c in second]

@@ -222,13 +222,12 @@ class LocalExecutor(ABC):
                 recalled.append((item.request_id, Draft(tokens, [-1] * len(tokens)), None))
             elif held is not None and item.source is DraftSource.HELD:
                 recalled.append((item.request_id, *held))
-        now = self._clock.now()
         return StepJob(
             plan,
             {i: self._texts[i] for i in ids},
             [self._lanes.models[m].take() for m in sorted(models)],
             recalled,
-            self.remote.oldest(plan.items, now) if plan.items else None,
+            self.remote.oldest(plan.items),
             self.num_threads,
         )
 

@@ -49,12 +49,13 @@ class RemoteOrders:
         sent, self._sent = self._sent, []
         return sent
 
-    def oldest(self, items: Sequence[VerifyItem], now: float) -> float:
-        """When the first of the orders went out that the decoding items of a step waited for;
-        `now` without any."""
-        sent = [(self._sent_at.pop(i.request_id, now), i.num_scheduled_tokens) for i in items]
+    def oldest(self, items: Sequence[VerifyItem]) -> float | None:
+        """When the first of the orders went out that the decoding items of a step waited for; None
+        without any."""
+        sent = [(self._sent_at.pop(i.request_id, None), i.num_scheduled_tokens) for i in items]
         # One that prefills has been preempted meanwhile: it waited for memory.
-        return min((at for at, num_tokens in sent if num_tokens == 1), default=now)
+        waited = (at for at, num_tokens in sent if at is not None and num_tokens == 1)
+        return min(waited, default=None)
 
     def forget(self, request_id: str) -> None:
         self._known.discard(request_id)

@@ -1,26 +1,32 @@
 // What /metrics says, now and over the last minutes.
 
-const HISTORY = 120;
+/** Snapshots, one a second: a little more than a quantile looks back. */
+const HISTORY = 65;
 const KEPT_S = 300;
 export const RATE_S = 5, QUANTILE_S = 60;
 
-/** Exposition text to a map from metric name to [{labels, value}]. */
+/** Exposition text to a map from metric name to [{labels, value}]. Histograms are those of all
+ * tenants together: of a thousand tenants their buckets would be too many to keep. */
 export function parse(text) {
-  const metrics = new Map();
+  const metrics = new Map(), buckets = new Map();
   for (const line of text.split("\n")) {
     const found = /^([a-z_:][\w:]*)(?:\{(.*)\})?\s+(\S+)$/i.exec(line);
     if (!found) continue;
     const labels = {};
     for (const [, name, value] of (found[2] ?? "").matchAll(/(\w+)="((?:[^"\\]|\\.)*)"/g))
       labels[name] = value.replace(/\\(.)/g, (_, c) => (c === "n" ? "\n" : c));
-    const name = found[1].replace("penstock:", "");
+    const name = found[1].replace("penstock:", ""), value = Number(found[3].replace("Inf", "Infinity"));
     if (!metrics.has(name)) metrics.set(name, []);
-    metrics.get(name).push({ labels, value: Number(found[3].replace("Inf", "Infinity")) });
+    const bucket = buckets.get(`${name} ${labels.le}`);
+    if (bucket !== undefined) { bucket.value += value; continue; }
+    const made = labels.le === undefined ? { labels, value } : { labels: { le: labels.le }, value };
+    if (labels.le !== undefined) buckets.set(`${name} ${labels.le}`, made);
+    metrics.get(name).push(made);
   }
   return metrics;
 }
 
-/** Snapshots of the last two minutes, in order. */
+/** Snapshots of the last minute, in order. */
 export class Figures {
   #history = [];
 

@@ -148,6 +148,7 @@ export class Playground {
   #work(isAtWork) {
     $("send").disabled = isAtWork;
     $("stop").disabled = !isAtWork;
+    $("turns").setAttribute("aria-busy", isAtWork);
   }
 }
 
