@@ -159,11 +159,22 @@ def test_a_draft_behind_a_short_catch_up_tells_the_price_of_its_tokens(num_unrea
         assert times.curve_of("d")(batch) == pytest.approx(1e-3)
 
 
-def test_a_step_of_a_drafter_is_never_taken_for_reading_alone() -> None:
+def test_looked_up_tokens_take_no_steps() -> None:
+    """Of eight drafted tokens the model makes two."""
     times = Estimators().times
-    times.note_catch_up("d", 1.0)
+    assert times.steps_of("d") == 1
+    for _ in range(300):
+        step = result(TARGET, 9, 0.004, DraftTime("d", 1, 2, 1, 0.002))
+        times.observe_drafting(step._replace(verdicts=(verdict(8, 8), verdict(1, 3, "s"))))
+    assert times.steps_of("d") == pytest.approx(0.25, abs=0.01)
+    assert times.curve_of("d")(1) == pytest.approx(0.001)
+
+
+def test_where_reading_may_be_most_of_it_nothing_is_said_of_drafting() -> None:
+    times = Estimators().times
+    times.note_catch_up("d", 1e-3)
     times.observe_drafting(result(TARGET, 5, 0.004, DraftTime("d", 1, 3, 9, 0.004)))
-    assert times.curve_of("d")(1) == pytest.approx(0.004 / 4 / 3)
+    assert times.curve_of("d").is_empty
 
 
 def test_estimators_start_empty() -> None:

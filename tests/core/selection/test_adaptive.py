@@ -11,7 +11,14 @@ from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.policies.registry import make_policy
 from penstock.core.state import Drafter, RequestState
-from penstock.core.types import Request, SamplingParams
+from penstock.core.types import (
+    TARGET,
+    DraftTime,
+    Request,
+    SamplingParams,
+    StepResult,
+    Verdict,
+)
 from penstock.core.view import View
 
 SECONDS = {"small": 0.5e-3, "large": 2e-3}
@@ -44,6 +51,27 @@ def test_it_drafts_with_nobody_where_no_drafter_pays() -> None:
     assert chosen[None] > 0.95 * chosen.total()
     cheap = Machine({"small": 0.1e-3, "large": 0.2e-3})
     assert not used(play({"small": 0.6, "large": 0.7}, machine=cheap))[None]
+
+
+def test_a_chain_is_charged_for_the_tokens_that_its_model_makes() -> None:
+    """It is a little worse than the model by itself, but may look most of its tokens up."""
+
+    def chosen(looked_up: float) -> Counter[str | None]:
+        machine = Machine({"model": 4e-3, "chain": 4e-3})
+        rates = {"model": 0.76, "chain": 0.7}
+        world = Rounds(make_policy("selection", "adaptive"), machine, lambda _: rates)
+        world.drafters["chain"].is_chained = True
+        for _ in range(300):
+            drafted = Verdict("r", 0, 0, drafter="chain", num_proposed=5)
+            steps = round(5 * (1 - looked_up))
+            timed = DraftTime("chain", 8, steps, 8, 4e-3 * steps)
+            world.estimators.times.observe_drafting(
+                StepResult(0, TARGET, 0.0, 0.0, verdicts=(drafted,), draft_times=(timed,))
+            )
+        return used(world.run(300))
+
+    assert chosen(0.8).most_common(1)[0][0] == "chain"
+    assert chosen(0.0).most_common(1)[0][0] == "model"
 
 
 def test_what_is_learned_within_a_request_moves_it() -> None:

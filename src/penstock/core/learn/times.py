@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import numpy as np
@@ -20,6 +20,9 @@ Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 _CATCH_UP_WEIGHT = 0.1
 _MIN_CATCH_UP_TOKENS = 16
 """Tokens a request from which on a catch-up is a measurement of reading."""
+_STEPS_WEIGHT = 0.02
+_MOST_READING = 0.3
+"""Share of a drafter's time up to which its reading is subtracted."""
 _USUALLY_UNREAD = 2
 """Tokens a request."""
 _MOST_OVERHEAD_S = 2e-3
@@ -55,6 +58,7 @@ class Times:
         self._links = links
         self._by_drafter: dict[str, StepTimeCurve] = {}
         self._catch_up: dict[str, float] = {}
+        self._steps: dict[str, float] = {}
         self._last_end = math.inf
         self._gap = -math.inf
         self._last_gap = 0.0
@@ -82,6 +86,11 @@ class Times:
     def catch_up_of(self, drafter: str) -> float:
         """Seconds for each token of verified text that it reads; 0 while not measured."""
         return self._catch_up.get(drafter, 0.0)
+
+    def steps_of(self, drafter: str) -> float:
+        """Of a drafter, for each token of its longest draft: fewer than 1 where look-up comes
+        first."""
+        return self._steps.get(drafter, 1.0)
 
     def note_catch_up(self, drafter: str, seconds_per_token: float) -> None:
         """Take in a measurement."""
@@ -129,19 +138,27 @@ class Times:
                 beyond = self.profile.seconds(work)
                 beyond -= self.profile.seconds(work._replace(num_draft_tokens=0))
                 self.drafting += _DRAFTING_WEIGHT * (result.phases.draft + beyond - self.drafting)
+        longest: dict[str, int] = {}
+        for drafter, num in _drafted(result) if result.draft_times else ():
+            longest[drafter] = max(num, longest.get(drafter, 0))
         for timed in result.draft_times:
+            num = longest.get(timed.drafter, 0)
+            if num:
+                known = self.steps_of(timed.drafter)
+                self._steps[timed.drafter] = known + _STEPS_WEIGHT * (timed.steps / num - known)
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
             if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:
                 drafting = timed.steps * self.curve_of(timed.drafter)(timed.batch)
                 reading = max(0.0, timed.seconds - drafting)
                 self.note_catch_up(timed.drafter, reading / timed.num_catch_up_tokens)
             elif timed.steps:
-                # The first step reads what a round usually leaves unread, and what is beyond that.
+                # The first step reads what a round usually leaves unread, and what is beyond that:
+                # where that may be much of the time nothing is said of drafting.
                 beyond = max(0, timed.num_catch_up_tokens - _USUALLY_UNREAD * timed.batch)
                 reading = beyond * self.catch_up_of(timed.drafter)
-                # It takes no less by itself than the other steps do.
-                drafting = max(timed.seconds - reading, timed.seconds / (1 + timed.steps))
-                self.curve_of(timed.drafter).observe(timed.batch, drafting / timed.steps)
+                if reading <= _MOST_READING * timed.seconds:
+                    drafting = (timed.seconds - reading) / timed.steps
+                    self.curve_of(timed.drafter).observe(timed.batch, drafting)
 
     def _observe_overhead(self, result: StepResult) -> None:
         pause = self._gap + result.phases.other
@@ -158,6 +175,15 @@ class Times:
         self._num_plain += not has_drafts
         # What is not measured any more must not keep drafts away for good.
         self.draft_overhead *= _DRAFT_OVERHEAD_DECAY
+
+
+def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:
+    """Drafters of a step, and the lengths of their drafts."""
+    for verdict in result.verdicts:
+        if verdict.drafter is not None:
+            yield verdict.drafter, verdict.num_proposed
+    for ready in result.drafts:
+        yield ready.drafter, ready.num_draft_tokens
 
 
 def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> StepWork:

@@ -165,7 +165,7 @@ class Confident(Throughput):
         if not all(view.drafters[c.drafter].stops_early for c in candidates):
             return super().allocate(candidates, view)
         grants = [Grant(0)] * len(candidates)
-        who = tuple((c.state.request.id, c.drafter) for c in candidates)
+        who = {(c.state.request.id, c.drafter) for c in candidates}
         if who == self._idle and self._num_idle < _IDLE_ROUNDS:
             self._num_idle += 1
             self._record.expect(self._round((), view))
@@ -173,7 +173,7 @@ class Confident(Throughput):
         price = self._price = self._next_price(candidates, view)
         members = self._members(candidates, view)
         self._record.expect(self._round(members, view))
-        self._idle, self._num_idle = () if members else who, 1
+        self._idle, self._num_idle = set() if members else who, 1
         lengths = self._lengths(candidates, members, view) if members else {}
         for index, length in lengths.items():
             state, drafter = candidates[index].state, candidates[index].drafter

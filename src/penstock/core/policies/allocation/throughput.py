@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+import numpy as np
+
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.reading import reading_seconds
@@ -27,6 +29,8 @@ _LEAST_OVERHEAD_S = 1e-6
 _IDLE_ROUNDS = 8
 """Where nothing was worth drafting for some requests, it is looked at again after so many steps of
 the same requests: their estimates hardly move meanwhile."""
+_FEW = 0.125
+"""Share of them that may be others."""
 _TRIAL_TOKENS = 4
 """Draft tokens of a trial."""
 
@@ -49,29 +53,35 @@ class Throughput(AllocationPolicy):
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._idle: tuple[tuple[str, str], ...] = ()
+        self._idle: set[tuple[str, str]] = set()
         self._num_idle = 0
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
-        drafting = tuple((c.state.request.id, c.drafter) for c in candidates)
-        if drafting == self._idle and self._num_idle < _IDLE_ROUNDS:
+        drafting = {(c.state.request.id, c.drafter) for c in candidates}
+        if self._num_idle < _IDLE_ROUNDS and self._are_those_of_before(drafting):
             self._num_idle += 1
             return [Grant(0)] * len(candidates)
         step = _Step(candidates, view)
-        purchases = self._purchases(candidates, step)
         lengths = [0] * len(candidates)
-        for _, index, length in purchases[: self._num_worthwhile(purchases, step)]:
-            lengths[index] = length
-        # What weighs its sources itself is granted all that there is room for, in every round.
-        for _, index, length in purchases if any(step.is_chained) else ():
-            if step.is_chained[index]:
+        if any(step.is_chained) or step.could_pay(self.options.k_max, self.options.margin):
+            purchases = self._purchases(candidates, step)
+            for _, index, length in purchases[: self._num_worthwhile(purchases, step)]:
                 lengths[index] = length
-        fade_unused(candidates, lengths, view, self._num_idle or 1, step.trial)
-        self._idle, self._num_idle = () if any(lengths) else drafting, 1
+            # What weighs its sources itself is granted all that there is room for, in every round.
+            for _, index, length in purchases if any(step.is_chained) else ():
+                if step.is_chained[index]:
+                    lengths[index] = length
+        fade_unused(candidates, lengths, view, self._num_idle or 1, step.trials)
+        self._idle, self._num_idle = set() if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]
+
+    def _are_those_of_before(self, drafting: set[tuple[str, str]]) -> bool:
+        """Nearly, of whom nothing was worth drafting: in a large batch there is often a new one."""
+        most = len(self._idle) * _FEW
+        return len(drafting - self._idle) <= most and len(self._idle - drafting) <= most
 
     def _purchases(self, candidates: Sequence[DraftCandidate], step: _Step) -> list[Purchase]:
         """What the budget can buy, likeliest first: minus the probability that the draft token is
@@ -111,7 +121,8 @@ class _Step:
     """
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
-        times, room = view.learn.times, view.room
+        learn, room = view.learn, view.room
+        times, acceptance = learn.times, learn.acceptance
         self.view = view
         self.is_chained = [_is_chained(c, view) for c in candidates]
         self.tokens = float(room.num_sampled)
@@ -119,11 +130,11 @@ class _Step:
         self._verify = times.target
         self._prefill = times.target(room.num_rows) - times.target(room.num_sampled)
         self._positions = float(room.num_rows)
-        found = view.learn.acceptance.found
-        self._found = [found(c.state.request.id, c.drafter) for c in candidates]
+        self._rates = [acceptance.mean(c.state.request.id, c.drafter) for c in candidates]
+        self._found = [acceptance.found(c.state.request.id, c.drafter) for c in candidates]
         # Beside the target reading keeps nobody waiting.
-        self._reading_each = [
-            0.0 if chained or c.drafter in view.beside else self._reading_a_round(c)
+        self._unread = [
+            0.0 if chained or c.drafter in view.beside else reading_seconds(c, view)
             for c, chained in zip(candidates, self.is_chained, strict=True)
         ]
         self._reading = 0.0
@@ -132,10 +143,23 @@ class _Step:
         self._host = host + times.draft_overhead
         self.seconds = self._plain = round_seconds(times.target(room.num_sampled), host=host)
 
+    def could_pay(self, k_max: int, margin: float) -> bool:
+        """Whether any drafts could, were all tokens as likely to be accepted as the likeliest one,
+        and made in one step of the fastest drafter: mostly that says no where none pays."""
+        most = min(self.view.room.budget, k_max * len(self._candidates))
+        acceptance, best = self.view.learn.acceptance, 0.0
+        for candidate, rate in zip(self._candidates, self._rates, strict=True):
+            best = max(best, acceptance.shape_of(candidate.drafter).survival(rate, 1)[0])
+        bought = np.arange(most + 1)
+        verify = self._verify.at(self.view.room.num_rows + bought) - self._prefill
+        seconds = round_seconds(verify, inside=self._draft.least, host=self._host)
+        rates = (self.tokens + best * bought) / seconds
+        return bool(rates.max() > (1 + margin) * self.tokens / self.seconds)
+
     def buy(self, index: int, length: int, survival: float) -> None:
         """Let a candidate's draft be so long."""
-        if length == 1:
-            self._reading += self._reading_each[index]
+        if length == 1 and self._unread[index]:
+            self._reading += self._reading_a_round(index)
         # A drafter that has no draft takes its time even so.
         self.tokens += survival * self._found[index]
         self._positions += self._found[index]
@@ -146,27 +170,25 @@ class _Step:
     def survival(self, index: int, longest: int) -> list[float]:
         """Of the draft tokens of a candidate, before anything is bought; of none whose reading
         takes longer than all of them can save."""
-        candidate = self._candidates[index]
-        request_id, drafter = candidate.state.request.id, candidate.drafter
-        survival = self.view.learn.acceptance.survival(request_id, drafter, longest)
-        reading = self._reading_each[index]
-        saved = self._found[index] * sum(survival) * self._plain / self.tokens if reading else 0.0
-        return survival if saved >= reading else []
+        shape = self.view.learn.acceptance.shape_of(self._candidates[index].drafter)
+        survival = shape.survival(self._rates[index], longest)
+        if not self._unread[index]:
+            return survival
+        saved = self._found[index] * sum(survival) * self._plain / self.tokens
+        return survival if saved >= self._reading_a_round(index) else []
 
-    def trial(self, candidate: DraftCandidate) -> float:
-        """Steps without drafts that it would take to find out about a candidate's drafts."""
-        drafting = _TRIAL_TOKENS * self.view.learn.times.curve_of(candidate.drafter)(1)
-        return (reading_seconds(candidate, self.view) + drafting) / self._plain
+    @property
+    def trials(self) -> list[float]:
+        """Steps without drafts that it would take to find out about each candidate's drafts."""
+        drafting = _TRIAL_TOKENS * self._draft.least
+        return [(unread + drafting) / self._plain for unread in self._unread]
 
-    def _reading_a_round(self, candidate: DraftCandidate) -> float:
+    def _reading_a_round(self, index: int) -> float:
         """Seconds, over the rounds that the request is expected to take with its drafts."""
-        seconds = reading_seconds(candidate, self.view)
-        if not seconds:
-            return 0.0
-        state, learn = candidate.state, self.view.learn
-        left = learn.lengths.remaining(state.num_output_tokens, state.num_remaining_tokens)
-        rejected = 1 - learn.acceptance.mean(state.request.id, candidate.drafter)
-        return seconds / max(1.0, left * rejected)
+        state = self._candidates[index].state
+        lengths = self.view.learn.lengths
+        left = lengths.remaining(state.num_output_tokens, state.num_remaining_tokens)
+        return self._unread[index] / max(1.0, left * (1 - self._rates[index]))
 
 
 def _is_chained(candidate: DraftCandidate, view: View) -> bool:
@@ -186,6 +208,8 @@ class _DraftSeconds:
         self._inside = 0.0
         self._longest = 0.0
         self._curves = {d: curve_of(d) for d in drafters}
+        self.least = min(curve(1) for curve in self._curves.values()) if drafters else 0.0
+        """Of a draft of one token, with the fastest of them."""
         self._seconds = dict.fromkeys(drafters, 0.0)
         self._batch = dict.fromkeys(drafters, 0)
         self._steps = dict.fromkeys(drafters, 0)

@@ -28,7 +28,7 @@ import numpy.typing as npt
 
 from penstock.core.learn import Estimators
 from penstock.core.learn.prior import AcceptancePrior, Belief, mean_rate
-from penstock.core.learn.times import round_seconds
+from penstock.core.learn.times import Times, round_seconds
 from penstock.core.policies.options import (
     LONGEST_DRAFT,
     NonNegativeFloat,
@@ -242,7 +242,7 @@ class Adaptive(SelectionPolicy):
         return {
             n: d
             for n, d in drafters.items()
-            if _least_per_token(steps, times.curve_of(n)(sharing), tokens) < most
+            if _least_per_token(steps, _token_seconds(d, sharing, times), tokens) < most
         }
 
     def _rates(self, state: RequestState, known: _Known) -> FloatArray:
@@ -283,15 +283,16 @@ class Adaptive(SelectionPolicy):
             name = drafter.name
             survival = view.learn.acceptance.shape_of(name).survival(rate, limit)
             tokens = list(accumulate(survival, initial=1.0))[1:]
-            curve = step_times.curve_of(name)
             users = view.loads.get(name, 0) + (state.drafter != name)
             users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
             # Inside a step all wait for a drafter; beside it only those that use it.
             share = 1.0 if view.is_beside(drafter) else sharing / users
-            per_token = _least_per_token(steps, curve(users) * share, tokens)
+            drafting = share * _token_seconds(drafter, users, step_times)
+            per_token = _least_per_token(steps, drafting, tokens)
             if name != state.drafter:
                 per_token *= 1 + self.options.margin
-            gained.append(base - _least_per_token(steps, curve(sharing), tokens))
+            drafting = _token_seconds(drafter, sharing, step_times)
+            gained.append(base - _least_per_token(steps, drafting, tokens))
             saved.append(remaining * (base - per_token))
         return saved, gained
 
@@ -492,6 +493,12 @@ def _least_per_token(steps: Sequence[float], drafting: float, tokens: Sequence[f
     return min(
         (s + drafting * n) / t for n, (s, t) in enumerate(zip(steps, tokens, strict=True), 1)
     )
+
+
+def _token_seconds(drafter: Drafter, batch: int, times: Times) -> float:
+    """Of a draft token. A chain's looked-up tokens take no time."""
+    seconds = times.curve_of(drafter.name)(batch)
+    return seconds * times.steps_of(drafter.name) if drafter.is_chained else seconds
 
 
 def _can_replay(drafter: Drafter, state: RequestState) -> bool:
