@@ -28,8 +28,6 @@ from benchmarks.live_engine import (
     FIRST_OVERHEAD,
     MIXED,
     by_domain,
-    load,
-    make_loop,
     target_names,
     texts_of,
 )
@@ -44,7 +42,8 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 from penstock.lab.families import OwnRow
-from penstock.lab.hindsight import NONE, Costs, KnownText, best_single, clairvoyant
+from penstock.lab.hindsight import LONGEST, NONE, Costs, KnownText, best_single, clairvoyant
+from penstock.lab.live import load, make_loop
 from penstock.lab.oracles import knows_domains, told
 from penstock.lab.statistics import FloatArray, interval
 from penstock.sim.clock import VirtualClock
@@ -66,7 +65,7 @@ LEAST = 0.98
 
 def measured_profile(engine: Engine, texts: Sequence[KnownText], temperature: float) -> StepProfile:
     """Step times of one request at a time: without drafts first, then with each drafter."""
-    loop = make_loop(engine, "single", {}, "fixed")
+    loop = make_loop(engine, PolicyConfig.of("single"), PolicyConfig.of("fixed", k=LONGEST))
     times = loop.scheduler.learn.times
     drafters = list(engine.executor.drafters)
     Contender("", loop, [NONE] * len(texts)).play(texts, 1, temperature)

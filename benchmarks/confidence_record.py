@@ -10,13 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
-from benchmarks.live_engine import TargetText, load, target_texts
+from benchmarks.live_engine import TargetText, target_texts
 from rich.progress import Progress
 
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.confidence import EDGES, Stop
 from penstock.engine.native.runner import NativeRunner
 from penstock.lab.hindsight import LONGEST
+from penstock.lab.live import load
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]

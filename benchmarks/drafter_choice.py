@@ -27,10 +27,7 @@ from typing import Any
 from benchmarks.live_engine import (
     MIXED,
     by_domain,
-    load,
-    make_loop,
     measured_costs,
-    request_of,
     target_names,
     texts_of,
     texts_of_cell,
@@ -38,12 +35,14 @@ from benchmarks.live_engine import (
 from rich.console import Console
 from rich.progress import Progress
 
+from penstock.config import PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.types import Output
 from penstock.engine.build import Engine
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
-from penstock.lab.hindsight import NONE, KnownText, Option, best_single, clairvoyant
+from penstock.lab.hindsight import LONGEST, NONE, KnownText, Option, best_single, clairvoyant
+from penstock.lab.live import load, make_loop, request_of
 from penstock.serving.offline import complete
 from penstock.zoo.registry import DOMAINS
 
@@ -132,7 +131,7 @@ def measure_cell(
     """All contenders in turn, `--repeats` times."""
     costs = measured_costs(engine)
     single = best_single(costs, texts, batch)
-    named = make_loop(engine, "single", {}, "fixed")
+    named = make_loop(engine, PolicyConfig.of("single"), PolicyConfig.of("fixed", k=LONGEST))
     everybody = [
         Contender("none", named, [NONE] * len(texts)),
         Contender("best single", named, [single] * len(texts)),
@@ -165,7 +164,7 @@ def measure_target(
         learners = {}
         for name in ("adaptive", *BASELINES):
             policy, options = BASELINES.get(name, (name, {}))
-            learners[name] = make_loop(engine, policy, options)
+            learners[name] = make_loop(engine, PolicyConfig.of(policy, **options))
             if warm and name in POLICIES:
                 Contender(name, learners[name]).play(warm, batch, args.temperature)
         for cell in args.cells:

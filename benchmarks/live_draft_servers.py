@@ -1,13 +1,14 @@
 """Eight draft servers and a verification server, live: every allocation, near and far.
 
     python -m benchmarks.live_draft_servers [--quick] [--json] [--delays 0,5,30] [--rounds 600]
-        [--total 20] [--temperature 1] [--out DIR]
+        [--total 20] [--temperature 1] [--family DIR] [--out DIR]
 
-Ten processes of one machine: the bundled target behind its own port, a draft server for each domain
-of the bundled prompts (generalists and specialists), and this one, which makes the users' requests,
-one after the other at each draft server, and delays every byte between draft servers and
-verification server by half of the round trip asked for (milliseconds). The policies share what
-cores there are with everything else; how much of them was had is in the output.
+Ten processes of one machine: the bundled target, or that of a `--family` which `penstock zoo grow`
+has made, behind its own port, a draft server for each domain of the bundled prompts (generalists
+and specialists), and this one, which makes the users' requests, one after the other at each draft
+server, and delays every byte between draft servers and verification server by half of the round
+trip asked for (milliseconds). The policies share what cores there are with everything else; how
+much of them was had is in the output.
 
 `goodspeed`'s estimates (eqs. 3 and 4) are replayed over the recorded verdicts. The simulator is
 calibrated at one round trip (5 ms, or the first) and asked about the others. `--out` keeps the
@@ -38,6 +39,7 @@ from tests.serving.links import sum_of
 
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
+from penstock.zoo.registry import WEIGHTS
 
 POLICIES = (
     ("fixed", "off"),
@@ -76,7 +78,7 @@ async def play(args: argparse.Namespace, folder: Path, progress: Progress) -> No
     async with AsyncExitStack() as stack:
         # A request waits in the draft server while there is no verification server.
         http = await stack.enter_async_context(httpx.AsyncClient(timeout=120))
-        rig = Rig(folder, http)
+        rig = Rig(folder, http, args.family)
         for link in rig.links.values():
             await stack.enter_async_context(link.running())
         stack.push_async_callback(rig.end_drafters)
@@ -264,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.add_argument("--rounds", type=int, default=600)
     options.add_argument("--total", type=int, default=20, help="draft tokens a round (C)")
     options.add_argument("--temperature", type=float, default=1.0, help="of seeded requests")
+    options.add_argument("--family", type=Path, default=WEIGHTS, help="folder of the models")
     options.add_argument("--out", type=Path, help="folder for the records")
     args = options.parse_args(arguments)
     if args.quick:

@@ -1,61 +1,34 @@
-"""The engine on the bundled family in this process: prompts, requests, schedulers over it, and what
-every drafter would have had accepted along the target's own text."""
+"""The engine on the bundled family in this process: its step times, and what every drafter would
+have had accepted along the target's own text."""
 
 from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import pickle
 from collections.abc import Sequence
-from copy import deepcopy
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from penstock.config import NGRAM, EngineConfig
-from penstock.core.kv.blocks import BlockPool
-from penstock.core.loop import Loop
-from penstock.core.policies.registry import make_policy
-from penstock.core.scheduler import Scheduler
-from penstock.core.state import Drafter
-from penstock.core.types import NO_DRAFTER, Request, SamplingParams
-from penstock.engine.build import Engine, load_engine
+from penstock.config import NGRAM
+from penstock.core.types import NO_DRAFTER
+from penstock.engine.build import Engine
 from penstock.engine.drafters.lookup import NgramIndex
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.lab.hindsight import LONGEST, Costs, KnownText
+from penstock.lab.live import request_of
 from penstock.serving.offline import complete
 from penstock.zoo.evidence import answer_logits, run_lengths
 from penstock.zoo.modeling import load_model
-from penstock.zoo.registry import DOMAINS, WEIGHTS, bundled_models, load_prompts, model_path
+from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts
 
 MIXED = "mixed"
 FIRST_OVERHEAD = 1.5e-4
 """Seconds of host work in a step, before it was measured."""
-_ids = itertools.count()
-
-
-def load(
-    target: str, batch: int, new_tokens: int, *, family: Path = WEIGHTS, **settings: Any
-) -> Engine:
-    """The engine with every drafter of a family and look-up, float32, room for so many requests;
-    `settings` as of `EngineConfig`."""
-    drafters = {n: str(c.path) for n, c in bundled_models(family).items() if c.role == "drafter"}
-    return load_engine(
-        EngineConfig(
-            target=model_path(target, family),
-            drafters={**drafters, NGRAM: NGRAM},
-            dtype="float32",
-            kv_tokens=batch * (640 + new_tokens),
-            prefix_caching=False,
-            # A native engine leaves PyTorch with one thread, which the next would take for all.
-            num_threads=os.cpu_count(),
-            **settings,
-        )
-    )
 
 
 def target_names(text: str) -> list[str]:
@@ -64,47 +37,6 @@ def target_names(text: str) -> list[str]:
     if unknown := [name for name in text.split(",") if name not in known]:
         raise argparse.ArgumentTypeError(f"{unknown[0]!r}; choose from {', '.join(known)}")
     return text.split(",")
-
-
-def request_of(
-    prompt: tuple[int, ...], seed: int, new_tokens: int, temperature: float, **fields: object
-) -> Request:
-    """A new request; `fields` as of `Request`."""
-    return Request(
-        id=f"t{next(_ids)}",
-        prompt_len=len(prompt),
-        prompt_token_ids=prompt,
-        max_tokens=new_tokens,
-        sampling=SamplingParams(temperature=temperature, seed=seed),
-        **fields,  # type: ignore[arg-type]
-    )
-
-
-def make_loop(
-    engine: Engine, selection: str, options: dict[str, Any], allocation: str = "throughput"
-) -> Loop:
-    """A scheduler of its own over the engine's executor, with what the engine has measured."""
-    pool = engine.scheduler.pool
-
-    def new_pool() -> BlockPool:
-        return BlockPool(pool.num_blocks, pool.block_size, prefix_caching=False)
-
-    pools = engine.scheduler.table.memory.pools
-    scheduler = Scheduler(
-        new_pool(),
-        [
-            Drafter(n, new_pool() if n in pools else None, stops_early=d.stops_early)
-            for n, d in engine.scheduler.table.drafters.items()
-        ],
-        admission=make_policy("admission", "vllm_v1"),
-        selection=make_policy("selection", selection, options),
-        allocation=make_policy(
-            "allocation", allocation, {"k": LONGEST} if allocation == "fixed" else {}
-        ),
-        max_model_len=engine.max_model_len,
-    )
-    scheduler.learn.times = deepcopy(engine.scheduler.learn.times)
-    return Loop(scheduler, engine.executor, engine.clock)
 
 
 def measured_costs(engine: Engine) -> Costs:

@@ -197,7 +197,9 @@ class Process:
 class Rig:
     """Eight draft servers behind links, and one verification server after the other."""
 
-    def __init__(self, folder: Path, http: httpx.AsyncClient) -> None:
+    def __init__(self, folder: Path, http: httpx.AsyncClient, family: Path) -> None:
+        """family: folder of the target and of all drafters."""
+        self._family = family
         self._config, self.record = folder / "serve.yaml", folder / "record.jsonl"
         self._http = http
         self._port, self._drafters_port = free_port(), free_port()
@@ -224,7 +226,7 @@ class Rig:
         servers = {n: {"tenant": n, "token_sha256": d} for n, d in digests.items()}
         return {
             "engine": {
-                "target": str(model_path("target-large")),
+                "target": str(model_path("target-large", self._family)),
                 "verification": "coupled",
                 "pipeline": pipeline,
                 "allocation": allocation,
@@ -244,7 +246,8 @@ class Rig:
         drafter = self._drafters[name] = Process(
             "penstock.cli",
             *("draft", "--connect", f"127.0.0.1:{self.links[name].port}"),
-            *("--model", CLIENTS[name], "--listen", "0", "--no-assignments"),
+            *("--model", str(model_path(CLIENTS[name], self._family))),
+            *("--listen", "0", "--no-assignments"),
             env={"PENSTOCK_TOKEN": self._tokens[name]},
         )
         self.urls[name] = await drafter.start("penstock: serving on ")

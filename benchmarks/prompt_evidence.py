@@ -22,12 +22,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from benchmarks.live_engine import by_domain, load, target_names, texts_of
+from benchmarks.live_engine import by_domain, target_names, texts_of
 from rich.console import Console
 from rich.progress import track
 
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.hindsight import KnownText
+from penstock.lab.live import load
 from penstock.zoo.evidence import answer_logits
 from penstock.zoo.modeling import load_model
 from penstock.zoo.registry import DOMAINS, bundled_models

@@ -20,14 +20,15 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-from benchmarks.live_engine import load, make_loop, request_of
 from rich.console import Console
 from rich.table import Table
 
+from penstock.config import PolicyConfig
 from penstock.core.loop import Loop
 from penstock.core.types import NO_DRAFTER, StepPlan, StepResult
 from penstock.engine.build import Engine
 from penstock.engine.tokenizer import load_tokenizer
+from penstock.lab.live import load, make_loop, request_of
 from penstock.serving.offline import complete
 from penstock.zoo.registry import DOMAINS, load_prompts
 
@@ -110,7 +111,9 @@ def measure(
     for _ in range(passes):
         bandwidth, rate = bandwidth_and_rate(2 * weights)
         watch = Watch()
-        scheduler = make_loop(engine, "single", {}, "fixed").scheduler
+        scheduler = make_loop(
+            engine, PolicyConfig.of("single"), PolicyConfig.of("fixed", k=LENGTH)
+        ).scheduler
         loop = Loop(scheduler, engine.executor, engine.clock, [watch])
         length = 0 if drafter == NO_DRAFTER else LENGTH
         fields = {"drafter": drafter, "max_draft_tokens": length}

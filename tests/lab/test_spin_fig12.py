@@ -79,7 +79,7 @@ def test_where_requests_fare_alike_their_lengths_do_too() -> None:
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(LabError, match=r"pip install 'penstock\[serve\]'"):
-        spin_fig12.measure([[30, 40]], 1)
+        spin_fig12.shape_of(None)
 
 
 def test_to_list_the_entries_needs_no_torch() -> None:

@@ -33,6 +33,15 @@ def reproduce(
             help="Folder of measurements. Default: what PENSTOCK_DATA names.",
         ),
     ] = None,
+    family: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True,
+            file_okay=False,
+            help="Models of live experiments: a folder that `penstock zoo grow` has made. Default: "
+            "the bundled ones.",
+        ),
+    ] = None,
     workers: cli.WorkersOption = None,
     ray: cli.RayOption = None,
     as_json: cli.JsonOption = False,
@@ -46,13 +55,15 @@ def reproduce(
         return
     with one_line(LabError, OSError):
         chosen = experiments_named(name)
+        if family is not None:
+            chosen = _live(chosen)
         pyplot()
         out.mkdir(parents=True, exist_ok=True)
         named = os.environ.get("PENSTOCK_DATA")
         folder = data or (Path(named) if named else None)
         found = []
         with workers_of(workers, ray) as pool, _progress(len(chosen)) as (tell, advance):
-            job = Trial(out, QUICK if quick else FULL, folder, tell, pool)
+            job = Trial(out, QUICK if quick else FULL, folder, tell, pool, family)
             for entry in chosen:
                 found.append(_outcome(entry, job))
                 if not as_json:
@@ -73,7 +84,8 @@ def _outcome(entry: Experiment, job: Trial) -> dict[str, Any]:
     try:
         found = entry.run(job)
         quick = "" if job.effort == FULL else " --quick"
-        told = {"title": entry.title, "command": f"penstock reproduce {entry.name}{quick}"}
+        family = "" if job.family is None else f" --family {job.family}"
+        told = {"title": entry.title, "command": f"penstock reproduce {entry.name}{quick}{family}"}
         save(job.out / f"{entry.name}.json", Results({}, found), **told)
         verdicts = [asdict(verdict) | {"line": verdict.line()} for verdict in found]
     except Skipped as reason:
@@ -86,6 +98,17 @@ def _outcome(entry: Experiment, job: Trial) -> dict[str, Any]:
         "files": files,
         "skipped": skipped,
     }
+
+
+def _live(chosen: list[Experiment]) -> list[Experiment]:
+    """Those of them that run models. Raises: LabError where there are none."""
+    from penstock.lab.experiment import LabError, experiments
+
+    live = [entry for entry in chosen if entry.is_live]
+    if not live:
+        known = ", ".join(e.name for e in experiments().values() if e.is_live)
+        raise LabError(f"--family: {chosen[0].name} runs no models; those that do: {known}")
+    return live
 
 
 def _print(found: dict[str, Any]) -> None:

@@ -56,13 +56,15 @@ QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.4, 0.7, 0.9, 1.05), 2, 4)
 @dataclass(frozen=True, slots=True)
 class Trial:
     """One run: where its files go, how much to simulate, the folder of measurements (None: there
-    is none), whom to tell what is being done, and who does it."""
+    is none), whom to tell what is being done, who does it, and the folder of the models that live
+    experiments run (None: the bundled ones)."""
 
     out: Path
     effort: Effort = FULL
     data: Path | None = None
     tell: Callable[[str], None] = lambda _: None
     workers: Workers = HERE
+    family: Path | None = None
 
     def each(
         self,
@@ -87,6 +89,7 @@ def _call(call: Callable[..., _R], item: tuple[Any, ...]) -> _R:
 @dataclass(frozen=True, slots=True)
 class Experiment:
     """A figure or table. `run` writes NAME.csv and NAME.png and returns a verdict for each claim.
+    is_live: it runs models, of any family.
 
     Raises, from `run`: Skipped, LabError, OSError.
     """
@@ -94,6 +97,7 @@ class Experiment:
     name: str
     title: str
     run: Callable[[Trial], list[ClaimVerdict]]
+    is_live: bool = False
 
 
 @functools.cache

@@ -1,9 +1,10 @@
 """Spin, figure 12 (and 5): verification time and KV memory against the batch, three layouts.
 
-A random Llama-shaped decoder (512 wide, 8 heads, 4 layers) verifies on this machine's processor;
-the paper's LLaMA-7B ran on a V100. The paper prints no lengths, only whose spread is wide and why:
-requests whose drafts fare differently advance differently. A request here is a prompt and the
-tokens of some rounds of four drafts at its own acceptance, in the middle of its generation.
+A random Llama-shaped decoder (512 wide, 8 heads, 4 layers, or with `--family` the shape of that
+family's target) verifies on this machine's processor; the paper's LLaMA-7B ran on a V100. The paper
+prints no lengths, only whose spread is wide and why: requests whose drafts fare differently advance
+differently. A request here is a prompt and the tokens of some rounds of four drafts at its own
+acceptance, in the middle of its generation.
 
 Layouts take turns, and a share of time that is saved is judged by its interval over the turns.
 Controls: padding set against itself, data sets under each other's names, requests of one length.
@@ -13,6 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +24,10 @@ from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Experiment, LabError, Trial
 from penstock.lab.report import Plot, draw, write_table
 from penstock.lab.statistics import Interval, interval
+from penstock.zoo.registry import DEFAULT_TARGET, model_path
+
+if TYPE_CHECKING:
+    from penstock.engine.models.config import DecoderConfig
 
 NAME = "spin_fig12"
 
@@ -33,7 +40,6 @@ _PAPER_REDUCTION = 0.3361
 """As printed; the times printed beside it, 529.21 and 335.46 ms, give 36.6%."""
 _CLOSE = 0.75
 _HEADS, _HEAD_DIM, _LAYERS = 8, 64, 4
-_SHAPE = KVShape(_LAYERS, _HEADS, _HEAD_DIM, dtype_bytes=4)
 
 
 @dataclass(frozen=True)
@@ -74,13 +80,15 @@ Cells = dict[tuple[str, int], LayoutTimes]
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
+    config = shape_of(job.family)
     seeds = range(max(1, job.effort.seeds // 4))
     cells: Cells = {}
     for name in (*DATA_SETS, "Mix"):
         for batch in _BATCHES:
             job.tell(f"{NAME}: {name}, batch {batch}")
             turns = max(_LEAST_TURNS, min(_TURNS, job.effort.curve_arrivals // (60 * batch)))
-            cells[name, batch] = measure([contexts(name, batch, seed) for seed in seeds], turns)
+            drawn = [contexts(name, batch, seed) for seed in seeds]
+            cells[name, batch] = measure(drawn, turns, config)
     write_table(
         job.out / f"{NAME}.csv",
         ("workload", "batch", "layout", "step_ms", "attention_ms", "kv_tokens_held", "padding"),
@@ -99,29 +107,50 @@ def contexts(name: str, batch: int, seed: int) -> list[int]:
     return [each[i % len(each)][i] for i in range(batch)]
 
 
-def measure(batches: Sequence[list[int]], turns: int) -> LayoutTimes:
-    """Means over the batches. Raises: LabError without torch."""
+def shape_of(family: Path | None) -> DecoderConfig:
+    """Raises: LabError without torch, or where there is no such family."""
     try:
-        import torch
-
-        from penstock.engine.rehearsal import Rehearsal, blocks_needed, decoder_shape
+        from penstock.engine.models.config import DecoderConfig
+        from penstock.engine.rehearsal import decoder_shape
     except ModuleNotFoundError as error:
         raise LabError(f"{NAME} needs torch: pip install 'penstock[serve]'") from error
-    config = decoder_shape(
-        hidden=_HEADS * _HEAD_DIM,
-        intermediate=1376,
-        layers=_LAYERS,
-        heads=_HEADS,
-        kv_heads=_HEADS,
-        head_dim=_HEAD_DIM,
+    if family is None:
+        return decoder_shape(
+            hidden=_HEADS * _HEAD_DIM,
+            intermediate=1376,
+            layers=_LAYERS,
+            heads=_HEADS,
+            kv_heads=_HEADS,
+            head_dim=_HEAD_DIM,
+        )
+    try:
+        target = DecoderConfig.from_pretrained(model_path(DEFAULT_TARGET, family))
+    except (FileNotFoundError, KeyError) as error:
+        raise LabError(str(error.args[0])) from error
+    return decoder_shape(
+        hidden=target.hidden_size,
+        intermediate=target.intermediate_size,
+        layers=target.num_layers,
+        heads=target.num_heads,
+        kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
     )
+
+
+def measure(batches: Sequence[list[int]], turns: int, config: DecoderConfig) -> LayoutTimes:
+    """Means over the batches."""
+    import torch
+
+    from penstock.engine.rehearsal import Rehearsal, blocks_needed
+
+    shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype_bytes=4)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     rehearsal = Rehearsal(config, max(map(blocks_needed, batches)))
     times = [rehearsal.times(lengths, _WINDOW, turns) for lengths in batches]
     torch.set_num_threads(threads)
     costs = [
-        compare(x, [_WINDOW] * len(x), _SHAPE, None, rehearsal.decomposed.plan(x, _WINDOW))
+        compare(x, [_WINDOW] * len(x), shape, None, rehearsal.decomposed.plan(x, _WINDOW))
         for x in batches
     ]
     return LayoutTimes(
@@ -270,5 +299,5 @@ def _draw(job: Trial, cells: Cells) -> None:
 
 
 EXPERIMENT = Experiment(
-    NAME, "Figure 12: verification latency and memory by batch, three layouts", run
+    NAME, "Figure 12: verification latency and memory by batch, three layouts", run, is_live=True
 )

@@ -1,0 +1,150 @@
+"""Spin, figure 4: what speculative decoding gains, by batch.
+
+Live, on the bundled family or a larger copy of it (`--family`). As in the paper one drafter drafts
+for everybody, four tokens a round, attention is padded, and the rival is decoding without drafts
+(padding it saves it nothing: all its requests have one position). Beside it stands what this
+project does: packed rows, and lengths by `throughput`, which drafts as much as pays.
+
+The control is decoding without drafts against its own next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from penstock.config import PolicyConfig
+from penstock.core.types import NO_DRAFTER
+from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.experiment import Experiment, Trial
+from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.statistics import FloatArray, Interval, ratio
+from penstock.zoo.registry import DEFAULT_DRAFTER
+
+if TYPE_CHECKING:
+    from penstock.engine.build import Engine
+    from penstock.lab.live import LiveSystem
+
+NAME = "spin_fig4"
+
+_BATCHES = (1, 2, 4, 8, 16, 32)
+_PAPER_GAIN = 1.61
+_CLOSE = 0.1
+PADDED, PLAIN = "padded, four drafted", "padded, no drafter"
+FIXED, SERVED, NATIVE = "native, four drafted", "native, throughput", "native, no drafter"
+_SINGLE = PolicyConfig.of("single")
+_FOUR = PolicyConfig.of("fixed", k=4)
+_PAYS = PolicyConfig.of("throughput")
+
+Rates = Mapping[int, Mapping[str, FloatArray]]
+"""Tokens per second by batch and system: [turns]."""
+
+
+def run(job: Trial) -> list[ClaimVerdict]:
+    from penstock.lab.live import LiveScene, rows_of
+
+    scene = LiveScene.of(job)
+    job.tell(f"{NAME}: loading")
+    padded = scene.load(max(_BATCHES), backend="eager", attention="padded")
+    native = scene.load(max(_BATCHES))
+    found = {}
+    for batch in _BATCHES:
+        systems = systems_of(padded, native)
+        per_domain = -(-batch // len(scene.prompts))
+        found[batch] = scene.rates(
+            systems, batch, lambda what: job.tell(f"{NAME}: {what}"), per_domain
+        )
+    cells = {(b, n): r for b, rates in found.items() for n, r in rates.items()}
+    header = ("batch", "system", "turn", "tokens_per_s")
+    write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
+    _draw(job, found)
+    return verdicts(found)
+
+
+def systems_of(padded: Engine, native: Engine) -> list[LiveSystem]:
+    from penstock.lab.live import LiveSystem, make_loop
+
+    return [
+        LiveSystem(name, engine, make_loop(engine, _SINGLE, lengths), drafter)
+        for name, engine, lengths, drafter in (
+            (PADDED, padded, _FOUR, DEFAULT_DRAFTER),
+            (PLAIN, padded, _FOUR, NO_DRAFTER),
+            (FIXED, native, _FOUR, DEFAULT_DRAFTER),
+            (SERVED, native, _PAYS, DEFAULT_DRAFTER),
+            (NATIVE, native, _FOUR, NO_DRAFTER),
+        )
+    ]
+
+
+Gains = Mapping[int, tuple[FloatArray, FloatArray]]
+"""With drafts and without, by batch."""
+
+
+def verdicts(found: Rates) -> list[ClaimVerdict]:
+    def against(system: str, rival: str) -> Gains:
+        return {batch: (rates[system], rates[rival]) for batch, rates in found.items()}
+
+    control = "no drafts against no drafts, next turn"
+    padded = {b: (np.roll(r[PLAIN], 1), r[PLAIN]) for b, r in found.items()}
+    native = {b: (np.roll(r[NATIVE], 1), r[NATIVE]) for b, r in found.items()}
+    alone = f"without batching drafts gain {_PAPER_GAIN} times"
+    return [
+        check(alone, at_one, against(PADDED, PLAIN), control, padded),
+        check("the gain falls with the batch", falls, against(PADDED, PLAIN), control, padded),
+        check(f"{alone} (native kernels)", at_one, against(FIXED, NATIVE), control, native),
+        check(
+            "the gain falls with the batch (native kernels)",
+            falls,
+            against(FIXED, NATIVE),
+            control,
+            native,
+        ),
+        check(
+            "it does not fall below 1 where lengths are chosen (no claim of the paper's)",
+            stays,
+            against(SERVED, NATIVE),
+            "drafts of four tokens",
+            against(FIXED, NATIVE),
+        ),
+    ]
+
+
+def at_one(gains: Gains) -> Measurement:
+    """At least nine tenths of the paper's."""
+    found = ratio(*gains[min(gains)])
+    return Measurement(_times(found), (found.mean >= (1 - _CLOSE) * _PAPER_GAIN,))
+
+
+def falls(gains: Gains) -> Measurement:
+    """From the smallest batch to the largest, with certainty."""
+    found = {batch: ratio(*pair) for batch, pair in gains.items()}
+    return Measurement(_by_batch(found), (found[min(found)].low > found[max(found)].high,))
+
+
+def stays(gains: Gains) -> Measurement:
+    """Nowhere with certainty."""
+    found = {batch: ratio(*pair) for batch, pair in gains.items()}
+    return Measurement(_by_batch(found), (all(f.high >= 1 for f in found.values()),))
+
+
+def _by_batch(found: Mapping[int, Interval]) -> str:
+    return "; ".join(f"batch {batch}: {_times(gain)}" for batch, gain in found.items())
+
+
+def _times(found: Interval) -> str:
+    return f"{found.mean:.2f}× ({found.low:.2f} to {found.high:.2f})"
+
+
+def _draw(job: Trial, found: Rates) -> None:
+    lines = {
+        name: (list(found), [float(rates[name].mean()) for rates in found.values()])
+        for name in found[min(found)]
+    }
+    axes = {"xlabel": "batch", "ylabel": "tokens/s", "xscale": "log", "ylim": (0, None)}
+    title = "Speculative decoding by batch (Spin, figure 4)"
+    draw(job.out / f"{NAME}.png", title, [[Plot(lines, axes, "o-")]])
+
+
+EXPERIMENT = Experiment(NAME, "Figure 4: gain of speculation by batch, live", run, is_live=True)

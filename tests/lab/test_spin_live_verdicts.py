@@ -1,0 +1,110 @@
+"""What the live figures of Spin make of figures that are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.lab.experiment import LabError, Trial
+from penstock.lab.papers import spin_fig2, spin_fig4, spin_fig10
+from penstock.lab.papers.spin_fig2 import ServedRequests
+from penstock.lab.papers.spin_fig10 import CHOICE, NONE, PACKED, RANDOM, WHOLE, Batch
+
+NOISE = np.array([1.0, 1.01, 0.99, 1.005])
+RANDOM_STATE = 7
+
+
+def batch(**rates: float) -> Batch:
+    """Two Vanillas of 20 and 30 tokens a second, 25 without drafts."""
+    known = {"Vanilla a": 20.0, "Vanilla b": 30.0, NONE: 25.0, CHOICE: 30.0, PACKED: 30.0}
+    known |= {WHOLE: 30.0, RANDOM: 22.0}
+    known |= {
+        {"choice": CHOICE, "packed": PACKED, "whole": WHOLE}.get(n, n): r for n, r in rates.items()
+    }
+    return Batch({name: rate * NOISE for name, rate in known.items()}, 1.1)
+
+
+def test_the_papers_gain_is_over_all_vanillas_and_ahead_of_each() -> None:
+    outcomes = [spin_fig10.verdicts(1, batch(whole=rate))[0].outcome for rate in (60.0, 35.0, 29.0)]
+    assert outcomes == ["holds", "holds in part", "does not hold"]
+    told = spin_fig10.verdicts(1, batch(whole=60.0))[0]
+    assert "verification takes 1.10 times a plain step" in told.claim
+    assert "2.00× (2.00 to 2.00) the best of them" in told.measured
+    as_random = batch(whole=60.0)
+    as_random.rates[RANDOM][:] = as_random.rates[WHOLE]
+    assert spin_fig10.verdicts(1, as_random)[0].outcome == "not shown"
+
+
+def test_each_part_is_judged_by_what_it_adds() -> None:
+    every = batch(choice=33.0, packed=36.0, whole=40.0)
+    assert spin_fig10.verdicts(1, every)[1].outcome == "holds"
+    assert spin_fig10.verdicts(1, batch(choice=33.0, packed=32.0, whole=31.0))[1].outcome == (
+        "holds in part"
+    )
+    assert spin_fig10.verdicts(1, batch())[1].outcome == "does not hold"
+
+
+def by_batch(padded: list[float], served: float = 1.0) -> spin_fig4.Rates:
+    """Gains at batches 1, 8 and 32, the same on both paths."""
+    return {
+        size: {
+            spin_fig4.PLAIN: 20 * NOISE,
+            spin_fig4.PADDED: 20 * gain * NOISE,
+            spin_fig4.NATIVE: 40 * NOISE,
+            spin_fig4.FIXED: 40 * gain * NOISE,
+            spin_fig4.SERVED: 40 * served * NOISE,
+        }
+        for size, gain in zip((1, 8, 32), padded, strict=True)
+    }
+
+
+def test_gains_that_fall_with_the_batch() -> None:
+    found = [v.outcome for v in spin_fig4.verdicts(by_batch([1.6, 1.0, 0.6]))]
+    assert found == ["holds"] * 5
+    found = [v.outcome for v in spin_fig4.verdicts(by_batch([1.2, 1.2, 1.2], served=0.9))]
+    # Of drafts that never lose, the control shows as much.
+    assert found == ["does not hold"] * 4 + ["not shown"]
+
+
+def requests(best: list[int], again: list[int]) -> ServedRequests:
+    """Of two domains in turn; the best of three drafters takes half of the others' time."""
+    seconds = np.ones((2, len(best), 3))
+    for number, each in enumerate((best, again)):
+        seconds[number, np.arange(len(best)), each] = 0.5
+    return ServedRequests(
+        ["x", "y"] * (len(best) // 2),
+        ["draft-a", "draft-b", "draft-c"],
+        seconds,
+        np.tile([0.1, 0.2, 0.3], (len(best), 1)),
+        np.full((len(best), 3), 0.5),
+    )
+
+
+def test_what_is_best_for_whom_must_be_so_again() -> None:
+    lasting = requests([0, 1] * 20, [0, 1] * 20)
+    assert [v.outcome for v in spin_fig2.verdicts(lasting)] == ["holds"] * 3
+    drawn = np.random.default_rng(RANDOM_STATE).integers(0, 3, (2, 40))
+    luck = spin_fig2.verdicts(requests(*drawn.tolist()))
+    assert [v.outcome for v in luck[:2]] == ["does not hold"] * 2
+
+
+def test_one_drafter_that_is_best_for_all_is_no_choice() -> None:
+    same = spin_fig2.verdicts(requests([0] * 8, [0] * 8))
+    assert [v.outcome for v in same] == ["does not hold"] * 3
+    assert "draft-a 100%" in same[0].measured
+
+
+def test_a_family_is_for_live_experiments(tmp_path: Path) -> None:
+    found = CliRunner().invoke(app, ["reproduce", "wait_fig4_6", "--family", str(tmp_path)])
+    assert found.exit_code == 2
+    assert "runs no models; those that do: spin_fig10, spin_fig12, spin_fig2" in found.output
+
+
+def test_a_folder_without_models_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    with pytest.raises(LabError, match="no bundled models in"):
+        spin_fig2.EXPERIMENT.run(Trial(tmp_path, family=tmp_path))
