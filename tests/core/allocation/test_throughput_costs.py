@@ -3,6 +3,7 @@ reading, and drafts that come to nothing."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -125,3 +126,22 @@ def test_what_was_put_aside_is_tried_the_more_rarely_the_more_a_trial_takes() ->
     assert 10 < cheap < 1000
     trial = 100 * 5e-3 / FLAT[1]
     assert dear > 25 * trial, "at most a few per cent of the time"
+
+
+def test_what_is_ruled_out_at_once_would_not_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_without = 0
+    for seed in range(40):
+        rng = random.Random(seed)
+        num, row = rng.randrange(16, 33), rng.choice([1e-5, 1e-4, 3e-4])
+        estimators = learned(
+            [rng.uniform(0.05, 0.6) for _ in range(num)],
+            verify={n: 0.002 + row * n for n in (1, 16, 64, 300)},
+            draft=rng.choice([1e-5, 2e-4, 1e-3]),
+        )
+        everybody, view = candidates(*[8] * num), work(estimators, num_rows=num)
+        fast = lengths_of(throughput(), everybody, view)
+        with monkeypatch.context() as patched:
+            patched.setattr("penstock.core.policies.allocation.throughput._MANY", 10**6)
+            assert lengths_of(throughput(), everybody, view) == fast
+        num_without += not any(fast)
+    assert 5 < num_without < 35, "both are seen"

@@ -31,6 +31,8 @@ _IDLE_ROUNDS = 8
 the same requests: their estimates hardly move meanwhile."""
 _FEW = 0.125
 """Share of them that may be others."""
+_MANY = 12
+"""Requests from which on it takes less to rule drafts out for all than to look at each."""
 _TRIAL_TOKENS = 4
 """Draft tokens of a trial."""
 
@@ -66,7 +68,11 @@ class Throughput(AllocationPolicy):
             return [Grant(0)] * len(candidates)
         step = _Step(candidates, view)
         lengths = [0] * len(candidates)
-        if any(step.is_chained) or step.could_pay(self.options.k_max, self.options.margin):
+        if (
+            len(candidates) < _MANY
+            or any(step.is_chained)
+            or step.could_pay(self.options.k_max, self.options.margin)
+        ):
             purchases = self._purchases(candidates, step)
             for _, index, length in purchases[: self._num_worthwhile(purchases, step)]:
                 lengths[index] = length
