@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -10,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.structured import check_schemas, models_of
+from benchmarks.structured_schemas import BY_HAND, SORTS
 from jsonschema import Draft202012Validator
 from tests.engine.test_exactness import run
 
@@ -282,3 +285,13 @@ def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one(tokenizer: Tokenize
             break
     assert stepwise.problem is None or token == 4000
     assert (masks[-1] == -1).all(), "behind what may not be, everything"
+
+
+@pytest.mark.slow
+def test_schemas_of_all_sorts() -> None:
+    """As `python -m benchmarks.structured` does with more of them."""
+    models = models_of(argparse.Namespace(target=None, drafter=model_path("draft-tiny")))
+    rows = check_schemas(models, len(BY_HAND) + len(SORTS), progress=False)
+    assert {r["sort"] for r in rows} == {"by hand", *SORTS}
+    assert all(r["num_valid"] and r["num_forced"] for r in rows if r["sort"] != "one of several")
+    assert not sum(r["num_invalid"] + r["num_different"] for r in rows)

@@ -439,8 +439,12 @@ async def test_a_refused_request_is_tried_again_for_a_while(
         (request("a", max_tokens=300), "9 prompt tokens and 300 to make; together at most 256"),
         (request("a", first=250), "prompt token 258; token ids go from 0 to 255"),
         (request("a", stop_token_ids=frozenset(range(65))), "65 stop tokens; at most 64"),
+        (request("a", SamplingParams(min_p=0.1)), "a draft server does not pass on structured"),
+        (request("a", SamplingParams(grammar="start: A")), "a draft server does not pass on"),
+        (request("a", SamplingParams(presence_penalty=1.0)), "a draft server does not pass on"),
+        (request("a", SamplingParams(num_prompt_logprobs=0)), "a draft server does not pass on"),
     ],
-    ids=["logprobs", "long", "vocabulary", "stops"],
+    ids=["logprobs", "long", "vocabulary", "stops", "min_p", "grammar", "penalty", "echo"],
 )
 async def test_what_would_never_be_taken_is_refused_here(
     family: dict[str, Path], oracle: Oracle, made: Request, why: str

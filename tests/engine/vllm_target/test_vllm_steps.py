@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
+from typing import Any
+
+import numpy as np
+
 from penstock.core.types import Request, SamplingParams, VerifyItem
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.vllm.steps import GrownSequence, NewSequence, StepWriter, TargetStep
@@ -10,10 +15,11 @@ NO_DRAFT: tuple[list[int], list[int]] = ([], [])
 GREEDY = SamplingParams(temperature=0.0)
 
 
-def text(request_id: str, *token_ids: int) -> TokenBuffer:
-    return TokenBuffer(
-        Request(request_id, len(token_ids), 16, prompt_token_ids=token_ids, sampling=GREEDY)
-    )
+def text(
+    request_id: str, *token_ids: int, sampling: SamplingParams = GREEDY, **more: Any
+) -> TokenBuffer:
+    request = Request(request_id, len(token_ids), 16, prompt_token_ids=token_ids, sampling=sampling)
+    return TokenBuffer(request, **more)
 
 
 def item(
@@ -50,6 +56,28 @@ def test_a_new_request_comes_whole_and_then_its_changes() -> None:
     assert second.drafts == {"a": [1, 2]}
     assert second.asked[0].token_ids == [1, 2]
     assert second.asked[0].position == 4
+
+
+class Odd:
+    """A grammar that allows token 1 alone."""
+
+    problem = None
+
+    def masks(self, text: TokenBuffer, draft: list[int], num_rows: int) -> np.ndarray:
+        return np.full((num_rows, 1), 2, dtype=np.int32)
+
+
+def test_what_changes_logits_goes_with_the_step() -> None:
+    """The workers know neither prompts from outputs nor grammars."""
+    params = SamplingParams(presence_penalty=1.0, grammar="odd")
+    texts = {"a": text("a", 5, 6, sampling=params, grammar=Odd()), "b": text("b", 5)}
+    writer = StepWriter(100, 10)
+    (step,) = write(writer, texts, item("a", 0, 2, (0,)), item("b", 0, 1, (1,)), a=[3, 4])
+    first, second = pickle.loads(pickle.dumps(step.asked))
+    assert first.so_far.token_ids.tolist() == [5, 6, 3, 4]
+    assert first.so_far.prompt_len == 2
+    assert first.so_far.allowed.tolist() == [[2]] * 3
+    assert second.so_far is None
 
 
 def test_a_chunk_of_prefill_asks_for_nothing() -> None:

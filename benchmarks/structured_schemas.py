@@ -1,0 +1,176 @@
+"""JSON schemas of several sorts: made by a seeded generator, and written by hand after what real
+interfaces ask for. All are bounded, so that a small model, too, comes to an end of what it
+writes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+Schema = dict[str, Any]
+
+_WORDS = (
+    "name", "title", "city", "country", "status", "kind", "count", "price", "email", "phone",
+    "color", "size", "weight", "score", "level", "active", "created_at", "updated_at",
+    "owner", "comment",
+    "language", "currency", "priority", "category", "latitude", "longitude", "customer_reference",
+)  # fmt: skip
+_VALUES = ("red", "green", "blue", "open", "closed", "pending", "low", "medium", "high", "unknown")
+_PATTERNS = (r"^[A-Z]{2,3}-[0-9]{4}$", r"^[a-f0-9]{8}$", r"^\+[0-9]{6,12}$", r"^#[0-9a-fA-F]{6}$")
+_FORMATS = ("date", "time", "date-time", "uuid", "ipv4")
+
+
+def _object(properties: Schema, required: list[str] | None = None) -> Schema:
+    return {
+        "type": "object",
+        "properties": properties,
+        "required": list(properties) if required is None else required,
+        "additionalProperties": False,
+    }
+
+
+def _text(rng: random.Random) -> Schema:
+    return {"type": "string", "maxLength": rng.randint(4, 24)}
+
+
+def _number(rng: random.Random) -> Schema:
+    if rng.random() < 0.6:
+        low = rng.randint(-100, 100)
+        return {"type": "integer", "minimum": low, "maximum": low + rng.randint(1, 5000)}
+    return {"type": "number", "minimum": 0, "maximum": 1}
+
+
+def _leaf(rng: random.Random) -> Schema:
+    made: list[Callable[[], Schema]] = [
+        lambda: _text(rng),
+        lambda: _number(rng),
+        lambda: {"type": "boolean"},
+        lambda: {"type": "null"},
+        lambda: {"enum": rng.sample(_VALUES, rng.randint(2, 5))},
+        lambda: {"const": rng.choice(_VALUES)},
+        lambda: {"type": "string", "pattern": rng.choice(_PATTERNS)},
+        lambda: {"type": "string", "format": rng.choice(_FORMATS)},
+    ]
+    return rng.choice(made)()
+
+
+def _flat(rng: random.Random) -> Schema:
+    names = rng.sample(_WORDS, rng.randint(2, 6))
+    return _object({name: _leaf(rng) for name in names})
+
+
+def _optional(rng: random.Random) -> Schema:
+    made = _flat(rng)
+    return {**made, "required": rng.sample(made["required"], len(made["required"]) // 2)}
+
+
+def _nested(rng: random.Random) -> Schema:
+    made = _flat(rng)
+    for name in rng.sample(made["required"], 1):
+        made["properties"][name] = _flat(rng)
+    return made
+
+
+def _list(rng: random.Random) -> Schema:
+    items = _leaf(rng) if rng.random() < 0.5 else _flat(rng)
+    low = rng.randint(0, 2)
+    return {"type": "array", "items": items, "minItems": low, "maxItems": low + rng.randint(1, 2)}
+
+
+def _either(rng: random.Random) -> Schema:
+    kinds = [_object({"kind": {"const": kind}, **_flat(rng)["properties"]}) for kind in _VALUES[:2]]
+    return {"anyOf": kinds}
+
+
+def _referring(rng: random.Random) -> Schema:
+    first, second = rng.sample(_WORDS, 2)
+    shared = {"$ref": "#/$defs/shared"}
+    return {"$defs": {"shared": _flat(rng)}, **_object({first: shared, second: shared})}
+
+
+SORTS: dict[str, Callable[[random.Random], Schema]] = {
+    "flat": _flat,
+    "optional fields": _optional,
+    "nested": _nested,
+    "lists": _list,
+    "one of several": _either,
+    "references": _referring,
+}
+
+_SHORT = {"type": "string", "maxLength": 16}
+_PLACE = _object(
+    {
+        "latitude": {"type": "number", "minimum": -90, "maximum": 90},
+        "longitude": {"type": "number", "minimum": -180, "maximum": 180},
+    }
+)
+
+BY_HAND: dict[str, Schema] = {
+    "weather": _object({"city": _SHORT, "unit": {"enum": ["celsius", "fahrenheit"]}}),
+    "sentiment": _object(
+        {
+            "label": {"enum": ["positive", "neutral", "negative"]},
+            "confidence": {"type": "number", "minimum": 0, "maximum": 1},
+        }
+    ),
+    "entities": {
+        "type": "array",
+        "maxItems": 3,
+        "items": _object({"text": _SHORT, "type": {"enum": ["PERSON", "ORG", "LOC", "DATE"]}}),
+    },
+    "invoice": _object(
+        {
+            "invoice_number": {"type": "string", "pattern": "^INV-[0-9]{6}$"},
+            "date": {"type": "string", "format": "date"},
+            "currency": {"enum": ["EUR", "USD", "GBP"]},
+            "lines": {
+                "type": "array",
+                "minItems": 1,
+                "maxItems": 2,
+                "items": _object(
+                    {
+                        "description": _SHORT,
+                        "quantity": {"type": "integer", "minimum": 1, "maximum": 99},
+                        "unit_price": {"type": "number", "minimum": 0, "maximum": 999},
+                    }
+                ),
+            },
+        }
+    ),
+    "event": _object(
+        {"name": _SHORT, "starts_at": {"type": "string", "format": "date-time"}, "place": _PLACE}
+    ),
+    "tool call": {
+        "anyOf": [
+            _object({"name": {"const": name}, "arguments": _object(arguments)})
+            for name, arguments in {
+                "search": {
+                    "query": _SHORT,
+                    "limit": {"type": "integer", "minimum": 1, "maximum": 9},
+                },
+                "send_email": {"to": {"type": "string", "maxLength": 20}, "subject": _SHORT},
+            }.items()
+        ]
+    },
+    "user": _object(
+        {
+            "id": {"type": "string", "format": "uuid"},
+            "login": {"type": "string", "pattern": "^[a-z][a-z0-9_]{2,12}$"},
+            "roles": {"type": "array", "items": {"enum": ["admin", "editor"]}, "maxItems": 2},
+            "manager": {"anyOf": [_SHORT, {"type": "null"}]},
+        }
+    ),
+    "classification": {"enum": ["billing", "technical", "sales", "other"]},
+}
+
+
+def schemas(num: int, seed: int = 0) -> list[tuple[str, Schema]]:
+    """Sorts and schemas, those by hand first, then all sorts in turn."""
+    rng = random.Random(seed)
+    made = [("by hand", schema) for schema in BY_HAND.values()]
+    sorts = list(SORTS)
+    while len(made) < num:
+        sort = sorts[len(made) % len(sorts)]
+        made.append((sort, SORTS[sort](rng)))
+    return made[:num]
