@@ -18,6 +18,7 @@ from tests.engine.test_exactness import load, make_loop, make_requests, run
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.build import Engine
 from penstock.engine.sampling import (
+    Changed,
     SamplingRows,
     TextSoFar,
     change_logits,
@@ -80,7 +81,7 @@ def test_every_row_is_changed_by_the_text_before_it(num_rows: int) -> None:
     ]
     text = TextSoFar(np.array(prompt + output + draft, dtype=np.int32), 3, [5])
     rows = logits[4 - num_rows :]
-    change_logits(rows, CHANGED, text)
+    change_logits(rows, [Changed(num_rows, CHANGED, text)])
     np.testing.assert_allclose(rows.numpy(), np.array(expected)[4 - num_rows :], rtol=1e-6)
 
 
@@ -88,9 +89,33 @@ def test_a_smaller_vocabulary_is_changed_as_far_as_it_goes() -> None:
     logits = torch.randn(1, 6)
     small = logits[:, :3].clone()
     text = TextSoFar(np.array([0, 5, 2, 4], dtype=np.int32), 2, [5])
-    change_logits(logits, CHANGED, text)
-    change_logits(small, CHANGED, text)
+    change_logits(logits, [Changed(1, CHANGED, text)])
+    change_logits(small, [Changed(1, CHANGED, text)])
     assert torch.equal(small, logits[:, :3])
+
+
+@pytest.mark.parametrize("vocab_size", [64, 40, 33])
+def test_masks_of_some_rows_of_a_batch(vocab_size: int) -> None:
+    """Between them a request without one, and one of which a drafter has no token."""
+    logits = torch.randn(5, vocab_size)
+    before = logits.clone()
+    words = np.array([[0b101, 0], [-1, 2**31 - 1], [0, 1 << 20]], dtype=np.int32)
+    params = SamplingParams(grammar="some")
+    tokens = np.array([1, 2], dtype=np.int32)
+    parts = [
+        Changed(2, params, TextSoFar(tokens, 1, [], words[:2])),
+        Changed(2, SamplingParams(), None),
+        Changed(1, params, TextSoFar(tokens, 1, [], words[2:])),
+    ]
+    change_logits(logits, parts)
+    allowed = np.unpackbits(words.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    if vocab_size < 53:
+        allowed[2] = 1
+    kept = torch.from_numpy(allowed[[0, 1]] == 1)
+    assert torch.equal(logits[:2], before[:2].masked_fill(~kept, -torch.inf))
+    assert torch.equal(logits[2:4], before[2:4])
+    last = torch.from_numpy(allowed[2] == 1)
+    assert torch.equal(logits[4], before[4].masked_fill(~last, -torch.inf))
 
 
 def test_min_p_drops_what_is_less_likely_than_its_share_of_the_likeliest() -> None:

@@ -78,8 +78,12 @@ class SamplingParams:
     @property
     def reads_text(self) -> bool:
         """Whether logits are changed by what the text is so far, or by a token's id."""
-        changed = self.min_tokens or self.logit_bias or self.grammar
-        return bool(changed) or self.has_penalties
+        return self.reads_tokens or self.grammar is not None
+
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether something else than a grammar does."""
+        return bool(self.min_tokens or self.logit_bias) or self.has_penalties
 
     @property
     def is_ratio(self) -> bool:

@@ -81,7 +81,9 @@ class TokenBuffer:
         request = self.request
         if not request.sampling.reads_text:
             return None
-        tokens = np.append(self.span(0, self.length), np.array(draft, dtype=np.int32))
+        tokens = self.span(0, self.length)
+        if draft:
+            tokens = np.concatenate((tokens, np.array(draft, dtype=np.int32)))
         allowed = None
         if self.grammar is not None:
             allowed = self.grammar.masks(self, draft, num_rows or len(draft) + 1)

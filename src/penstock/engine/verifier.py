@@ -13,6 +13,7 @@ from penstock.core.types import SamplingParams, TokenLogprob
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import (
+    Changed,
     SamplingRows,
     TextSoFar,
     TokenSampler,
@@ -166,10 +167,13 @@ def _changed(
     """Logits as the text before each row changes them."""
     if any(d.sampling.num_logprobs is not None for d in drafted):
         logits = logits.clone()  # what is reported is the model's own
-    for d, (begin, end) in zip(drafted, pairwise(row_start), strict=True):
-        text = d.so_far
-        if text is not None:
-            change_logits(logits[begin:end], d.sampling, text)
+    change_logits(
+        logits,
+        [
+            Changed(end - begin, d.sampling, d.so_far)
+            for d, (begin, end) in zip(drafted, pairwise(row_start), strict=True)
+        ],
+    )
     return logits
 
 

@@ -15,7 +15,7 @@ from penstock.engine.batch import IntArray as Int32Array
 from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts, LocalDrafter
 from penstock.engine.drafters.confidence import Calibrations, Floats, Stop
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import SamplingRows, change_logits, sample_draft
+from penstock.engine.sampling import Changed, SamplingRows, change_logits, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
@@ -288,12 +288,12 @@ def _change(
 ) -> None:
     """Logits as the target's are changed: a row of each job, behind its text up to its end, and its
     draft."""
-    for row, job in zip(logits, jobs.tolist(), strict=True):
+    parts = []
+    for job in jobs.tolist():
         text = texts[job]
         draft = text.tokens(text.length, int(ends[job])) + builder.token_ids[job]
-        so_far = text.so_far(draft, num_rows=1)
-        if so_far is not None:
-            change_logits(row[None], text.request.sampling, so_far)
+        parts.append(Changed(1, text.request.sampling, text.so_far(draft, num_rows=1)))
+    change_logits(logits, parts)
 
 
 def _confidences(

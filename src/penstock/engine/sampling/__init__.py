@@ -1,6 +1,6 @@
 """Exact sampling and verification, in two modes."""
 
-from penstock.engine.sampling.changes import TextSoFar, change_logits
+from penstock.engine.sampling.changes import Changed, TextSoFar, change_logits
 from penstock.engine.sampling.coupled import KeyedSampler, TokenSampler, sample_coupled
 from penstock.engine.sampling.logprobs import token_logprobs
 from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
@@ -8,6 +8,7 @@ from penstock.engine.sampling.ratio import draw_draft, sample_draft
 from penstock.engine.sampling.verify import verify
 
 __all__ = [
+    "Changed",
     "KeyedSampler",
     "SamplingRows",
     "TextSoFar",

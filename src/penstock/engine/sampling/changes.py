@@ -4,7 +4,7 @@ The target's logits are changed at verification, each row by the text that it st
 known tokens, and the draft's tokens before it. So a row's distribution is the same with a draft and
 without. A drafter that changes its own logits likewise is accepted more often, and need not.
 
-In vLLM's order: logit_bias, min_tokens, then penalties; a grammar's masks go before min_tokens.
+In vLLM's order: logit_bias, min_tokens, then penalties; a grammar's masks go before all.
 """
 
 from __future__ import annotations
@@ -35,32 +35,66 @@ class TextSoFar(NamedTuple):
     allowed: npt.NDArray[np.int32] | None = None
 
 
-def change_logits(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:
-    """Change the logits of one request, in place.
+class Changed(NamedTuple):
+    """One request's rows of a batch of logits: how many, and what changes them, if anything."""
 
-    logits: [rows, V] float32. The last row is behind the whole text, each one before it behind a
-    token less; at most one row more than there are draft tokens. Token ids beyond V are left out.
+    num_rows: int
+    sampling: SamplingParams
+    text: TextSoFar | None
+
+
+def change_logits(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
+    """Change the logits of several requests, in place.
+
+    logits: [rows, V] float32, those of each request behind those of the one before. The last row of
+    one is behind its whole text, each one before it behind a token less; at most one row more than
+    there are draft tokens. Token ids beyond V are left out.
     """
+    _mask(logits, parts)
+    end = 0
+    for num_rows, sampling, text in parts:
+        begin, end = end, end + num_rows
+        if text is not None and sampling.reads_tokens:
+            _change(logits[begin:end], sampling, text)
+
+
+def _mask(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
+    """A drafter that lacks all tokens that may come keeps its own logits."""
+    masks: list[npt.NDArray[np.int32]] = []
+    rows: list[int] = []
+    end = 0
+    for num_rows, _, text in parts:
+        begin, end = end, end + num_rows
+        if text is not None and text.allowed is not None:
+            masks.append(text.allowed)
+            rows += range(begin, end)
+    if not masks:
+        return
+    vocab_size = logits.shape[1]
+    words = np.concatenate(masks)[:, : -(-vocab_size // 32)]
+    if vocab_size % 32:
+        words[:, -1] &= (1 << vocab_size % 32) - 1
+    words[~words.any(axis=1)] = -1
+    bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    forbidden = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    if len(rows) == logits.shape[0]:
+        logits.masked_fill_(forbidden, -torch.inf)
+    else:
+        index = torch.tensor(rows, device=logits.device)
+        logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
+
+
+def _change(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:
     if sampling.logit_bias:
         ids, values = zip(*sampling.logit_bias, strict=True)
         known = _known(ids, logits)
         bias = torch.tensor(values, device=logits.device)[: len(known)]
         logits[:, known] += bias
-    if text.allowed is not None:
-        _mask(logits, text.allowed)
     if sampling.min_tokens:
         num_made = len(text.token_ids) - text.prompt_len - logits.shape[0] + 1
         _forbid_stops(logits[: max(0, sampling.min_tokens - num_made)], text.stop_token_ids)
     if sampling.has_penalties:
         _penalise(logits, sampling, text)
-
-
-def _mask(logits: torch.Tensor, allowed: npt.NDArray[np.int32]) -> None:
-    """A drafter that lacks all tokens that may come keeps its own logits."""
-    vocab_size = logits.shape[1]
-    bits = np.unpackbits(allowed.view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
-    bits[~bits.any(axis=1)] = 1
-    logits.masked_fill_(torch.from_numpy(bits).to(logits.device) == 0, -torch.inf)
 
 
 def _forbid_stops(logits: torch.Tensor, stop_token_ids: Sequence[int]) -> None:
