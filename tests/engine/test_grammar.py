@@ -74,11 +74,17 @@ def tokenizer() -> Tokenizer:
     return load_tokenizer(model_path("target-small"))
 
 
-def make_loop(engine: Engine, *, drafters: Sequence[str] = DRAFTERS, pipeline: str = "off") -> Loop:
+def make_loop(
+    engine: Engine,
+    *,
+    drafters: Sequence[str] = DRAFTERS,
+    pipeline: str = "off",
+    num_blocks: int = 512,
+) -> Loop:
     has_lane = pipeline != "off"
     known = [Drafter(n, None if n == "ngram" else BlockPool(512, 16), has_lane) for n in drafters]
     scheduler = Scheduler(
-        BlockPool(512, 16),
+        BlockPool(num_blocks, 16),
         known,
         admission=make_policy("admission", "vllm_v1", {"max_num_seqs": 32}),
         selection=make_policy("selection", "single"),
@@ -155,6 +161,15 @@ def test_in_lanes_of_their_own(engine: Engine, tokenizer: Tokenizer) -> None:
         drafted, accepted = run(loop, make_requests(tokenizer, params, 8, "draft-tiny"))
         assert drafted == alone
         assert accepted > 8
+
+
+def test_small_memory_preempts_and_changes_nothing(engine: Engine, tokenizer: Tokenizer) -> None:
+    params = SAMPLINGS["coupled"]
+    alone, _ = run(make_loop(engine), make_requests(tokenizer, params, 12, "none"))
+    loop = make_loop(engine, num_blocks=16)
+    drafted, _ = run(loop, make_requests(tokenizer, params, 12, "draft-tiny"))
+    assert loop.scheduler.table.counters.preemptions > 0
+    assert drafted == alone
 
 
 def test_forced_tokens_come_in_one_step_without_any_drafter(
