@@ -11,6 +11,7 @@ from penstock import __version__
 from penstock.cli import bench, config, key, profile, zoo
 from penstock.cli.capacity import capacity
 from penstock.cli.chat import chat
+from penstock.cli.doctor import doctor
 from penstock.cli.draft import draft
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
@@ -34,6 +35,7 @@ app.command()(capacity)
 app.command()(plan)
 app.command()(quantize)
 app.command()(reproduce)
+app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(key.app, name="key")

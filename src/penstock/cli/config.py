@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import json
 import os
 import re
@@ -14,6 +13,7 @@ import typer
 
 from penstock.cli.options import JsonOption
 from penstock.cli.serve import serve
+from penstock.cli.signatures import with_options_of
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
@@ -113,13 +113,5 @@ def _shown(where: Where, value: Any) -> Any:
     return [_HIDDEN] * len(value) if isinstance(value, list) else _HIDDEN
 
 
-def _with_options_of_serve() -> inspect.Signature:
-    own = inspect.Parameter(
-        "as_json", inspect.Parameter.KEYWORD_ONLY, default=False, annotation=JsonOption
-    )
-    known = inspect.signature(serve, eval_str=True).parameters.values()
-    return inspect.Signature([*(p.replace(kind=p.KEYWORD_ONLY) for p in known), own])
-
-
-show.__signature__ = _with_options_of_serve()  # type: ignore[attr-defined]
+show.__signature__ = with_options_of(serve, as_json=JsonOption)  # type: ignore[attr-defined]
 app.command()(show)

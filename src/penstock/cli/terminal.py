@@ -13,7 +13,7 @@ import typer
 if TYPE_CHECKING:
     from penstock.core.types import Output, StepPlan, StepResult
 
-_SERVE_EXTRA = frozenset(
+SERVE_EXTRA = frozenset(
     {
         "fastapi", "google", "grpc", "prometheus_client", "safetensors", "starlette", "tokenizers",
         "torch", "transformers", "uvicorn",
@@ -36,7 +36,7 @@ def one_line(*expected: type[Exception]) -> Iterator[None]:
 def what_to_install(error: ModuleNotFoundError) -> str | None:
     """One line for a module of an extra that is not installed; None for any other."""
     module = (error.name or "").partition(".")[0]
-    if module not in _SERVE_EXTRA:
+    if module not in SERVE_EXTRA:
         return None
     return (
         f"this needs {module}, which is not installed: pip install 'penstock[serve]' (without a "

@@ -1,0 +1,236 @@
+"""`penstock doctor`: what is wrong on this machine, and how to mend it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import typer
+
+from penstock.cli.options import JsonOption
+from penstock.cli.serve import serve
+from penstock.cli.signatures import with_options_of
+from penstock.cli.terminal import SERVE_EXTRA, what_to_install
+
+if TYPE_CHECKING:
+    from penstock.config import ServeConfig
+
+_GIB = 2**30
+_MEMORY_SHARE = 0.8
+"""Of the free memory, which models may take before there is a warning: KV memory comes on top."""
+_OPEN_FILES = 4096
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+class Finding(NamedTuple):
+    """One thing that was looked at. remedy: how to mend it; empty where it is ok."""
+
+    what: str
+    state: Literal["ok", "warning", "failure"]
+    message: str
+    remedy: str = ""
+
+
+def doctor(**options: Any) -> None:
+    """Look at processor, memory, threads, kernels, models, ports and packages, as `penstock serve`
+    with the same options would need them. Exit code 1 if it could not run."""
+    as_json = options.pop("as_json")
+    findings = list(_findings(options))
+    if as_json:
+        print(json.dumps([finding._asdict() for finding in findings]))
+    else:
+        for what, state, message, remedy in findings:
+            print(f"{state:<8} {what:<10} {message}{f': {remedy}' if remedy else ''}")
+    if any(finding.state == "failure" for finding in findings):
+        raise typer.Exit(1)
+
+
+doctor.__signature__ = with_options_of(serve, as_json=JsonOption)  # type: ignore[attr-defined]
+
+
+def _findings(options: dict[str, Any]) -> Iterator[Finding]:
+    from penstock.cli.settings import in_force
+    from penstock.config import ConfigError
+
+    config = None
+    try:
+        config = in_force(options)
+        yield Finding("settings", "ok", "nothing is wrong with them")
+    except ConfigError as error:
+        remedy = "`penstock config check FILE` names every mistake"
+        yield Finding("settings", "failure", " ".join(str(error).split()), remedy)
+    yield _python()
+    yield from _packages(config)
+    yield _kernels(config)
+    yield _threads(config)
+    if config is not None:
+        yield from _models(config)
+        yield _memory(config)
+        yield from _ports(config)
+    yield _files()
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding("python", "ok", f"{version} on {sys.platform}")
+
+
+def _packages(config: ServeConfig | None) -> Iterator[Finding]:
+    missing = sorted(name for name in SERVE_EXTRA if find_spec(name) is None)
+    if missing:
+        told = what_to_install(ModuleNotFoundError(name=missing[0])) or ""
+        yield Finding("packages", "failure", f"missing: {', '.join(missing)}", told)
+    else:
+        yield Finding("packages", "ok", "all of penstock[serve] are there")
+    if config is not None and config.engine.vllm is not None and find_spec("vllm") is None:
+        told = "pip install 'penstock[vllm]'"
+        yield Finding("packages", "failure", "vllm is not installed, and is the engine", told)
+
+
+def _kernels(config: ServeConfig | None) -> Finding:
+    from penstock.engine.native.loading import (
+        NativeUnavailableError,
+        best_instruction_set,
+        load_library,
+    )
+
+    best = best_instruction_set()
+    try:
+        load_library()
+    except NativeUnavailableError as error:
+        wanted = config is not None and config.engine.backend == "native"
+        return Finding(
+            "kernels",
+            "failure" if wanted else "warning",
+            f"not for {best}: {error}",
+            "install a wheel for this platform, or `make native`; PyTorch's operations are slower",
+        )
+    if best == "baseline":
+        told = "a processor with AVX2 or with ARM's dot products is several times as fast"
+        return Finding("kernels", "warning", "none for this processor but the slowest", told)
+    return Finding("kernels", "ok", f"compiled for {best}")
+
+
+def _threads(config: ServeConfig | None) -> Finding:
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    quota = cpu_quota(_CGROUP)
+    wanted = None if config is None else config.engine.num_threads
+    if quota is not None and quota < (wanted or cores):
+        told = f"set engine.num_threads to {max(int(quota), 1)}, or raise the limit"
+        return Finding(
+            "threads", "warning", f"{wanted or cores} threads, but a quota of {quota:g} cores", told
+        )
+    if wanted is not None and wanted > cores:
+        told = f"set it to {cores} or less"
+        return Finding("threads", "warning", f"num_threads is {wanted} on {cores} cores", told)
+    return Finding("threads", "ok", f"{cores} cores")
+
+
+def cpu_quota(cgroup: Path) -> float | None:
+    """Cores that a control group (version 2 or 1) may use; None: all."""
+    with suppress(OSError, ValueError):
+        most, period = (cgroup / "cpu.max").read_text(encoding="ascii").split()
+        return None if most == "max" else int(most) / int(period)
+    with suppress(OSError, ValueError):
+        most = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text(encoding="ascii")
+        period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text(encoding="ascii")
+        return None if int(most) < 0 else int(most) / int(period)
+    return None
+
+
+def _model_paths(config: ServeConfig) -> dict[str, Path]:
+    return {"target": config.engine.target, **config.engine.drafter_models}
+
+
+def _models(config: ServeConfig) -> Iterator[Finding]:
+    if find_spec("torch") is None or find_spec("transformers") is None:
+        return
+    from penstock.engine.models.checkpoint import CheckpointError, open_checkpoint
+    from penstock.engine.models.config import DecoderConfig
+
+    for name, path in _model_paths(config).items():
+        try:
+            if config.engine.vllm is None or name != "target":
+                DecoderConfig.from_pretrained(path)
+            with open_checkpoint(path).tensors():
+                pass
+        except (CheckpointError, OSError) as error:
+            told = "name another file or folder, or download it again"
+            yield Finding(name, "failure", " ".join(str(error).split()), told)
+        else:
+            yield Finding(name, "ok", f"{path} can be read")
+
+
+def _memory(config: ServeConfig) -> Finding:
+    needed = sum(map(_bytes_of, set(_model_paths(config).values())))
+    free = free_memory(Path("/proc/meminfo"), _CGROUP)
+    if free is None:
+        return Finding("memory", "ok", f"the models take {needed / _GIB:.1f} GiB")
+    message = f"the models take {needed / _GIB:.1f} GiB of {free / _GIB:.1f} GiB that are free"
+    if config.engine.device == "cpu" and needed > free:
+        return Finding("memory", "failure", message, "smaller or quantised models, or more memory")
+    if config.engine.device == "cpu" and needed > _MEMORY_SHARE * free:
+        return Finding("memory", "warning", message, "little is left for KV memory")
+    return Finding("memory", "ok", message)
+
+
+def _bytes_of(path: Path) -> int:
+    files = [path] if path.is_file() else [f for f in path.glob("*.safetensors") if f.is_file()]
+    return sum(f.stat().st_size for f in files if f.exists())
+
+
+def free_memory(meminfo: Path, cgroup: Path) -> int | None:
+    """Bytes that this machine, and the control group (version 2 or 1), leave; None: not known."""
+    free: list[int] = []
+    with suppress(OSError, ValueError):
+        lines = meminfo.read_text(encoding="ascii").splitlines()
+        free += [int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable:")]
+    for most, used in (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    ):
+        with suppress(OSError, ValueError):
+            limit = int((cgroup / most).read_text(encoding="ascii"))
+            free.append(limit - int((cgroup / used).read_text(encoding="ascii")))
+    return min(free, default=None)
+
+
+def _ports(config: ServeConfig) -> Iterator[Finding]:
+    addresses = {"port": (config.host, config.port)}
+    if config.drafters is not None:
+        host, _, port = config.drafters.listen.rpartition(":")
+        addresses["drafters"] = (host.strip("[]"), int(port))
+    for what, (host, port) in addresses.items():
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind) as sock:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                sock.bind(address)
+        except OSError as error:
+            told = "stop what listens there, or choose another with --port"
+            yield Finding(what, "failure", f"{host}:{port}: {error.strerror}", told)
+        else:
+            yield Finding(what, "ok", f"{host}:{port} is free")
+
+
+def _files() -> Finding:
+    try:
+        import resource
+    except ImportError:
+        return Finding("files", "ok", "no limit is known")
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if most != resource.RLIM_INFINITY and most < _OPEN_FILES:
+        told = f"`ulimit -n {_OPEN_FILES}`, or LimitNOFILE= of systemd; a client takes one"
+        return Finding("files", "warning", f"at most {most} may be open", told)
+    return Finding("files", "ok", f"{'any number' if most < 0 else most} may be open")

@@ -1,0 +1,107 @@
+"""What `penstock doctor` finds: with nothing wrong, and with one thing wrong at a time."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from penstock.cli import app
+from penstock.engine.native import loading
+from penstock.zoo.registry import bundled_models
+
+doctor = sys.modules["penstock.cli.doctor"]
+"""The module: the package has its command under the same name."""
+
+TARGET = bundled_models()["target-small"].path
+
+
+def findings(*arguments: str) -> tuple[int, dict[str, tuple[str, str]]]:
+    result = CliRunner().invoke(app, ["doctor", "--json", *arguments])
+    rows = json.loads(result.output)
+    assert all(row["remedy"] or row["state"] == "ok" for row in rows), "each says how to mend it"
+    return result.exit_code, {row["what"]: (row["state"], row["message"]) for row in rows}
+
+
+def test_nothing_is_wrong() -> None:
+    code, found = findings(str(TARGET), "--port", "0")
+    assert code == 0
+    assert {state for state, _ in found.values()} <= {"ok", "warning"}
+    assert found["target"][0] == found["port"][0] == found["packages"][0] == "ok"
+    text = CliRunner().invoke(app, ["doctor", str(TARGET), "--port", "0"]).output
+    assert "\nok       target" in text
+
+
+def test_a_broken_model(tmp_path: Path) -> None:
+    broken = tmp_path / "model"
+    shutil.copytree(TARGET, broken)
+    weights = next(broken.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:100])
+    code, found = findings(str(broken), "--port", "0", "--no-speculation")
+    assert code == 1
+    assert found["target"][0] == "failure"
+    assert str(broken) in found["target"][1]
+
+
+def test_settings_and_ports(tmp_path: Path) -> None:
+    path = tmp_path / "serve.yaml"
+    path.write_text("prot: 1\n")
+    code, found = findings("--config", str(path))
+    assert code == 1
+    assert f"{path}:1: unknown setting 'prot'" in found["settings"][1]
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        code, found = findings(str(TARGET), "--port", str(port), "--no-speculation")
+    assert code == 1
+    assert found["port"] == ("failure", f"127.0.0.1:{port}: Address already in use")
+
+
+def test_kernels_that_were_not_built(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    loading.load_library.cache_clear()
+    monkeypatch.setattr(loading, "FOLDER", tmp_path)
+    try:
+        code, found = findings(str(TARGET), "--port", "0", "--no-speculation")
+    finally:
+        loading.load_library.cache_clear()
+    assert code == 0, "PyTorch's own operations do"
+    assert found["kernels"][0] == "warning"
+    assert "was not built" in found["kernels"][1]
+
+
+def test_limits_of_control_groups(tmp_path: Path) -> None:
+    assert doctor.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu").mkdir()
+    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text("-1\n")
+    (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000\n")
+    assert doctor.cpu_quota(tmp_path) is None
+    (tmp_path / "cpu.max").write_text("150000 100000\n")
+    assert doctor.cpu_quota(tmp_path) == 1.5
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    assert doctor.cpu_quota(tmp_path) is None
+
+    meminfo = tmp_path / "meminfo"
+    assert doctor.free_memory(meminfo, tmp_path) is None
+    meminfo.write_text("MemTotal: 9000 kB\nMemAvailable: 4000 kB\n")
+    assert doctor.free_memory(meminfo, tmp_path) == 4000 * 1024
+    (tmp_path / "memory.max").write_text("3000000\n")
+    (tmp_path / "memory.current").write_text("1000000\n")
+    assert doctor.free_memory(meminfo, tmp_path) == 2_000_000
+
+
+def test_more_threads_than_may_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "cpu.max").write_text("50000 100000\n")
+    (tmp_path / "memory.max").write_text("1000\n")
+    (tmp_path / "memory.current").write_text("1\n")
+    monkeypatch.setattr(doctor, "_CGROUP", tmp_path)
+    code, found = findings(str(TARGET), "--port", "0", "--no-speculation")
+    assert found["threads"][0] == "warning"
+    assert "a quota of 0.5 cores" in found["threads"][1]
+    assert found["memory"][0] == "failure"
+    assert code == 1
