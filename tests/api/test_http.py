@@ -11,7 +11,8 @@ import openai
 import pytest
 from tests.serving.harness import RunningServer, running_server, serve_config
 
-from penstock.api.http import LogFormatter, ResponseHeaders
+from penstock.api.http import ResponseHeaders
+from penstock.serving.logs import TextFormatter
 
 PAGE = "https://chat.example"
 
@@ -99,7 +100,7 @@ async def test_request_ids_are_logged(caplog: pytest.LogCaptureFixture) -> None:
         await send({"type": "http.response.start", "status": 500, "headers": []})
         await send({"type": "http.response.body", "body": b""})
 
-    caplog.handler.setFormatter(LogFormatter())
+    caplog.handler.setFormatter(TextFormatter())
     transport = httpx.ASGITransport(ResponseHeaders(broken))
     with caplog.at_level(logging.ERROR):
         async with httpx.AsyncClient(transport=transport, base_url="http://toy") as http:

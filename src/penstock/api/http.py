@@ -7,6 +7,7 @@ import contextlib
 import logging
 import re
 import socket
+import time
 from contextvars import ContextVar
 from typing import Any, ClassVar
 from uuid import uuid4
@@ -19,6 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from penstock.api.errors import ApiError
 from penstock.serving.intake import Shares, network_of_host
+from penstock.serving.logs import ACCESS_LOG, request_id
 
 _UNSENT_BYTES = 16 * 1024
 """Unsent bytes that a socket buffers (TCP_NOTSENT_LOWAT). The kernel's default is megabytes: whole
@@ -35,9 +37,11 @@ EXPECTED_OUTPUT_TOKENS = "X-Penstock-Expected-Output-Tokens"
 
 _VALID_ID = re.compile(r"[A-Za-z0-9._:/+=@-]{1,128}")
 
-_request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
+trace_parent: ContextVar[str | None] = ContextVar("trace_parent", default=None)
+"""W3C's header of that name, of the request that is being served."""
 
 _log = logging.getLogger(__name__)
+_access_log = logging.getLogger(ACCESS_LOG)
 
 
 class Connection(H11Protocol):
@@ -229,41 +233,30 @@ class ResponseHeaders:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get(REQUEST_ID, "")
-        request_id = given if _VALID_ID.fullmatch(given) else uuid4().hex
+        sent = Headers(scope=scope)
+        given = sent.get(REQUEST_ID, "")
+        own_id = given if _VALID_ID.fullmatch(given) else uuid4().hex
+        began_at = time.perf_counter()
         # Not reset: a failure is logged after this has been left, in the same task.
-        _request_id.set(request_id)
+        request_id.set(own_id)
+        trace_parent.set(sent.get("traceparent"))
         state = scope.setdefault("state", {})
+        told = {"method": scope["method"], "path": scope["path"], "status": 0}
 
         async def with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID] = request_id
+                headers[REQUEST_ID] = own_id
                 if state.get("ignored_fields"):
                     headers[IGNORED_FIELDS] = state["ignored_fields"]
                 status = message["status"]
+                told["status"] = status
                 if status >= 500 and status != 503:
                     _log.error("%s %r: status %d", scope["method"], scope["path"], status)
             await send(message)
 
-        await self._app(scope, receive, with_headers)
-
-
-class LogFormatter(logging.Formatter):
-    """One style for all lines; those about an HTTP request begin with its id."""
-
-    def __init__(self) -> None:
-        super().__init__("penstock: %(levelname)s: %(request)s%(message)s")
-
-    def format(self, record: logging.LogRecord) -> str:
-        request_id = _request_id.get()
-        record.request = "" if request_id is None else f"request {request_id}: "
-        return super().format(record)
-
-
-def configure_logging() -> None:
-    """Log to standard error in this form."""
-    handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter())
-    logging.basicConfig(handlers=[handler])
-    logging.getLogger("penstock").setLevel(logging.INFO)
+        try:
+            await self._app(scope, receive, with_headers)
+        finally:
+            told["seconds"] = round(time.perf_counter() - began_at, 6)
+            _access_log.debug("%s %s", scope["method"], scope["path"], extra={"fields": told})

@@ -23,6 +23,7 @@ from penstock.core.types import NO_TARGET, TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 
 if TYPE_CHECKING:
+    from penstock.api.tracing import Tracer
     from penstock.serving.verification import DraftHub
 
 _FIRST_TOKEN_S = (
@@ -61,6 +62,7 @@ _TENANT_COUNTERS = {
     "latency_target_requests": "Finished requests with a latency target of their own.",
     "latency_target_met": "Those of them that met it.",
 }
+_LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
 _TENANT_HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time to the first token.", _FIRST_TOKEN_S),
     "inter_token_latency_seconds": (
@@ -71,6 +73,13 @@ _TENANT_HISTOGRAMS = {
         "Mean time for each token after the first, one value a request.",
         _BETWEEN_TOKENS_S,
     ),
+    "request_queue_time_seconds": ("Time until a request was admitted.", _REQUEST_S),
+    "request_prefill_time_seconds": ("Time from then to the first token.", _REQUEST_S),
+    "request_decode_time_seconds": ("Time from the first token to the last.", _REQUEST_S),
+    "request_inference_time_seconds": ("Time from admission to the last token.", _REQUEST_S),
+    "request_prompt_tokens": ("Prompt tokens of a request.", _LENGTHS),
+    "request_generation_tokens": ("Tokens generated for a request.", _LENGTHS),
+    "request_params_max_tokens": ("Tokens that a request allowed.", _LENGTHS),
     "e2e_request_latency_seconds": ("Time from arrival to the last token.", _REQUEST_S),
 }
 _DRAFTER_COUNTERS = {
@@ -92,6 +101,7 @@ class Metrics:
     def __init__(self, model_name: str) -> None:
         self.model_name = model_name
         self.registry = CollectorRegistry()
+        self.tracer: Tracer | None = None
         self._engine = _EngineCollector(model_name)
         self.registry.register(self._engine)
         self._of_tenant: dict[str, Counter | Histogram] = {
@@ -180,12 +190,16 @@ class RequestMeter:
         self._arrived_at = time.perf_counter()
         self._first_at = 0.0
         self._last_at = 0.0
+        self._queued_s = 0.0
+        self._trace = None if metrics.tracer is None else metrics.tracer.begin(request)
         self._num_tokens = 0
         self._drafter: str | None = None
         self._is_finished = False
 
     def observe(self, output: Output) -> None:
         self._record.observe(output)
+        if self._trace is not None and output.token_ids:
+            self._trace.observe(output)
         if output.token_ids:
             self._time_tokens(time.perf_counter(), output)
         if output.drafter is not None and output.num_proposed:
@@ -200,6 +214,8 @@ class RequestMeter:
         if self._is_finished:
             return
         self._is_finished = True
+        if self._trace is not None:
+            self._trace.finish(reason)
         self._record.end(reason)
         metrics = self._metrics
         metrics.finished.labels(metrics.model_name, self._request.tenant, _REASONS[reason]).inc()
@@ -208,7 +224,7 @@ class RequestMeter:
         if self._num_tokens > 1:
             mean = (self._last_at - self._first_at) / (self._num_tokens - 1)
         if is_complete:
-            self._tenant["e2e_request_latency_seconds"].observe(seconds)
+            self._observe_whole(seconds)
             if self._num_tokens > 1:
                 self._tenant["request_time_per_output_token_seconds"].observe(mean)
         if self._request.latency != NO_TARGET and reason is not FinishReason.CANCELLED:
@@ -216,12 +232,28 @@ class RequestMeter:
             if is_complete and self._request.latency.is_met(mean, seconds):
                 self._tenant["latency_target_met"].inc()
 
+    def _observe_whole(self, seconds: float) -> None:
+        """Of a request that is complete after so many seconds."""
+        started_at = self._arrived_at + self._queued_s
+        for name, value in (
+            ("e2e_request_latency_seconds", seconds),
+            ("request_queue_time_seconds", self._queued_s),
+            ("request_prefill_time_seconds", max(0.0, self._first_at - started_at)),
+            ("request_decode_time_seconds", self._last_at - self._first_at),
+            ("request_inference_time_seconds", max(0.0, self._last_at - started_at)),
+            ("request_prompt_tokens", self._request.prompt_len),
+            ("request_generation_tokens", self._num_tokens),
+            ("request_params_max_tokens", self._request.max_tokens),
+        ):
+            self._tenant[name].observe(value)
+
     def _time_tokens(self, now: float, output: Output) -> None:
         tenant = self._tenant
         if self._num_tokens:
             tenant["inter_token_latency_seconds"].observe(now - self._last_at)
         else:
             self._first_at = now
+            self._queued_s = output.queued_s
             tenant["time_to_first_token_seconds"].observe(now - self._arrived_at)
             tenant["prompt_tokens"].inc(self._request.prompt_len)
             tenant["prefix_cache_queries"].inc(self._request.prompt_len)

@@ -28,6 +28,7 @@ from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.intake import RequestClient
 
 if TYPE_CHECKING:
+    from penstock.api.tracing import Tracer
     from penstock.engine.tokenizer import Tokenizer
     from penstock.serving.verification import VerificationServer
 
@@ -53,14 +54,19 @@ async def serve(
     Raises: ConfigError where address or tokenizer cannot be had, EngineFailed where the engine
     cannot be loaded.
     """
+    tracer = _tracer(config)
     with bind(config.host, config.port) as sock:
         listener = None if config.drafters is None else _draft_listener(config.drafters)
         client = EngineClient(
-            config.engine, max_waiting=config.max_waiting_requests, factory=factory
+            config.engine,
+            max_waiting=config.max_waiting_requests,
+            factory=factory,
+            log_format=config.log_format,
         )
         try:
             tokenizer = await _start(client, config.engine.target)
             app = create_app(config, client, tokenizer)
+            app.state.metrics.tracer = tracer
             if listener is not None:
                 await _listen(listener, config, client, app.state.metrics, tokenizer)
                 announce_drafters(listener.address)
@@ -78,6 +84,18 @@ async def serve(
             if listener is not None:
                 await listener.close()
             await client.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
+
+
+def _tracer(config: ServeConfig) -> Tracer | None:
+    """Raises: ModuleNotFoundError where `penstock[otel]` is not installed."""
+    if config.otlp_traces_endpoint is None:
+        return None
+    from penstock.api.tracing import Tracer
+
+    name = config.served_model_name or config.engine.target_name
+    return Tracer.to(config.otlp_traces_endpoint, name)
 
 
 def _draft_listener(config: DraftersConfig) -> VerificationServer:

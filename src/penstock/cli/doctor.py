@@ -194,29 +194,29 @@ def free_memory(meminfo: Path, cgroup: Path) -> int | None:
     with suppress(OSError, ValueError):
         lines = meminfo.read_text(encoding="ascii").splitlines()
         free += [int(li.split()[1]) * 1024 for li in lines if li.startswith("MemAvailable:")]
-    for most, used in (
+    for limit, used in (
         ("memory.max", "memory.current"),
         ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
     ):
         with suppress(OSError, ValueError):
-            limit = int((cgroup / most).read_text(encoding="ascii"))
-            free.append(limit - int((cgroup / used).read_text(encoding="ascii")))
+            most = int((cgroup / limit).read_text(encoding="ascii"))
+            free.append(most - int((cgroup / used).read_text(encoding="ascii")))
     return min(free, default=None)
 
 
 def _ports(config: ServeConfig) -> Iterator[Finding]:
     addresses = {"port": (config.host, config.port)}
     if config.drafters is not None:
-        host, _, port = config.drafters.listen.rpartition(":")
-        addresses["drafters"] = (host.strip("[]"), int(port))
+        name, _, number = config.drafters.listen.rpartition(":")
+        addresses["drafters"] = (name.strip("[]"), int(number))
     for what, (host, port) in addresses.items():
         try:
-            family, kind, _, _, address = socket.getaddrinfo(
+            family, kind, _, _, place = socket.getaddrinfo(
                 host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
             )[0]
             with socket.socket(family, kind) as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                sock.bind(address)
+                sock.bind(place)
         except OSError as error:
             told = "stop what listens there, or choose another with --port"
             yield Finding(what, "failure", f"{host}:{port}: {error.strerror}", told)

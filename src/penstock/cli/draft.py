@@ -68,12 +68,12 @@ def draft(
 
     # What takes seconds to import comes after everything that can be wrong.
     from penstock.api.edge import DraftSettings, serve_drafts
-    from penstock.api.http import configure_logging
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.drafting import DrafterOptions
     from penstock.serving.link import LinkRefused
+    from penstock.serving.logs import configure_logging
 
-    configure_logging()
+    configure_logging("text")
     with one_line(ConfigError, CheckpointError, LinkRefused):
         options = DrafterOptions(
             name=name,

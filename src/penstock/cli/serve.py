@@ -159,6 +159,20 @@ def serve(
             "repeated.",
         ),
     ] = None,
+    log_format: Annotated[
+        str | None,
+        typer.Option(
+            metavar="text|json",
+            help="json: one object a line, and a line for every HTTP request. [text]",
+        ),
+    ] = None,
+    otlp_traces_endpoint: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="Send a trace of every request there, by OTLP over HTTP; needs penstock[otel].",
+        ),
+    ] = None,
 ) -> None:
     """Serve a target model over the OpenAI API, with speculative decoding by drafters."""
     options = dict(locals())
@@ -183,9 +197,9 @@ def serve(
             preload()
         # What takes seconds to import here comes after everything that can be wrong.
         from penstock.api import server
-        from penstock.api.http import configure_logging
+        from penstock.serving.logs import configure_logging
 
-        configure_logging()
+        configure_logging(parsed.log_format)
         asyncio.run(
             server.serve(
                 parsed,

@@ -76,7 +76,11 @@ def assembled(given: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
         speculate=not options.get("no_speculation"),
     )
     origins = options.get("cors_origin") or None
-    settings = _given(settings, **of("host", "port", "served_model_name"), cors_origins=origins)
+    settings = _given(
+        settings,
+        **of("host", "port", "served_model_name", "log_format", "otlp_traces_endpoint"),
+        cors_origins=origins,
+    )
     return {**settings, "engine": models}
 
 

@@ -36,6 +36,8 @@ def one_line(*expected: type[Exception]) -> Iterator[None]:
 def what_to_install(error: ModuleNotFoundError) -> str | None:
     """One line for a module of an extra that is not installed; None for any other."""
     module = (error.name or "").partition(".")[0]
+    if module == "opentelemetry":
+        return "this needs OpenTelemetry, which is not installed: pip install 'penstock[otel]'"
     if module not in SERVE_EXTRA:
         return None
     return (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Self
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -27,6 +27,8 @@ class ServeConfig(Model):
     request_timeout_s: longest time that a request may take, however long it asks for itself.
     header_timeout_s, body_timeout_s: for all of a request's head and body to come
     write_timeout_s: a client that reads nothing of its answer for so long has its request cancelled
+    log_format: json is one object a line, and has a line for every HTTP request.
+    otlp_traces_endpoint: where OpenTelemetry traces are sent, as http://collector:4318/v1/traces.
     drafters: where draft servers connect, if they may.
     """
 
@@ -45,6 +47,8 @@ class ServeConfig(Model):
     body_timeout_s: float = Field(default=60.0, gt=0, allow_inf_nan=False)
     write_timeout_s: float = Field(default=30.0, gt=0, allow_inf_nan=False)
     shutdown_grace_s: float = Field(default=30.0, ge=0, allow_inf_nan=False)
+    log_format: Literal["text", "json"] = "text"
+    otlp_traces_endpoint: Annotated[str, Field(pattern="^https?://")] | None = None
     drafters: DraftersConfig | None = None
 
     @model_validator(mode="after")

@@ -139,6 +139,7 @@ def _advance(
         target.num_cached_tokens if first else 0,
         verdict.logprobs[:num_new],
         verdict.prompt_logprobs,
+        state.admitted_at - state.request.arrival_time if first else 0.0,
     )
 
 

@@ -131,6 +131,7 @@ class RequestState:
     """The moving part of a request."""
 
     __slots__ = (
+        "admitted_at",
         "ahead",
         "block_hashes",
         "draft",
@@ -157,6 +158,7 @@ class RequestState:
         self.round = 0
         self.output_token_ids: list[int] = []
         self.num_output_tokens = 0
+        self.admitted_at = 0.0
         self.first_token_at = 0.0
         self.block_hashes: list[bytes] = list(request.block_hashes)
         self.kv: dict[str, SequenceKV] = {}

@@ -278,6 +278,8 @@ class Step:
             kv.num_committed_blocks = len(cached)
             kv.num_computed_tokens = len(cached) * self.pool.block_size
         kv.num_cached_tokens = kv.num_computed_tokens
+        if not state.num_output_tokens:
+            state.admitted_at = self.now
         self._table.admit(state)
         self.schedule(state, num_tokens)
         if cached:

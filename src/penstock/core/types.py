@@ -426,7 +426,8 @@ class StepResult(NamedTuple):
 
 class Output(NamedTuple):
     """New tokens of one request for its client, and its end when `finish_reason` is set. Where
-    only lengths are known `num_tokens` says how many are new, and they may come all at the end."""
+    only lengths are known `num_tokens` says how many are new, and they may come all at the end.
+    queued_s: of the first output, seconds from the arrival until the request was admitted."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -439,3 +440,4 @@ class Output(NamedTuple):
     num_cached_tokens: int = 0
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
+    queued_s: float = 0.0

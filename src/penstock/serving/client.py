@@ -11,6 +11,7 @@ from penstock.config import EngineConfig, TenantConfig, as_tenants
 from penstock.core.types import Arrive, Cancel, Event, Reconfigure, Request
 from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.intake import EngineUnavailable, RequestClient, WaitingRoom
+from penstock.serving.logs import LogFormat
 from penstock.serving.messages import (
     AuditFinding,
     DraftOrders,
@@ -47,13 +48,18 @@ class EngineClient(RequestClient):
     """
 
     def __init__(
-        self, config: EngineConfig, *, max_waiting: int, factory: str = LOAD_ENGINE
+        self,
+        config: EngineConfig,
+        *,
+        max_waiting: int,
+        factory: str = LOAD_ENGINE,
+        log_format: LogFormat = "text",
     ) -> None:
         super().__init__(
             WaitingRoom(max_waiting, waiting_limits(config.tenants)), Quotas(config.tenants)
         )
         self._changed: Reconfigure | None = None
-        self._supervisor = Supervisor(factory, config, self)
+        self._supervisor = Supervisor(factory, config, self, log_format)
         self._info: Ready | None = None
         self._last_failure = "the engine is not running"
         self._events: list[Event | RemoteDraft] = []

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Self
 
 from penstock.config import EngineConfig
 from penstock.serving.fork_context import fork_context
+from penstock.serving.logs import LogFormat
 from penstock.serving.messages import HEADER, Failed, Heartbeat, Ready, Stop, frame
 from penstock.serving.worker import HEARTBEATS_PER_TIMEOUT, run_engine
 
@@ -78,13 +79,19 @@ class EngineProcess:
 
     @classmethod
     async def spawn(
-        cls, factory: str, config: EngineConfig, on_message: Callable[[object], None]
+        cls,
+        factory: str,
+        config: EngineConfig,
+        on_message: Callable[[object], None],
+        log_format: LogFormat = "text",
     ) -> Self:
         """Start a process that builds its engine with `factory` ("package.module:function")."""
         ours, theirs = socket.socketpair()
         with Connection(theirs.detach()) as connection:
             process = _context(factory, config).Process(
-                target=run_engine, args=(connection, factory, config), name="penstock-engine"
+                target=run_engine,
+                args=(connection, factory, config, log_format),
+                name="penstock-engine",
             )
             # The first one waits for the libraries.
             await asyncio.to_thread(process.start)
@@ -197,7 +204,14 @@ class Watchdog:
 class Supervisor:
     """Keeps one engine process running: started again when it dies, killed when it is frozen."""
 
-    def __init__(self, factory: str, config: EngineConfig, client: EngineClient) -> None:
+    def __init__(
+        self,
+        factory: str,
+        config: EngineConfig,
+        client: EngineClient,
+        log_format: LogFormat = "text",
+    ) -> None:
+        self._log_format: LogFormat = log_format
         self.process: EngineProcess | None = None
         self.num_restarts = 0
         self._factory = factory
@@ -275,7 +289,9 @@ class Supervisor:
         started_at = asyncio.get_running_loop().time()
         self._watchdog = Watchdog(self._config.heartbeat_timeout_s, self._on_silence)
         try:
-            process = await EngineProcess.spawn(self._factory, self._config, self._on_message)
+            process = await EngineProcess.spawn(
+                self._factory, self._config, self._on_message, self._log_format
+            )
         except (OSError, EOFError) as error:
             return f"the engine process cannot be started: {error}"
         self.process = process

@@ -21,6 +21,7 @@ from penstock.config import EngineConfig
 from penstock.core.learn.memory import FluidKV, TokenPace, fluid_kv
 from penstock.core.loop import Turn
 from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
+from penstock.serving.logs import LogFormat, configure_logging
 from penstock.serving.messages import (
     AuditFinding,
     DraftOrders,
@@ -269,7 +270,9 @@ def describe(engine: Engine) -> Ready:
     )
 
 
-def run_engine(connection: Connection, factory: str, config: EngineConfig) -> None:
+def run_engine(
+    connection: Connection, factory: str, config: EngineConfig, log_format: LogFormat = "text"
+) -> None:
     """Body of the engine process. `factory`: as for `import_factory`.
 
     It ignores SIGINT, SIGTERM and SIGHUP: a terminal or a service manager sends them to both
@@ -278,6 +281,7 @@ def run_engine(connection: Connection, factory: str, config: EngineConfig) -> No
     """
     for ignored in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(ignored, signal.SIG_IGN)
+    configure_logging(log_format)
     channel = Channel(connection)
     pulse = HeartbeatSender(config.heartbeat_timeout_s, channel.send)
     with contextlib.suppress(Disconnected):

@@ -1,0 +1,116 @@
+"""OpenTelemetry: a trace of each request, with its time in the queue, its prefill and its rounds.
+Needs `penstock[otel]`. Neither prompts nor outputs are in it."""
+
+from __future__ import annotations
+
+import time
+
+from opentelemetry import trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.sdk.resources import Resource
+from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from penstock.api.http import trace_parent
+from penstock.core.types import FinishReason, Output, Request
+from penstock.serving.logs import request_id
+
+_NS = 1_000_000_000
+
+
+class Tracer:
+    """Makes traces, and sends them in the background. Spans have vLLM's names of attributes."""
+
+    def __init__(self, model_name: str, processor: SpanProcessor) -> None:
+        self._provider = TracerProvider(resource=Resource.create({"service.name": "penstock"}))
+        self._provider.add_span_processor(processor)
+        self.model_name = model_name
+        self.spans = self._provider.get_tracer("penstock")
+
+    @classmethod
+    def to(cls, endpoint: str, model_name: str) -> Tracer:
+        """One that sends to a collector, by OTLP over HTTP: the address of its traces."""
+        return cls(model_name, BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint)))
+
+    def begin(self, request: Request) -> RequestTrace:
+        """A request has come."""
+        return RequestTrace(self, request)
+
+    def close(self) -> None:
+        """Send what there still is."""
+        self._provider.shutdown()
+
+
+class RequestTrace:
+    """One request, as its outputs come. Its spans are made when it ends.
+
+    Times are the wall clock's at the arrival, and the steady clock's from then on.
+    """
+
+    def __init__(self, tracer: Tracer, request: Request) -> None:
+        self._tracer = tracer
+        self._request = request
+        self._began_ns, self._began_at = time.time_ns(), time.perf_counter()
+        self._request_id = request_id.get()
+        parent = trace_parent.get()
+        carrier = {} if parent is None else {"traceparent": parent}
+        self._parent = TraceContextTextMapPropagator().extract(carrier)
+        self._queued_s = 0.0
+        self._rounds: list[tuple[int, Output]] = []
+
+    def observe(self, output: Output) -> None:
+        """New tokens."""
+        if not self._rounds:
+            self._queued_s = output.queued_s
+        self._rounds.append((self._now(), output._replace(logprobs=(), prompt_logprobs=())))
+
+    def finish(self, reason: FinishReason) -> None:
+        """The request has ended."""
+        request, end = self._request, self._now()
+        admitted = min(self._began_ns + int(self._queued_s * _NS), end)
+        root = self._tracer.spans.start_span(
+            "llm_request",
+            context=self._parent,
+            kind=trace.SpanKind.SERVER,
+            start_time=self._began_ns,
+            attributes={
+                "gen_ai.request.id": request.id,
+                "gen_ai.response.model": self._tracer.model_name,
+                "gen_ai.request.max_tokens": request.max_tokens,
+                "gen_ai.request.temperature": request.sampling.temperature,
+                "gen_ai.usage.prompt_tokens": request.prompt_len,
+                "gen_ai.usage.completion_tokens": sum(len(o.token_ids) for _, o in self._rounds),
+                "gen_ai.latency.e2e": (end - self._began_ns) / _NS,
+                "penstock.tenant": request.tenant,
+                "penstock.finish_reason": str(reason),
+            },
+        )
+        if self._request_id is not None:
+            root.set_attribute("request_id", self._request_id)
+        inside = trace.set_span_in_context(root)
+        spans = self._tracer.spans
+        if self._rounds:
+            first, last = self._rounds[0][0], self._rounds[-1][0]
+            root.set_attribute("gen_ai.latency.time_in_queue", self._queued_s)
+            root.set_attribute("gen_ai.latency.time_to_first_token", (first - self._began_ns) / _NS)
+            spans.start_span("queue", inside, start_time=self._began_ns).end(admitted)
+            spans.start_span("prefill", inside, start_time=admitted).end(first)
+            decode = spans.start_span("decode", inside, start_time=first)
+            for at, output in self._rounds:
+                decode.add_event("round", _round(output), at)
+            decode.end(last)
+        root.end(end)
+
+    def _now(self) -> int:
+        return self._began_ns + int((time.perf_counter() - self._began_at) * _NS)
+
+
+def _round(output: Output) -> dict[str, str | int]:
+    """What is said of a round."""
+    return {
+        "num_tokens": len(output.token_ids),
+        "drafter": output.drafter or "none",
+        "num_draft_tokens": output.num_proposed,
+        "num_accepted_tokens": output.num_accepted,
+    }

@@ -1,0 +1,116 @@
+"""What is under deploy/: metrics, paths and settings that it names are those of the server."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import yaml
+
+from penstock.config import ServeConfig, mistakes_in
+
+DEPLOY = Path(__file__).parents[2] / "deploy"
+DASHBOARD: dict[str, Any] = json.loads((DEPLOY / "grafana-dashboard.json").read_text())
+RULES: dict[str, Any] = yaml.safe_load((DEPLOY / "prometheus-rules.yaml").read_text())
+MANIFEST: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+_NAME = re.compile(r"penstock:[a-z0-9_]+")
+
+
+def expressions() -> list[str]:
+    panels = [target["expr"] for panel in DASHBOARD["panels"] for target in panel["targets"]]
+    return panels + [rule["expr"] for group in RULES["groups"] for rule in group["rules"]]
+
+
+def exposed(text: str) -> tuple[set[str], set[str]]:
+    """Names of series, and of labels."""
+    names: set[str] = set()
+    for name, kind in re.findall(r"^# TYPE (\S+) (\S+)$", text, re.MULTILINE):
+        names |= (
+            {name + end for end in ("_bucket", "_sum", "_count")} if kind == "histogram" else {name}
+        )
+    return names, set(re.findall(r'[{,](\w+)="', text))
+
+
+def test_dashboard_and_rules_name_metrics_that_exist(http: httpx.Client) -> None:
+    http.post("/v1/completions", json={"prompt": "one two three", "max_tokens": 30})
+    names, labels = exposed(http.get("/metrics").text)
+    labels |= {"reason"}  # Nothing has been refused.
+    used = {name for text in expressions() for name in _NAME.findall(text)}
+    assert len(used) > 20
+    assert not used - names
+    grouped = {
+        label.strip()
+        for text in expressions()
+        for group in re.findall(r"by \(([^)]*)\)", text)
+        for label in group.split(",")
+    }
+    assert not grouped - labels
+    wrong = exposed("# TYPE penstock:other gauge\n")[0]
+    assert used - wrong, "the comparison can fail"
+
+
+def test_the_dashboard_can_be_imported() -> None:
+    """As Grafana reads it: panels with ids and places of their own, data sources by variable."""
+    panels = DASHBOARD["panels"]
+    assert len({p["id"] for p in panels}) == len({str(p["gridPos"]) for p in panels}) == len(panels)
+    assert all(p["datasource"]["uid"] == "${datasource}" for p in panels)
+    assert {v["name"] for v in DASHBOARD["templating"]["list"]} == {"datasource", "model"}
+    assert all(target["refId"] for p in panels for target in p["targets"])
+
+
+def test_alerts_say_what_is_wrong() -> None:
+    rules = [rule for group in RULES["groups"] for rule in group["rules"]]
+    alerts = [rule for rule in rules if "alert" in rule]
+    assert all(rule["annotations"]["summary"] and rule["labels"]["severity"] for rule in alerts)
+
+
+def test_the_manifests_settings_and_probes(http: httpx.Client) -> None:
+    config, deployment, service = MANIFEST
+    settings = yaml.safe_load(config["data"]["serve.yaml"])
+    settings["engine"]["target"] = "bundled"
+    assert mistakes_in(ServeConfig, settings) == []
+    pod = deployment["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        assert http.get(container[probe]["httpGet"]["path"]).status_code == 200
+        assert container[probe]["httpGet"]["port"] == container["ports"][0]["name"]
+    assert (
+        pod["terminationGracePeriodSeconds"] > ServeConfig.model_fields["shutdown_grace_s"].default
+    )
+    assert pod["enableServiceLinks"] is False, "else PENSTOCK_PORT is an address"
+    assert service["spec"]["selector"] == deployment["spec"]["template"]["metadata"]["labels"]
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "Dockerfile.vllm"])
+def test_what_the_container_files_copy_and_install_exists(name: str) -> None:
+    text = (DEPLOY / name).read_text()
+    extras = (DEPLOY.parent / "pyproject.toml").read_text()
+    for extra in re.search(r"\[(\w+,\w+)\]\"", text).group(1).split(","):  # type: ignore[union-attr]
+        assert f"\n{extra} = [" in extras
+    for source in re.findall(r"^COPY (?!--from)(\S+)", text, re.MULTILINE):
+        assert (DEPLOY.parent / source).exists()
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd here")
+def test_systemd_takes_the_unit(tmp_path: Path) -> None:
+    text = (DEPLOY / "penstock.service").read_text()
+    text = text.replace("/opt/penstock/bin/penstock", sys.executable)
+    unit = tmp_path / "penstock.service"
+    for content, is_right in ((text, True), (text.replace("Type=exec", "Tipe=exec"), False)):
+        unit.write_text(content)
+        done = subprocess.run(
+            ["systemd-analyze", "verify", "--man=no", str(unit)],
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert ("penstock.service" not in done.stderr) is is_right, done.stderr
