@@ -31,7 +31,7 @@ CHANGING: list[tuple[str, Any, str]] = [
     ("guided_choice", [], "List should have at least 1 item after validation, not 0"),
     ("structural_tag", "{}", "is not supported"),
     ("grammar", "root ::= 'a'", 'only "" is supported'),
-    ("tool_choice", "required", 'only "none" or "auto" is supported'),
+    ("tool_choice", "required", "there are no tools"),
     ("functions", [{"name": "f"}], "only [] is supported"),
     ("logit_bias", [50], "Input should be an object"),
     ("logit_bias", {"4096": 3}, "token ids go from 0 to 4095, not to 4096"),

@@ -13,8 +13,9 @@ from tests.api.conftest import client_of
 from tests.api.test_prepare import SOMEONE, preparer
 from tests.api.tool_servers import HERMES, LLAMA, TEMPLATE, tool_server, write_tokenizer
 
-from penstock.api.bodies import ChatBody
+from penstock.api.bodies import ChatBody, NamedTool
 from penstock.api.errors import ApiError
+from penstock.api.tool_use import tool_use
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 WEATHER: dict[str, Any] = {
@@ -212,6 +213,11 @@ NAMED = {"type": "function", "function": {"name": "launch"}}
     [
         ({"tools": [TOOL, TOOL]}, "tools: two of them are called 'weather'"),
         ({"tools": [TOOL], "tool_choice": NAMED}, "tool_choice: no tool is called 'launch'"),
+        ({"tool_choice": "required"}, "tool_choice: there are no tools"),
+        (
+            {"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"},
+            "tool_choice: only one field may say what the text is to be, and guided_regex does",
+        ),
     ],
 )
 async def test_refused_tools(hermes_tokenizer: Tokenizer, fields: Any, message: str) -> None:
@@ -269,3 +275,30 @@ def test_what_is_wrong_is_said_in_one_line(
         chat(hermes, "a", extra_body=fields)
     assert isinstance(refused.value.body, dict)
     assert refused.value.body["message"].startswith(message)
+
+
+def test_the_schema_of_a_forced_call() -> None:
+    """What a tool's schema refers to is found within the whole one."""
+    place = {
+        "type": "object",
+        "$defs": {"P": {"const": 1}},
+        "properties": {"p": {"$ref": "#/$defs/P"}, "q": {"type": "object"}},
+    }
+    tools = [TOOLS[1], {"type": "function", "function": {"name": "at", "parameters": place}}]
+    body = ChatBody.model_validate({"messages": TURNS, "tools": tools, "tool_choice": "required"})
+    use = tool_use(body, HERMES)
+    assert use is not None
+    assert use.lead == "<tool_call>\n"
+    (structure,) = use.structures
+    second = structure.value["anyOf"][1]["properties"]
+    assert second["name"] == {"const": "at"}
+    there = second["arguments"]["properties"]["p"]["$ref"]
+    assert there == "#/anyOf/1/properties/arguments/$defs/P"
+    assert second["arguments"]["additionalProperties"] is False
+    assert second["arguments"]["properties"]["q"] == {"type": "object"}
+    named = {"type": "function", "function": {"name": "add"}}
+    use = tool_use(body.model_copy(update={"tool_choice": NamedTool.model_validate(named)}), LLAMA)
+    assert use is not None
+    assert use.lead == ""
+    (call,) = use.structures[0].value["anyOf"]
+    assert call["required"] == ["name", "parameters"]

@@ -9,7 +9,7 @@ import json
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Self, TypeVar
 
@@ -121,6 +121,8 @@ class _Chat:
     tools: Sequence[Mapping[str, Any]]
     is_asked: bool = True
     """The assistant's turn has begun."""
+    lead: str = ""
+    """What that turn begins with."""
 
     @classmethod
     def of(
@@ -190,8 +192,15 @@ class RequestBuilder:
         self._check(body, caller, 1)
         use = tool_use(body, self.tokenizer.tool_template)
         chat = _Chat.of(body.messages, body.offered_tools)
+        if use is not None:
+            chat = replace(chat, lead=use.lead)
         prompt = await self._tokenise(chat.size, self._chat_prompt, chat)
-        grammar = await compiled(body.structures, body.ignore_eos, self._grammars)
+        structures = body.structures
+        if use is not None and use.must:
+            # A format is one of texts, and there will be none.
+            others = (s for s in structures if s.field != "response_format")
+            structures = [*others, *use.structures]
+        grammar = await compiled(structures, body.ignore_eos, self._grammars)
         limit = self.engine.max_request_tokens
         return self._choices(body, [prompt], limit, caller.tenant, job_id, grammar, use)
 
@@ -272,7 +281,7 @@ class RequestBuilder:
 
     def _chat_text(self, chat: _Chat) -> str:
         try:
-            return self.tokenizer.chat_text(chat.messages, chat.is_asked, chat.tools)
+            return self.tokenizer.chat_text(chat.messages, chat.is_asked, chat.tools) + chat.lead
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 

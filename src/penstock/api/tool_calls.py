@@ -84,11 +84,18 @@ class ToolCallParser:
     object. Whatever looks like one and is none stays text.
 
     names: of the tools. whole: calls come in one piece, so that a broken one stays text, too; else
-    their arguments come while they are written, as soon as the tool is known. most: calls
+    their arguments come while they are written, as soon as the tool is known. most: calls.
+    inside: the text begins behind an opening
     """
 
     def __init__(
-        self, form: ToolFormat, names: Collection[str], *, whole: bool, most: int | None = None
+        self,
+        form: ToolFormat,
+        names: Collection[str],
+        *,
+        whole: bool,
+        most: int | None = None,
+        inside: bool = False,
     ) -> None:
         self.num_calls = 0
         """Calls that are complete."""
@@ -97,7 +104,7 @@ class ToolCallParser:
         self._names = names
         self._whole = whole
         self._most = most
-        self._state = _State.OPENED if form.is_bare else _State.TEXT
+        self._state = _State.OPENED if inside or form.is_bare else _State.TEXT
         self._pending = ""
         self._opening = ""
         """Of the call that may have begun, as it was written."""

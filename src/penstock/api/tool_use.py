@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
-from penstock.api.bodies import ChatBody, NamedTool
+from penstock.api.bodies import ChatBody, NamedTool, Tool
 from penstock.api.errors import ApiError
-from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
+from penstock.api.structure import Structure
+from penstock.api.tool_calls import HERMES, ToolCallParser, ToolFormat, format_of
 
 
 @dataclass(frozen=True, slots=True)
 class ToolUse:
-    """Calls that may be in an answer. names: of the tools. whole, most: as the parser takes
-    them."""
+    """Calls that may be in an answer.
+
+    tools: that may be called. must: the answer is one call. whole, most: as the parser takes them
+    """
 
     form: ToolFormat
-    names: frozenset[str]
+    tools: tuple[Tool, ...]
+    must: bool
     whole: bool
     most: int | None
 
@@ -24,8 +30,55 @@ class ToolUse:
         """What is part of the text, even if the vocabulary has a special token for it."""
         return {*self.form.closings, *self.form.closings.values()}
 
+    @property
+    def lead(self) -> str:
+        """What the prompt ends with, so that the model goes on with a call's object."""
+        return "<tool_call>\n" if self.must and self.form is HERMES else ""
+
+    @property
+    def structures(self) -> list[Structure]:
+        """What shape the answer must have."""
+        if not self.must:
+            return []
+        key = "arguments" if self.form is HERMES else "parameters"
+        calls = [
+            _call_schema(tool, key, f"/anyOf/{place}/properties/{key}")
+            for place, tool in enumerate(self.tools)
+        ]
+        return [Structure("tool_choice", "json", {"anyOf": calls})]
+
     def parser(self) -> ToolCallParser:
-        return ToolCallParser(self.form, self.names, whole=self.whole, most=self.most)
+        names = [tool.function.name for tool in self.tools]
+        return ToolCallParser(self.form, names, whole=self.whole, most=self.most, inside=self.must)
+
+
+def _call_schema(tool: Tool, key: str, place: str) -> dict[str, Any]:
+    """Of a call's object. key: of the arguments. place: of their schema in the whole one."""
+    arguments = {"type": "object", **_moved(tool.for_template()["function"]["parameters"], place)}
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.function.name}, key: arguments},
+        "required": ["name", key],
+        "additionalProperties": False,
+    }
+
+
+def _moved(schema: Any, place: str, closes: bool = True) -> Any:
+    """A schema within another one: what refers to its root refers to the place. closes: objects
+    have no other entries than those that are named, unless they say so."""
+    if isinstance(schema, list):
+        return [_moved(part, place, closes) for part in schema]
+    if not isinstance(schema, Mapping):
+        return schema
+    made = {
+        name: f"#{place}{part[1:]}"
+        if name == "$ref" and isinstance(part, str) and part.startswith("#")
+        else _moved(part, place, closes and name != "allOf")
+        for name, part in schema.items()
+    }
+    if closes and made.get("type") == "object" and "properties" in made and "allOf" not in made:
+        made.setdefault("additionalProperties", "patternProperties" in made)
+    return made
 
 
 def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
@@ -46,24 +99,23 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:
         raise ApiError(400, f"tools: two of them are called {twice!r}", param="tools")
-    _check_choice(body, names)
-    if form is None or not body.offered_tools:
+    tools = _callable(body)
+    if form is None or not tools:
         return None
-    most = None if body.parallel_tool_calls else 1
-    return ToolUse(form, frozenset(names), not body.stream, most)
+    must = body.tool_choice not in ("none", "auto")
+    most = 1 if must or not body.parallel_tool_calls else None
+    return ToolUse(form, tools, must, not body.stream, most)
 
 
-def _check_choice(body: ChatBody, names: list[str]) -> None:
-    """Raises: ApiError."""
+def _callable(body: ChatBody) -> tuple[Tool, ...]:
+    """The tools that may be called. Raises: ApiError."""
     choice = body.tool_choice
-    if choice in ("none", "auto"):
-        return
-    if isinstance(choice, NamedTool) and choice.function.name not in names:
-        message = f"no tool is called {choice.function.name!r}"
-        raise ApiError(400, f"tool_choice: {message}", param="tool_choice")
-    raise ApiError(
-        400,
-        'tool_choice: only "none" or "auto" is supported',
-        param="tool_choice",
-        code="unsupported_value",
-    )
+    if not isinstance(choice, NamedTool):
+        if choice == "required" and not body.tools:
+            raise ApiError(400, "tool_choice: there are no tools", param="tool_choice")
+        return tuple(body.offered_tools)
+    named = tuple(tool for tool in body.tools if tool.function.name == choice.function.name)
+    if not named:
+        message = f"tool_choice: no tool is called {choice.function.name!r}"
+        raise ApiError(400, message, param="tool_choice")
+    return named

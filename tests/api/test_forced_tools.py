@@ -1,0 +1,121 @@
+"""`tool_choice`, `required` or a named tool: the bundled model has never seen a call, and must."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import openai
+import pytest
+from pydantic import BaseModel, Field
+from tests.api.conftest import client_of
+from tests.api.tool_servers import HERMES, LLAMA
+from tests.serving.harness import running_server
+
+from penstock.config import parse_config
+from penstock.serving.fork_context import LOAD_ENGINE
+from penstock.zoo.registry import model_path
+
+
+class Place(BaseModel):
+    city: Literal["Rome", "Oslo"]
+
+
+class Weather(BaseModel):
+    """Its schema has definitions that it refers to."""
+
+    place: Place
+    days: Annotated[int, Field(ge=1, le=9)]
+
+
+class Add(BaseModel):
+    a: Annotated[int, Field(ge=0, le=99)]
+    b: Annotated[int, Field(ge=0, le=99)]
+
+
+MODELS: dict[str, type[BaseModel]] = {"weather": Weather, "add": Add}
+TOOLS: list[Any] = [
+    {
+        "type": "function",
+        "function": {"name": name, "parameters": model.model_json_schema()},
+    }
+    for name, model in MODELS.items()
+]
+MESSAGES: list[Any] = [{"role": "user", "content": "How is the weather?"}]
+CHOICES = ["required", {"type": "function", "function": {"name": "add"}}]
+TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>{# tools #}"
+
+
+@pytest.fixture(scope="module", params=[HERMES, pytest.param(LLAMA, marks=pytest.mark.slow)])
+def forced(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[openai.OpenAI]:
+    target = tmp_path_factory.mktemp("forced") / "target"
+    shutil.copytree(model_path("target-small"), target)
+    comment = request.param[request.param.rindex("{#") :]
+    (target / "chat_template.jinja").write_text(TEMPLATE + comment)
+    engine = {
+        "target": target,
+        "drafters": {"tiny": str(model_path("draft-tiny"))},
+        "dtype": "float32",
+        "num_threads": 1,
+        "kv_tokens": 4096,
+    }
+    config = parse_config({"engine": engine, "port": 0, "served_model_name": "toy"})
+    with running_server(config, LOAD_ENGINE) as server, client_of(server) as client:
+        yield client
+
+
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_call_must_come(forced: openai.OpenAI, choice: Any, seed: int) -> None:
+    asked: dict[str, Any] = {
+        "model": "toy", "messages": MESSAGES, "tools": TOOLS, "tool_choice": choice,
+        "seed": seed, "max_tokens": 200, "response_format": {"type": "json_object"},
+    }  # fmt: skip
+    (made,) = forced.chat.completions.create(**asked).choices
+    assert made.finish_reason == "tool_calls"
+    assert made.message.content is None
+    assert made.message.tool_calls is not None
+    (call,) = made.message.tool_calls
+    assert call.type == "function"
+    assert call.function.name in (MODELS if choice == "required" else ["add"])
+    MODELS[call.function.name].model_validate_json(call.function.arguments)
+    pieces = [
+        piece
+        for chunk in forced.chat.completions.create(**asked, stream=True)
+        for piece in chunk.choices[0].delta.tool_calls or ()
+    ]
+    assert pieces[0].function.name == call.function.name
+    assert "".join(p.function.arguments for p in pieces) == call.function.arguments
+
+
+def test_without_it_nothing_comes(forced: openai.OpenAI) -> None:
+    """The control."""
+    asked: dict[str, Any] = {"model": "toy", "messages": MESSAGES, "tools": TOOLS}
+    (made,) = forced.chat.completions.create(**asked, seed=1, max_tokens=50).choices
+    assert made.message.tool_calls is None
+
+
+def test_a_call_in_responses(forced: openai.OpenAI) -> None:
+    tools: list[Any] = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    made = forced.responses.create(
+        model="toy", input="Add.", tools=tools, tool_choice={"type": "function", "name": "add"}
+    )
+    (item,) = made.output
+    assert item.type == "function_call"
+    assert set(json.loads(item.arguments)) == {"a", "b"}
+
+
+def test_a_schema_that_is_none(forced: openai.OpenAI) -> None:
+    bad = {"type": "function", "function": {"name": "f", "parameters": {"type": "nothing"}}}
+    with pytest.raises(openai.BadRequestError, match="tool_choice: ") as refused:
+        forced.chat.completions.create(
+            model="toy",
+            messages=MESSAGES,
+            tools=[bad],
+            tool_choice="required",  # type: ignore[list-item]
+        )
+    assert refused.value.code == "invalid_grammar"
