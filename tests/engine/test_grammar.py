@@ -308,5 +308,6 @@ def test_schemas_of_all_sorts() -> None:
     models = models_of(argparse.Namespace(target=None, drafter=model_path("draft-tiny")))
     rows = check_schemas(models, len(BY_HAND) + len(SORTS), progress=False)
     assert {r["sort"] for r in rows} == {"by hand", *SORTS}
-    assert all(r["num_valid"] and r["num_forced"] for r in rows if r["sort"] != "one of several")
+    assert sum(r["num_valid"] for r in rows) > 0.8 * sum(r["num_texts"] for r in rows)
+    assert sum(r["num_forced"] for r in rows) > len(rows)
     assert not sum(r["num_invalid"] + r["num_different"] for r in rows)

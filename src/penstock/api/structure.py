@@ -11,8 +11,9 @@ from penstock.api.body import Body
 from penstock.api.errors import ApiError
 from penstock.engine.grammar import GrammarCompiler, GrammarError, GrammarKind, grammar_of
 
-_COMPILE_S = 5.0
-"""Most that a client waits for its grammar, those of others before it included."""
+_COMPILE_S = 20.0
+"""Most that a client waits for its grammar, those of others before it included, and the server's
+first one, for which a large vocabulary is read, too."""
 
 _Schema = dict[str, Any] | bool | str
 """Of JSON: an object, or its text."""

@@ -123,13 +123,16 @@ class GrammarCompiler:
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
         """Built in the thread: it takes up to a second."""
-        from llguidance.hf import from_tokenizer
+        from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
             raise GrammarError("the model has no token that ends a text, which a grammar needs")
-        return from_tokenizer(
-            self._load().fast, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-        )
+        try:
+            return LLTokenizer(
+                self._load().definition, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
+            )
+        except ValueError as error:
+            raise GrammarError(f"this model's tokenizer: {_first_line(str(error))}") from error
 
 
 class GrammarState:

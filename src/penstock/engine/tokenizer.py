@@ -35,8 +35,7 @@ class Tokenizer:
     """A fast transformers tokenizer, reduced to what serving needs."""
 
     def __init__(self, fast: Any) -> None:
-        self.fast = self._fast = fast
-        """The tokenizer itself, for other libraries."""
+        self._fast = fast
         self.special_tokens: dict[int, str] = {
             token_id: token.content
             for token_id, token in fast.added_tokens_decoder.items()
@@ -60,6 +59,11 @@ class Tokenizer:
         return hashlib.sha256(
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         ).hexdigest()
+
+    @property
+    def definition(self) -> str:
+        """As tokenizer.json has it, without layout and run-time settings."""
+        return json.dumps(self._definition)
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens)
