@@ -1,3 +1,3 @@
 """Penstock: small models draft, one large model verifies, one scheduler decides."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
