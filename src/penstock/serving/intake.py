@@ -125,7 +125,10 @@ class WaitingRoom:
         """within_s: how long they may wait; those that would wait longer, by the rate at which this
         client's others begin, are refused at once. Raises: QueueFull."""
         num, waiting = len(request_ids), self._num_of.get(client, 0)
-        self._promises.hold_places()
+        if self._client_of:
+            self._promises.hold_places()
+        else:
+            self._promises.let_go()
         self._promises.keep(client)
         if within_s is not None and waiting and self._rate.is_known:
             wait_s = (waiting + num) * self._rate.seconds_of(client, len(self._num_of))

@@ -167,6 +167,14 @@ class Promises:
                 promise.has_places = self._places.take(promise.client, promise.num)
                 self.num_held += promise.num if promise.has_places else 0
 
+    def let_go(self) -> None:
+        """Hold nothing: nobody waits, and there is room for all."""
+        for promise in self._now:
+            if promise.has_places:
+                self._places.release(promise.client, promise.num)
+                promise.has_places = False
+        self.num_held = 0
+
     def _close(self, promise: _Promise) -> None:
         mine = self._of[promise.client]
         mine.remove(promise)

@@ -15,7 +15,7 @@ from penstock.engine.batch import IntArray as Int32Array
 from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts, LocalDrafter
 from penstock.engine.drafters.confidence import Calibrations, Floats, Stop
 from penstock.engine.runner import ModelRunner
-from penstock.engine.sampling import Changed, SamplingRows, change_logits, sample_draft
+from penstock.engine.sampling import Changed, SamplingRows, TextSoFar, change_logits, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray
 from penstock.engine.sequences import BlockTables, SamplingTable, TokenBuffer
 
@@ -106,13 +106,14 @@ class ModelDrafter(LocalDrafter):
         ends = [o.start + o.num_catch_up_tokens for o in orders]
         firsts = [
             min(end, max(o.start, t.request.prompt_len - 1, end - MOST_EVALUATED))
-            if o.evaluate and not t.is_ratio
+            # What a grammar let through where the text was shorter is not known any more.
+            if o.evaluate and not t.is_ratio and t.grammar is None
             else end
             for o, t, end in zip(orders, texts, ends, strict=True)
         ]
         counts = [end - first for end, first in zip(ends, firsts, strict=True)]
         batch = self._catch_up(orders, texts, counts, max(ends) + 1)
-        guesses = self._guess(batch, counts, texts)
+        guesses = self._guess(batch, counts, texts, ends)
         return tuple(
             self._compare(order, text, first, guess)
             for order, text, first, guess in zip(orders, texts, firsts, guesses, strict=True)
@@ -135,12 +136,19 @@ class ModelDrafter(LocalDrafter):
         self._foreseen.pop(request_id, None)
 
     def _guess(
-        self, batch: RaggedBatch, counts: Sequence[int], texts: Sequence[TokenBuffer]
+        self,
+        batch: RaggedBatch,
+        counts: Sequence[int],
+        texts: Sequence[TokenBuffer],
+        ends: Sequence[int],
     ) -> list[IntArray]:
         """What the drafter takes the token behind each row of logits to be, by order."""
         logits = self._logits(batch)
         positions = batch.positions[batch.logits_rows].astype(np.int64) + 1
         params = self._sampling.of(list(texts))[0].take(np.arange(len(texts)).repeat(counts))
+        if params.reads_text:
+            rows = zip(counts, texts, ends, strict=True)
+            change_logits(logits, [_changed_until(*row) for row in rows])
         tokens = self.runner.sample(logits, params, positions).cpu().numpy()
         return np.split(tokens, np.cumsum(counts)[:-1])
 
@@ -294,6 +302,15 @@ def _change(
         draft = text.tokens(text.length, int(ends[job])) + builder.token_ids[job]
         parts.append(Changed(1, text.request.sampling, text.so_far(draft, num_rows=1)))
     change_logits(logits, parts)
+
+
+def _changed_until(num_rows: int, text: TokenBuffer, end: int) -> Changed:
+    """Rows behind a written text, the last of them behind its first `end` tokens."""
+    request, so_far = text.request, None
+    if num_rows and request.sampling.reads_tokens:
+        stops = sorted(request.stop_token_ids)
+        so_far = TextSoFar(text.span(0, end), request.prompt_len, stops)
+    return Changed(num_rows, request.sampling, so_far)
 
 
 def _confidences(
