@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,14 @@ from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.weights import load_weights
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def _no_logs() -> Iterator[None]:
+    """What libraries log of damaged files is no valid Unicode: pytest's workers stumble at it."""
+    logging.disable()
+    yield
+    logging.disable(logging.NOTSET)
 
 
 def refusals(

@@ -2,13 +2,17 @@ from __future__ import annotations
 
 import multiprocessing
 import threading
+from collections import defaultdict
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Any
 
 import pytest
 from tests.serving.fakes import TOKENIZER, ToyEngine, toy_engine
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.loop import Turn
-from penstock.core.types import Arrive, Cancel, Request
+from penstock.core.types import Arrive, Cancel, Request, SamplingParams
 from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop
 from penstock.serving.worker import (
     Channel,
@@ -74,6 +78,47 @@ def test_events_in_one_frame_keep_their_order(engine: ToyEngine) -> None:
         ours.send(Events((Arrive(request()), Cancel("a"), Arrive(request("b")))))
         ours.send(Stop())
         server.serve()
+    assert engine.scheduler.num_unfinished == 0
+
+
+class SlowGrammars:
+    """Compiles when a test says so."""
+
+    def __init__(self) -> None:
+        self.compiled: dict[str, Future[Any]] = defaultdict(Future)
+
+    def compile(self, grammar: str) -> Future[Any]:
+        return self.compiled[grammar]
+
+
+def test_nobody_waits_for_another_ones_grammar(engine: ToyEngine) -> None:
+    grammars = SlowGrammars()
+    engine.executor.grammars = grammars  # type: ignore[assignment]
+    slow, cancelled = (
+        replace(request(name), sampling=SamplingParams(grammar=name)) for name in ("slow", "gone")
+    )
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        server = EngineServer(engine, Channel(theirs), HeartbeatSender(20.0, [].append))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        channel = Channel(ours)
+        channel.send(Events((Arrive(slow), Arrive(cancelled), Arrive(request("quick")))))
+        finished: list[str] = []
+
+        def read_until(name: str) -> None:
+            while name not in finished:
+                for message in channel.receive(5.0):
+                    finished.extend(o.request_id for o in message.outputs if o.finish_reason)
+
+        read_until("quick")
+        assert finished == ["quick"]
+        channel.send(Events((Cancel("gone"),)))
+        grammars.compiled["slow"].set_result(None)
+        read_until("slow")
+        channel.send(Stop())
+        thread.join(5)
+    assert finished == ["quick", "slow"]
     assert engine.scheduler.num_unfinished == 0
 
 

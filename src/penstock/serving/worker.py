@@ -14,13 +14,14 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from penstock.config import EngineConfig
 from penstock.core.learn.memory import FluidKV, TokenPace, fluid_kv
 from penstock.core.loop import Turn
-from penstock.core.types import Arrive, DrafterDown, DraftOrder, DraftReady, Event
+from penstock.core.types import Arrive, Cancel, DrafterDown, DraftOrder, DraftReady, Event
 from penstock.serving.logs import LogFormat, configure_logging
 from penstock.serving.messages import (
     AuditFinding,
@@ -45,6 +46,9 @@ if TYPE_CHECKING:
 
 HEARTBEATS_PER_TIMEOUT = 20
 """Within the time after which a process without any is given up."""
+
+_COMPILING_S = 0.005
+"""So often it is looked whether a grammar is compiled."""
 
 _log = logging.getLogger(__name__)
 
@@ -144,6 +148,8 @@ class EngineServer:
         self._busy_s = 0.0
         self._pace = TokenPace()
         self._stalled: str | None = None
+        self._compiling: dict[str, tuple[Arrive, Future[Any]]] = {}
+        """Requests that have come, whose grammars are not compiled yet: no step waits for those."""
         engine.executor.remote.sink = self._send_orders
 
     def serve(self) -> None:
@@ -164,6 +170,8 @@ class EngineServer:
                 if isinstance(message, StatsRequest):
                     self._channel.send(self._stats())
             timeout = idle_seconds(self._engine, turn)
+            if self._compiling:
+                timeout = _COMPILING_S if timeout is None else min(timeout, _COMPILING_S)
 
     def _turn(self, events: Iterable[Event]) -> Turn:
         started_at = self._engine.clock.now()
@@ -186,7 +194,10 @@ class EngineServer:
     def _events(self, messages: Iterable[object]) -> list[Event]:
         """Events in order; arrivals get their time here, because clocks of two processes differ."""
         now = self._engine.clock.now()
-        events: list[Event] = []
+        compiled = [(arrive, done) for arrive, done in self._compiling.values() if done.done()]
+        events: list[Event] = [arrive for arrive, _ in compiled]
+        for arrive, _ in compiled:
+            del self._compiling[arrive.request.id]
         for message in messages:
             if not isinstance(message, Events):
                 continue
@@ -195,10 +206,24 @@ class EngineServer:
                     events.append(self._hold(event))
                 elif isinstance(event, Arrive):
                     request = dataclasses.replace(event.request, arrival_time=now)
-                    events.append(Arrive(request))
+                    events += self._compiled(Arrive(request))
+                elif isinstance(event, Cancel) and event.request_id in self._compiling:
+                    del self._compiling[event.request_id]
                 else:
                     events.append(event)
         return events
+
+    def _compiled(self, arrive: Arrive) -> list[Arrive]:
+        """A request that can begin; one whose grammar is compiled meanwhile is kept back."""
+        grammar = arrive.request.sampling.grammar
+        grammars = None if grammar is None else self._engine.executor.grammars
+        if grammar is None or grammars is None:
+            return [arrive]
+        done = grammars.compile(grammar)
+        if done.done():
+            return [arrive]
+        self._compiling[arrive.request.id] = arrive, done
+        return []
 
     def _hold(self, draft: RemoteDraft) -> DraftReady:
         key = (draft.request_id, draft.epoch, draft.round)
