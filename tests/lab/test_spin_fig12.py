@@ -78,6 +78,8 @@ def test_where_requests_fare_alike_their_lengths_do_too() -> None:
 
 def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
+    # Which another test may have loaded.
+    monkeypatch.delitem(sys.modules, "penstock.engine.rehearsal", raising=False)
     with pytest.raises(LabError, match=r"pip install 'penstock\[serve\]'"):
         spin_fig12.shape_of(None)
 
