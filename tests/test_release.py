@@ -49,7 +49,7 @@ def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
         names = packed.namelist()
         packed.extractall(tmp_path / "installed")
     assert [name for name in names if name.endswith(".so")]
-    assert "penstock/api/dashboard.html" in names
+    assert "penstock/api/dashboard/index.html" in names
     assert not [name for name in names if name.endswith((".cpp", ".h"))]
     code = (
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'Scikit' not in str(f)];"

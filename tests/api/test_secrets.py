@@ -31,6 +31,8 @@ def said_by_a_server(path: Path) -> tuple[str, str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # Where tests are run with it ignored a server would ignore it, too.
+        preexec_fn=lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL),
     )
     assert process.stdout is not None
     lines: list[str] = []

@@ -346,7 +346,10 @@ async def _run(
             _log.info("draft server %s: %s", name, stream.ended.result().reason)
         hub.leave(stream)
         try:
-            if stream.ended.done() and not writer.done():
+            if not stream.ended.done():
+                stream.outbox.close()
+            # gRPC cannot tell the peer how it ended, if a message is still being written.
+            if not writer.done():
                 await asyncio.wait({writer}, timeout=_FLUSH_S)
         finally:
             writer.cancel()
