@@ -44,7 +44,8 @@ def test_generate_with_unlike_formats(
     alone = made(cli, "--target", models[target])
     drafted = made(cli, "--target", models[target], "--drafter", f"small={models[drafter]}")
     assert drafted["token_ids"] == alone["token_ids"]
-    assert drafted["drafter"] == "small"
+    # None where no draft was worth its time: it is no smaller than the target.
+    assert drafted["drafter"] in ("small", None)
 
 
 def test_a_drafter_of_another_tokenizer(
