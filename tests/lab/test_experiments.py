@@ -82,6 +82,7 @@ def is_whole(name: str, tmp_path: Path) -> None:
     assert told
     assert all(what.startswith(name) for what in told)
     assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / f"{name}.svg").read_text(encoding="utf-8")
     with (tmp_path / f"{name}.csv").open(encoding="utf-8") as file:
         header, *rows = csv.reader(file)
     assert rows

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def reproduce(
     name: Annotated[str, typer.Argument(help="A figure or table, or all; `list` names them.")],
     out: Annotated[
-        Path, typer.Option(file_okay=False, help="Folder for PNG and CSV files.")
+        Path, typer.Option(file_okay=False, help="Folder for PNG, SVG and CSV files.")
     ] = Path("reproduction"),
     quick: Annotated[bool, typer.Option("--quick", help="Smaller runs, coarser search.")] = False,
     data: Annotated[
@@ -46,7 +46,7 @@ def reproduce(
     ray: cli.RayOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
-    """A paper's figure or table again: PNG, CSV and a verdict for each claim."""
+    """A paper's figure or table again: PNG, SVG, CSV and a verdict for each claim."""
     from penstock.lab.experiment import FULL, QUICK, LabError, Trial, experiments, experiments_named
     from penstock.lab.report import pyplot
 

@@ -88,8 +88,8 @@ def _call(call: Callable[..., _R], item: tuple[Any, ...]) -> _R:
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """A figure or table. `run` writes NAME.csv and NAME.png and returns a verdict for each claim.
-    is_live: it runs models, of any family.
+    """A figure or table. `run` writes NAME.csv, NAME.png and NAME.svg, and returns a verdict for
+    each claim. is_live: it runs models, of any family.
 
     Raises, from `run`: Skipped, LabError, OSError.
     """

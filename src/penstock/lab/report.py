@@ -33,32 +33,93 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
 
 
 def save_figure(figure: Any, path: Path) -> None:
-    """Write a picture and forget it. Raises: OSError."""
+    """Write a picture as PNG to `path` and as SVG beside it, and forget it. Raises: OSError."""
     figure.savefig(path, dpi=150)
+    # The same picture is the same file: no date in it, and names that are no random numbers.
+    with pyplot().rc_context({"svg.hashsalt": "penstock"}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     pyplot().close(figure)
+
+
+COLOURS = ("#0072B2", "#E69F00", "#000000", "#CC79A7", "#56B4E9", "#882255", "#888888", "#D55E00")
+"""Okabe and Ito's without its green and yellow, and two of Tol's: told apart by everybody, and
+beside no red a green."""
+MARKERS = "osD^vPX*"
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)), (0, (8, 2)))
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot of a picture. lines: x and y by label. axes: what matplotlib's `Axes.set` takes.
-    style: of its lines; a line of its own in `styles`."""
+    """One plot of a picture. lines: x and y by label; the same label looks the same in all plots of
+    a picture. bands: the lowest and highest y of a line, where it is a mean. axes: what
+    matplotlib's `Axes.set` takes. style: "-" a line, "o" marks, "o-" both; a label has its own in
+    `styles`, where "k--" is a line to compare with."""
 
     lines: Mapping[str, tuple[Any, Any]]
     axes: dict[str, Any] = field(default_factory=dict)
     style: str = "-"
     styles: Mapping[str, str] = field(default_factory=dict)
+    bands: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
 
 def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
-    """A picture of plots in rows. Raises: LabError, OSError."""
+    """A picture of plots in rows, as PNG and SVG, with one legend beside all of them.
+    Raises: LabError, OSError."""
     rows, columns = len(plots), len(plots[0])
-    figure, grid = pyplot().subplots(
-        rows, columns, figsize=(5 * columns, 3.5 * rows), layout="constrained", squeeze=False
-    )
-    for axes, plot in zip(grid.flat, (p for row in plots for p in row), strict=True):
-        for label, (x, y) in plot.lines.items():
-            axes.plot(x, y, plot.styles.get(label, plot.style), label=label, markersize=4)
-        axes.set(**plot.axes)
-        axes.legend(fontsize="small")
-    figure.suptitle(title)
-    save_figure(figure, path)
+    flat = [plot for row in plots for plot in row]
+    labels = list(dict.fromkeys(label for plot in flat for label in plot.lines))
+    looks = _looks(labels, {name: style for plot in flat for name, style in plot.styles.items()})
+    legend_rows = -(-len(labels) // max(2, 2 * columns))
+    with pyplot().rc_context({"font.size": 13, "legend.fontsize": 12}):
+        figure, grid = pyplot().subplots(
+            rows,
+            columns,
+            figsize=(max(5.5 * columns, 6.5), 3.8 * rows + 0.7 + 0.3 * legend_rows),
+            layout="constrained",
+            squeeze=False,
+        )
+        handles: dict[str, Any] = {}
+        for axes, plot in zip(grid.flat, flat, strict=True):
+            handles = _fill(axes, plot, looks) | handles
+        figure.suptitle(title)
+        figure.legend(
+            [handles[label] for label in labels],
+            labels,
+            loc="outside lower center",
+            ncols=max(2, 2 * columns),
+        )
+        save_figure(figure, path)
+
+
+def _looks(labels: Sequence[str], styles: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Colour, mark and kind of line by label."""
+    looks = {}
+    own = [label for label in labels if not styles.get(label, "").startswith("k")]
+    for i, label in enumerate(own):
+        turn = i % len(COLOURS)
+        looks[label] = {"color": COLOURS[turn], "marker": MARKERS[turn], "linestyle": LINES[turn]}
+    # What others are compared with is grey and thin, so that it covers nothing.
+    reference = {"color": "#555555", "marker": "", "linewidth": 1.4, "zorder": 1.5}
+    for label in labels:
+        if label not in looks:
+            looks[label] = {**reference, "linestyle": styles[label][1:] or "-"}
+    return looks
+
+
+def _fill(axes: Any, plot: Plot, looks: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Draw a plot; returns what its legend shows, by label."""
+    handles = {}
+    for label, (x, y) in plot.lines.items():
+        style = plot.styles.get(label, plot.style)
+        look = dict(looks[label])
+        if not style.startswith("k"):
+            look["marker"] = look["marker"] if style.strip("-") else ""
+            look["linestyle"] = look["linestyle"] if "-" in style else ""
+        (handles[label],) = axes.plot(x, y, **{"linewidth": 1.8, "markersize": 6, **look})
+        if label in plot.bands:
+            low, high = plot.bands[label]
+            axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    axes.set(**plot.axes)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return handles
