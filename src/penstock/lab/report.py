@@ -93,13 +93,13 @@ def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
 
 def _looks(labels: Sequence[str], styles: Mapping[str, str]) -> dict[str, dict[str, Any]]:
     """Colour, mark and kind of line by label."""
-    looks = {}
+    looks: dict[str, dict[str, Any]] = {}
     own = [label for label in labels if not styles.get(label, "").startswith("k")]
     for i, label in enumerate(own):
         turn = i % len(COLOURS)
         looks[label] = {"color": COLOURS[turn], "marker": MARKERS[turn], "linestyle": LINES[turn]}
     # What others are compared with is grey and thin, so that it covers nothing.
-    reference = {"color": "#555555", "marker": "", "linewidth": 1.4, "zorder": 1.5}
+    reference: dict[str, Any] = {"color": "#555555", "marker": "", "linewidth": 1.4, "zorder": 1.5}
     for label in labels:
         if label not in looks:
             looks[label] = {**reference, "linestyle": styles[label][1:] or "-"}
