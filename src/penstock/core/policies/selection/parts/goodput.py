@@ -137,10 +137,12 @@ class ObservedGoodput:
 
     Every round makes ALL that is known count for less, whichever drafter it had (a discounted
     bandit; Garivier and Moulines, 2008): a mean of a choice that nobody makes any more is old, and
-    must not be held against it for ever. What has faded away is forgotten.
+    must not be held against it for ever. What has faded away is forgotten. fades: or nothing does,
+    and means are of everything.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fades: bool = True) -> None:
+        self._fades = fades
         self._by_request: defaultdict[str, dict[str, Mean]] = defaultdict(dict)
         self.by_model: dict[str, Mean] = {}
 
@@ -150,9 +152,11 @@ class ObservedGoodput:
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
         times = RoundTimes(view, len(outcomes), batches)
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
-        _fade(self.by_model, _DECAY ** len(decoding))
+        if self._fades:
+            _fade(self.by_model, _DECAY ** len(decoding))
         for state, verdict in decoding:
-            _fade(self._by_request.get(state.request.id, {}), _OWN_DECAY)
+            if self._fades:
+                _fade(self._by_request.get(state.request.id, {}), _OWN_DECAY)
             drafter = view.drafters.get(state.drafter or "")
             if drafter is None or not drafter.up or drafter.silent:
                 continue

@@ -1,0 +1,100 @@
+"""What Spin's theorem 1 makes of losses that are known, and slots that can be counted by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.config import PolicyConfig
+from penstock.lab.families import spin_profile
+from penstock.lab.papers import spin_theorem1
+from penstock.lab.papers.spin_theorem1 import LONG, POLICIES, PRINTED, RANDOM, SINGLE, SLOW, Losses
+from penstock.lab.slots import Slots
+from penstock.lab.statistics import FloatArray
+
+SLOTS = [2**k for k in range(4, 12)]
+LOG, LINEAR = np.log2(SLOTS), np.array(SLOTS) / 16
+
+
+def seeds(lost: FloatArray) -> FloatArray:
+    """Three of them, a little different from each other."""
+    return lost * np.array([[1.0], [1.02], [0.98]])
+
+
+def losses(goodput: FloatArray, reading: FloatArray, best: float = 0.3) -> Losses:
+    """Of LBSS; a drafter at random loses as much in every slot, and is the best in a fifth."""
+
+    def by_policy(own: FloatArray) -> dict[str, FloatArray]:
+        return {name: seeds(LINEAR if name == RANDOM else own) for name in POLICIES}
+
+    share = dict.fromkeys(POLICIES, seeds(np.linspace(0.2, best, len(SLOTS))))
+    share[RANDOM] = seeds(np.full(len(SLOTS), 0.2))
+    found = Losses(
+        SLOTS,
+        by_policy(goodput),
+        by_policy(reading),
+        by_policy(goodput),
+        by_policy(LOG),
+        share,
+    )
+    found.switches[SINGLE] = 2 * found.switches[SLOW]
+    found.reading[SLOW] = 2 * found.reading[PRINTED]
+    return found
+
+
+def outcomes(found: Losses) -> list[str]:
+    return [v.outcome for v in spin_theorem1.verdicts(found)]
+
+
+def test_a_logarithm_is_told_from_a_line() -> None:
+    assert outcomes(losses(LOG, LOG)) == ["holds"] * 7
+    assert spin_theorem1.exponent(seeds(LOG)).mean == pytest.approx(0, abs=0.01)
+    assert spin_theorem1.exponent(seeds(LINEAR)).mean == pytest.approx(1, abs=0.01)
+
+
+def test_reading_that_grows_like_the_text_is_part_of_the_regret() -> None:
+    found = outcomes(losses(LOG, LINEAR))
+    assert found[:2] == ["does not hold", "holds"]
+    assert outcomes(losses(LINEAR, LOG))[:2] == ["does not hold"] * 2
+
+
+def test_what_changes_nothing_does_not_hold() -> None:
+    same = losses(LOG, LOG, best=0.2)
+    same.switches[SINGLE] = same.switches[SLOW]
+    same.reading[SLOW] = same.reading[PRINTED]
+    assert outcomes(same)[4:] == ["does not hold"] * 3
+
+
+def test_a_control_that_loses_like_log_t_shows_nothing() -> None:
+    found = losses(LOG, LOG)
+    found.goodput[RANDOM] = found.goodput[LONG]
+    assert outcomes(found)[1] == "not shown"
+
+
+def slots(policy: PolicyConfig, rates: FloatArray) -> Slots:
+    prompts = np.full(len(rates), 50)
+    return Slots(policy.make("selection"), spin_profile("7B"), rates, prompts, length=4, seed=0)
+
+
+def test_who_stays_with_the_best_drafter_loses_nothing() -> None:
+    rates = np.tile([0.9, 0.2, 0.2, 0.2, 0.2], (3, 1))
+    right = slots(PolicyConfig.of("single", drafter="68M"), rates).play([8, 16])
+    assert not right.goodput.any()
+    assert not right.switches.any()
+    assert right.best.tolist() == [1.0, 1.0]
+    wrong = slots(PolicyConfig.of("single", drafter="1.4B"), rates).play([8, 16])
+    assert wrong.goodput[1] == pytest.approx(2 * wrong.goodput[0])
+    assert 0.5 * 8 < wrong.goodput[0] < 8
+    assert not wrong.best.any()
+
+
+def test_a_switch_reads_what_the_drafter_lacks() -> None:
+    rates = np.full((2, 5), 0.5)
+    random = PolicyConfig.of("epsilon_greedy", explore=1.0, seed=1)
+    found = slots(random, rates).play([64, 128])
+    # Four of five draws are of another drafter than the one before.
+    assert found.switches[1] == pytest.approx(0.8 * 128, rel=0.2)
+    # Whoever drafted a few slots ago lacks less than a prompt.
+    assert 0 < found.reading[0] < found.reading[1] < found.if_constant[1]
+    again = slots(random, rates).play([64, 128])
+    assert (found.reading == again.reading).all()
