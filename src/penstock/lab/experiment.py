@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from penstock.lab import papers
+from penstock.lab import beyond, papers
 from penstock.lab.claims import ClaimVerdict
 from penstock.sim.parallel import HERE, Workers
 
@@ -103,7 +103,11 @@ class Experiment:
 @functools.cache
 def experiments() -> dict[str, Experiment]:
     """Name to experiment, sorted by name."""
-    modules = (f"{papers.__name__}.{info.name}" for info in pkgutil.iter_modules(papers.__path__))
+    modules = (
+        f"{folder.__name__}.{info.name}"
+        for folder in (papers, beyond)
+        for info in pkgutil.iter_modules(folder.__path__)
+    )
     found: list[Experiment] = [importlib.import_module(name).EXPERIMENT for name in modules]
     return {e.name: e for e in sorted(found, key=lambda e: e.name)}
 

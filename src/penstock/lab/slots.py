@@ -8,7 +8,7 @@ device of its own: in what a slot leaves it, it reads ahead where the policy ask
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,7 +76,7 @@ class Slots:
             for own, most in zip((goodput.T / best).T.tolist(), best.tolist(), strict=True)
         ]
         self._slot_s = (self._verifying + self._drafting)[goodput.argmax(axis=1)]
-        self._lost: Counter[str] = Counter()
+        self._lost: defaultdict[str, float] = defaultdict(float)
 
     def play(self, horizons: Sequence[int]) -> Regret:
         """horizons: numbers of slots, rising."""

@@ -1,0 +1,51 @@
+"""What the whole loop's verdicts make of latencies that are known, and its days of requests."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from penstock.lab.beyond import whole_loop
+from penstock.lab.beyond.whole_loop import ALL, BASE, PLACEBO, Latencies, latency, machine
+
+NOISE = np.array([[1.0, 1.0], [1.01, 0.99], [0.99, 1.01]])
+
+
+def outcomes(**gains: float) -> list[str]:
+    """Of latencies that are a base's over these gains; the placebo's are its own, turned."""
+    base = np.tile([2.0, 8.0], (3, 1))
+    found: Latencies = {
+        ("cpu", system): base / gains.get(system, 1.0) * NOISE for system in whole_loop.SYSTEMS
+    }
+    found["cpu", BASE] = base
+    found["cpu", PLACEBO] = base * np.roll(NOISE, 1, axis=0)
+    return [v.outcome for v in whole_loop.verdicts("cpu", found)]
+
+
+def test_parts_that_gain_and_multiply() -> None:
+    assert outcomes(admission=1.1, allocation=1.2, selection=1.3, all=1.716) == ["holds"] * 6
+
+
+def test_parts_that_do_nothing_gain_nothing() -> None:
+    assert outcomes() == [*["does not hold"] * 5, "not shown"]
+
+
+def test_parts_that_stand_in_each_others_way() -> None:
+    found = outcomes(admission=1.1, allocation=1.2, selection=1.3, all=1.2)
+    assert found[3:] == ["holds", "does not hold", "does not hold"]
+
+
+def test_a_calm_is_slower_than_a_rush() -> None:
+    scene = machine("cpu")
+    day = scene.day(40, seed=0)
+    assert day.arrival_time is not None
+    gaps = np.diff(day.arrival_time)
+    assert gaps[:9].mean() > 10 * gaps[10:].mean()
+    assert (scene.day(40, seed=0).prompt_len == day.prompt_len).all()
+
+
+def test_a_run_is_reproducible_and_luck_another() -> None:
+    first = latency("cpu", BASE, 12, 0)
+    assert first == latency("cpu", BASE, 12, 0)
+    assert first != latency("cpu", PLACEBO, 12, 0)
+    assert first == pytest.approx(latency("cpu", ALL, 12, 0), rel=0.6)
