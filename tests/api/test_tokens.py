@@ -68,6 +68,17 @@ def test_another_model(http: httpx.Client) -> None:
         assert http.post(path, json={**body, "model": "gpt-9"}).status_code == 404
 
 
+def test_what_a_client_without_the_model_must_know(
+    http: httpx.Client, tokenizer: Tokenizer
+) -> None:
+    told = http.get("/tokenizer_info").json()
+    assert (told["bos_token"], told["eos_token"]) == ("<|bos|>", "<|eos|>")
+    assert "messages" in told["chat_template"]
+    body = {"prompt": told["eos_token"], "add_special_tokens": False}
+    (eos,) = http.post("/tokenize", json=body).json()["tokens"]
+    assert tokenizer.special_tokens[eos] == "<|eos|>"
+
+
 def test_no_embeddings(ai: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError, match="makes text and no embeddings") as refused:
         ai.embeddings.create(model="toy", input="abc")

@@ -292,6 +292,10 @@ def _add_tokens(app: FastAPI, service: Service, dependencies: Sequence[params.De
         body = await _validated(DetokenizeBody, http)
         return {"prompt": await service.prepare.text(body)}
 
+    @app.get("/tokenizer_info", dependencies=dependencies)
+    async def tokenizer_info() -> dict[str, Any]:
+        return service.tokenizer.info()
+
 
 def _add_operations(app: FastAPI, service: Service, api_keys: ApiKeys) -> None:
     @app.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)

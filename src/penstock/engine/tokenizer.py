@@ -156,6 +156,17 @@ class Tokenizer:
             ) from error
         return text
 
+    def info(self) -> dict[str, Any]:
+        """Special tokens by their roles (`eos_token`), and the chat template if there is one."""
+        found: dict[str, Any] = {
+            role: str(token)
+            for role, token in self._fast.special_tokens_map.items()
+            if not isinstance(token, list)
+        }
+        if self.has_chat_template:
+            found["chat_template"] = self._fast.chat_template
+        return found
+
     def strings(self, token_ids: Sequence[int]) -> list[str]:
         """Tokens as the vocabulary spells them; an unknown id is empty."""
         spelt = self._fast.backend_tokenizer.id_to_token

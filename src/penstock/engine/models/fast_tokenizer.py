@@ -21,7 +21,7 @@ class FastTokenizer:
     ) -> None:
         self.backend_tokenizer = backend
         self.chat_template = chat_template
-        self._special = dict(special)
+        self.special_tokens_map = dict(special)
         known = {token.content for token in backend.get_added_tokens_decoder().values()}
         missing = dict.fromkeys(token for token in special.values() if token not in known)
         backend.add_special_tokens([AddedToken(token, special=True) for token in missing])
@@ -92,5 +92,5 @@ class FastTokenizer:
             tokenizer_object=backend,
             chat_template=self.chat_template,
             clean_up_tokenization_spaces=False,
-            **self._special,
+            **self.special_tokens_map,
         )
