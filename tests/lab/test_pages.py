@@ -63,6 +63,20 @@ def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
     assert "- [met] speed: 2.0 (bar 1)" in page
 
 
+def test_pictures_are_shown_with_their_own_result(docs: Path) -> None:
+    folder = docs / "results" / "toys"
+    for name in ("top", "top_spin"):
+        save(folder / f"{name}.json", results(2.0), title=name, command="top", machine="here")
+        (folder / f"{name}.png").touch()
+    (folder / "top_fast.png").touch()
+    ((_, text),) = pages(docs)
+    first, second = text.split("## top_spin")
+    assert "![top_spin](toys/top_spin.png)" in second
+    assert "(toys/top.png)" in first
+    assert "(toys/top_fast.png)" in first
+    assert text.count("![") == 3
+
+
 def test_a_stale_page_is_told(docs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     result = docs / "results" / "toys" / "top.json"
     save(result, results(2.0), command="top", machine="here")

@@ -9,7 +9,8 @@ import pytest
 from tests.products import first_fast
 
 from penstock.config import PolicyConfig
-from penstock.lab.loads import requests_at, setup_of
+from penstock.fluid.step_profile import PAPER_LINEAR
+from penstock.lab.loads import Scene, setup_of
 from penstock.sim.capacity import Criterion, Estimate, TooShort, capacity, judge_load
 from penstock.sim.driver import SimulationResult
 from penstock.sim.planner import load_bound
@@ -69,7 +70,7 @@ def test_batch_means_are_students() -> None:
 def test_runs_of_any_length_agree(admission: str) -> None:
     setup = Setup(PROFILE, PolicyConfig.of(admission))
     found = [
-        capacity(setup, requests_at("low", num), 90.0, 180.0, tolerance=0.02)
+        capacity(setup, Scene(PAPER_LINEAR, "low").at(num), 90.0, 180.0, tolerance=0.02)
         for num in (8_000, 16_000)
     ]
     assert max(c.low for c in found) <= min(c.high for c in found), found
@@ -81,7 +82,7 @@ def test_runs_of_any_length_agree(admission: str) -> None:
 def test_literal_wait_is_not_punished_for_its_full_stages() -> None:
     """888 requests in service are 4% of these arrivals, and no backlog."""
     setup = setup_of("wait", output_lens=(21, 41, 81, 161), thresholds=(3, 3, 3, 3))
-    at = requests_at("nested", 20_000)
+    at = Scene(PAPER_LINEAR, "nested").at(20_000)
     bound = load_bound(PAPER, at(1.0), PAPER.kv_tokens)
     assert judge_load(setup, at(0.95 * bound)).sustained
     assert not judge_load(setup, at(1.1 * bound)).sustained
@@ -111,7 +112,7 @@ def test_targets_end_the_search_where_they_are_missed() -> None:
     assert judge_load(setup, at(found.low), criterion).beyond[0].mean <= 0
     assert judge_load(setup, at(found.high), criterion).beyond[0].mean > 0
     with pytest.raises(TooShort, match=r"1000 requests are too few .* about 2500"):
-        capacity(setup, requests_at("low", 1000), 20.0, 160.0, criterion=criterion)
+        capacity(setup, Scene(PAPER_LINEAR, "low").at(1000), 20.0, 160.0, criterion=criterion)
 
 
 def test_who_is_never_served_is_late() -> None:

@@ -14,7 +14,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 Outcome = Literal[
-    "holds", "holds in part", "does not hold", "not shown", "met", "missed", "for information"
+    "holds",
+    "holds in part",
+    "does not hold",
+    "not shown",
+    "not measured",
+    "met",
+    "missed",
+    "for information",
 ]
 Data = TypeVar("Data")
 
@@ -73,6 +80,11 @@ def check(
     return ClaimVerdict(
         claim, found.measured, outcome, Control(control, false.measured, control_outcome)
     )
+
+
+def not_measured(claim: str, needs: str) -> ClaimVerdict:
+    """The line of a part that cannot be measured here. needs: what is not there."""
+    return ClaimVerdict(claim, f"needs {needs}", "not measured")
 
 
 def bar(claim: str, measured: str, reached: bool | None) -> ClaimVerdict:

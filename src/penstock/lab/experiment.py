@@ -31,7 +31,7 @@ class Effort:
 
     arrivals: requests of a run that decides whether a load is sustained. tolerance: relative width
     at which a bisection for the capacity ends. curve_arrivals: requests of a point of a curve.
-    shares: loads of a curve, over the largest capacity in it. tries: thresholds that a search
+    shares: loads of a curve, over the fluid bound. tries: thresholds that a search
     may try beside the most promising. seeds: repetitions where a mean is estimated.
     """
 
@@ -50,7 +50,7 @@ class Effort:
 
 FULL = Effort(60_000, 0.005, 20_000, (0.1, 0.25, 0.4, 0.55, 0.7, 0.85, 0.95, 1.05), 12, 12)
 # Fewer arrivals would not do: literal WAIT on the low workload serves 1,300 requests at once.
-QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.4, 0.7, 0.9, 1.05), 2, 4)
+QUICK = Effort(20_000, 0.03, 4_000, (0.1, 0.5, 0.9, 1.05), 2, 4)
 
 
 @dataclass(frozen=True, slots=True)

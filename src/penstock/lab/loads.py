@@ -1,29 +1,73 @@
-"""Policies against load on the virtual clock: capacities and curves of WAIT's figure 1."""
+"""Policies against load on the virtual clock: thresholds in hindsight, and the curves of WAIT's
+figure 1."""
 
 from __future__ import annotations
 
-import math
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from penstock.config import PolicyConfig
-from penstock.fluid.step_profile import PAPER_LINEAR
+from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.lab.claims import ClaimVerdict, Measurement, check
-from penstock.lab.experiment import Effort
+from penstock.lab.experiment import Effort, Trial
 from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.statistics import SEEDS, FloatArray, ratio
 from penstock.sim.capacity import TooShort, capacity, judge_load
 from penstock.sim.parallel import HERE, Workers
 from penstock.sim.planner import load_bound
+from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
 SEED = 0
+_BOUND_REQUESTS = 20_000
 _CLAIMED_GAIN = 1.2
-UNCAPPED = {"token_budget": 4096, "max_num_seqs": 2048}
-"""Sarathi with limits that do not bind where a step costs the same for any token."""
+_BUDGETS = (256, 384, 512, 768, 1024, 2048, 4096)
+_CAPS = (128, 256, 320, 512, 1024, 2048)
+_GRID_LOADS = (0.9, 1.05)
+"""Over the bound: where Sarathi's budget and cap are tuned."""
+PROFILES: Mapping[str, Callable[[], StepProfile]] = {
+    "paper-linear": lambda: PAPER_LINEAR,
+    "a100-llama2-7b": lambda: load_profile("a100-llama2-7b"),
+}
+BOUND, OFFERED = "fluid bound", "Throughput* (eq. 6)"
+TUNED = "sarathi, tuned"
+
+
+@dataclass(frozen=True, eq=False)
+class Scene:
+    """A machine and what it serves: a workload's name, or recorded lengths."""
+
+    profile: StepProfile
+    lengths: str | Workload
+
+    @property
+    def name(self) -> str:
+        lengths = self.lengths
+        return f"{lengths if isinstance(lengths, str) else lengths.name}, {self.profile.name}"
+
+    def requests(self, num: int, rate: float, seed: int = SEED) -> Workload:
+        """So many requests with Poisson arrivals; the same ones at any rate."""
+        drawn = make_workload(
+            self.lengths, num_requests=num, rate=rate, arrivals="poisson", seed=seed
+        )
+        return drawn.shuffled(seed)
+
+    @cached_property
+    def bound(self) -> float:
+        """The fluid capacity bound, requests/s."""
+        drawn = self.requests(_BOUND_REQUESTS, 1.0)
+        return load_bound(self.profile, drawn, self.profile.kv_tokens)
+
+    def at(self, num: int) -> Callable[[float], Workload]:
+        """So many requests, by their rate."""
+        return partial(self.requests, num)
 
 
 @dataclass(frozen=True)
@@ -41,42 +85,24 @@ class Sustained:
     setup: Setup
     requests_per_s: float
 
-    def over(self, rival: Sustained) -> float:
-        """Its capacity over another's; NaN, which no claim agrees with, where that has none."""
-        if not rival.requests_per_s:
-            return math.nan
-        return self.requests_per_s / rival.requests_per_s
-
 
 @dataclass(frozen=True)
 class Point:
-    """A run that ends with its last arrival: requests/s offered, output tokens/s of the requests
-    that were finished by then, and their mean latency in seconds (None: none was)."""
+    """A run that ends with its last arrival: requests/s offered; output tokens/s, offered and made,
+    of the requests that came and that were finished in its second half; and the mean latency in
+    seconds of those (None: none was)."""
 
     policy: str
     rate: float
+    seed: int
+    offered: float
     tokens_per_s: float
     latency_s: float | None
 
 
-def gain_verdict(claim: str, mine: Sustained, rivals: Mapping[str, Sustained]) -> ClaimVerdict:
-    """Whether a policy carries a fifth more than each rival. The control is the best rival."""
-
-    def ahead(policy: Sustained) -> Measurement:
-        gains = {rival: policy.over(s) for rival, s in rivals.items()}
-        parts = ", ".join(f"{gain - 1:+.0%} over {rival}" for rival, gain in gains.items())
-        return Measurement(
-            f"{policy.requests_per_s:.4g} requests/s, {parts}",
-            tuple(gain >= _CLAIMED_GAIN for gain in gains.values()),
-        )
-
-    best = max(rivals, key=lambda rival: rivals[rival].requests_per_s)
-    return check(claim, ahead, mine, f"{best} in its place", rivals[best])
-
-
-def setup_of(admission: str, **options: Any) -> Setup:
-    """A server of the paper: its profile and memory, blocks of one token."""
-    return Setup(PAPER_LINEAR, PolicyConfig.of(admission, **options))
+def setup_of(admission: str, profile: StepProfile = PAPER_LINEAR, **options: Any) -> Setup:
+    """A server of the paper: its memory, blocks of one token."""
+    return Setup(profile, PolicyConfig.of(admission, **options))
 
 
 def options_of(setup: Setup) -> str:
@@ -88,19 +114,7 @@ def options_of(setup: Setup) -> str:
     )
 
 
-def requests_at(name: str, num_requests: int) -> Callable[[float], Workload]:
-    """The same requests at any rate."""
-    return partial(_requests, name, num_requests)
-
-
-def _requests(name: str, num_requests: int, rate: float) -> Workload:
-    return make_workload(name, num_requests=num_requests, rate=rate, seed=SEED)
-
-
-def bound_of(name: str, num_requests: int) -> float:
-    """The fluid capacity bound of a named workload, requests/s."""
-    drawn = requests_at(name, num_requests)(1.0)
-    return load_bound(PAPER_LINEAR, drawn, PAPER_LINEAR.kv_tokens)
+# --- thresholds in hindsight ----------------------------------------------------------------------
 
 
 def sustains(setup: Setup, at: Callable[[float], Workload], rate: float) -> bool:
@@ -109,12 +123,12 @@ def sustains(setup: Setup, at: Callable[[float], Workload], rate: float) -> bool
 
 
 def capacity_of(
-    choice: Candidate, name: str, effort: Effort, least: float = 0.0, workers: Workers = HERE
+    choice: Candidate, scene: Scene, effort: Effort, least: float = 0.0, workers: Workers = HERE
 ) -> Sustained:
     """Bisection below 1.1 times the expected capacity and above `least`, which is known to be
     sustained, or a quarter of what is expected: less counts as none. A policy that serves in long
     waves may complete too unevenly for a precise answer: then the estimate counts."""
-    at = requests_at(name, effort.arrivals)
+    at = scene.at(effort.arrivals)
     low, high = max(0.25 * choice.expected, least), max(1.1 * choice.expected, 1.05 * least)
     if low > least and not sustains(choice.setup, at, low):
         return Sustained(choice.setup, 0.0)
@@ -130,7 +144,7 @@ def capacity_of(
 def best_of(
     choices: Iterable[Candidate],
     neighbours: Callable[[Setup], Iterable[Candidate]],
-    name: str,
+    scene: Scene,
     effort: Effort,
     tell: Callable[[str], None] = lambda _: None,
     workers: Workers = HERE,
@@ -139,7 +153,7 @@ def best_of(
     expects most; up to `effort.tries` others follow, the neighbours of the best so far first, and
     only those that sustain more than it are measured. None without choices. `tell` hears which is
     tried."""
-    at = requests_at(name, effort.arrivals)
+    at = scene.at(effort.arrivals)
     best: Sustained | None = None
     tried: list[PolicyConfig] = []
     queue = _promising_first(choices)
@@ -150,10 +164,11 @@ def best_of(
             continue
         tried.append(choice.setup.admission)
         so_far = f"best so far {best.requests_per_s:.4g} requests/s" if best else "the first"
-        tell(f"{choice.setup.admission.name} on {name}: {options_of(choice.setup)} ({so_far})")
+        what = f"{choice.setup.admission.name} on {scene.name}"
+        tell(f"{what}: {options_of(choice.setup)} ({so_far})")
         if least and not sustains(choice.setup, at, least):
             continue
-        found = capacity_of(choice, name, effort, least, workers)
+        found = capacity_of(choice, scene, effort, least, workers)
         if best is None or found.requests_per_s > best.requests_per_s:
             best = found
             if best.requests_per_s:
@@ -165,37 +180,163 @@ def _promising_first(choices: Iterable[Candidate]) -> list[Candidate]:
     return sorted(choices, key=lambda choice: -choice.expected)
 
 
-def measure(policy: str, setup: Setup, name: str, rate: float, num_requests: int) -> Point:
+def tuned_sarathi(scene: Scene, effort: Effort, workers: Workers = HERE) -> Setup:
+    """Sarathi with the budget and the cap of a grid that make most tokens in hindsight, near the
+    bound and beyond it."""
+    grid = [
+        setup_of("sarathi", scene.profile, token_budget=budget, max_num_seqs=cap)
+        for budget, cap in itertools.product(_BUDGETS, _CAPS)
+        if budget >= cap
+    ]
+    num = effort.curve_arrivals
+    jobs = [(TUNED, s, scene, load * scene.bound, num, SEED) for s in grid for load in _GRID_LOADS]
+    points = iter(workers.map(_measured, jobs))
+    made = [max(next(points).tokens_per_s for _ in _GRID_LOADS) for _ in grid]
+    return grid[int(np.argmax(made))]
+
+
+# --- curves ---------------------------------------------------------------------------------------
+
+Job = tuple[str, Setup, Scene, float, int, int]
+
+
+def _measured(job: Job) -> Point:
+    return measure(*job)
+
+
+def measure(
+    policy: str, setup: Setup, scene: Scene, rate: float, num_requests: int, seed: int
+) -> Point:
     """One point of a curve."""
-    workload = requests_at(name, num_requests)(rate)
+    workload = scene.requests(num_requests, rate, seed)
     assert workload.arrival_time is not None
     end = float(workload.arrival_time[-1])
     report = run(setup, workload, until=end)
-    latency = report.latency
-    mean = float(latency.mean()) if len(latency) else None
-    return Point(policy, rate, float(report.num_tokens[report.completed].sum()) / end, mean)
-
-
-def write_points(points: Sequence[tuple[str, Point]], path: Path) -> None:
-    """Points of curves as CSV, with the workload that each belongs to. Raises: OSError."""
-    write_table(
-        path,
-        ("workload", "policy", "offered_requests_per_s", "output_tokens_per_s", "mean_latency_s"),
-        ((w, p.policy, p.rate, p.tokens_per_s, p.latency_s) for w, p in points),
+    came = workload.arrival_time > end / 2
+    finished = report.completed & (report.finished_at > end / 2)
+    latency = (report.finished_at - report.arrived_at)[finished]
+    return Point(
+        policy,
+        rate,
+        seed,
+        float(workload.output_len[came].sum()) / (end / 2),
+        float(report.num_tokens[finished].sum()) / (end / 2),
+        float(latency.mean()) if len(latency) else None,
     )
 
 
-def draw_points(points: Sequence[tuple[str, Point]], path: Path, title: str) -> None:
-    """Throughput above, latency below, a column for each workload. Raises: LabError, OSError."""
-    upper, lower = [], []
-    for workload in dict.fromkeys(w for w, _ in points):
-        tokens, latencies = {}, {}
-        for policy in dict.fromkeys(p.policy for w, p in points if w == workload):
-            curve = [p for w, p in points if (w, p.policy) == (workload, policy)]
-            tokens[policy] = [p.rate for p in curve], [p.tokens_per_s for p in curve]
-            seen = [p for p in curve if p.latency_s is not None]
-            latencies[policy] = [p.rate for p in seen], [p.latency_s for p in seen]
-        upper.append(Plot(tokens, {"title": workload, "ylabel": "output tokens a second"}, "o-"))
-        axes = {"xlabel": "offered requests a second", "ylabel": "mean latency, s"}
-        lower.append(Plot(latencies, {**axes, "yscale": "log"}, "o-"))
-    draw(path, title, [upper, lower])
+def curves(
+    job: Trial,
+    scene: Scene,
+    setups: Callable[[float], Mapping[str, Setup]],
+    name: str,
+) -> list[Point]:
+    """Every policy at every load, which are shares of the bound, for five seeds. setups: by load,
+    in requests/s."""
+    num = job.effort.arrivals // 3
+    seeds = SEEDS if job.effort.seeds > 1 else SEEDS[:2]
+    jobs: list[Job] = [
+        (policy, setup, scene, share * scene.bound, num, seed)
+        for share in job.effort.shares
+        for policy, setup in setups(share * scene.bound).items()
+        for seed in seeds
+    ]
+    return [*job.each(measure, jobs, lambda *_: f"{name}: curves of {scene.name}")]
+
+
+def peaks(points: Iterable[Point]) -> dict[str, FloatArray]:
+    """The most output tokens/s of any load, by policy, [seeds]."""
+    best: dict[str, dict[int, float]] = {}
+    for p in points:
+        by_seed = best.setdefault(p.policy, {})
+        by_seed[p.seed] = max(by_seed.get(p.seed, 0.0), p.tokens_per_s)
+    return {policy: np.array([*by_seed.values()]) for policy, by_seed in best.items()}
+
+
+def gain_verdict(claim: str, policy: str, found: Mapping[str, FloatArray]) -> ClaimVerdict:
+    """Whether a policy's peak is a fifth above each rival's, by the peaks of all of them. The
+    control is the best rival."""
+    rivals = {name: peak for name, peak in found.items() if name != policy}
+
+    def ahead(mine: FloatArray) -> Measurement:
+        gains = {rival: ratio(np.maximum(mine, 1e-9), peak) for rival, peak in rivals.items()}
+        parts = ", ".join(
+            f"{gain.mean - 1:+.0%} ({gain.low - 1:+.0%} to {gain.high - 1:+.0%}) over {rival}"
+            for rival, gain in gains.items()
+        )
+        return Measurement(
+            f"{mine.mean():,.0f} output tokens/s, {parts}",
+            tuple(gain.mean >= _CLAIMED_GAIN for gain in gains.values()),
+        )
+
+    best = max(rivals, key=lambda rival: float(rivals[rival].mean()))
+    return check(claim, ahead, found[policy], f"{best} in its place", rivals[best])
+
+
+def write_points(points: Iterable[tuple[Scene, Point]], path: Path) -> None:
+    """Points of curves as CSV, with the scene that each belongs to. Raises: OSError."""
+    header = ("workload", "profile", "policy", "offered_requests_per_s", "seed")
+    write_table(
+        path,
+        (*header, "offered_tokens_per_s", "output_tokens_per_s", "mean_latency_s"),
+        (
+            (
+                s.name.partition(",")[0],
+                s.profile.name,
+                *(p.policy, p.rate, p.seed, p.offered, p.tokens_per_s, p.latency_s),
+            )
+            for s, p in points
+        ),
+    )
+
+
+def draw_points(
+    points: Sequence[tuple[Scene, Point]], drawn: Sequence[str], path: Path, title: str
+) -> None:
+    """Throughput above, latency below, a column for each workload: means, and the lowest and
+    highest of all seeds. A picture for each profile; the first is `path`, the others have the
+    profile in their name. Raises: LabError, OSError."""
+    profiles = list(dict.fromkeys(scene.profile.name for scene, _ in points))
+    for number, profile in enumerate(profiles):
+        scenes = dict.fromkeys(scene for scene, _ in points if scene.profile.name == profile)
+        rows = [_plots(s, [p for at, p in points if at is s], drawn) for s in scenes]
+        own = path.with_stem(f"{path.stem}_{profile}") if number else path
+        draw(own, f"{title}: {profile}", [[upper for upper, _ in rows], [low for _, low in rows]])
+
+
+def _plots(scene: Scene, mine: Sequence[Point], drawn: Sequence[str]) -> tuple[Plot, Plot]:
+    """Throughput and latency."""
+    rates = sorted({p.rate for p in mine})
+    bound = scene.bound * float(np.mean([p.offered / p.rate for p in mine]))
+    offered = [float(np.mean([p.offered for p in mine if p.rate == r])) for r in rates]
+    tokens = _lines(mine, drawn, lambda p: p.tokens_per_s)
+    latencies = _lines(mine, drawn, lambda p: p.latency_s)
+    lines = {OFFERED: (rates, offered), BOUND: (rates, [bound] * len(rates))}
+    upper = {"title": scene.name.partition(",")[0], "ylabel": "output tokens/s", "ylim": (0, None)}
+    lower = {"xlabel": "offered requests/s", "ylabel": "mean latency, s", "yscale": "log"}
+    return (
+        Plot(tokens[0] | lines, upper, "o-", {OFFERED: "k:", BOUND: "k--"}, tokens[1]),
+        Plot(latencies[0], lower, "o-", {}, latencies[1]),
+    )
+
+
+Lines = dict[str, tuple[Sequence[float], Any]]
+
+
+def _lines(
+    points: Sequence[Point], drawn: Sequence[str], value: Callable[[Point], float | None]
+) -> tuple[Lines, Lines]:
+    """Means by policy, and bands from the lowest to the highest."""
+    lines: Lines = {}
+    bands: Lines = {}
+    for policy in drawn:
+        by_rate: dict[float, list[float]] = {}
+        for p in points:
+            seen = value(p)
+            if p.policy == policy and seen is not None:
+                by_rate.setdefault(p.rate, []).append(seen)
+        rates = sorted(by_rate)
+        if rates:
+            lines[policy] = rates, [float(np.mean(by_rate[r])) for r in rates]
+            bands[policy] = [min(by_rate[r]) for r in rates], [max(by_rate[r]) for r in rates]
+    return lines, bands

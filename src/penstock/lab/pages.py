@@ -14,6 +14,7 @@ verdicts        a line for each claim
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
+Pictures beside a result file, NAME.png and NAME_*.png beside NAME.json, are shown with it.
 `results/PAGE/page.json` has the title of the page and what stands at its beginning.
 """
 
@@ -52,7 +53,8 @@ def pages(docs: Path) -> Iterator[tuple[Path, str]]:
     """Every page's file and text. Raises: OSError, ValueError for a file that is no JSON."""
     for about in sorted(docs.glob(f"results/*/{_PAGE}")):
         folder = about.parent
-        results = [_read(path) for path in sorted(folder.glob("*.json")) if path != about]
+        files = [path for path in sorted(folder.glob("*.json")) if path != about]
+        results = [{**_read(path), "pictures": _pictures(path)} for path in files]
         results.sort(key=lambda result: result.get("order", 1000))
         page = _read(about)
         parts = [f"# {page['title']}", _GENERATED.format(f"`results/{folder.name}`"), page["about"]]
@@ -65,6 +67,15 @@ def _read(path: Path) -> dict[str, Any]:
     return found
 
 
+def _pictures(path: Path) -> list[str]:
+    """Beside a result file, as the page names them."""
+    found = [path.with_suffix(".png"), *sorted(path.parent.glob(f"{path.stem}_*.png"))]
+    # Those of a longer name are another result's.
+    others = [p.stem for p in path.parent.glob(f"{path.stem}_*.json")]
+    mine = [p for p in found if p.exists() and not p.stem.startswith(tuple(others))]
+    return [f"{path.parent.name}/{p.name}" for p in mine]
+
+
 def _section(result: dict[str, Any]) -> Iterator[str]:
     yield f"## {result['title']}"
     if "outdated" in result:
@@ -72,6 +83,7 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
     yield result.get("about", "")
     where = f"{result['date']}; {result['machine']}"
     yield f"`{result['command']}` ({where}):" if result["command"] else f"({where})"
+    yield from (f"![{result['title']}]({picture})" for picture in result["pictures"])
     for table in result["tables"]:
         yield table["title"]
         yield _markdown(table["header"], table["rows"])

@@ -53,16 +53,21 @@ def gathered(arrivals: IntArray, threshold: int) -> IntArray:
 
 @dataclass(frozen=True)
 class WaitRuns:
-    """arrived: times of arrivals, [runs, types, arrivals]. ended: when batches with a type ended,
+    """arrived: times of arrivals, [runs, types, arrivals]. began, ended: of batches with a type,
     [runs, types, batches], in order; infinity at the end of a row that has fewer."""
 
     arrived: FloatArray
+    began: FloatArray
     ended: FloatArray
 
-    def waiting(self, run: int, kind: int, times: FloatArray, threshold: int) -> IntArray:
-        """W_(j): requests whose prefill has not ended, at some times."""
+    def waiting(
+        self, run: int, kind: int, times: FloatArray, threshold: int, until: str
+    ) -> IntArray:
+        """W_(j) at some times: requests whose prefill has not ended, as the paper's recursion
+        counts them (`until` "ends"), or has not begun ("begins")."""
+        batches = (self.ended if until == "ends" else self.began)[run, kind]
         come = np.searchsorted(self.arrived[run, kind], times, side="right")
-        gone = np.searchsorted(self.ended[run, kind], times, side="right")
+        gone = np.searchsorted(batches, times, side="right")
         return np.asarray(come - threshold * gone)
 
 
@@ -80,6 +85,7 @@ def wait_runs(
     arrived = gaps.cumsum(axis=2)
     held = [_held(found.traffic, j) for j in range(len(counts))]
     time, taken = np.zeros(runs), np.zeros((runs, len(counts)), dtype=np.int64)
+    began: list[FloatArray] = []
     ended: list[FloatArray] = []
     while (time < horizon_s).any():
         due = np.minimum(taken + counts - 1, num - 1)
@@ -91,10 +97,12 @@ def wait_runs(
             joins[:, j] * counts[j] * held[j][np.minimum(batches[:, j], len(held[j]) - 1)]
             for j in range(len(counts))
         )
+        began.append(np.where(joins, time[:, None], np.inf))
         time = time + seconds_of(profile, np.asarray(kv))
         taken += joins * counts
         ended.append(np.where(joins, time[:, None], np.inf))
-    return WaitRuns(arrived, np.sort(np.stack(ended, axis=2), axis=2))
+    rows = (np.sort(np.stack(times, axis=2), axis=2) for times in (began, ended))
+    return WaitRuns(arrived, *rows)
 
 
 def _held(traffic: Traffic, kind: int) -> IntArray:

@@ -3,14 +3,17 @@
 The paper gives no times of a step. Its bound takes the logarithm of T + 1, iterations, and appendix
 C has arrivals by time step; so a rate is read as requests an iteration and T as iterations: an
 iteration that takes one unit of time whatever is in it.
+
+Figure 3's types are drawn from e^(−l'/210) and, with measurements, from the lengths of recorded
+conversations, which are figure 3 again: the paper's LMSYS-Chat-1M is not at hand.
 """
 
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +21,11 @@ from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.nested import NestedThresholds, nested_thresholds, segments_of
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
 from penstock.fluid.traffic import Traffic, TrafficType
-from penstock.lab.claims import ClaimVerdict, Measurement, check
+from penstock.lab.claims import ClaimVerdict, Measurement, check, not_measured
 from penstock.lab.experiment import Experiment, Trial
+from penstock.lab.recorded import RECORDED, recorded_lengths
 from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.statistics import FloatArray
 
 NAME = "wait_fig4_6"
 
@@ -34,6 +39,7 @@ _PRACTICAL = 10
 _FIRST_SHARE = 0.5
 _MARGINAL = 0.1
 _GRAIN = 0.01
+_ALIKE = 0.05
 
 
 @dataclass(frozen=True)
@@ -61,41 +67,63 @@ CASES = (
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
-    curves: Curves = {}
-    for case in CASES:
-        job.tell(f"{NAME}: {case.label}")
-        curves[case] = bounds(case, _SEGMENTS)
+    sources = {"drawn": weights_of()}
+    recorded = recorded_lengths(job.data)
+    if recorded is not None:
+        counts = np.bincount(recorded.output_len, minlength=_NUM_TYPES + 1)[1:]
+        sources["recorded"] = counts / counts.sum()
+    curves: dict[str, Curves] = {}
+    for source, weights in sources.items():
+        curves[source] = {}
+        for case in CASES:
+            job.tell(f"{NAME}: {source}, {case.label}")
+            curves[source][case] = bounds(case, _SEGMENTS, weights)
     write_table(
         job.out / f"{NAME}.csv",
-        ("figure", "rate", "horizon", "delta", "segments", "batch", "queue", "tail", "total"),
+        ("lengths", "figure", "rate", "horizon", "delta", *("segments", "batch", "queue", "tail")),
         (
-            (p.figure, p.rate, p.horizon, p.delta, len(b.thresholds), *terms(b), b.kv_bound_tokens)
-            for p, curve in curves.items()
+            (source, p.figure, p.rate, p.horizon, p.delta, len(b.thresholds), *terms(b))
+            for source, found in curves.items()
+            for p, curve in found.items()
             for b in curve
         ),
     )
-    _draw(job, curves)
-    return [*verdicts(curves), _seconds_verdict()]
+    _draw(job, curves, sources)
+    _draw_lengths(job, sources)
+    return [
+        *(v for s in sources for v in verdicts(curves[s], sources[s], f"{s} lengths: ")),
+        _seconds_verdict(),
+        lengths_verdict(sources["recorded"])
+        if "recorded" in sources
+        else not_measured("figure 3 and recorded lengths", f"{RECORDED} (--data)"),
+    ]
 
 
-def traffic_of(rate: float, num_types: int = _NUM_TYPES) -> Traffic:
-    """Decode lengths 1 to m with weights e^(−l'/210), prompts of 62 tokens: figure 3's types."""
-    weights = [math.exp(-length / _SCALE) for length in range(1, num_types + 1)]
-    total = sum(weights)
+def weights_of(num_types: int = _NUM_TYPES) -> FloatArray:
+    """Shares of decode lengths 1 to m: e^(−l'/210)."""
+    weights = np.exp(-np.arange(1, num_types + 1) / _SCALE)
+    return np.asarray(weights / weights.sum())
+
+
+def traffic_of(rate: float, weights: FloatArray | None = None) -> Traffic:
+    """Decode lengths 1 to m with their shares, prompts of 62 tokens: figure 3's types. What never
+    occurs is left out."""
+    shares = weights_of() if weights is None else weights
     return tuple(
-        TrafficType(rate * weight / total, _PROMPT_LEN, length)
-        for length, weight in enumerate(weights, start=1)
+        TrafficType(rate * share, _PROMPT_LEN, length)
+        for length, share in enumerate(shares.tolist(), start=1)
+        if share > 0
     )
 
 
-def bounds(case: BoundCase, segments: tuple[int, ...]) -> list[NestedThresholds]:
+def bounds(
+    case: BoundCase, segments: tuple[int, ...], weights: FloatArray | None = None
+) -> list[NestedThresholds]:
     """The bound of the thresholds that make it smallest, for each number of segments."""
-    traffic = traffic_of(case.rate)
+    traffic = traffic_of(case.rate, weights)
+    merged = (segments_of(traffic, min(count, len(traffic))) for count in segments)
     return [
-        nested_thresholds(
-            UNIT_STEP, segments_of(traffic, count), _UNLIMITED, case.delta, case.horizon
-        )
-        for count in segments
+        nested_thresholds(UNIT_STEP, one, _UNLIMITED, case.delta, case.horizon) for one in merged
     ]
 
 
@@ -108,10 +136,12 @@ Curves = dict[BoundCase, list[NestedThresholds]]
 """By rising number of segments."""
 
 
-def verdicts(curves: Curves) -> list[ClaimVerdict]:
-    """What the curves say about the paper's claims."""
+def verdicts(
+    curves: Curves, weights: FloatArray | None = None, where: str = ""
+) -> list[ClaimVerdict]:
+    """What the curves say about the paper's claims. where: of which lengths."""
     least = {p: min(b.kv_bound_tokens for b in c) for p, c in curves.items()}
-    fluid = {p: equilibrium(UNIT_STEP, traffic_of(p.rate)).kv_tokens for p in curves}
+    fluid = {p: equilibrium(UNIT_STEP, traffic_of(p.rate, weights)).kv_tokens for p in curves}
     chosen = {
         "best": {p: min(c, key=lambda b: b.kv_bound_tokens) for p, c in curves.items()},
         "one": {p: c[0] for p, c in curves.items()},
@@ -127,16 +157,17 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
         )
 
     return [
-        *_shape(curves, chosen["best"]),
+        *_shape(curves, chosen["best"], where),
         check(
-            f"only marginally more than the fluid's M* (at most {_MARGINAL:.0%} at the best L)",
+            f"{where}only marginally more than the fluid's M* (at most {_MARGINAL:.0%} at the best "
+            "L)",
             beyond("the bound exceeds it by", fluid),
             "best",
             "one segment",
             "one",
         ),
         check(
-            f"L = {_PRACTICAL} is sufficient (within {_MARGINAL:.0%} of the best L)",
+            f"{where}L = {_PRACTICAL} is sufficient (within {_MARGINAL:.0%} of the best L)",
             beyond("its bound is higher by", least),
             "ten",
             "one segment",
@@ -145,7 +176,9 @@ def verdicts(curves: Curves) -> list[ClaimVerdict]:
     ]
 
 
-def _shape(curves: Curves, best: dict[BoundCase, NestedThresholds]) -> list[ClaimVerdict]:
+def _shape(
+    curves: Curves, best: dict[BoundCase, NestedThresholds], where: str
+) -> list[ClaimVerdict]:
     totals = {p: [b.kv_bound_tokens for b in c] for p, c in curves.items()}
 
     def u_shaped(heights: dict[BoundCase, list[float]]) -> Measurement:
@@ -166,10 +199,10 @@ def _shape(curves: Curves, best: dict[BoundCase, NestedThresholds]) -> list[Clai
     ]
     dealt = {p: np.random.default_rng(0).permutation(h).tolist() for p, h in totals.items()}
     others = [[1 - share for share in shares] for shares in first]
-    what = "the first term, the batch's memory, is most of the bound"
+    what = f"{where}the first term, the batch's memory, is most of the bound"
     return [
         check(
-            "the bound is U-shaped in L",
+            f"{where}the bound is U-shaped in L",
             u_shaped,
             totals,
             "the same bounds dealt to other L",
@@ -220,17 +253,56 @@ def _bearable(rates: list[float]) -> Measurement:
     return Measurement("; ".join(parts) + "; taken as requests an iteration", tuple(found))
 
 
-def _draw(job: Trial, curves: Curves) -> None:
-    plots = []
-    for case, curve in curves.items():
-        counts = [len(b.thresholds) for b in curve]
-        sums = np.cumsum([terms(b) for b in curve], axis=1).T
-        names = ("batch", "and queues", "and tails")
-        lines = {name: (counts, y) for name, y in zip(names, sums, strict=True)}
-        axes = {"xscale": "log", "title": case.label, "xlabel": "segments L", "ylabel": "KV tokens"}
-        plots.append(Plot(lines, {**axes, "ylim": (0, None)}))
-    title = "Nested WAIT's memory bound (WAIT paper, figures 4 to 6)"
-    draw(job.out / f"{NAME}.png", title, [plots[::2], plots[1::2]])
+def lengths_verdict(recorded: FloatArray) -> ClaimVerdict:
+    """The stand-in for figure 3 against recorded lengths of conversations."""
+
+    def like(weights: FloatArray) -> Measurement:
+        apart = float(np.abs(weights.cumsum() - recorded.cumsum()).max())
+        means = [float(w @ np.arange(1, len(w) + 1)) for w in (weights, recorded)]
+        return Measurement(
+            f"cumulative shares differ by at most {apart:.2f}, mean lengths are {means[0]:.0f} and "
+            f"{means[1]:.0f} tokens",
+            (apart <= _ALIKE,),
+        )
+
+    return check(
+        f"figure 3: lengths fall off as e^(−l'/{_SCALE:g}) (cumulative shares within {_ALIKE:g} of "
+        "recorded conversations)",
+        like,
+        weights_of(),
+        "the longest lengths as frequent as the shortest",
+        weights_of()[::-1],
+    )
+
+
+def _draw_lengths(job: Trial, sources: Mapping[str, FloatArray]) -> None:
+    """Figure 3: shares of decode lengths, over ten tokens each."""
+    width = 10
+    lines = {
+        name: (np.arange(width / 2, _NUM_TYPES, width), w.reshape(-1, width).sum(axis=1) / width)
+        for name, w in sources.items()
+    }
+    axes = {"xlabel": "decode length, tokens", "ylabel": "share of requests", "ylim": (0, None)}
+    title = "Arrival rates by decode length (WAIT paper, figure 3)"
+    draw(job.out / f"{NAME}_lengths.png", title, [[Plot(lines, axes)]])
+
+
+def _draw(job: Trial, curves: Mapping[str, Curves], sources: Mapping[str, FloatArray]) -> None:
+    for source, found in curves.items():
+        plots = []
+        for case, curve in found.items():
+            counts = [len(b.thresholds) for b in curve]
+            sums = np.cumsum([terms(b) for b in curve], axis=1).T
+            names = ("batch", "and queues", "and tails: the bound")
+            lines = {name: (counts, y) for name, y in zip(names, sums, strict=True)}
+            fluid = equilibrium(UNIT_STEP, traffic_of(case.rate, sources[source])).kv_tokens
+            lines["M*"] = counts, [fluid] * len(counts)
+            axes: dict[str, Any] = {"xscale": "log", "title": case.label, "xlabel": "segments L"}
+            axes |= {"ylabel": "KV tokens", "ylim": (0, None)}
+            plots.append(Plot(lines, axes, "-", {"M*": "k--"}))
+        title = f"Nested WAIT's memory bound (WAIT paper, figures 4 to 6), {source} lengths"
+        name = NAME if source == "drawn" else f"{NAME}_{source}"
+        draw(job.out / f"{name}.png", title, [plots[::2], plots[1::2]])
 
 
 EXPERIMENT = Experiment(NAME, "Nested WAIT's memory bound against the number of segments", run)
