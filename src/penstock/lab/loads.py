@@ -259,7 +259,11 @@ def gain_verdict(claim: str, policy: str, found: Mapping[str, FloatArray]) -> Cl
     rivals = {name: peak for name, peak in found.items() if name != policy}
 
     def ahead(mine: FloatArray) -> Measurement:
-        gains = {rival: ratio(np.maximum(mine, 1e-9), peak) for rival, peak in rivals.items()}
+        # A policy that makes nothing is far behind, not nowhere.
+        gains = {
+            rival: ratio(np.maximum(mine, 1e-9), np.maximum(peak, 1e-9))
+            for rival, peak in rivals.items()
+        }
         parts = ", ".join(
             f"{gain.mean - 1:+.0%} ({gain.low - 1:+.0%} to {gain.high - 1:+.0%}) over {rival}"
             for rival, gain in gains.items()
