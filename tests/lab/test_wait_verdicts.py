@@ -99,6 +99,19 @@ def test_figure_1_is_judged_by_what_its_points_are() -> None:
     assert outcomes(1.2, 1.0)[1] == outcomes(0.7, 1.0)[1] == "holds in part"
 
 
+def test_the_high_workload_must_gain_more() -> None:
+    def outcome(low: float, high: float) -> str:
+        rivals = dict.fromkeys(known._SHIPPED, seeds(100))
+        best = {
+            f"{name}, here": {**rivals, "wait": seeds(w)}
+            for name, w in (("low", low), ("high", high))
+        }
+        return known.high_load_verdict("here", best).outcome
+
+    assert outcome(110, 130) == "holds"
+    assert outcome(130, 110) == "does not hold"
+
+
 def test_ten_segments_are_judged_by_whether_they_fit() -> None:
     best = {"a scene": {"vllm_v0": seeds(100), "nested_wait_gated": seeds(130)}}
     ten, literal, gated = nested.verdicts(best, {})

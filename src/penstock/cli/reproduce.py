@@ -85,7 +85,9 @@ def _outcome(entry: Experiment, job: Trial) -> dict[str, Any]:
         found = entry.run(job)
         quick = "" if job.effort == FULL else " --quick"
         family = "" if job.family is None else f" --family {job.family}"
-        told = {"title": entry.title, "command": f"penstock reproduce {entry.name}{quick}{family}"}
+        data = "" if job.data is None else " --data DIR"
+        command = f"penstock reproduce {entry.name}{quick}{data}{family}"
+        told = {"title": entry.title, "command": command}
         save(job.out / f"{entry.name}.json", Results({}, found), **told)
         verdicts = [asdict(verdict) | {"line": verdict.line()} for verdict in found]
     except Skipped as reason:

@@ -96,14 +96,28 @@ def _looks(labels: Sequence[str], styles: Mapping[str, str]) -> dict[str, dict[s
     looks: dict[str, dict[str, Any]] = {}
     own = [label for label in labels if not styles.get(label, "").startswith("k")]
     for i, label in enumerate(own):
-        turn = i % len(COLOURS)
-        looks[label] = {"color": COLOURS[turn], "marker": MARKERS[turn], "linestyle": LINES[turn]}
+        # A colour that comes again has another mark and another kind of line.
+        turn = (i + 3 * (i // len(COLOURS))) % len(COLOURS)
+        colour = COLOURS[i % len(COLOURS)]
+        looks[label] = {"color": colour, "marker": MARKERS[turn], "linestyle": LINES[turn]}
     # What others are compared with is grey and thin, so that it covers nothing.
     reference: dict[str, Any] = {"color": "#555555", "marker": "", "linewidth": 1.4, "zorder": 1.5}
     for label in labels:
         if label not in looks:
             looks[label] = {**reference, "linestyle": styles[label][1:] or "-"}
     return looks
+
+
+def _plain_ticks(axes: Any) -> None:
+    """On logarithmic scales: 1, 2, 5, 10, … where there is room for them, and no powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        if axis.get_scale() == "log" and low > 0 and high < 1000 * low:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+            axis.set_minor_formatter(NullFormatter())
 
 
 def _fill(axes: Any, plot: Plot, looks: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
@@ -120,6 +134,7 @@ def _fill(axes: Any, plot: Plot, looks: Mapping[str, dict[str, Any]]) -> dict[st
             low, high = plot.bands[label]
             axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
     axes.set(**plot.axes)
+    _plain_ticks(axes)
     axes.grid(color="#dddddd", linewidth=0.6)
     axes.set_axisbelow(True)
     return handles

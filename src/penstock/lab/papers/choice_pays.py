@@ -274,7 +274,7 @@ def _least_contrasts(found: Map) -> str:
 def _draw(job: Trial, grid: MapGrid, found: Map) -> None:
     rows, columns = len(CHOOSERS), len(grid.machines)
     figure, axes = pyplot().subplots(
-        rows, columns, figsize=(2.6 * columns + 1, 9), layout="constrained", squeeze=False
+        rows, columns, figsize=(3.4 * columns + 1, 12), layout="constrained", squeeze=False
     )
     for (row, chooser), (column, machine) in itertools.product(
         enumerate(CHOOSERS), enumerate(grid.machines)
@@ -289,12 +289,10 @@ def _draw(job: Trial, grid: MapGrid, found: Map) -> None:
         image = axis.imshow(gains, vmin=0.5, vmax=1.5, cmap="RdBu", aspect="auto", origin="lower")
         for (y, x), gain in np.ndenumerate(gains):
             color = "white" if abs(gain - 1) > 0.35 else "black"
-            axis.text(
-                x, y, f"{gain:.2f}", ha="center", va="center", fontsize="x-small", color=color
-            )
+            axis.text(x, y, f"{gain:.2f}", ha="center", va="center", fontsize="medium", color=color)
         axis.set_xticks(range(len(grid.contrasts)), [f"{c:g}" for c in grid.contrasts])
         axis.set_yticks(range(len(grid.ratios)), [f"{r:g}" for r in grid.ratios])
-        axis.set_title(f"{chooser}: {machine.title}", fontsize="x-small")
+        axis.set_title(f"{chooser}: {machine.title}", fontsize="medium")
     figure.supxlabel("contrast of acceptance")
     figure.supylabel("drafter's step over the target's")
     figure.colorbar(image, ax=axes, label="tokens/s over the best single drafter or none")

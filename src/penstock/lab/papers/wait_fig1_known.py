@@ -33,7 +33,7 @@ from penstock.lab.loads import (
     write_points,
 )
 from penstock.lab.report import write_table
-from penstock.lab.statistics import FloatArray
+from penstock.lab.statistics import FloatArray, ratio
 from penstock.lab.thresholds import (
     planned_thresholds,
     planned_wait,
@@ -129,12 +129,34 @@ def verdicts(points: Sequence[tuple[Scene, Point]], best: Peaks) -> list[ClaimVe
             gain_verdict(f"{name}: WAIT's peak is 20-30% above vLLM and Sarathi", "wait", peak)
             for name, peak in drawn.items()
         ),
+        *(high_load_verdict(profile, drawn) for profile in PROFILES),
         limit_verdict(drawn, bounds),
         benchmark_verdict(by_scene),
         balance_verdict(by_scene),
         latency_verdict(by_scene),
         _unit_verdict(),
     ]
+
+
+def high_load_verdict(profile: str, best: Peaks) -> ClaimVerdict:
+    """best: of both workloads on a profile, among others."""
+    peaks_of = {name: best[f"{name}, {profile}"] for name in _PAPER_RATES}
+    rivals = {n: max(_SHIPPED, key=lambda p: found[p].mean()) for n, found in peaks_of.items()}
+
+    def gains_more(mine: Mapping[str, str]) -> Measurement:
+        gain = {
+            n: ratio(found[mine[n]], found[rivals[n]]).mean - 1 for n, found in peaks_of.items()
+        }
+        told = ", ".join(f"{g:+.0%} over {rivals[n]} on {n}" for n, g in gain.items())
+        return Measurement(told, (gain["high"] > gain["low"],))
+
+    return check(
+        f"{profile}: WAIT gains most under high synthetic load (over the best rival as it comes)",
+        gains_more,
+        dict.fromkeys(_PAPER_RATES, "wait"),
+        "the best rival in its place",
+        rivals,
+    )
 
 
 def limit_verdict(best: Peaks, bounds: Mapping[str, float]) -> ClaimVerdict:

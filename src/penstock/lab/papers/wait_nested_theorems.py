@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from scipy.stats import beta
@@ -328,19 +329,18 @@ def _draw(
     exceeded: Mapping[str, Exceedance],
     growths: Mapping[str, tuple[Growth, Growth]],
 ) -> None:
-    shares = {n: [e.share(delta) for delta in _DELTAS] for n, e in exceeded.items()}
-    floor = 0.5 / min(len(e.peaks) for e in exceeded.values())
-    lines = {n: (_DELTAS, [max(s.mean, floor) for s in found]) for n, found in shares.items()}
-    bands = {
-        n: ([max(s.low, floor) for s in found], [max(s.high, floor) for s in found])
-        for n, found in shares.items()
-    }
+    lines: dict[str, tuple[Any, Any]] = {}
+    for name, found in exceeded.items():
+        peaks = np.sort(found.peaks)
+        lines[name] = peaks, np.arange(len(peaks), 0, -1) / len(peaks)
+    marks = {f"{n}: the bound at δ": list(e.bounds.values()) for n, e in exceeded.items()}
+    lines |= {name: (bounds, _DELTAS) for name, bounds in marks.items()}
     scales = {"xscale": "log", "yscale": "log"}
-    axes = {"xlabel": "δ", "ylabel": "share of paths above the bound", "title": "memory"}
-    left = Plot({**lines, "δ": (_DELTAS, _DELTAS)}, scales | axes, "o-", {"δ": "k--"}, bands)
+    axes = {"xlabel": "KV tokens", "ylabel": "share of paths that hold more; δ", "title": "memory"}
+    left = Plot(lines, axes | {"yscale": "log"}, "-", dict.fromkeys(marks, "o"))
     gaps, spread = {}, {}
-    for name, (found, low) in growths.items():
-        for label, growth in ((name, found), (f"{name}, eq. 11 broken", low)):
+    for name, (kept, low) in growths.items():
+        for label, growth in ((name, kept), (f"{name}, eq. 11 broken", low)):
             gaps[label] = growth.horizons_s, growth.gaps.mean(axis=0)
             spread[label] = growth.gaps.min(axis=0), growth.gaps.max(axis=0)
     over_t = {"xlabel": "T, s", "ylabel": "gap, tokens/s", "title": "throughput"}

@@ -52,8 +52,10 @@ _ZETAS = (1, 2, 4)
 _ZETA_HORIZON_S = 2.0
 _OTHER = "vllm_v1"
 """A rule without thresholds, whose gap is looked at beside."""
+_STRICT, _TIGHT = "slack in eq. 7", "equality in eq. 7"
+_ABOVE_TIGHT = f"{_OVERLOAD:g} times that rate"
 _AT, _UNDER = "equality, C = M*", "equality, C below M*"
-_FASTER, _FASTER_TIGHT = "a machine ζ times as fast", "the same at equality in eq. 7"
+_FASTER, _FASTER_TIGHT = "a machine ζ times as fast", "ζ times as fast, equality in eq. 7"
 _SAME, _WIDER = "the machine as it is", "a machine ζ times as wide, thresholds ζn"
 _READINGS = (_FASTER, _FASTER_TIGHT, _SAME, _WIDER)
 
@@ -85,9 +87,9 @@ def run(job: Trial) -> list[ClaimVerdict]:
     curves = {
         name: _samples(job, name, server, rate, horizons)
         for name, server, rate in (
-            ("strict", setup, _RATE),
-            ("equality", setup, full),
-            ("overload", setup, _OVERLOAD * full),
+            (_STRICT, setup, _RATE),
+            (_TIGHT, setup, full),
+            (_ABOVE_TIGHT, setup, _OVERLOAD * full),
             (_AT, replace(setup, kv_tokens=exact), full),
             (_UNDER, replace(setup, kv_tokens=int(_BELOW * exact)), full),
             (_OTHER, replace(setup_of(_OTHER), counted=False), _RATE),
@@ -107,9 +109,9 @@ def run(job: Trial) -> list[ClaimVerdict]:
     )
     _draw(job, curves, zetas)
     return [
-        *verdicts(curves["strict"], curves["equality"], curves["overload"], curves[_OTHER]),
+        *verdicts(curves[_STRICT], curves[_TIGHT], curves[_ABOVE_TIGHT], curves[_OTHER]),
         *zeta_verdicts(zetas),
-        _constant_verdict(curves["strict"], curves["overload"], strict),
+        _constant_verdict(curves[_STRICT], curves[_ABOVE_TIGHT], strict),
         exact_memory_verdict(curves[_AT], curves[_UNDER], exact),
         _memory_verdict(job, strict, horizons[-1]),
     ]
@@ -125,7 +127,7 @@ def _rows(
     tight: Traffic,
 ) -> Rows:
     """Name, ζ, sample and bound in tokens/s, NaN where there is none."""
-    bounds = {"strict": strict, "equality": replace(strict, traffic=tight)}
+    bounds = {_STRICT: strict, _TIGHT: replace(strict, traffic=tight)}
     for name, curve in curves.items():
         for sample_ in curve:
             found = bounds.get(name)
@@ -455,14 +457,15 @@ def _memory_verdict(job: Trial, found: WaitThresholds, horizon_s: float) -> Clai
 def _draw(
     job: Trial, curves: dict[str, list[AtHorizon]], zetas: dict[str, list[AtHorizon]]
 ) -> None:
-    drawn = {name: curve for name, curve in curves.items() if name != _UNDER}
+    # With exactly M* it is the curve at equality again.
+    drawn = {name: curve for name, curve in curves.items() if name not in (_AT, _UNDER)}
     gaps, bands, latencies = {}, {}, {}
     for name, samples in drawn.items():
         horizons = [s.horizon_s for s in samples]
         gaps[name] = horizons, [s.gap for s in samples]
         bands[name] = [min(s.gaps) for s in samples], [max(s.gaps) for s in samples]
         latencies[name] = horizons, [s.latency_s for s in samples]
-    first, horizons = curves["strict"][0], gaps["strict"][0]
+    first, horizons = curves[_STRICT][0], gaps[_STRICT][0]
     gaps["1/T"] = horizons, [first.gap * first.horizon_s / h for h in horizons]
     shares = {name: (_ZETAS, [s.gap / s.offered for s in curve]) for name, curve in zetas.items()}
     spread = {
