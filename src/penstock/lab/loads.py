@@ -26,6 +26,8 @@ from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
 SEED = 0
+_CURVE_SHARE = 5
+"""A point of a curve has so many times fewer arrivals than a run that looks for a capacity."""
 _BOUND_REQUESTS = 20_000
 _CLAIMED_GAIN = 1.2
 _BUDGETS = (256, 384, 512, 768, 1024, 2048, 4096)
@@ -188,7 +190,7 @@ def tuned_sarathi(scene: Scene, effort: Effort, workers: Workers = HERE) -> Setu
         for budget, cap in itertools.product(_BUDGETS, _CAPS)
         if budget >= cap
     ]
-    num = effort.curve_arrivals
+    num = effort.arrivals // (2 * _CURVE_SHARE)
     jobs = [(TUNED, s, scene, load * scene.bound, num, SEED) for s in grid for load in _GRID_LOADS]
     points = iter(workers.map(_measured, jobs))
     made = [max(next(points).tokens_per_s for _ in _GRID_LOADS) for _ in grid]
@@ -233,7 +235,7 @@ def curves(
 ) -> list[Point]:
     """Every policy at every load, which are shares of the bound, for five seeds. setups: by load,
     in requests/s."""
-    num = job.effort.arrivals // 3
+    num = job.effort.arrivals // _CURVE_SHARE
     seeds = SEEDS if job.effort.seeds > 1 else SEEDS[:2]
     jobs: list[Job] = [
         (policy, setup, scene, share * scene.bound, num, seed)

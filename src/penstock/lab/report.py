@@ -52,8 +52,8 @@ LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1))
 class Plot:
     """One plot of a picture. lines: x and y by label; the same label looks the same in all plots of
     a picture. bands: the lowest and highest y of a line, where it is a mean. axes: what
-    matplotlib's `Axes.set` takes. style: "-" a line, "o" marks, "o-" both; a label has its own in
-    `styles`, where "k--" is a line to compare with."""
+    matplotlib's `Axes.set` takes. style: "-" a line, "o" marks, "." small ones, "o-" both; a label
+    has its own in `styles`, where "k--" is a line to compare with."""
 
     lines: Mapping[str, tuple[Any, Any]]
     axes: dict[str, Any] = field(default_factory=dict)
@@ -69,12 +69,15 @@ def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
     flat = [plot for row in plots for plot in row]
     labels = list(dict.fromkeys(label for plot in flat for label in plot.lines))
     looks = _looks(labels, {name: style for plot in flat for name, style in plot.styles.items()})
-    legend_rows = -(-len(labels) // max(2, 2 * columns))
+    width = max(5.5 * columns, 6.5)
+    # As many names side by side as there is room for.
+    names = max(1, int(width / (0.7 + 0.11 * max(map(len, labels)))))
+    legend_rows = -(-len(labels) // names)
     with pyplot().rc_context({"font.size": 13, "legend.fontsize": 12}):
         figure, grid = pyplot().subplots(
             rows,
             columns,
-            figsize=(max(5.5 * columns, 6.5), 3.8 * rows + 0.7 + 0.3 * legend_rows),
+            figsize=(width, 3.8 * rows + 0.7 + 0.3 * legend_rows),
             layout="constrained",
             squeeze=False,
         )
@@ -86,7 +89,7 @@ def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
             [handles[label] for label in labels],
             labels,
             loc="outside lower center",
-            ncols=max(2, 2 * columns),
+            ncols=names,
         )
         save_figure(figure, path)
 
@@ -129,7 +132,8 @@ def _fill(axes: Any, plot: Plot, looks: Mapping[str, dict[str, Any]]) -> dict[st
         if not style.startswith("k"):
             look["marker"] = look["marker"] if style.strip("-") else ""
             look["linestyle"] = look["linestyle"] if "-" in style else ""
-        (handles[label],) = axes.plot(x, y, **{"linewidth": 1.8, "markersize": 6, **look})
+        size = {"linewidth": 1.8, "markersize": 2.5 if "." in style else 6}
+        (handles[label],) = axes.plot(x, y, **{**size, **look})
         if label in plot.bands:
             low, high = plot.bands[label]
             axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)

@@ -286,4 +286,6 @@ def _unit_verdict() -> ClaimVerdict:
     )
 
 
-EXPERIMENT = Experiment(NAME, "WAIT on known output lengths: throughput and latency", run)
+EXPERIMENT = Experiment(
+    NAME, "WAIT, figure 1 a-b: throughput and latency, output lengths known", run
+)

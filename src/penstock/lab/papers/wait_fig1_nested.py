@@ -193,4 +193,6 @@ def _ten_segments_verdict() -> ClaimVerdict:
     )
 
 
-EXPERIMENT = Experiment(NAME, "Nested WAIT on unknown output lengths: throughput and latency", run)
+EXPERIMENT = Experiment(
+    NAME, "WAIT, figure 1 c-d: throughput and latency, output lengths unknown", run
+)

@@ -305,4 +305,4 @@ def _draw(job: Trial, curves: Mapping[str, Curves], sources: Mapping[str, FloatA
         draw(job.out / f"{name}.png", title, [plots[::2], plots[1::2]])
 
 
-EXPERIMENT = Experiment(NAME, "Nested WAIT's memory bound against the number of segments", run)
+EXPERIMENT = Experiment(NAME, "WAIT, figures 3 to 6: Nested WAIT's memory bound by segments", run)

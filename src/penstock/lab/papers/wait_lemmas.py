@@ -259,4 +259,4 @@ def _draw(job: Trial, policy: WaitThresholds) -> None:
     draw(job.out / f"{NAME}.png", title, [[left, right]])
 
 
-EXPERIMENT = Experiment(NAME, "Lemmas C.2, C.6, D.1, D.2: dominance on every path", run)
+EXPERIMENT = Experiment(NAME, "WAIT, lemmas C.2, C.6, D.1, D.2: dominance on every path", run)

@@ -161,15 +161,15 @@ def _text(coefficients: tuple[float, float]) -> str:
 
 def _draw(job: Trial, decode: Array, mixed: Array, coefficients: tuple[float, float]) -> None:
     lines: dict[str, tuple[Array, Array]] = {
-        label: (batches[:, 0] + batches[:, 1], batches[:, 2] * 1e3)
+        label: ((batches[:, 0] + batches[:, 1]) / 1000, batches[:, 2] * 1e3)
         for label, batches in (("mixed", mixed), ("decode", decode))
     }
     ends = np.array([0, mixed[:, :2].sum(axis=1).max()])
     fitted = "eq. 1, decode batches"
-    lines[fitted] = ends, (coefficients[0] + coefficients[1] * ends) * 1e3
-    axes = {"xlabel": "prefill and KV tokens", "ylabel": "ms a step"}
+    lines[fitted] = ends / 1000, (coefficients[0] + coefficients[1] * ends) * 1e3
+    axes = {"xlabel": "prefill and KV tokens, thousands", "ylabel": "ms a step"}
     plot = Plot(lines, axes, ".", {fitted: "-"})
     draw(job.out / f"{NAME}.png", "Step times (WAIT paper, eq. 1)", [[plot]])
 
 
-EXPERIMENT = Experiment(NAME, "Eq. 1's step time against measurements", run)
+EXPERIMENT = Experiment(NAME, "WAIT, eq. 1: step times against measurements", run)

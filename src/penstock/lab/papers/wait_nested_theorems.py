@@ -348,4 +348,6 @@ def _draw(
     draw(job.out / f"{NAME}.png", "Nested WAIT (WAIT paper, theorems 5.1, B.2)", [[left, right]])
 
 
-EXPERIMENT = Experiment(NAME, "Theorems 5.1, B.1, B.2: Nested WAIT's gap, latency and memory", run)
+EXPERIMENT = Experiment(
+    NAME, "WAIT, theorems 5.1, B.1, B.2: gap, latency and memory of Nested WAIT", run
+)
