@@ -34,7 +34,7 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
 
 def save_figure(figure: Any, path: Path) -> None:
     """Write a picture as PNG to `path` and as SVG beside it, and forget it. Raises: OSError."""
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=120)
     # The same picture is the same file: no date in it, and names that are no random numbers.
     with pyplot().rc_context({"svg.hashsalt": "penstock"}):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
