@@ -26,8 +26,9 @@ from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload, make_workload
 
 SEED = 0
-_CURVE_SHARE = 5
-"""A point of a curve has so many times fewer arrivals than a run that looks for a capacity."""
+_CURVE_SHARE, _CURVE_S = 5, 10.0
+"""A point of a curve has so many times fewer arrivals than a run that looks for a capacity, but
+where it can arrivals for so many seconds: its second half must not be about how a server fills."""
 _BOUND_REQUESTS = 20_000
 _CLAIMED_GAIN = 1.2
 _BUDGETS = (256, 384, 512, 768, 1024, 2048, 4096)
@@ -66,6 +67,11 @@ class Scene:
         """The fluid capacity bound, requests/s."""
         drawn = self.requests(_BOUND_REQUESTS, 1.0)
         return load_bound(self.profile, drawn, self.profile.kv_tokens)
+
+    def num_arrivals(self, effort: Effort) -> int:
+        """Of a point of a curve."""
+        wanted = max(effort.arrivals // _CURVE_SHARE, int(_CURVE_S * self.bound))
+        return min(effort.arrivals, wanted)
 
     def at(self, num: int) -> Callable[[float], Workload]:
         """So many requests, by their rate."""
@@ -190,7 +196,7 @@ def tuned_sarathi(scene: Scene, effort: Effort, workers: Workers = HERE) -> Setu
         for budget, cap in itertools.product(_BUDGETS, _CAPS)
         if budget >= cap
     ]
-    num = effort.arrivals // (2 * _CURVE_SHARE)
+    num = scene.num_arrivals(effort) // 2
     jobs = [(TUNED, s, scene, load * scene.bound, num, SEED) for s in grid for load in _GRID_LOADS]
     points = iter(workers.map(_measured, jobs))
     made = [max(next(points).tokens_per_s for _ in _GRID_LOADS) for _ in grid]
@@ -235,7 +241,7 @@ def curves(
 ) -> list[Point]:
     """Every policy at every load, which are shares of the bound, for five seeds. setups: by load,
     in requests/s."""
-    num = job.effort.arrivals // _CURVE_SHARE
+    num = scene.num_arrivals(job.effort)
     seeds = SEEDS if job.effort.seeds > 1 else SEEDS[:2]
     jobs: list[Job] = [
         (policy, setup, scene, share * scene.bound, num, seed)
