@@ -30,9 +30,9 @@ class Effort:
     """How much is simulated.
 
     arrivals: requests of a run that decides whether a load is sustained. tolerance: relative width
-    at which a bisection for the capacity ends. curve_arrivals: requests of a point of a curve.
-    shares: loads of a curve, over the fluid bound. tries: thresholds that a search
-    may try beside the most promising. seeds: repetitions where a mean is estimated.
+    at which a bisection for the capacity ends. curve_arrivals: requests or rounds of a run that
+    decides nothing alone. shares: loads of a curve, over the fluid bound. tries: thresholds that a
+    search may try beside the most promising. seeds: repetitions where a mean is estimated.
     """
 
     arrivals: int
