@@ -46,6 +46,7 @@ def _sets(path: str, *names: str) -> bool:
 
 
 _SCHEDULER = "v1.core.sched.scheduler:Scheduler"
+_RUNNER = "v1.worker.gpu_model_runner:GPUModelRunner"
 _OUTPUT = "v1.core.sched.output"
 
 BOTH: dict[str, Callable[[], bool]] = {
@@ -125,7 +126,11 @@ ENGINE: dict[str, Callable[[], bool]] = {
         "v1.outputs:SamplerOutput", "sampled_token_ids", "logprobs_tensors"
     ),
     "GPUModelRunner._sample": lambda: _says(
-        "v1.worker.gpu_model_runner:GPUModelRunner._sample", "self.rejection_sampler("
+        f"{_RUNNER}._sample", "self.rejection_sampler(", "self.sampler("
+    ),
+    "GPUModelRunner.speculative_config": lambda: (
+        _says(f"{_RUNNER}._prepare_inputs", "use_spec_decode = self.speculative_config is not None")
+        and _says(f"{_RUNNER}.sample_tokens", "spec_config = self.speculative_config")
     ),
     "get_kv_cache_configs": lambda: _parameters(
         "v1.core.kv_cache_utils:get_kv_cache_configs",
@@ -145,7 +150,7 @@ ENGINE: dict[str, Callable[[], bool]] = {
     "pipeline stages": lambda: (
         _callables("distributed.parallel_state", "get_pp_group")
         and _sets(
-            "v1.worker.gpu_model_runner:GPUModelRunner",
+            _RUNNER,
             "requests",
             "input_batch",
             "intermediate_tensors",

@@ -130,8 +130,11 @@ class StepWriter:
 
     def _pieces(self, item: VerifyItem, num_draft_tokens: int) -> list[_Piece]:
         """The draft goes with the last one, which has a known token before it."""
+        num = item.num_scheduled_tokens
+        if num + num_draft_tokens <= self._max_num_rows:
+            return [_Piece(item, item.start, num, True, True)]
         starts = [item.start]
-        end = item.start + item.num_scheduled_tokens
+        end = item.start + num
         while end - starts[-1] + num_draft_tokens > self._max_num_rows:
             starts.append(min(starts[-1] + self._max_num_rows, end - 1))
         return [
@@ -160,7 +163,7 @@ class StepWriter:
             step.grown.append(
                 GrownSequence(request_id, piece.start, blocks, num_output, news, anew)
             )
-            self._known[request_id] = known._replace(epoch=item.epoch, num_tokens=text.length)
+            self._known[request_id] = _Known(item.epoch, known.num_first_tokens, text.length)
         step.num_tokens[request_id] = piece.num_tokens
         if not (item.samples and piece.is_last):
             return

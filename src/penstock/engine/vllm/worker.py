@@ -17,6 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.outputs import SamplerOutput
 
+from penstock.core.types import SamplingParams
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.verifier import Decided, decide
 from penstock.engine.vllm.steps import Asked, TargetStep
@@ -91,7 +92,7 @@ class NoProposer:
 
 
 class StepSampler:
-    """In the place of a model runner's rejection sampler.
+    """In the place of a model runner's samplers, with drafts and without.
 
     asked, decided: of the last step, by request
     """
@@ -101,6 +102,9 @@ class StepSampler:
         self._runner = runner
         self.asked: dict[str, Asked] = {}
         self._draft_probs: torch.Tensor | None = None
+        self._sampling: list[SamplingParams] = []
+        self._rows = SamplingRows.of([])
+        self._ratio = np.array([], dtype=np.bool_)
 
     def begin(self, step: StepInput) -> None:
         """What the next step's logits are for."""
@@ -108,16 +112,23 @@ class StepSampler:
         self._draft_probs = step.draft_probs
 
     def __call__(
-        self, metadata: Any, draft_probs: Any, logits: torch.Tensor, sampling_metadata: Any
+        self,
+        metadata: Any = None,
+        draft_probs: Any = None,
+        logits: torch.Tensor | None = None,
+        sampling_metadata: Any = None,
     ) -> SamplerOutput:
-        """vLLM's call. Every request of its batch has one row of logits more than draft tokens;
-        rows of those that are not asked for, chunks of prefill, say nothing."""
+        """vLLM's call; metadata: None in a step without drafts. Every request of its batch has one
+        row of logits more than draft tokens; rows of those that are not asked for, chunks of
+        prefill, say nothing."""
+        assert logits is not None
         request_ids = self._runner.input_batch.req_ids
+        num_draft = [0] * len(request_ids) if metadata is None else metadata.num_draft_tokens
         rows: list[int] = []
         batch: list[Asked] = []
         begin = 0
-        for request_id, num_draft in zip(request_ids, metadata.num_draft_tokens, strict=True):
-            end = begin + num_draft + 1
+        for request_id, num in zip(request_ids, num_draft, strict=True):
+            end = begin + num + 1
             if request_id in self.asked:
                 batch.append(self.asked[request_id])
                 rows += range(begin, end)
@@ -127,10 +138,12 @@ class StepSampler:
         return SamplerOutput(self._matrix(request_ids).to(logits.device), None)
 
     def _decide(self, batch: list[Asked], logits: torch.Tensor) -> dict[str, Decided]:
-        params = SamplingRows.of([a.sampling for a in batch])
-        ratio = np.array([a.sampling.is_ratio for a in batch], dtype=np.bool_)
+        sampling = [a.sampling for a in batch]
+        if sampling != self._sampling:  # a batch is mostly the last one again
+            self._sampling, self._rows = sampling, SamplingRows.of(sampling)
+            self._ratio = np.array([s.is_ratio for s in sampling], dtype=np.bool_)
         probs = None if self._draft_probs is None else self._draft_probs.to(logits.device)
-        decided = decide(logits, batch, params, ratio, probs, sample_coupled)
+        decided = decide(logits, batch, self._rows, self._ratio, probs, sample_coupled)
         return {a.request_id: d for a, d in zip(batch, decided, strict=True)}
 
     def _matrix(self, request_ids: Sequence[str]) -> torch.Tensor:
@@ -149,6 +162,7 @@ class Worker(_VllmWorker):
     """
 
     _sampler: StepSampler | None = None
+    _speculation: Any = None
 
     def init_device(self) -> None:
         super().init_device()
@@ -172,10 +186,15 @@ class Worker(_VllmWorker):
         if not get_pp_group().is_last_rank:
             self._append(scheduler_output.news)
             return super().execute_model(scheduler_output)
+        runner = self.model_runner
         if self._sampler is None:
-            # Not before: vLLM's own is what it measures its memory with.
-            self._sampler = self.model_runner.rejection_sampler = StepSampler(self.model_runner)
+            # Not before: vLLM's own are what it measures its memory with.
+            self._sampler = runner.rejection_sampler = runner.sampler = StepSampler(runner)
+            self._speculation = runner.speculative_config
         self._sampler.begin(scheduler_output)
+        # A step without drafts is then no more work than it is without speculation.
+        has_drafts = bool(scheduler_output.scheduled_spec_decode_tokens)
+        runner.speculative_config = self._speculation if has_drafts else None
         return super().execute_model(scheduler_output)
 
     def sample_tokens(self, grammar_output: Any) -> list[Decided]:
