@@ -82,9 +82,10 @@ def make_loop(
     num_blocks: int = 512,
 ) -> Loop:
     has_lane = pipeline != "off"
-    known = [Drafter(n, None if n == "ngram" else BlockPool(512, 16), has_lane) for n in drafters]
+    size = engine.executor.target.block_size
+    known = [Drafter(n, None if n == "ngram" else BlockPool(512, size), has_lane) for n in drafters]
     scheduler = Scheduler(
-        BlockPool(num_blocks, 16),
+        BlockPool(num_blocks, size),
         known,
         admission=make_policy("admission", "vllm_v1", {"max_num_seqs": 32}),
         selection=make_policy("selection", "single"),

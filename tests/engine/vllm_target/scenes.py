@@ -141,7 +141,7 @@ def main(family: Path, num: int, vllm: dict[str, Any]) -> None:
     scenes.play("lanes", "greedy", **beside)
     scenes.share_prefixes()
     scenes.cancel_some()
-    for mode in ("coupled", "coupled-filtered"):
+    for mode in [name for name in SAMPLINGS if name != "greedy"]:
         scenes.play(mode, mode, kv_tokens=TIGHT)
         scenes.outputs[f"{mode}, native"] = alone[mode][:num]
     with stale_tables():
