@@ -1,0 +1,143 @@
+"""A process that continues prompts on vLLM's engine, for `benchmarks.vllm_engine`: a JSON line in,
+a JSON line out. Runs where vLLM is installed."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.peers.workers.worker import own_cpu_s
+
+Prompts = Sequence[Sequence[int]]
+
+_PR_SET_PDEATHSIG = 1
+_MAX_MODEL_LEN = 1024
+_LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
+"""Of `vllm serve` on a CPU (0.32, `engine/arg_utils.py`)."""
+
+
+class Engine(Protocol):
+    """A target in memory, and what drafts for it."""
+
+    def run(self, prompts: Prompts, num_tokens: int, drafter: str) -> list[list[int]]:
+        """Continue all prompts at once, greedily, by exactly `num_tokens` each."""
+        ...
+
+
+class Vllm:
+    """vLLM's own engine. args: further arguments of it."""
+
+    def __init__(self, target: str, prefix_caching: bool, args: dict[str, Any]) -> None:
+        import vllm
+
+        self._sampling = vllm.SamplingParams
+        self._llm = vllm.LLM(
+            model=target,
+            dtype="bfloat16",
+            max_model_len=_MAX_MODEL_LEN,
+            enable_prefix_caching=prefix_caching,
+            skip_tokenizer_init=True,
+            kv_cache_memory_bytes=2**29,
+            **_LIMITS,
+            **args,
+        )
+
+    def run(self, prompts: Prompts, num_tokens: int, drafter: str) -> list[list[int]]:
+        """Whoever drafts was named at the start."""
+        params = self._sampling(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        asked = [{"prompt_token_ids": list(prompt)} for prompt in prompts]
+        done = self._llm.generate(asked, params, use_tqdm=False)
+        return [list(one.outputs[0].token_ids) for one in done]
+
+
+class Penstock:
+    """Penstock's engine over vLLM's workers. args: `drafters`, by name."""
+
+    def __init__(self, target: str, prefix_caching: bool, args: dict[str, Any]) -> None:
+        from penstock.config import EngineConfig, VllmConfig
+        from penstock.engine.build import load_engine
+
+        config = EngineConfig(
+            target=Path(target),
+            dtype="bfloat16",
+            max_model_len=_MAX_MODEL_LEN,
+            kv_tokens=16384,
+            prefix_caching=prefix_caching,
+            vllm=VllmConfig(args=_LIMITS),
+            **args,
+        )
+        self._engine = load_engine(config)
+        self._ids = map(str, itertools.count())
+
+    def run(self, prompts: Prompts, num_tokens: int, drafter: str) -> list[list[int]]:
+        from penstock.core.types import Request, SamplingParams
+        from penstock.serving.offline import complete
+
+        requests = [
+            Request(
+                id=next(self._ids),
+                prompt_len=len(prompt),
+                prompt_token_ids=tuple(prompt),
+                max_tokens=num_tokens,
+                sampling=SamplingParams(temperature=0.0),
+                drafter=drafter,
+            )
+            for prompt in prompts
+        ]
+        done = complete(self._engine.loop, requests, len(requests))
+        for one in done:
+            if one.error is not None:
+                raise RuntimeError(one.error)
+        return [one.token_ids for one in done]
+
+
+KINDS = {"vllm": Vllm, "penstock": Penstock}
+
+
+def measure(engine: Engine, calls: Sequence[Prompts], tokens: int, drafter: str) -> dict[str, Any]:
+    """Every call is one batch, and its whole time counts. Returns seconds, CPU seconds, and what
+    was made."""
+    made: list[list[int]] = []
+    cpu, began = own_cpu_s(), time.perf_counter()
+    for prompts in calls:
+        made += engine.run(prompts, tokens, drafter)
+    seconds, cpu = time.perf_counter() - began, own_cpu_s() - cpu
+    if any(len(ids) != tokens for ids in made):
+        raise RuntimeError(f"answers are not {tokens} tokens: {[len(ids) for ids in made]}")
+    return {"seconds": seconds, "cpu": cpu, "token_ids": made}
+
+
+def main() -> None:
+    # Stopped between commands, it would not notice that its master is gone.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # What libraries print must not come between the answers.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    engine: Engine | None = None
+    for line in sys.stdin:
+        command = json.loads(line)
+        answer: dict[str, Any] = {}
+        try:
+            if command.pop("do") == "load":
+                engine = KINDS[command.pop("kind")](**command)
+            else:
+                assert engine is not None
+                answer = measure(engine, **command)
+        except Exception as error:
+            answer = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()
