@@ -21,11 +21,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from benchmarks.peers.engines import ENGINES
-from benchmarks.peers.passes import MIN_SHARE
+from benchmarks.peers.passes import Pass
 from benchmarks.peers.store import Store, about_engine
 from benchmarks.peers.workers_pool import Worker
 from benchmarks.real_prompts import real_prompts, token_ids
@@ -71,6 +71,17 @@ class Case:
         return [chosen[i : i + self.batch] for i in range(0, len(chosen), self.batch)]
 
 
+class Played(NamedTuple):
+    """A pass, and what it made."""
+
+    timed: Pass
+    token_ids: list[list[int]]
+
+
+Turn = Mapping[str, Played]
+"""A pass of each arm."""
+
+
 class Bench:
     """Workers, and what they have measured."""
 
@@ -97,7 +108,7 @@ class Bench:
             return list(kept["found"])
         for arm in arms.values():
             self._pass(arm, case, calls, WARM_TOKENS)
-        turns: list[dict[str, dict[str, Any]]] = []
+        turns: list[Turn] = []
         while not self._is_finished(turns):
             order = _rotated(list(arms), len(turns))
             turns.append(
@@ -105,23 +116,25 @@ class Bench:
             )
             _tell(case, turns)
         turns = _counted(turns)
-        first = turns[0][next(iter(arms))]
+        first = turns[0][next(iter(arms))].token_ids
         rows = [
             {
                 "model": case.model,
                 "prompts": case.prompts,
                 "batch": case.batch,
                 "arm": name,
-                "rates": [turn[name]["rate"] for turn in turns],
-                "shares": [turn[name]["share"] for turn in turns],
-                "equal": _share_equal(first, turns[0][name]),
+                "rates": [turn[name].timed.tokens_per_s for turn in turns],
+                "shares": [turn[name].timed.share for turn in turns],
+                "equal": statistics.mean(
+                    a == b for a, b in zip(first, turns[0][name].token_ids, strict=True)
+                ),
             }
             for name in arms
         ]
         self._store.put(about, rows)
         return rows
 
-    def _is_finished(self, turns: Sequence[Any]) -> bool:
+    def _is_finished(self, turns: Sequence[Turn]) -> bool:
         wanted = self._args.turns
         return sum(map(_is_clean, turns)) >= wanted or len(turns) >= 2 * wanted
 
@@ -130,15 +143,12 @@ class Bench:
         for arm in arms.values():
             self._worker(target, arm)
 
-    def _pass(self, arm: Arm, case: Case, calls: Sequence[Any], tokens: int) -> dict[str, Any]:
+    def _pass(self, arm: Arm, case: Case, calls: Sequence[Any], tokens: int) -> Played:
         worker = self._worker(case.target, arm)
         answer = worker.ask(do="run", calls=calls, tokens=tokens, drafter=arm.drafter)
-        num = sum(map(len, answer["token_ids"]))
-        return {
-            "rate": num / answer["seconds"],
-            "share": answer["cpu"] / answer["seconds"],
-            "token_ids": answer["token_ids"],
-        }
+        seconds, num = answer["seconds"], sum(map(len, answer["token_ids"]))
+        timed = Pass(num / seconds, answer["cpu"] / seconds, answer["other"] / seconds)
+        return Played(timed, answer["token_ids"])
 
     def _worker(self, target: Path, arm: Arm) -> Worker:
         key = (target, arm.process)
@@ -172,25 +182,20 @@ def _rotated(names: list[str], turn: int) -> Iterator[str]:
     yield from names[:first]
 
 
-def _is_clean(turn: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether every pass had both cores."""
-    return all(found["share"] >= MIN_SHARE for found in turn.values())
+def _is_clean(turn: Turn) -> bool:
+    """Whether no pass was disturbed by other programs."""
+    return all(p.timed.is_clean or p.timed.is_idle_by_itself for p in turn.values())
 
 
-def _counted(turns: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Those in which every pass had both cores; all, where these are too few."""
+def _counted(turns: list[Turn]) -> list[Turn]:
+    """Those that nothing disturbed; all, where these are too few."""
     clean = [turn for turn in turns if _is_clean(turn)]
     return clean if len(clean) * 2 >= len(turns) else turns
 
 
-def _share_equal(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> float:
-    """Of the answers: in bfloat16 near ties may fall either way."""
-    pairs = zip(ours["token_ids"], theirs["token_ids"], strict=True)
-    return statistics.mean(a == b for a, b in pairs)
-
-
-def _tell(case: Case, turns: Sequence[Mapping[str, Mapping[str, Any]]]) -> None:
-    shown = ", ".join(f"{n} {f['rate']:.1f} ({f['share']:.2f})" for n, f in turns[-1].items())
+def _tell(case: Case, turns: Sequence[Turn]) -> None:
+    timed = {name: played.timed for name, played in turns[-1].items()}
+    shown = ", ".join(f"{n} {p.tokens_per_s:.1f} ({p.share:.2f})" for n, p in timed.items())
     line = f"{case.model} {case.prompts} batch {case.batch} turn {len(turns)}: {shown}"
     print(line, file=sys.stderr, flush=True)
 
@@ -220,7 +225,7 @@ def target_only(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def speculation(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
-    target, stock = args.targets[0], {STOCK: Arm(STOCK, "vllm")}
+    target, stock = args.targets[0], {} if args.skip_plain else {STOCK: Arm(STOCK, "vllm")}
     for num in args.ngram:
         stock[f"{STOCK}, ngram {num}"] = _stock(num, method="ngram", **args.lookup)
     for num in args.draft_model:
@@ -246,7 +251,8 @@ def speculation(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
         prompts = [token_ids(p, tokenizer) for p in chosen]
         for batch in args.batches:
             case = Case(target.name, target, name, prompts, batch, args.tokens)
-            rows += _with_ratios(bench.measure(stock | ours, case), list(stock))
+            rivals = [*stock, *(name for name, arm in ours.items() if arm.drafter == "none")]
+            rows += _with_ratios(bench.measure(stock | ours, case), rivals)
     return rows
 
 
@@ -324,6 +330,11 @@ def main() -> int:
     )
     options.add_argument("--ngram", type=_numbers, default=[4], help="lengths of vLLM's look-up")
     options.add_argument("--draft-model", type=_numbers, default=[3], help="of its draft model")
+    options.add_argument(
+        "--skip-plain",
+        action="store_true",
+        help="where memory is short: no vLLM without drafts, Penstock without is the rival",
+    )
     args = options.parse_args()
     args.lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     speculates = args.draft is not None
