@@ -20,6 +20,7 @@ import statistics
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ import numpy as np
 from benchmarks.peers.engines import ENGINES
 from benchmarks.peers.passes import Pass
 from benchmarks.peers.store import Store, about_engine
-from benchmarks.peers.workers_pool import Worker
+from benchmarks.peers.workers_pool import Worker, WorkerError
 from benchmarks.real_prompts import real_prompts, token_ids
 from benchmarks.vllm_arrivals import write_model
 
@@ -138,10 +139,17 @@ class Bench:
         wanted = self._args.turns
         return sum(map(_is_clean, turns)) >= wanted or len(turns) >= 2 * wanted
 
-    def load(self, target: Path, arms: Mapping[str, Arm]) -> None:
-        """Before anything is measured: whoever loads takes both cores."""
-        for arm in arms.values():
-            self._worker(target, arm)
+    def load(self, target: Path, arms: Mapping[str, Arm]) -> dict[str, Arm]:
+        """Before anything is measured: whoever loads takes both cores. Returns those that can."""
+        able = {}
+        for name, arm in arms.items():
+            try:
+                self._worker(target, arm)
+            except WorkerError as error:
+                print(f"left out: {target.name} {name}: {error}", file=sys.stderr, flush=True)
+                continue
+            able[name] = arm
+        return able
 
     def _pass(self, arm: Arm, case: Case, calls: Sequence[Any], tokens: int) -> Played:
         worker = self._worker(case.target, arm)
@@ -163,14 +171,18 @@ class Bench:
                 {**os.environ, **own},
                 self._args.out.with_suffix(".stderr"),
             )
+            try:
+                worker.ask(
+                    do="load",
+                    kind=arm.kind,
+                    target=str(target),
+                    prefix_caching=self._args.draft is not None,
+                    args=dict(arm.args),
+                )
+            except WorkerError:
+                worker.close()
+                raise
             self._workers[key] = worker
-            worker.ask(
-                do="load",
-                kind=arm.kind,
-                target=str(target),
-                prefix_caching=self._args.draft is not None,
-                args=dict(arm.args),
-            )
             print(f"loaded {target.name} {arm.process}", file=sys.stderr, flush=True)
         return self._workers[key]
 
@@ -213,10 +225,10 @@ def target_only(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     for target in args.targets or [write_model(args.folder)]:
         rng = np.random.default_rng(1)
         prompts = rng.integers(8, 8192, (max(args.batches), PROMPT_TOKENS)).tolist()
-        bench.load(target, arms)
+        able = bench.load(target, arms)
         for batch in args.batches:
             case = Case(target.name, target, "random", prompts, batch, args.tokens)
-            rows += _with_ratios(bench.measure(arms, case), [STOCK])
+            rows += _with_ratios(bench.measure(able, case), [STOCK])
         bench.close()
     return rows
 
@@ -238,21 +250,17 @@ def speculation(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
         f"engine, {name}": Arm("engine", "penstock", {"drafters": native}, name)
         for name in args.drafters or ("none", *native)
     }
-    bench.load(target, stock | ours)
+    arms = bench.load(target, ours | stock)
+    rivals = [name for name in arms if name in stock or arms[name].drafter == "none"]
     tokenizer = load_tokenizer(target)
     held = [p for p in real_prompts() if p.part == "held"]
-    code = [
-        p
-        for some in zip(*([p for p in held if p.kind == k] for k in CODE), strict=True)
-        for p in some
-    ]
+    code = zip(*([p for p in held if p.kind == kind] for kind in CODE), strict=True)
+    chosen = {"code": list(chain(*code)), "edit": [p for p in held if p.kind == "edit"]}
     rows = []
-    for name, chosen in {"code": code, "edit": [p for p in held if p.kind == "edit"]}.items():
-        prompts = [token_ids(p, tokenizer) for p in chosen]
-        for batch in args.batches:
-            case = Case(target.name, target, name, prompts, batch, args.tokens)
-            rivals = [*stock, *(name for name, arm in ours.items() if arm.drafter == "none")]
-            rows += _with_ratios(bench.measure(stock | ours, case), rivals)
+    for batch, name in product(args.batches, chosen):
+        prompts = [token_ids(p, tokenizer) for p in chosen[name]]
+        case = Case(target.name, target, name, prompts, batch, args.tokens)
+        rows += _with_ratios(bench.measure(arms, case), rivals)
     return rows
 
 

@@ -46,7 +46,7 @@ class Vllm:
             max_model_len=_MAX_MODEL_LEN,
             enable_prefix_caching=prefix_caching,
             skip_tokenizer_init=True,
-            kv_cache_memory_bytes=2**29,
+            kv_cache_memory_bytes=2**28,
             **_LIMITS,
             **args,
         )
@@ -72,7 +72,7 @@ class Penstock:
             target=Path(target),
             dtype="bfloat16",
             max_model_len=_MAX_MODEL_LEN,
-            kv_tokens=16384,
+            kv_tokens=8192,
             prefix_caching=prefix_caching,
             vllm=VllmConfig(args=_LIMITS),
             **args,
