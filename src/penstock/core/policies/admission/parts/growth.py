@@ -112,7 +112,8 @@ class Refill:
         if self.is_short:
             full = step.pool.capacity_tokens / (self._prompt_len + lengths.mean_residual)
             earned = _REFILL_FACTOR * full / lengths.mean * self._prompt_len
-            self.credit = min(self._prompt_len, self.credit + earned)
+            # Where outputs are short more than one prompt is due in each step.
+            self.credit = min(max(self._prompt_len, earned), self.credit + earned)
             self.is_pausing = self.credit <= 0 and bool(step.running)
         return not self.is_pausing
 
