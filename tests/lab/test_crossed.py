@@ -1,0 +1,64 @@
+"""What the crossed settings' verdicts make of known rates, and that their runs repeat."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from penstock.lab.beyond import crossed
+from penstock.lab.beyond.crossed import (
+    BASE,
+    GOODSPEED,
+    LBSS,
+    NO_DRAFTS,
+    PLACEBO,
+    SETTINGS,
+    SYSTEMS,
+    WAIT,
+    WAIT_ALONE,
+    Speeds,
+    speed,
+)
+
+NOISE = np.array([1.0, 1.01, 0.99])
+
+
+def outcomes(**gains: float) -> list[str]:
+    """Of systems that make so many times the base's tokens in every setting."""
+    found: Speeds = {
+        (where, system): 100 * gains.get(system, 1.0) * NOISE
+        for where, system in itertools.product(SETTINGS, SYSTEMS)
+    }
+    for where in SETTINGS:
+        found[where, PLACEBO] = 100 * np.roll(NOISE, 1)
+        found[where, BASE] = np.full(3, 100.0)
+    own = SETTINGS[0]
+    found[own, WAIT_ALONE] = found[own, WAIT]
+    found[own, NO_DRAFTS] = found[own, BASE] / 2
+    return [v.outcome for v in crossed.verdicts(found)]
+
+
+def test_who_gains_everywhere_holds() -> None:
+    gains = dict.fromkeys(crossed.SYSTEMS, 1.3)
+    assert outcomes(**gains) == ["holds"] * 7
+
+
+def test_what_changes_nothing_does_not_hold() -> None:
+    assert outcomes() == [*["does not hold"] * 6, "holds"]
+
+
+def test_drafters_must_gain_somebody_something() -> None:
+    found: Speeds = {
+        (where, system): 100 * NOISE for where, system in itertools.product(SETTINGS, SYSTEMS)
+    }
+    for system in (NO_DRAFTS, WAIT_ALONE):
+        found[SETTINGS[0], system] = 100 * NOISE
+    assert crossed.verdicts(found)[-1].outcome == "not shown"
+
+
+def test_a_run_is_reproducible() -> None:
+    for where, system in zip(SETTINGS, (WAIT, GOODSPEED, LBSS), strict=True):
+        first = speed(where, system, 0.1, 0)
+        assert first == speed(where, system, 0.1, 0) > 0
+    assert speed(SETTINGS[2], BASE, 0.1, 0) != speed(SETTINGS[2], PLACEBO, 0.1, 0)
