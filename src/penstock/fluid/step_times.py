@@ -99,6 +99,16 @@ class StepTimeCurve:
             self._draw()
         return self._scale * self._shape(sizes)
 
+    def least(self, size: float) -> float:
+        """Seconds that this size takes at the least, by what was measured of it or of the next
+        smaller one; of sizes below all measured ones, in proportion to the smallest."""
+        points = self.points()
+        below = [seconds for measured, seconds in points if round(measured) <= size]
+        if below or not points:
+            return max(below, default=0.0)
+        smallest, seconds = points[0]
+        return seconds * size / smallest
+
     def _shape(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
         if not len(self._sizes):
             return np.zeros(len(sizes))

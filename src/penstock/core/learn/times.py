@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
@@ -29,10 +30,20 @@ _MOST_OVERHEAD_S = 2e-3
 _OVERHEAD_WEIGHT = 0.02
 _SHIFT_WEIGHT = 0.05
 _DRAFTING_WEIGHT = 0.05
-_MIN_PLAIN_STEPS = 50
-"""Steps without a draft after which it is known what they take of the host."""
 _DRAFT_OVERHEAD_DECAY = 0.999
 """Decay of the drafts' share of the host's time per step without one: half is left after 700."""
+
+
+@dataclass(slots=True)
+class _Mean:
+    """Of measurements: of all that there are while they are few, then of the latest ones."""
+
+    seconds: float = 0.0
+    num: int = 0
+
+    def observe(self, seconds: float) -> None:
+        self.num += 1
+        self.seconds += max(_OVERHEAD_WEIGHT, 1 / self.num) * (seconds - self.seconds)
 
 
 class Times:
@@ -63,7 +74,8 @@ class Times:
         self._gap = -math.inf
         self._last_gap = 0.0
         self._last_work: tuple[int, int, int] = (0, 0, 0)
-        self._num_plain = 0
+        self._plain_pause = _Mean()
+        self._drafting_pause = _Mean()
 
     # --- what policies ask ----------------------------------------------------------------------
 
@@ -167,14 +179,13 @@ class Times:
             pause += result.phases.draft - sum(t.seconds for t in result.draft_times)
         if not 0 <= pause < _MOST_OVERHEAD_S:
             return
-        if has_drafts and self._num_plain >= _MIN_PLAIN_STEPS:
-            beyond = max(0.0, pause - self.overhead)
-            self.draft_overhead += _OVERHEAD_WEIGHT * (beyond - self.draft_overhead)
-            return
-        self.overhead += _OVERHEAD_WEIGHT * (pause - self.overhead)
-        self._num_plain += not has_drafts
-        # What is not measured any more must not keep drafts away for good.
-        self.draft_overhead *= _DRAFT_OVERHEAD_DECAY
+        plain, drafting = self._plain_pause, self._drafting_pause
+        (drafting if has_drafts else plain).observe(pause)
+        if not has_drafts:
+            # What is not measured any more must not keep drafts away for good.
+            drafting.seconds -= (1 - _DRAFT_OVERHEAD_DECAY) * (drafting.seconds - plain.seconds)
+        self.overhead = (plain if plain.num else drafting).seconds
+        self.draft_overhead = max(0.0, drafting.seconds - self.overhead) if drafting.num else 0.0
 
 
 def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:

@@ -5,6 +5,9 @@ expected tokens per second of the step are greatest; where speculation does not 
 nothing. Prefill that shares the step is left out: it takes its time whatever is drafted, and by
 tokens per second of all of it drafts would seem to pay at the cost of better steps to come. What a
 drafter has to read of a text first is spread over the rounds that are expected of the request.
+
+What a step without drafts takes is only known while such steps are made. Where drafts might not pay
+if that were as short as it can be, one is made now and then.
 """
 
 from __future__ import annotations
@@ -33,6 +36,9 @@ _FEW = 0.125
 """Share of them that may be others."""
 _MANY = 12
 """Requests from which on it takes less to rule drafts out for all than to look at each."""
+_FIRST_GAP, _LONGEST_GAP = 4, 64
+"""Steps with doubtful drafts after which one without is made: so many at first, then twice as many
+each time."""
 _TRIAL_TOKENS = 4
 """Draft tokens of a trial."""
 
@@ -57,6 +63,8 @@ class Throughput(AllocationPolicy):
         self.options = options
         self._idle: set[tuple[str, str]] = set()
         self._num_idle = 0
+        self._num_doubtful = 0
+        self._gap = _FIRST_GAP
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
@@ -74,7 +82,11 @@ class Throughput(AllocationPolicy):
             or step.could_pay(self.options.k_max, self.options.margin)
         ):
             purchases = self._purchases(candidates, step)
-            for _, index, length in purchases[: self._num_worthwhile(purchases, step)]:
+            num_bought, rate = self._worthwhile(purchases, step)
+            certain = (1 + self.options.margin) * step.most_without_drafts
+            if num_bought and rate < certain and self._is_time_to_look():
+                return [Grant(0)] * len(candidates)
+            for _, index, length in purchases[:num_bought]:
                 lengths[index] = length
             # What weighs its sources itself is granted all that there is room for, in every round.
             for _, index, length in purchases if any(step.is_chained) else ():
@@ -83,6 +95,14 @@ class Throughput(AllocationPolicy):
         fade_unused(candidates, lengths, view, self._num_idle or 1, step.trials)
         self._idle, self._num_idle = set() if any(lengths) else drafting, 1
         return [Grant(n) for n in lengths]
+
+    def _is_time_to_look(self) -> bool:
+        """At what a step takes without drafts, where it is doubtful whether they pay."""
+        self._num_doubtful += 1
+        if self._num_doubtful < self._gap:
+            return False
+        self._num_doubtful, self._gap = 0, min(2 * self._gap, _LONGEST_GAP)
+        return True
 
     def _are_those_of_before(self, drafting: set[tuple[str, str]]) -> bool:
         """Nearly, of whom nothing was worth drafting: in a large batch there is often a new one."""
@@ -105,8 +125,8 @@ class Throughput(AllocationPolicy):
         purchases.sort()
         return purchases
 
-    def _num_worthwhile(self, purchases: Sequence[Purchase], step: _Step) -> int:
-        """How many purchases make the most expected tokens per second of the step."""
+    def _worthwhile(self, purchases: Sequence[Purchase], step: _Step) -> tuple[int, float]:
+        """How many purchases make the most expected tokens per second of the step; and those."""
         # What all purchases together could add; costs only rise, so that tells when to stop.
         most = step.tokens - sum(p[0] for p in purchases)
         best, best_rate = 0, (1 + self.options.margin) * step.tokens / step.seconds
@@ -117,7 +137,7 @@ class Throughput(AllocationPolicy):
             rate = step.tokens / step.seconds
             if rate > best_rate:
                 best, best_rate = num_bought, rate
-        return best
+        return best, best_rate
 
 
 class _Step:
@@ -182,6 +202,16 @@ class _Step:
             return survival
         saved = self._found[index] * sum(survival) * self._plain / self.tokens
         return survival if saved >= self._reading_a_round(index) else []
+
+    @property
+    def most_without_drafts(self) -> float:
+        """Tokens per second of a step without drafts if the host's part of it were nothing and its
+        rows took as little as they can by what was measured. Beside the target drafts take nothing
+        of such a step, and nothing is to be learned from one."""
+        if all(c.drafter in self.view.beside for c in self._candidates):
+            return 0.0
+        num_sampled = self.view.room.num_sampled
+        return num_sampled / max(self._verify.least(num_sampled), _LEAST_OVERHEAD_S)
 
     @property
     def trials(self) -> list[float]:
