@@ -10,13 +10,19 @@ round trips log-normal over the servers (sd 0.5); verification 30 or 100 ms and 
 C = 2.5 N; one endless request a server. Servers that do not send ahead draft ahead and wait, as
 they do today. Five seeds, the same for every policy; intervals are of the paired differences of
 logarithms, at 95% (Student's t).
+
+`bound` is what no policy exceeds with these servers: verification takes every right draft token
+that has arrived, no wrong one, and waits for nobody; drafters are never held up, and get the
+runner-up for nothing. What is left is that a token takes its drafting time, and that behind one
+that is neither first choice nor runner-up nothing is right that was drafted before its verdict.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -32,7 +38,7 @@ from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import StepProfile
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
-from penstock.lab.statistics import SEEDS, Interval, ratio
+from penstock.lab.statistics import SEEDS, FloatArray, Interval, ratio
 from penstock.sim.links import DraftServer, Link
 from penstock.sim.ranks import RankedAcceptance
 from penstock.sim.run import Setup, run
@@ -123,14 +129,20 @@ class _Watch(Instrument):
     def on_output(self, output: Output) -> None: ...
 
 
+def servers(network: FarNetwork, seed: int) -> tuple[list[str], FloatArray, FloatArray]:
+    """Names, and seconds of a draft token and of a round trip."""
+    rng = np.random.default_rng(seed)
+    num = network.num_servers
+    drafting = DRAFT_S * np.exp(rng.normal(0, SPREAD, num))
+    trips = network.round_trip_s * np.exp(rng.normal(0, SPREAD, num))
+    return [f"s{i}" for i in range(num)], drafting, trips
+
+
 def measure(network: FarNetwork, policy: Policy, seed: int, ranks: Sequence[int]) -> dict[str, Any]:
     """One run. Rates are tokens a second; `at_hand`: share of rounds whose draft was sent ahead;
     `sent`: tokens sent ahead for each token of the output."""
-    rng = np.random.default_rng(seed)
     num = network.num_servers
-    names = [f"s{i}" for i in range(num)]
-    drafting = DRAFT_S * np.exp(rng.normal(0, SPREAD, num))
-    trips = network.round_trip_s * np.exp(rng.normal(0, SPREAD, num))
+    names, drafting, trips = servers(network, seed)
     verify_s = network.verify_s
     setup = Setup(
         StepProfile("verify", 10**9, (0, 1000), (verify_s, verify_s + 1000 * POSITION_S)),
@@ -179,6 +191,52 @@ def measure(network: FarNetwork, policy: Policy, seed: int, ranks: Sequence[int]
     }
 
 
+def bound(network: FarNetwork, seed: int, ranks: Sequence[int]) -> float:
+    """Tokens a second of all requests that no policy exceeds."""
+    names, drafting, trips = servers(network, seed)
+    acceptance = RankedAcceptance(dict.fromkeys(names, ranks), seed)
+    return sum(
+        _bound_of_one(
+            lambda position, i=i: acceptance.rank(names[i], str(i), position) < 2,  # type: ignore[misc]
+            float(drafting[i]),
+            float(trips[i]) / 2,
+            network,
+        )
+        for i in range(len(names))
+    )
+
+
+def _bound_of_one(
+    is_found: Callable[[int], bool], draft_s: float, way_s: float, network: FarNetwork
+) -> float:
+    """Of a request. is_found: whether a token is among the two that are drafted, by position."""
+    now, said, arrived = 0.0, list[float](), dict[int, float]()
+    server, following, num_known = 0.0, 0, 0
+    while now < network.seconds:
+        while server + draft_s + way_s <= now:
+            while num_known < len(said) and said[num_known] + way_s <= server:
+                num_known += 1
+            following = max(following, num_known)
+            missed = following - 1
+            if following > num_known and not is_found(missed):
+                if missed >= len(said) or said[missed] + way_s + draft_s + way_s > now:
+                    break  # it waits for the verdict
+                server = max(server, said[missed] + way_s)
+                continue
+            server += draft_s
+            arrived[following] = server + way_s
+            following += 1
+        num = len(said)
+        right = itertools.takewhile(
+            lambda p, at=now: arrived.get(p, math.inf) <= at and is_found(p),  # type: ignore[misc]
+            itertools.count(num),
+        )
+        num_more = 1 + sum(1 for _ in right)
+        now += network.verify_s + POSITION_S * num_more
+        said += [now] * num_more
+    return len(said) / now
+
+
 def pick(
     runs: Sequence[dict[str, Any]], network: FarNetwork, policy: Policy, figure: str
 ) -> list[float]:
@@ -208,16 +266,19 @@ def verdicts(runs: Sequence[dict[str, Any]], networks: Sequence[FarNetwork]) -> 
     return told
 
 
-def means(runs: Sequence[dict[str, Any]], networks: Sequence[FarNetwork]) -> ResultTable:
-    """A row for each network: means over the seeds."""
+def means(
+    runs: Sequence[dict[str, Any]], networks: Sequence[FarNetwork], most: Sequence[float]
+) -> ResultTable:
+    """A row for each network: means over the seeds. most: the bound of each."""
     rows = []
-    for network in networks:
+    for network, limit in zip(networks, most, strict=True):
         rates = {p.title: np.mean(pick(runs, network, p, "tokens_per_s")) for p in POLICIES}
         figures = ("at_hand", "sent", "used")
-        _, found = gain(runs, network)
+        rival, found = gain(runs, network)
         rows.append(
             network._asdict()
             | {"gain": found.mean, "low": found.low, "high": found.high}
+            | {"bound": limit, "most": limit / rates[rival.title]}
             | {f: np.mean(pick(runs, network, OURS, f)) for f in figures}
             | {f"rate {i}": rates[p.title] for i, p in enumerate(POLICIES)}
         )
@@ -227,6 +288,8 @@ def means(runs: Sequence[dict[str, Any]], networks: Sequence[FarNetwork]) -> Res
         "verification, s": "{verify_s:g}",
         **{f"{p.title}, tokens/s": f"{{rate {i}:.0f}}" for i, p in enumerate(POLICIES)},
         "over the better `deadline`": "{gain:.2f} ({low:.2f} to {high:.2f})",
+        "bound, tokens/s": "{bound:.0f}",
+        "bound over the same": "{most:.2f}",
         "draft at hand": "{at_hand:.0%}",
         "sent ahead per token": "{sent:.1f}",
         "of them verified": "{used:.0%}",
@@ -245,7 +308,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [measure(*job, ranks) for job in track(jobs, "simulating", console=console)]
     said = f"{shares[0]:.3f} first choice, {shares[1]:.3f} runner-up, of {len(ranks)} tokens"
     told = [bar("the target's token is", said, None), *verdicts(runs, networks)]
-    return tell(args, Results(runs, told, [means(runs, networks)]))
+    most = [float(np.mean([bound(n, seed, ranks) for seed in seeds])) for n in networks]
+    return tell(args, Results(runs, told, [means(runs, networks, most)]))
 
 
 if __name__ == "__main__":
