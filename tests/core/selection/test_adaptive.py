@@ -14,6 +14,7 @@ from penstock.core.state import Drafter, RequestState
 from penstock.core.types import (
     TARGET,
     DraftTime,
+    Replayed,
     Request,
     SamplingParams,
     StepResult,
@@ -171,3 +172,19 @@ def test_a_replay_is_worth_its_time_where_it_may_change_the_choice() -> None:
 
     assert num_read(0.02e-3) > 0.5
     assert num_read(10e-3) < 0.05
+
+
+def test_what_a_replay_says_is_acted_upon_in_the_next_round() -> None:
+    """Not when the request is looked at again anyway, by when half of it may be over."""
+    policy = make_policy("selection", "adaptive")
+    world = Rounds(policy, Machine({"one": 0.5e-3, "two": 0.5e-3}), lambda _: {})
+    state = RequestState(Request("r", 20, 400), 0)
+    asked: set[str] = set()
+    while not asked:
+        state.drafter = policy.select([state], world.work())["r"]
+        asked = {p.drafter for p in policy.replays([state], world.work())} - {state.drafter}
+        state.round += 1
+        state.num_output_tokens += 3
+    (other,) = asked
+    policy.replayed(state, Replayed("r", 0, other, num_tokens=100, num_matched=100))
+    assert policy.select([state], world.work())["r"] == other

@@ -7,12 +7,12 @@ to its end: those of a step with their drafts, over the tokens that it yields, a
 step without, for all the tokens that are to come, less the reading of the text so far. A step's
 seconds are those for which all requests in it wait; no drafter at all saves 0.
 
-Decisions are few: at the start, and after rounds that double. Drafters are evaluated by replay:
-they read a request's text and say what they would have drafted. A replay is ordered where what it
-may say is expected to save the request more than the reading takes (the value of information), and
-within a share of the time where little is known of a drafter for requests like this one, for the
-sake of those to come. Where a replay can tell nothing (draft servers, `ratio`), what is not known
-is explored by drawing from it (Thompson).
+Decisions are few: at the start, after rounds that double, and when a replay has said something.
+Drafters are evaluated by replay: they read a request's text and say what they would have drafted.
+A replay is ordered where what it may say is expected to save the request more than the reading
+takes (the value of information), and within a share of the time where little is known of a drafter
+for requests like this one, for the sake of those to come. Where a replay can tell nothing (draft
+servers, `ratio`), what is not known is explored by drawing from it (Thompson).
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from penstock.core.policies.options import (
 )
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.matching import assign
+from penstock.core.policies.selection.parts.pace import Pace
 from penstock.core.policies.selection.parts.words import words_of
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
@@ -49,7 +50,6 @@ IntArray = npt.NDArray[np.int64]
 _NOTHING = Belief(np.empty(0), np.empty((0, 0)))
 
 _DECAY = 0.98
-_PACE_DECAY = 0.99
 _DEMAND_WEIGHT = 0.05
 _MIN_REPLAYED_TOKENS = 24
 """Output tokens from which on a replay says enough."""
@@ -57,20 +57,16 @@ _EARLY_REQUESTS = 64.0
 """Requests after which the time for replays is not a fixed share any more."""
 _MIN_PRIOR_STD = 0.6
 """Standard deviation of a prior's mean that is worth a replay, for requests to come."""
-_MOST_OVERHEAD = 2.0
-"""Most time of a step that counts, over what its rows and drafts should take: more is no work."""
 _LEAST_STRENGTH = 2.0
 _MOST_STRENGTH = 100.0
 """Tokens that what selection knows may be worth to allocation."""
 _BEST_RATE = 0.9
 """Acceptance of a draft token that hardly any drafter exceeds."""
-_UNDRAFTED_WEIGHT = 0.1
-"""Of a step without drafts, towards the time for replays, which hardly pay where drafts do not."""
 _NODES = np.array([-math.sqrt(3), 0.0, math.sqrt(3)])
 _WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
 """Gauss and Hermite's rule, of three points, for a normal variable."""
-_LONGEST_GAP = 64
-"""Rounds between decisions: evidence of a replay fades, and must last until the next."""
+_LONGEST_GAP = 8
+"""Rounds between decisions: what a text is like changes, and evidence of a replay fades."""
 _IDLE_GAP = 16
 """Rounds until it is looked again whether any drafter pays."""
 
@@ -82,7 +78,8 @@ class _Known:
     prior: before anything was seen of it; doubt: [J] the standard deviation of its mean as far as
     it could be learned. counts: [2, J] accepted and rejected tokens, faded by rounds; totals: not
     faded. next_round: when to decide again, `gap` rounds after the last time. evaluated: drafters
-    that inside a step have been asked for a replay. posterior: of the last decision.
+    that inside a step have been asked for a replay. has_news: a replay has said something since the
+    last decision. posterior: of that decision.
     """
 
     words: IntArray
@@ -93,6 +90,7 @@ class _Known:
     gap: int
     next_round: int
     evaluated: set[str] = field(default_factory=set)
+    has_news: bool = False
     posterior: Belief | None = None
 
     def note(self, column: int, accepted: float, rejected: float) -> None:
@@ -107,42 +105,6 @@ class _Known:
         self.totals = np.pad(self.totals, ((0, 0), (0, missing)))
 
 
-@dataclass(slots=True)
-class _Pace:
-    """What the target's decoding steps are like: rows and requests, faded; and their seconds in
-    all, each step counting for no more than twice what its rows and drafts take by themselves, and
-    for little where nobody drafted: then there is little to find out about drafters."""
-
-    rows: float = 0.0
-    requests: float = 0.0
-    steps: float = 0.0
-    total_s: float = 0.0
-    last: float | None = None
-
-    def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
-        passed = math.inf if self.last is None else view.now - self.last
-        self.last = view.now
-        rows = 0
-        drafts: dict[str, list[int]] = {}
-        for state, verdict in outcomes:
-            if state.num_output_tokens == len(verdict.token_ids):
-                return
-            rows += 1 + verdict.num_proposed
-            if verdict.drafter is not None:
-                drafts.setdefault(verdict.drafter, []).append(verdict.num_proposed)
-        if not outcomes:
-            return
-        times = view.learn.times
-        seconds = times.target(rows)
-        for drafter, lengths in drafts.items():
-            seconds += max(lengths) * times.curve_of(drafter)(len(lengths))
-        counted = 1.0 if drafts else _UNDRAFTED_WEIGHT
-        self.total_s += counted * min(passed, _MOST_OVERHEAD * seconds)
-        self.rows = _PACE_DECAY * self.rows + rows
-        self.requests = _PACE_DECAY * self.requests + len(outcomes)
-        self.steps = _PACE_DECAY * self.steps + 1
-
-
 class Adaptive(SelectionPolicy):
     """Bayesian choice over requests and drafters together."""
 
@@ -152,7 +114,7 @@ class Adaptive(SelectionPolicy):
     class Options:
         """k_max: most draft tokens that a drafter's worth counts on.
         first_gap: rounds after which a request's first choice is looked at again; the gap doubles,
-            up to 64.
+            up to 8.
         margin: a change must save this share of the time over staying.
         explore: share of the time that replays may take at first; it falls with the number of
             requests. 0 never explores.
@@ -171,7 +133,7 @@ class Adaptive(SelectionPolicy):
         self._columns: dict[str, int] = {}
         self._models: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
-        self._pace = _Pace()
+        self._pace = Pace()
         self._demand: dict[str, float] = {}
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
         self._replayed_s = 0.0
@@ -186,7 +148,8 @@ class Adaptive(SelectionPolicy):
         for state in states:
             known = self._known.get(state.request.id)
             stays = state.drafter is None or state.drafter in open_to
-            if known is not None and state.round < known.next_round and stays:
+            is_due = known is None or known.has_news or state.round >= known.next_round
+            if stays and not is_due:
                 chosen[state.request.id] = state.drafter
             else:
                 due.append(state)
@@ -209,11 +172,15 @@ class Adaptive(SelectionPolicy):
         columns = [self._columns[n] for n in names]
         values = np.zeros((len(states), len(names)))
         for i, state in enumerate(states):
+            before = self._known.get(state.request.id)
+            is_review = before is not None and state.round >= before.next_round
             known = self._know(state, drafters, view)
+            known.has_news = False
             if names:
                 rates = self._rates(state, known)[columns].tolist()
                 values[i] = self._worth(state, list(drafters.values()), rates, view)
-                self._propose(state, known, drafters, values[i], view)
+                if is_review:
+                    self._propose(state, known, drafters, values[i], view)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
@@ -359,6 +326,7 @@ class Adaptive(SelectionPolicy):
         if column is not None and known is not None and replayed.num_tokens:
             missed = replayed.num_tokens - replayed.num_matched
             known.note(column, replayed.num_matched, missed)
+            known.has_news = True
 
     def forget(self, request_id: str) -> None:
         known = self._known.pop(request_id, None)
