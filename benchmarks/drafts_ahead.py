@@ -23,6 +23,7 @@ import itertools
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,6 +55,9 @@ ROUNDS = 40
 BLOCK = 4096
 DRAFTED_TODAY = 16
 """Tokens that a draft server drafts ahead of a verdict without sending them."""
+
+MISSED = 2
+"""Rank of a token that is neither first choice nor runner-up."""
 
 JUDGED_MS, BAR = 100.0, 1.5
 
@@ -195,21 +199,17 @@ def bound(network: FarNetwork, seed: int, ranks: Sequence[int]) -> float:
     """Tokens a second of all requests that no policy exceeds."""
     names, drafting, trips = servers(network, seed)
     acceptance = RankedAcceptance(dict.fromkeys(names, ranks), seed)
-    return sum(
-        _bound_of_one(
-            lambda position, i=i: acceptance.rank(names[i], str(i), position) < 2,  # type: ignore[misc]
-            float(drafting[i]),
-            float(trips[i]) / 2,
-            network,
-        )
-        for i in range(len(names))
-    )
+    rates = []
+    for i, name in enumerate(names):
+        rank = partial(acceptance.rank, name, str(i))
+        rates.append(_bound_of_one(rank, float(drafting[i]), float(trips[i]) / 2, network))
+    return sum(rates)
 
 
 def _bound_of_one(
-    is_found: Callable[[int], bool], draft_s: float, way_s: float, network: FarNetwork
+    rank: Callable[[int], int], draft_s: float, way_s: float, network: FarNetwork
 ) -> float:
-    """Of a request. is_found: whether a token is among the two that are drafted, by position."""
+    """Of a request. rank: of the token at a position of its output."""
     now, said, arrived = 0.0, list[float](), dict[int, float]()
     server, following, num_known = 0.0, 0, 0
     while now < network.seconds:
@@ -218,7 +218,7 @@ def _bound_of_one(
                 num_known += 1
             following = max(following, num_known)
             missed = following - 1
-            if following > num_known and not is_found(missed):
+            if following > num_known and rank(missed) == MISSED:
                 if missed >= len(said) or said[missed] + way_s + draft_s + way_s > now:
                     break  # it waits for the verdict
                 server = max(server, said[missed] + way_s)
@@ -226,12 +226,10 @@ def _bound_of_one(
             server += draft_s
             arrived[following] = server + way_s
             following += 1
-        num = len(said)
-        right = itertools.takewhile(
-            lambda p, at=now: arrived.get(p, math.inf) <= at and is_found(p),  # type: ignore[misc]
-            itertools.count(num),
-        )
-        num_more = 1 + sum(1 for _ in right)
+        end = len(said)
+        while arrived.get(end, math.inf) <= now and rank(end) != MISSED:
+            end += 1
+        num_more = end + 1 - len(said)
         now += network.verify_s + POSITION_S * num_more
         said += [now] * num_more
     return len(said) / now
