@@ -10,7 +10,8 @@ every drafter at work and the host's part, or come from a profile: `penstock pro
 family that `penstock zoo grow` has made, whose acceptance is the bundled one's. Whatever a shuffle
 (`--shuffles`) draws, all policies serve the same. Beside them run two that know more than a policy
 can: `told` knows the share of every drafter's tokens that the request will accept, `domains` its
-mean and covariance in the request's domain.
+mean and covariance in the request's domain. `placebo` is `adaptive` where every prompt is made of
+the words of another request.
 """
 
 from __future__ import annotations
@@ -59,6 +60,7 @@ LENGTHS = (1, 3, 6)
 CONTEXT = 200
 """Tokens, of the steps that are taken from a profile."""
 GAIN = 1.08
+PLACEBO = "placebo"
 LEAST = 0.98
 """Wanted over the best single drafter: with all domains mixed, and of each domain's requests."""
 
@@ -126,7 +128,7 @@ def seconds_of(policy: str, profile: StepProfile, texts: Sequence[KnownText]) ->
     setup = Setup(
         profile,
         admission=PolicyConfig.of("vllm_v1", max_num_seqs=1),
-        selection=PolicyConfig.of(policy),
+        selection=PolicyConfig.of("adaptive" if policy == PLACEBO else policy),
         block_size=16,
         drafters=tuple(d.name for d in profile.drafters),
     )
@@ -140,9 +142,16 @@ def seconds_of(policy: str, profile: StepProfile, texts: Sequence[KnownText]) ->
         profiles={d.name: d for d in profile.drafters},
     )
     # With their prompts, whose words `adaptive` reads.
+    prompts = [t.prompt for t in texts]
+    if policy == PLACEBO:
+        order = np.random.default_rng(24).permutation(len(texts))
+        prompts = [
+            tuple(np.resize(prompts[i], len(t.prompt)).tolist())
+            for i, t in zip(order, texts, strict=True)
+        ]
     requests = [
-        Request(str(i), len(t.prompt), len(t.text), prompt_token_ids=t.prompt)
-        for i, t in enumerate(texts)
+        Request(str(i), len(prompt), len(t.text), prompt_token_ids=prompt)
+        for i, (prompt, t) in enumerate(zip(prompts, texts, strict=True))
     ]
     records = simulate(make_scheduler(setup), executor, clock, requests).records.values()
     ends = np.array([r.finish_time for r in records], dtype=np.float64)
@@ -277,7 +286,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     if args.skip + args.warm + args.requests > args.prompts:
         options.error("--skip, --warm and --requests: more than there are prompts (--prompts)")
     args.policies = args.policies.split(",")
-    known = (*policies("selection"), "domains", "told")
+    known = (*policies("selection"), "domains", "told", PLACEBO)
     if unknown := [name for name in args.policies if name not in known]:
         options.error(f"--policies: {unknown[0]!r}; choose from {', '.join(known)}")
     try:
