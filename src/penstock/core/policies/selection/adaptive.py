@@ -173,7 +173,7 @@ class Adaptive(SelectionPolicy):
         values = np.zeros((len(states), len(names)))
         for i, state in enumerate(states):
             before = self._known.get(state.request.id)
-            is_review = before is not None and state.round >= before.next_round
+            is_review = before is None or state.round >= before.next_round
             known = self._know(state, drafters, view)
             known.has_news = False
             if names:
