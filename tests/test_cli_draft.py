@@ -96,6 +96,7 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         (["--connect", "a:1", "--model", "huge"], "'huge' is neither a checkpoint folder, a GGUF"),
         (["--connect", "a:1", "--listen", "web"], "--listen: 'web' in 'web' is no port"),
         (["--connect", "a:1", "--dtype", "int4"], "--dtype is 'int4'; allowed: auto, float32"),
+        (["--connect", "a:1", "--log-format", "xml"], "'xml'; allowed: text, json"),
         (["--connect", "a:1", "--max-draft-tokens", "0"], "'--max-draft-tokens'"),
         (["--connect", "a:1", "--cert", "x.pem"], "--cert and --key belong together"),
         (["--connect", "a:1", "--ca", "/nowhere.pem"], "cannot read /nowhere.pem: No such file"),
@@ -158,6 +159,7 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
         program(
             *("--connect", f"127.0.0.1:{port}", "--model", family["near"], "--listen", 0),
             *("--dtype", "float32", "--token", "t0", "--max-draft-tokens", 5),
+            *("--log-format", "json"),
         ) as running,
     ):
         assert await running.line() == f"penstock: drafting for 127.0.0.1:{port} as edge"
@@ -199,7 +201,11 @@ async def test_users_are_served(family: dict[str, Path], oracle: Oracle) -> None
                 while not verifier.closes:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         running.process.send_signal(signal.SIGTERM)
-        assert await running.ended() == (0, "", "")
+        code, out, errors = await running.ended()
+        assert (code, out) == (0, "")
+        told = [json.loads(line) for line in errors.splitlines()]
+        assert {"POST /v1/completions", "GET /health"} <= {line["message"] for line in told}
+        assert {line["level"] for line in told} == {"DEBUG"}
 
 
 @pytest.mark.slow

@@ -11,10 +11,11 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from tests.api.conftest import client_of
-from tests.api.tool_servers import HERMES, LLAMA
+from tests.api.tool_servers import HERMES, LLAMA, MISTRAL
 from tests.serving.harness import running_server
 
 from penstock.config import parse_config
+from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.zoo.registry import model_path
 
@@ -48,7 +49,10 @@ CHOICES = ["required", {"type": "function", "function": {"name": "add"}}]
 TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistant|>{# tools #}"
 
 
-@pytest.fixture(scope="module", params=[HERMES, pytest.param(LLAMA, marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[HERMES, *(pytest.param(t, marks=pytest.mark.slow) for t in (LLAMA, MISTRAL))],
+)
 def forced(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[openai.OpenAI]:
@@ -119,3 +123,64 @@ def test_a_schema_that_is_none(forced: openai.OpenAI) -> None:
             tool_choice="required",  # type: ignore[list-item]
         )
     assert refused.value.code == "invalid_grammar"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_format_beside_tools_is_that_of_texts(forced: openai.OpenAI, stream: bool) -> None:
+    """The bundled model prefers neither: its first token decides, which is pushed."""
+    schema = {
+        "name": "answer",
+        "schema": {
+            "type": "object",
+            "properties": {"verdict": {"$ref": "#/$defs/verdict"}},
+            "required": ["verdict"],
+            "additionalProperties": False,
+            "$defs": {"verdict": {"enum": ["dry", "wet"]}},
+        },
+    }
+    asked: dict[str, Any] = {
+        "model": "toy", "messages": MESSAGES, "tools": TOOLS, "max_tokens": 200, "stream": stream,
+        "response_format": {"type": "json_schema", "json_schema": schema},
+    }  # fmt: skip
+    tokenizer = load_tokenizer(model_path("target-small"))
+    ends = set()
+    for start in ('{"verdict', '{"name', "<tool", "[TOOL"):
+        push = dict.fromkeys(tokenizer.encode(start, add_special_tokens=False), 8)
+        for seed in range(3):
+            made = forced.chat.completions.create(**asked, seed=seed, logit_bias=push)
+            content, calls, reason = told(made, stream)
+            ends.add(reason)
+            if reason == "stop":
+                assert not calls
+                assert json.loads(content) in ({"verdict": "dry"}, {"verdict": "wet"})
+            elif reason == "tool_calls":
+                assert not content
+                for name, arguments in calls:
+                    MODELS[name].model_validate_json(arguments)
+    assert {"stop", "tool_calls"} <= ends, "both come about"
+
+
+def told(made: Any, stream: bool) -> tuple[str, list[tuple[str, str]], str]:
+    """Content, calls and finish reason of an answer."""
+    if not stream:
+        (choice,) = made.choices
+        calls = [(c.function.name, c.function.arguments) for c in choice.message.tool_calls or ()]
+        return choice.message.content or "", calls, choice.finish_reason
+    content, reason = "", ""
+    written: dict[int, list[str]] = {}
+    for chunk in made:
+        (choice,) = chunk.choices
+        content += choice.delta.content or ""
+        reason = choice.finish_reason or reason
+        for piece in choice.delta.tool_calls or ():
+            call = written.setdefault(piece.index, [piece.function.name or "", ""])
+            call[1] += piece.function.arguments or ""
+    return content, [(name, arguments) for name, arguments in written.values()], reason
+
+
+def test_a_format_that_is_no_schema(forced: openai.OpenAI) -> None:
+    form: Any = {"type": "json_schema", "json_schema": {"name": "x", "schema": False}}
+    with pytest.raises(openai.BadRequestError, match="must be a JSON object, or true"):
+        forced.chat.completions.create(
+            model="toy", messages=MESSAGES, tools=TOOLS, response_format=form
+        )

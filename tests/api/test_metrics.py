@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter
+from penstock.api.metrics import MAX_POSITIONS, Metrics, RequestMeter, count_response
 from penstock.core.types import FinishReason, LatencyTarget, Output, PhaseTimes, Request
 from penstock.serving.messages import EngineStats
 
@@ -14,8 +16,10 @@ STATS = EngineStats(
 )
 
 
-def values(metrics: Metrics, name: str, label: str = "drafter") -> dict[str, float]:
-    text = metrics.render(STATS, is_up=True, num_restarts=0).decode()
+def values(
+    metrics: Metrics, name: str, label: str = "drafter", stats: EngineStats = STATS
+) -> dict[str, float]:
+    text = metrics.render(stats, is_up=True, num_restarts=0).decode()
     return {
         sample.labels[label]: sample.value
         for family in text_string_to_metric_families(text)
@@ -81,3 +85,41 @@ def test_targets_that_were_met(
     meter.finish(reason)
     assert values(metrics, "latency_target_requests_total", "tenant") == {"a": counted}
     assert values(metrics, "latency_target_met_total", "tenant") == {"a": met}
+
+
+def test_a_response_counts_its_choices_and_preemptions_once_it_is_complete() -> None:
+    metrics = Metrics("toy")
+    ended = [RequestMeter(metrics, Request(name, 3, 100)) for name in "ab"]
+    for meter, num, preempted in zip(ended, (4, 9), (0, 2), strict=True):
+        meter.observe(Output("r", (1,) * num, num, num_cached_tokens=2, num_preemptions=preempted))
+        meter.finish(FinishReason.LENGTH)
+    broken = RequestMeter(metrics, Request("c", 3, 100))
+    broken.finish(FinishReason.CANCELLED)
+    count_response([*ended, broken])
+    assert not any(values(metrics, "request_params_n_count", "tenant").values())
+    count_response(ended)
+    for name, count, total in (
+        ("request_params_n", 1, 2),
+        ("request_max_num_generation_tokens", 1, 9),
+        ("request_num_preemptions", 2, 2),
+        ("request_prefill_kv_computed_tokens", 2, 2),
+    ):
+        assert values(metrics, f"{name}_count", "tenant")["default"] == count
+        assert values(metrics, f"{name}_sum", "tenant")["default"] == total
+    sources = values(metrics, "prompt_tokens_by_source_total", "source")
+    assert sources == {"local_compute": 2, "local_cache_hit": 4}
+
+
+def test_steps_by_their_tokens_are_a_histogram() -> None:
+    stats = replace(
+        STATS, steps_by_tokens=(1, 2, *[0] * 11, 1), num_step_tokens=20_011, kv_block_size=16,
+        kv_capacity_tokens=160, num_waiting=3, num_deferred=1,
+    )  # fmt: skip
+    metrics = Metrics("toy")
+    text = metrics.render(stats, is_up=True, num_restarts=0).decode()
+    found = values(metrics, "iteration_tokens_total_bucket", "le", stats)
+    assert [found["1.0"], found["8.0"], found["16384.0"], found["+Inf"]] == [1, 3, 3, 4]
+    assert 'iteration_tokens_total_sum{model_name="toy"} 20011' in text
+    assert 'cache_config_info{block_size="16",model_name="toy",num_gpu_blocks="10"} 1' in text
+    waiting = values(metrics, "num_requests_waiting_by_reason", "reason", stats)
+    assert waiting == {"capacity": 2, "deferred": 1}

@@ -30,6 +30,11 @@ METRICS = (
     "inter_token_latency_seconds_count", "request_time_per_output_token_seconds_count",
     "e2e_request_latency_seconds_count", "spec_decode_num_drafts_total",
     "spec_decode_num_draft_tokens_total", "spec_decode_num_accepted_tokens_total",
+    "num_requests_waiting_by_reason", "cache_config_info", "iteration_tokens_total_count",
+    "prompt_tokens_by_source_total", "prompt_tokens_cached_total",
+    "prompt_tokens_cached_by_source_total", "request_max_num_generation_tokens_count",
+    "request_params_n_count", "request_num_preemptions_count",
+    "request_prefill_kv_computed_tokens_count",
 )  # fmt: skip
 
 KEYED = {
@@ -94,6 +99,9 @@ def test_metrics_count_what_was_served(http: httpx.Client) -> None:
     assert growth("prefix_cache_queries_total") == usage["prompt_tokens"]
     assert growth("prefix_cache_hits_total") == usage["prompt_tokens_details"]["cached_tokens"]
     assert growth("request_success_total") == 1
+    assert growth("request_params_n_sum") == 1
+    assert growth("request_max_num_generation_tokens_sum") == 40
+    assert growth("prompt_tokens_by_source_total") == usage["prompt_tokens"]
     assert growth("time_to_first_token_seconds_count") == 1
     assert growth("e2e_request_latency_seconds_count") == 1
     speculation = usage["speculation"]

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
+from tests.api.samples import samples
 from tests.engine.small_family import write_family
 from tests.products import first_fast
 from tests.serving.harness import RunningServer, running_server
@@ -149,6 +150,15 @@ def test_metrics_tell_where_the_time_of_a_step_goes(real_server: RunningServer) 
     assert grown["receive"] == 0, "there is no draft server"
     assert after["penstock:kv_cache_capacity_tokens"] == 4096
     assert 0 < after["mean"] < after["bound"]
+
+
+def test_metrics_count_the_tokens_of_steps(real_server: RunningServer) -> None:
+    made = complete(real_server, "near", temperature=0)["usage"]
+    found = samples(httpx.get(f"{real_server.url}/metrics").text)
+    steps = found["penstock:target_steps_total"]
+    assert found["penstock:iteration_tokens_total_count"] == steps
+    drafted = found["penstock:spec_decode_num_draft_tokens_total"]
+    assert found["penstock:iteration_tokens_total_sum"] >= made["completion_tokens"] - 1 + drafted
 
 
 def test_choices_of_one_seed_differ_and_come_again(real_server: RunningServer) -> None:

@@ -9,7 +9,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from penstock.api.tool_calls import HERMES, LLAMA, CallPiece, ToolCallParser, ToolFormat, format_of
+from penstock.api.tool_calls import (
+    HERMES,
+    LLAMA,
+    MISTRAL,
+    CallPiece,
+    ToolCallParser,
+    ToolFormat,
+    format_of,
+)
 
 NAMES = ("weather", "add")
 PARIS = '{"city": "Paris"}'
@@ -75,6 +83,10 @@ GOOD: list[tuple[ToolFormat, str, str, Calls]] = [
     ),
     (HERMES, f"So:\n```json\n{CALL}\n```", "So:", [("weather", PARIS)]),
     (HERMES, f"<tools>\n{CALL}\n</tools>\n{TAGGED}", "", [("weather", PARIS)] * 2),
+    (MISTRAL, f"[TOOL_CALLS] [{CALL}]", "", [("weather", PARIS)]),
+    (MISTRAL, f"Well. [TOOL_CALLS][{CALL}, {CALL}] So.", "Well. So.", [("weather", PARIS)] * 2),
+    (MISTRAL, f"[TOOL_CALLS] {CALL}", "", [("weather", PARIS)]),
+    (MISTRAL, "[TOOL_CALLS] [a list] and [another]", "[TOOL_CALLS] [a list] and [another]", []),
     (LLAMA, LLAMA_CALL, "", [("weather", PARIS)]),
     (LLAMA, f"\n<|python_tag|>{LLAMA_CALL}", "", [("weather", PARIS)]),
     (LLAMA, f"Well: <|python_tag|>{LLAMA_CALL}", "Well:", [("weather", PARIS)]),
@@ -193,5 +205,17 @@ def test_the_format_is_the_templates() -> None:
     assert format_of(f"{hermes}<function=") is None
     assert format_of('{{ tools }} \'ipython\' {"name": function name, "parameters": x}') is LLAMA
     assert format_of("[AVAILABLE_TOOLS] {{ tools }}") is None
+    assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS] [") is MISTRAL
+    assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]name[ARGS]") is None
     assert format_of("{{ messages }}") is None
+
+
+def test_mistrals_templates_want_ids_of_nine_letters_or_digits() -> None:
+    parser = ToolCallParser(MISTRAL, NAMES, whole=True)
+    (piece,) = parser.finish(f"[TOOL_CALLS] [{CALL}]").pieces
+    assert len(piece.id) == 9
+    assert piece.id.isalnum()
+
+
+def test_no_template_no_format() -> None:
     assert format_of(None) is None

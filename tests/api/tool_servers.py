@@ -18,6 +18,7 @@ TEMPLATE = (
     "{% if tools %}{% for tool in tools %}{{ tool | tojson }}{% endfor %}{% endif %}"
 )
 HERMES = TEMPLATE + "{# <tool_call> #}"
+MISTRAL = TEMPLATE + "{# [TOOL_CALLS] #}"
 LLAMA = TEMPLATE + '{# ipython {"name": NAME, "parameters": {}} #}'
 
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import re
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -281,6 +283,18 @@ def test_a_model_without_an_end_of_text_has_no_grammars(tokenizer: Tokenizer) ->
     compiler = GrammarCompiler(lambda: tokenizer, 4096, [])
     with pytest.raises(GrammarError, match="no token that ends a text"):
         compiler.compile(GRAMMARS["json"]).result()
+
+
+def test_who_holds_a_grammar_does_not_have_it_compiled_again(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    others = [grammar_of("choice", [f"number {i}"]) for i in range(40)]
+    held = compiler.compile(GRAMMARS["choice"])
+    dropped = weakref.ref(compiler.compile(GRAMMARS["regex"]))
+    for grammar in others:
+        compiler.compile(grammar).result()
+    assert compiler.compile(GRAMMARS["choice"]) is held
+    gc.collect()
+    assert dropped() is None, "the others make room"
 
 
 def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one(tokenizer: Tokenizer) -> None:

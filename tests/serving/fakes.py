@@ -54,7 +54,12 @@ class EchoExecutor:
         self.remote = SimpleNamespace(sink=None)
         # Plain, since what has PyTorch imported takes seconds to start.
         self.totals = SimpleNamespace(
-            num_target_steps=0, phases=PhaseTimes(), drafter_seconds={}, plan_s=0.0
+            num_target_steps=0,
+            phases=PhaseTimes(),
+            drafter_seconds={},
+            plan_s=0.0,
+            steps_by_tokens=[0] * 14,
+            num_step_tokens=0,
         )
         self._wakeup = Wakeup()
 

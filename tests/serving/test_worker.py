@@ -1,18 +1,21 @@
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 from tests.serving.fakes import TOKENIZER, ToyEngine, toy_engine
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.loop import Turn
-from penstock.core.types import Arrive, Cancel, Request, SamplingParams
+from penstock.core.types import Arrive, Cancel, Event, Request, SamplingParams
 from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop
 from penstock.serving.worker import (
     Channel,
@@ -120,6 +123,51 @@ def test_nobody_waits_for_another_ones_grammar(engine: ToyEngine) -> None:
         thread.join(5)
     assert finished == ["quick", "slow"]
     assert engine.scheduler.num_unfinished == 0
+
+
+class ForgetfulGrammars:
+    """Keeps nothing that nobody else does."""
+
+    def __init__(self) -> None:
+        self.alive: WeakValueDictionary[str, Future[Any]] = WeakValueDictionary()
+
+    def compile(self, grammar: str) -> Future[Any]:
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return self.alive.setdefault(grammar, done)
+
+
+def test_a_grammar_is_kept_until_its_request_has_begun_or_is_gone(
+    engine: ToyEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grammars = ForgetfulGrammars()
+    engine.executor.grammars = grammars  # type: ignore[assignment]
+    waiting, gone = (
+        replace(request(name), sampling=SamplingParams(grammar=name))
+        for name in ("waiting", "gone")
+    )
+    kept: list[set[str]] = []
+    turn = engine.loop.turn
+
+    def seen(events: Iterable[Event]) -> Turn:
+        gc.collect()
+        kept.append(set(grammars.alive))
+        return turn(events)
+
+    monkeypatch.setattr(engine.loop, "turn", seen)
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        server = EngineServer(engine, Channel(theirs), HeartbeatSender(20.0, [].append))
+        ours.send(Events((Arrive(waiting), Arrive(gone), Cancel("gone"))))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        outputs = [o for m in Channel(ours).receive(5.0) for o in m.outputs]
+        ours.send(Stop())
+        thread.join(5)
+    assert outputs
+    assert kept[0] == {"waiting"}
+    gc.collect()
+    assert not grammars.alive
 
 
 def test_the_loop_ends_with_its_peer(engine: ToyEngine) -> None:

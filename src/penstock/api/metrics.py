@@ -6,20 +6,27 @@ counters come from its snapshot and start anew when its process is restarted.
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from penstock.api.bodies import UNNAMED
 from penstock.api.recent import RecentRequests
-from penstock.core.types import NO_TARGET, TARGET, FinishReason, Output, Request
+from penstock.core.types import NO_TARGET, STEP_TOKENS, TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 
 if TYPE_CHECKING:
@@ -59,10 +66,12 @@ _TENANT_COUNTERS = {
     "generation_tokens": "Tokens generated.",
     "prefix_cache_queries": "Prompt tokens looked up in the prefix cache.",
     "prefix_cache_hits": "Prompt tokens found in the prefix cache.",
+    "prompt_tokens_cached": "The same.",
     "latency_target_requests": "Finished requests with a latency target of their own.",
     "latency_target_met": "Those of them that met it.",
 }
 _LENGTHS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000, 20_000, 50_000, 100_000)
+_FEW = (1, 2, 5, 10, 20)
 _TENANT_HISTOGRAMS = {
     "time_to_first_token_seconds": ("Time to the first token.", _FIRST_TOKEN_S),
     "inter_token_latency_seconds": (
@@ -80,6 +89,13 @@ _TENANT_HISTOGRAMS = {
     "request_prompt_tokens": ("Prompt tokens of a request.", _LENGTHS),
     "request_generation_tokens": ("Tokens generated for a request.", _LENGTHS),
     "request_params_max_tokens": ("Tokens that a request allowed.", _LENGTHS),
+    "request_params_n": ("Choices of a response: n of each prompt.", _FEW),
+    "request_max_num_generation_tokens": ("Tokens of a response's longest choice.", _LENGTHS),
+    "request_prefill_kv_computed_tokens": (
+        "Prompt tokens of a request that were computed, and not found in the prefix cache.",
+        _LENGTHS,
+    ),
+    "request_num_preemptions": ("How often a request was preempted.", (0, *_FEW)),
     "e2e_request_latency_seconds": ("Time from arrival to the last token.", _REQUEST_S),
 }
 _DRAFTER_COUNTERS = {
@@ -117,6 +133,15 @@ class Metrics:
         self.finished = self._counter(
             "request_success", "Finished requests.", "tenant", "finished_reason"
         )
+        self._by_source = self._counter(
+            "prompt_tokens_by_source", "Prompt tokens by where they came from.", "tenant", "source"
+        )
+        self._cached_by_source = self._counter(
+            "prompt_tokens_cached_by_source",
+            "Prompt tokens found in the prefix cache, by where it is.",
+            "tenant",
+            "source",
+        )
         self._ignored_fields = self._counter(
             "ignored_fields", "Requests with a field that is ignored, by its name.", "field"
         )
@@ -127,6 +152,13 @@ class Metrics:
         self.registry.register(_PositionCollector(model_name, self.accepted))
         # Looked up once each: a look-up by labels takes longer than counting.
         self.tenant = cache(lambda name: self._children(self._of_tenant, tenant=name))
+        self.sources = cache(
+            lambda name: (
+                self._by_source.labels(model_name, name, "local_compute"),
+                self._by_source.labels(model_name, name, "local_cache_hit"),
+                self._cached_by_source.labels(model_name, name, "device"),
+            )
+        )
         self.drafter = cache(lambda name: self._children(self._of_drafter, drafter=name))
 
     def count_draft(self, drafter: str, num_proposed: int, num_accepted: int) -> None:
@@ -186,15 +218,15 @@ class RequestMeter:
         self._metrics = metrics
         self._request = request
         self._record = metrics.recent.begin(request)
-        self._tenant = metrics.tenant(request.tenant)
+        self.tenant = metrics.tenant(request.tenant)
         self._arrived_at = time.perf_counter()
         self._first_at = 0.0
         self._last_at = 0.0
         self._queued_s = 0.0
         self._trace = None if metrics.tracer is None else metrics.tracer.begin(request)
-        self._num_tokens = 0
+        self.num_tokens = self._num_cached = self._num_preemptions = 0
         self._drafter: str | None = None
-        self._is_finished = False
+        self._is_finished = self.is_complete = False
 
     def observe(self, output: Output) -> None:
         self._record.observe(output)
@@ -202,6 +234,7 @@ class RequestMeter:
             self._trace.observe(output)
         if output.token_ids:
             self._time_tokens(time.perf_counter(), output)
+        self._num_preemptions += output.num_preemptions
         if output.drafter is not None and output.num_proposed:
             self._metrics.count_draft(output.drafter, output.num_proposed, output.num_accepted)
             if output.drafter != self._drafter:
@@ -214,23 +247,23 @@ class RequestMeter:
         if self._is_finished:
             return
         self._is_finished = True
+        self.is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
         if self._trace is not None:
             self._trace.finish(reason)
         self._record.end(reason)
         metrics = self._metrics
         metrics.finished.labels(metrics.model_name, self._request.tenant, _REASONS[reason]).inc()
-        is_complete = reason in (FinishReason.STOP, FinishReason.LENGTH)
         seconds, mean = time.perf_counter() - self._arrived_at, 0.0
-        if self._num_tokens > 1:
-            mean = (self._last_at - self._first_at) / (self._num_tokens - 1)
-        if is_complete:
+        if self.num_tokens > 1:
+            mean = (self._last_at - self._first_at) / (self.num_tokens - 1)
+        if self.is_complete:
             self._observe_whole(seconds)
-            if self._num_tokens > 1:
-                self._tenant["request_time_per_output_token_seconds"].observe(mean)
+            if self.num_tokens > 1:
+                self.tenant["request_time_per_output_token_seconds"].observe(mean)
         if self._request.latency != NO_TARGET and reason is not FinishReason.CANCELLED:
-            self._tenant["latency_target_requests"].inc()
-            if is_complete and self._request.latency.is_met(mean, seconds):
-                self._tenant["latency_target_met"].inc()
+            self.tenant["latency_target_requests"].inc()
+            if self.is_complete and self._request.latency.is_met(mean, seconds):
+                self.tenant["latency_target_met"].inc()
 
     def _observe_whole(self, seconds: float) -> None:
         """Of a request that is complete after so many seconds."""
@@ -242,25 +275,46 @@ class RequestMeter:
             ("request_decode_time_seconds", self._last_at - self._first_at),
             ("request_inference_time_seconds", max(0.0, self._last_at - started_at)),
             ("request_prompt_tokens", self._request.prompt_len),
-            ("request_generation_tokens", self._num_tokens),
+            ("request_generation_tokens", self.num_tokens),
             ("request_params_max_tokens", self._request.max_tokens),
+            ("request_prefill_kv_computed_tokens", self._request.prompt_len - self._num_cached),
+            ("request_num_preemptions", self._num_preemptions),
         ):
-            self._tenant[name].observe(value)
+            self.tenant[name].observe(value)
 
     def _time_tokens(self, now: float, output: Output) -> None:
-        tenant = self._tenant
-        if self._num_tokens:
+        tenant = self.tenant
+        if self.num_tokens:
             tenant["inter_token_latency_seconds"].observe(now - self._last_at)
         else:
             self._first_at = now
             self._queued_s = output.queued_s
             tenant["time_to_first_token_seconds"].observe(now - self._arrived_at)
-            tenant["prompt_tokens"].inc(self._request.prompt_len)
-            tenant["prefix_cache_queries"].inc(self._request.prompt_len)
-            tenant["prefix_cache_hits"].inc(output.num_cached_tokens)
+            self._count_prompt(self._request.prompt_len, output.num_cached_tokens)
         self._last_at = now
-        self._num_tokens += len(output.token_ids)
+        self.num_tokens += len(output.token_ids)
         tenant["generation_tokens"].inc(len(output.token_ids))
+
+    def _count_prompt(self, num_tokens: int, num_cached: int) -> None:
+        self._num_cached = num_cached
+        tenant = self.tenant
+        tenant["prompt_tokens"].inc(num_tokens)
+        tenant["prefix_cache_queries"].inc(num_tokens)
+        tenant["prefix_cache_hits"].inc(num_cached)
+        tenant["prompt_tokens_cached"].inc(num_cached)
+        computed, hit, on_device = self._metrics.sources(self._request.tenant)
+        computed.inc(num_tokens - num_cached)
+        hit.inc(num_cached)
+        on_device.inc(num_cached)
+
+
+def count_response(meters: Sequence[RequestMeter]) -> None:
+    """Count the choices of a response that is over, if they are complete."""
+    if all(meter.is_complete for meter in meters):
+        tenant = meters[0].tenant
+        tenant["request_params_n"].observe(len(meters))
+        longest = max(meter.num_tokens for meter in meters)
+        tenant["request_max_num_generation_tokens"].observe(longest)
 
 
 class _PositionCollector(Collector):
@@ -303,6 +357,15 @@ class _EngineCollector(Collector):
             self.refused,
             ("tenant", "reason"),
         )
+        rejected: dict[tuple[str], int] = {}
+        for (_, reason), num in self.refused.items():
+            rejected[reason,] = rejected.get((reason,), 0) + num
+        yield self._counter(
+            "admission_rejections",
+            "Requests that were not taken, by reason.",
+            rejected,
+            ("reason",),
+        )
         if self.hub is not None:
             yield from self._draft_servers(self.hub)
         stats = self.stats
@@ -311,7 +374,7 @@ class _EngineCollector(Collector):
         if self.hub is not None:
             yield self._ahead(stats)
         yield self._gauge("num_requests_running", "Requests running.", stats.num_running)
-        yield self._gauge("num_requests_waiting", "Requests waiting.", stats.num_waiting)
+        yield from self._waiting(stats)
         yield self._gauge(
             "kv_cache_usage_perc", "Share of the target's KV blocks used.", stats.kv_usage[TARGET]
         )
@@ -320,6 +383,12 @@ class _EngineCollector(Collector):
             "Share of a drafter's KV blocks used.",
             {(name,): share for name, share in stats.kv_usage.items() if name != TARGET},
             ("drafter",),
+        )
+        yield self._gauge(
+            "cache_config_info",
+            "Blocks of the target's KV cache, as labels.",
+            {(str(stats.kv_block_size), str(stats.kv_capacity_tokens // stats.kv_block_size)): 1},
+            ("block_size", "num_gpu_blocks"),
         )
         yield self._gauge(
             "kv_cache_capacity_tokens",
@@ -344,6 +413,7 @@ class _EngineCollector(Collector):
         yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
         yield self._counter("engine_busy_seconds", "Seconds the engine was at work.", stats.busy_s)
         yield self._counter("target_steps", "Steps of the target.", stats.num_target_steps)
+        yield self._step_tokens(stats)
         phases = stats.phases
         yield self._counter(
             "target_step_seconds",
@@ -364,6 +434,30 @@ class _EngineCollector(Collector):
             {(name,): seconds for name, seconds in stats.drafter_seconds.items()},
             ("drafter",),
         )
+
+    def _waiting(self, stats: EngineStats) -> Iterator[Metric]:
+        yield self._gauge("num_requests_waiting", "Requests waiting.", stats.num_waiting)
+        yield self._gauge(
+            "num_requests_waiting_by_reason",
+            "Requests waiting for room (capacity), and while their grammars are compiled "
+            "(deferred).",
+            {
+                ("capacity",): stats.num_waiting - stats.num_deferred,
+                ("deferred",): stats.num_deferred,
+            },
+            ("reason",),
+        )
+
+    def _step_tokens(self, stats: EngineStats) -> Metric:
+        family = HistogramMetricFamily(
+            "penstock:iteration_tokens_total",
+            "Tokens that a step of the target computed, drafts among them.",
+            labels=("model_name",),
+        )
+        bounds = [*map(float, STEP_TOKENS), math.inf]
+        counts = zip(map(floatToGoString, bounds), accumulate(stats.steps_by_tokens), strict=False)
+        family.add_metric((self._model_name,), list(counts), stats.num_step_tokens)
+        return family
 
     def _ahead(self, stats: EngineStats) -> Metric:
         return self._counter(

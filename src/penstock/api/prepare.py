@@ -196,10 +196,9 @@ class RequestBuilder:
             chat = replace(chat, lead=use.lead)
         prompt = await self._tokenise(chat.size, self._chat_prompt, chat)
         structures = body.structures
-        if use is not None and use.must:
-            # A format is one of texts, and there will be none.
-            others = (s for s in structures if s.field != "response_format")
-            structures = [*others, *use.structures]
+        if use is not None:
+            special = {text: i for i, text in self.tokenizer.special_tokens.items()}
+            structures = use.shaped(structures, special)
         grammar = await compiled(structures, body.ignore_eos, self._grammars)
         limit = self.engine.max_request_tokens
         return self._choices(body, [prompt], limit, caller.tenant, job_id, grammar, use)
@@ -321,7 +320,7 @@ class RequestBuilder:
     ) -> list[ResponseChoice]:
         choices: list[ResponseChoice] = []
         stop_token_ids = self._stop_token_ids(body)
-        shown = frozenset() if tools is None else self.tokenizer.special_ids(tools.marks)
+        shown = frozenset() if tools is None else self.tokenizer.special_ids(tools.form.marks)
         for prompt in map(tuple, prompts):
             max_tokens = self._max_tokens(body, len(prompt), default_tokens, tenant)
             expected = body.expected_output_tokens

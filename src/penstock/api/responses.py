@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 from penstock.api.bodies import GenerationBody
 from penstock.api.choices import Delta, ResponseChoice, TokenText, usage
 from penstock.api.errors import ApiError
-from penstock.api.metrics import Metrics, RequestMeter
+from penstock.api.metrics import Metrics, RequestMeter, count_response
 from penstock.api.tool_calls import CallPiece
 from penstock.core.types import FinishReason
 from penstock.serving.intake import EngineUnavailable, OutputStream, QueueFull, RequestClient
@@ -263,6 +263,7 @@ class Generation(AbstractContextManager["Generation"]):
         self._stream.__exit__(exc_type, exc, traceback)
         for choice, meter in self._by_request.values():
             meter.finish(choice.finish_reason or FinishReason.CANCELLED)
+        count_response([meter for _, meter in self._by_request.values()])
 
     async def deltas(self) -> AsyncIterator[Delta]:
         """What the choices come to, in pieces. Raises: ApiError."""

@@ -17,13 +17,24 @@ _KEYS = ("name", "type", "id", *_ARGUMENTS)
 
 @dataclass(frozen=True, slots=True)
 class ToolFormat:
-    """How a model writes a call: an opening, then a JSON object, perhaps the closing.
+    """How a model writes calls: JSON objects with a name and arguments.
 
-    closings: by opening. An empty opening: the object also counts without any, at the start of a
-              text and behind another call
+    closings: by opening, what may follow an object. An empty opening: an object also counts without
+              any, at the start of a text and behind another call
+    key:      of the arguments, as the model has learned it
+    before, between, after: what stands around the objects where the model does as it should,
+              special tokens by themselves
+    is_list:  the objects are one JSON array
+    id_size:  letters and digits of a call's id, where the template insists on a number
     """
 
     closings: Mapping[str, str]
+    key: str
+    before: tuple[str, ...] = ()
+    between: tuple[str, ...] = ()
+    after: tuple[str, ...] = ()
+    is_list: bool = False
+    id_size: int | None = None
 
     @property
     def openings(self) -> tuple[str, ...]:
@@ -33,11 +44,36 @@ class ToolFormat:
     def is_bare(self) -> bool:
         return "" in self.closings
 
+    @property
+    def marks(self) -> set[str]:
+        """What is part of the text, even if the vocabulary has a special token for it."""
+        return {*self.closings, *self.closings.values()}
 
-HERMES = ToolFormat({"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```json": "```"})
+    def new_id(self) -> str:
+        made = uuid4().hex
+        return f"call_{made[:24]}" if self.id_size is None else made[: self.id_size]
+
+
+HERMES = ToolFormat(
+    {"<tool_call>": "</tool_call>", "<tools>": "</tools>", "```json": "```"},
+    "arguments",
+    before=("<tool_call>", "\n"),
+    between=("\n", "</tool_call>", "\n", "<tool_call>", "\n"),
+    after=("\n", "</tool_call>"),
+)
 """As it should be, and as Qwen2.5-Coder writes it."""
 
-LLAMA = ToolFormat({"": ";", "<|python_tag|>": ";"})
+LLAMA = ToolFormat({"": ";", "<|python_tag|>": ";"}, "parameters")
+
+MISTRAL = ToolFormat(
+    {"[TOOL_CALLS]": ","},
+    "arguments",
+    before=("[TOOL_CALLS]", " ["),
+    between=(", ",),
+    after=("]",),
+    is_list=True,
+    id_size=9,
+)
 
 
 def format_of(template: str | None) -> ToolFormat | None:
@@ -47,6 +83,9 @@ def format_of(template: str | None) -> ToolFormat | None:
     # Qwen3-Coder has the same tags around XML.
     if "<tool_call>" in template and "<function=" not in template:
         return HERMES
+    # Mistral's later models write the name before their arguments.
+    if "[TOOL_CALLS]" in template and "[ARGS]" not in template:
+        return MISTRAL
     return LLAMA if "ipython" in template and '"parameters"' in template else None
 
 
@@ -175,6 +214,8 @@ class ToolCallParser:
 
     def _behind_opening(self) -> bool:
         rest = self._pending.lstrip()
+        if self._form.is_list and rest.startswith("[") and not self._opening.endswith("["):
+            rest = rest[1:]
         self._opening += self._pending[: len(self._pending) - len(rest)]
         self._pending = rest
         if rest.startswith("{"):
@@ -206,7 +247,7 @@ class ToolCallParser:
             return
         is_first = not call.id
         if is_first:
-            call.id = f"call_{uuid4().hex[:24]}"
+            call.id = self._form.new_id()
             call.index = self._num_begun
             self._num_begun += 1
             self._blank = ""
@@ -226,8 +267,12 @@ class ToolCallParser:
             return True
         if closing.startswith(rest):
             return False
-        if self._form.is_bare and rest.startswith("{"):
-            self._closing, self._state = self._form.closings[""], _State.OPENED
+        if rest.startswith("{") and (self._form.is_bare or self._form.is_list):
+            # Whatever opened them, calls in a row have the same between them.
+            (self._closing,) = set(self._form.closings.values())
+            self._state = _State.OPENED
+        elif rest.startswith("]") and self._form.is_list:
+            self._pending, self._state = rest[1:], _State.TEXT
         else:
             self._state = _State.TEXT
         return True

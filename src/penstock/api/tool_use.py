@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.api.bodies import ChatBody, NamedTool, Tool
 from penstock.api.errors import ApiError
 from penstock.api.structure import Structure
-from penstock.api.tool_calls import HERMES, ToolCallParser, ToolFormat, format_of
+from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
+from penstock.engine.grammar import lark_json
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,30 +28,70 @@ class ToolUse:
     most: int | None
 
     @property
-    def marks(self) -> set[str]:
-        """What is part of the text, even if the vocabulary has a special token for it."""
-        return {*self.form.closings, *self.form.closings.values()}
-
-    @property
     def lead(self) -> str:
         """What the prompt ends with, so that the model goes on with a call's object."""
-        return "<tool_call>\n" if self.must and self.form is HERMES else ""
+        return "".join(self.form.before) if self.must else ""
 
-    @property
-    def structures(self) -> list[Structure]:
-        """What shape the answer must have."""
-        if not self.must:
-            return []
-        key = "arguments" if self.form is HERMES else "parameters"
-        calls = [
-            _call_schema(tool, key, f"/anyOf/{place}/properties/{key}")
-            for place, tool in enumerate(self.tools)
-        ]
-        return [Structure("tool_choice", "json", {"anyOf": calls})]
+    def shaped(
+        self, structures: Sequence[Structure], special: Mapping[str, int]
+    ) -> list[Structure]:
+        """What shape the answer must have. structures: that were asked for; a `response_format` is
+        one of texts: where a call must come it has nothing to say, where one may come it is the
+        text that follows it. special: tokens, by their spellings. Raises: ApiError."""
+        others = [s for s in structures if s.field != "response_format"]
+        if self.must:
+            return [*others, Structure("tool_choice", "json", self._calls("/anyOf"))]
+        formats = [s for s in structures if s.field == "response_format"]
+        return [*others, *(self._beside_calls(_object(s.value), special) for s in formats)]
+
+    def _calls(self, place: str) -> dict[str, Any]:
+        """Schema of a call's object. place: of its alternatives in the whole one."""
+        key = self.form.key
+        return {
+            "anyOf": [
+                _call_schema(tool, key, f"{place}/{number}/properties/{key}")
+                for number, tool in enumerate(self.tools)
+            ]
+        }
+
+    def _beside_calls(self, schema: Mapping[str, Any], special: Mapping[str, int]) -> Structure:
+        """A text by a schema, or calls."""
+        if self.form.before:
+
+            def written(pieces: Sequence[str]) -> str:
+                return " ".join(
+                    f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces
+                )
+
+            form = self.form
+            more = "" if self.most == 1 else f"({written(form.between)} object)*"
+            rules = (
+                f"start: text | {written(form.before)} object {more} {written(form.after)}",
+                f"object: {lark_json(self._calls('/anyOf'))}",
+                f"text: {lark_json(schema)}",
+            )
+            return Structure("response_format", "lark", "\n".join(rules))
+        either = [_moved(schema, "/anyOf/0", closes=False), self._calls("/anyOf/1/anyOf")]
+        style = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
+        return Structure("response_format", "json", {"anyOf": either, **style})
 
     def parser(self) -> ToolCallParser:
         names = [tool.function.name for tool in self.tools]
         return ToolCallParser(self.form, names, whole=self.whole, most=self.most, inside=self.must)
+
+
+def _object(schema: Any) -> Mapping[str, Any]:
+    """A schema as an object. Raises: ApiError."""
+    try:
+        read = json.loads(schema) if isinstance(schema, str) else schema
+    except (ValueError, RecursionError):
+        read = None
+    if read is True:
+        return {}
+    if isinstance(read, Mapping):
+        return read
+    message = "response_format: the schema must be a JSON object, or true"
+    raise ApiError(400, message, param="response_format", code="invalid_grammar")
 
 
 def _call_schema(tool: Tool, key: str, place: str) -> dict[str, Any]:
@@ -91,7 +133,7 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
         raise ApiError(
             400,
             f"{param}: the model's chat template has no tools in a format that this server reads "
-            "(Hermes' or Llama 3's)",
+            "(Hermes', Llama 3's or Mistral's lists)",
             param=param,
             code="unsupported_value",
         )

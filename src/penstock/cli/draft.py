@@ -50,6 +50,13 @@ def draft(
         typer.Option("--no-assignments", help="Draft only for requests to this server's own API."),
     ] = False,
     dtype: DtypeOption = "auto",
+    log_format: Annotated[
+        str,
+        typer.Option(
+            metavar="text|json",
+            help="json: one object a line, and a line for every HTTP request.",
+        ),
+    ] = "text",
 ) -> None:
     """Draft for a verification server, and serve the OpenAI API through it."""
     import asyncio
@@ -60,6 +67,8 @@ def draft(
     with one_line(ConfigError):
         if dtype not in (dtypes := ("auto", "float32", "bfloat16", "float16")):
             raise ConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(dtypes)}")
+        if log_format not in ("text", "json"):
+            raise ConfigError(f"--log-format is {log_format!r}; allowed: text, json")
         if no_assignments and listen is None:
             raise ConfigError("--no-assignments without --listen leaves nothing to draft for")
         address = None if listen is None else _listen_address(listen)
@@ -73,7 +82,7 @@ def draft(
     from penstock.serving.link import LinkRefused
     from penstock.serving.logs import configure_logging
 
-    configure_logging("text")
+    configure_logging("json" if log_format == "json" else "text")
     with one_line(ConfigError, CheckpointError, LinkRefused):
         options = DrafterOptions(
             name=name,

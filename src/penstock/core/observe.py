@@ -140,6 +140,7 @@ def _advance(
         verdict.logprobs[:num_new],
         verdict.prompt_logprobs,
         state.admitted_at - state.request.arrival_time if first else 0.0,
+        state.num_preemptions if reason is not None else 0,
     )
 
 

@@ -141,6 +141,7 @@ class RequestState:
         "in_flight",
         "kv",
         "num_output_tokens",
+        "num_preemptions",
         "order",
         "output_token_ids",
         "plans",
@@ -158,6 +159,7 @@ class RequestState:
         self.round = 0
         self.output_token_ids: list[int] = []
         self.num_output_tokens = 0
+        self.num_preemptions = 0
         self.admitted_at = 0.0
         self.first_token_at = 0.0
         self.block_hashes: list[bytes] = list(request.block_hashes)

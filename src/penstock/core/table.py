@@ -152,6 +152,7 @@ class Table:
         del self.running[state.request.id]
         del self.solo[state.request.id]
         self.waiting.appendleft(state)
+        state.num_preemptions += 1
         self.counters.preemptions += 1
 
     def leave_group(self, state: RequestState) -> None:

@@ -427,7 +427,8 @@ class StepResult(NamedTuple):
 class Output(NamedTuple):
     """New tokens of one request for its client, and its end when `finish_reason` is set. Where
     only lengths are known `num_tokens` says how many are new, and they may come all at the end.
-    queued_s: of the first output, seconds from the arrival until the request was admitted."""
+    queued_s: of the first output, seconds from the arrival until the request was admitted.
+    num_preemptions: of a request that ends, how often it was preempted."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -441,3 +442,8 @@ class Output(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     queued_s: float = 0.0
+    num_preemptions: int = 0
+
+
+STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)
+"""Sizes by which target steps are counted."""

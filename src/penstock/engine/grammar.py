@@ -11,10 +11,11 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.engine.sequences import TokenBuffer
     from penstock.engine.tokenizer import Tokenizer
 
-GrammarKind = Literal["json", "regex", "choice", "grammar"]
+GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
 
 _MAX_FORCED = 32
 """Most tokens that are drafted because nothing else may come."""
@@ -34,7 +35,7 @@ _MAX_LENGTH = 1 << 18
 """Characters of a grammar."""
 
 _MAX_COMPILED = 32
-"""Grammars that are kept for further requests."""
+"""Grammars that are kept for further requests, beside those of requests that there are."""
 
 _MAX_LEXER_STATES = 20_000
 """Of one grammar, each one or two kilobytes."""
@@ -59,7 +60,8 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
     """A grammar in llguidance's form.
 
     value: a JSON schema (an object, a boolean, or its text), a regular expression, a list of
-    strings, or a grammar in Lark's or llama.cpp's (GBNF) notation. Raises: GrammarError.
+    strings, a grammar in Lark's or llama.cpp's (GBNF) notation, or one that is known to be Lark's.
+    Raises: GrammarError.
     """
     from llguidance import LLMatcher, grammar_from
 
@@ -71,13 +73,22 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
     try:
         if kind == "json":
             return LLMatcher.grammar_from_json_schema(text, defaults=_JSON_STYLE)
+        if kind == "lark":
+            return LLMatcher.grammar_from_lark(text)
         return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
         raise GrammarError(_first_line(str(error))) from error
 
 
+def lark_json(schema: Mapping[str, Any]) -> str:
+    """What stands in Lark's notation for JSON by a schema."""
+    style = {**_JSON_STYLE, **schema.get("x-guidance", {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': style})}"
+
+
 class GrammarCompiler:
-    """Compiles grammars for one vocabulary, one at a time; what was compiled lately is kept.
+    """Compiles grammars for one vocabulary, one at a time; what was compiled lately is kept, and
+    what somebody still holds.
 
     tokenizer: loads it, in the thread. vocab_size: of the model, which may have more rows than its
     tokenizer has tokens. eos_token_ids: one of them ends an output where its grammar allows it
@@ -90,16 +101,18 @@ class GrammarCompiler:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._thread = ThreadPoolExecutor(1, "penstock-grammar")
-        self._compiled: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._lately: OrderedDict[str, Future[LLMatcher]] = OrderedDict()
+        self._held: WeakValueDictionary[str, Future[LLMatcher]] = WeakValueDictionary()
 
     def compile(self, grammar: str) -> Future[LLMatcher]:
         """Of a grammar as `grammar_of` makes it; fails with GrammarError. From one thread only."""
-        found = self._compiled.get(grammar)
+        found = self._held.get(grammar)
         if found is None:
-            found = self._compiled[grammar] = self._thread.submit(self._compile, grammar)
-            if len(self._compiled) > _MAX_COMPILED:
-                self._compiled.popitem(last=False)
-        self._compiled.move_to_end(grammar)
+            found = self._held[grammar] = self._thread.submit(self._compile, grammar)
+        self._lately[grammar] = found
+        self._lately.move_to_end(grammar)
+        if len(self._lately) > _MAX_COMPILED:
+            self._lately.popitem(last=False)
         return found
 
     def begin(self, grammar: str) -> GrammarState:

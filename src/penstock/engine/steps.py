@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ import torch
 
 from penstock.core.learn.times import step_work
 from penstock.core.types import (
+    STEP_TOKENS,
     DraftOrder,
     DraftTime,
     Failure,
@@ -126,10 +128,14 @@ class StepMarks:
 @dataclass(slots=True)
 class Totals:
     """Of all steps so far. phases: seconds of target steps; plan_s: from when their turns of the
-    loop began until they did; drafter_seconds: that each drafter has drafted and read."""
+    loop began until they did; drafter_seconds: that each drafter has drafted and read;
+    steps_by_tokens: target steps by the tokens that they computed, up to each of STEP_TOKENS and
+    more; num_step_tokens: those tokens."""
 
     drafter_seconds: dict[str, float]
     num_target_steps: int = 0
+    steps_by_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
+    num_step_tokens: int = 0
     phases: PhaseTimes = field(default_factory=PhaseTimes)
     plan_s: float = 0.0
 
@@ -143,6 +149,9 @@ class Totals:
             self.drafter_seconds[timed.drafter] += timed.seconds
         if plan.items:
             self.num_target_steps += 1
+            num_tokens = sum(i.num_scheduled_tokens + i.num_draft_tokens for i in plan.items)
+            self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
+            self.num_step_tokens += num_tokens
             # An executor that runs ahead has begun before.
             self.plan_s += max(0.0, result.started_at - plan.created_at)
             self.phases = PhaseTimes(*map(sum, zip(self.phases, result.phases, strict=True)))

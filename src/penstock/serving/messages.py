@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from penstock.core.learn.memory import FluidKV
-from penstock.core.types import DraftOrder, Event, Output, PhaseTimes, SamplingParams
+from penstock.core.types import (
+    STEP_TOKENS,
+    DraftOrder,
+    Event,
+    Output,
+    PhaseTimes,
+    SamplingParams,
+)
 
 HEADER = struct.Struct("!i")
 """Before each pickle, its length: as `multiprocessing.connection.Connection` has it, too."""
@@ -144,6 +151,9 @@ class EngineStats:
     plan_s: of target steps, from when their turns of the loop began until they did
     kv_capacity_tokens: of the target; kv_fluid: what the traffic takes in the fluid, where known
     tenant_weights: of the tenants that are configured, or have asked for something
+    num_deferred: of those waiting, whose grammars are being compiled
+    kv_block_size: of the target
+    steps_by_tokens, num_step_tokens: see `engine.steps.Totals`
     """
 
     num_running: int
@@ -162,6 +172,10 @@ class EngineStats:
     kv_capacity_tokens: int = 0
     kv_fluid: FluidKV | None = None
     tenant_weights: dict[str, float] = field(default_factory=dict)
+    num_deferred: int = 0
+    kv_block_size: int = 1
+    steps_by_tokens: tuple[int, ...] = (0,) * (len(STEP_TOKENS) + 1)
+    num_step_tokens: int = 0
 
 
 def frame(message: object) -> bytes:

@@ -150,6 +150,9 @@ class EngineServer:
         self._stalled: str | None = None
         self._compiling: dict[str, tuple[Arrive, Future[Any]]] = {}
         """Requests that have come, whose grammars are not compiled yet: no step waits for those."""
+        self._grammars: dict[str, Future[Any]] = {}
+        """Of requests that have not said anything yet: what is held is not compiled again when
+        they begin."""
         engine.executor.remote.sink = self._send_orders
 
     def serve(self) -> None:
@@ -176,6 +179,8 @@ class EngineServer:
     def _turn(self, events: Iterable[Event]) -> Turn:
         started_at = self._engine.clock.now()
         turn = self._engine.loop.turn(events)
+        for output in turn.outputs:
+            self._grammars.pop(output.request_id, None)
         if turn.submitted or turn.collected:
             self._num_steps += turn.collected
             self._busy_s += self._engine.clock.now() - started_at
@@ -207,8 +212,10 @@ class EngineServer:
                 elif isinstance(event, Arrive):
                     request = dataclasses.replace(event.request, arrival_time=now)
                     events += self._compiled(Arrive(request))
-                elif isinstance(event, Cancel) and event.request_id in self._compiling:
-                    del self._compiling[event.request_id]
+                elif isinstance(event, Cancel):
+                    self._grammars.pop(event.request_id, None)
+                    if self._compiling.pop(event.request_id, None) is None:
+                        events.append(event)
                 else:
                     events.append(event)
         return events
@@ -219,7 +226,7 @@ class EngineServer:
         grammars = None if grammar is None else self._engine.executor.grammars
         if grammar is None or grammars is None:
             return [arrive]
-        done = grammars.compile(grammar)
+        done = self._grammars[arrive.request.id] = grammars.compile(grammar)
         if done.done():
             return [arrive]
         self._compiling[arrive.request.id] = arrive, done
@@ -254,7 +261,7 @@ class EngineServer:
         pools = scheduler.table.memory.pools
         return EngineStats(
             num_running=len(scheduler.table.running),
-            num_waiting=len(scheduler.table.waiting),
+            num_waiting=len(scheduler.table.waiting) + len(self._compiling),
             num_preemptions=scheduler.table.counters.preemptions,
             kv_usage={n: p.num_used_blocks / p.num_blocks for n, p in pools.items()},
             num_steps=self._num_steps,
@@ -269,6 +276,10 @@ class EngineServer:
             kv_capacity_tokens=scheduler.pool.capacity_tokens,
             kv_fluid=self._kv_fluid(),
             tenant_weights={n: t.weight for n, t in scheduler.table.tenants.items()},
+            num_deferred=len(self._compiling),
+            kv_block_size=scheduler.pool.block_size,
+            steps_by_tokens=tuple(self._engine.executor.totals.steps_by_tokens),
+            num_step_tokens=self._engine.executor.totals.num_step_tokens,
         )
 
     def _kv_fluid(self) -> FluidKV | None:
