@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from tests.engine.small_models import SHAPE, Checkpoint, Paging
 from penstock.core.types import Request, SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.native.runner import NativeRunner
+from penstock.engine.native.sampler import sample_natively
+from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Drafted, Verifier
 
@@ -85,6 +88,49 @@ def test_samples_of_the_pass_decide_as_logits_do(checkpoint: Checkpoints, thread
     assert found == expected
     assert [d.num_accepted for d in found][::2] == [2, 1]
     assert [d.num_decided for d in found][2:] == [2, 0]
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_what_a_grammar_allows_is_sampled_as_of_masked_logits(
+    checkpoint: Checkpoints, threads: int
+) -> None:
+    """Whole words of 32 tokens, single tokens, all, and none of those that were the best."""
+    runner = load(checkpoint("llama").path, threads)
+    vocab_size = SHAPE["vocab_size"]
+    batch = Paging(64, 8).batch(("a", np.arange(40), 0, 40))
+    rows = np.arange(40, dtype=np.int32)
+    batch = dataclasses.replace(batch, logits_rows=rows)
+    one_each = np.arange(41, dtype=np.int32)
+    temperatures = np.array([0.0, 1.0, 0.6, 1.4] * 10)
+    seeds = np.arange(40, dtype=np.uint64)
+    logits = runner.forward(batch)
+    free = runner.forward_sampled(batch, one_each, temperatures, seeds)
+    rng = np.random.default_rng(0)
+    bits = rng.random((40, vocab_size)) < rng.choice([0.02, 0.5, 1.0], size=(40, 1))
+    bits[:10, : vocab_size // 2] = False
+    bits[20:, :][np.arange(20), free[20:]] = False
+    bits[:, vocab_size - 1] = True
+    padded = np.zeros((40, -(-vocab_size // 32) * 32), dtype=np.bool_)
+    padded[:, :vocab_size] = bits
+    padded[:, vocab_size:] = True  # there are no such tokens
+    allowed = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
+    found = runner.forward_sampled(batch, one_each, temperatures, seeds, allowed)
+    masked = logits.masked_fill(torch.from_numpy(~bits), -torch.inf)
+    params = SamplingRows(temperatures, np.ones(40), np.zeros(40, dtype=np.int64), seeds)
+    positions = np.arange(1, 41)
+    for sample in (sample_coupled, sample_natively):
+        assert found.tolist() == sample(masked.clone(), params, positions).tolist()
+    assert (found != free).sum() >= 20, "the masks change something"
+    assert bits[np.arange(40), found].all()
+
+
+def test_masks_of_another_vocabulary_are_refused(checkpoint: Checkpoints) -> None:
+    runner = load(checkpoint("llama").path)
+    batch = Paging(64, 8).batch(("a", np.arange(3), 0, 3))
+    ends = np.array([0, 3], dtype=np.int32)
+    masks = np.zeros((3, 1), dtype=np.int32)
+    with pytest.raises(ValueError, match="allowed is int32"):
+        runner.forward_sampled(batch, ends, np.ones(1), np.ones(1, dtype=np.uint64), masks)
 
 
 def test_other_seeds_would_be_seen(checkpoint: Checkpoints) -> None:

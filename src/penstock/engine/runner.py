@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -72,12 +73,18 @@ class ModelRunner(Model):
         """Write the rows' KV, attend, and return float32 logits [num_logits, vocab_size]."""
 
     def verify(
-        self, batch: RaggedBatch, row_start: IntArray, params: SamplingRows
+        self,
+        batch: RaggedBatch,
+        row_start: IntArray,
+        params: SamplingRows,
+        allowed: Callable[[], IntArray | None],
     ) -> list[int] | None:
         """`forward` and the target's samples of its rows in one call that brings no logits back;
         None where there is no such call.
 
-        row_start: [num_requests + 1], the rows of logits of each request; params: unfiltered
+        row_start: [num_requests + 1], the rows of logits of each request; params: unfiltered;
+        allowed: computes [num_logits, words] int32, a bit for each token that may come, or None
+        where all may
         """
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 
 from penstock.core.types import SamplingParams, TokenLogprob
-from penstock.engine.batch import RaggedBatch
+from penstock.engine.batch import IntArray, RaggedBatch
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import (
     Changed,
@@ -19,6 +20,7 @@ from penstock.engine.sampling import (
     TokenSampler,
     VerifyBatch,
     change_logits,
+    fit_masks,
     token_logprobs,
     verify,
 )
@@ -91,9 +93,10 @@ class Verifier:
         if drafted:
             params, ratio = self._sampling.of([d.text for d in drafted])
             wanted = any(d.sampling.num_logprobs is not None for d in drafted)
-            if params.is_plain and not (wanted or ratio.any()):
+            if params.is_masked_at_most and not (wanted or ratio.any()):
                 row_start = np.array(_row_start(drafted), dtype=np.int32)
-                samples = self.runner.verify(batch, row_start, params)
+                allowed = partial(_allowed, drafted, self.runner)
+                samples = self.runner.verify(batch, row_start, params, allowed)
                 if samples is not None:
                     return samples
         return self.runner.forward(batch)
@@ -182,6 +185,20 @@ def _changed(
         ],
     )
     return logits
+
+
+def _allowed(drafted: Sequence[Drafted], runner: ModelRunner) -> IntArray | None:
+    """Which tokens may come in each row of logits, [num_rows, words]; None where nobody has a
+    grammar."""
+    if all(d.text.grammar is None for d in drafted):
+        return None
+    row_start = _row_start(drafted)
+    vocab_size = runner.vocab_size
+    rows = np.full((row_start[-1], -(-vocab_size // 32)), -1, dtype=np.int32)
+    for d, (begin, end) in zip(drafted, pairwise(row_start), strict=True):
+        if d.text.grammar is not None:
+            rows[begin:end] = d.text.grammar.masks(d.text, d.token_ids, end - begin)
+    return fit_masks(rows, vocab_size)
 
 
 def _row_start(drafted: Sequence[Proposal]) -> list[int]:

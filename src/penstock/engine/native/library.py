@@ -98,7 +98,10 @@ class DraftCall(Structure):
 class VerifyCall(Structure):
     _fields_ = [
         *((name, c_int32) for name in ("num_requests", "salt")),
-        *((name, c_void_p) for name in ("row_start", "temperatures", "seeds", "token_ids")),
+        *(
+            (name, c_void_p)
+            for name in ("row_start", "temperatures", "seeds", "token_ids", "allowed")
+        ),
     ]
 
 

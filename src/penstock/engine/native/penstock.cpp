@@ -39,7 +39,8 @@ struct TargetOrder {
   const int32_t* row_start;
   const double* temperatures;
   const uint64_t* seeds;
-  int32_t* token_ids;  // [num_logits]
+  int32_t* token_ids;       // [num_logits]
+  const uint32_t* allowed;  // [num_logits, ceil(vocab_size / 32)], see RowSampling; or null
 };
 
 struct SampleOrder {
@@ -176,7 +177,7 @@ void plan_sample(const Model& model, const DraftOrder& order, int seq, int step,
 
 // Have the target's own samples drawn from the batch's rows of logits.
 void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Plan& plan) {
-  const size_t vocab_size = model.weights.vocab_size;
+  const size_t vocab_size = model.weights.vocab_size, num_words = (vocab_size + 31) / 32;
   model.logits.reserve((size_t)batch.num_logits * vocab_size);
   for (int i = 0; i < order.num_requests; ++i)
     for (int j = order.row_start[i]; j < order.row_start[i + 1]; ++j) {
@@ -185,6 +186,7 @@ void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Pla
       plan.logits.push_back(model.logits.get() + (size_t)j * vocab_size);
       plan.sampling.push_back(RowSampling::make(order.temperatures[i], order.seeds[i],
                                                 (uint64_t)plan.positions[row] + 1, order.salt));
+      if (order.allowed) plan.sampling.back().allowed = order.allowed + j * num_words;
       plan.sampled.push_back(0);
     }
 }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -136,18 +136,23 @@ class NativeRunner(ModelRunner):
         row_start: IntArray,
         temperatures: npt.NDArray[np.float64],
         seeds: npt.NDArray[np.uint64],
+        allowed: IntArray | None = None,
     ) -> IntArray:
         """The target's coupled samples behind `batch.logits_rows`, without the logits: [num_logits]
         int32, as `sample_coupled` would draw them.
 
-        row_start: [num_requests + 1] int32, the rows of logits of each request; the others have
-        one entry a request
+        row_start: [num_requests + 1] int32, the rows of logits of each request; temperatures and
+        seeds have one entry a request; allowed: [num_logits, words] int32, a bit for each token
+        that may come; None allows all
         """
         count = len(row_start) - 1
         c.require("row_start", row_start, c.INT32, (count + 1,))
         c.require("temperatures", temperatures, c.FLOAT64, (count,))
         c.require("seeds", seeds, c.UINT64, (count,))
         token_ids = np.empty(len(batch.logits_rows), dtype=np.int32)
+        if allowed is not None:
+            words = -(-self.config.vocab_size // 32)
+            c.require("allowed", allowed, c.INT32, (len(token_ids), words))
         order = c.VerifyCall(
             count,
             Salt.TARGET,
@@ -155,6 +160,7 @@ class NativeRunner(ModelRunner):
             c.address(temperatures),
             c.address(seeds),
             c.address(token_ids),
+            None if allowed is None else c.address(allowed),
         )
         _values, described = _flatten(batch)
         refused = self._library.penstock_forward_sampled(
@@ -216,9 +222,13 @@ class NativeRunner(ModelRunner):
         return NativeDraft(token_ids, logits, confidences)
 
     def verify(
-        self, batch: RaggedBatch, row_start: IntArray, params: SamplingRows
+        self,
+        batch: RaggedBatch,
+        row_start: IntArray,
+        params: SamplingRows,
+        allowed: Callable[[], IntArray | None],
     ) -> list[int] | None:
-        samples = self.forward_sampled(batch, row_start, params.temperature, params.seed)
+        samples = self.forward_sampled(batch, row_start, params.temperature, params.seed, allowed())
         return samples.tolist()  # type: ignore[no-any-return]
 
     def propose(

@@ -71,10 +71,7 @@ def _mask(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
     if not masks:
         return
     vocab_size = logits.shape[1]
-    words = np.concatenate(masks)[:, : -(-vocab_size // 32)]
-    if vocab_size % 32:
-        words[:, -1] &= (1 << vocab_size % 32) - 1
-    words[~words.any(axis=1)] = -1
+    words = fit_masks(np.concatenate(masks), vocab_size)
     bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
     forbidden = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
     if len(rows) == logits.shape[0]:
@@ -82,6 +79,15 @@ def _mask(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
     else:
         index = torch.tensor(rows, device=logits.device)
         logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
+
+
+def fit_masks(words: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.int32]:
+    """Masks [rows, words] of a vocabulary, in place; where none of its tokens may come, all may."""
+    words = words[:, : -(-vocab_size // 32)]
+    if vocab_size % 32:
+        words[:, -1] &= (1 << vocab_size % 32) - 1
+    words[~words.any(axis=1)] = -1
+    return words
 
 
 def _change(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:

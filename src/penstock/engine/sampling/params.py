@@ -34,6 +34,7 @@ class SamplingRows:
     seed:        [rows] uint64
     min_p:       [rows] float64 in [0, 1], or None where it is off in all of them
     reads_text:  some row's logits are changed by the text so far (`changes`), which is done before
+    reads_tokens: by something else than a grammar
     """
 
     temperature: FloatArray
@@ -42,6 +43,7 @@ class SamplingRows:
     seed: SeedArray
     min_p: FloatArray | None = None
     reads_text: bool = False
+    reads_tokens: bool = False
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> SamplingRows:
@@ -53,6 +55,7 @@ class SamplingRows:
             np.array([p.seed for p in params], dtype=np.uint64),
             np.array([p.min_p for p in params]) if any(p.min_p for p in params) else None,
             any(p.reads_text for p in params),
+            any(p.reads_tokens for p in params),
         )
 
     def __len__(self) -> int:
@@ -82,6 +85,11 @@ class SamplingRows:
         """Whether logits, temperature and noise say all: a backend may sample where it computes."""
         return not (self.reads_text or self.has_filters)
 
+    @property
+    def is_masked_at_most(self) -> bool:
+        """The same, but for what a grammar allows."""
+        return not (self.reads_tokens or self.has_filters)
+
     def take(self, index: IntArray | BoolArray) -> SamplingRows:
         """The rows that ``index`` selects, in its order."""
         return SamplingRows(
@@ -91,6 +99,7 @@ class SamplingRows:
             self.seed[index],
             None if self.min_p is None else self.min_p[index],
             self.reads_text,
+            self.reads_tokens,
         )
 
 
