@@ -1,6 +1,6 @@
 """What it costs to be operable: keys, limits, JSON logs, request ids, metrics that are read.
 
-    python -m benchmarks.operation_cost [--clients 8] [--rounds 20] [--tokens 128] [--target MODEL]
+    python -m benchmarks.operation_cost [--clients 8] [--rounds 30] [--tokens 128] [--target MODEL]
         [--quick] [--json] [--result FILE]
 
 Two servers of the same engine run side by side, of which one works at a time: in turns each gets
@@ -111,6 +111,8 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     common = ["--kv-tokens", str(args.clients * 1024)]
     if args.target is not None:
         common += [str(args.target)]
+    # What is measured stands between its two controls, so that a machine that slows down or
+    # speeds up during a round favours neither.
     found: dict[str, list[float]] = {"off": [], "on": [], "off again": []}
     with ExitStack() as stack:
         servers = {
@@ -123,7 +125,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
             for name in found
         }
         for turn in range(args.rounds + 1):
-            for name in sorted(found, reverse=bool(turn % 2)):
+            for name in list(found)[:: -1 if turn % 2 else 1]:
                 one = asyncio.run(rate(servers[name], args.clients, args.tokens))
                 if turn:  # the first round warms up
                     found[name].append(one)
@@ -141,7 +143,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, quick="four rounds of 64 tokens")
     options.add_argument("--clients", type=int, default=8)
-    options.add_argument("--rounds", type=int, default=20)
+    options.add_argument("--rounds", type=int, default=30)
     options.add_argument("--tokens", type=int, default=128)
     options.add_argument("--target", type=Path)
     args = options.parse_args(arguments)
