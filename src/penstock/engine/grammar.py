@@ -177,11 +177,10 @@ class GrammarState:
             except ValueError as error:
                 self.problem = str(error)
                 return rows
-            num_consumed = 0
+            num_consumed, place, size = 0, rows.ctypes.data, rows.strides[0]
             for i in range(len(draft) + 1):
                 if i >= first:
-                    row = rows[i - first]
-                    matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
+                    matcher.unsafe_compute_mask_ptr(place + (i - first) * size, size)
                 if i == len(draft) or not matcher.try_consume_tokens([draft[i]]):
                     break
                 num_consumed += 1
@@ -198,11 +197,12 @@ class GrammarState:
 
     def _follow(self, text: TokenBuffer) -> LLMatcher:
         """Read what is new in a text."""
-        matcher, prompt_len = self._matcher, text.request.prompt_len
-        tokens = text.tokens(prompt_len + self._num_read, text.length)
-        self._num_read += len(tokens)
-        if matcher.try_consume_tokens(tokens) < len(tokens) and not matcher.is_stopped():
-            self._fail()
+        matcher, start = self._matcher, text.request.prompt_len + self._num_read
+        if start < text.length:
+            tokens = text.tokens(start, text.length)
+            self._num_read += len(tokens)
+            if matcher.try_consume_tokens(tokens) < len(tokens) and not matcher.is_stopped():
+                self._fail()
         return matcher
 
     def _fail(self) -> None:
