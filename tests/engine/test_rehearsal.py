@@ -8,6 +8,7 @@ import torch
 from penstock.engine.backends import make_attention
 from penstock.engine.rehearsal import (
     BLOCK_SIZE,
+    REHEARSED,
     Rehearsal,
     blocks_needed,
     decoder_shape,
@@ -52,7 +53,15 @@ def test_every_layout_attends_alike_over_a_cache_without_zeros() -> None:
 
 def test_every_layout_is_timed_in_every_turn() -> None:
     times = Rehearsal(CONFIG, blocks_needed(LENGTHS)).times(LENGTHS, 4, turns=3)
-    assert set(times) == set(LAYOUTS)
+    assert set(times) == set(REHEARSED)
     for turns in times.values():
         assert len(turns) == 3
         assert all(0 < found.attention < np.inf for found in turns)
+
+
+def test_a_layout_differs_by_rounding_alone() -> None:
+    rehearsal = Rehearsal(CONFIG, blocks_needed(LENGTHS))
+    error = rehearsal.error(LENGTHS, 4, rehearsal.decomposed)
+    assert 0 < error < 1e-5
+    other_heads = make_attention("packed", random_cache(CONFIG, rehearsal.cache.num_blocks + 1), 3)
+    assert rehearsal.error(LENGTHS, 4, other_heads) > 0.01

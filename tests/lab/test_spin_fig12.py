@@ -2,25 +2,36 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 
-from penstock.fluid.packing import Layout
 from penstock.lab.experiment import LabError
 from penstock.lab.papers import spin_fig12
-from penstock.lab.papers.spin_fig12 import LayoutTimes, contexts, exhaustion, latency, order
+from penstock.lab.papers.spin_fig12 import (
+    LayoutTimes,
+    accuracy,
+    contexts,
+    exhaustion,
+    grown,
+    latency,
+    one_memory,
+    order,
+    without_drafts,
+)
 
 ALL = [(name, batch) for name in (*spin_fig12.DATA_SETS, "Mix") for batch in (4, 8, 16, 32)]
 
 
-def by_layout(packed: float, padded: float, decomposed: float) -> dict[Layout, float]:
-    return {"packed": packed, "padded": padded, "decomposed": decomposed}
+def by_layout(packed: float, padded: float, decomposed: float) -> dict[str, float]:
+    rows = {spin_fig12._SPIN_ROWS: decomposed}
+    return {"packed": packed, "padded": padded, "decomposed": decomposed, **rows}
 
 
-def turns(packed: float, padded: float, decomposed: float) -> dict[Layout, list[float]]:
+def turns(packed: float, padded: float, decomposed: float) -> dict[str, list[float]]:
     """Four of them, a little different from each other."""
     noise = (1.0, 1.01, 0.99, 1.005)
     found = by_layout(packed, padded, decomposed)
@@ -63,6 +74,28 @@ def test_the_order_of_the_data_sets_is_judged() -> None:
 def test_memory_must_tell_padding_from_decomposition() -> None:
     assert exhaustion(cells()).outcome == "holds"
     assert exhaustion(cells(held=120.0)).outcome == "does not hold"
+
+
+def test_one_memory_must_tell_the_data_sets_apart() -> None:
+    found = cells()
+    assert one_memory(found).outcome == "holds in part"
+    for name in ("CP", "Mix"):
+        found[name, 32].held["padded"] = 45
+    told = one_memory(found)
+    assert told.outcome == "holds"
+    assert told.control is not None
+    assert told.control.outcome != "holds"
+
+
+def test_drafts_that_fare_differently_need_more_memory() -> None:
+    assert without_drafts([grown(seed) for seed in range(5)]).outcome == "holds"
+    assert without_drafts([(100.0, 99.0, 100.0)] * 3).outcome == "does not hold"
+
+
+def test_accuracy_is_to_rounding() -> None:
+    exact = cells()["Alpaca", 16]
+    assert accuracy(exact).outcome == "holds"
+    assert accuracy(dataclasses.replace(exact, errors=(0.1, 0.1))).outcome == "does not hold"
 
 
 def test_where_requests_fare_alike_their_lengths_do_too() -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from penstock.engine.attention import AttentionBackend
-from penstock.engine.attention.decomposed import DecomposedAttention
+from penstock.engine.attention.decomposed import DecomposedAttention, SpinDecomposedAttention
 from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.attention.padded import PaddedAttention
 from penstock.engine.batch import RaggedBatch
@@ -20,9 +20,12 @@ from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.weights import weight_specs
-from penstock.fluid.packing import Layout
+from penstock.fluid.packing import LAYOUTS
 
 CPU = torch.device("cpu")
+SPIN_ROWS = "decomposed_spin"
+REHEARSED = (*LAYOUTS, SPIN_ROWS)
+"""Backends by name: every layout, and decomposition into as many rows as there are requests."""
 BLOCK_SIZE = 16
 _VOCAB = 512
 
@@ -114,24 +117,25 @@ class Rehearsal:
             for spec in weight_specs(config)
         }
         self._config = config
-        self._cache = random_cache(config, num_blocks)
+        self.cache = random_cache(config, num_blocks)
         self._decoder = Decoder(config, weights, config.max_position_embeddings, CPU)
-        self.decomposed = DecomposedAttention(self._cache, config.num_heads)
-        self._backends: dict[Layout, AttentionBackend[Any]] = {
-            "packed": PackedAttention(self._cache, config.num_heads),
-            "padded": PaddedAttention(self._cache, config.num_heads),
+        self.decomposed = DecomposedAttention(self.cache, config.num_heads)
+        self._backends: dict[str, AttentionBackend[Any]] = {
+            "packed": PackedAttention(self.cache, config.num_heads),
+            "padded": PaddedAttention(self.cache, config.num_heads),
             "decomposed": self.decomposed,
+            SPIN_ROWS: SpinDecomposedAttention(self.cache, config.num_heads),
         }
 
     @torch.inference_mode()
     def times(
         self, lengths: Sequence[int], window: int, turns: int
-    ) -> dict[Layout, list[RehearsalTimes]]:
+    ) -> dict[str, list[RehearsalTimes]]:
         """So many turns of each, after one to warm up, on as many threads as torch is set to. Each
         turn begins with another layout, so that none always follows the same."""
-        batch = verification_batch(lengths, window, self._cache.num_blocks, seed=0)
+        batch = verification_batch(lengths, window, self.cache.num_blocks, seed=0)
         q = random_queries(self._config, batch.num_tokens)
-        found: dict[Layout, list[RehearsalTimes]] = {layout: [] for layout in self._backends}
+        found: dict[str, list[RehearsalTimes]] = {layout: [] for layout in self._backends}
         layouts = deque(self._backends)
         for turn in range(turns + 1):
             for layout in layouts:
@@ -141,11 +145,24 @@ class Rehearsal:
             layouts.rotate(1)
         return found
 
+    @torch.inference_mode()
+    def error(self, lengths: Sequence[int], window: int, backend: AttentionBackend[Any]) -> float:
+        """Largest difference of a backend's attention from that of `packed`, over all layers."""
+        batch = verification_batch(lengths, window, self.cache.num_blocks, seed=0)
+        q = random_queries(self._config, batch.num_tokens)
+        layers = range(self._config.num_layers)
+        exact, other = (
+            torch.stack([b.attend(q, layer, metadata) for layer in layers])
+            for b in (self._backends["packed"], backend)
+            for metadata in [b.prepare(batch)]
+        )
+        return float((exact - other).abs().max())
+
     def _once(
         self, backend: AttentionBackend[Any], batch: RaggedBatch, q: torch.Tensor
     ) -> RehearsalTimes:
         started = time.process_time()
-        self._decoder.forward(batch, self._cache, backend)
+        self._decoder.forward(batch, self.cache, backend)
         forward = time.process_time()
         metadata = backend.prepare(batch)
         for layer in range(self._config.num_layers):
