@@ -60,9 +60,26 @@ def figures(**rates: float) -> Goodput:
 def test_verdicts_say_who_is_ahead() -> None:
     found = [v.outcome for v in verdicts(figures(LBSS=130.0))]
     assert found[:4] == ["holds", "holds", "holds", "does not hold"]
-    assert found[4:] == ["holds", "does not hold", "does not hold", "does not hold"]
+    assert found[4:8] == ["holds", "does not hold", "does not hold", "does not hold"]
+    assert found[8:] == ["does not hold"] * 2 + ["does not hold"]
     worse = [v.outcome for v in verdicts(figures(LBSS=90.0))]
     assert set(worse) == {"does not hold"}
+
+
+def test_what_is_said_of_single_drafters_is_judged() -> None:
+    found = figures(LBSS=190.0, greedy=95.0, **{"ε-greedy, printed": 130.0})
+    for (_, text, policy), rates in found.items():
+        middle = {"Vanilla 265M": 1.0, "Vanilla 616M": 0.9, "Vanilla 1.1B": 0.95}
+        if policy in middle:
+            rates *= middle[policy] * (1.2 if policy.endswith("B") and text == "hard" else 1.0)
+        elif policy.startswith("Vanilla"):
+            rates *= 0.5
+    outcomes = [v.outcome for v in verdicts(found)]
+    assert outcomes[8:] == ["holds"] * 3
+    for (_, _, policy), rates in found.items():
+        if policy == "Vanilla 68M":
+            rates *= 3
+    assert [v.outcome for v in verdicts(found)][9:] == ["does not hold"] * 2
 
 
 def test_a_claim_that_holds_somewhere_holds_in_part() -> None:

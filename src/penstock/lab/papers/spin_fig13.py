@@ -9,7 +9,7 @@ way a drafter's step is the target's for as many rows, by layers (for its fixed 
 parameters or layers (for its rows). Layers and parameters are of LLaMA-68M and of its larger
 relatives as far as they are public (`penstock.lab.families`); that is an assumption.
 `hard` has most requests on the larger drafters, as the paper says of Alpaca, `easy` on the smaller
-ones, as it says of CP.
+ones, as it says of CP; `between` stands for CIP, and `mix` has a third of each.
 
 The control is the same machine with drafters that take no time: there is nothing to overlap, and no
 gain to be seen.
@@ -41,7 +41,9 @@ _TARGET_LAYERS, _TARGET_PARAMETERS = 32, 6.74
 _ACCEPTANCE = {"68M": 0.5, "265M": 0.58, "616M": 0.65, "1.1B": 0.72, "1.4B": 0.75}
 _WORKLOADS = {
     "hard": {"68M": 4, "265M": 6, "616M": 8, "1.1B": 14, "1.4B": 16},
+    "between": {"68M": 8, "265M": 10, "616M": 12, "1.1B": 10, "1.4B": 8},
     "easy": {"68M": 16, "265M": 14, "616M": 8, "1.1B": 6, "1.4B": 4},
+    "mix": {"68M": 9, "265M": 10, "616M": 10, "1.1B": 10, "1.4B": 9},
 }
 _LENGTH = 4
 _MOST = 9
@@ -235,7 +237,7 @@ def _draw(job: Trial, curves: Curves) -> None:
         axes = {"title": name, "xlabel": "micro-batches", "ylabel": "tokens/s", "ylim": (0, None)}
         plots.append(Plot(lines, axes, ".-", {"heuristic": "o", "best": "s"}))
     title = "Throughput by number of micro-batches (Spin, figure 13)"
-    draw(job.out / f"{NAME}.png", title, [plots[:2], plots[2:]])
+    draw(job.out / f"{NAME}.png", title, [plots[: len(_WORKLOADS)], plots[len(_WORKLOADS) :]])
 
 
 EXPERIMENT = Experiment(NAME, "Figure 13: number of micro-batches", run)

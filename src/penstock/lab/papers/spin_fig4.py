@@ -32,6 +32,7 @@ NAME = "spin_fig4"
 _BATCHES = (1, 2, 4, 8, 16, 32)
 _PAPER_GAIN = 1.61
 _CLOSE = 0.1
+_PAPER_LOSS, _SERVED_AT = 0.3, 8
 PADDED, PLAIN = "padded, four drafted", "padded, no drafter"
 FIXED, SERVED, NATIVE = "native, four drafted", "native, throughput", "native, no drafter"
 _SINGLE = PolicyConfig.of("single")
@@ -108,6 +109,13 @@ def verdicts(found: Rates) -> list[ClaimVerdict]:
             "drafts of four tokens",
             against(FIXED, NATIVE),
         ),
+        check(
+            f"batching degrades the gain by about {_PAPER_LOSS:.0%} (batch {_SERVED_AT})",
+            degrades,
+            against(PADDED, PLAIN),
+            control,
+            padded,
+        ),
     ]
 
 
@@ -121,6 +129,16 @@ def falls(gains: Gains) -> Measurement:
     """From the smallest batch to the largest, with certainty."""
     found = {batch: ratio(*pair) for batch, pair in gains.items()}
     return Measurement(_by_batch(found), (found[min(found)].low > found[max(found)].high,))
+
+
+def degrades(gains: Gains) -> Measurement:
+    """Against one request at a time, to a tenth of the gain."""
+    alone, together = (ratio(*gains[batch]) for batch in (min(gains), _SERVED_AT))
+    loss = 1 - together.mean / alone.mean
+    return Measurement(
+        f"by {loss:.0%}, {_times(alone)} to {_times(together)}",
+        (abs(loss - _PAPER_LOSS) <= _CLOSE,),
+    )
 
 
 def stays(gains: Gains) -> Measurement:
