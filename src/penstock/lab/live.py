@@ -22,7 +22,7 @@ import torch
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
-from penstock.core.policies.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter
 from penstock.core.types import AUTO_DRAFTER, Request, SamplingParams
@@ -42,6 +42,7 @@ from penstock.zoo.registry import (
 
 Prompt = tuple[int, ...]
 THROUGHPUT = PolicyConfig.of("throughput")
+VLLM_V1 = PolicyConfig.of("vllm_v1")
 _TOKENS = (8, 64)
 _TURNS = (2, 5)
 _ids = itertools.count()
@@ -86,6 +87,7 @@ def make_loop(
     selection: PolicyConfig,
     allocation: PolicyConfig = THROUGHPUT,
     pipeline: str = "off",
+    admission: PolicyConfig = VLLM_V1,
 ) -> Loop:
     """A scheduler of its own over the engine's executor, with what the engine has measured."""
     pool = engine.scheduler.pool
@@ -105,7 +107,7 @@ def make_loop(
             )
             for n, d in engine.scheduler.table.drafters.items()
         ],
-        admission=make_policy("admission", "vllm_v1"),
+        admission=admission.make("admission"),
         selection=selection.make("selection"),
         allocation=allocation.make("allocation"),
         pipeline=make_pipeline(pipeline),
