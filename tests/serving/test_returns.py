@@ -139,6 +139,43 @@ def test_a_burst_of_one_client_comes_back_spread() -> None:
     assert tries < 2.5 * taken
 
 
+def burst(seconds_each: float, slower: float) -> int:
+    """How many of 48 requests, all asked at once by one client that tries again twice, come to
+    nothing. Two run at once; after two seconds the machine is so many times slower."""
+    clock, rng = Clock(), random.Random(5)
+    room = WaitingRoom(16, clock=clock)
+    waiting: deque[str] = deque()
+    coming = [(0.001 * number, f"{number}", 0) for number in range(48)]
+    num_free, num_lost = 2, 0
+    while coming:
+        clock.now, request, attempt = heapq.heappop(coming)
+        if request == "end":
+            num_free += 1
+        else:
+            try:
+                room.enter("a", [request])
+                waiting.append(request)
+            except QueueFull as full:
+                back = clock.now + math.ceil(full.retry_after_s) + rng.uniform(0, 0.05)
+                num_lost += attempt == 2
+                if attempt < 2:
+                    heapq.heappush(coming, (back, request, attempt + 1))
+        while num_free and waiting:
+            num_free -= 1
+            room.answered(waiting.popleft())
+            took = seconds_each * (slower if clock.now > 2 else 1)
+            heapq.heappush(coming, (clock.now + took, "end", 0))
+    return num_lost
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+@pytest.mark.parametrize("seconds_each", [0.03, 0.15])
+def test_two_retries_are_enough(seconds_each: float, slower: float) -> None:
+    """Nothing is known of the rate when a burst comes; and all who are told the same whole second
+    come at once. So no more are told one than there are places for."""
+    assert burst(seconds_each, slower) == 0
+
+
 def test_nobody_is_kept_away_for_those_who_never_come_again() -> None:
     clock = Clock()
     room = WaitingRoom(8, clock=clock)

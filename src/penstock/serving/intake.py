@@ -149,11 +149,13 @@ class WaitingRoom:
         self._rate.watch(True)
 
     def _come_again(self, client: str, num: int, soonest_s: float = 0.0) -> float:
-        """Seconds after which so many requests of a client should find places."""
-        each_s = self._rate.seconds_each()
+        """Seconds after which so many requests of a client should find places. They are told whole
+        ones: who comes in the same second comes at once, and there must be places for all."""
+        each_s = max(self._rate.seconds_each(), 1 / max(self._places.size // 2, 1))
         own_s = each_s
         if self._places.has_limit(client):
             own_s = self._rate.seconds_of(client, len(self._num_of))
+            own_s = max(own_s, 1 / self._places.most_of(client))
         return self._promises.make(client, num, soonest_s, own_s, each_s)
 
     def answered(self, request_id: str) -> None:
