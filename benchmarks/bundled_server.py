@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import tempfile
@@ -11,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import psutil
@@ -20,11 +21,17 @@ import yaml
 
 @dataclass(frozen=True)
 class BundledServer:
-    """A server that answers at `url`, and how long it took to start."""
+    """A server that answers at `url`, the file of its settings, and how long it took to start."""
 
     process: subprocess.Popen[str]
     url: str
+    config: Path
     start_s: float
+
+    def reload(self, settings: dict[str, Any]) -> None:
+        """Have it read other settings."""
+        self.config.write_text(yaml.safe_dump(settings))
+        self.process.send_signal(signal.SIGHUP)
 
     def metric(self, name: str) -> float:
         """Sum over all labels of a metric."""
@@ -41,22 +48,24 @@ class BundledServer:
 
 @contextmanager
 def bundled_server(
-    *arguments: str, settings: dict[str, Any] | None = None
+    *arguments: str, settings: dict[str, Any] | None = None, log: IO[str] | None = None
 ) -> Iterator[BundledServer]:
-    """With these arguments and settings, until the end of the block. Raises: RuntimeError."""
+    """With these arguments and settings, until the end of the block. log: where it goes, if not
+    where this program's own goes. Raises: RuntimeError."""
     started_at = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "serve.yaml"
         config.write_text(yaml.safe_dump(settings or {}))
         command = [sys.executable, "-m", "penstock.cli", "serve", "--port", "0"]
         command += ["--config", str(config), *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True) as process:
             assert process.stdout is not None
             try:
                 said = next((x for x in process.stdout if "serving on http" in x), None)
                 if said is None:
                     raise RuntimeError("the server did not start")
-                yield BundledServer(process, said.split()[-1], time.perf_counter() - started_at)
+                took = time.perf_counter() - started_at
+                yield BundledServer(process, said.split()[-1], config, took)
             finally:
                 process.terminate()
                 try:

@@ -7,6 +7,9 @@ are the clients. tenants.json: `{"seconds": S, "warm_up": S, "max_tokens": N, "p
 "tenants": [{"name", "key", "clients"}]}`. Every client asks one thing after the other. Figures of
 the seconds after the warm-up, by tenant: tokens of the requests that ended in them, and their times
 to the first token.
+
+Keys and limits are in force, though no limit is reached: what is measured is what tenants have by
+their weights. The server reads other settings every second.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ import asyncio
 import json
 import subprocess
 import sys
+import threading
 import time
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +46,46 @@ class Seconds:
     measured: float
 
 
-def serving(weight: float) -> AbstractContextManager[BundledServer]:
-    """A server with the keys of two tenants."""
-    tenants = {
-        "quiet": {"weight": weight, "api_keys": [hash_of_key("quiet-key")]},
-        "greedy": {"weight": 1.0, "api_keys": [hash_of_key("greedy-key")]},
+def settings(weight: float, requests_per_minute: int) -> dict[str, Any]:
+    """Keys of two tenants, and limits."""
+    limits = {
+        "requests_per_minute": requests_per_minute,
+        "tokens_per_minute": 100_000_000,
+        "max_running_requests": 512,
+        "max_waiting_requests": 1024,
+        "max_prompt_tokens": 1024,
+        "max_output_tokens": 128,
     }
-    return bundled_server(settings={"open_metrics": True, "engine": {"tenants": tenants}})
+    tenants = {
+        "quiet": {"weight": weight, "api_keys": [hash_of_key("quiet-key")], **limits},
+        "greedy": {"weight": 1.0, "api_keys": [hash_of_key("greedy-key")], **limits},
+    }
+    return {"open_metrics": True, "engine": {"tenants": tenants}}
+
+
+def serving(weight: float) -> AbstractContextManager[BundledServer]:
+    """A server with two tenants."""
+    return bundled_server(settings=settings(weight, 1_000_000))
+
+
+@contextmanager
+def reloading(server: BundledServer, weight: float) -> Iterator[None]:
+    """Other limits every second."""
+    is_over = threading.Event()
+
+    def reload() -> None:
+        turn = 0
+        while not is_over.wait(1):
+            turn += 1
+            server.reload(settings(weight, 1_000_000 + turn))
+
+    thread = threading.Thread(target=reload)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
 
 
 def load(server: BundledServer, seconds: Seconds, shift: int, **clients: int) -> dict[str, Any]:
@@ -77,9 +115,10 @@ def measure(
     server: BundledServer, greedy: int, weight: float, seconds: Seconds, seed: int
 ) -> dict[str, Any]:
     """The quiet tenant alone, then beside the greedy one, in one run on one server."""
-    alone = load(server, seconds, 7 * seed, quiet=QUIET)["quiet"]
-    before, started = server.metric("target_steps_total"), time.perf_counter()
-    both = load(server, seconds, 7 * seed, quiet=QUIET, greedy=greedy)
+    with reloading(server, weight):
+        alone = load(server, seconds, 7 * seed, quiet=QUIET)["quiet"]
+        before, started = server.metric("target_steps_total"), time.perf_counter()
+        both = load(server, seconds, 7 * seed, quiet=QUIET, greedy=greedy)
     steps = server.metric("target_steps_total") - before
     step_s = (time.perf_counter() - started) / max(1.0, steps)
     quiet, other = both["quiet"], both["greedy"]

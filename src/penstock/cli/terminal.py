@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -47,8 +48,13 @@ def what_to_install(error: ModuleNotFoundError) -> str | None:
 
 
 def announce(line: str) -> None:
-    """Print one line at once: scripts wait for it."""
-    print(f"penstock: {line}", flush=True)
+    """Print one line at once: scripts wait for it. Where it cannot be written (the disk is full)
+    the program goes on without a word."""
+    try:
+        print(f"penstock: {line}", flush=True)
+    except OSError:
+        # What is left in the buffer would fail again at the end.
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
 
 
 def whole_numbers(option: str, text: str) -> tuple[int, ...]:
