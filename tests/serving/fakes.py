@@ -52,6 +52,7 @@ class EchoExecutor:
         self._requests: dict[str, Request] = {}
         self._queue: deque[StepPlan] = deque()
         self.remote = SimpleNamespace(sink=None)
+        self.grammars = None
         # Plain, since what has PyTorch imported takes seconds to start.
         self.totals = SimpleNamespace(
             num_target_steps=0,
