@@ -12,9 +12,10 @@ shows as another text.
 Memory is what the processes of the server have resident every two seconds, a page that several
 share counted once, and those of files not at all: other programs have them, too. (Linux.)
 
---bad N: stretches alternate, without and with N clients that read a byte a second of long streams
-and N that leave at any time, all of a tenant with a small weight; rates are the server's own count
-of the other tenants' tokens. Exit code 1 if a bar is missed.
+--bad N: stretches alternate, without and with N clients that read a byte a second and N that leave
+at any time, all of a tenant with a small weight and with requests like the others'. Rates are the
+server's own count of the other tenants' tokens over its processor time, which other programs on
+the machine do not change. Exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -62,12 +63,15 @@ class Watch:
     """What is seen of the server from outside.
 
     memory: (time, MiB by process)
-    rates:  tokens a second of each good tenant, in stretches without and with bad clients
+    rates:  tokens of each good tenant for each second of the server's processor time, in stretches
+            without and with bad clients
+    walls:  tokens a second of all of them, likewise
     """
 
     server: BundledServer
     memory: list[tuple[float, dict[str, float]]] = field(default_factory=list)
     rates: dict[bool, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    walls: dict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
     stretches: list[tuple[float, float, bool]] = field(default_factory=list)
 
     async def weigh(self) -> None:
@@ -94,10 +98,13 @@ class Watch:
         """One more, measured after it has settled."""
         async with httpx.AsyncClient(timeout=30) as http:
             await asyncio.sleep(SETTLE_S)
-            before, begun = await self.tokens(http), monotonic()
+            before, begun, cpu = await self.tokens(http), monotonic(), cpu_seconds(self.server)
             await asyncio.sleep(STRETCH_S)
             after, end = await self.tokens(http), monotonic()
-        self.rates[is_bad].append({n: (after[n] - before[n]) / (end - begun) for n in SHARES})
+        cpu = cpu_seconds(self.server) - cpu
+        made = {name: after[name] - before[name] for name in SHARES}
+        self.rates[is_bad].append({name: num / cpu for name, num in made.items()})
+        self.walls[is_bad].append(sum(made.values()) / (end - begun))
         self.stretches.append((begun, end, is_bad))
 
     def memory_between(self, begin: float, end: float) -> list[float]:
@@ -115,6 +122,13 @@ def resident_mib(server: BundledServer) -> dict[str, float]:
             own = (line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
             found[role] += sum(int(kib) for _, kib, _ in own) / 1024
     return found
+
+
+def cpu_seconds(server: BundledServer) -> float:
+    """Of its processes until now, in the program and in the system."""
+    process = psutil.Process(server.process.pid)
+    processes = (process, *process.children(recursive=True))
+    return sum(sum(one.cpu_times()[:2]) for one in processes)
 
 
 async def soak(
@@ -200,11 +214,14 @@ def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
         name: statistics.median(b[name] / g[name] for b, g in pairs if g[name]) for name in SHARES
     }
     all_of_them = sorted(sum(b.values()) / sum(g.values()) for b, g in pairs)
+    both = zip(watch.walls[True], watch.walls[False], strict=True)
+    walls = statistics.median(b / g for b, g in both)
     slowest = min(ratios, key=lambda name: ratios[name])
     rates = (
         f"{100 * (statistics.median(all_of_them) - 1):+.1f}% (pairs from "
         f"{100 * (all_of_them[0] - 1):+.1f} to {100 * (all_of_them[-1] - 1):+.1f}), "
-        f"of {slowest} alone {100 * (ratios[slowest] - 1):+.1f}%"
+        f"of {slowest} alone {100 * (ratios[slowest] - 1):+.1f}%; by the clock "
+        f"{100 * (walls - 1):+.1f}%"
     )
     most = {
         is_bad: max(
@@ -239,6 +256,7 @@ def results(
             for at, found in watch.memory[::5]
         ],
         "rates": {str(k): v for k, v in watch.rates.items()},
+        "walls": {str(k): v for k, v in watch.walls.items()},
         "errors": crowd.seen.errors[:10],
     }
     columns = {

@@ -18,8 +18,6 @@ from typing import Any
 from penstock.zoo.registry import DOMAINS, load_prompts
 
 MAX_TOKENS = 128
-SIP_TOKENS = 1024
-"""Of the requests whose clients read a byte a second: more than all buffers on the way hold."""
 STRUCTURED_EVERY = 8
 LONG_S = 300.0
 """A request that has not ended by then never will."""
@@ -175,8 +173,8 @@ class Crowd:
             await asyncio.sleep(0.05)
 
     async def sip(self, key: str) -> None:
-        """Read a byte a second of a long stream, until the server has had enough."""
-        body = _body(random.choice(self.prompts), SIP_TOKENS)
+        """Read a byte a second, until the server has had enough."""
+        body = _body(random.choice(self.prompts), MAX_TOKENS)
         async with posted(self.address, key, body, receive_bytes=2048) as (reader, _):
             while await reader.read(1):  # noqa: ASYNC110
                 await asyncio.sleep(1)

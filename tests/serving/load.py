@@ -35,14 +35,15 @@ def bodies() -> list[dict[str, Any]]:
 class Load:
     """outcomes: of requests. `whole`; `broken`: a part of the right text and then one error event;
     `cut`: a part of it and then the connection ended; `refused`: 503 with Retry-After.
-    wrong: everything else. answered: (asked, ended) of those that were whole
+    wrong: everything else. begun: of those that had a first token, when they were asked for and when
+    it came
     """
 
     url: str
     expected: list[str] = field(default_factory=list)
     outcomes: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
-    answered: list[tuple[float, float]] = field(default_factory=list)
+    begun: list[tuple[float, float]] = field(default_factory=list)
     _is_over: threading.Event = field(default_factory=threading.Event)
 
     @contextmanager
@@ -62,10 +63,10 @@ class Load:
         assert not self.wrong, self.wrong[:5]
 
     def seconds_until_served(self, since: float) -> float:
-        """From then to the end of the first whole answer that was asked for after it."""
+        """From then to the first token of a request that was asked for after it."""
 
         def found() -> list[float]:
-            return [ended - since for asked, ended in tuple(self.answered) if asked > since]
+            return [first - since for asked, first in tuple(self.begun) if asked > since]
 
         return min(eventually(found, timeout=120))
 
@@ -77,16 +78,13 @@ class Load:
             for turn in itertools.count(number):
                 if self._is_over.is_set():
                     return
-                asked = monotonic()
                 outcome = await self._ask(http, turn % len(self.expected))
                 self.outcomes[outcome] += 1
-                if outcome == "whole":
-                    self.answered.append((asked, monotonic()))
-                else:
+                if outcome != "whole":
                     await asyncio.sleep(0.1)
 
     async def _ask(self, http: httpx.AsyncClient, which: int) -> str:
-        text, ends, errors, is_done = "", 0, [], False
+        text, ends, errors, is_done, asked = "", 0, [], False, monotonic()
         body = {**bodies()[which], "stream": True}
         try:
             async with http.stream("POST", f"{self.url}/v1/completions", json=body) as answer:
@@ -102,6 +100,8 @@ class Load:
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
                         errors += [event["error"]["code"]] if "error" in event else []
+                        if not text and event.get("choices"):
+                            self.begun.append((asked, monotonic()))
                         for choice in event.get("choices", ()):
                             text += choice["text"]
                             ends += choice["finish_reason"] is not None
