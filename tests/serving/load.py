@@ -35,8 +35,8 @@ def bodies() -> list[dict[str, Any]]:
 class Load:
     """outcomes: of requests. `whole`; `broken`: a part of the right text and then one error event;
     `cut`: a part of it and then the connection ended; `refused`: 503 with Retry-After.
-    wrong: everything else. begun: of those that had a first token, when they were asked for and when
-    it came
+    wrong: everything else. begun: of those that had a first token, when they were asked for, and
+    when it came
     """
 
     url: str
