@@ -6,8 +6,14 @@ import numpy as np
 import pytest
 
 from penstock.core.policies.registry import make_policy
+from penstock.fluid.fair_path import fair_optimum, fair_optimum_of_rounds, fair_utility
 from penstock.lab.oracles import Misled
-from penstock.lab.papers import goodspeed_fig2, goodspeed_fig4, goodspeed_theorems
+from penstock.lab.papers import (
+    goodspeed_fig2,
+    goodspeed_fig3,
+    goodspeed_fig4,
+    goodspeed_theorems,
+)
 from penstock.lab.rounds import (
     BarrierTimes,
     GeometricClients,
@@ -103,7 +109,7 @@ def test_shuffled_rounds_are_smoothed_by_equation_4_again() -> None:
 
 def figure_4(**utilities: np.ndarray) -> list[str]:
     named = {name.replace("_", ", "): values for name, values in utilities.items()}
-    return [v.outcome for v in goodspeed_fig4.verdicts({(8, 16): named})]
+    return [v.outcome for v in goodspeed_fig4.verdicts({goodspeed_fig4.Setting(8, 16): named})]
 
 
 def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
@@ -115,6 +121,73 @@ def test_figure_4_sees_a_baseline_that_wins_and_a_curve_that_moves() -> None:
     assert figure_4(**known, goodspeed=rising)[0] == "does not hold"
     assert figure_4(**known | {"fixed": flat + 1}, goodspeed=flat)[1] == "holds in part"
     assert figure_4(**known | {"goodspeed_misled": flat}, goodspeed=flat)[1] == "not shown"
+
+
+def test_figure_4_sees_who_is_near_the_optimum() -> None:
+    flat = np.full((5, 600), 5.0)
+    curves = {
+        **{"fixed": flat - 1, "random": flat - 3, "goodspeed, misled": flat - 4},
+        goodspeed_fig4.OPTIMUM: np.full((5, 1), 5.1),
+    }
+
+    def last(ours: np.ndarray, **others: np.ndarray) -> str:
+        where = goodspeed_fig4.Setting(8, 16)
+        return goodspeed_fig4.verdicts({where: {**curves, **others, "goodspeed": ours}})[-1].outcome
+
+    assert last(flat) == "holds"
+    assert last(flat - 0.5) == "does not hold"
+    assert last(flat, fixed=flat) == "not shown"
+
+
+def test_the_optimum_of_changing_rounds() -> None:
+    """Where nothing changes it is that of `fair_optimum`; where it does, rounds in which drafts are
+    good lend to those in which they are not."""
+    rates = np.array([0.9, 0.5, 0.3])
+    steady = fair_optimum_of_rounds(np.tile(rates, (200, 1)), 9)
+    assert np.log(steady).sum() == pytest.approx(
+        fair_utility(fair_optimum(rates, 9).goodput), abs=2e-3
+    )
+    changing = np.array([[0.9, 0.3], [0.3, 0.9]] * 50)
+    assert fair_optimum_of_rounds(changing, 4) == pytest.approx([1 + 3.0951 / 2] * 2, abs=0.05)
+
+
+def figure_3(**scales: tuple[float, float, float]) -> list[str]:
+    """Outcomes where a policy's receiving, verification and sending are so many times Fixed-S's."""
+
+    def spent(policy: str, luck: float) -> goodspeed_fig3.Spent:
+        receive, verify, send = scales.get(policy, (1, 1, 1))
+        return goodspeed_fig3.Spent(2 * receive * luck, verify * luck, 1e-3 * send * luck, 10)
+
+    lucks = np.random.default_rng(0).uniform(0.99, 1.01, 5).tolist()
+    by_policy = {p: [spent(p, luck) for luck in lucks] for p in goodspeed_fig3.POLICIES}
+    found: list[str] = [v.outcome for v in goodspeed_fig3.verdicts({("one", 16): by_policy})]
+    return found[:5]
+
+
+def test_figure_3_sees_who_waits_longer() -> None:
+    paper = {"random": (1.25, 1.0, 1.0), "goodspeed": (1.05, 0.94, 1.0)}
+    assert figure_3(**paper) == ["holds"] * 5
+    slow = {"random": (1.25, 1.0, 1.0), "goodspeed": (1.3, 0.99, 9.0)}
+    assert figure_3(**slow) == [
+        "does not hold",
+        "holds",
+        "holds",
+        "holds in part",
+        "does not hold",
+    ]
+    level = figure_3()
+    assert level == ["not shown", "does not hold", "does not hold", "does not hold", "holds"]
+
+
+def test_a_round_of_figure_3_takes_what_the_devices_take() -> None:
+    one = goodspeed_fig3.TABLE_I[0]
+    spent = goodspeed_fig3.spend(goodspeed_fig3.NONE, one, 24, 20, seed=0)
+    assert spent.receiving == 0
+    assert spent.rounds == pytest.approx(250)
+    assert spent.verification == pytest.approx(250 * 29.6e9 / 3.35e12, rel=0.02)
+    drafted = goodspeed_fig3.spend(goodspeed_fig3.FIXED, one, 24, 20, seed=0)
+    per_token = 1.2e9 / 300e9 + 4 * 151_936 / 1.25e9
+    assert drafted.receiving / drafted.rounds == pytest.approx(1e-3 + 6 * per_token)
 
 
 def test_a_misled_policy_is_told_of_others() -> None:

@@ -16,6 +16,7 @@ from penstock.fluid.fair import FloatArray, IntArray, geometric_lengths
 
 _BISECTIONS = 100
 _FIRST_REACH = 32
+_TURNS = 60
 
 
 class FairOptimum(NamedTuple):
@@ -124,6 +125,26 @@ def _between(knots: FloatArray, lengths: FloatArray) -> FloatArray:
     whole = np.minimum(lengths.astype(np.int64), knots.shape[1] - 2)
     start, end = knots[rows, whole], knots[rows, whole + 1]
     return np.asarray(start + (lengths - whole) * (end - start))
+
+
+def fair_optimum_of_rounds(rates: FloatArray, budget: int) -> FloatArray:
+    """x* where acceptance changes from round to round: the mean goodputs a round, shape [clients],
+    that are fair over all rounds together, for who knows acceptance, of shape [rounds, clients].
+
+    By Frank and Wolfe: the marginal gains of draft tokens, over the goodputs so far, decide who has
+    the budget of each round; what that yields is mixed with the goodputs so far.
+    """
+    survival = rates[:, :, None] ** np.arange(1, budget + 1)
+    rounds = np.arange(len(rates))[:, None]
+    found = np.ones(rates.shape[1])
+    for turn in range(_TURNS):
+        gains = (survival / found[:, None]).reshape(len(rates), -1)
+        best = np.argpartition(-gains, budget - 1, axis=1)[:, :budget]
+        taken = np.zeros_like(gains)
+        taken[rounds, best] = survival.reshape(gains.shape)[rounds, best]
+        yields = 1 + taken.reshape(survival.shape).sum(axis=2).mean(axis=0)
+        found += (yields - found) * 2 / (turn + 2)
+    return found
 
 
 class FluidPath(NamedTuple):
