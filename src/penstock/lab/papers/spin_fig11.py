@@ -274,13 +274,15 @@ def _span(ratios: Sequence[Interval]) -> str:
 def _draw(job: Trial, found: Goodput) -> None:
     plots = []
     for dataset in DATASETS:
-        rates = {p: [found[t, dataset, p].mean() for t in SPIN_TARGETS] for p in POLICIES}
-        singles = _singles()
-        best = np.max([rates.pop(p) for p in singles], axis=0)
-        lines = {policy: (list(SPIN_TARGETS), y) for policy, y in rates.items()}
+        rates = {p: np.array([found[t, dataset, p] for t in SPIN_TARGETS]) for p in POLICIES}
+        best = np.max([rates.pop(p).mean(axis=1) for p in _singles()], axis=0)
+        lines = {p: (list(SPIN_TARGETS), y.mean(axis=1)) for p, y in rates.items()}
         lines["best single drafter"] = list(SPIN_TARGETS), best
         axes = {"title": dataset, "xlabel": "target", "ylabel": "tokens/s", "ylim": (0, None)}
-        plots.append(Plot(lines, axes, "o-", {"best single drafter": "k--"}))
+        styles = {"best single drafter": "k--"}
+        # Of those whom the paper compares: seven bands would hide each other.
+        bands = {p: (rates[p].min(axis=1), rates[p].max(axis=1)) for p in ("LBSS", *_PAPER_GAINS)}
+        plots.append(Plot(lines, axes, "o-", styles, bands))
     draw(job.out / f"{NAME}.png", "Drafter selection (Spin, figure 11)", [plots])
 
 

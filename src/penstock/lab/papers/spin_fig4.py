@@ -161,8 +161,13 @@ def _draw(job: Trial, found: Rates) -> None:
         for name in found[min(found)]
     }
     axes = {"xlabel": "batch", "ylabel": "tokens/s", "xscale": "log", "ylim": (0, None)}
+    batches = list(found.values())
+    bands = {
+        n: ([float(b[n].min()) for b in batches], [float(b[n].max()) for b in batches])
+        for n in lines
+    }
     title = "Speculative decoding by batch (Spin, figure 4)"
-    draw(job.out / f"{NAME}.png", title, [[Plot(lines, axes, "o-")]])
+    draw(job.out / f"{NAME}.png", title, [[Plot(lines, axes, "o-", {}, bands)]])
 
 
 EXPERIMENT = Experiment(NAME, "Figure 4: gain of speculation by batch, live", run, is_live=True)
