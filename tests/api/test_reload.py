@@ -25,6 +25,7 @@ from penstock.api.prepare import ApiKeys
 from penstock.api.reload import Reload
 from penstock.api.server import serve
 from penstock.config import ConfigError, ServeConfig, TenantConfig, hash_of_key, read_yaml
+from penstock.serving.logs import request_id
 
 BODY = {"prompt": [50, 60, 70], "max_tokens": 4, "ignore_eos": True}
 
@@ -40,10 +41,12 @@ class Stand:
         self.found: ServeConfig | ConfigError = found
         self.api_keys = ApiKeys(found.engine.tenants, found.metrics_keys)
         self.told: list[dict[str, TenantConfig]] = []
+        self.on_read: Callable[[], None] = lambda: None
         client: Any = SimpleNamespace(reconfigure=self.told.append)
         self.reload = Reload(found, self.read, client, self.api_keys)
 
     def read(self) -> ServeConfig:
+        self.on_read()
         if isinstance(self.found, ConfigError):
             raise self.found
         return self.found
@@ -59,6 +62,20 @@ class Stand:
 @pytest.fixture(autouse=True)
 def everything_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "penstock")
+
+
+async def test_a_signal_amid_a_request_is_not_the_request_s() -> None:
+    stand = Stand(serve_config())
+    seen: list[str | None] = []
+    stand.on_read = lambda: seen.append(request_id.get())
+    token = request_id.set("r1")
+    try:
+        stand.reload.start()
+    finally:
+        request_id.reset(token)
+    while not stand.told:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    assert seen == [None]
 
 
 async def test_keys_and_tenants_are_taken_over(caplog: pytest.LogCaptureFixture) -> None:

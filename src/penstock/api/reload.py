@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterator
+from contextvars import Context
 
 from penstock.api.prepare import ApiKeys
 from penstock.config import ConfigError, EngineConfig, ServeConfig
@@ -41,7 +42,8 @@ class Reload:
 
     def start(self) -> None:
         """Begin; what was begun before is finished first."""
-        task = asyncio.create_task(self.run())
+        # A signal may come amid a request, whose id must not be in the log for this.
+        task = asyncio.create_task(self.run(), context=Context())
         self._running.add(task)
         task.add_done_callback(self._running.discard)
 
