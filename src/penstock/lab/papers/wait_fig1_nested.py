@@ -17,7 +17,7 @@ from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.fluid.traffic import Traffic, TrafficType, scaled
 from penstock.fluid.wait import fractional_wait_thresholds
 from penstock.lab.claims import ClaimVerdict, Measurement, check, not_measured
-from penstock.lab.experiment import QUICK, Experiment, Trial
+from penstock.lab.experiment import QUICK, Experiment, LabError, Trial
 from penstock.lab.loads import (
     PROFILES,
     TUNED,
@@ -52,8 +52,9 @@ _SYNTHETIC = ("ten_bins", "nested")
 _SEGMENTS = 10
 _FEWER = (4, 2, 1)
 _SHIPPED = ("vllm_v0", "vllm_v1", "sarathi")
-_GATED_LOAD = 0.95
-"""Share of the bound for which the gated version's thresholds are planned."""
+_GATED_LOADS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.5)
+"""Shares of the bound: the first that has an equilibrium is what the gated version's thresholds are
+planned for."""
 LITERAL, GATED = "nested_wait", "nested_wait_gated"
 _DRAWN = (LITERAL, GATED, *_SHIPPED, TUNED)
 
@@ -139,8 +140,17 @@ def _gated(scene: Scene, traffic: Traffic) -> Setup:
     the requests that enters it."""
     profile = scene.profile
     ends = segment_ends(traffic, min(_SEGMENTS, len(traffic)))
-    planned = scaled(traffic, _GATED_LOAD * scene.bound)
-    per_stage = fractional_wait_thresholds(profile, planned, 2 * profile.kv_tokens).thresholds
+    # A bin counts as its longest length, so that the bound may be too much for recorded ones.
+    for share in _GATED_LOADS:
+        planned = scaled(traffic, share * scene.bound)
+        try:
+            found = fractional_wait_thresholds(profile, planned, 2 * profile.kv_tokens)
+            break
+        except ValueError:
+            continue
+    else:
+        raise LabError(f"no thresholds for {scene.name} at {_GATED_LOADS[-1]:.0%} of the bound")
+    per_stage = found.thresholds
     numbers = list(zip(planned, per_stage, strict=True))
     thresholds = tuple(
         sum(n for t, n in numbers if t.output_len > start) for start in (0, *ends[:-1])
