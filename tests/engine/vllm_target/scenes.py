@@ -71,6 +71,17 @@ class Scenes:
         self.facts[f"{name}: accepted"] = accepted
         self.facts[f"{name}: preemptions"] = made.scheduler.table.counters.preemptions
 
+    def begin_with_a_chunk(self) -> None:
+        """The longest prompt first, of which a step holds a part: nobody asks for a token then."""
+        requests = make_requests(SAMPLINGS["greedy"], self._num, "none")
+        requests.sort(key=lambda r: -r.prompt_len)
+        loop = make_loop(self._engine, max_num_batched_tokens=32)
+        assert requests[0].prompt_len > 32
+        texts, _ = run(loop, requests)
+        by_prompt = dict(zip((r.prompt_token_ids for r in requests), texts, strict=True))
+        again = make_requests(SAMPLINGS["greedy"], self._num, "none")
+        self.outputs["a chunk alone"] = [by_prompt[r.prompt_token_ids] for r in again]
+
     def share_prefixes(self) -> None:
         """The same requests one after the other: all but the first find full blocks of theirs."""
         loop = make_loop(self._engine, rotating=True)
@@ -136,6 +147,7 @@ def main(family: Path, num: int, vllm: dict[str, Any]) -> None:
     scenes.play("near", "greedy", "near")
     scenes.play("switches", "greedy")
     scenes.play("chunks", "greedy", max_num_batched_tokens=32)
+    scenes.begin_with_a_chunk()
     scenes.play("preemption", "greedy", kv_tokens=TIGHT)
     beside = {"own_lane": True, "pipeline": "2", "learn": Estimators(A_DEVICE_EACH)}
     scenes.play("lanes", "greedy", **beside)

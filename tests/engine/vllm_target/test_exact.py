@@ -22,7 +22,10 @@ CIRCUMSTANCES: dict[str, tuple[int, dict[str, int]]] = {
 }
 """Requests, and settings of `engine.vllm`."""
 
-GREEDY = ("alone", "near", "switches", "chunks", "preemption", "lanes", "prefix cache")
+GREEDY = (
+    *("alone", "near", "switches", "chunks", "a chunk alone"),
+    *("preemption", "lanes", "prefix cache"),
+)
 
 
 @dataclass(frozen=True)

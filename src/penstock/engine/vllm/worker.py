@@ -133,8 +133,9 @@ class StepSampler:
                 batch.append(self.asked[request_id])
                 rows += range(begin, end)
             begin = end
-        wanted = logits if len(rows) == begin else logits[torch.tensor(rows, device=logits.device)]
-        self.decided = self._decide(batch, wanted.to(torch.float32)) if batch else {}
+        if len(rows) < begin:
+            logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
+        self.decided = self._decide(batch, logits.to(torch.float32)) if batch else {}
         return SamplerOutput(self._matrix(request_ids).to(logits.device), None)
 
     def _decide(self, batch: list[Asked], logits: torch.Tensor) -> dict[str, Decided]:
