@@ -289,7 +289,7 @@ def test_the_schema_of_a_forced_call() -> None:
     use = tool_use(body, HERMES)
     assert use is not None
     assert use.lead == "<tool_call>\n"
-    (structure,) = use.structures
+    (structure,) = use.shaped([], {})
     second = structure.value["anyOf"][1]["properties"]
     assert second["name"] == {"const": "at"}
     there = second["arguments"]["properties"]["p"]["$ref"]
@@ -300,5 +300,5 @@ def test_the_schema_of_a_forced_call() -> None:
     use = tool_use(body.model_copy(update={"tool_choice": NamedTool.model_validate(named)}), LLAMA)
     assert use is not None
     assert use.lead == ""
-    (call,) = use.structures[0].value["anyOf"]
+    (call,) = use.shaped([], {})[0].value["anyOf"]
     assert call["required"] == ["name", "parameters"]
