@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +45,8 @@ def save_figure(figure: Any, path: Path) -> None:
 COLOURS = ("#0072B2", "#E69F00", "#000000", "#CC79A7", "#56B4E9", "#882255", "#888888", "#D55E00")
 """Okabe and Ito's without its green and yellow, and two of Tol's: told apart by everybody, and
 beside no red a green."""
+_TITLE_PER_INCH = 8
+"""Characters of a title."""
 MARKERS = "osD^vPX*"
 LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)), (0, (8, 2)))
 
@@ -84,7 +87,7 @@ def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
         handles: dict[str, Any] = {}
         for axes, plot in zip(grid.flat, flat, strict=True):
             handles = _fill(axes, plot, looks) | handles
-        figure.suptitle(title)
+        figure.suptitle(textwrap.fill(title, round(_TITLE_PER_INCH * figure.get_figwidth())))
         figure.legend(
             [handles[label] for label in labels],
             labels,
