@@ -6,9 +6,9 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, TypeVar
 
 import pytest
+from tests.products import first_fast
 
 EXTRA = ("torch", "transformers", "fastapi", "starlette", "uvicorn", "grpc", "google")
 
@@ -64,17 +64,7 @@ def outcome(folder: Path, extra: Sequence[str], arguments: tuple[str, ...]) -> t
     return done.returncode, done.stdout, done.stderr
 
 
-_T = TypeVar("_T")
-
-
-def a_few_first(cases: Sequence[_T]) -> list[Any]:
-    """Parameters, most of them slow: each takes a second."""
-    return [
-        pytest.param(case, marks=() if i < 2 else pytest.mark.slow) for i, case in enumerate(cases)
-    ]
-
-
-@pytest.mark.parametrize("arguments", a_few_first(NEEDS_THE_EXTRA))
+@pytest.mark.parametrize("arguments", first_fast(NEEDS_THE_EXTRA))
 def test_a_missing_extra_is_one_line(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     code, out, err = outcome(tmp_path, EXTRA, arguments)
     assert (code, out) == (2, ""), err
@@ -83,7 +73,7 @@ def test_a_missing_extra_is_one_line(tmp_path: Path, arguments: tuple[str, ...])
     assert "pip install 'penstock[serve]'" in err
 
 
-@pytest.mark.parametrize("case", a_few_first(BAD_INPUT))
+@pytest.mark.parametrize("case", first_fast(BAD_INPUT))
 def test_bad_input_is_refused_before_anything_is_loaded(
     tmp_path: Path, case: tuple[tuple[str, ...], str]
 ) -> None:

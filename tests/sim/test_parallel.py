@@ -83,6 +83,7 @@ def test_an_exception_is_the_job_s_own(num: int) -> None:
         pool.submit(squared, 5).result()
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed_is_one_line() -> None:
     with pytest.raises(WorkersError, match="was killed"), workers(2) as pool:
         list(pool.map(killed, range(2)))
@@ -185,6 +186,7 @@ def test_capacity_is_the_same_however_many_work(cli: Cli, seeds: int) -> None:
     assert len(json.loads(alone)["by_seed"]) == seeds
 
 
+@pytest.mark.slow
 def test_a_worker_s_complaint_is_one_line(cli: Cli) -> None:
     run = partial(cli, "capacity", *LOW, "--requests", 300, "--seeds", 2)
     code, _, err = run("--workers", 1)

@@ -90,6 +90,7 @@ def test_what_is_learned_within_a_request_moves_it() -> None:
     assert world.num_switches / len(world.finished) < 4
 
 
+@pytest.mark.slow
 def test_inside_the_step_replays_take_a_share_of_the_time_that_falls() -> None:
     machine = Machine(SECONDS, per_catch_up_token=0.2e-3)
     early = play({"small": 0.7, "large": 0.7}, rounds=200, machine=machine)
