@@ -171,6 +171,7 @@ class PenstockServer(Server):
         self._loop = self._engine.loop
         self._events: list[Any] = []
         self._made: dict[int, int] = {}
+        self._num_stretches = 0
 
     def prepare(self, settings: dict[str, Any]) -> None:
         from penstock.core.kv.blocks import BlockPool
@@ -195,12 +196,14 @@ class PenstockServer(Server):
         instruments = (self._recorder,)
         self._loop = Loop(scheduler, self._engine.executor, self._engine.clock, instruments)
         self._made = {}
+        self._num_stretches += 1
 
     def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
         from penstock.core.types import Arrive, Request, SamplingParams
 
         request = Request(
-            str(i),
+            # The workers were not told of the end of the last stretch's last requests.
+            f"{self._num_stretches}-{i}",
             len(prompt),
             num_tokens,
             self._engine.clock.now(),
@@ -218,7 +221,7 @@ class PenstockServer(Server):
         for output in turn.outputs:
             if output.error is not None:
                 raise RuntimeError(output.error)
-            i = int(output.request_id)
+            i = int(output.request_id.partition("-")[2])
             self._made[i] += len(output.token_ids)
             got[i] = self._made[i]
         return got
