@@ -106,7 +106,8 @@ def _advance(
     if not item.samples:
         memory.commit(state)
         return None
-    if accounts.are_kept and item.num_scheduled_tokens == 1 and state.num_output_tokens:
+    is_decode = item.num_scheduled_tokens == 1 and state.num_output_tokens > 0
+    if is_decode and accounts.are_kept:
         accounts.charge_decode(state, known, verdict.num_proposed)
     state.next_round()
     ctx.learn.acceptance.observe(verdict)
@@ -117,6 +118,8 @@ def _advance(
     if first:
         state.first_token_at = now
     num_new = len(new_tokens)
+    if is_decode:
+        ctx.learn.lengths.stepped(num_new)
     if isinstance(state, CountedState):
         num_new = state.append_counted(num_new)
     else:

@@ -1,4 +1,5 @@
-"""How long outputs get: a survival curve learned from requests that ended and those that run."""
+"""How long outputs get, and how fast: a survival curve learned from requests that ended and those
+that run, and the tokens of a step."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ FloatArray = npt.NDArray[np.float64]
 _MAX_LEN = 1 << 14
 _PRIOR_MEAN = 200.0
 _PRIOR_WEIGHT = 2.0
+_STEPS_WEIGHT = 0.002
+"""Of a request's latest step in the mean of all: some hundred are remembered."""
 
 
 class OutputLengths:
@@ -33,6 +36,9 @@ class OutputLengths:
         """Expected output tokens, as the curve was last drawn."""
         self.mean_residual = _PRIOR_MEAN
         """Expected tokens that a request found decoding at any time has yet to make."""
+        self.per_step = 1.0
+        """Tokens that a decoding request makes in a step, in the mean: more than 1 with drafts."""
+        self._num_steps = 0
 
     def ended(self, num_output_tokens: int) -> None:
         """A request has made its last token."""
@@ -46,6 +52,12 @@ class OutputLengths:
             self._weights /= self._weight
             self._tokens /= self._weight
             self._weight = 1.0
+
+    def stepped(self, num_tokens: int) -> None:
+        """A decoding request has made so many tokens in a step."""
+        self._num_steps += 1
+        weight = max(_STEPS_WEIGHT, 1 / (_PRIOR_WEIGHT + self._num_steps))
+        self.per_step += weight * (num_tokens - self.per_step)
 
     @property
     def mean_ended(self) -> float:

@@ -194,7 +194,8 @@ class FluidGuided(AdmissionPolicy):
         decoding = self._decode_seconds(step, num_decodes) if num_decodes else 0.0
         share = 0.0
         if self.options.tpot_p99 is not None:
-            share = min(0.95, decoding / self.options.tpot_p99)
+            a_token = decoding / step.learn.lengths.per_step
+            share = min(0.95, a_token / self.options.tpot_p99)
 
         def seconds(state: RequestState) -> float:
             tokens = _missing(step, state)
@@ -286,8 +287,7 @@ class FluidGuided(AdmissionPolicy):
         time. The operator's target holds back all of them, those of clients all but a share."""
         if not num_decodes or most <= 0:
             return most
-        times = step.learn.times
-        profile, decoding = times.profile, self._decode_seconds(step, num_decodes)
+        profile, decoding = step.learn.times.profile, self._decode_seconds(step, num_decodes)
 
         def seconds(tokens: int) -> float:
             linear = profile.linear(num_decodes + tokens) + decoding
@@ -300,7 +300,7 @@ class FluidGuided(AdmissionPolicy):
             return bisect.bisect_right(range(1, most + 1), left, key=seconds)
 
         alone = self._decode_only_seconds(step, num_decodes)
-        own = time_left_of_own(step, alone + times.drafting) - times.drafting
+        own = time_left_of_own(step, alone)
         least = min(most, round(_LEAST_PROMPT_SHARE * self._best_step(step)[0]))
         return min(in_time(self._targets.time_left(step, alone)), max(least, in_time(own)))
 
@@ -333,8 +333,9 @@ class FluidGuided(AdmissionPolicy):
             if p1 >= arriving * (t1 + decoding) and p1 >= overdue:
                 break
         prompt_value, decode_value = self._values(step)
+        num_made = num_decodes * step.learn.lengths.per_step
         ends_per_s = max(
-            (prompt_value * tokens + decode_value * num_decodes) / (seconds + decoding)
+            (prompt_value * tokens + decode_value * num_made) / (seconds + decoding)
             for tokens, seconds in hull
         )
         return max(min(slope, self._best_step(step)[1]), prompt_value / ends_per_s)
@@ -349,20 +350,22 @@ class FluidGuided(AdmissionPolicy):
         return prompt / work, 1 / lengths.mean_residual
 
     def _work(self, step: Step) -> tuple[float, float]:
-        """Seconds of a prompt token and of a decoded token, in the most efficient steps."""
+        """Seconds of a prompt token and of a decoded token, in the most efficient steps, without
+        what drafts cost."""
         profile, lengths = step.learn.times.profile, step.learn.lengths
         prompt_len = step.learn.traffic.mean_prompt_len
         position = self._best_step(step)[1]
         prompt = position + profile.per_prefill_token
         prompt += profile.per_prefill_context * prompt_len / 2
         context = prompt_len + lengths.mean / 2
-        return prompt, position + profile.per_decode + profile.per_kv_token * context
+        decode = position + profile.per_decode + profile.per_kv_token * context
+        return prompt, decode / lengths.per_step
 
     def _decode_seconds(self, step: Step, num_decodes: int) -> float:
-        """What decoding adds to a step whatever its positions are."""
+        """What decoding adds to a step whatever its positions are, drafts included."""
         model = step.learn.times
         attention = model.profile.per_kv_token * step.num_decoding_tokens
-        fixed = model.profile.decode_fixed if num_decodes else 0.0
+        fixed = model.profile.decode_fixed + model.drafting if num_decodes else 0.0
         return max(0.0, fixed + model.profile.per_decode * num_decodes + attention + model.shift)
 
     def _decode_only_seconds(self, step: Step, num_decodes: int) -> float:

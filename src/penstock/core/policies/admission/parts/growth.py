@@ -111,7 +111,8 @@ class Refill:
         lengths, self._prompt_len = step.learn.lengths, step.learn.traffic.mean_prompt_len
         if self.is_short:
             full = step.pool.capacity_tokens / (self._prompt_len + lengths.mean_residual)
-            earned = _REFILL_FACTOR * full / lengths.mean * self._prompt_len
+            steps = lengths.mean / lengths.per_step
+            earned = _REFILL_FACTOR * full / steps * self._prompt_len
             # Where outputs are short more than one prompt is due in each step.
             self.credit = min(max(self._prompt_len, earned), self.credit + earned)
             self.is_pausing = self.credit <= 0 and bool(step.running)

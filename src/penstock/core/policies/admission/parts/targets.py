@@ -132,15 +132,17 @@ class Targets:
         if self.tpot_p99 is None:
             return math.inf
         ahead, _ = self._ahead(step)
-        gained = max(0.0, _TARGET_MARGIN * self.tpot_p99 - decoding)
-        ahead = ahead[ahead + gained * step.learn.lengths.mean_residual >= decoding]
+        lengths = step.learn.lengths
+        gained = max(0.0, _TARGET_MARGIN * self.tpot_p99 - decoding / lengths.per_step)
+        ahead = ahead[ahead + gained * lengths.mean_residual >= decoding]
         return float(ahead.min()) if len(ahead) else math.inf
 
     def num_lost(self, step: Step, seconds: float, decoding: float) -> float:
         """Expected number of running requests that end before they have made up for `seconds`
         without a token, though they would be within the target without."""
         assert self.tpot_p99 is not None
-        gained = _TARGET_MARGIN * self.tpot_p99 - decoding
+        # With each token, as many as there are in a step.
+        gained = _TARGET_MARGIN * self.tpot_p99 - decoding / step.learn.lengths.per_step
         if gained <= 0:
             return math.inf
         ahead, num_tokens = self._ahead(step)
