@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,9 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.checkpoint import CheckpointError, open_checkpoint
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "Straße, naïve — 東京 and 😀👩‍🚀!  Two  spaces\n\tand\ttabs. "
@@ -221,6 +223,37 @@ def test_chat_template(tmp_path: Path) -> None:
     strict = load_tokenizer(save(tmp_path / "strict", byte_level(), refusing))
     with pytest.raises(ValueError, match="refuses the messages: only users"):
         strict.apply_chat_template(messages)
+
+
+@pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_transformers_would_read_it_with_the_same_class(
+    tmp_path: Path, name: str, model_type: str
+) -> None:
+    save(tmp_path, byte_level(), CHAT)
+    settings = tmp_path / "tokenizer_config.json"
+    settings.write_text(json.dumps({**json.loads(settings.read_text()), "tokenizer_class": name}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type}))
+    ours = open_checkpoint(tmp_path).tokenizer()
+    theirs = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
+    assert type(ours) is type(theirs)
+    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
+    assert ours.special_tokens_map == theirs.special_tokens_map
+    assert ours.chat_template == theirs.chat_template
+
+
+def test_a_server_reads_its_chats_without_pytorch() -> None:
+    """Which takes longer to import than all the rest of what the front process does."""
+    code = (
+        "import sys\n"
+        "from penstock.api import server\n"
+        "from penstock.engine.tokenizer import load_tokenizer\n"
+        "from penstock.zoo.registry import DEFAULT_TARGET, model_path\n"
+        "load_tokenizer(model_path(DEFAULT_TARGET)).prepare()\n"
+        "print({'torch', 'scipy'} & set(sys.modules))"
+    )
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert out.stdout.strip() == "set()"
 
 
 @pytest.mark.parametrize("text", ["and " * 50, "a" * 300, "Straße € " * 20, "and"])

@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import minimize_scalar
 
 HORIZON_S = 3600.0
 """Seconds for which a bound holds."""
@@ -28,6 +27,9 @@ def poisson_kv_bound(
     kv, means: [stages] tokens that a request at the stage holds, and how many are at it in the
     mean. step_s: seconds of a step.
     """
+    # A third of a second of imports, which no server should wait for at its start.
+    from scipy.optimize import minimize_scalar
+
     odds = math.log(max(1.0, HORIZON_S / step_s) / delta)
     scale = float(kv.max())
 

@@ -329,6 +329,9 @@ def run_engine(
             channel.send(Failed(_one_line(error)))
             return
         channel.send(describe(engine))
+        # For statistics, beside the first steps: the first who asked for them would hold those up.
+        late = threading.Thread(target=importlib.import_module, args=("scipy.optimize",))
+        late.start()
         # What is loaded stays; otherwise every full collection walks it in the middle of a step.
         gc.collect()
         gc.freeze()

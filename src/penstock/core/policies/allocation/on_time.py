@@ -24,7 +24,6 @@ from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import ndtr
 
 from penstock.core.latency import remaining
 from penstock.core.learn.acceptance import MOST_POSITIONS
@@ -169,6 +168,9 @@ class _Worth(NamedTuple):
 
     def _in_time(self, rates: FloatArray, rows: IntArray) -> FloatArray:
         """v r Φ of some requests, which are the last axis of their rates."""
+        # A quarter of a second of imports, once; every server looks this file's options up.
+        from scipy.special import ndtr
+
         needed = self.rate[rows]
         surplus = (rates / needed - 1) / np.sqrt(1 / self.left[rows] + _UNSTEADY**2)
         return np.asarray(self.value * needed * ndtr(surplus))

@@ -1,0 +1,148 @@
+"""Tensors of a folder in Hugging Face layout."""
+
+from __future__ import annotations
+
+import json
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from penstock.engine.models.checkpoint import CheckpointError, one_line
+from penstock.engine.models.config import DTYPES
+from penstock.engine.models.folder import INDEX_FILE, SINGLE_FILE
+from penstock.engine.models.packed import GroupedMatrix, PackedFormat
+from penstock.engine.models.quantized import QuantizedMatrix
+
+_log = logging.getLogger(__name__)
+
+_PREFIXES = {
+    "language_model.model.": "model.",
+    "model.language_model.": "model.",
+    "language_model.lm_head.": "lm_head.",
+}
+"""Both spellings of a text part's tensors, old and new."""
+
+
+class FolderTensors:
+    """Files are opened once and mapped, not read."""
+
+    def __init__(self, path: Path, stack: ExitStack, packed: PackedFormat | None) -> None:
+        self._path = path
+        self._stack = stack
+        self._packed = packed
+        self._has_warned = False
+        self._open: dict[Path, Any] = {}
+        self._file_of = self._locate()
+        self._names = {_text_name(name): name for name in self._file_of}
+
+    def has(self, name: str) -> bool:
+        return name in self._names
+
+    def check(self, name: str, shape: tuple[int, ...]) -> None:
+        if not self._is_grouped(name, shape):
+            self._stored(name, shape)
+
+    def read(self, name: str, out: torch.Tensor) -> None:
+        grouped = self._grouped(name, tuple(out.shape))
+        if grouped is not None:
+            out.copy_(grouped.values())
+            return
+        tensor = self._stored(name, tuple(out.shape))
+        if tensor.dtype not in DTYPES:
+            allowed = ", ".join(map(str, DTYPES))
+            raise CheckpointError(
+                f"{self._file_of[self._names[name]]}: tensor {name} is {tensor.dtype}; "
+                f"allowed: {allowed}"
+            )
+        out.copy_(tensor)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        if name not in self._names:
+            raise CheckpointError(f"{self._path}: tensor {name} is missing; shape {shape} expected")
+        name = self._names[name]
+        file = self._file_of[name]
+        try:
+            tensor: torch.Tensor = self._handle(file).get_tensor(name)
+        except SafetensorError as error:
+            raise CheckpointError(f"{file}: tensor {name}: {one_line(error)}") from error
+        if tuple(tensor.shape) != shape:
+            raise CheckpointError(
+                f"{file}: tensor {name} has shape {tuple(tensor.shape)}; "
+                f"config.json asks for {shape}"
+            )
+        return tensor
+
+    def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
+        grouped = self._grouped(name, shape)
+        if grouped is None or self._packed is None:
+            return None
+        matrix = grouped.quantized(per_token=self._packed.per_token)
+        if matrix is None and not self._has_warned:
+            self._has_warned = True
+            why = (
+                "columns are out of order (act-order)"
+                if grouped.index is not None
+                else f"groups of {grouped.group_size} columns of {grouped.bits} bits have no kernel"
+            )
+            _log.warning("%s: %s and maybe others are widened: %s", self._path, name, why)
+        return matrix
+
+    def _is_grouped(self, name: str, shape: tuple[int, ...]) -> bool:
+        module, _, kind = name.rpartition(".")
+        if self._packed is None or kind != "weight" or len(shape) != 2:
+            return False
+        return self.has(f"{module}.{self._packed.marker}")
+
+    def _grouped(self, name: str, shape: tuple[int, ...]) -> GroupedMatrix | None:
+        """A matrix that is quantised; None for any other tensor."""
+        packed = self._packed
+        if packed is None or not self._is_grouped(name, shape):
+            return None
+        module = name.removesuffix(".weight")
+        try:
+            return packed.read(module, (shape[0], shape[1]), self._stored, self.has)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(f"{self._path}: {one_line(error)}") from error
+
+    def _locate(self) -> dict[str, Path]:
+        single, index = self._path / SINGLE_FILE, self._path / INDEX_FILE
+        if single.is_file():
+            return dict.fromkeys(self._handle(single).keys(), single)
+        if not index.is_file():
+            raise CheckpointError(
+                f"{self._path}: has neither {SINGLE_FILE} nor {INDEX_FILE}; "
+                "weights are read from safetensors only"
+            )
+        try:
+            weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+            return {name: self._path / Path(file).name for name, file in weight_map.items()}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{index}: not an index of safetensors files ({one_line(error)})"
+            ) from error
+
+    def _handle(self, file: Path) -> Any:
+        if file not in self._open:
+            try:
+                self._open[file] = self._stack.enter_context(safe_open(file, framework="pt"))
+            except OSError as error:
+                raise CheckpointError(f"{file}: cannot be read ({one_line(error)})") from error
+            except SafetensorError as error:
+                raise CheckpointError(
+                    f"{file}: not a whole safetensors file ({one_line(error)})"
+                ) from error
+        return self._open[file]
+
+
+def _text_name(name: str) -> str:
+    """A tensor's name in the text part by itself."""
+    for prefix, of_text in _PREFIXES.items():
+        if name.startswith(prefix):
+            return of_text + name.removeprefix(prefix)
+    return name
