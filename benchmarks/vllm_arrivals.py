@@ -4,10 +4,13 @@ hindsight, and Penstock's `fluid_guided` as the plug-in and as the engine above 
     python -m benchmarks.vllm_arrivals azure2023_conv.csv.gz --out arrivals.jsonl [--json]
 
 To be run by a Python that has vLLM. Prompts and outputs are those of stretches of a recorded trace,
-`--scale` times shorter, and so are the gaps between them, for the load that is wanted; all ways of
-serving get the same. The model's weights are random. KV memory is a quarter of what stock's most
-requests would hold. Each stretch is served in all ways before the next, and written down: a run
-that was cut goes on. Ratios are of one stretch's figures, their intervals over the stretches.
+`--scale` times shorter, and so are the gaps between them, for the load that is wanted: a share of
+the rate at which stock serves the same stretch when all of it comes at once. All ways of serving
+get the same. The model's weights are random. KV memory is a quarter of what stock's most requests
+would hold. Each stretch is served in all ways before the next, and written down: a run that was
+cut, or that `--minutes` has ended, goes on. Ratios are of one stretch's figures, their intervals
+over the stretches. Requests are added between steps by the process that computes them; the report
+says what share of the time that took.
 """
 
 from __future__ import annotations
@@ -15,8 +18,10 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +49,9 @@ ARMS: dict[str, tuple[str, dict[str, Any]]] = {
     "plug-in": ("vllm", {"plugin": FLUID}),
     "engine": ("penstock", {}),
 }
+_FIRST_REQUESTS = 120
+"""Served before anything is measured."""
+_TUNING_REQUESTS = 600
 
 Rows = list[tuple[float, int, int]]
 
@@ -105,19 +113,25 @@ class Trace:
         ]
 
 
+class OutOfTimeError(Exception):
+    """The run's minutes are over."""
+
+
 class Bench:
     """Two workers, and what they have measured."""
 
     @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser, stretches: int) -> None:
-        """Of a run; `stretches` of each load."""
+    def add_arguments(parser: argparse.ArgumentParser, stretches: int, requests: int) -> None:
+        """Of a run; `stretches` of each load, with so many requests each."""
         parser.add_argument("trace", type=Path)
         parser.add_argument("--out", type=Path, required=True, help="file that a run goes on from")
         parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/penstock/arrivals")
         parser.add_argument("--stretches", type=int, default=stretches)
-        parser.add_argument("--capacity", type=int, default=3, help="stretches to measure it by")
-        parser.add_argument("--requests", type=int, default=120, help="of a stretch")
+        parser.add_argument("--requests", type=int, default=requests, help="of a stretch")
         parser.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
+        parser.add_argument(
+            "--minutes", type=float, default=math.inf, help="after which no stretch is begun"
+        )
 
     def __init__(self, args: argparse.Namespace) -> None:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -128,6 +142,7 @@ class Bench:
         self.kv_tokens = int(MOST_REQUESTS * self._trace.mean_len / 4 // BLOCK_SIZE * BLOCK_SIZE)
         self._workers: dict[str, Worker] = {}
         self._num_done = 0
+        self._ends_at = time.monotonic() + 60 * args.minutes
 
     def close(self) -> None:
         for worker in self._workers.values():
@@ -150,18 +165,26 @@ class Bench:
                 block_size=BLOCK_SIZE,
             )
             # The first steps of a process are slow.
-            rows = self._trace.stretch(0, self._args.requests, None)
+            rows = self._trace.stretch(0, _FIRST_REQUESTS, None)
             worker.ask(do="serve", settings={}, requests=rows, seed=0)
         return self._workers[kind]
 
-    def serve(self, arm: tuple[str, dict[str, Any]], number: int, rate: float | None) -> Any:
-        """What a stretch comes to, from the file if it is there."""
+    def serve(
+        self,
+        arm: tuple[str, dict[str, Any]],
+        number: int,
+        rate: float | None,
+        num: int | None = None,
+    ) -> Any:
+        """What a stretch comes to, from the file if it is there. num: requests, if fewer than of
+        others. Raises: OutOfTimeError."""
         kind, settings = arm
+        num = num or self._args.requests
         about = {
             "arm": [kind, settings],
             "stretch": number,
             "rate": rate,
-            "requests": self._args.requests,
+            "requests": num,
             "scale": self._args.scale,
             "kv_tokens": self.kv_tokens,
             "trace": self._args.trace.name,
@@ -170,14 +193,16 @@ class Bench:
         self._num_done += 1
         if known is not None:
             return known["found"]
-        rows = self.stretch(number, rate)
+        if time.monotonic() > self._ends_at:
+            raise OutOfTimeError
+        rows = self._trace.stretch(number, num, rate)
         found = self._worker(kind).ask(do="serve", settings=settings, requests=rows, seed=number)
         self._store.put(about, found)
         latency = np.mean(found["latency"])
         name = "at once" if rate is None else f"{rate:.2f} a second"
         print(
-            f"{self._num_done}: stretch {number}, {name}, {kind} {settings or ''}: mean latency "
-            f"{latency:.2f} s",
+            f"{self._num_done}: stretch {number}, {name}, {kind} {settings or ''}: "
+            f"{found['seconds']:.0f} s, mean latency {latency:.2f} s",
             file=sys.stderr,
             flush=True,
         )
@@ -186,18 +211,19 @@ class Bench:
     def stretch(self, number: int, rate: float | None) -> Rows:
         return self._trace.stretch(number, self._args.requests, rate)
 
-    def capacity(self) -> float:
-        """Requests a second that stock serves when all come at once."""
-        runs = [self.serve(ARMS["default"], i, None) for i in range(1, 1 + self._args.capacity)]
-        return float(np.median([self._args.requests / run["seconds"] for run in runs]))
+    def capacity(self, number: int, num: int | None = None) -> float:
+        """Requests a second that stock serves when all of a stretch come at once."""
+        num = num or self._args.requests
+        return num / float(self.serve(ARMS["default"], number, None, num)["seconds"])
 
-    def load(self, share: float, rate: float) -> dict[str, Any]:
+    def load(self, share: float) -> dict[str, Any]:
         """Figures of all arms at one load."""
-        stretches = range(1, 1 + self._args.stretches)
-        tuned = min(TUNED, key=lambda limits: self._tuned_latency(limits, rate))
+        numbers = range(1, 1 + self._args.stretches)
+        rates = {i: round(share * self.capacity(i), 3) for i in numbers}
+        tuned = self._tuned(share)
         arms = {**ARMS, "tuned": ("vllm", tuned)}
         runs: dict[str, list[Any]] = {name: [] for name in arms}
-        for number in stretches:
+        for number, rate in rates.items():
             for name in _rotated(list(arms), number):
                 runs[name].append(self.serve(arms[name], number, rate))
         latency = {n: [float(np.mean(r["latency"])) for r in found] for n, found in runs.items()}
@@ -205,7 +231,7 @@ class Bench:
         p99 = {n: [float(np.quantile(r["ttft"], 0.99)) for r in found] for n, found in runs.items()}
         return {
             "load": share,
-            "rate": rate,
+            "rates": list(rates.values()),
             "tuned": tuned,
             "arms": {
                 name: {
@@ -215,15 +241,21 @@ class Bench:
                     "latency_to_default": _shown(ratio(latency[name], latency["default"])),
                     "latency_to_tuned": _shown(ratio(latency[name], latency["tuned"])),
                     "p99_ttft_to_default": _shown(ratio(p99[name], p99["default"])),
+                    "adding_share": max(r["adding"] / r["seconds"] for r in runs[name]),
                 }
                 for name in arms
             },
         }
 
-    def _tuned_latency(self, limits: dict[str, int], rate: float) -> float:
-        numbers = range(1, 1 + self._args.tuning)
-        runs = [self.serve(("vllm", limits), number, rate) for number in numbers]
-        return float(np.mean([np.mean(run["latency"]) for run in runs]))
+    def _tuned(self, share: float) -> dict[str, int]:
+        """The limits with the lowest mean latency in a shorter stretch at that load."""
+        num = min(_TUNING_REQUESTS, self._args.requests)
+        rate = round(share * self.capacity(1, num), 3)
+
+        def latency(limits: dict[str, int]) -> float:
+            return float(np.mean(self.serve(("vllm", limits), 1, rate, num)["latency"]))
+
+        return min(TUNED, key=latency)
 
 
 def _rotated(names: list[str], number: int) -> Iterator[str]:
@@ -240,11 +272,10 @@ def _shown(found: Interval) -> list[float | None]:
 
 
 def _print(report: dict[str, Any]) -> None:
-    print(f"capacity of stock: {report['capacity']:.2f} requests a second")
     for load in report["loads"]:
-        print(f"\nload {load['load']}, tuned {load['tuned']}")
-        print("| arm | mean latency, s | to default | to tuned | p99 TTFT to default |")
-        print("|---|---|---|---|---|")
+        print(f"\nload {load['load']}, {load['rates']} requests a second, tuned {load['tuned']}")
+        print("| arm | mean latency, s | to default | to tuned | p99 TTFT to default | adding |")
+        print("|---|---|---|---|---|---|")
         for name, arm in load["arms"].items():
             cells = [
                 _cell(arm[column])
@@ -255,7 +286,7 @@ def _print(report: dict[str, Any]) -> None:
                     "p99_ttft_to_default",
                 )
             ]
-            print(f"| {name} | {' | '.join(cells)} |")
+            print(f"| {name} | {' | '.join(cells)} | {arm['adding_share']:.1%} |")
 
 
 def _cell(values: list[float | None]) -> str:
@@ -266,23 +297,18 @@ def _cell(values: list[float | None]) -> str:
 def main() -> None:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    Bench.add_arguments(parser, stretches=8)
+    Bench.add_arguments(parser, stretches=3, requests=2000)
     parser.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
-    parser.add_argument("--tuning", type=int, default=2, help="stretches for each of the limits")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     bench = Bench(args)
     try:
-        capacity = bench.capacity()
-        loads = [bench.load(share, round(share * capacity, 3)) for share in args.loads]
+        loads = [bench.load(share) for share in args.loads]
+    except OutOfTimeError:
+        raise SystemExit("out of time; the same command goes on") from None
     finally:
         bench.close()
-    report = {
-        "model": MODEL,
-        "kv_tokens": bench.kv_tokens,
-        "capacity": capacity,
-        "loads": loads,
-    }
+    report = {"model": MODEL, "kv_tokens": bench.kv_tokens, "loads": loads}
     if args.json:
         print(json.dumps(report))
     else:

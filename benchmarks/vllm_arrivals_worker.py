@@ -30,19 +30,21 @@ class Server(ABC):
 
     def serve(self, requests: list[tuple[float, int, int]], seed: int) -> dict[str, Any]:
         """requests: (arrival in seconds, prompt tokens, tokens to make). Returns each one's seconds
-        to the first token and to the last, and every step: what was in it (`StepWork`), seconds."""
+        to the first token and to the last, the seconds in which requests were added, and every
+        step: what was in it (`StepWork`), seconds."""
         self.works: list[StepWork] = []
         seconds: list[float] = []
         rng = np.random.default_rng(seed)
         prompts = [rng.integers(8, self.vocab_size, n).tolist() for _, n, _ in requests]
         first, last = [0.0] * len(requests), [0.0] * len(requests)
-        coming, num_left = deque(enumerate(requests)), len(requests)
+        coming, num_left, adding = deque(enumerate(requests)), len(requests), 0.0
         begin = time.monotonic()
         while num_left:
             now = time.monotonic() - begin
             while coming and coming[0][1][0] <= now:
                 i, (_, _, num_tokens) = coming.popleft()
                 self.add(i, prompts[i], num_tokens)
+            adding += time.monotonic() - begin - now
             if num_left == len(coming):
                 time.sleep(min(_LONGEST_NAP_S, coming[0][1][0] - now))
                 continue
@@ -60,7 +62,13 @@ class Server(ABC):
                     num_left -= 1
         took = time.monotonic() - begin
         steps = [(*work, s) for work, s in zip(self.works, seconds, strict=True)]
-        return {"ttft": first, "latency": last, "seconds": took, "steps": steps}
+        return {
+            "ttft": first,
+            "latency": last,
+            "seconds": took,
+            "adding": adding,
+            "steps": steps,
+        }
 
     vocab_size: int
 
@@ -169,6 +177,7 @@ class PenstockServer(Server):
         self._config, self._engine = config, load_engine(config)
         self.vocab_size = self._engine.vocab_size
         self._loop = self._engine.loop
+        self._measured = self._engine.scheduler.learn.times.profile
         self._events: list[Any] = []
         self._made: dict[int, int] = {}
         self._num_stretches = 0
@@ -181,8 +190,8 @@ class PenstockServer(Server):
         from penstock.core.scheduler import Scheduler
         from penstock.serving.steps import StepRecorder
 
-        old, learn = self._engine.scheduler, Estimators()
-        learn.times = old.learn.times
+        old, learn = self._engine.scheduler, Estimators(self._measured)
+        learn.times.learns_profile = True
         scheduler = Scheduler(
             BlockPool(old.pool.num_blocks, old.pool.block_size, prefix_caching=False),
             [],

@@ -95,9 +95,10 @@ def figures(runs: Sequence[Any], stretches: Sequence[Rows]) -> dict[str, float]:
     }
 
 
-def compare(bench: Bench, num_stretches: int) -> dict[str, Any]:
+def compare(bench: Bench, num_stretches: int, num_for_capacity: int) -> dict[str, Any]:
     """Every load under both programs, live and simulated."""
-    capacity = bench.capacity()
+    measured = [bench.capacity(number) for number in range(1, 1 + num_for_capacity)]
+    capacity = float(np.median(measured))
     rates = {load: round(load * capacity, 3) for load in (CALIBRATION, *LOADS)}
     numbers = range(1, 1 + num_stretches)
     live = {
@@ -146,11 +147,12 @@ def results(found: dict[str, Any]) -> Results:
 
 def main() -> int:
     options = parser(__doc__)
-    Bench.add_arguments(options, stretches=4)
+    Bench.add_arguments(options, stretches=4, requests=480)
+    options.add_argument("--capacity", type=int, default=3, help="stretches to measure it by")
     args = options.parse_args()
     bench = Bench(args)
     try:
-        found = compare(bench, args.stretches)
+        found = compare(bench, args.stretches, args.capacity)
     finally:
         bench.close()
     return tell(args, results(found))

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from penstock.core.learn import Estimators
 from penstock.core.learn.acceptance import AcceptanceEstimator, Beta
+from penstock.core.learn.times import Times
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult, Verdict
+from penstock.fluid.step_profile import StepProfile, StepWork
 
 
 def verdict(num_accepted: int, num_proposed: int, request_id: str = "r") -> Verdict:
@@ -196,3 +200,35 @@ def test_the_hosts_work_between_steps_and_on_drafts() -> None:
         now += 0.014
     assert times.overhead == pytest.approx(0.001, rel=0.01)
     assert times.draft_overhead == pytest.approx(0.0005, rel=0.1)
+
+
+def steps_of(times: Times, rows: list[int], seconds: Callable[[int], float]) -> None:
+    for num in rows:
+        work = StepWork(num_prefill_tokens=num)
+        step = StepResult(0, TARGET, 0.0, 0.0, work=work, work_seconds=seconds(num))
+        times.observe(step, may_wait=False)
+
+
+def test_a_profile_is_drawn_anew_from_the_steps_where_it_is_to_be_learned() -> None:
+    """Whatever was known before, even of sizes that never come."""
+    before = StepProfile("before", 4096, (1, 8, 64), (0.02, 0.04, 0.3))
+    rows = [1, 4, 16, 60, 200, 600] * 50
+    for learns in (True, False):
+        times = Estimators(before).times
+        times.learns_profile = learns
+        steps_of(times, rows, lambda num: 0.003 + 1e-4 * num)
+        known = [times.profile.linear(num) for num in (1, 64, 400)]
+        assert (known == pytest.approx([0.0031, 0.0094, 0.043], rel=0.02)) is learns
+        assert (times.profile is before) is not learns
+        assert times.profile.kv_tokens == 4096
+
+
+def test_steps_larger_than_any_that_was_seen_are_worth_a_try() -> None:
+    """Up to 30 rows a step gets longer and longer; larger ones are in truth more efficient. A
+    profile that went on as steeply as it ends would never let one come."""
+    times = Estimators(StepProfile("before", 4096, (0,), (0.01,))).times
+    times.learns_profile = True
+    steps_of(times, list(range(1, 31)) * 20, lambda num: 0.004 if num < 25 else 0.008)
+    profile = times.profile
+    best = min(profile.linear(num) / num for num in range(1, 31))
+    assert profile.linear(2048) / 2048 < best

@@ -10,9 +10,16 @@ import numpy as np
 import pytest
 
 from penstock.config import PolicyConfig
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.learn import Estimators
 from penstock.core.policies.admission.fluid_guided import _lower_hull
-from penstock.core.types import StepPlan, StepResult
-from penstock.fluid.step_profile import PAPER_LINEAR
+from penstock.core.policies.registry import make_policy
+from penstock.core.scheduler import Scheduler
+from penstock.core.types import NO_DRAFTER, Request, StepPlan, StepResult
+from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile
+from penstock.sim.clock import VirtualClock
+from penstock.sim.driver import simulate
+from penstock.sim.executor import ProfiledStepTimes, SimulatedExecutor
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload, synthetic
@@ -256,3 +263,37 @@ def test_short_outputs_fill_a_memory_that_is_short() -> None:
 
     # One a step would be 391 of 900.
     assert served("fluid_guided") > 0.8 * served("vllm_v1")
+
+
+def test_learned_step_times_make_up_for_a_profile_that_is_wrong() -> None:
+    """One measured of small steps only, while the machine did something else."""
+    wrong = replace(PAPER_LINEAR, token_counts=(1, 32, 64), token_seconds=(0.01, 0.05, 0.9))
+    workload = make_workload("high", num_requests=1000, rate=25.0, arrivals="poisson", seed=2)
+    assert workload.arrival_time is not None
+    rows = zip(workload.arrival_time, workload.prompt_len, workload.output_len, strict=True)
+    requests = [
+        Request(str(i), int(prompt), int(output), float(at), drafter=NO_DRAFTER)
+        for i, (at, prompt, output) in enumerate(rows)
+    ]
+
+    def mean_latency(known: StepProfile, *, learns: bool) -> float:
+        learn = Estimators(known)
+        learn.times.learns_profile = learns
+        scheduler = Scheduler(
+            BlockPool(A100.kv_tokens, 1),
+            [],
+            admission=make_policy("admission", "fluid_guided"),
+            selection=make_policy("selection", "single"),
+            allocation=make_policy("allocation", "fixed"),
+            max_model_len=A100.kv_tokens,
+            learn=learn,
+            counted=True,
+        )
+        clock = VirtualClock()
+        executor = SimulatedExecutor(clock, ProfiledStepTimes(A100))
+        records = simulate(scheduler, executor, clock, requests).records.values()
+        return float(np.mean([r.finish_time - r.request.arrival_time for r in records]))
+
+    right = mean_latency(A100, learns=False)
+    assert mean_latency(wrong, learns=True) < 1.1 * right
+    assert mean_latency(wrong, learns=False) > 2 * right

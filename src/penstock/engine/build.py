@@ -132,6 +132,8 @@ def load_engine(
     if calibrated:
         together = config.pipeline == "auto"
         calibrate(executor, scheduler.learn, clock, profile, together=together)
+    # The few small steps that are measured say little of vLLM's.
+    scheduler.learn.times.learns_profile = config.vllm is not None and profile is None
     target = models.target
     executor.grammars = GrammarCompiler(
         partial(load_tokenizer, config.target), target.vocab_size, target.eos_token_ids

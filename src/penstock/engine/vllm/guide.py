@@ -55,8 +55,6 @@ step."""
 
 _UNMEASURED_STEP_S = 0.01
 """Of every step while none was measured: the largest is then the most efficient."""
-_LONGEST_REDRAW = 256
-"""Steps between two looks at what steps take; at first it is looked at after 1, 2, 4, ..."""
 
 _log = logging.getLogger(__name__)
 
@@ -113,13 +111,11 @@ class Guide:
         drafters = []
         if limits.proposer is not None:
             drafters.append(Drafter(limits.proposer, max_draft_tokens=limits.num_draft_tokens))
-        self._drafts = bool(drafters)
-        self._learns_profile = config.profile is None
-        self._num_steps, self._redraw_at = 0, 1
         if config.profile is None:
             unmeasured = (_UNMEASURED_STEP_S,)
             capacity = pool.capacity_tokens
             self._learn.times.profile = StepProfile("unmeasured", capacity, (0,), unmeasured)
+            self._learn.times.learns_profile = True
         else:
             seed_estimators(self._learn, read_profile(config.profile), drafters)
         allocation = config.allocation or PolicyConfig.of("fixed", k=limits.num_draft_tokens)
@@ -296,18 +292,6 @@ class Guide:
             work_seconds=seconds,
         )
         self._scheduler.update(plan, result)
-        if work is not None and self._learns_profile:
-            self._learn_profile(work.num_positions, seconds)
-
-    def _learn_profile(self, num_rows: int, seconds: float) -> None:
-        times = self._learn.times
-        if not self._drafts:  # else the scheduler has noted it
-            times.target.observe(num_rows, seconds)
-        self._num_steps += 1
-        if self._num_steps >= self._redraw_at:
-            self._redraw_at += min(self._redraw_at, _LONGEST_REDRAW)
-            times.profile = times.measured_profile(self._pool.capacity_tokens)
-            times.shift = 0.0
 
 
 def _within(admission: PolicyConfig, limits: Limits) -> PolicyConfig:

@@ -76,7 +76,7 @@ class FluidGuided(AdmissionPolicy):
         self._blocked: tuple[str, int] | None = None
         self._targets = Targets(options.ttft_p99, options.tpot_p99)
         self._refill = Refill()
-        self._best = (-math.inf, (1, 0.0))
+        self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
 
     def draft_budget(self, num_tokens: int) -> int:
@@ -379,14 +379,14 @@ class FluidGuided(AdmissionPolicy):
         wait longer for next to nothing."""
         model = step.learn.times
         constant = model.profile.decode_fixed + max(model.shift, 0.0)
-        if abs(constant - self._best[0]) > 1e-4:
+        if self._best[0] is not model.profile or abs(constant - self._best[1]) > 1e-4:
             most = self.options.max_num_batched_tokens
             corners = self._corners_of(model.profile)
             prices = [(count, (s + constant) / count) for count, s in corners if count <= most]
             least = min(price for _, price in prices)
             good = next(p for p in prices if p[1] <= (1 + self.options.tolerance) * least)
-            self._best = (constant, good)
-        return self._best[1]
+            self._best = (model.profile, constant, good)
+        return self._best[2]
 
     def _corners_of(self, profile: StepProfile) -> list[tuple[int, float]]:
         """Sizes of a step just before it would take longer, and their seconds."""
