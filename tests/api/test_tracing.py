@@ -62,10 +62,32 @@ def test_queue_prefill_and_rounds(metrics: Metrics, spans: InMemorySpanExporter)
     assert root.attributes["request_id"] == "mine"
     assert root.attributes["penstock.tenant"] == "us"
     assert root.attributes["gen_ai.usage.completion_tokens"] == 3
-    assert [dict(e.attributes or {}) for e in decode.events] == [
-        {"num_tokens": 1, "drafter": "none", "num_draft_tokens": 0, "num_accepted_tokens": 0},
-        {"num_tokens": 2, "drafter": "small", "num_draft_tokens": 4, "num_accepted_tokens": 1},
+    assert [tuple((e.attributes or {}).values()) for e in decode.events] == [
+        ("none", 1, 1, 0, 0),
+        ("small", 1, 2, 4, 1),
     ]
+
+
+def test_rounds_of_one_drafter_share_an_event(
+    metrics: Metrics, spans: InMemorySpanExporter
+) -> None:
+    meter = RequestMeter(metrics, Request("r", 3, 100))
+    for drafter, num_rounds in ((None, 3), ("small", 20)):
+        for _ in range(num_rounds):
+            meter.observe(Output("r", (7,), 1, drafter=drafter, num_proposed=2, num_accepted=0))
+    meter.finish(FinishReason.LENGTH)
+    decode = next(span for span in spans.get_finished_spans() if span.name == "decode")
+    found = [dict(e.attributes or {}) for e in decode.events]
+    # The first token is that of the prefill.
+    assert [(e["drafter"], e["num_rounds"], e["num_draft_tokens"]) for e in found] == [
+        ("none", 1, 2),
+        ("none", 2, 4),
+        ("small", 16, 32),
+        ("small", 4, 8),
+    ]
+    times = [e.timestamp for e in decode.events]
+    assert times == sorted(times)
+    assert (decode.start_time, decode.end_time) == (times[0], times[-1])
 
 
 def test_a_request_that_made_nothing(metrics: Metrics, spans: InMemorySpanExporter) -> None:
