@@ -90,6 +90,28 @@ def test_samples_of_the_pass_decide_as_logits_do(checkpoint: Checkpoints, thread
     assert [d.num_decided for d in found][2:] == [2, 0]
 
 
+def test_only_a_draft_by_ratio_takes_a_batch_out_of_the_pass(checkpoint: Checkpoints) -> None:
+    """A request without a seed has the target's own sample where it has no draft, and the others
+    of its batch lose nothing."""
+    runner = load(checkpoint("llama").path)
+    by_ratio = [dataclasses.replace(p, verification="ratio") for p in COUPLED[1:]]
+    params = [*COUPLED, *by_ratio]
+    drafts = [[1], [2, 3], [], [4], [], [], []]
+    scores, found = decided(Verifier(runner), drafts, params)
+    assert isinstance(scores, list)
+    logits, expected = decided(Verifier(ByTheLogits(runner)), drafts, params)
+    assert isinstance(logits, torch.Tensor)
+    assert found == expected
+    # The same noise, whatever a draft would have been verified by.
+    _, alone = decided(Verifier(runner), [[]] * 4, COUPLED)
+    assert found[4:] == alone[1:]
+    # With a draft it is verified by the ratio, from logits; what the others get stays the same.
+    drafts[4] = [5]
+    scores, beside = decided(Verifier(runner), drafts, params)
+    assert isinstance(scores, torch.Tensor)
+    assert beside[:4] + beside[5:] == found[:4] + found[5:]
+
+
 @pytest.mark.parametrize("threads", [1, 3])
 def test_what_a_grammar_allows_is_sampled_as_of_masked_logits(
     checkpoint: Checkpoints, threads: int
@@ -147,7 +169,6 @@ def test_other_seeds_would_be_seen(checkpoint: Checkpoints) -> None:
         SamplingParams(temperature=1.0, seed=3, top_p=0.8),
         SamplingParams(temperature=1.0, seed=3, top_k=5),
         SamplingParams(temperature=1.0, seed=3, num_logprobs=0),
-        SamplingParams(temperature=1.0, seed=3, verification="ratio"),
     ],
 )
 def test_whoever_needs_the_logits_gets_them(

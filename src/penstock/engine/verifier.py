@@ -79,9 +79,9 @@ class Decided(NamedTuple):
 class Verifier:
     """Forward passes of the target, and what they say about drafts.
 
-    Where every request of a batch takes the target's own coupled samples, and nobody asks for
-    probabilities, a runner may draw them in the pass itself: an accepted draft is then the samples'
-    own beginning, and no logits come back.
+    Where every request of a batch takes the target's own samples, since it is `coupled` or has no
+    draft, and nobody asks for probabilities, a runner may draw them in the pass itself: an accepted
+    draft is then the samples' own beginning, and no logits come back.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -93,7 +93,7 @@ class Verifier:
         if drafted:
             params, ratio = self._sampling.of([d.text for d in drafted])
             wanted = any(d.sampling.num_logprobs is not None for d in drafted)
-            if params.is_masked_at_most and not (wanted or ratio.any()):
+            if params.is_masked_at_most and not (wanted or _is_any_by_ratio(drafted, ratio)):
                 row_start = np.array(_row_start(drafted), dtype=np.int32)
                 allowed = partial(_allowed, drafted, self.runner)
                 samples = self.runner.verify(batch, row_start, params, allowed)
@@ -135,7 +135,7 @@ def decide(
     row_start = _row_start(drafted)
     changed = _changed(logits, drafted, row_start) if params.reads_text else logits
     has_drafts = row_start[-1] > len(drafted)
-    if not (has_drafts or ratio.any() or any(d.sampling.num_logprobs is not None for d in drafted)):
+    if not (has_drafts or any(d.sampling.num_logprobs is not None for d in drafted)):
         # Most steps of most servers: the samples are all there is to it.
         positions = np.array([d.position for d in drafted])
         samples = sample(changed, params, positions).tolist()
@@ -169,6 +169,11 @@ def decide(
             )
         )
     return decided
+
+
+def _is_any_by_ratio(drafted: Sequence[Drafted], ratio: BoolArray) -> bool:
+    """Whether any draft is verified by rejection sampling."""
+    return bool(ratio.any()) and any(d.token_ids and d.text.is_ratio for d in drafted)
 
 
 def _changed(

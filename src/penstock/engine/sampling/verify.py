@@ -10,8 +10,9 @@ from penstock.engine.sampling.ratio import verify_ratio
 
 
 def _decide(batch: VerifyBatch, sample: TokenSampler) -> Decisions:
-    # Greedy is the special case of both modes: the equality test decides it.
-    by_ratio = batch.ratio & ~batch.params.greedy
+    # Greedy is the special case of both modes: the equality test decides it. Without a draft
+    # both take the target's own sample, by the same noise.
+    by_ratio = batch.ratio & ~batch.params.greedy & (batch.num_draft > 0)
     if not by_ratio.any():
         return verify_coupled(batch, sample)
     if by_ratio.all():
