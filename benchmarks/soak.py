@@ -12,10 +12,12 @@ shows as another text.
 Memory is what the processes of the server have resident every two seconds, a page that several
 share counted once, and those of files not at all: other programs have them, too. (Linux.)
 
---bad N: stretches alternate, without and with N clients that read a byte a second and N that leave
-at any time, all of a tenant with a small weight and with requests like the others'. Rates are the
-server's own count of the other tenants' tokens over its processor time, which other programs on
-the machine do not change. Exit code 1 if a bar is missed.
+--bad N: stretches take turns: nobody else; N clients that read a byte a second and N that leave at
+any time, all of a tenant with a small weight and without a seed, as most requests are; and 2 N of
+that tenant that do neither. The tokens of the last are its fair share, which no server could give
+to the others: bad clients are to be judged by what they cost beyond it. Rates are the server's own
+count of the other tenants' tokens over its processor time, which other programs on the machine do
+not change. Exit code 1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from benchmarks.bundled_server import BundledServer, bundled_server
 from benchmarks.soak_clients import Crowd
 
 from penstock.config import hash_of_key
-from penstock.lab.bench import Results, parser, table, tell
+from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 
 WANTED_PER_CLIENT = 256
@@ -53,7 +55,9 @@ TENANTS: dict[str, dict[str, Any]] = {
 }
 WARM_UP = 4
 """This part of the time."""
-SETTLE_S, STRETCH_S = 8.0, 32.0
+SETTLE_S, STRETCH_S = 8.0, 18.0
+ALONE, BAD, GOOD = "alone", "bad", "good"
+"""Who else is there in a stretch."""
 MOST_CHANGE = 0.02
 MOST_SLOWER = 0.10
 
@@ -63,16 +67,18 @@ class Watch:
     """What is seen of the server from outside.
 
     memory: (time, MiB by process)
-    rates:  tokens of each good tenant for each second of the server's processor time, in stretches
-            without and with bad clients
-    walls:  tokens a second of all of them, likewise
+    rates:  tokens of each good tenant for each second of the server's processor time, by who else
+            is there
+    others: tokens of that one, likewise
+    walls:  tokens a second of the good tenants, likewise
     """
 
     server: BundledServer
     memory: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    rates: dict[bool, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    walls: dict[bool, list[float]] = field(default_factory=lambda: defaultdict(list))
-    stretches: list[tuple[float, float, bool]] = field(default_factory=list)
+    rates: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
+    others: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    walls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    stretches: list[tuple[float, float, str]] = field(default_factory=list)
 
     async def weigh(self) -> None:
         while True:
@@ -85,16 +91,16 @@ class Watch:
             self.server.reload(settings())
 
     async def tokens(self, http: httpx.AsyncClient) -> dict[str, float]:
-        """Made so far, by good tenant."""
+        """Made so far, by tenant."""
         text = (await http.get(f"{self.server.url}/metrics")).text
-        made: dict[str, float] = dict.fromkeys(SHARES, 0.0)
+        made: dict[str, float] = dict.fromkeys(TENANTS, 0.0)
         for line in text.splitlines():
-            for name in SHARES if line.startswith("penstock:generation_tokens_total{") else ():
+            for name in TENANTS if line.startswith("penstock:generation_tokens_total{") else ():
                 if f'tenant="{name}"' in line:
                     made[name] += float(line.rpartition(" ")[2])
         return made
 
-    async def stretch(self, *, is_bad: bool) -> None:
+    async def stretch(self, kind: str) -> None:
         """One more, measured after it has settled."""
         async with httpx.AsyncClient(timeout=30) as http:
             await asyncio.sleep(SETTLE_S)
@@ -103,9 +109,10 @@ class Watch:
             after, end = await self.tokens(http), monotonic()
         cpu = cpu_seconds(self.server) - cpu
         made = {name: after[name] - before[name] for name in SHARES}
-        self.rates[is_bad].append({name: num / cpu for name, num in made.items()})
-        self.walls[is_bad].append(sum(made.values()) / (end - begun))
-        self.stretches.append((begun, end, is_bad))
+        self.rates[kind].append({name: num / cpu for name, num in made.items()})
+        self.others[kind].append((after["strangers"] - before["strangers"]) / cpu)
+        self.walls[kind].append(sum(made.values()) / (end - begun))
+        self.stretches.append((begun, end, kind))
 
     def memory_between(self, begin: float, end: float) -> list[float]:
         return [sum(mib.values()) for at, mib in self.memory if begin <= at < end]
@@ -146,10 +153,11 @@ async def soak(
     good = [asyncio.create_task(crowd.good(n, f"{t}-key")) for n, t in enumerate(names)]
     if bad:
         await asyncio.sleep(seconds / WARM_UP)
-        while monotonic() + 2 * (SETTLE_S + STRETCH_S) < crowd.end:
-            for is_bad in (False, True) if len(watch.stretches) % 4 else (True, False):
-                tasks = [asyncio.create_task(t) for t in _bad(crowd, bad)] if is_bad else []
-                await watch.stretch(is_bad=is_bad)
+        kinds = (ALONE, BAD, GOOD)
+        while monotonic() + len(kinds) * (SETTLE_S + STRETCH_S) < crowd.end:
+            for kind in kinds[:: -1 if len(watch.stretches) % (2 * len(kinds)) else 1]:
+                tasks = [asyncio.create_task(t) for t in _others(crowd, bad, kind)]
+                await watch.stretch(kind)
                 for task in tasks:
                     task.cancel()
                 await asyncio.gather(*tasks, return_exceptions=True)
@@ -159,8 +167,11 @@ async def soak(
     return crowd, watch
 
 
-def _bad(crowd: Crowd, num: int) -> list[Any]:
-    bodies = (crowd.sip, crowd.leave)
+def _others(crowd: Crowd, num: int, kind: str) -> list[Any]:
+    """What they do. Numbers of good ones are such that none of them asks for JSON."""
+    if kind == GOOD:
+        return [crowd.good(8 * n + 1, "strangers-key") for n in range(2 * num)]
+    bodies = (crowd.sip, crowd.leave) if kind == BAD else ()
     return [
         crowd.bad(lambda body=body: body("strangers-key")) for body in bodies for _ in range(num)
     ]
@@ -209,35 +220,66 @@ def log_verdict(path: Path) -> ClaimVerdict:
 
 
 def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
-    pairs = list(zip(watch.rates[True], watch.rates[False], strict=True))
     ratios = {
-        name: statistics.median(b[name] / g[name] for b, g in pairs if g[name]) for name in SHARES
+        name: statistics.median(
+            b[name] / g[name] for b, g in _pairs(watch.rates, BAD, ALONE) if g[name]
+        )
+        for name in SHARES
     }
-    all_of_them = sorted(sum(b.values()) / sum(g.values()) for b, g in pairs)
-    both = zip(watch.walls[True], watch.walls[False], strict=True)
-    walls = statistics.median(b / g for b, g in both)
     slowest = min(ratios, key=lambda name: ratios[name])
     rates = (
-        f"{100 * (statistics.median(all_of_them) - 1):+.1f}% (pairs from "
-        f"{100 * (all_of_them[0] - 1):+.1f} to {100 * (all_of_them[-1] - 1):+.1f}), "
-        f"of {slowest} alone {100 * (ratios[slowest] - 1):+.1f}%; by the clock "
-        f"{100 * (walls - 1):+.1f}%"
+        f"{_slower(watch, BAD, ALONE)}, of {slowest} alone {100 * (ratios[slowest] - 1):+.1f}%; "
+        f"beside as many of that tenant that are not bad {_slower(watch, GOOD, ALONE)}; bad over "
+        f"those {_slower(watch, BAD, GOOD)}"
     )
     most = {
-        is_bad: max(
-            mib
-            for b, e, bad in watch.stretches
-            if bad == is_bad
+        kind: max(
+            mib for b, e, other in watch.stretches if other == kind
             for mib in watch.memory_between(b, e)
         )
-        for is_bad in (False, True)
-    }
-    grown = most[True] / most[False] - 1
-    memory = f"at most {most[True]:.0f} MiB with them, {most[False]:.0f} without"
+        for kind in (ALONE, BAD)
+    }  # fmt: skip
+    memory = f"at most {most[BAD]:.0f} MiB with them, {most[ALONE]:.0f} without"
     return [
         bar("nobody else slower by 10%", rates, ratios[slowest] >= 1 - MOST_SLOWER),
-        bar("buffers bounded", memory, grown <= 0.1),
+        bar("buffers bounded", memory, most[BAD] / most[ALONE] - 1 <= 0.1),
     ]
+
+
+def _pairs(found: dict[str, list[Any]], one: str, other: str) -> list[tuple[Any, Any]]:
+    return list(zip(found[one], found[other], strict=True))
+
+
+def _slower(watch: Watch, one: str, other: str) -> str:
+    """How much more the good tenants get in stretches of one kind, as it is told."""
+    changes = sorted(
+        100 * (sum(a.values()) / sum(b.values()) - 1) for a, b in _pairs(watch.rates, one, other)
+    )
+    walls = statistics.median(100 * (a / b - 1) for a, b in _pairs(watch.walls, one, other))
+    return (
+        f"{statistics.median(changes):+.1f}% (from {changes[0]:+.1f} to {changes[-1]:+.1f}; by the "
+        f"clock {walls:+.1f})"
+    )
+
+
+def others_table(watch: Watch) -> ResultTable:
+    """What each kind of stretch came to."""
+    rows = [
+        {
+            "kind": kind,
+            "good": statistics.median(sum(r.values()) for r in watch.rates[kind]),
+            "others": statistics.median(watch.others[kind]),
+            "wall": statistics.median(watch.walls[kind]),
+        }
+        for kind in watch.rates
+    ]
+    columns = {
+        "others": "{kind}",
+        "good tenants' tokens a second of processor time": "{good:.0f}",
+        "the others'": "{others:.0f}",
+        "good tenants' by the clock": "{wall:.0f}",
+    }
+    return table("Medians of the stretches", rows, columns)
 
 
 def results(
@@ -255,8 +297,9 @@ def results(
             (round(at - began), {role: round(mib, 1) for role, mib in found.items()})
             for at, found in watch.memory[::5]
         ],
-        "rates": {str(k): v for k, v in watch.rates.items()},
-        "walls": {str(k): v for k, v in watch.walls.items()},
+        "rates": watch.rates,
+        "others": watch.others,
+        "walls": watch.walls,
         "errors": crowd.seen.errors[:10],
     }
     columns = {
@@ -266,7 +309,8 @@ def results(
         "median s": "{median_s:.2f}",
         "99% s": "{p99_s:.2f}",
     }
-    return Results(runs, verdicts, [table("", [runs], columns)])
+    tables = [table("", [runs], columns)]
+    return Results(runs, verdicts, tables + ([others_table(watch)] if watch.rates else []))
 
 
 def _key(tenant: str) -> dict[str, str]:
