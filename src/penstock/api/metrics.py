@@ -1,32 +1,23 @@
 """Prometheus metrics under vLLM's names, with the prefix `penstock:`.
 
 Counters and histograms are fed here, from what clients are sent; gauges and the engine's own
-counters come from its snapshot and start anew when its process is restarted.
+counters come from its snapshot (`collectors`) and start anew when its process is restarted.
 """
 
 from __future__ import annotations
 
-import math
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
-from itertools import accumulate
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
-from prometheus_client.registry import Collector
-from prometheus_client.utils import floatToGoString
 
 from penstock.api.bodies import UNNAMED
+from penstock.api.collectors import EngineCollector, PositionCollector
 from penstock.api.recent import RecentRequests
-from penstock.core.types import NO_TARGET, STEP_TOKENS, TARGET, FinishReason, Output, Request
+from penstock.core.types import NO_TARGET, FinishReason, Output, Request
 from penstock.serving.messages import EngineStats
 
 if TYPE_CHECKING:
@@ -107,10 +98,6 @@ _DRAFTER_COUNTERS = {
 }
 
 
-_Values = float | Mapping[Any, float]
-"""One value, or several by the tuples of their labels."""
-
-
 class Metrics:
     """All metrics of one server, in a registry of its own."""
 
@@ -118,7 +105,7 @@ class Metrics:
         self.model_name = model_name
         self.registry = CollectorRegistry()
         self.tracer: Tracer | None = None
-        self._engine = _EngineCollector(model_name)
+        self._engine = EngineCollector(model_name)
         self.registry.register(self._engine)
         self._of_tenant: dict[str, Counter | Histogram] = {
             n: self._counter(n, text, "tenant") for n, text in _TENANT_COUNTERS.items()
@@ -149,7 +136,7 @@ class Metrics:
         self.recent = RecentRequests()
         self.accepted: dict[str, list[int]] = {}
         """Rounds by accepted tokens, by drafter."""
-        self.registry.register(_PositionCollector(model_name, self.accepted))
+        self.registry.register(PositionCollector(model_name, self.accepted))
         # Looked up once each: a look-up by labels takes longer than counting.
         self.tenant = cache(lambda name: self._children(self._of_tenant, tenant=name))
         self.sources = cache(
@@ -315,197 +302,3 @@ def count_response(meters: Sequence[RequestMeter]) -> None:
         tenant["request_params_n"].observe(len(meters))
         longest = max(meter.num_tokens for meter in meters)
         tenant["request_max_num_generation_tokens"].observe(longest)
-
-
-class _PositionCollector(Collector):
-    """Counts accepted draft tokens by their position in the draft, from 0 on, when it is asked."""
-
-    def __init__(self, model_name: str, accepted: Mapping[str, list[int]]) -> None:
-        self._model_name = model_name
-        self._accepted = accepted
-
-    def collect(self) -> Iterator[Metric]:
-        family = CounterMetricFamily(
-            "penstock:spec_decode_num_accepted_tokens_per_pos",
-            "Accepted draft tokens by position in the draft.",
-            labels=("model_name", "drafter", "position"),
-        )
-        for name, by_length in list(self._accepted.items()):
-            longer = accumulate(reversed(by_length[1:]))
-            for position, count in enumerate(reversed(list(longer))):
-                family.add_metric((self._model_name, name, str(position)), count)
-        yield family
-
-
-class _EngineCollector(Collector):
-    """Turns the engine's last snapshot into metrics."""
-
-    def __init__(self, model_name: str) -> None:
-        self._model_name = model_name
-        self.stats: EngineStats | None = None
-        self.is_up = False
-        self.num_restarts = 0
-        self.refused: Mapping[tuple[str, str], int] = {}
-        self.hub: DraftHub | None = None
-
-    def collect(self) -> Iterator[Metric]:
-        yield self._gauge("engine_up", "Whether the engine takes requests.", self.is_up)
-        yield self._counter("engine_restarts", "Restarts of the engine.", self.num_restarts)
-        yield self._counter(
-            "requests_refused",
-            "Requests that were not taken, by tenant and reason.",
-            self.refused,
-            ("tenant", "reason"),
-        )
-        rejected: dict[tuple[str], int] = {}
-        for (_, reason), num in self.refused.items():
-            rejected[reason,] = rejected.get((reason,), 0) + num
-        yield self._counter(
-            "admission_rejections",
-            "Requests that were not taken, by reason.",
-            rejected,
-            ("reason",),
-        )
-        if self.hub is not None:
-            yield from self._draft_servers(self.hub)
-        stats = self.stats
-        if stats is None:
-            return
-        if self.hub is not None:
-            yield self._ahead(stats)
-        yield self._gauge("num_requests_running", "Requests running.", stats.num_running)
-        yield from self._waiting(stats)
-        yield self._gauge(
-            "kv_cache_usage_perc", "Share of the target's KV blocks used.", stats.kv_usage[TARGET]
-        )
-        yield self._gauge(
-            "drafter_kv_cache_usage_perc",
-            "Share of a drafter's KV blocks used.",
-            {(name,): share for name, share in stats.kv_usage.items() if name != TARGET},
-            ("drafter",),
-        )
-        yield self._gauge(
-            "cache_config_info",
-            "Blocks of the target's KV cache, as labels.",
-            {(str(stats.kv_block_size), str(stats.kv_capacity_tokens // stats.kv_block_size)): 1},
-            ("block_size", "num_gpu_blocks"),
-        )
-        yield self._gauge(
-            "kv_cache_capacity_tokens",
-            "Tokens that the target's KV holds.",
-            stats.kv_capacity_tokens,
-        )
-        if stats.kv_fluid is not None:
-            yield self._gauge(
-                "kv_cache_fluid_tokens",
-                "KV tokens that the present traffic takes in the fluid: in the mean, and exceeded "
-                "within an hour with probability 0.001 at most.",
-                {("mean",): stats.kv_fluid.mean, ("bound",): stats.kv_fluid.bound},
-                ("kind",),
-            )
-        yield self._gauge(
-            "tenant_weight",
-            "Weights by which tenants share the server.",
-            {(name,): weight for name, weight in stats.tenant_weights.items()},
-            ("tenant",),
-        )
-        yield self._counter("num_preemptions", "Preemptions.", stats.num_preemptions)
-        yield self._counter("engine_steps", "Steps of the engine.", stats.num_steps)
-        yield self._counter("engine_busy_seconds", "Seconds the engine was at work.", stats.busy_s)
-        yield self._counter("target_steps", "Steps of the target.", stats.num_target_steps)
-        yield self._step_tokens(stats)
-        phases = stats.phases
-        yield self._counter(
-            "target_step_seconds",
-            "Seconds of the target's steps by phase; receive is the wait for draft servers, batch "
-            "what the host does between drafting and the target's pass.",
-            {
-                ("plan",): stats.plan_s,
-                ("receive",): phases.receive,
-                ("draft",): phases.draft,
-                ("batch",): phases.other,
-                ("verify",): phases.verify + phases.sample,
-            },
-            ("phase",),
-        )
-        yield self._counter(
-            "drafter_seconds",
-            "Seconds that a drafter of this machine has drafted and read.",
-            {(name,): seconds for name, seconds in stats.drafter_seconds.items()},
-            ("drafter",),
-        )
-
-    def _waiting(self, stats: EngineStats) -> Iterator[Metric]:
-        yield self._gauge("num_requests_waiting", "Requests waiting.", stats.num_waiting)
-        yield self._gauge(
-            "num_requests_waiting_by_reason",
-            "Requests waiting for room (capacity), and while their grammars are compiled "
-            "(deferred).",
-            {
-                ("capacity",): stats.num_waiting - stats.num_deferred,
-                ("deferred",): stats.num_deferred,
-            },
-            ("reason",),
-        )
-
-    def _step_tokens(self, stats: EngineStats) -> Metric:
-        family = HistogramMetricFamily(
-            "penstock:iteration_tokens_total",
-            "Tokens that a step of the target computed, drafts among them.",
-            labels=("model_name",),
-        )
-        bounds = [*map(float, STEP_TOKENS), math.inf]
-        counts = zip(map(floatToGoString, bounds), accumulate(stats.steps_by_tokens), strict=False)
-        family.add_metric((self._model_name,), list(counts), stats.num_step_tokens)
-        return family
-
-    def _ahead(self, stats: EngineStats) -> Metric:
-        return self._counter(
-            "ahead_draft_tokens",
-            "Tokens that draft servers sent unasked, and whether they were verified.",
-            {
-                ("used",): stats.num_ahead_used,
-                ("unused",): stats.num_ahead - stats.num_ahead_used,
-            },
-            ("outcome",),
-        )
-
-    def _draft_servers(self, hub: DraftHub) -> Iterator[Metric]:
-        yield self._gauge("draft_servers", "Draft servers connected.", len(hub.drafters))
-        times = hub.send_times
-        yield self._counter("verdicts_sent", "Verdicts sent to draft servers.", times.num_verdicts)
-        yield self._counter(
-            "verdict_send_seconds", "Seconds until verdicts were written, summed.", times.seconds
-        )
-        yield self._counter(
-            "refused_connections",
-            "Connections that were refused, by draft server (empty: not known).",
-            hub.connections.refused,
-            ("draft_server", "reason"),
-        )
-        counts = {
-            "audited_drafts": ("Drafts recomputed.", "num_drafts"),
-            "failed_audits": ("Weighted drafts that proved false.", "num_failed"),
-            "audited_draft_tokens": ("Draft tokens recomputed.", "num_tokens"),
-            "false_draft_tokens": ("Draft tokens that the model does not draw.", "num_false_draws"),
-        }
-        for name, (text, field) in counts.items():
-            audited = {(s,): getattr(a, field) for s, a in hub.audits.by_server.items()}
-            yield self._counter(name, text, audited, ("draft_server",))
-
-    def _gauge(self, name: str, text: str, values: _Values, labels: tuple[str, ...] = ()) -> Metric:
-        return self._family(GaugeMetricFamily, name, text, values, labels)
-
-    def _counter(
-        self, name: str, text: str, values: _Values, labels: tuple[str, ...] = ()
-    ) -> Metric:
-        return self._family(CounterMetricFamily, name, text, values, labels)
-
-    def _family(
-        self, kind: Any, name: str, text: str, values: _Values, labels: tuple[str, ...]
-    ) -> Metric:
-        family = kind(f"penstock:{name}", text, labels=("model_name", *labels))
-        for of, value in values.items() if isinstance(values, Mapping) else [((), values)]:
-            family.add_metric((self._model_name, *of), float(value))
-        made: Metric = family
-        return made
