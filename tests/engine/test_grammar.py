@@ -209,12 +209,15 @@ def test_masks_that_do_not_see_the_draft_would_be_seen(
 ) -> None:
     params = SAMPLINGS["coupled"]
     alone, _ = run(make_loop(engine), make_requests(tokenizer, params, 8, "none"))
-    seeing = GrammarState.masks
+    seeing = GrammarState.fill
 
-    def deaf(self: GrammarState, text: TokenBuffer, draft: Sequence[int], num_rows: int) -> Any:
-        return seeing(self, text, (), 1).repeat(num_rows, axis=0)
+    def deaf(
+        self: GrammarState, text: TokenBuffer, draft: Any, num_rows: int, place: int, size: int
+    ) -> None:
+        for row in range(num_rows):
+            seeing(self, text, (), 1, place + row * size, size)
 
-    monkeypatch.setattr(GrammarState, "masks", deaf)
+    monkeypatch.setattr(GrammarState, "fill", deaf)
     loop = make_loop(engine)
     requests = make_requests(tokenizer, params, 8, "draft-tiny")
     texts: dict[str, list[int]] = {r.id: [] for r in requests}

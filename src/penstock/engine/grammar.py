@@ -170,30 +170,40 @@ class GrammarState:
         """Which tokens may come behind a text and a draft, and in the rows before behind a draft
         token less each: bits of [num_rows, words]. All, behind a draft that may not be."""
         rows = np.full((num_rows, self._num_words), -1, dtype=np.int32)
+        self.fill(text, draft, num_rows, rows.ctypes.data, rows.strides[0])
+        return rows
+
+    def fill(
+        self, text: TokenBuffer, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
+    ) -> None:
+        """The same, into rows at an address that have every bit set. row_bytes: of one of them."""
         first = len(draft) + 1 - num_rows
         with self._lock:
             try:
                 matcher = self._follow(text)
             except ValueError as error:
                 self.problem = str(error)
-                return rows
-            num_consumed, place, size = 0, rows.ctypes.data, rows.strides[0]
-            for i in range(len(draft) + 1):
+                return
+            num_consumed = 0
+            for i, token in enumerate(draft):
                 if i >= first:
-                    matcher.unsafe_compute_mask_ptr(place + (i - first) * size, size)
-                if i == len(draft) or not matcher.try_consume_tokens([draft[i]]):
+                    matcher.unsafe_compute_mask_ptr(place + (i - first) * row_bytes, row_bytes)
+                if not matcher.try_consume_tokens([token]):
                     break
                 num_consumed += 1
+            else:
+                last = place + (num_rows - 1) * row_bytes
+                matcher.unsafe_compute_mask_ptr(last, row_bytes)
             if matcher.is_error():
                 self._fail()
             elif num_consumed:
                 matcher.rollback(num_consumed)
-        return rows
 
     def forced(self, text: TokenBuffer) -> tuple[int, ...]:
         """What must come behind a text, as it is usually cut into tokens."""
         with self._lock:
-            return tuple(self._follow(text).compute_ff_tokens()[:_MAX_FORCED])
+            found = self._follow(text).compute_ff_tokens()
+        return tuple(found[:_MAX_FORCED]) if found else ()
 
     def _follow(self, text: TokenBuffer) -> LLMatcher:
         """Read what is new in a text."""

@@ -91,10 +91,11 @@ class TokenBuffer:
 
     def forced(self) -> tuple[int, ...]:
         """What must come next, where a grammar says so."""
-        if self.grammar is None or self.problem is not None:
+        grammar = self.grammar
+        if grammar is None or grammar.problem is not None:
             return ()
-        last = self.tokens(self.length - 1, self.length)
-        return () if self.request.stop_token_ids.issuperset(last) else self.grammar.forced(self)
+        last = int(self._tokens[self.length - 1])
+        return () if last in self.request.stop_token_ids else grammar.forced(self)
 
     @property
     def problem(self) -> str | None:
