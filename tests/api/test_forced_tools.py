@@ -11,7 +11,7 @@ import openai
 import pytest
 from pydantic import BaseModel, Field
 from tests.api.conftest import client_of
-from tests.api.tool_servers import HERMES, LLAMA, MISTRAL
+from tests.api.tool_servers import HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER
 from tests.serving.harness import running_server
 
 from penstock.config import parse_config
@@ -51,7 +51,11 @@ TEMPLATE = "{% for m in messages %}<|user|>{{ m.content }}{% endfor %}<|assistan
 
 @pytest.fixture(
     scope="module",
-    params=[HERMES, *(pytest.param(t, marks=pytest.mark.slow) for t in (LLAMA, MISTRAL))],
+    params=[
+        HERMES,
+        *(pytest.param(t, marks=pytest.mark.slow) for t in (LLAMA, MISTRAL, MISTRAL_ARGS)),
+        pytest.param(QWEN_CODER, marks=pytest.mark.slow),
+    ],
 )
 def forced(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory

@@ -13,16 +13,43 @@ from penstock.api.tool_calls import (
     HERMES,
     LLAMA,
     MISTRAL,
+    MISTRAL_ARGS,
+    QWEN_CODER,
     CallPiece,
     ToolCallParser,
     ToolFormat,
     format_of,
 )
 
-NAMES = ("weather", "add")
+TOOLS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "exact": {"type": ["boolean", "null"]},
+            "at": {"$ref": "#/$defs/place"},
+            "loop": {"$ref": "#/$defs/loop"},
+            "odd": {"type": 7, "anyOf": 7},
+            "near": {"anyOf": [{"type": "array"}, {"type": "number"}]},
+        },
+        "$defs": {"place": {"type": "object"}, "loop": {"$ref": "#/$defs/loop"}},
+    },
+    "add": {},
+}
 PARIS = '{"city": "Paris"}'
 CALL = f'{{"name": "weather", "arguments": {PARIS}}}'
 LLAMA_CALL = f'{{"name": "weather", "parameters": {PARIS}}}'
+ARGS_CALL = f"[TOOL_CALLS]weather[ARGS]{PARIS}"
+
+
+def xml(name: str, **arguments: str) -> str:
+    """As Qwen3-Coder's template writes a call."""
+    parts = [f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items()]
+    return f"<tool_call>\n<function={name}>\n{''.join(parts)}</function>\n</tool_call>"
+
+
+XML_CALL = xml("weather", city="Paris")
 TAGGED = f"<tool_call>\n{CALL}\n</tool_call>"
 
 Calls = list[tuple[str, str]]
@@ -49,7 +76,7 @@ def parsed(
     form: ToolFormat, chunks: list[str], *, whole: bool = True, most: int | None = None
 ) -> tuple[str, Calls, int]:
     """Shown text, calls, and how many of them are complete."""
-    parser = ToolCallParser(form, NAMES, whole=whole, most=most)
+    parser = ToolCallParser(form, TOOLS, whole=whole, most=most)
     content, pieces = "", []
     for number, chunk in enumerate(chunks, 1):
         found = parser.finish(chunk) if number == len(chunks) else parser.add(chunk)
@@ -87,6 +114,43 @@ GOOD: list[tuple[ToolFormat, str, str, Calls]] = [
     (MISTRAL, f"Well. [TOOL_CALLS][{CALL}, {CALL}] So.", "Well. So.", [("weather", PARIS)] * 2),
     (MISTRAL, f"[TOOL_CALLS] {CALL}", "", [("weather", PARIS)]),
     (MISTRAL, "[TOOL_CALLS] [a list] and [another]", "[TOOL_CALLS] [a list] and [another]", []),
+    (MISTRAL_ARGS, ARGS_CALL, "", [("weather", PARIS)]),
+    (MISTRAL_ARGS, f"Well. {ARGS_CALL}{ARGS_CALL}", "Well.", [("weather", PARIS)] * 2),
+    (MISTRAL_ARGS, "[TOOL_CALLS]add[CALL_ID]c0ffee123[ARGS]{}", "", [("add", "{}")]),
+    (MISTRAL_ARGS, f"[TOOL_CALLS] so, {ARGS_CALL}", "[TOOL_CALLS] so,", [("weather", PARIS)]),
+    (QWEN_CODER, XML_CALL, "", [("weather", PARIS)]),
+    (QWEN_CODER, f"I look.\n{XML_CALL}\n{XML_CALL}", "I look.", [("weather", PARIS)] * 2),
+    (QWEN_CODER, f"<tool_call>{XML_CALL}", "<tool_call>", [("weather", PARIS)]),
+    (QWEN_CODER, "<tool_call>\n<function=add>\n</function>", "", [("add", "{}")]),
+    (
+        QWEN_CODER,
+        xml("weather", city=' "a" <b>\n</c>\n\u00e9', days="3", exact="True", near="[1, 2]"),
+        "",
+        [
+            (
+                "weather",
+                '{"city": " \\"a\\" <b>\\n</c>\\n\u00e9", "days": 3, "exact": true, '
+                '"near": [1, 2]}',
+            )
+        ],
+    ),
+    (
+        QWEN_CODER,
+        xml("weather", city="7", days="true", exact="None", near="close", more="1"),
+        "",
+        [
+            (
+                "weather",
+                '{"city": "7", "days": "true", "exact": null, "near": "close", "more": "1"}',
+            )
+        ],
+    ),
+    (
+        QWEN_CODER,
+        xml("weather", at='{"x": 1}', loop="{}", odd="1"),
+        "",
+        [("weather", '{"at": {"x": 1}, "loop": "{}", "odd": "1"}')],
+    ),
     (LLAMA, LLAMA_CALL, "", [("weather", PARIS)]),
     (LLAMA, f"\n<|python_tag|>{LLAMA_CALL}", "", [("weather", PARIS)]),
     (LLAMA, f"Well: <|python_tag|>{LLAMA_CALL}", "Well:", [("weather", PARIS)]),
@@ -119,6 +183,20 @@ BROKEN: list[tuple[ToolFormat, str]] = [
     (HERMES, '<tool_call>{"name": "add", "arguments": {}, "parameters": {}}</tool_call>'),
     (HERMES, '<tool_call>{"name": "add", "mood": 1}</tool_call>'),
     (HERMES, "<tool_call>{}</tool_call>"),
+    (MISTRAL_ARGS, f"weather[ARGS]{PARIS}"),
+    (MISTRAL_ARGS, f"[TOOL_CALLS]launch[ARGS]{PARIS}"),
+    (MISTRAL_ARGS, f"[TOOL_CALLS]weather {PARIS}"),
+    (MISTRAL_ARGS, "[TOOL_CALLS]weather[CALL_ID]"),
+    (MISTRAL_ARGS, '[TOOL_CALLS]weather[ARGS]{"city": "Pa'),
+    (MISTRAL_ARGS, "[TOOL_CALLS]weather[ARGS]{city}"),
+    (MISTRAL_ARGS, "[TOOL_CALLS] [a list]"),
+    (QWEN_CODER, "<tool_call>\n<function=launch>\n</function>\n</tool_call>"),
+    (QWEN_CODER, f"<tool_call>{CALL}</tool_call>"),
+    (QWEN_CODER, XML_CALL.removeprefix("<tool_call>")),
+    (QWEN_CODER, XML_CALL.partition("</function>")[0]),
+    (QWEN_CODER, "<tool_call><function=add>so</function></tool_call>"),
+    (QWEN_CODER, "<tool_call><function=add><parameter=></parameter></function></tool_call>"),
+    (QWEN_CODER, XML_CALL.replace("</function>", "<parameter=city>x</parameter></function>")),
     (LLAMA, '{"city": "Paris", "name": "weather"}'),
     (LLAMA, f"It is {LLAMA_CALL}"),
     (LLAMA, '<|python_tag|>weather.call(city="Paris")'),
@@ -152,7 +230,7 @@ def test_a_call_behind_a_broken_one() -> None:
 
 
 def test_arguments_come_while_they_are_written() -> None:
-    parser = ToolCallParser(HERMES, NAMES, whole=False)
+    parser = ToolCallParser(HERMES, TOOLS, whole=False)
     assert parser.add('<tool_call>\n{"name": "weather", "argum') == ("", [])
     (first,) = parser.add('ents": {"city"').pieces
     assert (first.name, first.arguments) == ("weather", '{"city"')
@@ -166,6 +244,17 @@ def test_arguments_come_while_they_are_written() -> None:
     assert parser.num_calls == 0
     (third,) = parser.add('is"}}').pieces
     assert third.arguments == 'is"}'
+    assert parser.num_calls == 1
+
+
+def test_qwen_coders_arguments_come_one_by_one() -> None:
+    parser = ToolCallParser(QWEN_CODER, TOOLS, whole=False)
+    (first,) = parser.add("<tool_call>\n<function=weather>\n<parameter=city>\nPa").pieces
+    assert (first.name, first.arguments) == ("weather", "{")
+    (second,) = parser.add("ris\n</parameter>\n<parameter=days>\n3\n").pieces
+    assert (second.id, second.name, second.arguments) == (first.id, None, '"city": "Paris"')
+    (third,) = parser.add("</parameter>\n</function>").pieces
+    assert third.arguments == ', "days": 3}'
     assert parser.num_calls == 1
 
 
@@ -185,11 +274,16 @@ def test_no_more_calls_than_are_wanted() -> None:
 
 PARTS = st.sampled_from(
     [TAGGED, CALL, LLAMA_CALL, "<tool_call>", "</tool_call>", "<|python_tag|>", "```json", "```",
+     "[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", ARGS_CALL, XML_CALL, "<function=add>", "</function>",
+     "<parameter=a>", "</parameter>", "weather",
      "{", "}", '"', ";", '"name"', ":", " ", "\n", "x", "\\", ",", '{"name": "add"', "<"]
 )  # fmt: skip
 
 
-@given(st.lists(PARTS, max_size=12), st.data(), st.sampled_from([HERMES, LLAMA]), st.booleans())
+FORMS = st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER])
+
+
+@given(st.lists(PARTS, max_size=12), st.data(), FORMS, st.booleans())
 def test_the_cut_does_not_matter(
     parts: list[str], data: Any, form: ToolFormat, whole: bool
 ) -> None:
@@ -202,16 +296,16 @@ def test_the_cut_does_not_matter(
 def test_the_format_is_the_templates() -> None:
     hermes = "{% if tools %}<tool_call>{% endif %}"
     assert format_of(hermes) is HERMES
-    assert format_of(f"{hermes}<function=") is None
+    assert format_of(f"{hermes}<function=") is QWEN_CODER
     assert format_of('{{ tools }} \'ipython\' {"name": function name, "parameters": x}') is LLAMA
     assert format_of("[AVAILABLE_TOOLS] {{ tools }}") is None
     assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS] [") is MISTRAL
-    assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]name[ARGS]") is None
+    assert format_of("[AVAILABLE_TOOLS] {{ tools }} [TOOL_CALLS]name[ARGS]") is MISTRAL_ARGS
     assert format_of("{{ messages }}") is None
 
 
 def test_mistrals_templates_want_ids_of_nine_letters_or_digits() -> None:
-    parser = ToolCallParser(MISTRAL, NAMES, whole=True)
+    parser = ToolCallParser(MISTRAL, TOOLS, whole=True)
     (piece,) = parser.finish(f"[TOOL_CALLS] [{CALL}]").pieces
     assert len(piece.id) == 9
     assert piece.id.isalnum()

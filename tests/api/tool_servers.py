@@ -19,6 +19,8 @@ TEMPLATE = (
 )
 HERMES = TEMPLATE + "{# <tool_call> #}"
 MISTRAL = TEMPLATE + "{# [TOOL_CALLS] #}"
+MISTRAL_ARGS = TEMPLATE + "{# [TOOL_CALLS]name[ARGS] #}"
+QWEN_CODER = TEMPLATE + "{# <tool_call> <function=name> #}"
 LLAMA = TEMPLATE + '{# ipython {"name": NAME, "parameters": {}} #}'
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ from penstock.api.bodies import ChatBody, NamedTool, Tool
 from penstock.api.errors import ApiError
 from penstock.api.structure import Structure
 from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
+from penstock.api.written_calls import JsonCall, XmlCall
 from penstock.engine.grammar import lark_json
 
 
@@ -40,7 +41,10 @@ class ToolUse:
         text that follows it. special: tokens, by their spellings. Raises: ApiError."""
         others = [s for s in structures if s.field != "response_format"]
         if self.must:
-            return [*others, Structure("tool_choice", "json", self._calls("/anyOf"))]
+            if self.form.call is JsonCall:
+                return [*others, Structure("tool_choice", "json", self._calls("/anyOf"))]
+            rules = "\n".join(("start: call", *self._call_rules(special)))
+            return [*others, Structure("tool_choice", "lark", rules)]
         formats = [s for s in structures if s.field == "response_format"]
         return [*others, *(self._beside_calls(_object(s.value), special) for s in formats)]
 
@@ -56,18 +60,15 @@ class ToolUse:
 
     def _beside_calls(self, schema: Mapping[str, Any], special: Mapping[str, int]) -> Structure:
         """A text by a schema, or calls."""
-        if self.form.before:
-
-            def written(pieces: Sequence[str]) -> str:
-                return " ".join(
-                    f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces
-                )
-
-            form = self.form
-            more = "" if self.most == 1 else f"({written(form.between)} object)*"
+        form = self.form
+        if form.before:
+            before, between, after = (
+                _written(pieces, special) for pieces in (form.before, form.between, form.after)
+            )
+            more = "" if self.most == 1 else f"({between} call)*"
             rules = (
-                f"start: text | {written(form.before)} object {more} {written(form.after)}",
-                f"object: {lark_json(self._calls('/anyOf'))}",
+                f"start: text | {before} call {more} {after}",
+                *self._call_rules(special),
                 f"text: {lark_json(schema)}",
             )
             return Structure("response_format", "lark", "\n".join(rules))
@@ -75,9 +76,67 @@ class ToolUse:
         style = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
         return Structure("response_format", "json", {"anyOf": either, **style})
 
+    def _call_rules(self, special: Mapping[str, int]) -> Iterator[str]:
+        """What `call` is in Lark's notation."""
+        if self.form.call is JsonCall:
+            yield f"call: {lark_json(self._calls('/anyOf'))}"
+            return
+        yield "call: " + " | ".join(f"call_{n}" for n in range(len(self.tools)))
+        for n, tool in enumerate(self.tools):
+            schema = {"type": "object", **_moved(_parameters(tool), "")}
+            if self.form.call is XmlCall:
+                yield from _xml_rules(f"call_{n}", tool.function.name, schema)
+            else:
+                head = _written((tool.function.name, "[ARGS]"), special)
+                yield f"call_{n}: {head} {lark_json(schema)}"
+
     def parser(self) -> ToolCallParser:
-        names = [tool.function.name for tool in self.tools]
-        return ToolCallParser(self.form, names, whole=self.whole, most=self.most, inside=self.must)
+        tools = {tool.function.name: _parameters(tool) for tool in self.tools}
+        return ToolCallParser(self.form, tools, whole=self.whole, most=self.most, inside=self.must)
+
+
+def _written(pieces: Sequence[str], special: Mapping[str, int]) -> str:
+    """Strings in Lark's notation, one behind the other."""
+    return " ".join(f"<[{special[p]}]>" if p in special else json.dumps(p) for p in pieces)
+
+
+def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """What a call is as `XmlCall` reads it, its arguments in the schema's order. A string that is
+    no choice of some may be anything but what ends it. Raises: ApiError."""
+    properties, required = schema.get("properties", {}), schema.get("required", [])
+    is_read = isinstance(properties, Mapping) and isinstance(required, list)
+    if schema["type"] != "object" or not is_read:
+        message = f"tool_choice: the parameters of {name!r} must be a schema of an object"
+        raise ApiError(400, message, param="tools", code="invalid_grammar")
+    parts = []
+    for n, (key, of_value) in enumerate(properties.items()):
+        part = f"{rule}_{n}"
+        parts.append(part if key in required else f"{part}?")
+        head = json.dumps(f"<parameter={key}>\n")
+        found = of_value if isinstance(of_value, Mapping) else {}
+        if found.get("type") == "string" and not ({"enum", "const"} & found.keys()):
+            yield f"{part}: {head} {part}_text"
+            yield f'{part}_text[suffix="\\n</parameter>\\n"]: /(?s:.*)/'
+            continue
+        choices = found.get("enum", [found["const"]] if "const" in found else [])
+        if (
+            isinstance(choices, list)
+            and choices
+            and all(isinstance(choice, str) for choice in choices)
+        ):
+            value = "(" + " | ".join(map(json.dumps, choices)) + ")"
+        else:
+            shared = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+            value = lark_json({**found, **shared})
+        yield f'{part}: {head} {value} "\\n</parameter>\\n"'
+    head = json.dumps(f"<function={name}>\n")
+    yield " ".join((f"{rule}:", head, *parts, '"</function>"'))
+
+
+def _parameters(tool: Tool) -> Mapping[str, Any]:
+    """Schema of a tool's arguments."""
+    found: Mapping[str, Any] = tool.for_template()["function"]["parameters"]
+    return found
 
 
 def _object(schema: Any) -> Mapping[str, Any]:
@@ -96,7 +155,7 @@ def _object(schema: Any) -> Mapping[str, Any]:
 
 def _call_schema(tool: Tool, key: str, place: str) -> dict[str, Any]:
     """Of a call's object. key: of the arguments. place: of their schema in the whole one."""
-    arguments = {"type": "object", **_moved(tool.for_template()["function"]["parameters"], place)}
+    arguments = {"type": "object", **_moved(_parameters(tool), place)}
     return {
         "type": "object",
         "properties": {"name": {"const": tool.function.name}, key: arguments},
@@ -133,7 +192,7 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
         raise ApiError(
             400,
             f"{param}: the model's chat template has no tools in a format that this server reads "
-            "(Hermes', Llama 3's or Mistral's lists)",
+            "(Hermes', Llama 3's, Mistral's or Qwen3-Coder's)",
             param=param,
             code="unsupported_value",
         )

@@ -1,0 +1,371 @@
+"""Calls of tools as models write them, read while they are written."""
+
+from __future__ import annotations
+
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from pydantic_core import from_json
+
+_ARGUMENTS = ("arguments", "parameters")
+_KEYS = ("name", "type", "id", *_ARGUMENTS)
+
+
+class WrittenCall(ABC):
+    """What may be a call, while it is written.
+
+    begins: a call's first characters, any of them; none: whatever comes. marks: in it, that a
+    vocabulary may have special tokens for. id, index, num_told: for whoever tells of it
+    """
+
+    begins: ClassVar[tuple[str, ...]]
+    marks: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        """tools: schemas of their arguments, by their names."""
+        self.name: str | None = None
+        self.is_wrong = False
+        """It can be no call."""
+        self.id, self.index, self.num_told = "", 0, 0
+        self._tools = tools
+
+    @property
+    @abstractmethod
+    def text(self) -> str:
+        """All that was taken in."""
+
+    @property
+    @abstractmethod
+    def is_over(self) -> bool: ...
+
+    @property
+    @abstractmethod
+    def arguments(self) -> str | None:
+        """JSON, as far as it is written; None while it may be no object."""
+
+    @abstractmethod
+    def add(self, text: str) -> int:
+        """Take in text up to the call's end, or to where it can be no call. Returns how many
+        characters that are."""
+
+
+class JsonCall(WrittenCall):
+    """A JSON object with the `name` of a tool and its `arguments` (or `parameters`), an object."""
+
+    begins = ("{",)
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(tools)
+        self._object = _Object()
+        self._whole_arguments: str | None = None
+
+    @property
+    def text(self) -> str:
+        return self._object.text
+
+    @property
+    def is_over(self) -> bool:
+        return self._object.is_over
+
+    @property
+    def arguments(self) -> str | None:
+        if self.is_over:
+            return self._whole_arguments
+        written = {_string(key): value for key, value in self._object.written.items()}
+        value = next((written[key] for key in _ARGUMENTS if key in written), "").strip()
+        return value if value.startswith("{") else None
+
+    def add(self, text: str) -> int:
+        taken = 0
+        while taken < len(text) and not (self.is_over or self.is_wrong):
+            taken += self._object.add(text[taken:])
+            self.is_wrong = not self._may_be_call()
+        return taken
+
+    def _may_be_call(self) -> bool:
+        keys = [_string(key) for key in self._object.written]
+        known = ["arguments" if key in _ARGUMENTS else key for key in keys]
+        if not all(key in _KEYS for key in keys) or len(set(known)) < len(known):
+            return False
+        if self.name is None:
+            name = next((v for k, v in self._object.entries.items() if _string(k) == "name"), None)
+            if name is not None:
+                self.name = _string(name)
+                if self.name not in self._tools:
+                    return False
+        return not self.is_over or self._is_call()
+
+    def _is_call(self) -> bool:
+        """Whether the whole object is a call."""
+        call = _parsed(self.text)
+        if not isinstance(call, dict) or self.name is None:
+            return False
+        key = next((key for key in _ARGUMENTS if key in call), None)
+        value = call.get(key, {}) if key else {}
+        if isinstance(value, str):
+            # Some models write the arguments as OpenAI's clients get them.
+            self._whole_arguments = value.strip()
+            return isinstance(_parsed(value), dict)
+        if value is None or key is None:
+            self._whole_arguments = "{}"
+            return True
+        written = next(v for k, v in self._object.entries.items() if _string(k) == key)
+        self._whole_arguments = written.strip()
+        return isinstance(value, dict)
+
+
+class NamedCall(WrittenCall):
+    """A tool's name, `[ARGS]`, and a JSON object; between them there may be `[CALL_ID]` and one."""
+
+    begins = ("",)
+    marks = ("[ARGS]", "[CALL_ID]")
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(tools)
+        self._head = ""
+        self._object = _Object()
+
+    @property
+    def text(self) -> str:
+        return self._head + self._object.text
+
+    @property
+    def is_over(self) -> bool:
+        return self._object.is_over
+
+    @property
+    def arguments(self) -> str | None:
+        return self._object.text if self.name is not None else None
+
+    def add(self, text: str) -> int:
+        taken = 0
+        while taken < len(text) and self.name is None and not self.is_wrong:
+            if text[taken] == "{":
+                self.name = next((n for n in self._tools if self._is_whole(n)), None)
+            self.is_wrong = self.name is None and not self._goes_on(text[taken])
+            taken += self.name is None
+        while taken < len(text) and not (self.is_over or self.is_wrong):
+            taken += self._object.add(text[taken:])
+            self.is_wrong = self.is_over and not isinstance(_parsed(self._object.text), dict)
+        return taken
+
+    def _is_whole(self, name: str) -> bool:
+        rest = self._head.removeprefix(name)
+        return self._head.startswith(name) and _BEFORE_ARGUMENTS.fullmatch(rest) is not None
+
+    def _goes_on(self, char: str) -> bool:
+        """Take one more in. Whether arguments may still follow."""
+        self._head += char
+        return any(
+            name.startswith(self._head)
+            or (self._head.startswith(name) and _may_precede(self._head[len(name) :]))
+            for name in self._tools
+        )
+
+
+_BEFORE_ARGUMENTS = re.compile(r"(\[CALL_ID\][A-Za-z0-9_-]{1,64})?\[ARGS\]\s{0,8}")
+_CALL_ID = re.compile(r"\[CALL_ID\][A-Za-z0-9_-]{0,64}")
+
+
+def _may_precede(text: str) -> bool:
+    """Whether `_BEFORE_ARGUMENTS` may match what a text goes on to."""
+    rest = _CALL_ID.sub("", text, count=1) if text.startswith("[CALL_ID]") else text
+    whole = "[ARGS]"
+    is_part = whole.startswith(rest) or "[CALL_ID]".startswith(rest)
+    return is_part or (rest.startswith(whole) and rest[len(whole) :].isspace() and len(rest) < 15)
+
+
+class XmlCall(WrittenCall):
+    """`<function=NAME>`, then `<parameter=KEY>`, value and `</parameter>` for each argument, and
+    `</function>`. A value is text, or what its schema says it is; arguments come one by one."""
+
+    begins = ("<",)
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]]) -> None:
+        super().__init__(tools)
+        self._text = ""
+        self._is_over = False
+        self._start = 0
+        """Of the tag, or of the value, that is being written."""
+        self._key: str | None = None
+        self._entries: dict[str, str] = {}
+
+    @property
+    def text(self) -> str:
+        return self._text
+
+    @property
+    def is_over(self) -> bool:
+        return self._is_over
+
+    @property
+    def arguments(self) -> str | None:
+        if self.name is None:
+            return None
+        entries = (f"{json.dumps(k, ensure_ascii=False)}: {v}" for k, v in self._entries.items())
+        return "{" + ", ".join(entries) + ("}" if self.is_over else "")
+
+    def add(self, text: str) -> int:
+        for taken, char in enumerate(text, 1):
+            self._text += char
+            if self._key is None:
+                self.is_wrong = not self._in_tag(char)
+            elif char == ">" and self._text.endswith(_END_OF_VALUE):
+                value = self._text[self._start : -len(_END_OF_VALUE)]
+                self._entries[self._key] = self._as_json(self._key, value)
+                self._key, self._start = None, len(self._text)
+            if self.is_wrong or self.is_over:
+                return taken
+        return len(text)
+
+    def _in_tag(self, char: str) -> bool:
+        """Whether it may be one."""
+        if char.isspace() and self._start == len(self._text) - 1:
+            self._start += 1
+            return True
+        tag = self._text[self._start :]
+        if self.name is None:
+            expected = {f"<function={name}>": name for name in self._tools}
+            self.name = expected.get(tag)
+            if self.name is None:
+                return any(one.startswith(tag) for one in expected)
+        elif tag == _END_OF_CALL:
+            self._is_over = True
+        elif tag.startswith(_PARAMETER) and char == ">":
+            self._key = tag[len(_PARAMETER) : -1]
+            if not self._key or self._key in self._entries:
+                return False
+        else:
+            is_key = tag.startswith(_PARAMETER) and len(tag) < _LONGEST_TAG and char not in "<\n"
+            return is_key or _PARAMETER.startswith(tag) or _END_OF_CALL.startswith(tag)
+        self._start = len(self._text)
+        return True
+
+    def _as_json(self, key: str, value: str) -> str:
+        value = value.removeprefix("\n").removesuffix("\n")
+        schema = self._tools[self.name or ""]
+        known = schema.get("properties")
+        types = _types(known.get(key), schema) if isinstance(known, Mapping) else set()
+        written = value.strip()
+        if "boolean" in types and written in ("True", "False"):
+            written = written.lower()
+        if "null" in types and written in ("null", "None"):
+            return "null"
+        read = _parsed(written)
+        is_read = any(name in types and isinstance(read, kind) for name, kind in _TYPES.items())
+        if is_read and (type(read) is not bool or "boolean" in types):
+            return written
+        return json.dumps(value, ensure_ascii=False)
+
+
+_PARAMETER, _END_OF_VALUE, _END_OF_CALL = "<parameter=", "</parameter>", "</function>"
+
+_LONGEST_TAG = 300
+_DEEPEST = 6
+"""Schemas within schemas, of a value's type."""
+
+_TYPES: dict[str, Any] = {
+    "boolean": bool, "integer": int, "number": (int, float), "object": dict, "array": list,
+}  # fmt: skip
+
+
+def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
+    """JSON's types that a schema allows, as far as it names them. root: what its references refer
+    to."""
+    if not isinstance(schema, Mapping) or depth > _DEEPEST:
+        return set()
+    own = schema.get("type")
+    found = {t for t in (own if isinstance(own, list) else [own]) if isinstance(t, str)}
+    if isinstance(reference := schema.get("$ref"), str):
+        found |= _types(_referred(reference, root), root, depth + 1)
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        for part in parts if isinstance(parts, list) else ():
+            found |= _types(part, root, depth + 1)
+    return found
+
+
+def _referred(reference: str, root: Mapping[str, Any]) -> Any:
+    """What `#/$defs/name` stands for; None for what is not there."""
+    found: Any = root
+    for name in reference.removeprefix("#").split("/")[1:]:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found
+
+
+class _Object:
+    """The outermost entries of a JSON object while it is written. It may turn out to be no JSON:
+    that is for a parser to say when it is over.
+
+    entries: those that are complete, as they are written
+    """
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.entries: dict[str, str] = {}
+        self.is_over = False
+        self._key: str | None = None
+        self._start = 1
+        """Where the key or value that is being written begins."""
+        self._depth = 0
+        self._in_string = False
+        self._is_escaped = False
+
+    @property
+    def written(self) -> dict[str, str]:
+        """The entries, the last of them perhaps in part. A key that comes again differs from the
+        first by a space."""
+        if self._key is None:
+            return self.entries
+        return {**self.entries, self._key: self.text[self._start :]}
+
+    def add(self, text: str) -> int:
+        """Take in text up to the end of an outermost key or value. Returns how many characters
+        that are."""
+        for taken, char in enumerate(text, 1):
+            self.text += char
+            if self._ends_with(char):
+                return taken
+        return len(text)
+
+    def _ends_with(self, char: str) -> bool:
+        if self._is_escaped:
+            self._is_escaped = False
+        elif char == "\\" and self._in_string:
+            self._is_escaped = True
+        elif char == '"':
+            self._in_string = not self._in_string
+        elif not self._in_string:
+            self._depth += (char in "{[") - (char in "]}")
+            if self._depth == 1 and char == ":" and self._key is None:
+                key = self.text[self._start : -1]
+                self._key = key if key not in self.entries else f" {key}"
+                self._start = len(self.text)
+                return True
+            if self._depth == 0 or (self._depth == 1 and char == ","):
+                self._end_entry()
+                self.is_over = self._depth == 0
+                return True
+        return False
+
+    def _end_entry(self) -> None:
+        if self._key is not None:
+            self.entries[self._key] = self.text[self._start : -1]
+        self._key, self._start = None, len(self.text)
+
+
+def _parsed(text: str) -> Any:
+    """JSON's value; None for what is none."""
+    try:
+        return from_json(text, allow_inf_nan=False)
+    except ValueError:
+        return None
+
+
+def _string(text: str) -> str:
+    """A JSON string's value; for anything else what no key and no tool is called."""
+    value = _parsed(text)
+    return value if isinstance(value, str) else ""
