@@ -1,9 +1,10 @@
-"""The version, and a wheel outside the checkout."""
+"""The version, an sdist, and a wheel outside the checkout."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -13,7 +14,9 @@ import pytest
 import penstock
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+_SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PROJECT = _SETTINGS["project"]
+(BACKEND,) = _SETTINGS["build-system"]["requires"]
 
 
 def test_one_version_everywhere() -> None:
@@ -34,12 +37,38 @@ def test_what_is_installed_is_pinned() -> None:
     assert not names - pinned - {"torch"}
 
 
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `python -m build --sdist` makes it, out of this checkout."""
+    folder = tmp_path_factory.mktemp("sdist")
+    pip = [sys.executable, "-m", "pip", "install", "--disable-pip-version-check", "-q"]
+    subprocess.run([*pip, "--target", str(folder / "backend"), BACKEND], check=True)
+    code = (
+        f"import sys; sys.path.insert(0, {str(folder / 'backend')!r});"
+        f"from scikit_build_core.build import build_sdist; build_sdist({str(folder)!r})"
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=300)
+    (made,) = folder.glob("*.tar.gz")
+    return made
+
+
 @pytest.mark.slow
-def test_a_wheel_works_outside_the_checkout(tmp_path: Path) -> None:
-    """Its kernels are compiled here."""
+def test_an_sdist_holds_what_is_tracked(sdist: Path) -> None:
+    """Nothing is missing, and nothing that was made here is in it, such as compiled kernels."""
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    with tarfile.open(sdist) as packed:
+        names = {name.partition("/")[2] for name in packed.getnames()}
+    assert names == {*tracked, "PKG-INFO"}
+
+
+@pytest.mark.slow
+def test_a_wheel_works_outside_the_checkout(sdist: Path, tmp_path: Path) -> None:
+    """Its kernels are compiled here, out of the sdist."""
     build = ["--no-deps", "--disable-pip-version-check", "-q", f"-Cbuild-dir={tmp_path / 'build'}"]
     subprocess.run(
-        [sys.executable, "-m", "pip", "wheel", *build, "-w", str(tmp_path), str(ROOT)],
+        [sys.executable, "-m", "pip", "wheel", *build, "-w", str(tmp_path), str(sdist)],
         check=True,
         timeout=900,
     )
