@@ -7,22 +7,25 @@ To be run by a Python that has vLLM. Without a draft model: target-only, on the 
 on a Llama of 28 million random weights, for batches of 1, 8 and 32. With one: the target on
 real prompts (FOLDER has its tokenizer), code and edits, for batches of 1, 4 and 8, which are in the
 prefix cache, so that decoding is what takes the time; vLLM with each of its own ways to speculate,
-Penstock with its drafters. Same checkpoints, same prompts, greedy, end of text ignored, bfloat16,
-else vLLM's own defaults. All ways make a pass, in another order each time; a ratio is of passes of
-one turn. What is measured is written down, and the same command goes on behind it.
+Penstock with its drafters, one process after the other. Same checkpoints, same prompts, greedy, end
+of text ignored, bfloat16, else vLLM's own defaults. All ways make a pass, in another order each
+time; a ratio is of passes of one turn. Every pass is written down, and the same command, cut or
+ended by `--minutes`, goes on behind it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import statistics
 import sys
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from benchmarks.peers.engines import ENGINES
@@ -36,6 +39,8 @@ from penstock.engine.tokenizer import load_tokenizer
 from penstock.lab.bench import Results, parser, table, tell
 from penstock.lab.claims import ClaimVerdict
 from penstock.lab.statistics import interval, ratio
+
+_T = TypeVar("_T")
 
 OVERHEAD_BAR, SPECULATION_BAR = 0.98, 1.2
 STOCK = "vllm"
@@ -55,7 +60,7 @@ class Arm:
     drafter: str = "none"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """Prompts for one model, in batches of one size."""
 
@@ -79,8 +84,13 @@ class Played(NamedTuple):
     token_ids: list[list[int]]
 
 
+Arms = Mapping[str, Arm]
 Turn = Mapping[str, Played]
 """A pass of each arm."""
+
+
+class OutOfTimeError(Exception):
+    """The run's minutes are over."""
 
 
 class Bench:
@@ -90,66 +100,88 @@ class Bench:
         self._args = args
         self._store = Store(args.out)
         self._workers: dict[tuple[Path, str], Worker] = {}
+        self._warm: set[tuple[Case, str]] = set()
+        self._ends_at = time.monotonic() + 60 * args.minutes
 
     def close(self) -> None:
         for worker in self._workers.values():
             worker.close()
         self._workers.clear()
+        self._warm.clear()
 
-    def measure(self, arms: Mapping[str, Arm], case: Case) -> list[dict[str, Any]]:
-        """A row for each arm: its tokens a second in every turn, the CPU's share, its answers."""
-        calls = case.calls(self._args.requests)
+    def measure(self, groups: Sequence[Arms], cases: Sequence[Case]) -> list[dict[str, Any]]:
+        """A row for each arm of each case: its tokens a second in every turn, the CPU's share, its
+        answers. Arms of one group are in memory together; a group that cannot be is left out.
+        Raises: OutOfTimeError; WorkerError where none can."""
+        able = list(groups)
+        turns: dict[Case, list[Turn]] = {case: [] for case in cases}
+        while not all(map(self._is_finished, turns.values())):
+            turn = self._turn(able, cases, len(turns[cases[0]]))
+            for case, made in turn.items():
+                turns[case].append(made)
+                _tell(case, made, len(turns[case]))
+        return [row for case, made in turns.items() for row in _rows(case, made)]
+
+    def _turn(
+        self, groups: list[Arms], cases: Sequence[Case], number: int
+    ) -> dict[Case, dict[str, Played]]:
+        """A pass of each arm of all cases. groups: those that fail are taken out."""
+        made: dict[Case, dict[str, Played]] = {case: {} for case in cases}
+        for group in list(_rotated(groups, number)):
+            try:
+                passes = [
+                    (case, name, self._kept(name, group, case, number))
+                    for case in cases
+                    for name in _rotated(tuple(group), number)
+                ]
+            except WorkerError as error:
+                print(f"left out: {', '.join(group)}: {error}", file=sys.stderr, flush=True)
+                if len(groups) == 1:
+                    raise
+                self.close()
+                groups.remove(group)
+                continue
+            for case, name, played in passes:
+                made[case][name] = played
+        return made
+
+    def _kept(self, name: str, group: Arms, case: Case, number: int) -> Played:
+        """A pass, from the file if it is there. Raises: OutOfTimeError."""
+        arm, calls = group[name], case.calls(self._args.requests)
         about = {
             "case": [case.model, case.prompts, case.batch, case.new_tokens, len(calls)],
             "code": about_engine(ENGINES["penstock"]),
-            "arms": {name: [arm.kind, dict(arm.args), arm.drafter] for name, arm in arms.items()},
+            "arm": [name, arm.kind, dict(arm.args), arm.drafter],
+            "turn": number,
         }
         kept = self._store.get(about)
-        if kept is not None:
-            return list(kept["found"])
-        for arm in arms.values():
-            self._pass(arm, case, calls, WARM_TOKENS)
-        turns: list[Turn] = []
-        while not self._is_finished(turns):
-            order = _rotated(list(arms), len(turns))
-            turns.append(
-                {name: self._pass(arms[name], case, calls, case.new_tokens) for name in order}
-            )
-            _tell(case, turns)
-        turns = _counted(turns)
-        first = turns[0][next(iter(arms))].token_ids
-        rows = [
-            {
-                "model": case.model,
-                "prompts": case.prompts,
-                "batch": case.batch,
-                "arm": name,
-                "rates": [turn[name].timed.tokens_per_s for turn in turns],
-                "shares": [turn[name].timed.share for turn in turns],
-                "equal": statistics.mean(
-                    a == b for a, b in zip(first, turns[0][name].token_ids, strict=True)
-                ),
-            }
-            for name in arms
-        ]
-        self._store.put(about, rows)
-        return rows
+        if kept is None:
+            if time.monotonic() > self._ends_at:
+                raise OutOfTimeError
+            self._load(case.target, group)
+            if (case, name) not in self._warm:
+                self._pass(arm, case, calls, WARM_TOKENS)
+                self._warm.add((case, name))
+            timed, token_ids = self._pass(arm, case, calls, case.new_tokens)
+            self._store.put(about, {"timed": astuple(timed), "token_ids": token_ids})
+            kept = self._store.get(about)
+            assert kept is not None
+        found = kept["found"]
+        return Played(Pass(*found["timed"]), found["token_ids"])
 
     def _is_finished(self, turns: Sequence[Turn]) -> bool:
         wanted = self._args.turns
         return sum(map(_is_clean, turns)) >= wanted or len(turns) >= 2 * wanted
 
-    def load(self, target: Path, arms: Mapping[str, Arm]) -> dict[str, Arm]:
-        """Before anything is measured: whoever loads takes both cores. Returns those that can."""
-        able = {}
-        for name, arm in arms.items():
-            try:
-                self._worker(target, arm)
-            except WorkerError as error:
-                print(f"left out: {target.name} {name}: {error}", file=sys.stderr, flush=True)
-                continue
-            able[name] = arm
-        return able
+    def _load(self, target: Path, group: Arms) -> None:
+        """A group, before anything of it is measured: whoever loads takes both cores. Raises:
+        WorkerError."""
+        needed = {(target, arm.process) for arm in group.values()}
+        if needed <= self._workers.keys():
+            return
+        self.close()
+        for arm in group.values():
+            self._worker(target, arm)
 
     def _pass(self, arm: Arm, case: Case, calls: Sequence[Any], tokens: int) -> Played:
         worker = self._worker(case.target, arm)
@@ -187,7 +219,7 @@ class Bench:
         return self._workers[key]
 
 
-def _rotated(names: list[str], turn: int) -> Iterator[str]:
+def _rotated(names: Sequence[_T], turn: int) -> Iterator[_T]:
     """Whoever is first in one turn is last in the next."""
     first = turn % len(names)
     yield from names[first:]
@@ -205,10 +237,30 @@ def _counted(turns: list[Turn]) -> list[Turn]:
     return clean if len(clean) * 2 >= len(turns) else turns
 
 
-def _tell(case: Case, turns: Sequence[Turn]) -> None:
-    timed = {name: played.timed for name, played in turns[-1].items()}
+def _rows(case: Case, turns: list[Turn]) -> list[dict[str, Any]]:
+    turns = _counted(turns)
+    names = [name for name in turns[0] if all(name in turn for turn in turns)]
+    first = next(iter(turns[0].values())).token_ids
+    return [
+        {
+            "model": case.model,
+            "prompts": case.prompts,
+            "batch": case.batch,
+            "arm": name,
+            "rates": [turn[name].timed.tokens_per_s for turn in turns],
+            "shares": [turn[name].timed.share for turn in turns],
+            "equal": statistics.mean(
+                a == b for a, b in zip(first, turns[0][name].token_ids, strict=True)
+            ),
+        }
+        for name in names
+    ]
+
+
+def _tell(case: Case, turn: Turn, number: int) -> None:
+    timed = {name: played.timed for name, played in turn.items()}
     shown = ", ".join(f"{n} {p.tokens_per_s:.1f} ({p.share:.2f})" for n, p in timed.items())
-    line = f"{case.model} {case.prompts} batch {case.batch} turn {len(turns)}: {shown}"
+    line = f"{case.model} {case.prompts} batch {case.batch} turn {number}: {shown}"
     print(line, file=sys.stderr, flush=True)
 
 
@@ -225,11 +277,8 @@ def target_only(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
     for target in args.targets or [write_model(args.folder)]:
         rng = np.random.default_rng(1)
         prompts = rng.integers(8, 8192, (max(args.batches), PROMPT_TOKENS)).tolist()
-        able = bench.load(target, arms)
-        for batch in args.batches:
-            case = Case(target.name, target, "random", prompts, batch, args.tokens)
-            rows += _with_ratios(bench.measure(able, case), [STOCK])
-        bench.close()
+        cases = [Case(target.name, target, "random", prompts, b, args.tokens) for b in args.batches]
+        rows += _with_ratios(bench.measure([arms], cases), [STOCK])
     return rows
 
 
@@ -250,18 +299,22 @@ def speculation(bench: Bench, args: argparse.Namespace) -> list[dict[str, Any]]:
         f"engine, {name}": Arm("engine", "penstock", {"drafters": native}, name)
         for name in args.drafters or ("none", *native)
     }
-    arms = bench.load(target, ours | stock)
-    rivals = [name for name in arms if name in stock or arms[name].drafter == "none"]
+    arms = ours | stock
+    # One process at a time: a real pair is most of a small machine's memory.
+    groups: dict[str, dict[str, Arm]] = {}
+    for name, arm in arms.items():
+        groups.setdefault(arm.process, {})[name] = arm
+    rivals = [name for name, arm in arms.items() if name in stock or arm.drafter == "none"]
     tokenizer = load_tokenizer(target)
     held = [p for p in real_prompts() if p.part == "held"]
     code = zip(*([p for p in held if p.kind == kind] for kind in CODE), strict=True)
     chosen = {"code": list(chain(*code)), "edit": [p for p in held if p.kind == "edit"]}
-    rows = []
-    for batch, name in product(args.batches, chosen):
-        prompts = [token_ids(p, tokenizer) for p in chosen[name]]
-        case = Case(target.name, target, name, prompts, batch, args.tokens)
-        rows += _with_ratios(bench.measure(arms, case), rivals)
-    return rows
+    prompts = {name: [token_ids(p, tokenizer) for p in some] for name, some in chosen.items()}
+    cases = [
+        Case(target.name, target, name, prompts[name], batch, args.tokens)
+        for batch, name in product(args.batches, chosen)
+    ]
+    return _with_ratios(bench.measure(list(groups.values()), cases), rivals)
 
 
 def _stock(num: int, **speculation: Any) -> Arm:
@@ -273,9 +326,17 @@ def _stock(num: int, **speculation: Any) -> Arm:
 
 
 def _with_ratios(rows: list[dict[str, Any]], stock: Sequence[str]) -> list[dict[str, Any]]:
-    """Each row with its ratio to the best of stock's ways, turn by turn."""
+    """Each row with its ratio to the best of stock's ways in its case, turn by turn."""
+    cases = dict.fromkeys((row["prompts"], row["batch"]) for row in rows)
+    for case in cases:
+        _add_ratios([row for row in rows if (row["prompts"], row["batch"]) == case], stock)
+    return rows
+
+
+def _add_ratios(rows: Sequence[dict[str, Any]], stock: Sequence[str]) -> None:
+    """Of one case."""
     medians = {row["arm"]: statistics.median(row["rates"]) for row in rows}
-    best = max(stock, key=medians.__getitem__)
+    best = max((name for name in stock if name in medians), key=medians.__getitem__)
     rival = next(row["rates"] for row in rows if row["arm"] == best)
     for row in rows:
         found = ratio(row["rates"], rival) if len(rival) > 1 else interval([1.0])
@@ -287,7 +348,6 @@ def _with_ratios(rows: list[dict[str, Any]], stock: Sequence[str]) -> list[dict[
             "low": found.low,
             "high": found.high,
         }
-    return rows
 
 
 def verdicts(
@@ -343,6 +403,9 @@ def main() -> int:
         action="store_true",
         help="where memory is short: no vLLM without drafts, Penstock without is the rival",
     )
+    options.add_argument(
+        "--minutes", type=float, default=math.inf, help="after which no pass is begun"
+    )
     args = options.parse_args()
     args.lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
     speculates = args.draft is not None
@@ -352,6 +415,8 @@ def main() -> int:
     bench = Bench(args)
     try:
         rows = (speculation if speculates else target_only)(bench, args)
+    except OutOfTimeError:
+        raise SystemExit("out of time; the same command goes on") from None
     finally:
         bench.close()
     found = (
