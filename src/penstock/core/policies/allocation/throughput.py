@@ -12,6 +12,7 @@ if that were as short as it can be, one is made now and then.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -39,6 +40,8 @@ _MANY = 12
 _FIRST_GAP, _LONGEST_GAP = 4, 64
 """Steps with doubtful drafts after which one without is made: so many at first, then twice as many
 each time."""
+_SAME_PRICE = 0.05
+"""Share by which two prices of a second are taken for the same."""
 _TRIAL_TOKENS = 4
 """Draft tokens of a trial."""
 
@@ -65,6 +68,7 @@ class Throughput(AllocationPolicy):
         self._num_idle = 0
         self._num_doubtful = 0
         self._gap = _FIRST_GAP
+        self._price = 0.0
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
@@ -82,11 +86,11 @@ class Throughput(AllocationPolicy):
             or step.could_pay(self.options.k_max, self.options.margin)
         ):
             purchases = self._purchases(candidates, step)
-            num_bought, rate = self._worthwhile(purchases, step)
+            bought, rate = self._worthwhile(purchases, step)
             certain = (1 + self.options.margin) * step.most_without_drafts
-            if num_bought and rate < certain and self._is_time_to_look():
+            if bought and rate < certain and self._is_time_to_look():
                 return [Grant(0)] * len(candidates)
-            for _, index, length in purchases[:num_bought]:
+            for _, index, length in bought:
                 lengths[index] = length
             # What weighs its sources itself is granted all that there is room for, in every round.
             for _, index, length in purchases if any(step.is_chained) else ():
@@ -125,19 +129,52 @@ class Throughput(AllocationPolicy):
         purchases.sort()
         return purchases
 
-    def _worthwhile(self, purchases: Sequence[Purchase], step: _Step) -> tuple[int, float]:
-        """How many purchases make the most expected tokens per second of the step; and those."""
+    def _worthwhile(
+        self, purchases: Sequence[Purchase], step: _Step
+    ) -> tuple[Sequence[Purchase], float]:
+        """The purchases that make the most expected tokens per second of the step; and those.
+
+        A draft that is longer than all others of its drafter takes a step of it for itself alone,
+        after which the same length comes for less to the others. So the likeliest first is not
+        always best: drafters are held to as many steps as are worth their time, first at what a
+        second was worth in the round before, then at what is found.
+        """
+        rate = (1 + self.options.margin) * step.rate
+        if step.num_candidates == 1:
+            return self._likeliest(purchases, step, rate)
+        bought: Sequence[Purchase] = ()
+        price = max(self._price, rate)
+        while True:
+            most = step.worthwhile_lengths(purchases, price)
+            some = [p for p in purchases if p[2] <= most[p[1]]]
+            better, better_rate = self._likeliest(some, step, rate)
+            if better:
+                bought, rate = better, better_rate
+            elif bought or price <= rate:
+                break
+            if abs(rate - price) <= _SAME_PRICE * rate:
+                break
+            price = rate
+        self._price = rate
+        return bought, rate
+
+    @staticmethod
+    def _likeliest(
+        purchases: Sequence[Purchase], step: _Step, rate: float
+    ) -> tuple[Sequence[Purchase], float]:
+        """As many of the first purchases as make the most tokens per second, if that is more than
+        `rate`; and what they make."""
+        step.begin()
         # What all purchases together could add; costs only rise, so that tells when to stop.
         most = step.tokens - sum(p[0] for p in purchases)
-        best, best_rate = 0, (1 + self.options.margin) * step.tokens / step.seconds
+        best = 0
         for num_bought, (negative_survival, index, length) in enumerate(purchases, 1):
-            if most < best_rate * step.seconds:
+            if most < rate * step.seconds:
                 break
             step.buy(index, length, -negative_survival)
-            rate = step.tokens / step.seconds
-            if rate > best_rate:
-                best, best_rate = num_bought, rate
-        return best, best_rate
+            if step.rate > rate:
+                best, rate = num_bought, step.rate
+        return purchases[:best], rate
 
 
 class _Step:
@@ -151,11 +188,9 @@ class _Step:
         times, acceptance = learn.times, learn.acceptance
         self.view = view
         self.is_chained = [_is_chained(c, view) for c in candidates]
-        self.tokens = float(room.num_sampled)
         self._candidates = candidates
         self._verify = times.target
         self._prefill = times.target(room.num_rows) - times.target(room.num_sampled)
-        self._positions = float(room.num_rows)
         self._rates = [acceptance.mean(c.state.request.id, c.drafter) for c in candidates]
         self._found = [acceptance.found(c.state.request.id, c.drafter) for c in candidates]
         # Beside the target reading keeps nobody waiting.
@@ -163,11 +198,42 @@ class _Step:
             0.0 if chained or c.drafter in view.beside else reading_seconds(c, view)
             for c, chained in zip(candidates, self.is_chained, strict=True)
         ]
-        self._reading = 0.0
-        self._draft = _DraftSeconds(candidates, view)
         host = max(times.overhead, _LEAST_OVERHEAD_S)
         self._host = host + times.draft_overhead
-        self.seconds = self._plain = round_seconds(times.target(room.num_sampled), host=host)
+        self._plain = round_seconds(times.target(room.num_sampled), host=host)
+        self._draft = _DraftSeconds(candidates, view)
+        self.begin()
+
+    def begin(self) -> None:
+        """With nothing bought."""
+        room = self.view.room
+        self.tokens, self.seconds = float(room.num_sampled), self._plain
+        self._positions, self._reading = float(room.num_rows), 0.0
+        self._draft.begin()
+
+    @property
+    def rate(self) -> float:
+        """Expected tokens per second."""
+        return self.tokens / self.seconds
+
+    @property
+    def num_candidates(self) -> int:
+        return len(self._candidates)
+
+    def worthwhile_lengths(self, purchases: Sequence[Purchase], price: float) -> list[int]:
+        """By candidate: how many steps of its drafter may be worth their time, were a second worth
+        `price` tokens, rows of the target nothing, and every draft token bought."""
+        longest = max([p[2] for p in purchases], default=0)
+        gained = [[0.0] * longest for _ in self._draft.together]
+        own = [gained[self._draft.place_of(c.drafter)] for c in self._candidates]
+        for negative_survival, index, length in purchases:
+            own[index][length - 1] -= negative_survival * self._found[index]
+        most = []
+        for drafters, by_length in zip(self._draft.together, gained, strict=True):
+            one = price * min(map(self._draft.step_seconds, drafters))
+            totals = [0.0, *itertools.accumulate([gain - one for gain in by_length])]
+            most.append(totals.index(max(totals)))
+        return [most[self._draft.place_of(c.drafter)] for c in self._candidates]
 
     def could_pay(self, k_max: int, margin: float) -> bool:
         """Whether any drafts could, were all tokens as likely to be accepted as the likeliest one,
@@ -241,14 +307,28 @@ class _DraftSeconds:
         curve_of = view.learn.times.curve_of
         drafters = dict.fromkeys(c.drafter for c in candidates)
         self._beside = view.beside
-        self._inside = 0.0
-        self._longest = 0.0
+        beside = tuple(d for d in drafters if d in view.beside)
+        self.together = [*((d,) for d in drafters if d not in view.beside), *filter(None, [beside])]
+        """Drafters who draft at the same time."""
+        self._place = {d: i for i, ds in enumerate(self.together) for d in ds}
         self._curves = {d: curve_of(d) for d in drafters}
         self.least = min(curve(1) for curve in self._curves.values()) if drafters else 0.0
         """Of a draft of one token, with the fastest of them."""
-        self._seconds = dict.fromkeys(drafters, 0.0)
-        self._batch = dict.fromkeys(drafters, 0)
-        self._steps = dict.fromkeys(drafters, 0)
+
+    def begin(self) -> None:
+        """With no drafts."""
+        self._inside = self._longest = 0.0
+        self._seconds = dict.fromkeys(self._curves, 0.0)
+        self._batch = dict.fromkeys(self._curves, 0)
+        self._steps = dict.fromkeys(self._curves, 0)
+
+    def place_of(self, drafter: str) -> int:
+        """Among those `together`."""
+        return self._place[drafter]
+
+    def step_seconds(self, drafter: str) -> float:
+        """Of one of its steps, for the requests that it has been given."""
+        return self._curves[drafter](max(1, self._batch[drafter]))
 
     def lengthen(self, drafter: str, length: int) -> float:
         """Seconds of all drafting, once a draft of this drafter is `length` tokens long."""
