@@ -24,6 +24,7 @@ class Letters:
         )
 
 
+@pytest.mark.slow
 def test_eight_kinds_of_sixteen_half_of_them_held_back(prompts):
     kinds = {p.kind for p in prompts}
     assert len(kinds) == 8

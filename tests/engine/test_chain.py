@@ -187,7 +187,7 @@ def alone(engine: Engine) -> Alone:
 
 @pytest.mark.parametrize(
     ("engine", "sampling", "drafter", "batch"),
-    covering(BACKENDS, SAMPLINGS, [*CHAINS, "suffix", "rotating"], [1, 8]),
+    covering(BACKENDS, SAMPLINGS, [*CHAINS, "suffix", "rotating"], [1, 8], strength=1),
     indirect=["engine"],
 )
 def test_output_is_the_targets_own(

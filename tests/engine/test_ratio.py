@@ -67,17 +67,21 @@ def close_drafter(loop: Loop) -> Loop:
 @pytest.mark.parametrize(
     "loop",
     [
-        pytest.param(make_loop(), id="unrelated drafter"),
         pytest.param(close_drafter(make_loop(drafter_seed=2)), id="good drafter"),
         pytest.param(make_loop(drafter_seed=0), id="the target as drafter"),
-        pytest.param(make_loop(temperature=0.6), id="temperature 0.6"),
         pytest.param(make_loop(temperature=1.7, draft_temperature=0.5), id="other temperature"),
-        pytest.param(make_loop(top_p=0.8), id="top-p"),
-        pytest.param(make_loop(top_k=3), id="top-k"),
+        pytest.param(make_loop(), id="unrelated drafter", marks=pytest.mark.slow),
+        pytest.param(make_loop(temperature=0.6), id="temperature 0.6", marks=pytest.mark.slow),
+        pytest.param(make_loop(top_p=0.8), id="top-p", marks=pytest.mark.slow),
+        pytest.param(make_loop(top_k=3), id="top-k", marks=pytest.mark.slow),
         pytest.param(make_loop(top_p=0.9, top_k=4, temperature=1.3), id="top-p and top-k"),
         pytest.param(make_loop(top_k=2, draft_temperature=1.0), id="unfiltered drafter"),
         pytest.param(make_loop(draft_greedily), id="greedy drafter"),
-        pytest.param(make_loop(draft_greedily, drafter_seed=0, temperature=0.7), id="greedy self"),
+        pytest.param(
+            make_loop(draft_greedily, drafter_seed=0, temperature=0.7),
+            id="greedy self",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_joint_of_three_positions_is_the_targets(loop: Loop) -> None:

@@ -17,6 +17,7 @@ from tests.engine.sampling_toys import (
     sampling_rows,
     toy_table,
 )
+from tests.products import covering
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from penstock.engine.sampling import (
@@ -96,16 +97,19 @@ def test_a_temperature_near_zero_is_greedy() -> None:
     assert torch.equal(sample_coupled(logits, rows, np.arange(50)), logits.argmax(dim=-1))
 
 
-@pytest.mark.parametrize("draft_step", [draft_coupled, draft_greedily, draft_by_sampling])
-@pytest.mark.parametrize("drafter_seed", [0, 1])
 @pytest.mark.parametrize(
-    ("temperature", "top_p", "top_k"),
-    [(0.0, 1.0, 0), (0.3, 1.0, 0), (1.0, 1.0, 0), (1.0, 0.8, 12), (2.5, 0.95, 0)],
+    ("draft_step", "drafter_seed", "filters"),
+    covering(
+        [draft_coupled, draft_greedily, draft_by_sampling],
+        [0, 1],
+        [(0.0, 1.0, 0), (0.3, 1.0, 0), (1.0, 1.0, 0), (1.0, 0.8, 12), (2.5, 0.95, 0)],
+        strength=1,
+    ),
 )
 def test_coupled_output_is_the_same_with_and_without_speculation(
-    draft_step: DraftStep, drafter_seed: int, temperature: float, top_p: float, top_k: int
+    draft_step: DraftStep, drafter_seed: int, filters: tuple[float, float, int]
 ) -> None:
-    params = sampling_rows(200, temperature, top_p, top_k, first_seed=2**63)
+    params = sampling_rows(200, *filters, first_seed=2**63)
     target = toy_table(40, seed=0)
     loop = Loop(
         target=target,

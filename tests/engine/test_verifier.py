@@ -17,7 +17,7 @@ from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_natively
 from penstock.engine.sampling import SamplingRows, sample_coupled
 from penstock.engine.sequences import TokenBuffer
-from penstock.engine.verifier import Drafted, Verifier
+from penstock.engine.verifier import Drafted, Samples, Verifier
 
 Checkpoints = Callable[[str], Checkpoint]
 COUPLED = [SamplingParams(temperature=t, seed=i) for i, t in enumerate((0.0, 1.0, 0.6, 1.4))]
@@ -83,33 +83,27 @@ def test_samples_of_the_pass_decide_as_logits_do(checkpoint: Checkpoints, thread
     drafts = [further[0].token_ids, [*right[1], 0, 0], [*right[2], wrong], []]
     scores, found = decided(verifier, drafts, COUPLED)
     logits, expected = decided(first, drafts, COUPLED)
-    assert isinstance(scores, list)
+    assert isinstance(scores, Samples)
     assert isinstance(logits, torch.Tensor)
     assert found == expected
     assert [d.num_accepted for d in found][::2] == [2, 1]
     assert [d.num_decided for d in found][2:] == [2, 0]
 
 
-def test_only_a_draft_by_ratio_takes_a_batch_out_of_the_pass(checkpoint: Checkpoints) -> None:
-    """A request without a seed has the target's own sample where it has no draft, and the others
-    of its batch lose nothing."""
+def test_a_request_without_a_draft_has_the_targets_own_sample(checkpoint: Checkpoints) -> None:
+    """However its drafts would be verified."""
     runner = load(checkpoint("llama").path)
     by_ratio = [dataclasses.replace(p, verification="ratio") for p in COUPLED[1:]]
-    params = [*COUPLED, *by_ratio]
     drafts = [[1], [2, 3], [], [4], [], [], []]
-    scores, found = decided(Verifier(runner), drafts, params)
-    assert isinstance(scores, list)
-    logits, expected = decided(Verifier(ByTheLogits(runner)), drafts, params)
+    scores, found = decided(Verifier(runner), drafts, [*COUPLED, *by_ratio])
+    assert isinstance(scores, Samples)
+    assert not scores.by_logits
+    logits, expected = decided(Verifier(ByTheLogits(runner)), drafts, [*COUPLED, *by_ratio])
     assert isinstance(logits, torch.Tensor)
     assert found == expected
     # The same noise, whatever a draft would have been verified by.
     _, alone = decided(Verifier(runner), [[]] * 4, COUPLED)
     assert found[4:] == alone[1:]
-    # With a draft it is verified by the ratio, from logits; what the others get stays the same.
-    drafts[4] = [5]
-    scores, beside = decided(Verifier(runner), drafts, params)
-    assert isinstance(scores, torch.Tensor)
-    assert beside[:4] + beside[5:] == found[:4] + found[5:]
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -126,7 +120,8 @@ def test_what_a_grammar_allows_is_sampled_as_of_masked_logits(
     temperatures = np.array([0.0, 1.0, 0.6, 1.4] * 10)
     seeds = np.arange(40, dtype=np.uint64)
     logits = runner.forward(batch)
-    free = runner.forward_sampled(batch, one_each, temperatures, seeds)
+    free, none = runner.forward_sampled(batch, one_each, temperatures, seeds)
+    assert none.shape == (0, vocab_size)
     rng = np.random.default_rng(0)
     bits = rng.random((40, vocab_size)) < rng.choice([0.02, 0.5, 1.0], size=(40, 1))
     bits[:10, : vocab_size // 2] = False
@@ -136,7 +131,9 @@ def test_what_a_grammar_allows_is_sampled_as_of_masked_logits(
     padded[:, :vocab_size] = bits
     padded[:, vocab_size:] = True  # there are no such tokens
     allowed = np.packbits(padded, axis=1, bitorder="little").view(np.int32)
-    found = runner.forward_sampled(batch, one_each, temperatures, seeds, allowed)
+    kept = np.array([0, 7, 39], dtype=np.int32)
+    found, own = runner.forward_sampled(batch, one_each, temperatures, seeds, allowed, kept)
+    assert torch.equal(own, logits[kept])
     masked = logits.masked_fill(torch.from_numpy(~bits), -torch.inf)
     params = SamplingRows(temperatures, np.ones(40), np.zeros(40, dtype=np.int64), seeds)
     positions = np.arange(1, 41)
@@ -163,23 +160,45 @@ def test_other_seeds_would_be_seen(checkpoint: Checkpoints) -> None:
     assert [d.token_ids for d in found] != [d.token_ids for d in changed]
 
 
-@pytest.mark.parametrize(
-    "params",
-    [
-        SamplingParams(temperature=1.0, seed=3, top_p=0.8),
-        SamplingParams(temperature=1.0, seed=3, top_k=5),
-        SamplingParams(temperature=1.0, seed=3, num_logprobs=0),
-    ],
-)
+OTHERS = [
+    SamplingParams(temperature=1.0, seed=3, top_p=0.8),
+    SamplingParams(temperature=1.0, seed=3, top_k=5),
+    SamplingParams(temperature=1.0, seed=3, min_p=0.2),
+    SamplingParams(temperature=1.0, seed=3, num_logprobs=2),
+    SamplingParams(temperature=1.0, seed=3, frequency_penalty=1.5),
+    SamplingParams(temperature=1.0, seed=3, verification="ratio"),
+]
+"""Who cannot be decided by the samples of unchanged logits, with a draft."""
+
+
+@pytest.mark.parametrize("params", OTHERS)
 def test_whoever_needs_the_logits_gets_them(
     checkpoint: Checkpoints, params: SamplingParams
 ) -> None:
-    """And the others beside it get the same tokens as ever."""
-    verifier = Verifier(load(checkpoint("llama").path))
-    scores, mixed = decided(verifier, [[], [], [], []], [*COUPLED[:3], params])
-    _, plain = decided(verifier, [[], [], [], []], COUPLED)
-    assert isinstance(scores, torch.Tensor)
-    assert mixed[:3] == plain[:3]
+    """And nobody else: the others of its batch are decided by the samples of the pass."""
+    runner = load(checkpoint("llama").path)
+    mixed = [params, *COUPLED[:3], params]
+    drafts = [[1, 2], [3], [], [4, 5], [6]]
+    scores, found = decided(Verifier(runner), drafts, mixed)
+    assert isinstance(scores, Samples)
+    assert list(scores.by_logits) == [0, 4]
+    assert len(scores.logits) == 5
+    logits, expected = decided(Verifier(ByTheLogits(runner)), drafts, mixed)
+    assert isinstance(logits, torch.Tensor)
+    assert torch.equal(scores.logits, logits[[0, 1, 2, 9, 10]])
+    assert found == expected
+
+
+def test_whose_distribution_is_cut_is_not_decided_by_the_samples(checkpoint: Checkpoints) -> None:
+    """The control: cut to its likeliest token a request gets another one than the pass samples."""
+    runner = load(checkpoint("llama").path)
+    cut = [dataclasses.replace(OTHERS[1], top_k=1, seed=i) for i in range(12)]
+    plain = [dataclasses.replace(p, top_k=0) for p in cut]
+    scores, found = decided(Verifier(runner), [[]] * 13, [*cut, COUPLED[0]])
+    assert isinstance(scores, Samples)
+    _, samples = decided(Verifier(runner), [[]] * 13, [*plain, COUPLED[0]])
+    assert [d.token_ids for d in found[:12]] != [d.token_ids for d in samples[:12]]
+    assert found[12] == samples[12]
 
 
 @pytest.mark.parametrize(
@@ -191,6 +210,10 @@ def test_whoever_needs_the_logits_gets_them(
         ({"row_start": [0.0, 3.0]}, "row_start is float64"),
         ({"temperatures": [-1.0]}, r"temperatures\[0\] is -1; must be finite"),
         ({"seeds": [1.0]}, "seeds is float64"),
+        ({"kept": [1, 3]}, r"kept\[1\] is 3; allowed: 2..2"),
+        ({"kept": [1, 1]}, r"kept\[1\] is 1; allowed: 2..2"),
+        ({"kept": [-1]}, r"kept\[0\] is -1; allowed: 0..2"),
+        ({"kept": [1.0]}, "kept is float64"),
     ],
 )
 def test_a_wrong_order_is_refused(

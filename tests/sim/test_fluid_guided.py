@@ -240,6 +240,7 @@ def test_lower_hull(points: Any, hull: Any) -> None:
     assert _lower_hull(points) == hull
 
 
+@pytest.mark.slow
 def test_a_larger_step_that_is_cheaper_is_made_use_of() -> None:
     """The same table without its dips, which is nowhere faster, serves nobody sooner."""
     falling = load_profile("a100-llama2-7b")
@@ -253,6 +254,7 @@ def test_a_larger_step_that_is_cheaper_is_made_use_of() -> None:
     assert mean["falling"] <= mean["rising"]
 
 
+@pytest.mark.slow
 def test_short_outputs_fill_a_memory_that_is_short() -> None:
     """Several of them end in each step, and as many have to be admitted."""
     load = replace(synthetic("low", 3000, 0), arrival_time=np.zeros(3000))

@@ -43,6 +43,7 @@ def served(workload: Workload, allocation: str, **changes: Any) -> Report:
     return run(setup, workload)
 
 
+@pytest.mark.slow
 def test_more_targets_are_met_and_only_where_they_are() -> None:
     workload = mixed()
     assert workload.tpot is not None

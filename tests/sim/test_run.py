@@ -222,6 +222,7 @@ def test_a_plan_for_recorded_lengths_has_segments_and_a_chance() -> None:
         plan_deployment(PROFILE, lengths, 1e6, PROFILE.kv_tokens)
 
 
+@pytest.mark.slow
 def test_the_bound_of_a_plan_holds_in_simulation() -> None:
     rng = np.random.default_rng(1)
     lengths = Workload("trace", rng.integers(20, 400, 1500), rng.integers(1, 400, 1500))

@@ -76,34 +76,51 @@ class Decided(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
+class Samples(NamedTuple):
+    """The target's samples of a batch's rows of logits, and the logits of those requests that
+    cannot be decided by them, one after the other: `by_logits` are their places, rising."""
+
+    token_ids: list[int]
+    by_logits: Sequence[int] = ()
+    logits: torch.Tensor = torch.empty(0, 0)
+
+
 class Verifier:
     """Forward passes of the target, and what they say about drafts.
 
-    Where every request of a batch takes the target's own samples, since it is `coupled` or has no
-    draft, and nobody asks for probabilities, a runner may draw them in the pass itself: an accepted
-    draft is then the samples' own beginning, and no logits come back.
+    A request that takes the target's own samples, since it is `coupled` or has no draft, may have
+    them drawn in the pass itself, unless its distribution is cut or changed, or it asks for
+    probabilities: an accepted draft is then the samples' own beginning, and no logits come back.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
         self.runner = runner
         self._sampling = SamplingTable()
+        self._sampling_by_logits = SamplingTable()
 
-    def forward(self, batch: RaggedBatch, drafted: Sequence[Drafted]) -> torch.Tensor | list[int]:
+    def forward(self, batch: RaggedBatch, drafted: Sequence[Drafted]) -> torch.Tensor | Samples:
         """Logits of the batch's rows, [num_logits, V], or the samples that they would give."""
         if drafted:
             params, ratio = self._sampling.of([d.text for d in drafted])
-            wanted = any(d.sampling.num_logprobs is not None for d in drafted)
-            if params.is_masked_at_most and not (wanted or _is_any_by_ratio(drafted, ratio)):
-                row_start = np.array(_row_start(drafted), dtype=np.int32)
-                allowed = partial(_allowed, drafted, self.runner)
-                samples = self.runner.verify(batch, row_start, params, allowed)
-                if samples is not None:
-                    return samples
+            by_logits = _by_logits(drafted, params, ratio)
+            if len(by_logits) < len(drafted):
+                starts = _row_start(drafted)
+                rows = [row for i in by_logits for row in range(starts[i], starts[i + 1])]
+                answer = self.runner.verify(
+                    batch,
+                    np.array(starts, dtype=np.int32),
+                    params,
+                    partial(_allowed, drafted, by_logits, self.runner),
+                    np.array(rows, dtype=np.int32),
+                )
+                if answer is not None:
+                    token_ids, logits = answer
+                    return Samples(token_ids, by_logits, logits)
         return self.runner.forward(batch)
 
     def decide(
         self,
-        scores: torch.Tensor | list[int],
+        scores: torch.Tensor | Samples,
         drafted: Sequence[Drafted],
         draft_probs: torch.Tensor | None,
     ) -> list[Decided]:
@@ -113,10 +130,18 @@ class Verifier:
         if isinstance(scores, torch.Tensor):
             params, ratio = self._sampling.of([d.text for d in drafted])
             return decide(scores, drafted, params, ratio, draft_probs, self.runner.sample)
-        return [
-            _compare(scores, first, d.token_ids)
+        decided = [
+            _compare(scores.token_ids, first, d.token_ids)
             for first, d in zip(_row_start(drafted), drafted, strict=False)
         ]
+        if scores.by_logits:
+            others = [drafted[i] for i in scores.by_logits]
+            params, ratio = self._sampling_by_logits.of([d.text for d in others])
+            sample = self.runner.sample
+            found = decide(scores.logits, others, params, ratio, draft_probs, sample)
+            for i, one in zip(scores.by_logits, found, strict=True):
+                decided[i] = one
+        return decided
 
 
 def decide(
@@ -171,9 +196,17 @@ def decide(
     return decided
 
 
-def _is_any_by_ratio(drafted: Sequence[Drafted], ratio: BoolArray) -> bool:
-    """Whether any draft is verified by rejection sampling."""
-    return bool(ratio.any()) and any(d.token_ids and d.text.is_ratio for d in drafted)
+def _by_logits(drafted: Sequence[Drafted], params: SamplingRows, ratio: BoolArray) -> list[int]:
+    """Places of those who cannot be decided by the target's samples alone."""
+    wanted = [d.sampling.num_logprobs is not None for d in drafted]
+    if params.is_masked_at_most and not any(wanted) and not ratio.any():
+        return []
+    cut = params.filtered
+    return [
+        i
+        for i, d in enumerate(drafted)
+        if wanted[i] or cut[i] or d.sampling.reads_tokens or (d.token_ids and ratio[i])
+    ]
 
 
 def _changed(
@@ -192,20 +225,24 @@ def _changed(
     return logits
 
 
-def _allowed(drafted: Sequence[Drafted], runner: ModelRunner) -> IntArray | None:
+def _allowed(
+    drafted: Sequence[Drafted], by_logits: Sequence[int], runner: ModelRunner
+) -> IntArray | None:
     """Which tokens may come in each row of logits, [num_rows, words]; None where nobody has a
-    grammar."""
-    if all(d.text.grammar is None for d in drafted):
+    grammar whose samples count."""
+    masked = [i for i, d in enumerate(drafted) if d.text.grammar is not None and i not in by_logits]
+    if not masked:
         return None
     row_start = _row_start(drafted)
     vocab_size = runner.vocab_size
     rows = np.full((row_start[-1], -(-vocab_size // 32)), -1, dtype=np.int32)
     place, row_bytes = rows.ctypes.data, rows.strides[0]
-    for d, begin in zip(drafted, row_start, strict=False):
-        if d.text.grammar is not None:
-            # In place, one by one: llguidance's call for a batch takes longer on two cores.
-            num_rows, at = len(d.token_ids) + 1, place + begin * row_bytes
-            d.text.grammar.fill(d.text, d.token_ids, num_rows, at, row_bytes)
+    for i in masked:
+        text, draft = drafted[i].text, drafted[i].token_ids
+        assert text.grammar is not None
+        # In place, one by one: llguidance's call for a batch takes longer on two cores.
+        at = place + row_start[i] * row_bytes
+        text.grammar.fill(text, draft, len(draft) + 1, at, row_bytes)
     return fit_masks(rows, vocab_size)
 
 

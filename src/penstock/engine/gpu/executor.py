@@ -45,6 +45,7 @@ from penstock.engine.steps import (
     verdicts_of,
     verified,
 )
+from penstock.engine.verifier import Samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -271,7 +272,8 @@ class GraphExecutor(RunnerExecutor):
             drafts.append((tokens, [-1] * len(tokens)))
             chosen += samples[entry.row : entry.row + len(tokens) + 1]
         sampled = sampled_of(job, drafts)
-        verdicts = verdicts_of(items, sampled, self._verifier.decide(chosen, sampled, None))
+        decided = self._verifier.decide(Samples(chosen), sampled, None)
+        verdicts = verdicts_of(items, sampled, decided)
         finished_at = clock.now()
         if self._ahead is not None:
             self._ahead.begin(items, verdicts, finished_at)

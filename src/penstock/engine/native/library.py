@@ -97,10 +97,13 @@ class DraftCall(Structure):
 
 class VerifyCall(Structure):
     _fields_ = [
-        *((name, c_int32) for name in ("num_requests", "salt")),
+        *((name, c_int32) for name in ("num_requests", "salt", "num_kept")),
         *(
             (name, c_void_p)
-            for name in ("row_start", "temperatures", "seeds", "token_ids", "allowed")
+            for name in (
+                *("row_start", "temperatures", "seeds", "token_ids"),
+                *("allowed", "kept", "logits"),
+            )
         ),
     ]
 

@@ -33,14 +33,16 @@ struct DraftOrder {
 };
 
 // Coupled samples of a forward pass's rows of logits: those of request i are [row_start[i],
-// row_start[i + 1]) of them.
+// row_start[i + 1]) of them. The logits of some rows come back, too.
 struct TargetOrder {
-  int32_t num_requests, salt;
+  int32_t num_requests, salt, num_kept;
   const int32_t* row_start;
   const double* temperatures;
   const uint64_t* seeds;
   int32_t* token_ids;       // [num_logits]
   const uint32_t* allowed;  // [num_logits, ceil(vocab_size / 32)], see RowSampling; or null
+  const int32_t* kept;      // [num_kept] of the rows of logits, rising
+  float* logits;            // [num_kept, vocab_size]
 };
 
 struct SampleOrder {
@@ -146,6 +148,10 @@ bool check_target(const Batch& batch, const TargetOrder& order, char* error) {
   for (int i = 0; i < count; ++i)
     if (order.row_start[i + 1] < order.row_start[i])
       return refuse(error, "row_start[%d] is %d; must not decrease", i + 1, order.row_start[i + 1]);
+  for (int i = 0, next = 0; i < order.num_kept; next = order.kept[i++] + 1)
+    if (order.kept[i] < next || order.kept[i] >= batch.num_logits)
+      return refuse(error, "kept[%d] is %d; allowed: %d..%d", i, order.kept[i], next,
+                    batch.num_logits - 1);
   return check_temperatures(order.temperatures, count, error);
 }
 
@@ -179,11 +185,14 @@ void plan_sample(const Model& model, const DraftOrder& order, int seq, int step,
 void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Plan& plan) {
   const size_t vocab_size = model.weights.vocab_size, num_words = (vocab_size + 31) / 32;
   model.logits.reserve((size_t)batch.num_logits * vocab_size);
+  int num_kept = 0;
   for (int i = 0; i < order.num_requests; ++i)
     for (int j = order.row_start[i]; j < order.row_start[i + 1]; ++j) {
       const int row = batch.logits_rows[j];
+      const bool is_kept = num_kept < order.num_kept && order.kept[num_kept] == j;
       plan.logits_rows.push_back(row);
-      plan.logits.push_back(model.logits.get() + (size_t)j * vocab_size);
+      plan.logits.push_back(is_kept ? order.logits + num_kept++ * vocab_size
+                                    : model.logits.get() + (size_t)j * vocab_size);
       plan.sampling.push_back(RowSampling::make(order.temperatures[i], order.seeds[i],
                                                 (uint64_t)plan.positions[row] + 1, order.salt));
       if (order.allowed) plan.sampling.back().allowed = order.allowed + j * num_words;

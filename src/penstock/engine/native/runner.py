@@ -28,6 +28,7 @@ from penstock.engine.sampling.noise import Salt, draft_seeds
 from penstock.engine.sampling.params import BoolArray
 
 DTYPES = (torch.float32, torch.bfloat16)
+_NO_ROWS: IntArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,15 +138,18 @@ class NativeRunner(ModelRunner):
         temperatures: npt.NDArray[np.float64],
         seeds: npt.NDArray[np.uint64],
         allowed: IntArray | None = None,
-    ) -> IntArray:
-        """The target's coupled samples behind `batch.logits_rows`, without the logits: [num_logits]
-        int32, as `sample_coupled` would draw them.
+        kept: IntArray = _NO_ROWS,
+    ) -> tuple[IntArray, torch.Tensor]:
+        """The target's coupled samples behind `batch.logits_rows`, [num_logits] int32, as
+        `sample_coupled` would draw them; and the logits of some of these rows.
 
         row_start: [num_requests + 1] int32, the rows of logits of each request; temperatures and
         seeds have one entry a request; allowed: [num_logits, words] int32, a bit for each token
-        that may come; None allows all
+        that may come; None allows all; kept: int32, rows of logits that are wanted, rising
         """
         count = len(row_start) - 1
+        c.require("kept", kept, c.INT32, (len(kept),))
+        logits = torch.empty(len(kept), self.config.vocab_size)
         c.require("row_start", row_start, c.INT32, (count + 1,))
         c.require("temperatures", temperatures, c.FLOAT64, (count,))
         c.require("seeds", seeds, c.UINT64, (count,))
@@ -156,11 +160,14 @@ class NativeRunner(ModelRunner):
         order = c.VerifyCall(
             count,
             Salt.TARGET,
+            len(kept),
             c.address(row_start),
             c.address(temperatures),
             c.address(seeds),
             c.address(token_ids),
             None if allowed is None else c.address(allowed),
+            c.address(kept),
+            logits.data_ptr(),
         )
         _values, described = _flatten(batch)
         refused = self._library.penstock_forward_sampled(
@@ -168,7 +175,7 @@ class NativeRunner(ModelRunner):
         )
         if refused:
             raise ValueError(self._error.value.decode())
-        return token_ids
+        return token_ids, logits
 
     def draft(
         self,
@@ -227,9 +234,12 @@ class NativeRunner(ModelRunner):
         row_start: IntArray,
         params: SamplingRows,
         allowed: Callable[[], IntArray | None],
-    ) -> list[int] | None:
-        samples = self.forward_sampled(batch, row_start, params.temperature, params.seed, allowed())
-        return samples.tolist()  # type: ignore[no-any-return]
+        kept: IntArray,
+    ) -> tuple[list[int], torch.Tensor] | None:
+        samples, logits = self.forward_sampled(
+            batch, row_start, params.temperature, params.seed, allowed(), kept
+        )
+        return samples.tolist(), logits
 
     def propose(
         self,
