@@ -75,11 +75,14 @@ async def test_an_idle_engine_does_not_spin() -> None:
     async with client_of(FACTORY) as client:
         with await client.submit("someone", [request("a")]) as stream:
             await read(stream)
-        process = psutil.Process(client.pid)
-        before = process.cpu_times()
-        await asyncio.sleep(0.5)
-        after = process.cpu_times()
-        assert after.user + after.system - before.user - before.system < 0.1
+        process, used = psutil.Process(client.pid), []
+        # At first it imports what can wait until it serves.
+        while not used or (used[-1] >= 0.1 and len(used) < 10):
+            before = process.cpu_times()
+            await asyncio.sleep(0.5)
+            after = process.cpu_times()
+            used.append(after.user + after.system - before.user - before.system)
+        assert used[-1] < 0.1
 
 
 async def test_leaving_a_stream_cancels_its_requests(slow: EngineClient) -> None:
