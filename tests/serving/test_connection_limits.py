@@ -142,6 +142,7 @@ async def undisturbed(world: World, before: str, after: str) -> AsyncIterator[No
         await server.hello(world.digest)
 
 
+@pytest.mark.slow
 async def test_a_server_that_connects_in_a_loop(limited: World) -> None:
     async with undisturbed(limited, "ann", "ben"):
         async with scripted_server(limited.address, token="bad") as server:

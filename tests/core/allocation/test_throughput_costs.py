@@ -128,6 +128,7 @@ def test_what_was_put_aside_is_tried_the_more_rarely_the_more_a_trial_takes() ->
     assert dear > 25 * trial, "at most a few per cent of the time"
 
 
+@pytest.mark.slow
 def test_what_is_ruled_out_at_once_would_not_have_paid(monkeypatch: pytest.MonkeyPatch) -> None:
     num_without = 0
     for seed in range(40):
