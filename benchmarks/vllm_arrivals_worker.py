@@ -3,9 +3,7 @@ JSON line out. Runs where vLLM is installed."""
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from benchmarks.peers.workers.worker import answer_commands
 
 from penstock.fluid.step_profile import StepWork
 
@@ -237,26 +236,19 @@ class PenstockServer(Server):
 
 
 def main() -> None:
-    # What libraries print must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     server: Server | None = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer: dict[str, Any] = {}
-        try:
-            if command["do"] == "load":
-                kind = {"vllm": VllmServer, "penstock": PenstockServer}[command["kind"]]
-                made = kind(Path(command["target"]), command["kv_tokens"], command["block_size"])
-                server = made
-            else:
-                assert server is not None
-                server.prepare(command["settings"])
-                answer = server.serve(command["requests"], command["seed"])
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+
+    def answer(do: str, command: dict[str, Any]) -> dict[str, Any]:
+        nonlocal server
+        if do == "load":
+            kind = {"vllm": VllmServer, "penstock": PenstockServer}[command.pop("kind")]
+            server = kind(Path(command.pop("target")), **command)
+            return {}
+        assert server is not None
+        server.prepare(command["settings"])
+        return server.serve(command["requests"], command["seed"])
+
+    answer_commands(answer)
 
 
 if __name__ == "__main__":

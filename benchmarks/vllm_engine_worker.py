@@ -3,23 +3,17 @@ a JSON line out. Runs where vLLM is installed."""
 
 from __future__ import annotations
 
-import ctypes
 import gc
 import itertools
-import json
-import os
-import signal
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.peers.workers.worker import machine_cpu_s, own_cpu_s
+from benchmarks.peers.workers.worker import answer_commands, machine_cpu_s, own_cpu_s
 
 Prompts = Sequence[Sequence[int]]
 
-_PR_SET_PDEATHSIG = 1
 _MAX_MODEL_LEN = 1024
 _LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
 """Of `vllm serve` on a CPU (0.32, `engine/arg_utils.py`)."""
@@ -122,25 +116,17 @@ def measure(engine: Engine, calls: Sequence[Prompts], tokens: int, drafter: str)
 
 
 def main() -> None:
-    # Stopped between commands, it would not notice that its master is gone.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # What libraries print must not come between the answers.
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
     engine: Engine | None = None
-    for line in sys.stdin:
-        command = json.loads(line)
-        answer: dict[str, Any] = {}
-        try:
-            if command.pop("do") == "load":
-                engine = KINDS[command.pop("kind")](**command)
-            else:
-                assert engine is not None
-                answer = measure(engine, **command)
-        except Exception as error:
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
-        answers.flush()
+
+    def answer(do: str, command: dict[str, Any]) -> dict[str, Any]:
+        nonlocal engine
+        if do == "load":
+            engine = KINDS[command.pop("kind")](**command)
+            return {}
+        assert engine is not None
+        return measure(engine, **command)
+
+    answer_commands(answer)
 
 
 if __name__ == "__main__":

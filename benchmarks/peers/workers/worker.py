@@ -135,8 +135,9 @@ def measure(engine: WorkerEngine, command: dict[str, Any]) -> dict[str, Any]:
     return {"wall_s": wall, "cpu_s": cpu, "other_s": other, "token_ids": token_ids}
 
 
-def serve(engine: WorkerEngine) -> None:
-    """Answer commands until "close" or the end of standard input."""
+def answer_commands(answer: Callable[[str, dict[str, Any]], dict[str, Any]]) -> None:
+    """A JSON line out for each JSON line in, until "close" or the end of standard input. answer: of
+    what a command wants done, and its other fields; raises any Exception, which is told."""
     # A worker stands still between commands, so it would not notice that its master is gone.
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     # Libraries print to standard output; only answers may appear there.
@@ -148,16 +149,24 @@ def serve(engine: WorkerEngine) -> None:
         if do == "close":
             break
         try:
-            if do == "load":
-                answer = {"facts": engine.load(WorkerLoad(**command))}
-            elif do == "verify":
-                answer = {"seconds": verify_seconds(engine, **command)}
-            else:
-                answer = measure(engine, command)
+            told = answer(do, command)
         except Exception as error:
             traceback.print_exc()
-            answer = {"error": f"{type(error).__name__}: {error}"}
-        answers.write(json.dumps(answer) + "\n")
+            told = {"error": f"{type(error).__name__}: {error}"}
+        answers.write(json.dumps(told) + "\n")
         answers.flush()
     # Some libraries hang or crash in their destructors, when everything is measured already.
     os._exit(0)
+
+
+def serve(engine: WorkerEngine) -> None:
+    """Answer what a master asks of an engine."""
+
+    def answer(do: str, command: dict[str, Any]) -> dict[str, Any]:
+        if do == "load":
+            return {"facts": engine.load(WorkerLoad(**command))}
+        if do == "verify":
+            return {"seconds": verify_seconds(engine, **command)}
+        return measure(engine, command)
+
+    answer_commands(answer)

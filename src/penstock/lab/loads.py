@@ -301,6 +301,26 @@ def write_points(points: Iterable[tuple[Scene, Point]], path: Path) -> None:
     )
 
 
+def write_peaks(
+    scenes: Iterable[Scene],
+    found: Mapping[str, Mapping[str, Setup]],
+    best: Mapping[str, Mapping[str, FloatArray]],
+    path: Path,
+) -> None:
+    """Each seed's highest throughput as CSV. found: setups by scene and policy. best: their peaks.
+    Raises: OSError."""
+    write_table(
+        path,
+        ("scene", "policy", "options", "seed", "output_tokens_per_s", "bound_requests_per_s"),
+        (
+            (s.name, p, options_of(setup), seed, float(peak), s.bound)
+            for s in scenes
+            for p, setup in found[s.name].items()
+            for seed, peak in enumerate(best[s.name][p])
+        ),
+    )
+
+
 def draw_points(
     points: Sequence[tuple[Scene, Point]], drawn: Sequence[str], path: Path, title: str
 ) -> None:

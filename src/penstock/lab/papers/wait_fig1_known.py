@@ -26,13 +26,12 @@ from penstock.lab.loads import (
     curves,
     draw_points,
     gain_verdict,
-    options_of,
     peaks,
     setup_of,
     tuned_sarathi,
+    write_peaks,
     write_points,
 )
-from penstock.lab.report import write_table
 from penstock.lab.statistics import FloatArray, ratio
 from penstock.lab.thresholds import (
     planned_thresholds,
@@ -68,16 +67,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
         at = partial(_at_load, scene, found[scene.name], min(job.effort.shares) * scene.bound)
         points += [(scene, p) for p in curves(job, scene, at, NAME)]
     best = {scene.name: peaks(p for s, p in points if s is scene) for scene in scenes}
-    write_table(
-        job.out / f"{NAME}_peak.csv",
-        ("scene", "policy", "options", "seed", "output_tokens_per_s", "bound_requests_per_s"),
-        (
-            (s.name, p, options_of(found[s.name][p]), seed, float(peak), s.bound)
-            for s in scenes
-            for p in found[s.name]
-            for seed, peak in enumerate(best[s.name][p])
-        ),
-    )
+    write_peaks(scenes, found, best, job.out / f"{NAME}_peak.csv")
     write_points(points, job.out / f"{NAME}.csv")
     title = "WAIT on known output lengths (WAIT paper, figure 1 a-b)"
     draw_points(points, _DRAWN, job.out / f"{NAME}.png", title)

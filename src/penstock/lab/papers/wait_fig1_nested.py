@@ -27,14 +27,13 @@ from penstock.lab.loads import (
     curves,
     draw_points,
     gain_verdict,
-    options_of,
     peaks,
     setup_of,
     tuned_sarathi,
+    write_peaks,
     write_points,
 )
 from penstock.lab.recorded import LONGEST, PROMPT, RECORDED, recorded_lengths
-from penstock.lab.report import write_table
 from penstock.lab.statistics import FloatArray
 from penstock.lab.thresholds import (
     nested_choices,
@@ -74,16 +73,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
         drawn = curves(shorter, scene, partial(_whatever_load, setups), NAME)
         points += [(scene, p) for p in drawn]
     best = {scene.name: peaks(p for s, p in points if s is scene) for scene in scenes}
-    write_table(
-        job.out / f"{NAME}_peak.csv",
-        ("scene", "policy", "options", "seed", "output_tokens_per_s", "bound_requests_per_s"),
-        (
-            (s.name, p, options_of(found[s.name][p]), seed, float(peak), s.bound)
-            for s in scenes
-            for p in found[s.name]
-            for seed, peak in enumerate(best[s.name][p])
-        ),
-    )
+    write_peaks(scenes, found, best, job.out / f"{NAME}_peak.csv")
     write_points(points, job.out / f"{NAME}.csv")
     title = "Nested WAIT on unknown output lengths (WAIT paper, figure 1 c-d)"
     draw_points(points, _DRAWN, job.out / f"{NAME}.png", title)
