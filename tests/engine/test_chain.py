@@ -35,6 +35,7 @@ from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import (
     Parts,
     SourceEvidence,
+    best_together,
     expected_tokens,
     round_seconds,
 )
@@ -131,7 +132,7 @@ class Switching:
             assert request.prompt_token_ids is not None
             self._known[request.id] = (*request.prompt_token_ids, *output)
 
-    def best_parts(self, order: DraftOrder, match: Match, num_left: int) -> Parts:
+    def parts(self, order: DraftOrder, match: Match) -> Parts:
         text, most = self._known.get(order.request_id), order.max_draft_tokens
         begin = order.start + order.num_catch_up_tokens
         turn = zlib.crc32(f"{text or order.request_id} {begin}".encode())
@@ -152,7 +153,7 @@ def switching(monkeypatch: pytest.MonkeyPatch) -> Switching:
     monkeypatch.setattr(
         SourceEvidence,
         "best_parts",
-        lambda _, order, match, num_left: switching.best_parts(order, match, num_left),
+        lambda _, orders, matches, left: list(map(switching.parts, orders, matches)),
     )
     return switching
 
@@ -300,7 +301,10 @@ def test_a_cached_prefix_holds_only_what_the_model_has_read(
     monkeypatch.setattr(
         SourceEvidence,
         "best_parts",
-        lambda _s, order, match, _n: Parts(match, 0, min(num_guessed, order.max_draft_tokens)),
+        lambda _s, orders, matches, _n: [
+            Parts(match, 0, min(num_guessed, order.max_draft_tokens))
+            for order, match in zip(orders, matches, strict=True)
+        ],
     )
     loop = make_loop(engine)
     outputs, accepted = run(loop, repeating_requests(SAMPLINGS["greedy"], 8, "perfect"))
@@ -343,6 +347,12 @@ def costs_of(most: int, *, row: float = 0.0, step: float = 0.0, read: float = 0.
     return RoundCosts(tuple(1.0 + row * n for n in range(most + 1)), step, read)
 
 
+def parts_of(evidence: SourceEvidence, order: DraftOrder, match: Match, num_left: int) -> Parts:
+    """Of a round with nobody else."""
+    (parts,) = evidence.best_parts([order], [match], [num_left])
+    return parts
+
+
 def test_tokens_and_seconds_are_those_of_a_plain_sum() -> None:
     found, guessed = [0.9, 0.5], [0.8, 0.6, 0.3]
     costs = RoundCosts((1.0, 1.1, 1.3, 1.4), step=0.2, read=0.01)
@@ -373,7 +383,7 @@ def test_the_model_is_asked_where_it_pays() -> None:
         evidence = SourceEvidence()
         teach(evidence, match, is_right)
         text = text_of("r", [1, 2, 3])
-        parts = evidence.best_parts(order_of(text, 6, costs_of(6, step=step)), match, 200)
+        parts = parts_of(evidence, order_of(text, 6, costs_of(6, step=step)), match, 200)
         assert parts.num_kept == 3
         assert bool(parts.num_guessed) == is_asked, (is_right, step)
 
@@ -386,11 +396,50 @@ def test_a_match_that_was_never_right_is_not_drafted() -> None:
         text.append([60])
         evidence.observe(text)
     text = text_of("r", [1, 2, 3])
-    parts = evidence.best_parts(order_of(text, 6, costs_of(6, row=0.05, step=9.0)), match, 200)
+    parts = parts_of(evidence, order_of(text, 6, costs_of(6, row=0.05, step=9.0)), match, 200)
     assert (parts.num_kept, parts.num_guessed) == (0, 0)
     longer = match._replace(length=20)
-    parts = evidence.best_parts(order_of(text, 6, costs_of(6, row=0.05, step=9.0)), longer, 200)
+    parts = parts_of(evidence, order_of(text, 6, costs_of(6, row=0.05, step=9.0)), longer, 200)
     assert parts.num_kept == 3, "of other lengths nothing is known"
+
+
+def tables_of(rng: np.random.Generator, num: int, most: int) -> list[Any]:
+    """Expected tokens of as many drafts, of which look-up knows different amounts."""
+    tables = []
+    for _ in range(num):
+        found = rng.uniform(0.05, 0.95, rng.integers(0, most + 1))
+        tokens = expected_tokens(found, np.cumprod(rng.uniform(0.2, 0.95, most)))
+        tokens[np.isinf(round_seconds(costs_of(most), len(found), most))] = -np.inf
+        tables.append(tokens)
+    return tables
+
+
+def rate_of(tables: Sequence[Any], parts: Sequence[tuple[int, int]], costs: RoundCosts) -> float:
+    """Tokens per second of a round with these drafts."""
+    tokens = costs.num_requests - len(tables)
+    tokens += sum(t[p] for t, p in zip(tables, parts, strict=True))
+    rows = sum(map(sum, parts)) / costs.num_requests
+    seconds = np.interp(rows, range(len(costs.rounds)), costs.rounds)
+    return float(tokens / (seconds + costs.step * max(g for _, g in parts)))
+
+
+@pytest.mark.parametrize("num", [1, 2, 3])
+def test_drafts_of_a_round_are_the_best_of_all_that_there_are(num: int) -> None:
+    rng, shares, alike = np.random.default_rng(num), [], []
+    for _ in range(60):
+        tables = tables_of(rng, num, most=3)
+        rise = np.cumsum(rng.uniform(0.0, 0.5, 3))
+        rounds = (1.0, *(1.0 + rise).tolist())
+        costs = RoundCosts(rounds, float(rng.uniform(0.0, 0.5)), 0.0, num + rng.integers(0, 2))
+        allowed = [list(zip(*np.nonzero(np.isfinite(t)), strict=True)) for t in tables]
+        best = max(rate_of(tables, parts, costs) for parts in itertools.product(*allowed))
+        shares.append(rate_of(tables, best_together(tables, costs), costs) / best)
+        own = [best_together([t], costs._replace(num_requests=1))[0] for t in tables]
+        alike.append(rate_of(tables, own, costs) / best)
+    assert min(shares) > 0.97
+    assert np.mean(shares) > 0.999
+    if num > 1:
+        assert np.mean(alike) < np.mean(shares) - 0.01, "each as if all were like it"
 
 
 def test_reading_is_spread_over_what_is_left() -> None:
@@ -399,16 +448,16 @@ def test_reading_is_spread_over_what_is_left() -> None:
     order = order_of(text, 4, costs_of(4, step=0.1, read=0.01))
     unread = order._replace(start=0, num_catch_up_tokens=100)
     no_match = Match([], 0)
-    assert evidence.best_parts(unread, no_match, 200).num_guessed
-    assert not evidence.best_parts(unread, no_match, 1).num_guessed
-    assert evidence.best_parts(order, no_match, 1).num_guessed, "it has read all"
+    assert parts_of(evidence, unread, no_match, 200).num_guessed
+    assert not parts_of(evidence, unread, no_match, 1).num_guessed
+    assert parts_of(evidence, order, no_match, 1).num_guessed, "it has read all"
 
 
 def test_without_times_look_up_goes_first_and_the_model_fills() -> None:
     evidence, match = SourceEvidence(), Match([7, 8], 3)
     text = text_of("r", [1, 2, 3])
-    assert evidence.best_parts(order_of(text, 5, None), match, 9) == Parts(match, 2, 3)
-    assert evidence.best_parts(order_of(text, 1, None), match, 9) == Parts(match, 1, 0)
+    assert parts_of(evidence, order_of(text, 5, None), match, 9) == Parts(match, 2, 3)
+    assert parts_of(evidence, order_of(text, 1, None), match, 9) == Parts(match, 1, 0)
 
 
 # --- rejection sampling ---------------------------------------------------------------------------
@@ -546,7 +595,7 @@ def test_noise_is_that_of_the_whole_draft(monkeypatch: pytest.MonkeyPatch) -> No
     """Drafts that begin at different places have different noise, though their model's parts begin
     at the same."""
     monkeypatch.setattr(
-        SourceEvidence, "best_parts", lambda _s, _o, match, _n: Parts(match, num_kept, 2)
+        SourceEvidence, "best_parts", lambda _s, _o, matches, _n: [Parts(matches[0], num_kept, 2)]
     )
     guessed = []
     for length, num_kept in ((7, 0), (6, 1), (5, 2)):

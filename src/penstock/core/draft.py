@@ -54,13 +54,12 @@ def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> Dr
 
 
 def _costs(ctx: Context, drafter: Drafter, length: int) -> RoundCosts | None:
-    """As if all requests drafted alike: whoever is in the round waits for all of it."""
     times, num = ctx.learn.times, len(ctx.table.running)
     if times.target.is_empty:
         return None
     rounds = times.target.at(num * np.arange(1, length + 2)) + times.overhead
     step = times.curve_of(drafter.name)(num)
-    return RoundCosts(tuple(rounds.tolist()), step, num * times.catch_up_of(drafter.name))
+    return RoundCosts(tuple(rounds.tolist()), step, times.catch_up_of(drafter.name), num)
 
 
 def _order(state: RequestState, drafter: Drafter, catch_up: CatchUp, length: int = 0) -> DraftOrder:

@@ -224,11 +224,13 @@ class DraftSource(StrEnum):
 class RoundCosts(NamedTuple):
     """What a drafter that chooses between sources has to weigh, in seconds. rounds: a round without
     its drafting, with 0, 1, … draft tokens of every request; step: of its model for one more token
-    of the draft; read: of its model for a known token that it has not read, of every request."""
+    of all drafts; read: of its model for a known token that it has not read; num_requests: in the
+    round, those that others draft for included."""
 
     rounds: tuple[float, ...]
     step: float
     read: float
+    num_requests: int = 1
 
 
 class DraftOrder(NamedTuple):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from penstock.core.types import DraftOrder, Replayed
 from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
-from penstock.engine.drafters.lookup import LookupDrafter
+from penstock.engine.drafters.lookup import LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import Parts, SourceEvidence
 from penstock.engine.drafters.text import TextDrafter
@@ -45,7 +45,7 @@ class ChainDrafter(LocalDrafter):
         return self._model.timed
 
     def draft(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> Drafts:
-        parts = [self._choose(o, t) for o, t in zip(orders, texts, strict=True)]
+        parts = self._choose(orders, texts)
         asked = [i for i, part in enumerate(parts) if part.num_guessed]
         for i, order in enumerate(orders):
             if not parts[i].num_guessed:
@@ -78,15 +78,22 @@ class ChainDrafter(LocalDrafter):
         self._model.forget(request_id)
         self._evidence.forget(request_id)
 
-    def _choose(self, order: DraftOrder, text: TokenBuffer) -> Parts:
-        self._evidence.observe(text)
+    def _choose(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[Parts]:
+        """What to take of each source, for all drafts of a round."""
+        for text in texts:
+            self._evidence.observe(text)
+        matches = [self._match(order, text) for order, text in zip(orders, texts, strict=True)]
+        left = [t.request.prompt_len + t.request.max_tokens - t.length for t in texts]
+        parts = self._evidence.best_parts(orders, matches, left)
+        for text, part in zip(texts, parts, strict=True):
+            if part.num_guessed:
+                text.foresee(part.match.token_ids[: part.num_kept])
+        return parts
+
+    def _match(self, order: DraftOrder, text: TokenBuffer) -> Match:
+        """What look-up finds that the model can read."""
         match = self._lookup.match(text, order.max_draft_tokens)
         num_readable = self._model.num_readable
         # Another request's output may hold what only the target can read.
         readable = list(itertools.takewhile(lambda token: token < num_readable, match.token_ids))
-        match = match._replace(token_ids=readable)
-        num_left = text.request.prompt_len + text.request.max_tokens - text.length
-        part = self._evidence.best_parts(order, match, num_left)
-        if part.num_guessed:
-            text.foresee(part.match.token_ids[: part.num_kept])
-        return part
+        return match._replace(token_ids=readable)

@@ -21,6 +21,8 @@ _MODEL = "model"
 _SAVING_DISCOUNT = 0.999
 _SAVING_STRENGTH = 16.0
 """Tokens of a request that say as much of it as all requests do."""
+_NEVER = 1e9
+"""Tokens that a draft which is not allowed is short of."""
 
 
 class Parts(NamedTuple):
@@ -108,35 +110,53 @@ class SourceEvidence:
             num_decided = min(num_right + 1, len(last.guessed), len(beyond))
             self._note(text, _MODEL, num_right, num_decided)
 
-    def best_parts(self, order: DraftOrder, match: Match, num_left: int) -> Parts:
-        """Of a draft of an order: those that promise most tokens per second of the round. The model
-        is not asked while to read what it has not read takes longer than it would save until the
-        end: it may not be needed for an edit, whose first tokens are new. Where no times are known,
-        all that look-up has, and of the model the rest.
+    def best_parts(
+        self, orders: Sequence[DraftOrder], matches: Sequence[Match], left: Sequence[int]
+    ) -> list[Parts]:
+        """Of the drafts of a round: those with which the round makes most tokens per second. All
+        its requests wait for the model's steps and for each other's rows, so that drafts are chosen
+        together. Where no times are known, all that look-up has, and of the model the rest.
 
-        num_left: tokens to the request's end
+        left: tokens to each request's end
         """
-        most = order.max_draft_tokens
-        if order.costs is None:
-            num_found = min(len(match.token_ids), most)
-            return Parts(match, num_found, most - num_found)
+        costs = next((order.costs for order in orders if order.costs is not None), None)
+        if costs is None:
+            sizes = [
+                (min(len(match.token_ids), order.max_draft_tokens), order.max_draft_tokens)
+                for order, match in zip(orders, matches, strict=True)
+            ]
+            return [
+                Parts(match, found, most - found)
+                for match, (found, most) in zip(matches, sizes, strict=True)
+            ]
+        tables = [self._tokens(*given) for given in zip(orders, matches, left, strict=True)]
+        chosen = best_together(tables, max((o.costs for o in orders if o.costs), key=_longest))
+        return [Parts(match, *parts) for match, parts in zip(matches, chosen, strict=True)]
+
+    def _tokens(self, order: DraftOrder, match: Match, num_left: int) -> FloatArray:
+        """Expected tokens of an order's rounds, [kept, guessed], without those of the model where
+        it is not to be asked: while to read what it has not read takes longer than it would save
+        until the end. It may not be needed for an edit, whose first tokens are new. What it saves
+        is reckoned as if all requests drafted alike."""
+        most, costs = order.max_draft_tokens, order.costs
+        if costs is None:
+            return np.ones((1, 1))
         mean = self._acceptance.mean
         found = [
             mean(order.request_id, _kind(match, i)) for i in range(min(len(match.token_ids), most))
         ]
         guessed = self._acceptance.survival(order.request_id, _MODEL, most)
         tokens = expected_tokens(found, guessed)
-        each = round_seconds(order.costs, len(found), most) / tokens
-        kept, more = np.unravel_index(np.argmin(each), each.shape)
-        alone = np.argmin(each[:, 0])
+        each = round_seconds(costs, len(found), most) / tokens
+        alone, best = np.argmin(each[:, 0]), each.min()
         saving = self._savings[order.request_id]
         for kind in (saving, self._saving):
-            kind.note(each[alone, 0] - each[kept, more], tokens[alone, 0])
+            kind.note(each[alone, 0] - best, tokens[alone, 0])
         # The model's first step reads one token. To have read the others serves all later rounds.
-        reading = order.costs.read * (order.num_catch_up_tokens - 1)
-        if num_left * saving.mean(self._saving.mean()) < reading:
-            return Parts(match, int(alone), 0)
-        return Parts(match, int(kept), int(more))
+        reading = costs.num_requests * costs.read * (order.num_catch_up_tokens - 1)
+        is_asked = num_left * saving.mean(self._saving.mean()) >= reading
+        tokens[np.isinf(each)] = -np.inf
+        return tokens if is_asked else tokens[:, :1]
 
     def forget(self, request_id: str) -> None:
         """The request is over."""
@@ -172,11 +192,50 @@ def expected_tokens(found: Sequence[float], guessed: Sequence[float]) -> FloatAr
 
 
 def round_seconds(costs: RoundCosts, num_found: int, most: int) -> FloatArray:
-    """Of the same rounds; infinite where a draft would be longer than `most`."""
+    """Of the same rounds, were all requests to draft alike; infinite where a draft would be longer
+    than `most`."""
     kept, guessed = np.arange(num_found + 1)[:, None], np.arange(most + 1)
     rounds = np.append(costs.rounds, np.inf)[np.minimum(kept + guessed, most + 1)]
-    seconds: FloatArray = rounds + costs.step * guessed + costs.read * kept * (guessed > 0)
+    reading = costs.num_requests * costs.read * kept * (guessed > 0)
+    seconds: FloatArray = rounds + costs.step * guessed + reading
     return seconds
+
+
+def best_together(tables: Sequence[FloatArray], costs: RoundCosts) -> list[tuple[int, int]]:
+    """For each draft of a round how many tokens to keep and to guess, so that the round makes most
+    tokens per second. The model takes as many steps as the longest guess; whoever guesses less, or
+    nothing, waits for it.
+
+    tables: expected tokens of each draft, [kept, guessed]; minus infinity where one is not allowed
+    """
+    num, most = len(tables), len(costs.rounds) - 1
+    reading = costs.read * costs.num_requests / costs.rounds[0]
+    numbers = np.arange(most + 1)
+    padded = np.full((num, most + 1, most + 1), -np.inf)
+    for own, tokens in zip(padded, tables, strict=True):
+        own[: tokens.shape[0], : tokens.shape[1]] = tokens
+    padded -= reading * numbers[:, None] * (numbers > 0)
+    # [draft, rows, guessed]: every draft by the rows that it adds to the target's.
+    kept = numbers[:, None] - numbers
+    by_rows = np.where(kept < 0, -np.inf, padded[:, kept, numbers])
+    # [draft, rows, steps]: with at most so many steps of the model.
+    best = np.maximum(np.maximum.accumulate(by_rows, axis=2), -_NEVER)
+    each = np.diff(best, axis=1).reshape(num * most, most + 1)
+    # What one row more is worth falls along most drafts: the likeliest first is a good order.
+    falling = np.minimum.accumulate(each.reshape(num, most, most + 1), axis=1).reshape(each.shape)
+    order = np.argsort(-falling, axis=0, kind="stable")
+    gained = np.cumsum(np.take_along_axis(each, order, axis=0), axis=0)
+    tokens_of_round = costs.num_requests + np.vstack([np.zeros(most + 1), gained])
+    rows = np.arange(num * most + 1) / costs.num_requests
+    seconds = np.interp(rows, numbers, costs.rounds)[:, None] + costs.step * numbers
+    num_bought, steps = np.unravel_index(np.argmax(tokens_of_round / seconds), seconds.shape)
+    bought = np.bincount(order[:num_bought, steps] // most, minlength=num).tolist()
+    guessed = [int(np.argmax(own[n, : steps + 1])) for own, n in zip(by_rows, bought, strict=True)]
+    return [(n - g, g) for n, g in zip(bought, guessed, strict=True)]
+
+
+def _longest(costs: RoundCosts) -> int:
+    return len(costs.rounds)
 
 
 def _kind(match: Match, position: int) -> str:
