@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.learn.links import LinkTimes
+from penstock.core.learn.profile import LearnedProfile
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, StepPlan, StepResult, Verdict
 from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
@@ -30,8 +31,6 @@ _MOST_OVERHEAD_S = 2e-3
 _OVERHEAD_WEIGHT = 0.02
 _SHIFT_WEIGHT = 0.05
 _DRAFTING_WEIGHT = 0.05
-_FAR_ROWS = 1 << 16
-"""More than a step has."""
 _LONGEST_REDRAW = 256
 """Steps between two drawings of a learned profile; at first it is drawn after 1, 2, 4, ..."""
 _DRAFT_OVERHEAD_DECAY = 0.999
@@ -56,7 +55,7 @@ class Times:
 
     profile: of the target's step by what is in it, known beforehand, with a `shift` by what was
         measured since.
-    learns_profile: the profile is drawn anew, again and again, from the steps' rows and seconds:
+    learns_profile: the profile is drawn anew, again and again, from the steps' work and seconds:
         where what is known beforehand says too little of the steps that will come.
     target: the step's seconds by its rows, as measured; empty until something was.
     overhead: seconds between two steps of the target that follow each other at once, learned where
@@ -81,7 +80,7 @@ class Times:
         self._gap = -math.inf
         self._last_gap = 0.0
         self._last_work: tuple[int, int, int] = (0, 0, 0)
-        self._whole_steps = StepTimeCurve()
+        self._learned = LearnedProfile()
         self._num_steps, self._redraw_at = 0, 1
         self._plain_pause = _Mean()
         self._drafting_pause = _Mean()
@@ -138,7 +137,7 @@ class Times:
                 return
             seconds = result.work_seconds + (0.0 if may_wait else self._last_gap)
             if self.learns_profile:
-                self._learn_profile(work.num_positions, seconds)
+                self._learn_profile(work, seconds)
             # Steps like the one before teach nothing new, so that it makes no difference whether a
             # run of equal steps is reported one by one or at once.
             composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
@@ -146,16 +145,12 @@ class Times:
                 self._last_work = composition
                 self.shift += _SHIFT_WEIGHT * (seconds - self.profile.seconds(work) - self.shift)
 
-    def _learn_profile(self, num_rows: int, seconds: float) -> None:
-        self._whole_steps.observe(num_rows, seconds)
+    def _learn_profile(self, work: StepWork, seconds: float) -> None:
+        self._learned.observe(work, seconds)
         self._num_steps += 1
         if self._num_steps >= self._redraw_at:
             self._redraw_at += min(self._redraw_at, _LONGEST_REDRAW)
-            # Beyond the largest step that was seen the curve goes on with its mean slope. That is
-            # less than the mean time of a row, so that larger steps are tried, and then known.
-            far = (_FAR_ROWS, self._whole_steps(_FAR_ROWS))
-            drawn = _drawn([*self._whole_steps.points(), far], self.profile.kv_tokens)
-            self.profile = replace(drawn, drafters=self.profile.drafters)
+            self.profile = self._learned.drawn(self.profile)
             self.shift = 0.0
 
     def observe_drafting(self, result: StepResult) -> None:
@@ -208,11 +203,6 @@ class Times:
             drafting.seconds -= (1 - _DRAFT_OVERHEAD_DECAY) * (drafting.seconds - plain.seconds)
         self.overhead = (plain if plain.num else drafting).seconds
         self.draft_overhead = max(0.0, drafting.seconds - self.overhead) if drafting.num else 0.0
-
-
-def _drawn(points: Iterable[tuple[float, float]], kv_tokens: int) -> StepProfile:
-    by_rows = {round(rows): seconds for rows, seconds in points}
-    return StepProfile("measured", kv_tokens, tuple(by_rows), tuple(by_rows.values()))
 
 
 def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:

@@ -1,0 +1,131 @@
+"""A step-time profile learned from the steps that requests make anyway."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from penstock.fluid.step_profile import StepProfile, StepWork
+
+FloatArray = npt.NDArray[np.float64]
+
+_MEMORY = 1000.0
+"""Steps after which a measurement counts for a third."""
+_STALL = 4.0
+"""A measurement counts for at most so many times what its size took before."""
+_RIDGE = 0.1
+"""Steps in favour of no cost at all: they share out what the others cannot tell apart."""
+_CELL = 1.08
+"""Sizes in a cell differ by less than this factor."""
+_NUM_CELLS = 160
+_CLEAR = 3.0
+_STAIR = 0.05
+"""A size is off the line where its mean is, by so many standard errors and by this share."""
+_FAR = 1 << 16
+"""More positions than a step has."""
+_NUM_TERMS = 5
+_SECONDS, _COUNT = _NUM_TERMS, _NUM_TERMS + 1
+
+
+class LearnedProfile:
+    """Non-negative least squares of relative errors over all that `StepWork` says, old steps
+    fading, and a table of the sizes that clearly take more or less than the line.
+
+    A curve over positions alone would take a decoding request, which reads all of its context, for
+    a prompt token; and one through the noisy mean of each size has stairs where the machine has
+    none, at which prompts are then cut. So a stair has to be clear, and worth it.
+    """
+
+    def __init__(self) -> None:
+        # Of each cell of sizes: sums of products of the terms, the seconds and 1, each divided by
+        # the seconds that were expected.
+        self._sums = np.zeros((_NUM_CELLS, _COUNT + 1, _COUNT + 1))
+        self._weight = 1.0
+        self._costs = np.zeros(_NUM_TERMS)
+
+    def observe(self, work: StepWork, seconds: float) -> None:
+        """Add a step."""
+        if not work.num_positions or seconds <= 0:
+            return
+        terms = _terms(work)
+        sums = self._sums[min(_NUM_CELLS - 1, _cell_of(work.num_positions))]
+        if sums[0, _COUNT]:
+            seconds = min(seconds, _STALL * float(sums[_SECONDS, _COUNT] / sums[0, _COUNT]))
+        expected = max(float((self._costs * terms).sum()), seconds / _STALL)
+        row = np.array([*terms, seconds, expected]) / expected
+        self._weight *= 1 + 1 / _MEMORY
+        sums += self._weight * row[:, None] * row
+        if self._weight > 1e9:
+            self._sums /= self._weight
+            self._weight = 1.0
+
+    def drawn(self, before: StepProfile) -> StepProfile:
+        """The profile, with the name-giving and memory of `before`."""
+        self._costs = self._fitted()
+        constant, per_position, per_decode, per_kv_token, per_context = self._costs.tolist()
+        counts, deviations = self._stairs()
+        line = constant + per_position * counts
+        table = {round(n): float(s) for n, s in zip(counts, line * (1 + deviations), strict=True)}
+        # No steeper than the mean time of a position: larger steps than were seen are to be tried,
+        # and then known.
+        slope = min([per_position, *(s / n for n, s in table.items())])
+        last = max(table, default=1)
+        table.setdefault(1, constant + per_position)
+        table[_FAR] = max(table[last], constant + slope * _FAR)
+        points = sorted(table.items())
+        return StepProfile(
+            "measured",
+            before.kv_tokens,
+            tuple(n for n, _ in points),
+            tuple(s for _, s in points),
+            per_decode=per_decode,
+            per_kv_token=per_kv_token,
+            per_prefill_context=per_context,
+            drafters=before.drafters,
+        )
+
+    def _fitted(self) -> FloatArray:
+        """[_NUM_TERMS] seconds of each term."""
+        sums = self._sums.sum(axis=0)
+        terms, right = sums[:_NUM_TERMS, :_NUM_TERMS], sums[:_NUM_TERMS, _SECONDS]
+        sizes = np.sqrt(np.maximum(np.diagonal(terms), 1e-300))
+        ridge = _RIDGE * self._weight / max(sums[_COUNT, _COUNT], 1e-300)
+        scaled = terms / np.outer(sizes, sizes) + (ridge + 1e-9) * np.eye(_NUM_TERMS)
+        root = np.linalg.cholesky(scaled)
+        found, _ = nnls(root.T, np.linalg.solve(root, right / sizes))
+        return found / sizes
+
+    def _stairs(self) -> tuple[FloatArray, FloatArray]:
+        """Sizes that are clearly off the line, with their neighbours, and by which share."""
+        sums = self._sums[self._sums[:, _COUNT, _COUNT] > 0]
+        off = np.array([*-self._costs, 1.0])
+        weights = sums[:, _COUNT, _COUNT]
+        means = sums[:, :_COUNT, _COUNT] @ off / weights
+        squares = np.einsum("i,cij,j->c", off, sums[:, :_COUNT, :_COUNT], off) / weights
+        noise = float((weights * np.maximum(squares - means**2, 0.0)).sum() / weights.sum())
+        errors = np.sqrt(noise * self._weight / weights)
+        # Of the table's part of the seconds.
+        counts = sums[:, 1, _COUNT] / sums[:, 0, _COUNT]
+        line = self._costs[0] + self._costs[1] * counts
+        expected = weights / sums[:, 0, _COUNT]
+        is_stair = np.abs(means) > np.maximum(_CLEAR * errors, _STAIR)
+        deviations = np.where(is_stair, means * expected / np.maximum(line, 1e-12), 0.0)
+        beside = is_stair.copy()
+        beside[1:] |= is_stair[:-1]
+        beside[:-1] |= is_stair[1:]
+        return counts[beside], np.maximum(deviations[beside], -0.9)
+
+
+def _terms(work: StepWork) -> FloatArray:
+    return np.array(
+        [1.0, work.num_positions, work.num_decodes, work.num_kv_tokens, work.prefill_context]
+    )
+
+
+def _cell_of(size: int) -> int:
+    """Single sizes while they are small, then geometric."""
+    exact = round(1 / (_CELL - 1))
+    return size if size <= exact else exact + round(math.log(size / exact, _CELL))
