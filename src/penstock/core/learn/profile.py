@@ -63,7 +63,7 @@ class LearnedProfile:
             self._weight = 1.0
 
     def drawn(self, before: StepProfile) -> StepProfile:
-        """The profile, with the name-giving and memory of `before`."""
+        """The profile; memory and drafters are those of the one before."""
         self._costs = self._fitted()
         constant, per_position, per_decode, per_kv_token, per_context = self._costs.tolist()
         counts, deviations = self._stairs()
@@ -72,9 +72,8 @@ class LearnedProfile:
         # No steeper than the mean time of a position: larger steps than were seen are to be tried,
         # and then known.
         slope = min([per_position, *(s / n for n, s in table.items())])
-        last = max(table, default=1)
         table.setdefault(1, constant + per_position)
-        table[_FAR] = max(table[last], constant + slope * _FAR)
+        table[_FAR] = max(*table.values(), constant + slope * _FAR)
         points = sorted(table.items())
         return StepProfile(
             "measured",
@@ -91,12 +90,14 @@ class LearnedProfile:
         """[_NUM_TERMS] seconds of each term."""
         sums = self._sums.sum(axis=0)
         terms, right = sums[:_NUM_TERMS, :_NUM_TERMS], sums[:_NUM_TERMS, _SECONDS]
-        sizes = np.sqrt(np.maximum(np.diagonal(terms), 1e-300))
+        squares = np.diagonal(terms)
+        sizes = np.sqrt(np.where(squares > 0, squares, 1.0))
         ridge = _RIDGE * self._weight / max(sums[_COUNT, _COUNT], 1e-300)
         scaled = terms / np.outer(sizes, sizes) + (ridge + 1e-9) * np.eye(_NUM_TERMS)
         root = np.linalg.cholesky(scaled)
         found, _ = nnls(root.T, np.linalg.solve(root, right / sizes))
-        return found / sizes
+        costs: FloatArray = found / sizes
+        return costs
 
     def _stairs(self) -> tuple[FloatArray, FloatArray]:
         """Sizes that are clearly off the line, with their neighbours, and by which share."""

@@ -119,7 +119,8 @@ class Times:
 
     def measured_profile(self, kv_tokens: int) -> StepProfile:
         """Of what was measured of the target: its step by its rows alone."""
-        return _drawn(self.target.points(), kv_tokens)
+        by_rows = {round(rows): seconds for rows, seconds in self.target.points()}
+        return StepProfile("measured", kv_tokens, tuple(by_rows), tuple(by_rows.values()))
 
     # --- learning -------------------------------------------------------------------------------
 
