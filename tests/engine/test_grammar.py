@@ -320,6 +320,62 @@ def test_masks_of_a_draft_are_those_of_its_tokens_one_by_one(tokenizer: Tokenize
     assert (masks[-1] == -1).all(), "behind what may not be, everything"
 
 
+@pytest.mark.parametrize("kind", GRAMMARS)
+def test_what_is_drawn_of_all_tokens_and_let_come_is_what_the_masks_give(
+    tokenizer: Tokenizer, kind: str
+) -> None:
+    """Scores at random, the likeliest of all against the likeliest of those that may come."""
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    request = Request("r", 1, 99, prompt_token_ids=(5,), stop_token_ids=frozenset({EOS}))
+    rng, counts = np.random.default_rng(3), dict.fromkeys(("let come", "put in", "refused"), 0)
+    for _ in range(6):
+        settled = TokenBuffer(request, compiler.begin(GRAMMARS[kind]))
+        masked = TokenBuffer(request, compiler.begin(GRAMMARS[kind]))
+        assert settled.grammar is not None
+        assert masked.grammar is not None
+        while masked.length < 60:
+            words = masked.grammar.masks(masked, (), 1)
+            may_come = np.unpackbits(words.view(np.uint8), bitorder="little").view(np.bool_)
+            scores = rng.random(4096) + np.where(may_come, rng.random(), 0.0)
+            expected = int(np.where(may_come, scores, -1.0).argmax())
+            of_all = int(scores.argmax())
+            found = [of_all, 0]
+            refused = settled.grammar.settle(settled, (expected + 1,), found)
+            if refused is None:
+                assert found == [expected, 0]
+                counts["let come" if of_all == expected else "put in"] += 1
+            else:
+                assert refused == 0
+                assert of_all != expected or settled.forced() == ()
+                counts["refused"] += 1
+            settled.append([expected])
+            masked.append([expected])
+            assert settled.forced() == masked.forced()
+            if expected == EOS:
+                break
+        assert settled.problem is None
+    assert all(counts.values()), counts
+
+
+def test_whoever_asks_before_a_settled_draft_is_appended_is_told_of_the_text(
+    tokenizer: Tokenizer,
+) -> None:
+    """A drafter may, in its own thread."""
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    request = Request("r", 1, 60, prompt_token_ids=(5,), stop_token_ids=frozenset({EOS}))
+    text = TokenBuffer(request, compiler.begin(GRAMMARS["json"]))
+    assert text.grammar is not None
+    draft = tokenizer.encode('{"first_name": "Ada', add_special_tokens=False)
+    before, behind = text.grammar.masks(text, draft, len(draft) + 1)[[0, -1]]
+    samples = [*draft, 7]
+    assert text.grammar.settle(text, draft, samples) in (None, len(draft))
+    assert samples[:-1] == draft
+    assert np.array_equal(text.grammar.masks(text, (), 1)[0], before)
+    text.append(draft)
+    assert np.array_equal(text.grammar.masks(text, (), 1)[0], behind)
+    assert not np.array_equal(before, behind)
+
+
 @pytest.mark.slow
 def test_schemas_of_all_sorts() -> None:
     """As `python -m benchmarks.structured` does with more of them."""

@@ -157,6 +157,9 @@ class GrammarState:
         self._compiled = compiled
         self._num_words = -(-vocab_size // 32)
         self._num_read = 0
+        self._forced: list[int] | None = None
+        """What must come behind what was read, where that is known: it is looked for where the last
+        that was found ends."""
         self._lock = threading.Lock()
 
     @cached_property
@@ -199,20 +202,54 @@ class GrammarState:
             elif num_consumed:
                 matcher.rollback(num_consumed)
 
+    def settle(self, text: TokenBuffer, draft: Sequence[int], samples: list[int]) -> int | None:
+        """Follow a text, and the target's samples behind it as far as they are the draft.
+
+        samples: drawn behind the text and behind each token of the draft, of all tokens; what must
+        come is put in its place. Any other one that may come is what would have been drawn of those
+        that may: the likeliest of all is the likeliest of some. Returns the place of the first that
+        may not come, None if there is none.
+        """
+        with self._lock:
+            try:
+                matcher = self._follow(text)
+            except ValueError as error:
+                self.problem = str(error)
+                return None
+            forced = self._forced
+            for i, token in enumerate(samples):
+                if forced is None:
+                    forced = matcher.compute_ff_tokens()
+                if forced:
+                    # The mask is then this token, though others may spell the same.
+                    token = samples[i] = forced[0]
+                if not matcher.try_consume_tokens([token]):
+                    return i
+                self._num_read += 1
+                self._forced = forced = forced[1:] or None
+                if i == len(draft) or token != draft[i]:
+                    break
+        return None
+
     def forced(self, text: TokenBuffer) -> tuple[int, ...]:
         """What must come behind a text, as it is usually cut into tokens."""
         with self._lock:
-            found = self._follow(text).compute_ff_tokens()
-        return tuple(found[:_MAX_FORCED]) if found else ()
+            matcher = self._follow(text)
+            if self._forced is None:
+                self._forced = matcher.compute_ff_tokens()
+            return tuple(self._forced[:_MAX_FORCED])
 
     def _follow(self, text: TokenBuffer) -> LLMatcher:
-        """Read what is new in a text."""
-        matcher, start = self._matcher, text.request.prompt_len + self._num_read
-        if start < text.length:
-            tokens = text.tokens(start, text.length)
-            self._num_read += len(tokens)
+        """Read what is new in a text, or forget what is not in it yet."""
+        matcher, num_known = self._matcher, text.length - text.request.prompt_len
+        if self._num_read < num_known:
+            tokens = text.tokens(text.length - num_known + self._num_read, text.length)
             if matcher.try_consume_tokens(tokens) < len(tokens) and not matcher.is_stopped():
                 self._fail()
+        elif self._num_read > num_known:
+            matcher.rollback(self._num_read - num_known)
+        if self._num_read != num_known:
+            self._num_read, self._forced = num_known, None
         return matcher
 
     def _fail(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 import numpy.typing as npt
@@ -77,15 +76,13 @@ class ModelRunner(Model):
         batch: RaggedBatch,
         row_start: IntArray,
         params: SamplingRows,
-        allowed: Callable[[], IntArray | None],
         kept: IntArray,
     ) -> tuple[list[int], torch.Tensor] | None:
         """`forward` and the target's samples of its rows in one call that brings back only the
         logits of some rows, [len(kept), vocab_size]; None where there is no such call.
 
         row_start: [num_requests + 1], the rows of logits of each request; params: of which
-        temperature and seed are read; allowed: computes [num_logits, words] int32, a bit for each
-        token that may come, or None where all may; kept: int32, rows of logits, rising
+        temperature and seed are read; kept: int32, rows of logits, rising
         """
         return None
 

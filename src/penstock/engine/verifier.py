@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple, Protocol
 
@@ -11,7 +10,7 @@ import numpy as np
 import torch
 
 from penstock.core.types import SamplingParams, TokenLogprob
-from penstock.engine.batch import IntArray, RaggedBatch
+from penstock.engine.batch import RaggedBatch
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import (
     Changed,
@@ -20,7 +19,7 @@ from penstock.engine.sampling import (
     TokenSampler,
     VerifyBatch,
     change_logits,
-    fit_masks,
+    forbidden_by,
     token_logprobs,
     verify,
 )
@@ -77,11 +76,13 @@ class Decided(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """The target's samples of a batch's rows of logits, and the logits of those requests that
-    cannot be decided by them, one after the other: `by_logits` are their places, rising."""
+    """The target's samples of a batch's rows of logits, and the logits of some requests, one after
+    the other: `kept` are their places, rising; `by_logits` are those of them that cannot be decided
+    by the samples."""
 
     token_ids: list[int]
     by_logits: Sequence[int] = ()
+    kept: Sequence[int] = ()
     logits: torch.Tensor = torch.empty(0, 0)
 
 
@@ -91,6 +92,9 @@ class Verifier:
     A request that takes the target's own samples, since it is `coupled` or has no draft, may have
     them drawn in the pass itself, unless its distribution is cut or changed, or it asks for
     probabilities: an accepted draft is then the samples' own beginning, and no logits come back.
+    A grammar looks at the samples afterwards: only where it does not let one come, it is drawn
+    again of what it allows. Of a request with one, samples behind the first that is no draft token
+    are of all tokens: `evidence_all` may be lower than it would be of those that may come.
     """
 
     def __init__(self, runner: ModelRunner) -> None:
@@ -105,17 +109,17 @@ class Verifier:
             by_logits = _by_logits(drafted, params, ratio)
             if len(by_logits) < len(drafted):
                 starts = _row_start(drafted)
-                rows = [row for i in by_logits for row in range(starts[i], starts[i + 1])]
+                kept = by_logits
+                if params.reads_text:
+                    others = (i for i, d in enumerate(drafted) if d.text.grammar is not None)
+                    kept = sorted({*by_logits, *others})
+                rows = [row for i in kept for row in range(starts[i], starts[i + 1])]
                 answer = self.runner.verify(
-                    batch,
-                    np.array(starts, dtype=np.int32),
-                    params,
-                    partial(_allowed, drafted, by_logits, self.runner),
-                    np.array(rows, dtype=np.int32),
+                    batch, np.array(starts, dtype=np.int32), params, np.array(rows, dtype=np.int32)
                 )
                 if answer is not None:
                     token_ids, logits = answer
-                    return Samples(token_ids, by_logits, logits)
+                    return Samples(token_ids, by_logits, kept, logits)
         return self.runner.forward(batch)
 
     def decide(
@@ -130,18 +134,70 @@ class Verifier:
         if isinstance(scores, torch.Tensor):
             params, ratio = self._sampling.of([d.text for d in drafted])
             return decide(scores, drafted, params, ratio, draft_probs, self.runner.sample)
+        starts = _row_start(drafted)
+        if len(scores.kept) > len(scores.by_logits):
+            self._settle(scores, drafted, starts)
         decided = [
             _compare(scores.token_ids, first, d.token_ids)
-            for first, d in zip(_row_start(drafted), drafted, strict=False)
+            for first, d in zip(starts, drafted, strict=False)
         ]
         if scores.by_logits:
             others = [drafted[i] for i in scores.by_logits]
             params, ratio = self._sampling_by_logits.of([d.text for d in others])
-            sample = self.runner.sample
-            found = decide(scores.logits, others, params, ratio, draft_probs, sample)
+            logits = scores.logits
+            if len(scores.kept) > len(scores.by_logits):
+                rows = _rows_kept(scores, starts)
+                logits = logits[[row for i in scores.by_logits for row in rows[i]]]
+            found = decide(logits, others, params, ratio, draft_probs, self.runner.sample)
             for i, one in zip(scores.by_logits, found, strict=True):
                 decided[i] = one
         return decided
+
+    def _settle(self, scores: Samples, drafted: Sequence[Drafted], starts: Sequence[int]) -> None:
+        """Make samples of all tokens those of the tokens that may come, as far as they count."""
+        samples = scores.token_ids
+        refused: list[tuple[int, int]] = []
+        for i in scores.kept:
+            text, draft, own = drafted[i].text, drafted[i].token_ids, slice(*starts[i : i + 2])
+            if text.grammar is None or i in scores.by_logits:
+                continue
+            of_text = samples[own]
+            first = text.grammar.settle(text, draft, of_text)
+            samples[own] = of_text
+            if first is not None:
+                refused.append((i, first))
+        if refused:
+            self._sample_again(scores, drafted, starts, refused)
+
+    def _sample_again(
+        self,
+        scores: Samples,
+        drafted: Sequence[Drafted],
+        starts: Sequence[int],
+        refused: Sequence[tuple[int, int]],
+    ) -> None:
+        """Of the tokens that may come. refused: places of requests, and which of their samples is
+        the first to be drawn again."""
+        kept, vocab_size = _rows_kept(scores, starts), self.runner.vocab_size
+        places = [(i, n) for i, first in refused for n in range(first, len(kept[i]))]
+        masks = np.full((len(places), -(-vocab_size // 32)), -1, dtype=np.int32)
+        place, row_bytes = masks.ctypes.data, masks.strides[0]
+        for i, first in refused:
+            text, count = drafted[i].text, len(kept[i]) - first
+            assert text.grammar is not None
+            text.grammar.fill(text, drafted[i].token_ids, count, place, row_bytes)
+            place += count * row_bytes
+        # A few rows: PyTorch's operators take several times as long to begin.
+        logits = scores.logits.numpy()[[kept[i][n] for i, n in places]]
+        np.putmask(logits, forbidden_by(masks, vocab_size), -np.inf)
+        params, _ = self._sampling.of([d.text for d in drafted])
+        found = self.runner.sample(
+            torch.from_numpy(logits),
+            params.take(np.array([i for i, _ in places])),
+            np.array([drafted[i].position + n for i, n in places]),
+        )
+        for (i, n), token in zip(places, found.tolist(), strict=True):
+            scores.token_ids[starts[i] + n] = token
 
 
 def decide(
@@ -225,25 +281,13 @@ def _changed(
     return logits
 
 
-def _allowed(
-    drafted: Sequence[Drafted], by_logits: Sequence[int], runner: ModelRunner
-) -> IntArray | None:
-    """Which tokens may come in each row of logits, [num_rows, words]; None where nobody has a
-    grammar whose samples count."""
-    masked = [i for i, d in enumerate(drafted) if d.text.grammar is not None and i not in by_logits]
-    if not masked:
-        return None
-    row_start = _row_start(drafted)
-    vocab_size = runner.vocab_size
-    rows = np.full((row_start[-1], -(-vocab_size // 32)), -1, dtype=np.int32)
-    place, row_bytes = rows.ctypes.data, rows.strides[0]
-    for i in masked:
-        text, draft = drafted[i].text, drafted[i].token_ids
-        assert text.grammar is not None
-        # In place, one by one: llguidance's call for a batch takes longer on two cores.
-        at = place + row_start[i] * row_bytes
-        text.grammar.fill(text, draft, len(draft) + 1, at, row_bytes)
-    return fit_masks(rows, vocab_size)
+def _rows_kept(scores: Samples, starts: Sequence[int]) -> dict[int, range]:
+    """Of each request whose logits came back their rows."""
+    rows, end = {}, 0
+    for i in scores.kept:
+        begin, end = end, end + starts[i + 1] - starts[i]
+        rows[i] = range(begin, end)
+    return rows
 
 
 def _row_start(drafted: Sequence[Proposal]) -> list[int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -233,11 +233,10 @@ class NativeRunner(ModelRunner):
         batch: RaggedBatch,
         row_start: IntArray,
         params: SamplingRows,
-        allowed: Callable[[], IntArray | None],
         kept: IntArray,
     ) -> tuple[list[int], torch.Tensor] | None:
         samples, logits = self.forward_sampled(
-            batch, row_start, params.temperature, params.seed, allowed(), kept
+            batch, row_start, params.temperature, params.seed, kept=kept
         )
         return samples.tolist(), logits
 

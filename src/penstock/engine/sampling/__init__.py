@@ -1,6 +1,6 @@
 """Exact sampling and verification, in two modes."""
 
-from penstock.engine.sampling.changes import Changed, TextSoFar, change_logits, fit_masks
+from penstock.engine.sampling.changes import Changed, TextSoFar, change_logits, forbidden_by
 from penstock.engine.sampling.coupled import KeyedSampler, TokenSampler, sample_coupled
 from penstock.engine.sampling.logprobs import token_logprobs
 from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
@@ -17,7 +17,7 @@ __all__ = [
     "VerifyResult",
     "change_logits",
     "draw_draft",
-    "fit_masks",
+    "forbidden_by",
     "sample_coupled",
     "sample_draft",
     "token_logprobs",

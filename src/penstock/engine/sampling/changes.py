@@ -70,10 +70,8 @@ def _mask(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
             rows += range(begin, end)
     if not masks:
         return
-    vocab_size = logits.shape[1]
-    words = fit_masks(np.concatenate(masks), vocab_size)
-    bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
-    forbidden = torch.from_numpy(bits.view(np.bool_)).to(logits.device)
+    forbidden = torch.from_numpy(forbidden_by(np.concatenate(masks), logits.shape[1]))
+    forbidden = forbidden.to(logits.device)
     if len(rows) == logits.shape[0]:
         logits.masked_fill_(forbidden, -torch.inf)
     else:
@@ -81,13 +79,17 @@ def _mask(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
         logits[index] = logits[index].masked_fill_(forbidden, -torch.inf)
 
 
-def fit_masks(words: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.int32]:
-    """Masks [rows, words] of a vocabulary, in place; where none of its tokens may come, all may."""
+def forbidden_by(words: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Which tokens masks [rows, words] forbid, [rows, vocab_size]; where none may come, all may.
+
+    words: a bit for each token that may come, of the vocabulary or a larger one; written over
+    """
     words = words[:, : -(-vocab_size // 32)]
     if vocab_size % 32:
         words[:, -1] &= (1 << vocab_size % 32) - 1
     words[~words.any(axis=1)] = -1
-    return words
+    bits = np.unpackbits((~words).view(np.uint8), axis=1, bitorder="little")[:, :vocab_size]
+    return bits.view(np.bool_)
 
 
 def _change(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> None:
