@@ -6,6 +6,7 @@ import pytest
 
 from penstock.core.learn import Estimators
 from penstock.core.types import TARGET, DraftTime, PhaseTimes, StepResult
+from penstock.fluid.step_profile import StepWork
 
 PAUSE_S, OVERHEAD_S = 0.0003, 0.001
 
@@ -38,3 +39,27 @@ def test_what_drafts_cost_the_host_is_remembered_for_a_while_and_not_for_good() 
     assert steps.run(50, has_drafts=False) > 0.9 * learned
     assert steps.run(10_000, has_drafts=False) < 0.01 * learned
     assert steps.run(600, has_drafts=True) == pytest.approx(OVERHEAD_S, rel=0.02)
+
+
+@pytest.mark.parametrize("num_prefill_tokens", [0, 64])
+def test_what_the_beginning_of_a_request_takes_the_host_is_not_the_price_of_its_rounds(
+    num_prefill_tokens: int,
+) -> None:
+    """Requests of twenty rounds, all with drafts, 0.3 ms after each other; before the first step of
+    each the host works for 1.6 ms. As the control that step is one of its rounds."""
+    times, now = Estimators().times, 0.0
+    first = StepWork(num_prefill_tokens, 0.0, int(not num_prefill_tokens), 64, 0)
+    for i in range(2000):
+        begins = i % 20 == 0
+        drafts = () if begins else (DraftTime("d", 1, 3, 1, 0.003),)
+        phases = PhaseTimes(draft=0.0 if begins else 0.003, verify=0.01)
+        now += 0.0016 if begins else PAUSE_S
+        work = first if begins else StepWork(0, 0.0, 1, 64, 3)
+        step = StepResult(
+            i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts, work=work
+        )
+        times.observe(step, may_wait=False)
+        times.observe_drafting(step)
+        now += 0.014
+    expected = PAUSE_S if num_prefill_tokens else 0.0016
+    assert times.overhead == pytest.approx(expected, rel=0.02)

@@ -79,6 +79,7 @@ class Times:
         self._last_end = math.inf
         self._gap = -math.inf
         self._last_gap = 0.0
+        self._may_wait = False
         self._last_work: tuple[int, int, int] = (0, 0, 0)
         self._learned = LearnedProfile()
         self._num_steps, self._redraw_at = 0, 1
@@ -128,6 +129,7 @@ class Times:
         """Take in a step of the target that has ended, with the host's part before it: clients wait
         for both. may_wait: it may have waited for drafts, which cannot be told from that."""
         if result.lane == TARGET:
+            self._may_wait = may_wait
             gap = self._gap = result.started_at - self._last_end
             self._last_end = result.finished_at
             # A longer one is a lack of work; below zero: the step before had not ended.
@@ -191,6 +193,11 @@ class Times:
                     self.curve_of(timed.drafter).observe(timed.batch, drafting)
 
     def _observe_overhead(self, result: StepResult) -> None:
+        work = result.work
+        if work is not None and work.num_prefill_tokens and not self._may_wait:
+            # A request's beginning, and often another's end, take the host once. Where nearly every
+            # round drafts, hardly any other step would be one without drafts.
+            return
         pause = self._gap + result.phases.other
         has_drafts = any(t.steps for t in result.draft_times)
         if has_drafts:
