@@ -1,11 +1,11 @@
-"""What the default allocation makes of a drafter, against no drafter, by batch.
+"""What the default allocation makes of a drafter, against no drafter and fixed lengths, by batch.
 
     python -m benchmarks.default_lengths [--batches 1,8,32] [--passes 5] [--json]
 
 `draft-tiny` drafts for the large bundled target as it is served: prompts of all domains, outputs of
 48 to 144 tokens, sampled with seeds at temperature 1. Tokens per second are those while the batch
-is full; with drafts and without take turns, and a ratio is of one turn. Where drafting does not pay
-a ratio under 1 is what it costs to find that out.
+is full; with drafts, without and with fixed lengths take turns, and a ratio is of one turn. Where
+drafting does not pay a ratio under 1 is what it costs to find that out.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from penstock.serving.offline import complete
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, DOMAINS, load_prompts
 
 LEAST_TOKENS, MOST_TOKENS = 48, 144
+FIXED = (2, 3, 4)
 _STRIDE = 37
 """Between lengths of requests that follow each other, so that their ends are spread."""
 
@@ -62,22 +63,32 @@ def measure(batch: int, passes: int) -> dict[str, Any]:
         for own in map(load_prompts, DOMAINS)
     ]
     single = PolicyConfig.of("single")
-    plain, drafting = make_loop(engine, single), make_loop(engine, single)
+    systems = {
+        "plain": (make_loop(engine, single), NO_DRAFTER),
+        "drafting": (make_loop(engine, single), DEFAULT_DRAFTER),
+    }
+    for k in FIXED:
+        loop = make_loop(engine, single, PolicyConfig.of("fixed", k=k))
+        systems[f"fixed_{k}"] = (loop, DEFAULT_DRAFTER)
     rates = [
-        (
-            full_rate(plain, prompts, batch, NO_DRAFTER),
-            full_rate(drafting, prompts, batch, DEFAULT_DRAFTER),
-        )
+        {
+            name: full_rate(loop, prompts, batch, drafter)
+            for name, (loop, drafter) in systems.items()
+        }
         for _ in range(passes)
     ]
-    ratios = [b / a for a, b in rates]
+    ratios = [r["drafting"] / r["plain"] for r in rates]
     return {
         "batch": batch,
-        "plain": statistics.median(a for a, _ in rates),
-        "drafting": statistics.median(b for _, b in rates),
+        "plain": statistics.median(r["plain"] for r in rates),
+        "drafting": statistics.median(r["drafting"] for r in rates),
         "ratio": statistics.median(ratios),
         "least": min(ratios),
         "most": max(ratios),
+        **{
+            f"over_fixed_{k}": statistics.median(r["drafting"] / r[f"fixed_{k}"] for r in rates)
+            for k in FIXED
+        },
     }
 
 
@@ -94,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "ratio, median": "{ratio:.3f}",
         "least": "{least:.3f}",
         "most": "{most:.3f}",
+        **{f"over fixed {k}": f"{{over_fixed_{k}:.3f}}" for k in FIXED},
     }
     shown = table("while the batch is full", rows, columns)
     return tell(args, Results(rows, tables=[shown]))
