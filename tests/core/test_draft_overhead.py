@@ -55,9 +55,7 @@ def test_what_the_beginning_of_a_request_takes_the_host_is_not_the_price_of_its_
         phases = PhaseTimes(draft=0.0 if begins else 0.003, verify=0.01)
         now += 0.0016 if begins else PAUSE_S
         work = first if begins else StepWork(0, 0.0, 1, 64, 3)
-        step = StepResult(
-            i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts, work=work
-        )
+        step = StepResult(i, TARGET, now, now + 0.014, phases=phases, draft_times=drafts, work=work)
         times.observe(step, may_wait=False)
         times.observe_drafting(step)
         now += 0.014
