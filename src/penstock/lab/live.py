@@ -151,7 +151,7 @@ class LiveSystem:
 class LiveScene:
     """What an experiment serves: so many turns of requests of all domains, new ones in each.
 
-    prompts: by domain. num_turns: those that count; one before them is to learn in and warms up.
+    prompts: by domain. num_turns: those that count; one before them warms up, and is to learn in.
     """
 
     family: Path
@@ -178,13 +178,14 @@ class LiveScene:
         chosen = {"dtype": "auto", **settings}
         return load(DEFAULT_TARGET, batch, self.new_tokens, family=self.family, **chosen)
 
-    def requests(self, turn: int, per_domain: int, drafter: str) -> list[Request]:
-        """One domain after the other, so that they mix; sampled at temperature 1 with seeds."""
+    def requests(self, numbers: Iterable[int], drafter: str) -> list[Request]:
+        """So many of each domain, one after the other, so that they mix; sampled at temperature 1
+        with seeds."""
         made = []
-        for i in range(turn * per_domain, (turn + 1) * per_domain):
+        for i in numbers:
             for own in self.prompts.values():
                 prompt = own[i % len(own)]
-                made.append(request_of(prompt, i, self.new_tokens, 1.0, drafter=drafter))
+                made.append(request_of(prompt, i + len(own), self.new_tokens, 1.0, drafter=drafter))
         return made
 
     def rates(
@@ -193,14 +194,19 @@ class LiveScene:
         batch: int,
         tell: Callable[[str], None],
         per_domain: int = 1,
+        to_learn: int | None = None,
     ) -> dict[str, FloatArray]:
         """[turns] tokens per second of each system, all of which serve the same requests, in
-        another order in each turn."""
+        another order in each turn. per_domain: requests of a turn; to_learn: of the one before
+        those that count, if that is another number."""
         found: dict[str, list[float]] = {s.name: [] for s in systems}
         for turn in range(self.num_turns + 1):
             tell(f"batch {batch}, turn {turn} of {self.num_turns}")
+            # To learn from are the last ones of each domain, so that they do not come again.
+            begin = (turn - 1) * per_domain if turn else -(to_learn or per_domain)
+            numbers = range(begin, begin + per_domain if turn else 0)
             for system in _rotated(systems, turn):
-                requests = self.requests(turn, per_domain, system.drafter)
+                requests = self.requests(numbers, system.drafter)
                 served = system.serve(requests, batch)
                 if turn:
                     found[system.name].append(served.tokens_per_s)

@@ -3,7 +3,8 @@
 On the bundled family or a larger copy of it (`--family`). In the calm one request is served at a
 time, in the rush eight; requests of all domains are sampled with seeds at temperature 1. All
 systems serve the same requests in turn, new ones in every turn, with drafters inside the step. The
-base drafts four tokens with the default drafter.
+base drafts four tokens with the default drafter. Before anything counts each system has served 64
+requests, one at a time, and goes into the rush with what it knows by then.
 
 The placebo is the base once more, with a scheduler of its own.
 """
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 NAME = "whole_loop_live"
 
 _BATCHES = dict(zip(PHASES, (1, 8), strict=True))
+_TO_LEARN = 8
+"""Requests of each domain."""
 _MACHINE = "live"
 
 
@@ -38,9 +41,14 @@ def run(job: Trial) -> list[ClaimVerdict]:
     scene = LiveScene.of(job)
     job.tell(f"{NAME}: loading")
     engine = scene.load(max(_BATCHES.values()))
+    systems = systems_of(engine)
+
+    def tell(what: str) -> None:
+        job.tell(f"{NAME}: {what}")
+
     rates = {
-        phase: scene.rates(systems_of(engine), batch, lambda what: job.tell(f"{NAME}: {what}"))
-        for phase, batch in _BATCHES.items()
+        phase: scene.rates(systems, batch, tell, to_learn=to_learn)
+        for (phase, batch), to_learn in zip(_BATCHES.items(), (_TO_LEARN, None), strict=True)
     }
     cells = {(phase, name): own for phase, each in rates.items() for name, own in each.items()}
     header = ("phase", "system", "turn", "tokens_per_s")
