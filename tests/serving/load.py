@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import json
 import threading
-import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -55,7 +54,8 @@ class Load:
         users = threading.Thread(target=lambda: asyncio.run(self._users()))
         users.start()
         try:
-            time.sleep(1)
+            # Every one of them has been served before anything is done to the server.
+            eventually(lambda: self.outcomes["whole"] >= 2 * NUM_USERS, timeout=120)
             yield
         finally:
             self._is_over.set()

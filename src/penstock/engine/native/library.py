@@ -102,7 +102,7 @@ class VerifyCall(Structure):
             (name, c_void_p)
             for name in (
                 *("row_start", "temperatures", "seeds", "token_ids"),
-                *("allowed", "kept", "logits"),
+                *("kept", "logits"),
             )
         ),
     ]

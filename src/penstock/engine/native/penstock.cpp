@@ -39,10 +39,9 @@ struct TargetOrder {
   const int32_t* row_start;
   const double* temperatures;
   const uint64_t* seeds;
-  int32_t* token_ids;       // [num_logits]
-  const uint32_t* allowed;  // [num_logits, ceil(vocab_size / 32)], see RowSampling; or null
-  const int32_t* kept;      // [num_kept] of the rows of logits, rising
-  float* logits;            // [num_kept, vocab_size]
+  int32_t* token_ids;   // [num_logits]
+  const int32_t* kept;  // [num_kept] of the rows of logits, rising
+  float* logits;        // [num_kept, vocab_size]
 };
 
 struct SampleOrder {
@@ -183,7 +182,7 @@ void plan_sample(const Model& model, const DraftOrder& order, int seq, int step,
 
 // Have the target's own samples drawn from the batch's rows of logits.
 void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Plan& plan) {
-  const size_t vocab_size = model.weights.vocab_size, num_words = (vocab_size + 31) / 32;
+  const size_t vocab_size = model.weights.vocab_size;
   model.logits.reserve((size_t)batch.num_logits * vocab_size);
   int num_kept = 0;
   for (int i = 0; i < order.num_requests; ++i)
@@ -195,7 +194,6 @@ void plan_target(Model& model, const Batch& batch, const TargetOrder& order, Pla
                                     : model.logits.get() + (size_t)j * vocab_size);
       plan.sampling.push_back(RowSampling::make(order.temperatures[i], order.seeds[i],
                                                 (uint64_t)plan.positions[row] + 1, order.salt));
-      if (order.allowed) plan.sampling.back().allowed = order.allowed + j * num_words;
       plan.sampled.push_back(0);
     }
 }

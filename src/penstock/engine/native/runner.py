@@ -137,15 +137,13 @@ class NativeRunner(ModelRunner):
         row_start: IntArray,
         temperatures: npt.NDArray[np.float64],
         seeds: npt.NDArray[np.uint64],
-        allowed: IntArray | None = None,
         kept: IntArray = _NO_ROWS,
     ) -> tuple[IntArray, torch.Tensor]:
         """The target's coupled samples behind `batch.logits_rows`, [num_logits] int32, as
         `sample_coupled` would draw them; and the logits of some of these rows.
 
         row_start: [num_requests + 1] int32, the rows of logits of each request; temperatures and
-        seeds have one entry a request; allowed: [num_logits, words] int32, a bit for each token
-        that may come; None allows all; kept: int32, rows of logits that are wanted, rising
+        seeds have one entry a request; kept: int32, rows of logits that are wanted, rising
         """
         count = len(row_start) - 1
         c.require("kept", kept, c.INT32, (len(kept),))
@@ -154,9 +152,6 @@ class NativeRunner(ModelRunner):
         c.require("temperatures", temperatures, c.FLOAT64, (count,))
         c.require("seeds", seeds, c.UINT64, (count,))
         token_ids = np.empty(len(batch.logits_rows), dtype=np.int32)
-        if allowed is not None:
-            words = -(-self.config.vocab_size // 32)
-            c.require("allowed", allowed, c.INT32, (len(token_ids), words))
         order = c.VerifyCall(
             count,
             Salt.TARGET,
@@ -165,7 +160,6 @@ class NativeRunner(ModelRunner):
             c.address(temperatures),
             c.address(seeds),
             c.address(token_ids),
-            None if allowed is None else c.address(allowed),
             c.address(kept),
             logits.data_ptr(),
         )
@@ -236,7 +230,7 @@ class NativeRunner(ModelRunner):
         kept: IntArray,
     ) -> tuple[list[int], torch.Tensor] | None:
         samples, logits = self.forward_sampled(
-            batch, row_start, params.temperature, params.seed, kept=kept
+            batch, row_start, params.temperature, params.seed, kept
         )
         return samples.tolist(), logits
 

@@ -19,20 +19,18 @@ PENSTOCK_INLINE uint64_t mix64(uint64_t z) {
 constexpr int kDraftSalt = 1;  // noise.py's Salt.DRAFT
 
 // How one row is sampled; temperature 0 is greedy and needs no key. is_drawn: from the drafter's own
-// distribution, and not as a guess at the target's sample. allowed: a bit for each token that may
-// come, of 32-bit words; null allows all.
+// distribution, and not as a guess at the target's sample.
 struct RowSampling {
   double temperature;
   uint32_t key_low, key_high;
   bool is_drawn;
-  const uint32_t* allowed;
 
   // A temperature under 1e-10 decides as 1e-10 does, and keeps clear of infinities.
   static RowSampling make(double temperature, uint64_t seed, uint64_t position, int salt) {
     if (temperature > 0 && temperature < 1e-10) temperature = 1e-10;
     const uint64_t golden = 0x9E3779B97F4A7C15ull;
     uint64_t key = mix64(mix64(seed + golden) + golden * (4 * position + (uint64_t)salt + 1));
-    return {temperature, (uint32_t)key, (uint32_t)(key >> 32), salt == kDraftSalt, nullptr};
+    return {temperature, (uint32_t)key, (uint32_t)(key >> 32), salt == kDraftSalt};
   }
 };
 
@@ -82,19 +80,9 @@ PENSTOCK_INLINE VecI lane_index() {
 
 constexpr int kScan = 4 * kLanes;
 
-// Bits of the kLanes tokens from `first` on, a multiple of kLanes, which divides 32.
-PENSTOCK_INLINE uint32_t allowed_bits(const uint32_t* allowed, int first) {
-  return allowed[first / 32] >> first % 32 & (uint32_t)((1ull << kLanes) - 1);
-}
-
-// All ones in the lanes whose bit is set.
-PENSTOCK_INLINE VecI lanes_of(uint32_t bits) {
-  return ((splat_int((int32_t)bits) >> lane_index()) & splat_int(1)) != VecI{};
-}
-
 // The token that `row` samples from logits[0, count). The exact noise takes two logarithms, so it
-// is computed only where its bound could win: for about a dozen tokens of 4,096. What may not come,
-// by its logit of -inf or by `allowed`, never wins.
+// is computed only where its bound could win: for about a dozen tokens of 4,096. A logit of
+// -inf never wins.
 static __attribute__((noinline)) int32_t sample_row(const float* logits, int count,
                                                     const RowSampling& row) {
   const bool greedy = row.temperature == 0;
@@ -105,12 +93,6 @@ static __attribute__((noinline)) int32_t sample_row(const float* logits, int cou
   Best best;
   for (int first = 0; first < count; first += kScan) {
     const int size = count - first < kScan ? count - first : kScan;
-    uint32_t bits[4] = {~0u, ~0u, ~0u, ~0u};
-    if (row.allowed) {
-      for (int j = 0; j < 4; ++j)
-        bits[j] = j * kLanes < size ? allowed_bits(row.allowed, first + j * kLanes) : 0;
-      if (!(bits[0] | bits[1] | bits[2] | bits[3])) continue;
-    }
     alignas(64) float padded[kScan];
     const float* piece = logits + first;
     if (size < kScan) {
@@ -128,14 +110,11 @@ static __attribute__((noinline)) int32_t sample_row(const float* logits, int cou
         VecF slack = (bound[j] < VecF{} ? -bound[j] : bound[j]) * splat(1e-6f);
         bound[j] += slack + gumbel_bound(noise_hash(token, low, high));
       }
-      VecI may_win = (bound[j] >= splat((float)best.value)) & (logit > never);
-      if (row.allowed) may_win &= lanes_of(bits[j]);
-      promising |= may_win;
+      promising |= (bound[j] >= splat((float)best.value)) & (logit > never);
     }
     if (!any(promising)) continue;
     for (int i = 0; i < size; ++i) {
       if (!(bound[i / kLanes][i % kLanes] >= best.value)) continue;
-      if (!(bits[i / kLanes] >> i % kLanes & 1)) continue;
       const int32_t id = first + i;
       const float noise =
           greedy ? 0.0f : gumbel(noise_hash((uint32_t)id, row.key_low, row.key_high));

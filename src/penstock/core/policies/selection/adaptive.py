@@ -21,7 +21,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -105,6 +105,15 @@ class _Known:
         self.totals = np.pad(self.totals, ((0, 0), (0, missing)))
 
 
+class _Rounds(NamedTuple):
+    """A request's rounds to come. base: seconds of one without a draft; steps: with 1, 2, … draft
+    tokens, without drafting; num_tokens: expected to the end."""
+
+    base: float
+    steps: Sequence[float]
+    num_tokens: float
+
+
 class Adaptive(SelectionPolicy):
     """Bayesian choice over requests and drafters together."""
 
@@ -167,7 +176,9 @@ class Adaptive(SelectionPolicy):
         for drafter in drafters.values():
             self._column(drafter)
         self._prior.grow(len(self._models))
-        drafters = self._worthwhile(drafters, view)
+        base = self._base(view.learn)
+        steps = [base + v for v in self._verification(view.learn)]
+        drafters = self._worthwhile(drafters, base, steps, view)
         names = list(drafters)
         columns = [self._columns[n] for n in names]
         values = np.zeros((len(states), len(names)))
@@ -177,10 +188,11 @@ class Adaptive(SelectionPolicy):
             known = self._know(state, drafters, view)
             known.has_news = False
             if names:
+                rounds = self._rounds(state, base, steps, view)
                 rates = self._rates(state, known)[columns].tolist()
-                values[i] = self._worth(state, list(drafters.values()), rates, view)
+                values[i] = self._worth(state, rounds, list(drafters.values()), rates, view)
                 if is_review:
-                    self._propose(state, known, drafters, values[i], view)
+                    self._propose(state, known, rounds, drafters, values[i], view)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
@@ -195,15 +207,15 @@ class Adaptive(SelectionPolicy):
                 # No draft and no replay: nothing will be learned of the request.
                 known.next_round = max(known.next_round, state.round + _IDLE_GAP)
 
-    def _worthwhile(self, drafters: Mapping[str, Drafter], view: View) -> dict[str, Drafter]:
+    def _worthwhile(
+        self, drafters: Mapping[str, Drafter], base: float, steps: Sequence[float], view: View
+    ) -> dict[str, Drafter]:
         """Those that would pay if nearly all that they draft were accepted: under load mostly none,
-        and then nothing more need be found out."""
-        base = self._base(view.learn)
+        and then nothing more need be found out. base, steps: as of `_Rounds`."""
         tokens, survival = [], 1.0
         for length in range(1, self.options.k_max + 1):
             survival += _BEST_RATE**length
             tokens.append(survival)
-        steps = [base + v for v in self._verification(self.options.k_max, view.learn)]
         times, sharing = view.learn.times, self._num_sharing
         most = base / (1 + self.options.margin)
         return {
@@ -217,38 +229,42 @@ class Adaptive(SelectionPolicy):
         known.posterior = known.prior.after(*known.counts)
         return known.posterior.rates()
 
+    def _rounds(
+        self, state: RequestState, base: float, steps: Sequence[float], view: View
+    ) -> _Rounds:
+        left = state.num_remaining_tokens
+        expected = view.learn.lengths.remaining(state.num_output_tokens, left)
+        return _Rounds(base, steps[: max(1, left - 1)], expected)
+
     def _worth(
         self,
         state: RequestState,
+        rounds: _Rounds,
         drafters: Sequence[Drafter],
         rates: Sequence[float],
         view: View,
     ) -> list[float]:
         """[drafters] seconds that each saves the request to its end, against none."""
-        saved, gained = self._savings(state, drafters, rates, view)
+        saved, gained = self._savings(state, rounds, drafters, rates, view)
         self._want(drafters, gained)
         return [s - self._reading(state, d, view) for s, d in zip(saved, drafters, strict=True)]
 
     def _savings(
         self,
         state: RequestState,
+        rounds: _Rounds,
         drafters: Sequence[Drafter],
         rates: Sequence[float],
         view: View,
     ) -> tuple[list[float], list[float]]:
         """[drafters] seconds that each saves the request to its end once it has read the text; and
         a token, if everybody shared its time."""
-        limit = min(self.options.k_max, max(1, state.num_remaining_tokens - 1))
-        base = self._base(view.learn)
-        steps = [base + v for v in self._verification(limit, view.learn)]
-        remaining = view.learn.lengths.remaining(
-            state.num_output_tokens, state.num_remaining_tokens
-        )
+        base, steps, remaining = rounds
         step_times, sharing = view.learn.times, self._num_sharing
         gained, saved = [], []
         for drafter, rate in zip(drafters, rates, strict=True):
             name = drafter.name
-            survival = view.learn.acceptance.shape_of(name).survival(rate, limit)
+            survival = view.learn.acceptance.shape_of(name).survival(rate, len(steps))
             tokens = list(accumulate(survival, initial=1.0))[1:]
             users = view.loads.get(name, 0) + (state.drafter != name)
             users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
@@ -284,8 +300,8 @@ class Adaptive(SelectionPolicy):
         times = estimators.times
         return round_seconds(times.target(self._num_sharing), host=times.overhead)
 
-    def _verification(self, limit: int, estimators: Estimators) -> list[float]:
-        """[limit] seconds by which so many more rows of the target hold up all requests, and the
+    def _verification(self, estimators: Estimators) -> list[float]:
+        """[k_max] seconds by which so many more rows of the target hold up all requests, and the
         host's work on drafts."""
         pace = self._pace
         rows = 1
@@ -295,7 +311,9 @@ class Adaptive(SelectionPolicy):
         target, sharing = estimators.times.target, self._num_sharing
         alone = target(rows)
         host = estimators.times.draft_overhead
-        return [host + sharing * (target(rows + n) - alone) for n in range(1, limit + 1)]
+        return [
+            host + sharing * (target(rows + n) - alone) for n in range(1, self.options.k_max + 1)
+        ]
 
     @property
     def _num_sharing(self) -> int:
@@ -398,6 +416,7 @@ class Adaptive(SelectionPolicy):
         self,
         state: RequestState,
         known: _Known,
+        rounds: _Rounds,
         drafters: Mapping[str, Drafter],
         values: FloatArray,
         view: View,
@@ -412,7 +431,9 @@ class Adaptive(SelectionPolicy):
                 continue
             if not view.is_beside(drafter) and drafter.pool is not None:
                 seconds = self._reading(state, drafter, view)
-                worth = self._improvement(state, known, drafter, best, view) if value < best else 0
+                worth = 0.0
+                if value < best:
+                    worth = self._improvement(state, known, rounds, drafter, best, view)
                 if worth <= seconds:
                     if not self._teaches(state, known, name, seconds):
                         continue
@@ -421,7 +442,13 @@ class Adaptive(SelectionPolicy):
             self._proposals[state.request.id, name] = ReplayProposal(state, name, evaluate=True)
 
     def _improvement(
-        self, state: RequestState, known: _Known, drafter: Drafter, best: float, view: View
+        self,
+        state: RequestState,
+        known: _Known,
+        rounds: _Rounds,
+        drafter: Drafter,
+        best: float,
+        view: View,
     ) -> float:
         """Seconds that the request may be expected to save because a replay changes the choice,
         against `best` (Gauss and Hermite's rule for what the replay may say)."""
@@ -435,7 +462,7 @@ class Adaptive(SelectionPolicy):
         told = variance * variance * information / (1 + variance * information)
         means = known.posterior.mean[column] + math.sqrt(told) * _NODES
         rates = mean_rate(means, np.full(len(means), variance - told)).tolist()
-        saved, _ = self._savings(state, [drafter] * len(rates), rates, view)
+        saved, _ = self._savings(state, rounds, [drafter] * len(rates), rates, view)
         return float(sum(w * max(0.0, s - best) for w, s in zip(_WEIGHTS, saved, strict=True)))
 
     def _teaches(self, state: RequestState, known: _Known, drafter: str, seconds: float) -> bool:
