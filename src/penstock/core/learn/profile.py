@@ -6,7 +6,6 @@ import math
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
 
 from penstock.fluid.step_profile import StepProfile, StepWork
 
@@ -88,6 +87,9 @@ class LearnedProfile:
 
     def _fitted(self) -> FloatArray:
         """[_NUM_TERMS] seconds of each term."""
+        # A third of a second of imports: most engines know their profile and never come here.
+        from scipy.optimize import nnls
+
         sums = self._sums.sum(axis=0)
         terms, right = sums[:_NUM_TERMS, :_NUM_TERMS], sums[:_NUM_TERMS, _SECONDS]
         squares = np.diagonal(terms)
