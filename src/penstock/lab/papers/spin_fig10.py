@@ -19,6 +19,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -27,7 +28,7 @@ from penstock.config import PolicyConfig
 from penstock.core.types import NO_DRAFTER
 from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Experiment, Trial
-from penstock.lab.report import Plot, draw, write_table
+from penstock.lab.report import COLOURS, pyplot, save_figure, write_table
 from penstock.lab.statistics import FloatArray, Interval, ratio
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
     cells = {(b, n): r for b, one in found.items() for n, r in one.rates.items()}
     header = ("batch", "system", "turn", "tokens_per_s")
     write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
-    _draw(job, found)
+    _draw(job.out / f"{NAME}.png", {batch: one.rates for batch, one in found.items()})
     return [v for batch, one in found.items() for v in verdicts(batch, one)]
 
 
@@ -175,13 +176,33 @@ def _times(found: Interval) -> str:
     return f"{found.mean:.2f}× ({found.low:.2f} to {found.high:.2f})"
 
 
-def _draw(job: Trial, found: Mapping[int, Batch]) -> None:
-    plots = []
-    for batch, one in found.items():
-        lines = {n: ([i], [float(r.mean())]) for i, (n, r) in enumerate(one.rates.items())}
-        axes = {"title": f"batch {batch}", "ylabel": "tokens/s", "ylim": (0, None), "xticks": []}
-        plots.append(Plot(lines, axes, "o"))
-    draw(job.out / f"{NAME}.png", "The whole system and its parts (Spin, figure 10)", [plots])
+def _draw(path: Path, found: Mapping[int, Mapping[str, FloatArray]]) -> None:
+    """A bar for each system, by batch: the mean, and the lowest and highest turn. Raises: LabError,
+    OSError."""
+    figure, grid = pyplot().subplots(
+        1, len(found), figsize=(5 * len(found), 4.6), layout="constrained", sharey=True
+    )
+    for axes, (batch, rates) in zip(grid.flat, found.items(), strict=True):
+        means = np.array([own.mean() for own in rates.values()])
+        ends = np.array([[own.min(), own.max()] for own in rates.values()]).T
+        colours = [COLOURS[_kind(name)] for name in rates]
+        axes.barh(list(rates), means, color=colours)
+        axes.errorbar(means, list(rates), xerr=np.abs(ends - means), fmt="none", ecolor="k")
+        axes.set(title=f"batch {batch}", xlabel="tokens/s")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    grid[0].invert_yaxis()
+    figure.suptitle("The whole system and its parts (Spin, figure 10)")
+    save_figure(figure, path)
+
+
+def _kind(system: str) -> int:
+    """A Vanilla, Spin or its control, without a drafter or what is served with."""
+    if system.startswith("Vanilla"):
+        return 0
+    if system.startswith("native"):
+        return 2
+    return 3 if system == NONE else 1
 
 
 EXPERIMENT = Experiment(NAME, "Figure 10: the whole system, live", run, is_live=True)
