@@ -195,15 +195,16 @@ class LiveScene:
         tell: Callable[[str], None],
         per_domain: int = 1,
         to_learn: int | None = None,
+        first: int = 0,
     ) -> dict[str, FloatArray]:
         """[turns] tokens per second of each system, all of which serve the same requests, in
         another order in each turn. per_domain: requests of a turn; to_learn: of the one before
-        those that count, if that is another number."""
+        those that count, if that is another number; first: the number of the first that counts."""
         found: dict[str, list[float]] = {s.name: [] for s in systems}
         for turn in range(self.num_turns + 1):
             tell(f"batch {batch}, turn {turn} of {self.num_turns}")
             # To learn from are the last ones of each domain, so that they do not come again.
-            begin = (turn - 1) * per_domain if turn else -(to_learn or per_domain)
+            begin = first + (turn - 1) * per_domain if turn else -(to_learn or per_domain)
             numbers = range(begin, begin + per_domain if turn else 0)
             for system in _rotated(systems, turn):
                 requests = self.requests(numbers, system.drafter)

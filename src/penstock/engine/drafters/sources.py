@@ -119,8 +119,8 @@ class SourceEvidence:
 
         left: tokens to each request's end
         """
-        costs = next((order.costs for order in orders if order.costs is not None), None)
-        if costs is None:
+        known = [order.costs for order in orders if order.costs is not None]
+        if not known:
             sizes = [
                 (min(len(match.token_ids), order.max_draft_tokens), order.max_draft_tokens)
                 for order, match in zip(orders, matches, strict=True)
@@ -130,7 +130,7 @@ class SourceEvidence:
                 for match, (found, most) in zip(matches, sizes, strict=True)
             ]
         tables = [self._tokens(*given) for given in zip(orders, matches, left, strict=True)]
-        chosen = best_together(tables, max((o.costs for o in orders if o.costs), key=_longest))
+        chosen = best_together(tables, max(known, key=lambda costs: len(costs.rounds)))
         return [Parts(match, *parts) for match, parts in zip(matches, chosen, strict=True)]
 
     def _tokens(self, order: DraftOrder, match: Match, num_left: int) -> FloatArray:
@@ -232,10 +232,6 @@ def best_together(tables: Sequence[FloatArray], costs: RoundCosts) -> list[tuple
     bought = np.bincount(order[:num_bought, steps] // most, minlength=num).tolist()
     guessed = [int(np.argmax(own[n, : steps + 1])) for own, n in zip(by_rows, bought, strict=True)]
     return [(n - g, g) for n, g in zip(bought, guessed, strict=True)]
-
-
-def _longest(costs: RoundCosts) -> int:
-    return len(costs.rounds)
 
 
 def _kind(match: Match, position: int) -> str:

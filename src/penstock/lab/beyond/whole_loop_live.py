@@ -46,9 +46,12 @@ def run(job: Trial) -> list[ClaimVerdict]:
     def tell(what: str) -> None:
         job.tell(f"{NAME}: {what}")
 
+    # What a request's prompt was like is remembered, so that the rush has other ones.
     rates = {
-        phase: scene.rates(systems, batch, tell, to_learn=to_learn)
-        for (phase, batch), to_learn in zip(_BATCHES.items(), (_TO_LEARN, None), strict=True)
+        phase: scene.rates(systems, batch, tell, to_learn=to_learn, first=i * scene.num_turns)
+        for i, ((phase, batch), to_learn) in enumerate(
+            zip(_BATCHES.items(), (_TO_LEARN, None), strict=True)
+        )
     }
     cells = {(phase, name): own for phase, each in rates.items() for name, own in each.items()}
     header = ("phase", "system", "turn", "tokens_per_s")
