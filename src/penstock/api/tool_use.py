@@ -11,7 +11,15 @@ from penstock.api.bodies import ChatBody, NamedTool, Tool
 from penstock.api.errors import ApiError
 from penstock.api.structure import Structure
 from penstock.api.tool_calls import ToolCallParser, ToolFormat, format_of
-from penstock.api.written_calls import JsonCall, XmlCall
+from penstock.api.written_calls import (
+    LONGEST_XML_KEY,
+    JsonCall,
+    XmlCall,
+    alternatives,
+    is_xml_key,
+    is_xml_value,
+    types_of,
+)
 from penstock.engine.grammar import lark_json
 
 
@@ -101,36 +109,58 @@ def _written(pieces: Sequence[str], special: Mapping[str, int]) -> str:
 
 
 def _xml_rules(rule: str, name: str, schema: Mapping[str, Any]) -> Iterator[str]:
-    """What a call is as `XmlCall` reads it, its arguments in the schema's order. A string that is
-    no choice of some may be anything but what ends it. Raises: ApiError."""
+    """What a call is as `XmlCall` reads it, its arguments in the schema's order. Raises: ApiError
+    for a schema that it could not read a call by."""
     properties, required = schema.get("properties", {}), schema.get("required", [])
     is_read = isinstance(properties, Mapping) and isinstance(required, list)
     if schema["type"] != "object" or not is_read:
-        message = f"tool_choice: the parameters of {name!r} must be a schema of an object"
-        raise ApiError(400, message, param="tools", code="invalid_grammar")
+        raise _refused_tool(f"the parameters of {name!r} must be a schema of an object")
     parts = []
     for n, (key, of_value) in enumerate(properties.items()):
+        if not is_xml_key(key):
+            raise _refused_tool(
+                f"a parameter of {name!r} is called {key[:40]!r}: in this model's calls a name has "
+                f"1 to {LONGEST_XML_KEY} characters, and no <, > or line break"
+            )
         part = f"{rule}_{n}"
         parts.append(part if key in required else f"{part}?")
-        head = json.dumps(f"<parameter={key}>\n")
-        found = of_value if isinstance(of_value, Mapping) else {}
-        if found.get("type") == "string" and not ({"enum", "const"} & found.keys()):
-            yield f"{part}: {head} {part}_text"
-            yield f'{part}_text[suffix="\\n</parameter>\\n"]: /(?s:.*)/'
-            continue
-        choices = found.get("enum", [found["const"]] if "const" in found else [])
-        if (
-            isinstance(choices, list)
-            and choices
-            and all(isinstance(choice, str) for choice in choices)
-        ):
-            value = "(" + " | ".join(map(json.dumps, choices)) + ")"
+        value = _xml_value(of_value, schema)
+        if value is None:
+            value = f"{part}_text"
+            yield f'{value}[suffix="</parameter>"]: /(?s:.*)/'
         else:
-            shared = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
-            value = lark_json({**found, **shared})
-        yield f'{part}: {head} {value} "\\n</parameter>\\n"'
+            value += ' "\\n</parameter>"'
+        yield " ".join((f"{part}:", json.dumps(f"<parameter={key}>\n"), value, '"\\n"'))
     head = json.dumps(f"<function={name}>\n")
     yield " ".join((f"{rule}:", head, *parts, '"</function>"'))
+
+
+def _xml_value(of_value: Any, schema: Mapping[str, Any]) -> str | None:
+    """An argument's value in Lark's notation: strings stand there without quotes, all else as JSON.
+    None where any string may come. schema: what `of_value` may refer to. Raises: ApiError."""
+    strings: list[str] = []
+    others: list[Mapping[str, Any]] = []
+    for part in alternatives(of_value, schema):
+        choices = part.get("enum", [part["const"]] if "const" in part else None)
+        if isinstance(choices, list):
+            strings += [choice for choice in choices if isinstance(choice, str)]
+            rest = [choice for choice in choices if not isinstance(choice, str)]
+            others += [{"enum": rest}] if rest else []
+        elif types := types_of(part):
+            if "string" in types:
+                return None
+            others.append({**part, "type": types})
+    if not all(map(is_xml_value, strings)):
+        raise _refused_tool("a choice with </parameter> in it cannot be told from a value's end")
+    values = [json.dumps(text) for text in strings]
+    if others:
+        shared = {k: schema[k] for k in ("$defs", "definitions") if k in schema}
+        values.append(lark_json({"anyOf": others, **shared}))
+    return f"({' | '.join(values)})" if values else None
+
+
+def _refused_tool(message: str) -> ApiError:
+    return ApiError(400, f"tool_choice: {message}", param="tools", code="invalid_grammar")
 
 
 def _parameters(tool: Tool) -> Mapping[str, Any]:

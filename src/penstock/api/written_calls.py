@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from pydantic_core import from_json
@@ -239,7 +240,7 @@ class XmlCall(WrittenCall):
             if not self._key or self._key in self._entries:
                 return False
         else:
-            is_key = tag.startswith(_PARAMETER) and len(tag) < _LONGEST_TAG and char not in "<\n"
+            is_key = tag.startswith(_PARAMETER) and is_xml_key(tag[len(_PARAMETER) :])
             return is_key or _PARAMETER.startswith(tag) or _END_OF_CALL.startswith(tag)
         self._start = len(self._text)
         return True
@@ -262,30 +263,51 @@ class XmlCall(WrittenCall):
 
 
 _PARAMETER, _END_OF_VALUE, _END_OF_CALL = "<parameter=", "</parameter>", "</function>"
+LONGEST_XML_KEY = 288
+_XML_KEY = re.compile(rf"[^<>\n]{{1,{LONGEST_XML_KEY}}}")
 
-_LONGEST_TAG = 300
-_DEEPEST = 6
-"""Schemas within schemas, of a value's type."""
+
+def is_xml_key(name: str) -> bool:
+    """Whether `XmlCall` reads it where a parameter's name stands."""
+    return _XML_KEY.fullmatch(name) is not None
+
+
+def is_xml_value(text: str) -> bool:
+    """Whether `XmlCall` reads all of it where a value stands."""
+    return _END_OF_VALUE not in text
+
 
 _TYPES: dict[str, Any] = {
     "boolean": bool, "integer": int, "number": (int, float), "object": dict, "array": list,
 }  # fmt: skip
 
 
-def _types(schema: Any, root: Mapping[str, Any], depth: int = 0) -> set[str]:
-    """JSON's types that a schema allows, as far as it names them. root: what its references refer
-    to."""
-    if not isinstance(schema, Mapping) or depth > _DEEPEST:
-        return set()
+def _types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+    """JSON's types that a schema allows, as far as it names them."""
+    return {name for part in alternatives(schema, root) for name in types_of(part)}
+
+
+def types_of(schema: Mapping[str, Any]) -> list[str]:
+    """Those that it names itself."""
     own = schema.get("type")
-    found = {t for t in (own if isinstance(own, list) else [own]) if isinstance(t, str)}
-    if isinstance(reference := schema.get("$ref"), str):
-        found |= _types(_referred(reference, root), root, depth + 1)
-    for key in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(key)
-        for part in parts if isinstance(parts, list) else ():
-            found |= _types(part, root, depth + 1)
-    return found
+    return [t for t in (own if isinstance(own, list) else [own]) if isinstance(t, str)]
+
+
+def alternatives(schema: Any, root: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """A schema, and those that it refers to or is made of, each once. root: what references refer
+    to."""
+    pending, seen = deque([schema]), set[int]()
+    while pending:
+        part = pending.popleft()
+        if not isinstance(part, Mapping) or id(part) in seen:
+            continue
+        seen.add(id(part))
+        yield part
+        if isinstance(reference := part.get("$ref"), str):
+            pending.append(_referred(reference, root))
+        for key in ("anyOf", "oneOf", "allOf"):
+            parts = part.get(key)
+            pending += parts if isinstance(parts, list) else ()
 
 
 def _referred(reference: str, root: Mapping[str, Any]) -> Any:
