@@ -6,6 +6,7 @@ On the CPU each of them is over when the next one begins; on a GPU they are queu
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +28,7 @@ from penstock.core.types import (
     DraftOrder,
     DraftSource,
     Request,
+    SamplingParams,
     VerifyItem,
 )
 from penstock.core.view import DraftCandidate, View
@@ -139,6 +141,37 @@ def test_mostly_the_next_round_is_under_way_when_it_is_planned(
         assert rounds == (steps - 2 if ahead else 0), "all but the prompts and the first round"
         found.append((texts, accepted, steps))
     assert found[0] == found[1]
+
+
+def test_ratio_requests_without_drafts_have_rounds_ahead_and_those_with_drafts_have_not(
+    engine: Engine, executor: GraphExecutor
+) -> None:
+    """Without a draft the target's own sample is all that there is to `ratio`."""
+    ratio = SamplingParams(temperature=0.9, verification="ratio")
+
+    def rounds_ahead(drafter: str) -> tuple[Any, int]:
+        before = executor.num_rounds_ahead
+        texts, _ = run(make_loop(engine), make_requests(ratio, 8, drafter))
+        return texts, executor.num_rounds_ahead - before
+
+    texts, rounds = rounds_ahead(NO_DRAFTER)
+    assert rounds > 20
+    executor.runs_ahead = False
+    assert rounds_ahead(NO_DRAFTER) == (texts, 0)
+    assert run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, NO_DRAFTER))[0] == texts
+    executor.runs_ahead = True
+    assert rounds_ahead("near")[1] <= 8, "only where nobody has a draft"
+
+
+def test_a_draft_among_ratio_requests_is_looked_at(engine: Engine, executor: GraphExecutor) -> None:
+    """Some have a drafter; those without come to what they are alone."""
+    ratio = SamplingParams(temperature=0.9, verification="ratio")
+    alone = run(make_loop(engine), make_requests(ratio, 8, NO_DRAFTER))[0]
+    requests = make_requests(ratio, 8, NO_DRAFTER)
+    mixed = [replace(r, drafter="near") if i % 3 == 0 else r for i, r in enumerate(requests)]
+    texts, accepted = run(make_loop(engine), mixed)
+    assert accepted > 0
+    assert [t for i, t in enumerate(texts) if i % 3] == [t for i, t in enumerate(alone) if i % 3]
 
 
 @pytest.mark.parametrize(

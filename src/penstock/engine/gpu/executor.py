@@ -174,7 +174,8 @@ class GraphExecutor(RunnerExecutor):
         if any(t.request.sampling.num_logprobs is not None for t in texts):
             return False
         params, ratio = self._sampling.of(texts)
-        return params.is_plain and not ratio.any()
+        has_draft = np.array([i.num_draft_tokens > 0 for i in items])
+        return params.is_plain and not (ratio & has_draft).any()
 
     # --- a round as planned ---------------------------------------------------------------------
 
