@@ -9,10 +9,12 @@ turns on each prompt. `--warm` prompts of each kind, from the part `learn`, come
 nothing: every source learns on them. Each source is a tenant, so that suffixes are found only in
 what the same source has put out before.
 
-A drafter with another tokenizer is judged by itself (`--sources none,model`): on the prompts on
-which at least half of what it drafted was accepted, and on the others, by processor time (take
-`--threads 1`: threads that wait for each other use it, too). With `--repeats` the fastest pass of
-each prompt and source counts there.
+A drafter with another tokenizer is judged by itself (`--sources none,model`), by processor time
+(take `--threads 1`: threads that wait for each other use it, too): on the prompts on which at least
+half of what it drafted was accepted, and on the others, where the fastest pass of each prompt and
+source counts; and on the prompt that it slows most, where the median of the turns counts
+(`--repeats`), beside the target alone against its own next turn. Questions in languages that small
+models hardly know come to the other prompts there.
 
 Tokens per second are of decoding, from the first token on: the reading of the prompt by the small
 model is in them, the target's is not. Beside them stands the processor's time of the process for a
@@ -26,10 +28,11 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from benchmarks.real_prompts import RealPrompt, real_prompts, token_ids
 
 from penstock.config import NGRAM, SUFFIX, EngineConfig, PolicyConfig
@@ -41,12 +44,25 @@ from penstock.lab.bench import Results, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 from penstock.serving.usage import Usage
 
-KINDS = {"completion": "code", "edit": "edit", "chat": "chat", "structured": "JSON"}
+FOREIGN = "foreign"
+KINDS = {
+    "completion": "code",
+    "edit": "edit",
+    "chat": "chat",
+    "structured": "JSON",
+    FOREIGN: "other languages",
+}
 """Kinds of prompts, and what they are called here."""
 MODEL = "model"
 SINGLE = (NGRAM, SUFFIX, MODEL)
 CHAINED = (f"{NGRAM}+{MODEL}", f"{SUFFIX}+{MODEL}")
 SOURCES = (NO_DRAFTER, *SINGLE, *CHAINED)
+QUESTIONS = (
+    "请用三句话说明 Python 的 {name} 模块有什么用途，再举一个日常的例子。",
+    "Pythonのモジュール「{name}」は何のためにありますか。日常の例を一つ挙げて説明してください。",
+    "Для чего нужен модуль {name} в Python? Приведите один пример из повседневной жизни.",
+    "파이썬의 {name} 모듈은 무엇에 쓰이나요? 일상적인 예를 하나 들어 설명해 주세요.",
+)
 ALL = "all"
 
 BEST_SINGLE_BAR = 1.15
@@ -124,21 +140,37 @@ def decode(engine: Engine, request: Request, kind: str, origin: str) -> Decoded:
     )
 
 
-def chosen(args: argparse.Namespace) -> tuple[list[RealPrompt], list[RealPrompt]]:
+def foreign(chats: Sequence[RealPrompt]) -> list[RealPrompt]:
+    """About the modules that these questions are about."""
+    return [
+        replace(chat, kind=FOREIGN, message=question.format(name=chat.origin))
+        for chat, question in zip(chats, itertools.cycle(QUESTIONS), strict=False)
+    ]
+
+
+def chosen(
+    args: argparse.Namespace, *, is_foreign: bool
+) -> tuple[list[RealPrompt], list[RealPrompt]]:
     """To learn from and to measure, kind by kind in turn."""
     parts = []
     for part, num in (("learn", args.warm), ("held", args.prompts)):
-        by_kind = [
-            [p for p in real_prompts() if (p.kind, p.part) == (kind, part)][:num] for kind in KINDS
-        ]
+        mine = [p for p in real_prompts() if p.part == part]
+        by_kind = [[p for p in mine if p.kind == kind][:num] for kind in KINDS if kind != FOREIGN]
+        if is_foreign:
+            by_kind.append(foreign([p for p in mine if p.kind == "chat"][:num]))
         parts.append([p for one_of_each in zip(*by_kind, strict=True) for p in one_of_each])
     return parts[0], parts[1]
+
+
+def drafts_text(engine: Engine) -> bool:
+    """Whether the small model has another tokenizer than the target."""
+    return isinstance(engine.executor.drafters.get(MODEL), TextDrafter)
 
 
 def passes(engine: Engine, args: argparse.Namespace) -> Iterator[Decoded]:
     """Of the prompts that count, the sources in another order for each."""
     tokenizer = load_tokenizer(engine.tokenizer_path)
-    to_learn, to_measure = chosen(args)
+    to_learn, to_measure = chosen(args, is_foreign=drafts_text(engine))
     names = (f"request-{i}" for i in itertools.count())
     repeated = [p for p in to_measure for _ in range(args.repeats)]
     for number, prompt in enumerate([*to_learn, *repeated]):
@@ -188,7 +220,7 @@ class Cell:
 def cells_of(done: Sequence[Decoded]) -> dict[tuple[str, str], Cell]:
     """By kind and source."""
     cells = {}
-    for kind in (*KINDS, ALL):
+    for kind in (*dict.fromkeys(d.kind for d in done), ALL):
         for source in dict.fromkeys(d.source for d in done):
             mine = [d for d in done if d.source == source and kind in (d.kind, ALL)]
             num, rounds = sum(d.num_tokens for d in mine), sum(d.rounds for d in mine)
@@ -222,6 +254,8 @@ def verdicts_of(
         )
     ]
     for kind, name in KINDS.items():
+        if kind == FOREIGN:
+            continue
         own, wanted = cells[kind, chain.source], EDIT_BAR if kind == "edit" else OTHER_BAR
         plain, rival = cells[kind, NO_DRAFTER], best(SINGLE, kind)
         times = own.tokens_per_s / plain.tokens_per_s
@@ -283,7 +317,32 @@ def text_verdicts(done: Sequence[Decoded]) -> list[ClaimVerdict]:
                 gain >= least,
             )
         )
-    return claims
+    return [*claims, *slowest_verdicts(list(by_prompt.values()))]
+
+
+def slowest_verdicts(prompts: Sequence[Sequence[Decoded]]) -> list[ClaimVerdict]:
+    """Of the prompt that drafts slow most, by the median of its turns. prompts: the runs of each,
+    in order."""
+    drafted, control = [], []
+    for runs in prompts:
+        plain, own = ([d.cpu_s for d in runs if d.source == s] for s in (NO_DRAFTER, MODEL))
+        drafted.append(float(np.median(np.array(plain) / np.array(own))))
+        control.append(float(np.median(np.array(plain) / np.roll(plain, 1))))
+    slowest = int(np.argmin(drafted))
+    which = f"{KINDS[prompts[slowest][0].kind]} {prompts[slowest][0].origin}"
+    return [
+        bar(
+            "the slowest prompt against the target alone",
+            f"{drafted[slowest]:.3f} times ({which}; bar {NEVER_BAR}), "
+            f"{sum(t < NEVER_BAR for t in drafted)} of {len(drafted)} prompts are below it",
+            drafted[slowest] >= NEVER_BAR,
+        ),
+        bar(
+            "the slowest prompt, the target alone against its own next turn",
+            f"{min(control):.3f} times",
+            None,
+        ),
+    ]
 
 
 def _rate(cell: Cell) -> float:
@@ -308,7 +367,6 @@ def main() -> int:
     if unknown := [s for s in args.sources if s not in SOURCES]:
         made.error(f"{unknown[0]!r} is no source; choose from {', '.join(SOURCES)}")
     engine = load(args.target, args.drafter, args)
-    drafts_text = isinstance(engine.executor.drafters.get(MODEL), TextDrafter)
     done = list(passes(engine, args))
     cells = cells_of(done)
     rows: list[dict[str, Any]] = []
@@ -335,7 +393,7 @@ def main() -> int:
     verdicts: list[ClaimVerdict] = []
     if set(args.sources) == set(SOURCES):
         verdicts = verdicts_of(cells, done)
-    elif drafts_text and {NO_DRAFTER, MODEL} <= set(args.sources):
+    elif drafts_text(engine) and {NO_DRAFTER, MODEL} <= set(args.sources):
         verdicts = text_verdicts(done)
     return tell(args, Results([asdict(cell) for cell in cells.values()], verdicts, [shown]))
 

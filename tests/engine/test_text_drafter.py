@@ -361,6 +361,20 @@ def toy_drafter() -> TextDrafter:
     return TextDrafter(ModelDrafter("toy", runner, 64), vocabularies, 64)
 
 
+def test_what_its_tokenizer_was_not_made_for_is_not_read() -> None:
+    """As of a language of which it has no words, where a token of the target takes several of its
+    own. Where the text goes on in what it knows it drafts again."""
+    drafter, known, strange = toy_drafter(), (0, 2) * 7, (4,) * 20
+
+    def num_drafted(prompt: tuple[int, ...]) -> int:
+        request = Request(f"r{len(prompt)}", len(prompt), 9, prompt_token_ids=prompt)
+        return len(drafted(drafter, TokenBuffer(request), 3))
+
+    assert num_drafted(known) > 0
+    assert num_drafted(strange) == 0
+    assert num_drafted(strange + known) > 0
+
+
 def generate(*, falsify: bool) -> np.ndarray[Any, Any]:
     """Three tokens of every request. falsify: drafts are passed off as samples of a distribution"""
     target, drafter = first_order(0), toy_drafter()

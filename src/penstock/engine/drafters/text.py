@@ -13,7 +13,7 @@ from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
 from penstock.engine.drafters.lookup import num_equal
 from penstock.engine.drafters.model import MOST_EVALUATED, ModelDrafter
 from penstock.engine.drafters.recent import RecentKv
-from penstock.engine.drafters.spelling import OwnText, Vocabularies
+from penstock.engine.drafters.spelling import RECENT, OwnText, Vocabularies
 from penstock.engine.sequences import TokenBuffer
 
 if TYPE_CHECKING:
@@ -151,8 +151,8 @@ class TextDrafter(LocalDrafter):
         self._readers.pop(request_id, None)
 
     def _jobs(self, orders: Sequence[DraftOrder], texts: Sequence[TokenBuffer]) -> list[_Job]:
-        """What of the orders can be done: not where there is no memory, nor where a text is too
-        long."""
+        """What of the orders can be done: not where there is no memory, where a text is too long,
+        nor where it goes on in something that the tokenizer was not made for."""
         jobs: list[_Job] = []
         spared: set[str] = set()
         for place, (order, text) in enumerate(zip(orders, texts, strict=True)):
@@ -167,8 +167,10 @@ class TextDrafter(LocalDrafter):
         name, most = order.request_id, order.max_draft_tokens
         if name not in self._readers:
             self._readers[name] = _Reader(name, self._vocabularies, self._max_length)
-        reader = self._readers[name]
-        read = reader.read(text, order.start + order.num_catch_up_tokens)
+        reader, end = self._readers[name], order.start + order.num_catch_up_tokens
+        if not self._vocabularies.is_made_for(text.tokens(max(0, end - RECENT), end)):
+            return None
+        read = reader.read(text, end)
         if read is None:
             return None
         self._kv.cut(name, read.num_same)
