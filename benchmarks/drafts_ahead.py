@@ -15,6 +15,8 @@ logarithms, at 95% (Student's t).
 that has arrived, no wrong one, and waits for nobody; drafters are never held up, and get the
 runner-up for nothing. What is left is that a token takes its drafting time, and that behind one
 that is neither first choice nor runner-up nothing is right that was drafted before its verdict.
+Without runner-ups the same is so behind every token that is not the first choice: nothing of what
+would go on from a runner-up was drafted.
 """
 
 from __future__ import annotations
@@ -206,6 +208,11 @@ def bound(network: FarNetwork, seed: int, ranks: Sequence[int]) -> float:
     return sum(rates)
 
 
+def without_runner_ups(ranks: Sequence[int]) -> list[int]:
+    """The record if no runner-up were ever gone on from."""
+    return [0 if rank == 0 else MISSED for rank in ranks]
+
+
 def _bound_of_one(
     rank: Callable[[int], int], draft_s: float, way_s: float, network: FarNetwork
 ) -> float:
@@ -265,11 +272,14 @@ def verdicts(runs: Sequence[dict[str, Any]], networks: Sequence[FarNetwork]) -> 
 
 
 def means(
-    runs: Sequence[dict[str, Any]], networks: Sequence[FarNetwork], most: Sequence[float]
+    runs: Sequence[dict[str, Any]],
+    networks: Sequence[FarNetwork],
+    most: Sequence[tuple[float, float]],
 ) -> ResultTable:
-    """A row for each network: means over the seeds. most: the bound of each."""
+    """A row for each network: means over the seeds. most: the bound of each, and that without
+    runner-ups."""
     rows = []
-    for network, limit in zip(networks, most, strict=True):
+    for network, (limit, first_only) in zip(networks, most, strict=True):
         rates = {p.title: np.mean(pick(runs, network, p, "tokens_per_s")) for p in POLICIES}
         figures = ("at_hand", "sent", "used")
         rival, found = gain(runs, network)
@@ -277,6 +287,7 @@ def means(
             network._asdict()
             | {"gain": found.mean, "low": found.low, "high": found.high}
             | {"bound": limit, "most": limit / rates[rival.title]}
+            | {"first_only": first_only, "most_first_only": first_only / rates[rival.title]}
             | {f: np.mean(pick(runs, network, OURS, f)) for f in figures}
             | {f"rate {i}": rates[p.title] for i, p in enumerate(POLICIES)}
         )
@@ -288,6 +299,8 @@ def means(
         "over the better `deadline`": "{gain:.2f} ({low:.2f} to {high:.2f})",
         "bound, tokens/s": "{bound:.0f}",
         "bound over the same": "{most:.2f}",
+        "without runner-ups, tokens/s": "{first_only:.0f}",
+        "over the same": "{most_first_only:.2f}",
         "draft at hand": "{at_hand:.0%}",
         "sent ahead per token": "{sent:.1f}",
         "of them verified": "{used:.0%}",
@@ -306,7 +319,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     runs = [measure(*job, ranks) for job in track(jobs, "simulating", console=console)]
     said = f"{shares[0]:.3f} first choice, {shares[1]:.3f} runner-up, of {len(ranks)} tokens"
     told = [bar("the target's token is", said, None), *verdicts(runs, networks)]
-    most = [float(np.mean([bound(n, seed, ranks) for seed in seeds])) for n in networks]
+    records = (ranks, without_runner_ups(ranks))
+    most = []
+    for network in networks:
+        rates = ([bound(network, seed, record) for seed in seeds] for record in records)
+        limit, first_only = (float(np.mean(found)) for found in rates)
+        most.append((limit, first_only))
     return tell(args, Results(runs, told, [means(runs, networks, most)]))
 
 
