@@ -49,7 +49,8 @@ Rates = Mapping[int, Mapping[str, FloatArray]]
 def run(job: Trial) -> list[ClaimVerdict]:
     from penstock.lab.live import LiveScene, rows_of
 
-    scene, batches = LiveScene.of(job), _BATCHES
+    scene = LiveScene.of(job)
+    batches: tuple[int, ...] = _BATCHES
     if job.effort.seeds <= QUICK.seeds:
         scene, batches = replace(scene, new_tokens=scene.new_tokens // 2), _JUDGED
     job.tell(f"{NAME}: loading")
