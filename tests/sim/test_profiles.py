@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -234,6 +235,25 @@ def test_noise_averages_out(tmp_path: Path) -> None:
     assert 0.1 < fitted.quality[0].max_relative_error < 0.4
     errors = [fitted.profile.seconds(StepWork(*row[:5])) / row[5] - 1 for row in steps(500, seed=2)]
     assert np.sqrt(np.mean(np.square(errors))) < 0.02
+
+
+@pytest.mark.parametrize("num", [500, 3000])
+def test_noise_draws_no_stairs(tmp_path: Path, num: int) -> None:
+    """At which prompts would be cut, where the machine has none; a clear one stays."""
+    rng = np.random.default_rng(num)
+    sizes = rng.integers(1, 600, num)
+    noise = np.exp(rng.normal(0, 0.12, num))
+
+    def fitted(seconds: Callable[[int], float]) -> StepProfile:
+        rows = [(n, 0, 0, 0, 0, seconds(n) * e) for n, e in zip(sizes.tolist(), noise, strict=True)]
+        return fit_steps(write_rows(tmp_path / "s.csv", STEP_HEADER, rows)).profile
+
+    line = fitted(lambda n: 0.003 + 6e-5 * n)
+    assert len(line.token_counts) == 2
+    assert [line.linear(n) for n in (64, 500)] == pytest.approx([0.00684, 0.033], rel=0.04)
+    stair = fitted(lambda n: 0.004 + 0.008 * -(-n // 256))
+    assert stair.linear(300) > 1.4 * stair.linear(230)
+    assert stair.linear(230) < 1.15 * stair.linear(120)
 
 
 def test_points_that_interpolation_gives_back_are_dropped(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from scipy.optimize import nnls
 
 from penstock.config import read_profile
+from penstock.core.learn.profile import cell_of, clear_stairs, with_neighbours
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
 from penstock.sim.traces import TraceTable, WorkloadError, numbers, read_table
 
@@ -120,6 +121,8 @@ _TERMS = (
 _SHARED_TERMS = ("decode_fixed", "per_decode", "per_prefill_token")
 _SHARED_PENALTY = 1e-3
 _MAX_KNOTS = 256
+_LEAST_STAIR = 0.0
+"""A file's table is to give back what was measured, however small a stair is."""
 _TABLE_TOLERANCE = 1e-3
 
 
@@ -166,8 +169,9 @@ def fit_profile(
     granularity: token counts are rounded up to a multiple of it.
 
     The table of operators interpolates what was measured, where a larger step may be faster; that
-    of whole steps, which are noisier, is the isotonic regression over token counts. Points that
-    interpolation gives back within 0.1% are left out. Attention terms are non-negative. For whole
+    of whole steps, which are noisier, rises, and turns only where that is clear: where the mean is
+    off a line by three standard errors. Points that interpolation gives back within 0.1% are left
+    out. Attention terms are non-negative. For whole
     steps all of it is one non-negative least-squares problem. What the steps cannot tell apart
     (decodes from positions, in steps without prefill) is ascribed to the table; the profile is good
     for such steps only.
@@ -249,14 +253,13 @@ def _fit_works(
     """works: [steps, fields of StepWork]. least: seconds of every step in any case."""
     prefill, context, decodes, kv, drafts = works.T
     tokens = prefill + decodes + drafts
-    knots, basis = _rising_basis(tokens, granularity)
+    rounded = np.ceil(tokens / granularity) * granularity
     terms = np.stack([decodes > 0, decodes, kv, prefill, context], axis=1).astype(float)
-    shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
-    matrix = np.hstack([basis, terms])
-    solution = _relative_nnls(matrix, seconds - least, seconds, shared)
-    # Errors relative to each measurement would favour the fast ones among equal steps; a simulated
-    # step must take what such steps take in the mean.
-    solution = _relative_nnls(matrix, seconds - least, matrix @ solution + least, shared)
+    line = np.unique(rounded)[[0, -1]] if rounded.min() < rounded.max() else rounded[:1]
+    matrix, solution = _fit_table(rounded, line, terms, seconds, least)
+    knots = _knots(rounded, seconds / (matrix @ solution + least) - 1)
+    if len(knots) > len(line):
+        matrix, solution = _fit_table(rounded, knots, terms, seconds, least)
     counts, times = _compact(knots, least + np.cumsum(solution[: len(knots)]))
     coefficients: dict[str, Any] = dict(zip(_TERMS, _rounded(solution[len(knots) :]), strict=True))
     profile = StepProfile(
@@ -271,6 +274,37 @@ def _fit_works(
     _check_steps_take_time(profile)
     predicted = np.array([profile.seconds(_work(row)) for row in works.tolist()])
     return Fit(profile, (_quality("steps", predicted, seconds),))
+
+
+def _fit_table(
+    rounded: Array, knots: Array, terms: Array, seconds: Array, least: float
+) -> tuple[Array, Array]:
+    """A matrix, and the coefficients by which it gives the seconds beyond `least`: of a table with
+    such knots, and of the terms."""
+    matrix = np.hstack([_rising_basis(rounded, knots), terms])
+    shared = [len(knots) + _TERMS.index(term) for term in _SHARED_TERMS]
+    solution = _relative_nnls(matrix, seconds - least, seconds, shared)
+    # Errors relative to each measurement would favour the fast ones among equal steps; a simulated
+    # step must take what such steps take in the mean.
+    solution = _relative_nnls(matrix, seconds - least, matrix @ solution + least, shared)
+    return matrix, solution
+
+
+def _knots(rounded: Array, off: Array) -> Array:
+    """Token counts at which the table may turn: its ends, and where it is clearly no line. off: of
+    each step, from a line, in shares of it."""
+    counts, at = np.unique(rounded, return_inverse=True)
+    cells, of_count = np.unique([cell_of(int(n)) for n in counts], return_inverse=True)
+    nums = np.bincount(of_count[at], minlength=len(cells)).astype(float)
+    means, squares = (
+        np.bincount(of_count[at], values, minlength=len(cells)) / nums for values in (off, off**2)
+    )
+    is_knot = with_neighbours(clear_stairs(means, squares, nums, _LEAST_STAIR))[of_count]
+    is_knot[[0, -1]] = True
+    knots = counts[is_knot]
+    if len(knots) > _MAX_KNOTS:
+        knots = knots[np.linspace(0, len(knots) - 1, _MAX_KNOTS).round().astype(int)]
+    return knots
 
 
 def _work(row: list[float]) -> StepWork:
@@ -383,16 +417,12 @@ def _whole(table: TraceTable, name: str) -> Array:
     return values
 
 
-def _rising_basis(tokens: Array, granularity: int) -> tuple[Array, Array]:
-    """Knots [K] at token counts, and a basis [N, K] in which the sum of the first k coefficients
-    is a piecewise-linear function's value at knot k; it rises if no coefficient is negative."""
-    rounded = np.ceil(tokens / granularity) * granularity
-    knots = np.unique(rounded)
-    if len(knots) > _MAX_KNOTS:
-        knots = knots[np.linspace(0, len(knots) - 1, _MAX_KNOTS).round().astype(int)]
+def _rising_basis(rounded: Array, knots: Array) -> Array:
+    """A basis [N, K] in which the sum of the first k coefficients is the value at knot k of a
+    piecewise-linear function of token counts; it rises if no coefficient is negative."""
     first = np.ones((len(rounded), 1))
     climbs = np.clip((rounded[:, None] - knots[:-1]) / np.diff(knots), 0, 1)
-    return knots, np.hstack([first, climbs])
+    return np.hstack([first, climbs])
 
 
 def _relative_nnls(

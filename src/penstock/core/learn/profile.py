@@ -10,6 +10,7 @@ import numpy.typing as npt
 from penstock.fluid.step_profile import StepProfile, StepWork
 
 FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
 
 _MEMORY = 1000.0
 """Steps after which a measurement counts for a third."""
@@ -22,7 +23,8 @@ _CELL = 1.08
 _NUM_CELLS = 160
 _CLEAR = 3.0
 _STAIR = 0.05
-"""A size is off the line where its mean is, by so many standard errors and by this share."""
+"""A size is off the line where its mean is, by so many standard errors and by this share: less is
+not worth cutting a prompt for."""
 _FAR = 1 << 16
 """More positions than a step has."""
 _NUM_TERMS = 5
@@ -50,7 +52,7 @@ class LearnedProfile:
         if not work.num_positions or seconds <= 0:
             return
         terms = _terms(work)
-        sums = self._sums[min(_NUM_CELLS - 1, _cell_of(work.num_positions))]
+        sums = self._sums[min(_NUM_CELLS - 1, cell_of(work.num_positions))]
         if sums[0, _COUNT]:
             seconds = min(seconds, _STALL * float(sums[_SECONDS, _COUNT] / sums[0, _COUNT]))
         expected = max(float((self._costs * terms).sum()), seconds / _STALL)
@@ -108,17 +110,13 @@ class LearnedProfile:
         weights = sums[:, _COUNT, _COUNT]
         means = sums[:, :_COUNT, _COUNT] @ off / weights
         squares = np.einsum("i,cij,j->c", off, sums[:, :_COUNT, :_COUNT], off) / weights
-        noise = float((weights * np.maximum(squares - means**2, 0.0)).sum() / weights.sum())
-        errors = np.sqrt(noise * self._weight / weights)
+        is_stair = clear_stairs(means, squares, weights / self._weight, _STAIR)
         # Of the table's part of the seconds.
         counts = sums[:, 1, _COUNT] / sums[:, 0, _COUNT]
         line = self._costs[0] + self._costs[1] * counts
         expected = weights / sums[:, 0, _COUNT]
-        is_stair = np.abs(means) > np.maximum(_CLEAR * errors, _STAIR)
         deviations = np.where(is_stair, means * expected / np.maximum(line, 1e-12), 0.0)
-        beside = is_stair.copy()
-        beside[1:] |= is_stair[:-1]
-        beside[:-1] |= is_stair[1:]
+        beside = with_neighbours(is_stair)
         return counts[beside], np.maximum(deviations[beside], -0.9)
 
 
@@ -128,7 +126,28 @@ def _terms(work: StepWork) -> FloatArray:
     )
 
 
-def _cell_of(size: int) -> int:
+def cell_of(size: int) -> int:
     """Single sizes while they are small, then geometric."""
     exact = round(1 / (_CELL - 1))
     return size if size <= exact else exact + round(math.log(size / exact, _CELL))
+
+
+def clear_stairs(
+    means: FloatArray, squares: FloatArray, nums: FloatArray, least: float
+) -> BoolArray:
+    """[cells] which are off the line, by three standard errors and by `least`.
+
+    means, squares: of the steps' deviations from the line, in shares of what was expected; nums:
+    how many steps there are. All cells scatter alike.
+    """
+    noise = float((nums * np.maximum(squares - means**2, 0.0)).sum() / nums.sum())
+    found: BoolArray = np.abs(means) > np.maximum(_CLEAR * np.sqrt(noise / nums), least)
+    return found
+
+
+def with_neighbours(cells: BoolArray) -> BoolArray:
+    """Where a stair begins and ends is known by the cells beside it."""
+    beside = cells.copy()
+    beside[1:] |= cells[:-1]
+    beside[:-1] |= cells[1:]
+    return beside
