@@ -16,15 +16,13 @@ _MEMORY = 1000.0
 """Steps after which a measurement counts for a third."""
 _STALL = 4.0
 """A measurement counts for at most so many times what its size took before."""
-_RIDGE = 0.1
-"""Steps in favour of no cost at all: they share out what the others cannot tell apart."""
+_RIDGE = 1e-9
+"""In favour of no cost at all: it shares out what steps cannot tell apart."""
 _CELL = 1.08
 """Sizes in a cell differ by less than this factor."""
 _NUM_CELLS = 160
 _CLEAR = 3.0
-_STAIR = 0.05
-"""A size is off the line where its mean is, by so many standard errors and by this share: less is
-not worth cutting a prompt for."""
+"""A size is off the line where its mean is, by so many standard errors."""
 _FAR = 1 << 16
 """More positions than a step has."""
 _NUM_TERMS = 5
@@ -37,7 +35,7 @@ class LearnedProfile:
 
     A curve over positions alone would take a decoding request, which reads all of its context, for
     a prompt token; and one through the noisy mean of each size has stairs where the machine has
-    none, at which prompts are then cut. So a stair has to be clear, and worth it.
+    none, at which prompts are then cut. So a stair has to be clear.
     """
 
     def __init__(self) -> None:
@@ -96,8 +94,7 @@ class LearnedProfile:
         terms, right = sums[:_NUM_TERMS, :_NUM_TERMS], sums[:_NUM_TERMS, _SECONDS]
         squares = np.diagonal(terms)
         sizes = np.sqrt(np.where(squares > 0, squares, 1.0))
-        ridge = _RIDGE * self._weight / max(sums[_COUNT, _COUNT], 1e-300)
-        scaled = terms / np.outer(sizes, sizes) + (ridge + 1e-9) * np.eye(_NUM_TERMS)
+        scaled = terms / np.outer(sizes, sizes) + _RIDGE * np.eye(_NUM_TERMS)
         root = np.linalg.cholesky(scaled)
         found, _ = nnls(root.T, np.linalg.solve(root, right / sizes))
         costs: FloatArray = found / sizes
@@ -110,7 +107,7 @@ class LearnedProfile:
         weights = sums[:, _COUNT, _COUNT]
         means = sums[:, :_COUNT, _COUNT] @ off / weights
         squares = np.einsum("i,cij,j->c", off, sums[:, :_COUNT, :_COUNT], off) / weights
-        is_stair = clear_stairs(means, squares, weights / self._weight, _STAIR)
+        is_stair = clear_stairs(means, squares, weights / self._weight)
         # Of the table's part of the seconds.
         counts = sums[:, 1, _COUNT] / sums[:, 0, _COUNT]
         line = self._costs[0] + self._costs[1] * counts
@@ -133,7 +130,7 @@ def cell_of(size: int) -> int:
 
 
 def clear_stairs(
-    means: FloatArray, squares: FloatArray, nums: FloatArray, least: float
+    means: FloatArray, squares: FloatArray, nums: FloatArray, least: float = 0.0
 ) -> BoolArray:
     """[cells] which are off the line, by three standard errors and by `least`.
 
