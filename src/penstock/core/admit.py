@@ -66,7 +66,7 @@ def _can_count(ctx: Context, request: Request) -> bool:
     return (
         ctx.counted
         and request.prompt_token_ids is None
-        and not request.block_hashes
+        and not (request.block_hashes and ctx.table.memory.pools[TARGET].prefix_caching)
         and not request.stop_token_ids
         and request.latency == NO_TARGET
         and (request.drafter == NO_DRAFTER or not ctx.table.drafters)

@@ -45,6 +45,11 @@ class CountedKV(SequenceKV):
     def give_back(self, pool: BlockPool) -> None:
         pool.count(-self._num_blocks)
 
+    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
+        pool.share(cached)
+        self._num_blocks = len(cached)
+        self.num_computed_tokens = len(cached) * pool.block_size
+
 
 class CountedState(RequestState):
     """A request that may join a group. While it is a member its counters are the group's."""

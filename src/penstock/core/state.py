@@ -36,6 +36,13 @@ class SequenceKV:
     def give_back(self, pool: BlockPool) -> None:
         pool.free(self.blocks)
 
+    def start_from(self, pool: BlockPool, cached: Sequence[int]) -> None:
+        """Read blocks of the prefix cache, which `pool.match` has returned."""
+        pool.share(cached)
+        self.blocks = list(cached)
+        self.num_committed_blocks = len(cached)
+        self.num_computed_tokens = len(cached) * pool.block_size
+
 
 class DraftStage(Enum):
     """Where a request stands in its round, which ends with a verification."""

@@ -273,10 +273,7 @@ class Step:
         kv = state.kv_of(TARGET)
         cached = self.cached_blocks(state)
         if cached:
-            self.pool.share(cached)
-            kv.blocks = list(cached)
-            kv.num_committed_blocks = len(cached)
-            kv.num_computed_tokens = len(cached) * self.pool.block_size
+            kv.start_from(self.pool, cached)
         kv.num_cached_tokens = kv.num_computed_tokens
         if not state.num_output_tokens:
             state.admitted_at = self.now

@@ -113,7 +113,7 @@ def _order_inside(ctx: Context, scheduled: ScheduledTokens, grant: Grant) -> Dra
 def _grow_for_draft(ctx: Context, scheduled: ScheduledTokens, length: int) -> int:
     """Room in the target's KV for as much of a draft as fits into free blocks."""
     pool = ctx.table.memory.pools[TARGET]
-    num_blocks = len(scheduled.state.kv_of(TARGET).blocks)
+    num_blocks = scheduled.state.kv_of(TARGET).num_blocks
     end = scheduled.start + scheduled.num_tokens
     if end + length <= num_blocks * pool.block_size:
         return length

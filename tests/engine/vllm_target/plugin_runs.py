@@ -49,22 +49,26 @@ class _Recorded:
     """Counts what was planned and came out otherwise."""
 
     num_planned = 0
+    num_counted = 0
     num_otherwise = 0
+    planned: dict[str, int]
 
     def _prepare(self, plan: Any) -> None:
-        self.plan = plan
+        decoding = self._guide.decoding(plan)  # type: ignore[attr-defined]
+        self.num_counted += len(decoding)
+        self.planned = dict.fromkeys(decoding, 1)
+        self.planned |= {i.request_id: i.num_scheduled_tokens for i in plan.items}
         super()._prepare(plan)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
         drafts = output.scheduled_spec_decode_tokens
-        for item in self.plan.items:
-            drafted = len(drafts.get(item.request_id, ()))
-            known = output.num_scheduled_tokens.get(item.request_id, 0) - drafted
+        for request_id, num_tokens in self.planned.items():
+            drafted = len(drafts.get(request_id, ()))
+            known = output.num_scheduled_tokens.get(request_id, 0) - drafted
             self.num_planned += 1
-            self.num_otherwise += known != item.num_scheduled_tokens
-        planned = {i.request_id for i in self.plan.items}
-        self.num_otherwise += len(output.num_scheduled_tokens.keys() - planned)
+            self.num_otherwise += known != num_tokens
+        self.num_otherwise += len(output.num_scheduled_tokens.keys() - self.planned)
         return output
 
 
@@ -219,6 +223,7 @@ class Runs:
             "left_over": sum(guide.knows(r.request_id) for r in requests) if guide else 0,
             "preemptions": sum(r.num_preemptions for r in requests),
             "planned": getattr(scheduler, "num_planned", 0),
+            "counted": getattr(scheduler, "num_counted", 0),
             "otherwise": getattr(scheduler, "num_otherwise", 0),
             "accepted": worker.num_accepted,
             "longest_draft": max(worker.longest_drafts.values()),

@@ -51,6 +51,17 @@ def test_steps_come_out_as_planned(runs: Any) -> None:
         assert fact["most_running"] <= 8
 
 
+def test_decoding_requests_are_planned_together(runs: Any) -> None:
+    """Where no step is scheduled while another is computed, and nobody drafts."""
+    facts = runs["facts"]
+    for policy in POLICIES:
+        for case in ("", ", prefixes", ", roomy"):
+            fact = facts[f"{policy}, Guided{case}"]
+            assert fact["counted"] > 0.5 * fact["planned"], policy
+        assert facts[f"{policy}, AsyncGuided"]["counted"] == 0
+        assert facts[f"{policy}, Guided, drafts"]["counted"] == 0
+
+
 @pytest.mark.parametrize("case", ["strangers", "strangers, async"])
 def test_requests_that_the_policies_do_not_know_are_served(runs: Any, case: str) -> None:
     """Their texts are compared with the others'; the steps are not all as planned."""

@@ -38,7 +38,7 @@ class BlockPool:
             raise ValueError(f"a pool needs blocks, not {num_blocks} of {block_size} tokens")
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self._prefix_caching = prefix_caching
+        self.prefix_caching = prefix_caching
         self.peak_used_blocks = 0
         self._num_free = num_blocks
         self._empty: list[int] = []
@@ -127,7 +127,7 @@ class BlockPool:
 
     def commit(self, block: int, block_hash: bytes) -> None:
         """Offer a full block of verified tokens for sharing. The first block with a hash wins."""
-        if self._prefix_caching and block_hash not in self._block_of:
+        if self.prefix_caching and block_hash not in self._block_of:
             self._forget_hash(block)
             self._hash_of[block] = block_hash
             self._block_of[block_hash] = block

@@ -75,10 +75,7 @@ class KVMemory:
         if not kv.blocks and state.block_hashes:
             pool = self.pools[pool_name]
             usable = (state.num_known_tokens - 1) // pool.block_size
-            kv.blocks = pool.match(state.block_hashes[:usable])
-            pool.share(kv.blocks)
-            kv.num_committed_blocks = len(kv.blocks)
-            kv.num_computed_tokens = len(kv.blocks) * pool.block_size
+            kv.start_from(pool, pool.match(state.block_hashes[:usable]))
         return kv
 
     def commit(self, state: RequestState) -> None:
@@ -88,6 +85,8 @@ class KVMemory:
         known = state.num_known_tokens
         for name, kv in state.kv.items():
             pool = self.pools[name]
+            if not pool.prefix_caching:
+                continue
             full = min(kv.num_computed_tokens, known) // pool.block_size
             if full == kv.num_committed_blocks:
                 continue

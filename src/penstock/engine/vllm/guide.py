@@ -21,6 +21,7 @@ from penstock.config import (
     parse_request_options,
     read_profile,
 )
+from penstock.core.groups import CountedKV, CountedState
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import step_work
 from penstock.core.policies.registry import make_policy, option_types, policy_names
@@ -81,13 +82,14 @@ class SeenRequest(Protocol):
 
 class Limits(NamedTuple):
     """What vLLM has room for. proposer: what drafts, if anything does, up to `num_draft_tokens`
-    tokens a step."""
+    tokens a step. overlaps: it schedules a step while the one before is computed."""
 
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
     proposer: str | None = None
     num_draft_tokens: int = 0
+    overlaps: bool = False
 
 
 class Answer(NamedTuple):
@@ -133,12 +135,20 @@ class Guide:
             learn=self._learn,
             fairness=config.fairness,
             max_num_seqs=limits.max_num_seqs,
+            # Else a group's next token would be asked for while one is being computed.
+            counted=not limits.overlaps,
         )
         self._requests = self._scheduler.table.requests
+        self._groups = self._scheduler.table.groups
 
     def knows(self, request_id: str) -> bool:
         """Whether a request is one that the policies decide on; vLLM alone does on the others."""
         return request_id in self._requests
+
+    @property
+    def num_requests(self) -> int:
+        """That the policies decide on."""
+        return len(self._requests)
 
     def is_preempted(self, request_id: str) -> bool:
         """Whether it has given up its memory."""
@@ -214,7 +224,7 @@ class Guide:
             seen.add(request.request_id)
             if state.status is not Status.RUNNING:
                 table.admit(state)
-            self._put_right(state, request, num_blocks_of(request.request_id))
+            self._put_right(state, request, num_blocks_of)
         for request_id, state in list(table.running.items()):
             if request_id not in seen:
                 if request_id in alive:
@@ -224,14 +234,23 @@ class Guide:
         self._pool.refresh()
         return self._scheduler.schedule(now)
 
-    def _put_right(self, state: RequestState, request: SeenRequest, num_blocks: int) -> None:
+    def _put_right(
+        self,
+        state: RequestState,
+        request: SeenRequest,
+        num_blocks_of: Callable[[str], int],
+    ) -> None:
         """Let a request be as far as vLLM says."""
         num_known = request.num_tokens + request.num_output_placeholders
+        if isinstance(state, CountedState) and state.decode_group is not None:
+            if state.num_known_tokens == num_known == request.num_computed_tokens + 1:
+                return
+            self._scheduler.table.leave_group(state)
         state.num_output_tokens = num_known - request.num_prompt_tokens
-        kv = state.kv_of(TARGET)
-        kv.num_computed_tokens = request.num_computed_tokens
-        if len(kv.blocks) != num_blocks:
-            kv.blocks = [0] * num_blocks
+        num_blocks = num_blocks_of(request.request_id)
+        if state.kv_of(TARGET).num_blocks != num_blocks:
+            state.kv[TARGET] = CountedKV(0, num_blocks)
+        state.kv[TARGET].num_computed_tokens = request.num_computed_tokens
         # vLLM gives blocks away while a step in flight reads them: what comes after is later.
         state.plans.clear()
         # Nothing to do before the step in flight has ended, or ever: vLLM skips it, too.
@@ -240,13 +259,34 @@ class Guide:
         num_coming = request.num_output_placeholders
         state.in_flight = has_all or (num_coming > 0 and left <= 2 - num_coming)
 
+    def decoding(self, plan: StepPlan) -> list[str]:
+        """Ids of the requests that only decode in a plan, and are in none of its items."""
+        run = plan.decodes
+        return [] if run is None else [i for key in run.groups for i in self._groups[key].members]
+
     def carried_out(self, plan: StepPlan, scheduled: Container[str]) -> StepPlan:
         """The plan without requests that vLLM has not scheduled."""
-        for item in plan.items:
+        for request_id in self.decoding(plan):
+            if request_id not in scheduled:
+                plan = self._without(plan, self._requests[request_id])
+        left_out = [i for i in plan.items if i.request_id not in scheduled]
+        for item in left_out:
             state = self._requests.get(item.request_id)
-            if state is not None and item.request_id not in scheduled:
+            if state is not None:
                 state.plans.pop(plan.id, None)
+        if not left_out:
+            return plan
         return plan._replace(items=tuple(i for i in plan.items if i.request_id in scheduled))
+
+    def _without(self, plan: StepPlan, state: RequestState) -> StepPlan:
+        """Where `state` would only have decoded."""
+        self._scheduler.table.leave_group(state)
+        state.plans.pop(plan.id, None)
+        run = plan.decodes
+        assert run is not None
+        kv_tokens = run.num_kv_tokens - state.num_known_tokens
+        run = run._replace(num_requests=run.num_requests - 1, num_kv_tokens=kv_tokens)
+        return plan._replace(decodes=run)
 
     def observe(
         self,
@@ -256,7 +296,7 @@ class Guide:
         finished_at: float,
     ) -> None:
         """What a plan, as it was carried out, came to. Requests that are gone have no answer."""
-        plan = self.carried_out(plan, answers)
+        plan = plan._replace(items=tuple(i for i in plan.items if i.request_id in answers))
         verdicts = []
         for item in plan.items:
             answer = answers[item.request_id]
@@ -278,7 +318,7 @@ class Guide:
                     accepted,
                 )
             )
-        work = step_work(plan, verdicts) if plan.items else None
+        work = None if plan.is_empty else step_work(plan, verdicts)
         seconds = finished_at - started_at
         result = StepResult(
             plan.id,

@@ -62,6 +62,7 @@ class GuidedScheduler(Scheduler):
             self.max_num_scheduled_tokens,
             None if spec is None else spec.method,
             self.num_spec_tokens,
+            isinstance(self, AsyncScheduler) or self.vllm_config.max_concurrent_batches > 1,
         )
         pool = MirroredPool(self.kv_cache_manager, self.block_size)
         try:
@@ -122,7 +123,8 @@ class GuidedScheduler(Scheduler):
 
     def _prepare(self, plan: StepPlan) -> None:
         """Let vLLM's next step come out as planned."""
-        self._allowed = {i.request_id: i.num_scheduled_tokens for i in plan.items}
+        self._allowed = dict.fromkeys(self._guide.decoding(plan), 1)
+        self._allowed |= {i.request_id: i.num_scheduled_tokens for i in plan.items}
         for request in [r for r in self.running if self._guide.is_preempted(r.request_id)]:
             self.running.remove(request)
             self._preempt_request(
@@ -146,6 +148,8 @@ class GuidedScheduler(Scheduler):
         """Those who are admitted, then those on whom vLLM alone decides."""
         planned = [self.requests[i.request_id] for i in plan.items]
         admitted = [r for r in planned if r.status != RequestStatus.RUNNING]
+        if len(self.requests) == self._guide.num_requests:
+            return admitted
         others = [r for r in self.waiting if not self._guide.knows(r.request_id)]
         return admitted + [r for r in others if r.status in _READY]
 
@@ -168,9 +172,8 @@ class GuidedScheduler(Scheduler):
         if step is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
-        planned = [
-            self.requests[i.request_id] for i in step.plan.items if i.request_id in self.requests
-        ]
+        ids = [*(i.request_id for i in step.plan.items), *self._guide.decoding(step.plan)]
+        planned = [self.requests[i] for i in ids if i in self.requests]
         answers = self._answers(step.plan, scheduler_output, model_runner_output)
         self._guide.observe(step.plan, answers, max(step.scheduled_at, self._finished_at), now)
         self._finished_at = now
