@@ -44,25 +44,35 @@ class LearnedProfile:
         self._sums = np.zeros((_NUM_CELLS, _COUNT + 1, _COUNT + 1))
         self._weight = 1.0
         self._costs = np.zeros(_NUM_TERMS)
+        self._new: list[tuple[float, ...]] = []
+        """Steps since the last drawing: adding one at a time would take as long as planning it."""
 
     def observe(self, work: StepWork, seconds: float) -> None:
-        """Add a step."""
-        if not work.num_positions or seconds <= 0:
+        """Note a step, for the next drawing."""
+        if work.num_positions and seconds > 0:
+            self._new.append((*_terms(work), seconds))
+
+    def _add_new(self) -> None:
+        if not self._new:
             return
-        terms = _terms(work)
-        sums = self._sums[min(_NUM_CELLS - 1, cell_of(work.num_positions))]
-        if sums[0, _COUNT]:
-            seconds = min(seconds, _STALL * float(sums[_SECONDS, _COUNT] / sums[0, _COUNT]))
-        expected = max(float((self._costs * terms).sum()), seconds / _STALL)
-        row = np.array([*terms, seconds, expected]) / expected
-        self._weight *= 1 + 1 / _MEMORY
-        sums += self._weight * row[:, None] * row
+        steps, self._new = np.array(self._new), []
+        terms, seconds = steps[:, :_NUM_TERMS], steps[:, _SECONDS]
+        cells = np.minimum(_NUM_CELLS - 1, [cell_of(n) for n in terms[:, 1]])
+        known = self._sums[cells, 0, _COUNT]
+        before = self._sums[cells, _SECONDS, _COUNT] / np.where(known > 0, known, 1.0)
+        seconds = np.where(known > 0, np.minimum(seconds, _STALL * before), seconds)
+        expected = np.maximum((terms * self._costs).sum(axis=1), seconds / _STALL)
+        rows = np.column_stack([terms, seconds, expected]) / expected[:, None]
+        weights = self._weight * (1 + 1 / _MEMORY) ** np.arange(1, len(rows) + 1)
+        np.add.at(self._sums, cells, weights[:, None, None] * rows[:, :, None] * rows[:, None])
+        self._weight = float(weights[-1])
         if self._weight > 1e9:
             self._sums /= self._weight
             self._weight = 1.0
 
     def drawn(self, before: StepProfile) -> StepProfile:
         """The profile; memory and drafters are those of the one before."""
+        self._add_new()
         self._costs = self._fitted()
         constant, per_position, per_decode, per_kv_token, per_context = self._costs.tolist()
         counts, deviations = self._stairs()
@@ -117,16 +127,14 @@ class LearnedProfile:
         return counts[beside], np.maximum(deviations[beside], -0.9)
 
 
-def _terms(work: StepWork) -> FloatArray:
-    return np.array(
-        [1.0, work.num_positions, work.num_decodes, work.num_kv_tokens, work.prefill_context]
-    )
+def _terms(work: StepWork) -> tuple[float, ...]:
+    return (1.0, work.num_positions, work.num_decodes, work.num_kv_tokens, work.prefill_context)
 
 
-def cell_of(size: int) -> int:
+def cell_of(size: float) -> int:
     """Single sizes while they are small, then geometric."""
     exact = round(1 / (_CELL - 1))
-    return size if size <= exact else exact + round(math.log(size / exact, _CELL))
+    return int(size) if size <= exact else exact + round(math.log(size / exact, _CELL))
 
 
 def clear_stairs(

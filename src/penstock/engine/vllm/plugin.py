@@ -72,6 +72,7 @@ class GuidedScheduler(Scheduler):
         # Whether memory must hold a whole prompt is the policy's affair.
         self.scheduler_reserve_full_isl = False
         self._allowed: dict[str, int] | None = None
+        self._decoding: frozenset[str] = frozenset()
         self._steps: dict[int, _Step] = {}
         self._finished_at = 0.0
         _log.info("Penstock's policies schedule: admission %s", config.admission.name)
@@ -123,8 +124,8 @@ class GuidedScheduler(Scheduler):
 
     def _prepare(self, plan: StepPlan) -> None:
         """Let vLLM's next step come out as planned."""
-        self._allowed = dict.fromkeys(self._guide.decoding(plan), 1)
-        self._allowed |= {i.request_id: i.num_scheduled_tokens for i in plan.items}
+        self._decoding = frozenset(self._guide.decoding(plan))
+        self._allowed = {i.request_id: i.num_scheduled_tokens for i in plan.items}
         for request in [r for r in self.running if self._guide.is_preempted(r.request_id)]:
             self.running.remove(request)
             self._preempt_request(
@@ -157,8 +158,10 @@ class GuidedScheduler(Scheduler):
         self, request: Any, num_computed_tokens: int, num_new_tokens: int
     ) -> int:
         """vLLM asks here, for every request, how far its chunk may go; 0 leaves it out."""
-        if self._allowed is not None and self._guide.knows(request.request_id):
-            allowed = self._allowed.get(request.request_id, 0)
+        request_id = request.request_id
+        planned = None if request_id in self._decoding else self._allowed
+        if planned is not None and self._guide.knows(request_id):
+            allowed = planned.get(request_id, 0)
             due = request.num_tokens + request.num_output_placeholders - num_computed_tokens
             if allowed < due:
                 num_new_tokens = min(num_new_tokens, allowed)
