@@ -3,6 +3,7 @@ JSON line out. Runs where vLLM is installed."""
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from abc import ABC, abstractmethod
@@ -174,6 +175,8 @@ class PenstockServer(Server):
             admission=PolicyConfig.of("fluid_guided"),
         )
         self._config, self._engine = config, load_engine(config)
+        gc.collect()
+        gc.freeze()  # as the engine process does, and vLLM's
         self.vocab_size = self._engine.vocab_size
         self._loop = self._engine.loop
         self._measured = self._engine.scheduler.learn.times.profile

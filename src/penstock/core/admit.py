@@ -29,7 +29,8 @@ def arrive(ctx: Context, request: Request, now: float) -> list[Output]:
     kind = CountedState if _can_count(ctx, request) else RequestState
     state = kind(request, table.counters.requests, table.next_epoch())
     ctx.learn.traffic.arrived(request, now)
-    if request.prompt_token_ids is not None and not state.block_hashes:
+    may_share = any(p.prefix_caching for p in table.memory.pools.values())
+    if may_share and request.prompt_token_ids is not None and not state.block_hashes:
         block_size = table.memory.pools[TARGET].block_size
         hashes = hash_blocks(request.prompt_token_ids, block_size, request.tenant)
         state.block_hashes = list(hashes)
