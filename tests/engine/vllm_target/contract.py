@@ -230,6 +230,7 @@ PLUGIN: dict[str, Callable[[], bool]] = {
         "kv_cache_manager",
         "block_size",
         "max_model_len",
+        "finished_req_ids",
         "max_num_active_reqs",
         "max_num_scheduled_tokens",
         "num_spec_tokens",

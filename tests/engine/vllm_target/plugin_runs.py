@@ -50,6 +50,7 @@ class _Recorded:
 
     num_planned = 0
     num_counted = 0
+    num_again = 0
     num_otherwise = 0
     planned: dict[str, int]
 
@@ -59,6 +60,10 @@ class _Recorded:
         self.planned = dict.fromkeys(decoding, 1)
         self.planned |= {i.request_id: i.num_scheduled_tokens for i in plan.items}
         super()._prepare(plan)  # type: ignore[misc]
+
+    def _schedule_again(self, *args: Any, **kwargs: Any) -> Any:
+        self.num_again += 1
+        return super()._schedule_again(*args, **kwargs)  # type: ignore[misc]
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
         output = super().schedule(*args, **kwargs)  # type: ignore[misc]
@@ -224,6 +229,7 @@ class Runs:
             "preemptions": sum(r.num_preemptions for r in requests),
             "planned": getattr(scheduler, "num_planned", 0),
             "counted": getattr(scheduler, "num_counted", 0),
+            "again": getattr(scheduler, "num_again", 0),
             "otherwise": getattr(scheduler, "num_otherwise", 0),
             "accepted": worker.num_accepted,
             "longest_draft": max(worker.longest_drafts.values()),

@@ -294,8 +294,10 @@ class Guide:
         answers: Mapping[str, Answer],
         started_at: float,
         finished_at: float,
+        repeats: int = 1,
     ) -> None:
-        """What a plan, as it was carried out, came to. Requests that are gone have no answer."""
+        """What a plan, as it was carried out so often, came to. Requests that are gone have no
+        answer."""
         plan = plan._replace(items=tuple(i for i in plan.items if i.request_id in answers))
         verdicts = []
         for item in plan.items:
@@ -319,7 +321,11 @@ class Guide:
                 )
             )
         work = None if plan.is_empty else step_work(plan, verdicts)
-        seconds = finished_at - started_at
+        if work is not None and repeats > 1:
+            # As long as they took in the mean, with the context that they had then.
+            context = work.num_kv_tokens + (repeats - 1) * work.num_decodes // 2
+            work = work._replace(num_kv_tokens=context)
+        seconds = (finished_at - started_at) / repeats
         result = StepResult(
             plan.id,
             TARGET,
@@ -328,6 +334,7 @@ class Guide:
             tuple(verdicts),
             phases=PhaseTimes(verify=seconds),
             num_rows=work.num_positions if work else 0,
+            repeats=repeats,
             work=work,
             work_seconds=seconds,
         )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from vllm.logger import init_logger
@@ -46,6 +47,24 @@ class _Step(NamedTuple):
     scheduled_at: float
 
 
+@dataclass
+class _Run:
+    """A plan that holds for several steps, if nothing comes or ends. requests: those that decode in
+    them, by id; num_steps: that have ended, from `started_at` to `finished_at`."""
+
+    plan: StepPlan
+    requests: dict[str, Any]
+    started_at: float = 0.0
+    finished_at: float = 0.0
+    num_steps: int = 0
+
+    def holds(self, now: float) -> bool:
+        """Whether it does for one more step that begins now."""
+        run = self.plan.decodes
+        assert run is not None
+        return self.num_steps < run.max_repeats and (run.until is None or now < run.until)
+
+
 class GuidedScheduler(Scheduler):
     """Steered by a `Guide`."""
 
@@ -74,12 +93,14 @@ class GuidedScheduler(Scheduler):
         self._allowed: dict[str, int] | None = None
         self._decoding: frozenset[str] = frozenset()
         self._steps: dict[int, _Step] = {}
+        self._run: _Run | None = None
         self._finished_at = 0.0
         _log.info("Penstock's policies schedule: admission %s", config.admission.name)
 
     # --- requests -------------------------------------------------------------------------------
 
     def add_request(self, request: Any) -> None:
+        self._end_run()
         super().add_request(request)
         # Otherwise it was more of one that is there, or its end.
         is_new = self.requests.get(request.request_id) is request
@@ -92,6 +113,7 @@ class GuidedScheduler(Scheduler):
             self._guide.arrive(request, time.monotonic())
 
     def finish_requests(self, request_ids: Any, finished_status: RequestStatus) -> Any:
+        self._end_run()
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self._guide.end(request.request_id, None, time.monotonic())
@@ -100,9 +122,14 @@ class GuidedScheduler(Scheduler):
     # --- steps ----------------------------------------------------------------------------------
 
     def schedule(self, *args: Any, **kwargs: Any) -> Any:
+        now = time.monotonic()
+        run = self._run
+        if self.pause_state != PauseState.UNPAUSED or run is None or not run.holds(now):
+            self._end_run()
         if self.pause_state != PauseState.UNPAUSED:
             return super().schedule(*args, **kwargs)
-        now = time.monotonic()
+        if self._run is not None:
+            return self._schedule_again(self._run, now, *args, **kwargs)
         for request in list(self.deferred_waiting):
             # Grammars that are ready now.
             if self._handle_blocked_waiting_request(request):
@@ -117,7 +144,38 @@ class GuidedScheduler(Scheduler):
             self.max_num_active_reqs = most
         carried_out = self._guide.carried_out(plan, output.num_scheduled_tokens)
         self._steps[id(output)] = _Step(carried_out, now)
+        if carried_out is plan:
+            self._begin_run(plan)
         return output
+
+    def _begin_run(self, plan: StepPlan) -> None:
+        """Of a plan that vLLM would follow by itself: all that run decode, and it decides on nobody
+        alone."""
+        if plan.items or plan.decodes is None or plan.decodes.max_repeats < 2:
+            return
+        knows_all = len(self.requests) == self._guide.num_requests and not self.deferred_waiting
+        if knows_all and len(self.running) == plan.decodes.num_requests:
+            self._run = _Run(plan, {i: self.requests[i] for i in self._guide.decoding(plan)})
+
+    def _schedule_again(self, run: _Run, now: float, *args: Any, **kwargs: Any) -> Any:
+        """As in the step before."""
+        most = self.max_num_active_reqs
+        self.max_num_active_reqs = len(self.running)
+        try:
+            output = super().schedule(*args, **kwargs)
+        finally:
+            self.max_num_active_reqs = most
+        if output.num_scheduled_tokens.keys() == run.requests.keys():
+            self._steps[id(output)] = _Step(run.plan, now)
+        else:
+            # What has come of it is put right before the next plan.
+            self._end_run()
+        return output
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None and run.num_steps:
+            self._guide.observe(run.plan, {}, run.started_at, run.finished_at, run.num_steps)
 
     def _num_blocks_of(self, request_id: str) -> int:
         return len(self.kv_cache_manager.get_blocks(request_id).blocks[0])
@@ -175,6 +233,8 @@ class GuidedScheduler(Scheduler):
         if step is None:
             return super().update_from_output(scheduler_output, model_runner_output)
         now = time.monotonic()
+        if self._run is not None and step.plan is self._run.plan:
+            return self._update_again(self._run, step, now, scheduler_output, model_runner_output)
         ids = [*(i.request_id for i in step.plan.items), *self._guide.decoding(step.plan)]
         planned = [self.requests[i] for i in ids if i in self.requests]
         answers = self._answers(step.plan, scheduler_output, model_runner_output)
@@ -184,6 +244,22 @@ class GuidedScheduler(Scheduler):
         for request in planned:
             if request.is_finished():
                 self._guide.end(request.request_id, request.num_output_tokens, now)
+        return outputs
+
+    def _update_again(
+        self, run: _Run, step: _Step, now: float, scheduler_output: Any, model_runner_output: Any
+    ) -> Any:
+        """After a step of a run."""
+        if not run.num_steps:
+            run.started_at = max(step.scheduled_at, self._finished_at)
+        run.num_steps += 1
+        self._finished_at = run.finished_at = now
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.finished_req_ids:
+            self._end_run()
+            for request in run.requests.values():
+                if request.is_finished():
+                    self._guide.end(request.request_id, request.num_output_tokens, now)
         return outputs
 
     def _answers(self, plan: StepPlan, scheduled: Any, made: Any) -> dict[str, Answer]:
