@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.core.allocate import limit
 from penstock.core.learn import Estimators
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.registry import PolicyError, make_policy
@@ -523,3 +524,13 @@ def test_shares_of_a_budget_use_all_of_it(
     step = View({}, Estimators(), tenants=tenants, room=Room(budget, 4, 4), is_fair=True)
     lengths = lengths_of(make_policy("allocation", "fixed", {"k": 8}), offered, step)
     assert sum(lengths) == min(budget, 8 * len(offered))
+
+
+@pytest.mark.parametrize(("made", "most"), [(5, 4), (9, 0), (10, 0)])
+def test_no_draft_is_shorter_than_none(made: int, most: int) -> None:
+    """Where steps overlap all tokens that are left, and more, may be on their way."""
+    state = RequestState(Request("r", 4, 10, 0.0), 0)
+    state.num_output_tokens = made
+    assert limit(state, Drafter("d")) == most
+    state.num_output_tokens = 12
+    assert limit(state, Drafter("d", max_len=4)) == 0

@@ -67,9 +67,10 @@ def reserve(ctx: Context, state: RequestState) -> int:
 
 def limit(state: RequestState, drafter: Drafter) -> int:
     """Most draft tokens that could still be of use: the target adds one token itself. The drafter
-    reads all of its draft but the last token."""
+    reads all of its draft but the last token. All that is left may be on its way already."""
     most = min(state.num_remaining_tokens - 1, drafter.max_draft_tokens)
     if drafter.max_len is not None:
-        most = max(0, min(most, drafter.max_len - state.num_known_tokens + 1))
-    wanted = state.request.max_draft_tokens
-    return most if wanted is None else max(0, min(most, wanted))
+        most = min(most, drafter.max_len - state.num_known_tokens + 1)
+    if state.request.max_draft_tokens is not None:
+        most = min(most, state.request.max_draft_tokens)
+    return max(0, most)
