@@ -121,17 +121,19 @@ def test_it_stands_on_the_last_requests_and_on_nothing_else(
     """As if the regression had been solved anew with them."""
     monkeypatch.setattr(module, "_MEMORY", 8)
     rng = np.random.default_rng(5)
-    prompts, regression = module._Prompts(), module._Regression()
+    prompts, regressions = module._Prompts(), module._Regressions()
+    regressions.grow(1)
     kept: list[tuple[IntArray, float, float]] = []
     for i in range(30):
         words = prompt(i % 3, i)
-        slot = prompts.add(words)
-        regression.forget(slot)
+        buckets = module._buckets(words)
+        slot = prompts.add(buckets)
         measured, noise = rng.normal(), rng.uniform(0.5, 2.0)
-        regression.add(slot, prompts.likeness(words), measured, noise)
+        likeness = prompts.likeness(buckets)
+        regressions.replace(slot, likeness, np.array([measured]), np.array([noise]))
         kept = [*kept, (words, measured, noise)][-8:]
     new = prompt(1, 50)
-    mean, variance = regression.predict(prompts.likeness(new))
+    mean, variance = regressions.predict(prompts.likeness(module._buckets(new)))
 
     def kernel(a: IntArray, b: IntArray) -> float:
         known = np.isin(a, np.concatenate([w for w, _, _ in kept])).sum()
@@ -142,9 +144,9 @@ def test_it_stands_on_the_last_requests_and_on_nothing_else(
     among = np.array([[kernel(a, b) for b, _, _ in kept] for a, _, _ in kept]) + np.diag(noise_of)
     shares = np.linalg.solve(among, [kernel(new, a) for a, _, _ in kept])
     values = np.array([m for _, m, _ in kept]) - module._MEAN
-    assert mean == pytest.approx(module._MEAN + shares @ values)
+    assert mean[0] == pytest.approx(module._MEAN + shares @ values)
     first = module._BIAS_VARIANCE + module._WORDS_VARIANCE
-    assert variance == pytest.approx(first * (1 - shares.sum()) ** 2 + shares**2 @ noise_of)
+    assert variance[0] == pytest.approx(first * (1 - shares.sum()) ** 2 + shares**2 @ noise_of)
 
 
 def test_of_a_prompt_without_words_it_knows_what_all_have_in_common() -> None:

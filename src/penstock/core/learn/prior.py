@@ -13,6 +13,8 @@ included. When it ends it becomes a measurement of f, and one step of online EM 
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import numpy.typing as npt
 
@@ -32,6 +34,7 @@ _NUM_BUCKETS = 8192
 _HASH = np.uint64(0x9E3779B97F4A7C15)
 _NEWTON_STEPS = 3
 _LEAST_RATE = 0.01
+_LEAST_PRECISION = 1e-3
 _EM_WEIGHT = 12.0
 """Requests that the first covariance counts for."""
 _MOST_LOGIT = 6.0
@@ -49,7 +52,7 @@ class Belief:
     @property
     def variance(self) -> FloatArray:
         """[J]"""
-        return np.diagonal(self.covariance)
+        return self.covariance.diagonal()
 
     def rates(self) -> FloatArray:
         """[J] expected acceptance probability."""
@@ -59,24 +62,25 @@ class Belief:
         """With so many accepted and rejected tokens of every drafter [J]: Laplace's
         approximation."""
         total = accepted + rejected
-        seen = np.flatnonzero(total > 0)
+        seen = total.nonzero()[0]
         if not len(seen):
             return self
         cross = self.covariance[:, seen]
-        theta = self.mean.copy()
+        among = cross[seen]
+        before, hits, total = self.mean[seen], accepted[seen], total[seen]
         # From what was seen: from a mean that it contradicts Newton's steps may swing ever wider.
-        theta[seen] = np.log((accepted[seen] + 0.5) / (rejected[seen] + 0.5))
+        theta = np.log((hits + 0.5) / (total - hits + 0.5))
         for _ in range(_NEWTON_STEPS):
-            rate = _logistic(theta[seen])
-            information = np.maximum(total[seen] * rate * (1 - rate), 1e-3)
-            working = theta[seen] + (accepted[seen] - total[seen] * rate) / information
-            inner = cross[seen]
+            rate = _logistic(theta)
+            information = np.maximum(total * rate * (1 - rate), 1e-3)
+            inner = among.copy()
             inner.flat[:: len(seen) + 1] += 1 / information
             # The covariance is positive definite, and small: an inverse is as good as a solution.
-            gain = cross @ (np.linalg.inv(inner) if len(seen) > 1 else 1 / inner)
-            off = gain @ (working - self.mean[seen])
-            theta = np.clip(self.mean + off, -_MOST_LOGIT, _MOST_LOGIT)
-        return Belief(theta, self.covariance - gain @ cross.T)
+            inverse = np.linalg.inv(inner) if len(seen) > 1 else 1 / inner
+            weights = inverse @ (theta + (hits - total * rate) / information - before)
+            theta = (before + among @ weights).clip(-_MOST_LOGIT, _MOST_LOGIT)
+        mean = (self.mean + cross @ weights).clip(-_MOST_LOGIT, _MOST_LOGIT)
+        return Belief(mean, self.covariance - cross @ inverse @ cross.T)
 
 
 class AcceptancePrior:
@@ -85,45 +89,45 @@ class AcceptancePrior:
 
     def __init__(self) -> None:
         self._prompts = _Prompts()
-        self._regressions: list[_Regression] = []
+        self._regressions = _Regressions()
         self._covariance = np.zeros((0, 0))
         self._num_learned = 0
 
     def grow(self, num_drafters: int) -> None:
         """Know so many drafters from now on."""
-        old = len(self._regressions)
+        old = len(self._covariance)
         if num_drafters <= old:
             return
         covariance = np.full((num_drafters, num_drafters), _VARIANCE * _CORRELATION)
         np.fill_diagonal(covariance, _VARIANCE)
         covariance[:old, :old] = self._covariance
         self._covariance = covariance
-        self._regressions += [_Regression() for _ in range(old, num_drafters)]
+        self._regressions.grow(num_drafters)
 
     def belief(self, words: IntArray) -> tuple[Belief, FloatArray]:
         """Of a request with these words; and [J] the standard deviation of its mean, which more
         requests would lower."""
-        likeness = self._prompts.likeness(words)
-        found = [r.predict(likeness) for r in self._regressions]
-        mean, variance = (np.array(figures) for figures in zip(*found, strict=True))
+        return self._belief(_buckets(words))
+
+    def _belief(self, buckets: IntArray) -> tuple[Belief, FloatArray]:
+        mean, variance = self._regressions.predict(self._prompts.likeness(buckets))
         doubt = np.sqrt(variance)
         return Belief(mean, self._covariance + _together(doubt)), doubt
 
     def learn(self, words: IntArray, accepted: FloatArray, rejected: FloatArray) -> None:
         """A request with these words has ended; its tokens by drafter [J]."""
-        belief, _ = self.belief(words)
+        buckets = _buckets(words)
+        belief, _ = self._belief(buckets)
         posterior = belief.after(accepted, rejected)
-        slot = self._prompts.add(words)
-        likeness = self._prompts.likeness(words)
-        left = np.maximum(posterior.variance, 1e-6)
-        precision = 1 / left - 1 / belief.variance
-        for j, regression in enumerate(self._regressions):
-            regression.forget(slot)
-            if precision[j] > 1e-3:
-                # What the posterior says beyond the prior, as one measurement.
-                whole = posterior.mean[j] / left[j] - belief.mean[j] / belief.variance[j]
-                noise = self._covariance[j, j] + 1 / precision[j]
-                regression.add(slot, likeness, whole / precision[j], noise)
+        slot = self._prompts.add(buckets)
+        left, before = np.maximum(posterior.variance, 1e-6), belief.variance
+        # What the posterior says beyond the prior, as one measurement.
+        precision = 1 / left - 1 / before
+        tells = precision > _LEAST_PRECISION
+        variance = 1 / np.where(tells, precision, 1.0)
+        measured = (posterior.mean / left - belief.mean / before) * variance
+        noise = np.where(tells, self._covariance.diagonal() + variance, np.inf)
+        self._regressions.replace(slot, self._prompts.likeness(buckets), measured, noise)
         self._learn_covariance(belief, posterior)
 
     def _learn_covariance(self, belief: Belief, posterior: Belief) -> None:
@@ -139,91 +143,108 @@ class AcceptancePrior:
 
 
 class _Prompts:
-    """Words of the prompts that ended last: one bit a word, hashed."""
+    """Words of the prompts that ended last: one bit a word, hashed into buckets."""
 
     def __init__(self) -> None:
-        self._has = np.zeros((_MEMORY, _NUM_BUCKETS), dtype=bool)
+        self._has = np.zeros((_NUM_BUCKETS, _MEMORY), dtype=np.uint8)
         self._num_with = np.zeros(_NUM_BUCKETS, dtype=np.int64)
+        self._buckets: list[IntArray] = [np.empty(0, dtype=np.int64)] * _MEMORY
         self._norms = np.ones(_MEMORY)
         self._next = 0
 
-    def likeness(self, words: IntArray) -> FloatArray:
+    def likeness(self, buckets: IntArray) -> FloatArray:
         """[_MEMORY] cosine with every prompt; words that none of them has do not count."""
-        buckets = _buckets(words)
         buckets = buckets[self._num_with[buckets] > 0]
         if not len(buckets):
             return np.zeros(_MEMORY)
-        shared = self._has[:, buckets].sum(axis=1)
-        cosine: FloatArray = shared / (self._norms * np.sqrt(len(buckets)))
+        shared = self._has[buckets].sum(axis=0, dtype=np.int32)
+        cosine: FloatArray = shared / (self._norms * math.sqrt(len(buckets)))
         return cosine
 
-    def add(self, words: IntArray) -> int:
+    def add(self, buckets: IntArray) -> int:
         """Remember a prompt in the place of the oldest; returns the place."""
-        slot, buckets = self._next, _buckets(words)
-        self._num_with -= self._has[slot]
-        self._has[slot] = False
-        self._has[slot, buckets] = True
+        slot = self._next
+        old = self._buckets[slot]
+        self._num_with[old] -= 1
+        self._has[old, slot] = 0
+        self._has[buckets, slot] = 1
         self._num_with[buckets] += 1
-        self._norms[slot] = np.sqrt(max(1, len(buckets)))
+        self._buckets[slot] = buckets
+        self._norms[slot] = math.sqrt(max(1, len(buckets)))
         self._next = (slot + 1) % _MEMORY
         return slot
 
 
-class _Regression:
-    """f of one drafter: a Gaussian process on what was measured of some of the prompts.
+class _Regressions:
+    """f of every drafter: a Gaussian process each on what was measured of the prompts.
 
-    measured, noise: [N] log-odds less their first mean, and the variance around f. inverse: of the
-    measurements' covariance, [N, N]; weights: [N] what each adds to the mean.
+    inverse: of the measurements' covariance, [J, _MEMORY, _MEMORY], with zeros for a prompt of
+    which nothing was measured; measured, noise: [J, _MEMORY] log-odds less their first mean, and
+    the variance around f; weights: [J, _MEMORY] what each adds to the mean.
     Products go without BLAS: it would share them out to threads, which then spin on cores that the
     models need.
     """
 
     def __init__(self) -> None:
-        self._slots = np.empty(0, dtype=np.int64)
-        self._measured = np.empty(0)
-        self._noise = np.empty(0)
-        self._inverse = np.empty((0, 0))
-        self._weights = np.empty(0)
+        self._inverse = np.zeros((0, _MEMORY, _MEMORY))
+        self._measured = np.zeros((0, _MEMORY))
+        self._noise = np.zeros((0, _MEMORY))
+        self._weights = np.zeros((0, _MEMORY))
+        self._outer = np.empty((_MEMORY, _MEMORY))
 
-    def predict(self, likeness: FloatArray) -> tuple[float, float]:
-        """Mean for a prompt that is so like the others, and the variance of its error as far as
+    def grow(self, num_drafters: int) -> None:
+        """Know so many drafters from now on."""
+        new = num_drafters - len(self._inverse)
+        self._inverse = np.pad(self._inverse, ((0, new), (0, 0), (0, 0)))
+        self._measured, self._noise, self._weights = (
+            np.pad(a, ((0, new), (0, 0))) for a in (self._measured, self._noise, self._weights)
+        )
+
+    def predict(self, likeness: FloatArray) -> tuple[FloatArray, FloatArray]:
+        """[J] mean for a prompt that is so like the others, and the variance of its error as far as
         more of them would lower it: what they measured falsely, and what is still the first mean's.
         In how far its own words are like nobody's is part of S."""
-        kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness[self._slots]
-        shares = _times(self._inverse, kernel)
-        mean = _MEAN + float((kernel * self._weights).sum())
-        unknown = max(0.0, 1 - float(shares.sum()))
+        kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness
+        shares = self._reach(kernel)
+        mean = _MEAN + (self._weights * kernel).sum(axis=1)
+        unknown = np.maximum(0.0, 1 - shares.sum(axis=1))
         first = (_BIAS_VARIANCE + _WORDS_VARIANCE) * unknown**2
-        return mean, first + float((shares**2 * self._noise).sum())
+        return mean, first + (shares**2 * self._noise).sum(axis=1)
 
-    def add(self, slot: int, likeness: FloatArray, measured: float, noise: float) -> None:
-        """A prompt that is so like those before it has been measured, with a variance of noise."""
-        kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness[self._slots]
-        reach = _times(self._inverse, kernel)
-        own = _BIAS_VARIANCE + _WORDS_VARIANCE + noise - float((kernel * reach).sum())
-        num = len(self._slots)
-        inverse = np.empty((num + 1, num + 1))
-        inverse[:num, :num] = self._inverse + np.outer(reach, reach) / own
-        inverse[num, :num] = inverse[:num, num] = -reach / own
-        inverse[num, num] = 1 / own
-        self._inverse = inverse
-        self._slots = np.append(self._slots, slot)
-        self._measured = np.append(self._measured, measured - _MEAN)
-        self._noise = np.append(self._noise, noise)
-        self._weights = _times(inverse, self._measured)
+    def replace(
+        self, slot: int, likeness: FloatArray, measured: FloatArray, noise: FloatArray
+    ) -> None:
+        """A prompt takes the place of the one that is in the slot. It is so like the others, and
+        was measured [J] with a variance of noise; infinite: nothing was."""
+        kernel = _BIAS_VARIANCE + _WORDS_VARIANCE * likeness
+        self._forget(slot)
+        reach = self._reach(kernel)
+        own = _BIAS_VARIANCE + _WORDS_VARIANCE + noise - (reach * kernel).sum(axis=1)
+        reach[:, slot] = -1.0
+        self._measured[:, slot] = measured - _MEAN
+        off = (reach * self._measured).sum(axis=1) / own
+        for j in np.flatnonzero(np.isfinite(noise)):
+            self._noise[j, slot] = noise[j]
+            self._weights[j] += reach[j] * off[j]
+            np.multiply(reach[j, :, None], reach[j] / own[j], out=self._outer)
+            self._inverse[j] += self._outer
 
-    def forget(self, slot: int) -> None:
-        """That prompt's measurement, if there is one."""
-        rest = self._slots != slot
-        if rest.all():
-            return
-        i = int(np.flatnonzero(~rest)[0])
-        across = self._inverse[rest, i]
-        own = self._inverse[i, i]
-        self._inverse = self._inverse[np.ix_(rest, rest)] - np.outer(across, across) / own
-        self._slots, self._noise = self._slots[rest], self._noise[rest]
-        self._measured = self._measured[rest]
-        self._weights = _times(self._inverse, self._measured)
+    def _forget(self, slot: int) -> None:
+        """That prompt's measurements, if there are any."""
+        for inverse, weights in zip(self._inverse, self._weights, strict=True):
+            across = inverse[slot].copy()
+            own = across[slot]
+            if own:
+                weights -= across * (weights[slot] / own)
+                np.multiply(across[:, None], across / own, out=self._outer)
+                inverse -= self._outer
+                # Not only nearly nothing.
+                inverse[slot] = inverse[:, slot] = weights[slot] = 0.0
+        self._noise[:, slot] = 0.0
+
+    def _reach(self, kernel: FloatArray) -> FloatArray:
+        product: FloatArray = np.einsum("jab,b->ja", self._inverse, kernel)
+        return product
 
 
 def mean_rate(mean: FloatArray, variance: FloatArray) -> FloatArray:
@@ -242,11 +263,6 @@ def _together(doubt: FloatArray) -> FloatArray:
 def _buckets(words: IntArray) -> IntArray:
     hashed = np.unique(words).astype(np.uint64) * _HASH >> np.uint64(40)
     return np.unique(hashed % np.uint64(_NUM_BUCKETS)).astype(np.int64)
-
-
-def _times(matrix: FloatArray, vector: FloatArray) -> FloatArray:
-    product: FloatArray = np.einsum("ij,j->i", matrix, vector)
-    return product
 
 
 def _logistic(x: FloatArray) -> FloatArray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -73,7 +74,7 @@ class Times:
         self.draft_overhead = 0.0
         self.drafting = 0.0
         self._links = links
-        self._by_drafter: dict[str, StepTimeCurve] = {}
+        self._by_drafter: defaultdict[str, StepTimeCurve] = defaultdict(StepTimeCurve)
         self._catch_up: dict[str, float] = {}
         self._steps: dict[str, float] = {}
         self._last_end = math.inf
@@ -102,7 +103,7 @@ class Times:
 
     def curve_of(self, drafter: str) -> StepTimeCurve:
         """Seconds of one drafting step against its batch; empty while not measured."""
-        return self._by_drafter.setdefault(drafter, StepTimeCurve())
+        return self._by_drafter[drafter]
 
     def catch_up_of(self, drafter: str) -> float:
         """Seconds for each token of verified text that it reads; 0 while not measured."""
