@@ -189,3 +189,7 @@ def test_what_a_replay_says_is_acted_upon_in_the_next_round() -> None:
     (other,) = asked
     policy.replayed(state, Replayed("r", 0, other, num_tokens=100, num_matched=100))
     assert policy.select([state], world.work())["r"] == other
+
+
+def test_longer_drafts_than_survival_is_estimated_for_are_no_error() -> None:
+    assert used(play({"small": 0.85, "large": 0.2}, rounds=20, options={"k_max": 64}), 10)["small"]

@@ -54,7 +54,7 @@ class SurvivalShape:
         self._decided = [0.0] * MOST_POSITIONS
         self._accepted = [0.0] * MOST_POSITIONS
         self._expected = [0.0] * MOST_POSITIONS
-        self._factors = [1.0] * MOST_POSITIONS
+        self.factors = [1.0] * MOST_POSITIONS
         self._num_since = 0
 
     def observe(self, num_accepted: int, num_decided: int, rate: float) -> None:
@@ -74,7 +74,7 @@ class SurvivalShape:
             accepted = self._accepted[position] + _SHAPE_PRIOR
             expected = self._expected[position] + _SHAPE_PRIOR
             odds = accepted / (total - accepted) * (total - expected) / expected
-            self._factors[position] = odds
+            self.factors[position] = odds
             self._decided[position] *= _SHAPE_KEEP
             self._accepted[position] *= _SHAPE_KEEP
             self._expected[position] *= _SHAPE_KEEP
@@ -84,7 +84,7 @@ class SurvivalShape:
         request whose tokens are accepted at this rate on the whole."""
         odds = rate / (1 - rate)
         survival, product = [], 1.0
-        for factor in self._factors[:num_positions]:
+        for factor in self.factors[:num_positions]:
             shifted = odds * factor
             product *= shifted / (1 + shifted)
             survival.append(product)

@@ -119,6 +119,11 @@ class Times:
         known = self._catch_up.setdefault(drafter, seconds_per_token)
         self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
 
+    @property
+    def pause(self) -> float:
+        """Seconds between the last two steps of the target; not finite before the second."""
+        return self._gap
+
     def measured_profile(self, kv_tokens: int) -> StepProfile:
         """Of what was measured of the target: its step by its rows alone."""
         by_rows = {round(rows): seconds for rows, seconds in self.target.points()}

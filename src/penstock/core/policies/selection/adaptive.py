@@ -13,22 +13,24 @@ A replay is ordered where what it may say is expected to save the request more t
 takes (the value of information), and within a share of the time where little is known of a drafter
 for requests like this one, for the sake of those to come. Where a replay can tell nothing (draft
 servers, `ratio`), what is not known is explored by drawing from it (Thompson).
+
+To decide takes the host's time, for which all requests of a step wait. It is measured, and reviews,
+replays and first choices must be expected to save more than that.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
-from typing import Annotated, ClassVar, NamedTuple
+from typing import Annotated, ClassVar
 
 import numpy as np
 import numpy.typing as npt
 
 from penstock.core.learn import Estimators
+from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.prior import AcceptancePrior, Belief, mean_rate
-from penstock.core.learn.times import Times, round_seconds
 from penstock.core.policies.options import (
     LONGEST_DRAFT,
     NonNegativeFloat,
@@ -38,8 +40,10 @@ from penstock.core.policies.options import (
     Share,
 )
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
+from penstock.core.policies.selection.parts.favourite import Favourite
 from penstock.core.policies.selection.parts.matching import assign
-from penstock.core.policies.selection.parts.pace import Pace
+from penstock.core.policies.selection.parts.pace import Pace, ReviewTime
+from penstock.core.policies.selection.parts.savings import WEIGHTS, Prices, Savings
 from penstock.core.policies.selection.parts.words import words_of
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
@@ -60,13 +64,14 @@ _MIN_PRIOR_STD = 0.6
 _LEAST_STRENGTH = 2.0
 _MOST_STRENGTH = 100.0
 """Tokens that what selection knows may be worth to allocation."""
-_BEST_RATE = 0.9
-"""Acceptance of a draft token that hardly any drafter exceeds."""
-_NODES = np.array([-math.sqrt(3), 0.0, math.sqrt(3)])
-_WEIGHTS = (1 / 6, 2 / 3, 1 / 6)
-"""Gauss and Hermite's rule, of three points, for a normal variable."""
 _LONGEST_GAP = 8
 """Rounds between decisions: what a text is like changes, and evidence of a replay fades."""
+_LONGER = 2.0 ** np.arange(5)
+"""Gaps after which a review may be due that does not pay at once."""
+_LITTLE = 0.005
+"""Of a step: what a review may take without asking whether it pays."""
+_CHOICE = 2.0
+"""Reviews that a first choice takes as long as, with what is learned from a request at its end."""
 _IDLE_GAP = 16
 """Rounds until it is looked again whether any drafter pays."""
 
@@ -105,15 +110,6 @@ class _Known:
         self.totals = np.pad(self.totals, ((0, 0), (0, missing)))
 
 
-class _Rounds(NamedTuple):
-    """A request's rounds to come. base: seconds of one without a draft; steps: with 1, 2, … draft
-    tokens, without drafting; num_tokens: expected to the end."""
-
-    base: float
-    steps: Sequence[float]
-    num_tokens: float
-
-
 class Adaptive(SelectionPolicy):
     """Bayesian choice over requests and drafters together."""
 
@@ -143,7 +139,12 @@ class Adaptive(SelectionPolicy):
         self._models: dict[str, int] = {}
         self._known: dict[str, _Known] = {}
         self._pace = Pace()
+        self._review_time = ReviewTime()
+        self._review_s = 0.0
+        self._favourite = Favourite()
+        self._unasked: dict[str, str | None] = {}
         self._demand: dict[str, float] = {}
+        self._num_wanted = 0
         self._proposals: dict[tuple[str, str], ReplayProposal] = {}
         self._replayed_s = 0.0
         self._num_ended = 0
@@ -154,8 +155,13 @@ class Adaptive(SelectionPolicy):
         open_to = usable(view.drafters)
         chosen: dict[str, str | None] = {}
         due = []
+        # Where requests have just come there will be more of them in a step than there were.
+        num_sharing = max(self._pace.num_sharing, len(states))
         for state in states:
             known = self._known.get(state.request.id)
+            if known is None and self._goes_unasked(state, open_to, num_sharing, view):
+                chosen[state.request.id] = self._unasked[state.request.id]
+                continue
             stays = state.drafter is None or state.drafter in open_to
             is_due = known is None or known.has_news or state.round >= known.next_round
             if stays and not is_due:
@@ -163,174 +169,108 @@ class Adaptive(SelectionPolicy):
             else:
                 due.append(state)
         if due:
-            self._decide(due, open_to, view, chosen)
+            self._decide(due, open_to, num_sharing, view, chosen)
         return chosen
 
     def _decide(
         self,
         states: Sequence[RequestState],
         drafters: Mapping[str, Drafter],
+        num_sharing: int,
         view: View,
         chosen: dict[str, str | None],
     ) -> None:
         for drafter in drafters.values():
             self._column(drafter)
         self._prior.grow(len(self._models))
-        base = self._base(view.learn)
-        steps = [base + v for v in self._verification(view.learn)]
-        drafters = self._worthwhile(drafters, base, steps, view)
-        names = list(drafters)
-        columns = [self._columns[n] for n in names]
-        values = np.zeros((len(states), len(names)))
-        for i, state in enumerate(states):
-            before = self._known.get(state.request.id)
-            is_review = before is None or state.round >= before.next_round
-            known = self._know(state, drafters, view)
-            known.has_news = False
-            if names:
-                rounds = self._rounds(state, base, steps, view)
-                rates = self._rates(state, known)[columns].tolist()
-                values[i] = self._worth(state, rounds, list(drafters.values()), rates, view)
-                if is_review:
-                    self._propose(state, known, rounds, drafters, values[i], view)
+        longest = min(self.options.k_max, MOST_POSITIONS)
+        prices = Prices(drafters, self._pace, num_sharing, view, longest, self.options.margin)
+        drafters = prices.drafters
+        self._review_s = self._reviewing(prices)
+        reviewed = [not self._has_time(s) for s in states]
+        self._review_time.reviewed(len(states))
+        is_new = [s.request.id not in self._known for s in states]
+        known = [self._know(state, drafters, view) for state in states]
+        values = per_token = np.zeros((len(states), len(drafters)))
+        if drafters:
+            savings = Savings(prices, states)
+            columns = [self._columns[n] for n in drafters]
+            rates = np.stack([self._rates(*each) for each in zip(states, known, strict=True)])
+            self._want(drafters, savings.shared(rates[:, columns]))
+            savings.share(self._demand)
+            values = savings.at(rates[:, columns]) - savings.reading
+            per_token = values / savings.remaining
+            self._propose(known, reviewed, savings, values)
+            if self._review_s:
+                self._postpone(known, savings, values)
+        for row in per_token[is_new].tolist():
+            self._favourite.observe(dict(zip(drafters, row, strict=True)), prices.num_sharing)
         room = [
             None if d.max_num_seqs is None else d.max_num_seqs - _others(d, states, view.loads)
             for d in drafters.values()
         ]
-        for state, index in zip(states, assign(values, room), strict=True):
+        names = list(drafters)
+        for state, own, index in zip(states, known, assign(values, room), strict=True):
+            own.has_news = False
             name = None if index is None else names[index]
             chosen[state.request.id] = name
-            known = self._known[state.request.id]
             if name is not None:
-                self._tell(known, state.request.id, name, view.learn)
+                self._tell(own, state.request.id, name, view.learn)
             elif not any((state.request.id, n) in self._proposals for n in names):
                 # No draft and no replay: nothing will be learned of the request.
-                known.next_round = max(known.next_round, state.round + _IDLE_GAP)
+                own.next_round = max(own.next_round, state.round + _IDLE_GAP)
 
-    def _worthwhile(
-        self, drafters: Mapping[str, Drafter], base: float, steps: Sequence[float], view: View
-    ) -> dict[str, Drafter]:
-        """Those that would pay if nearly all that they draft were accepted: under load mostly none,
-        and then nothing more need be found out. base, steps: as of `_Rounds`."""
-        tokens, survival = [], 1.0
-        for length in range(1, self.options.k_max + 1):
-            survival += _BEST_RATE**length
-            tokens.append(survival)
-        times, sharing = view.learn.times, self._num_sharing
-        most = base / (1 + self.options.margin)
-        return {
-            n: d
-            for n, d in drafters.items()
-            if _least_per_token(steps, _token_seconds(d, sharing, times), tokens) < most
-        }
+    def _goes_unasked(
+        self, state: RequestState, drafters: Mapping[str, Drafter], num_sharing: int, view: View
+    ) -> bool:
+        """Whether a request has the favourite, because to choose for it, and to learn from it,
+        takes longer than is saved."""
+        request_id = state.request.id
+        if request_id not in self._unasked:
+            self._review_time.began()
+            if not self._review_s or self._num_ended < _EARLY_REQUESTS:
+                return False
+            gain = self._favourite.gain(num_sharing)
+            left = state.num_remaining_tokens
+            remaining = view.learn.lengths.remaining(state.num_output_tokens, left)
+            if gain is None or gain * remaining > _CHOICE * self._review_s:
+                return False
+            self._unasked[request_id] = self._favourite.name
+        name = self._unasked[request_id]
+        drafter = drafters.get(name or "")
+        if name is not None and (drafter is None or drafter.max_num_seqs is not None):
+            del self._unasked[request_id]
+        return request_id in self._unasked
+
+    def _has_time(self, state: RequestState) -> bool:
+        """Whether its next review is yet to come."""
+        known = self._known.get(state.request.id)
+        return known is not None and state.round < known.next_round
 
     def _rates(self, state: RequestState, known: _Known) -> FloatArray:
         """[J] expected acceptance of a request."""
         known.posterior = known.prior.after(*known.counts)
         return known.posterior.rates()
 
-    def _rounds(
-        self, state: RequestState, base: float, steps: Sequence[float], view: View
-    ) -> _Rounds:
-        left = state.num_remaining_tokens
-        expected = view.learn.lengths.remaining(state.num_output_tokens, left)
-        return _Rounds(base, steps[: max(1, left - 1)], expected)
+    def _want(self, names: Collection[str], gained: FloatArray) -> None:
+        """Note which drafter each request would have if everybody shared its time. Of one that none
+        uses yet each would have to bear the whole step, and none would ever begin.
 
-    def _worth(
-        self,
-        state: RequestState,
-        rounds: _Rounds,
-        drafters: Sequence[Drafter],
-        rates: Sequence[float],
-        view: View,
-    ) -> list[float]:
-        """[drafters] seconds that each saves the request to its end, against none."""
-        saved, gained = self._savings(state, rounds, drafters, rates, view)
-        self._want(drafters, gained)
-        return [s - self._reading(state, d, view) for s, d in zip(saved, drafters, strict=True)]
-
-    def _savings(
-        self,
-        state: RequestState,
-        rounds: _Rounds,
-        drafters: Sequence[Drafter],
-        rates: Sequence[float],
-        view: View,
-    ) -> tuple[list[float], list[float]]:
-        """[drafters] seconds that each saves the request to its end once it has read the text; and
-        a token, if everybody shared its time."""
-        base, steps, remaining = rounds
-        step_times, sharing = view.learn.times, self._num_sharing
-        gained, saved = [], []
-        for drafter, rate in zip(drafters, rates, strict=True):
-            name = drafter.name
-            survival = view.learn.acceptance.shape_of(name).survival(rate, len(steps))
-            tokens = list(accumulate(survival, initial=1.0))[1:]
-            users = view.loads.get(name, 0) + (state.drafter != name)
-            users = max(1, users, round(sharing * self._demand.get(name, 0.0)))
-            # Inside a step all wait for a drafter; beside it only those that use it.
-            share = 1.0 if view.is_beside(drafter) else sharing / users
-            drafting = share * _token_seconds(drafter, users, step_times)
-            per_token = _least_per_token(steps, drafting, tokens)
-            if name != state.drafter:
-                per_token *= 1 + self.options.margin
-            drafting = _token_seconds(drafter, sharing, step_times)
-            gained.append(base - _least_per_token(steps, drafting, tokens))
-            saved.append(remaining * (base - per_token))
-        return saved, gained
-
-    def _reading(self, state: RequestState, drafter: Drafter, view: View) -> float:
-        """Seconds for which all that wait for a drafter wait until it has read the text."""
-        waiting = 1 if view.is_beside(drafter) else self._num_sharing
-        unread = state.num_known_tokens - self._num_read(state, drafter)
-        return waiting * view.learn.times.catch_up_of(drafter.name) * unread
-
-    def _want(self, drafters: Sequence[Drafter], gained: Sequence[float]) -> None:
-        """Note which drafter a request would have if everybody shared its time. Of one that none
-        uses yet each would have to bear the whole step, and none would ever begin."""
-        most = max(gained)
-        favourite = drafters[gained.index(most)].name if most > 0 else None
-        for drafter in drafters:
-            known = self._demand.get(drafter.name, 0.0)
-            wanted = float(drafter.name == favourite)
-            self._demand[drafter.name] = known + _DEMAND_WEIGHT * (wanted - known)
-
-    def _base(self, estimators: Estimators) -> float:
-        """Seconds of a step without any draft."""
-        times = estimators.times
-        return round_seconds(times.target(self._num_sharing), host=times.overhead)
-
-    def _verification(self, estimators: Estimators) -> list[float]:
-        """[k_max] seconds by which so many more rows of the target hold up all requests, and the
-        host's work on drafts."""
-        pace = self._pace
-        rows = 1
-        if pace.requests:
-            drafted = pace.rows / pace.requests - 1
-            rows = max(1, round(pace.rows / pace.steps - drafted))
-        target, sharing = estimators.times.target, self._num_sharing
-        alone = target(rows)
-        host = estimators.times.draft_overhead
-        return [
-            host + sharing * (target(rows + n) - alone) for n in range(1, self.options.k_max + 1)
-        ]
-
-    @property
-    def _num_sharing(self) -> int:
-        """Requests of a target step."""
-        pace = self._pace
-        return max(1, round(pace.requests / pace.steps)) if pace.steps else 1
-
-    def _num_read(self, state: RequestState, drafter: Drafter) -> int:
-        if drafter.pool is None and not drafter.remote:
-            return state.num_known_tokens
-        kv = state.kv.get(drafter.name)
-        return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
+        gained: [S, J] seconds saved for each token."""
+        best = np.where(gained.max(axis=1) > 0, gained.argmax(axis=1), -1)
+        for favourite in best.tolist():
+            self._num_wanted += 1
+            weight = max(_DEMAND_WEIGHT, 1 / self._num_wanted)
+            for j, name in enumerate(names):
+                known = self._demand.get(name, 0.0)
+                self._demand[name] = known + weight * ((j == favourite) - known)
 
     # --- learning -------------------------------------------------------------------------------
 
     def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
         self._pace.observe(outcomes, view)
+        if not view.beside:
+            self._review_time.observe(view.learn.times.pause)
         for state, verdict in outcomes:
             column = self._columns.get(verdict.drafter or "")
             known = self._known.get(state.request.id)
@@ -348,9 +288,11 @@ class Adaptive(SelectionPolicy):
 
     def forget(self, request_id: str) -> None:
         known = self._known.pop(request_id, None)
+        self._unasked.pop(request_id, None)
         for key in [k for k in self._proposals if k[0] == request_id]:
             del self._proposals[key]
         self._num_ended += known is not None
+        self._review_time.ended()
         if known is not None and known.totals.any():
             known.grow(len(self._models))
             self._prior.learn(known.words, *known.totals)
@@ -414,56 +356,89 @@ class Adaptive(SelectionPolicy):
 
     def _propose(
         self,
-        state: RequestState,
-        known: _Known,
-        rounds: _Rounds,
-        drafters: Mapping[str, Drafter],
+        known: Sequence[_Known],
+        reviewed: Sequence[bool],
+        savings: Savings,
         values: FloatArray,
-        view: View,
     ) -> None:
-        """Have drafters read the request: those beside the target whenever they are idle, look-up
-        always, for it costs nothing, and the others if that is worth its time."""
-        if not state.num_output_tokens or not self.options.explore:
+        """Have drafters read the requests that are reviewed: those beside the target whenever they
+        are idle, look-up always where a review costs nothing either, and the others if that is
+        worth its time."""
+        asking = [i for i, s in enumerate(savings.states) if reviewed[i] and s.num_output_tokens]
+        if not asking or not self.options.explore:
             return
-        best = max(0.0, float(values.max()))
-        for (name, drafter), value in zip(drafters.items(), values.tolist(), strict=True):
-            if name == state.drafter or not _can_replay(drafter, state):
-                continue
-            if not view.is_beside(drafter) and drafter.pool is not None:
-                seconds = self._reading(state, drafter, view)
-                worth = 0.0
-                if value < best:
-                    worth = self._improvement(state, known, rounds, drafter, best, view)
-                if worth <= seconds:
-                    if not self._teaches(state, known, name, seconds):
+        view, drafters = savings.view, savings.drafters
+        worth = self._worth_of_replays(known, savings, values)
+        for i in asking:
+            state = savings.states[i]
+            for j, (name, drafter) in enumerate(drafters.items()):
+                if name == state.drafter or not _can_replay(drafter, state):
+                    continue
+                seconds = float(savings.reading[i, j]) + self._review_s
+                is_free = view.is_beside(drafter) or (drafter.pool is None and not self._review_s)
+                if not is_free and worth[i, j] <= seconds:
+                    if not self._teaches(state, known[i], name, seconds):
                         continue
                     self._replayed_s += seconds
-                    known.evaluated.add(name)
-            self._proposals[state.request.id, name] = ReplayProposal(state, name, evaluate=True)
+                    known[i].evaluated.add(name)
+                self._proposals[state.request.id, name] = ReplayProposal(state, name, evaluate=True)
 
-    def _improvement(
-        self,
-        state: RequestState,
-        known: _Known,
-        rounds: _Rounds,
-        drafter: Drafter,
-        best: float,
-        view: View,
-    ) -> float:
-        """Seconds that the request may be expected to save because a replay changes the choice,
-        against `best` (Gauss and Hermite's rule for what the replay may say)."""
-        if known.posterior is None:
-            return 0.0
-        column = self._columns[drafter.name]
-        variance = float(known.posterior.variance[column])
-        rate = float(known.posterior.rates()[column])
-        seen = max(self._num_read(state, drafter), state.request.prompt_len)
-        information = max(0, state.num_known_tokens - seen) * rate * (1 - rate)
-        told = variance * variance * information / (1 + variance * information)
-        means = known.posterior.mean[column] + math.sqrt(told) * _NODES
-        rates = mean_rate(means, np.full(len(means), variance - told)).tolist()
-        saved, _ = self._savings(state, rounds, [drafter] * len(rates), rates, view)
-        return float(sum(w * max(0.0, s - best) for w, s in zip(_WEIGHTS, saved, strict=True)))
+    def _worth_of_replays(
+        self, known: Sequence[_Known], savings: Savings, values: FloatArray
+    ) -> FloatArray:
+        """[S, J] seconds that a request may be expected to save because a replay changes the
+        choice."""
+        belief = self._beliefs(known, savings.drafters)
+        if belief is None:
+            return np.zeros_like(values)
+        mean, variance = belief
+        rates = mean_rate(mean, variance)
+        outputs = np.array(
+            [[float(s.num_known_tokens - s.request.prompt_len)] for s in savings.states]
+        )
+        information = np.minimum(savings.unread, outputs) * rates * (1 - rates)
+        best = np.maximum(0.0, values.max(axis=1, keepdims=True))
+        gains = np.maximum(0.0, savings.told(mean, variance, information) - best)
+        return np.where(values < best, np.tensordot(WEIGHTS, gains, 1), 0.0)
+
+    def _beliefs(
+        self, known: Sequence[_Known], drafters: Collection[str]
+    ) -> tuple[FloatArray, FloatArray] | None:
+        """[S, J] mean and variance of the log-odds; None where it is not known of all requests."""
+        beliefs = [k.posterior for k in known if k.posterior is not None]
+        if len(beliefs) < len(known):
+            return None
+        columns = [self._columns[n] for n in drafters]
+        means = np.stack([b.mean for b in beliefs])[:, columns]
+        return means, np.stack([b.variance for b in beliefs])[:, columns]
+
+    def _postpone(self, known: Sequence[_Known], savings: Savings, values: FloatArray) -> None:
+        """Reviews wait until what a request's own drafts will have told of the best drafter is
+        expected to save it more, by a change, than a review takes all that wait for it."""
+        belief = self._beliefs(known, savings.drafters)
+        if belief is None:
+            return
+        mean, variance = belief
+        rates = mean_rate(mean, variance)
+        gaps = np.multiply.outer(_LONGER, np.array([[float(k.gap)] for k in known]))
+        tokens = gaps * savings.view.learn.lengths.per_step
+        told = savings.told(mean, variance, tokens * rates * (1 - rates))
+        best = values.argmax(axis=1)[:, None]
+        others = values.copy()
+        np.put_along_axis(others, best, 0.0, axis=1)
+        second = np.maximum(0.0, others.max(axis=1, keepdims=True))
+        gains = np.tensordot(WEIGHTS, np.maximum(0.0, second - told), 1)
+        gains *= np.maximum(0.0, 1 - tokens / savings.remaining)
+        pays = np.take_along_axis(gains, best[None], axis=2)[..., 0] > self._review_s
+        for i, (state, own) in enumerate(zip(savings.states, known, strict=True)):
+            rounds = gaps[pays[:, i], i, 0]
+            wait = int(rounds[0]) if len(rounds) else state.num_remaining_tokens
+            own.next_round = max(own.next_round, state.round + wait)
+
+    def _reviewing(self, prices: Prices) -> float:
+        """Seconds that all requests of a step wait for the review of one; 0 where it is little."""
+        seconds = self._review_time.seconds
+        return 0.0 if seconds < _LITTLE * prices.base else seconds * prices.num_sharing
 
     def _teaches(self, state: RequestState, known: _Known, drafter: str, seconds: float) -> bool:
         """Whether a replay says enough for requests to come, and there is time for it."""
@@ -480,20 +455,6 @@ class Adaptive(SelectionPolicy):
         ended = self._num_ended / _EARLY_REQUESTS
         share = math.log1p(ended) / ended if ended else 1.0
         return self.options.explore * share * self._pace.total_s
-
-
-def _least_per_token(steps: Sequence[float], drafting: float, tokens: Sequence[float]) -> float:
-    """Seconds a token with the best draft length. steps: of a step by the draft's length, without
-    drafting; drafting: of one draft token; tokens: that a round then yields."""
-    return min(
-        (s + drafting * n) / t for n, (s, t) in enumerate(zip(steps, tokens, strict=True), 1)
-    )
-
-
-def _token_seconds(drafter: Drafter, batch: int, times: Times) -> float:
-    """Of a draft token. A chain's looked-up tokens take no time."""
-    seconds = times.curve_of(drafter.name)(batch)
-    return seconds * times.steps_of(drafter.name) if drafter.is_chained else seconds
 
 
 def _can_replay(drafter: Drafter, state: RequestState) -> bool:

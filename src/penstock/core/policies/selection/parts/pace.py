@@ -1,4 +1,5 @@
-"""How fast the target decodes, and how much of its time can be saved by drafts."""
+"""How fast the target decodes, how much of its time can be saved by drafts, and what it costs the
+host to choose a drafter again."""
 
 from __future__ import annotations
 
@@ -28,6 +29,19 @@ class Pace:
     total_s: float = 0.0
     last: float | None = None
 
+    @property
+    def num_sharing(self) -> int:
+        """Requests of a target step."""
+        return max(1, round(self.requests / self.steps)) if self.steps else 1
+
+    @property
+    def num_undrafted_rows(self) -> int:
+        """Rows of a target step besides those of one request's draft."""
+        if not self.requests:
+            return 1
+        drafted = self.rows / self.requests - 1
+        return max(1, round(self.rows / self.steps - drafted))
+
     def observe(self, outcomes: Sequence[Outcome], view: View) -> None:
         passed = math.inf if self.last is None else view.now - self.last
         self.last = view.now
@@ -50,3 +64,66 @@ class Pace:
         self.rows = _DECAY * self.rows + rows
         self.requests = _DECAY * self.requests + len(outcomes)
         self.steps = _DECAY * self.steps + 1
+
+
+_FEWEST_PAUSES = 8
+"""Of either kind, before anything is said of reviews."""
+_PAUSE_WEIGHT = 0.05
+_REVIEWS_DECAY = 0.999
+"""For each pause without a review: half is left after 700."""
+_LONGEST_PAUSE = 4.0
+"""Over the mean of those before: a longer one is something else."""
+
+
+@dataclass(slots=True)
+class _Pauses:
+    seconds: float = 0.0
+    num: int = 0
+
+    def observe(self, seconds: float) -> None:
+        if self.seconds > 0:
+            seconds = min(seconds, _LONGEST_PAUSE * self.seconds)
+        self.num += 1
+        self.seconds += max(_PAUSE_WEIGHT, 1 / self.num) * (seconds - self.seconds)
+
+
+class ReviewTime:
+    """Seconds for which all requests wait while it is looked again at the drafter of one: by so
+    much the pause before a step is longer. Where the host takes no time, in the simulator, 0."""
+
+    def __init__(self) -> None:
+        self._plain = _Pauses()
+        self._reviews = _Pauses()
+        self._num_reviews = 0
+        self._is_usual = self._next_is_usual = True
+
+    def reviewed(self, num_requests: int) -> None:
+        """Before the coming step so many requests were looked at again."""
+        self._num_reviews += num_requests
+
+    def began(self) -> None:
+        """Before the coming step the host had to do with a new request as well."""
+        self._is_usual = False
+
+    def ended(self) -> None:
+        """A request has ended, which keeps the host busy after the step that is observed next."""
+        self._next_is_usual = False
+
+    def observe(self, pause: float) -> None:
+        """The step has ended; it began so long after the one before."""
+        if self._is_usual and 0 <= pause < math.inf:
+            if not self._num_reviews:
+                self._plain.observe(pause)
+                # What is not measured any more must not keep reviews away for good.
+                self._reviews.seconds *= _REVIEWS_DECAY
+            elif self._plain.num:
+                self._reviews.observe((pause - self._plain.seconds) / self._num_reviews)
+        self._num_reviews = 0
+        self._is_usual, self._next_is_usual = self._next_is_usual, True
+
+    @property
+    def seconds(self) -> float:
+        """Of one review; 0 while it is not known."""
+        if min(self._plain.num, self._reviews.num) < _FEWEST_PAUSES:
+            return 0.0
+        return max(0.0, self._reviews.seconds)

@@ -1,0 +1,180 @@
+"""Seconds that drafts save requests, at what a step takes just now.
+
+A drafter saves a request, to its end, the seconds of a step without drafts, for all the tokens that
+are to come, against those of a step with its drafts over the tokens that it yields; less the
+reading of the text so far. A step's seconds are those for which all requests in it wait.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from penstock.core.learn.prior import mean_rate
+from penstock.core.learn.times import Times, round_seconds
+from penstock.core.policies.selection.parts.pace import Pace
+from penstock.core.state import Drafter, RequestState
+from penstock.core.view import View
+
+FloatArray = npt.NDArray[np.float64]
+
+_BEST_RATE = 0.9
+"""Acceptance of a draft token that hardly any drafter exceeds."""
+_NODES = np.array([-math.sqrt(3), 0.0, math.sqrt(3)])
+WEIGHTS = np.array([1 / 6, 2 / 3, 1 / 6])
+"""Gauss and Hermite's rule, of three points, for a normal variable."""
+
+
+class Prices:
+    """What a step takes without drafts, with drafts of 1 to K tokens, and with whose.
+
+    drafters: those that would pay if nearly all that they draft were accepted; under load mostly
+    none, and then nothing more need be found out. base: seconds of a step without any draft.
+    margin: share of the time that a change must save over staying.
+    """
+
+    def __init__(
+        self,
+        drafters: Mapping[str, Drafter],
+        pace: Pace,
+        num_sharing: int,
+        view: View,
+        longest: int,
+        margin: float,
+    ) -> None:
+        """num_sharing: requests of a step. longest: K."""
+        times = view.learn.times
+        self.view, self.margin = view, margin
+        self.num_sharing = sharing = num_sharing
+        self.base = round_seconds(times.target(sharing), host=times.overhead)
+        self._lengths = np.arange(1.0, longest + 1)
+        # Rows that are verified besides hold up all requests.
+        rows = pace.num_undrafted_rows
+        slower = sharing * (times.target.at(rows + self._lengths) - times.target(rows))
+        self._steps = self.base + times.draft_overhead + slower
+        alone = np.array([_token_seconds(d, sharing, times) for d in drafters.values()])
+        most = 1 + (_BEST_RATE**self._lengths).cumsum()
+        pays = self.per_token(alone, most) < self.base / (1 + margin)
+        self.drafters = {
+            n: d for (n, d), p in zip(drafters.items(), pays.tolist(), strict=True) if p
+        }
+        self.alone = alone[pays]
+        """[J] seconds of a draft token if everybody shared its time."""
+
+    def per_token(
+        self, drafting: FloatArray, tokens: FloatArray, limits: FloatArray | None = None
+    ) -> FloatArray:
+        """[...] seconds with the best draft length. drafting: [...] of a draft token; tokens:
+        [..., K] that a round yields; limits: [...] longest drafts."""
+        seconds = (self._steps + drafting[..., None] * self._lengths) / tokens
+        if limits is not None:
+            seconds = np.where(self._lengths <= limits[..., None], seconds, np.inf)
+        found: FloatArray = seconds.min(axis=-1)
+        return found
+
+    @property
+    def longest(self) -> int:
+        return len(self._lengths)
+
+
+class Savings:
+    """[S, J] of S requests and J drafters."""
+
+    def __init__(self, prices: Prices, states: Sequence[RequestState]) -> None:
+        self.states, self.drafters, self.view = states, prices.drafters, prices.view
+        self._prices, view = prices, prices.view
+        drafters = list(prices.drafters.values())
+        learn = view.learn
+        left = [s.num_remaining_tokens for s in states]
+        expected = [
+            learn.lengths.remaining(s.num_output_tokens, n)
+            for s, n in zip(states, left, strict=True)
+        ]
+        self.remaining = np.array(expected)[:, None]
+        """[S, 1] tokens that a request is expected to make yet."""
+        self._limits = None
+        if min(left) <= prices.longest:
+            self._limits = np.maximum(1.0, np.array(left, dtype=np.float64) - 1)[:, None]
+        shapes = [learn.acceptance.shape_of(d.name).factors[: prices.longest] for d in drafters]
+        self._factors = np.array(shapes)
+        unread = [[float(s.num_known_tokens - num_read(s, d)) for d in drafters] for s in states]
+        self.unread = np.array(unread)
+        """[S, J] tokens of a request's text that a drafter has not read."""
+        costs = [
+            (1 if view.is_beside(d) else prices.num_sharing) * learn.times.catch_up_of(d.name)
+            for d in drafters
+        ]
+        self.reading = self.unread * costs
+        """[S, J] seconds for which all that wait for a drafter wait until it has read the text."""
+
+    def share(self, demand: Mapping[str, float]) -> None:
+        """Who bears a drafter's time, which comes before `at`. demand: share of the requests that
+        would have a drafter if everybody shared its time."""
+        drafters, prices = list(self.drafters.values()), self._prices
+        stays = np.array([[s.drafter == d.name for d in drafters] for s in self.states])
+        seconds = [
+            _shares(d, alone, prices, demand)
+            for d, alone in zip(drafters, prices.alone.tolist(), strict=True)
+        ]
+        joined, kept = np.array(seconds).T
+        self._drafting = np.where(stays, kept, joined)
+        self._change = np.where(stays, 1.0, 1.0 + prices.margin)
+
+    def at(self, rates: FloatArray) -> FloatArray:
+        """[..., S, J] seconds saved at these acceptances, once the text has been read."""
+        per_token = self._prices.per_token(self._drafting, self._tokens(rates), self._limits)
+        saved: FloatArray = self.remaining * (self._prices.base - self._change * per_token)
+        return saved
+
+    def shared(self, rates: FloatArray) -> FloatArray:
+        """[S, J] saved for each token if everybody shared the drafter's time."""
+        tokens = self._tokens(rates)
+        return self._prices.base - self._prices.per_token(self._prices.alone, tokens, self._limits)
+
+    def told(self, mean: FloatArray, variance: FloatArray, information: FloatArray) -> FloatArray:
+        """[3, ..., S, J] seconds saved at what may be known of a drafter in the end, with the
+        probabilities `WEIGHTS`: [S, J] of its log-odds a mean and a variance, and [..., S, J]
+        Fisher's information of what will be seen."""
+        told = variance * variance * information / (1 + variance * information)
+        spread = np.multiply.outer(_NODES, np.sqrt(told))
+        return self.at(mean_rate(mean + spread, variance - told))
+
+    def _tokens(self, rates: FloatArray) -> FloatArray:
+        """[..., S, J, K] that a round yields."""
+        odds = (rates / (1 - rates))[..., None] * self._factors
+        tokens: FloatArray = 1 + (odds / (1 + odds)).cumprod(axis=-1).cumsum(axis=-1)
+        return tokens
+
+
+def num_read(state: RequestState, drafter: Drafter) -> int:
+    """Tokens of a request's text in a drafter's KV; look-up has none, and reads at once."""
+    if drafter.pool is None and not drafter.remote:
+        return state.num_known_tokens
+    kv = state.kv.get(drafter.name)
+    return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
+
+
+def _shares(
+    drafter: Drafter, alone: float, prices: Prices, demand: Mapping[str, float]
+) -> tuple[float, float]:
+    """Seconds of a draft token that a request bears which joins a drafter, or stays. alone: if
+    everybody shared its time."""
+    load, sharing = prices.view.loads.get(drafter.name, 0), prices.num_sharing
+    wanted = max(1, round(sharing * demand.get(drafter.name, 0.0)))
+    # Inside a step all wait for a drafter; beside it only those that use it.
+    is_beside, times = prices.view.is_beside(drafter), prices.view.learn.times
+    found = {sharing: alone}
+    for users in (max(load + 1, wanted), max(load, wanted)):
+        if users not in found:
+            share = 1.0 if is_beside else sharing / users
+            found[users] = share * _token_seconds(drafter, users, times)
+    return found[max(load + 1, wanted)], found[max(load, wanted)]
+
+
+def _token_seconds(drafter: Drafter, batch: int, times: Times) -> float:
+    """Of a draft token. A chain's looked-up tokens take no time."""
+    seconds = times.curve_of(drafter.name)(batch)
+    return seconds * times.steps_of(drafter.name) if drafter.is_chained else seconds

@@ -1,0 +1,119 @@
+"""`adaptive` where to choose a drafter takes as long as several rounds."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+from tests.core.selection.rounds import Machine, Rounds
+
+from penstock.core.learn import prior
+from penstock.core.learn.times import Times
+from penstock.core.policies.selection.adaptive import Adaptive
+from penstock.core.policies.selection.parts.favourite import Favourite
+from penstock.core.policies.selection.parts.pace import ReviewTime
+
+SMALL = Machine(
+    {"good": 0.1e-3, "poor": 0.1e-3}, verify=0.3e-3, per_row=0.01e-3, per_catch_up_token=1e-6
+)
+
+
+class Host(Adaptive):
+    """Says how long the pause before a step was."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(Adaptive.Options())
+        self.seconds = seconds
+        self.num_decided = 0
+        self.pause = 0.1e-3
+
+    def _decide(self, states: Sequence[Any], *rest: Any) -> None:
+        self.num_decided += len(states)
+        self.pause += self.seconds * len(states)
+        super()._decide(states, *rest)
+
+    def observe(self, outcomes: Any, view: Any) -> None:
+        super().observe(outcomes, view)
+        self.pause = 0.1e-3
+
+
+def served(
+    seconds: float, monkeypatch: pytest.MonkeyPatch, rates: Mapping[str, float], rounds: int = 2000
+) -> tuple[float, Rounds]:
+    """Decisions a request, after 64 have been served."""
+    host = Host(seconds)
+    monkeypatch.setattr(Times, "pause", property(lambda _: host.pause))
+    world = Rounds(host, SMALL, lambda _: rates, live=1, prompt_len=30, max_tokens=32)
+    while len(world.finished) < 64:
+        world.round()
+    before, host.num_decided = len(world.finished), 0
+    world.run(rounds)
+    return host.num_decided / (len(world.finished) - before), world
+
+
+def test_it_is_chosen_rarely_where_a_choice_takes_longer_than_it_saves(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    rates = {"good": 0.8, "poor": 0.5}
+    free, _ = served(0.0, monkeypatch, rates)
+    dear, world = served(0.5e-3, monkeypatch, rates)
+    assert free > 2
+    assert dear < 0.5
+    used = Counter(name for chosen in world.played[-500:] for name in chosen.values())
+    assert used["good"] > 0.95 * used.total()
+
+
+def test_what_changes_is_noticed_by_the_few_that_are_chosen_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(prior, "_MEMORY", 16)
+    rates = {"good": 0.8, "poor": 0.3}
+    _, world = served(0.5e-3, monkeypatch, rates)
+    rates.update(good=0.1, poor=0.1)
+    world.run(5000)
+    used = Counter(name for chosen in world.played[-500:] for name in chosen.values())
+    assert used["good"] < 0.6 * used.total()
+
+
+def test_the_time_of_a_review_is_what_pauses_with_one_are_longer_by() -> None:
+    time = ReviewTime()
+    for i in range(40):
+        num = i % 3
+        if num:
+            time.reviewed(num)
+        if i % 5 == 0:
+            time.began()
+        time.observe(1e-4 + 3e-4 * num + (0.01 if i % 5 == 0 else 0.0))
+    assert time.seconds == pytest.approx(3e-4, rel=0.05)
+    for _ in range(2000):
+        time.observe(1e-4)
+    assert time.seconds < 1e-4, "it is tried again in the end"
+
+
+def test_after_an_end_the_next_pause_says_nothing() -> None:
+    time = ReviewTime()
+    for _ in range(20):
+        time.observe(1e-4)
+        time.reviewed(1)
+        time.ended()
+        time.observe(2e-4)
+        time.observe(5e-2)
+    assert time.seconds == pytest.approx(1e-4, rel=0.1)
+
+
+def test_a_favourite_holds_at_the_load_that_it_was_found_at() -> None:
+    favourite = Favourite()
+    assert favourite.gain(4) is None
+    for i in range(40):
+        favourite.observe({"a": 3.0 if i % 2 else 1.0, "b": 1.8}, 4)
+    assert favourite.name == "a"
+    gains = [favourite.gain(4) for _ in range(8)]
+    assert gains.count(None) == 1
+    assert max(g for g in gains if g is not None) == pytest.approx(0.4, abs=0.1)
+    assert favourite.gain(12) is None
+    for _ in range(16):
+        favourite.observe({}, 12)
+    assert favourite.name is None
+    assert favourite.gain(12) == 0.0
