@@ -121,8 +121,6 @@ _TERMS = (
 _SHARED_TERMS = ("decode_fixed", "per_decode", "per_prefill_token")
 _SHARED_PENALTY = 1e-3
 _MAX_KNOTS = 256
-_LEAST_STAIR = 0.0
-"""A file's table is to give back what was measured, however small a stair is."""
 _TABLE_TOLERANCE = 1e-3
 
 
@@ -299,7 +297,7 @@ def _knots(rounded: Array, off: Array) -> Array:
     means, squares = (
         np.bincount(of_count[at], values, minlength=len(cells)) / nums for values in (off, off**2)
     )
-    is_knot = with_neighbours(clear_stairs(means, squares, nums, _LEAST_STAIR))[of_count]
+    is_knot = with_neighbours(clear_stairs(means, squares, nums))[of_count]
     is_knot[[0, -1]] = True
     knots = counts[is_knot]
     if len(knots) > _MAX_KNOTS:

@@ -137,16 +137,14 @@ def cell_of(size: float) -> int:
     return int(size) if size <= exact else exact + round(math.log(size / exact, _CELL))
 
 
-def clear_stairs(
-    means: FloatArray, squares: FloatArray, nums: FloatArray, least: float = 0.0
-) -> BoolArray:
-    """[cells] which are off the line, by three standard errors and by `least`.
+def clear_stairs(means: FloatArray, squares: FloatArray, nums: FloatArray) -> BoolArray:
+    """[cells] which are off the line, by three standard errors.
 
     means, squares: of the steps' deviations from the line, in shares of what was expected; nums:
     how many steps there are. All cells scatter alike.
     """
     noise = float((nums * np.maximum(squares - means**2, 0.0)).sum() / nums.sum())
-    found: BoolArray = np.abs(means) > np.maximum(_CLEAR * np.sqrt(noise / nums), least)
+    found: BoolArray = np.abs(means) > _CLEAR * np.sqrt(noise / nums)
     return found
 
 
