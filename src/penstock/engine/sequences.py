@@ -62,6 +62,7 @@ class TokenBuffer:
             raise ValueError("the engine needs the prompt's tokens, not only its length")
         self.request = request
         self.grammar = grammar
+        self._reads_text = request.sampling.reads_text
         self._tokens = np.empty(request.prompt_len + request.max_tokens + 64, dtype=np.int32)
         self._tokens[: request.prompt_len] = request.prompt_token_ids
         self.length = request.prompt_len
@@ -78,9 +79,9 @@ class TokenBuffer:
     def so_far(self, draft: Sequence[int], num_rows: int | None = None) -> TextSoFar | None:
         """The known tokens and a draft behind them, for `change_logits` of `num_rows` rows (None:
         one more than the draft has tokens); None where the request's logits are the model's own."""
-        request = self.request
-        if not request.sampling.reads_text:
+        if not self._reads_text:
             return None
+        request = self.request
         tokens = self.span(0, self.length)
         if draft:
             tokens = np.concatenate((tokens, np.array(draft, dtype=np.int32)))

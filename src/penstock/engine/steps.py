@@ -74,6 +74,8 @@ class DraftsAtHand:
 
     def draft_of(self, item: VerifyItem) -> tuple[list[int], list[int]]:
         """Token ids, and rows of the joined `probs`, of an item's draft."""
+        if not self.by_request:
+            return [], []
         draft, offset = self.by_request.get(item.request_id, (NO_DRAFT, 0))
         rows = [r if r < 0 else r + offset for r in draft.prob_rows]
         return draft.token_ids[: item.num_draft_tokens], rows[: item.num_draft_tokens]

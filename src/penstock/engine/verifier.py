@@ -220,7 +220,7 @@ def decide(
         # Most steps of most servers: the samples are all there is to it.
         positions = np.array([d.position for d in drafted])
         samples = sample(changed, params, positions).tolist()
-        return [_compare(samples, n, []) for n in range(len(drafted))]
+        return [Decided([token], 0, 0, 0.0, 0.0) for token in samples]
     result = verify(
         VerifyBatch(
             logits=changed,

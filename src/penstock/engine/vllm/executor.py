@@ -59,6 +59,8 @@ class VllmExecutor(LocalExecutor):
         self, known: int, token_ids: list[int], prob_rows: list[int]
     ) -> tuple[list[int], list[int]]:
         """A draft as long as the workers have room for: they keep one token behind it, too."""
+        if not token_ids:
+            return token_ids, prob_rows
         most = max(0, min(LONGEST_DRAFT, self.max_model_len - known - 1))
         return token_ids[:most], prob_rows[:most]
 

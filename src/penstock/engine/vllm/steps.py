@@ -81,7 +81,8 @@ class _Piece(NamedTuple):
     is_last: bool
 
 
-class _Known(NamedTuple):
+@dataclass(slots=True)
+class _Known:
     """What the workers know: the epoch of the block table, how many tokens came with the request,
     and how many they have been told of; those after the first are its output."""
 
@@ -163,7 +164,7 @@ class StepWriter:
             step.grown.append(
                 GrownSequence(request_id, piece.start, blocks, num_output, news, anew)
             )
-            self._known[request_id] = _Known(item.epoch, known.num_first_tokens, text.length)
+            known.epoch, known.num_tokens = item.epoch, text.length
         step.num_tokens[request_id] = piece.num_tokens
         if not (item.samples and piece.is_last):
             return

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -123,17 +124,16 @@ class StepSampler:
         prefill, say nothing."""
         assert logits is not None
         request_ids = self._runner.input_batch.req_ids
-        num_draft = [0] * len(request_ids) if metadata is None else metadata.num_draft_tokens
-        rows: list[int] = []
-        batch: list[Asked] = []
-        begin = 0
-        for request_id, num in zip(request_ids, num_draft, strict=True):
-            end = begin + num + 1
-            if request_id in self.asked:
-                batch.append(self.asked[request_id])
-                rows += range(begin, end)
-            begin = end
-        if len(rows) < begin:
+        batch = [self.asked[i] for i in request_ids if i in self.asked]
+        if len(batch) < len(request_ids):
+            num_draft = [0] * len(request_ids) if metadata is None else metadata.num_draft_tokens
+            ends = list(accumulate(num + 1 for num in num_draft))
+            rows = [
+                row
+                for i, begin, end in zip(request_ids, [0, *ends], ends, strict=False)
+                if i in self.asked
+                for row in range(begin, end)
+            ]
             logits = logits[torch.tensor(rows, dtype=torch.int64, device=logits.device)]
         self.decided = self._decide(batch, logits.to(torch.float32)) if batch else {}
         return SamplerOutput(self._matrix(request_ids).to(logits.device), None)
