@@ -121,7 +121,11 @@ def workload(num_requests: int, seed: int) -> Workload:
 
 
 def verdicts(found: Goodput) -> list[ClaimVerdict]:
-    """The claims of section VI-B2, and what a reader would ask next."""
+    """The claims of sections VI-B1 and VI-B2, and what a reader would ask next."""
+    return [*_of_policies(found), *_of_single_drafters(found)]
+
+
+def _of_policies(found: Goodput) -> list[ClaimVerdict]:
     cells = [(t, d) for t in SPIN_TARGETS for d in DATASETS]
     lbss = [found[*c, "LBSS"] for c in cells]
     claims = [
@@ -162,6 +166,10 @@ def verdicts(found: Goodput) -> list[ClaimVerdict]:
             {**hard, "LBSS": hard["ε-greedy, printed"]},
         )
     )
+    return claims
+
+
+def _of_single_drafters(found: Goodput) -> list[ClaimVerdict]:
     singles = {d: {p: found["7B", d, p] for p in _singles()} for d in DATASETS}
     names = _singles()
     renamed = {
@@ -169,7 +177,6 @@ def verdicts(found: Goodput) -> list[ClaimVerdict]:
         for d, own in singles.items()
     }
     return [
-        *claims,
         check(
             "the best single drafter is larger on hard text than on easy (figure 10)",
             larger_where_hard,
