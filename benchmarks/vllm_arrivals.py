@@ -19,7 +19,6 @@ import argparse
 import itertools
 import json
 import math
-import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -29,7 +28,7 @@ from typing import Any
 
 import numpy as np
 from benchmarks.peers.store import Store
-from benchmarks.peers.workers_pool import Worker
+from benchmarks.peers.workers_pool import Worker, of_this_tree
 
 from penstock.lab.statistics import Interval, interval, ratio
 from penstock.sim.workloads import load_workload
@@ -150,11 +149,10 @@ class Bench:
 
     def _worker(self, kind: str) -> Worker:
         if kind not in self._workers:
-            path = os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])
             self._workers[kind] = worker = Worker(
                 Path(sys.executable),
                 Path(__file__).with_name("vllm_arrivals_worker.py"),
-                {**os.environ, "PYTHONPATH": path},
+                of_this_tree(),
                 self._args.folder / f"{kind}.stderr",
             )
             worker.ask(

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 import statistics
 import sys
 import time
@@ -31,7 +30,7 @@ import numpy as np
 from benchmarks.peers.engines import ENGINES
 from benchmarks.peers.passes import Pass
 from benchmarks.peers.store import Store, about_engine
-from benchmarks.peers.workers_pool import Worker, WorkerError
+from benchmarks.peers.workers_pool import Worker, WorkerError, of_this_tree
 from benchmarks.real_prompts import real_prompts, token_ids
 from benchmarks.vllm_arrivals import write_model
 
@@ -200,7 +199,7 @@ class Bench:
             worker = Worker(
                 Path(sys.executable),
                 script,
-                {**os.environ, **own},
+                of_this_tree() | own,
                 self._args.out.with_suffix(".stderr"),
             )
             try:

@@ -42,6 +42,12 @@ class WorkerSetup:
         return f"{self.engine.name} {self.model.name} {self.drafter} {fixed} {settings}"
 
 
+def of_this_tree() -> dict[str, str]:
+    """The environment of a worker that imports what this process does."""
+    path = os.pathsep.join(["src", ".", os.environ.get("PYTHONPATH", "")])
+    return os.environ | {"PYTHONPATH": path}
+
+
 class Worker:
     """One process, stopped (SIGSTOP) but for the time of a command.
 
