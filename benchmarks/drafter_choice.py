@@ -1,6 +1,7 @@
 """What choosing a drafter for each request is worth, live on the bundled family.
 
     python -m benchmarks.drafter_choice [--quick] [--json] [--out DIR] [--batches 1,8,16]
+    python -m benchmarks.drafter_choice --family DIR --targets target-large --cells mixed
 
 For every target, batch size and domain, and for all domains mixed, the same requests are served by
 no drafter, by the best single drafter at its best draft length, by a clairvoyant that gives each
@@ -9,6 +10,9 @@ policies, in turn, on one engine in this process. What a request would have had 
 drafter is known beforehand (`texts_of`); that is what hindsight stands on. Learning policies
 have served other prompts before (`--warm`). Rates are those of a full batch: what is made after the
 last request was let in does not count. Every text is compared with the target's own.
+
+`--family`: served by larger copies (`penstock zoo grow`), which make the same tokens, so that texts
+and what is accepted of drafts are those of the bundled models; in the format they are served in.
 """
 
 from __future__ import annotations
@@ -153,8 +157,12 @@ def measure_cell(
 def measure_target(
     target: str, args: argparse.Namespace, progress: Progress
 ) -> list[dict[str, Any]]:
-    engine = load(target, max(*args.batches, 16), args.new_tokens)
+    room = max(*args.batches, 16), args.new_tokens
+    dtype = "float32" if args.family is None else "auto"
+    engine = load(target, *room, dtype=dtype)
     texts = by_domain(texts_of(engine, target, args))
+    if args.family is not None:
+        engine = load(target, *room, dtype=dtype, family=args.family)
     measured = [t for own in texts.values() for t in own[: args.requests]]
     last = args.requests + args.warm
     warm = [texts[d][i] for i in range(args.requests, last) for d in DOMAINS]
@@ -162,13 +170,15 @@ def measure_target(
     task = progress.add_task(target, total=len(args.batches) * len(args.cells))
     for batch in args.batches:
         learners = {}
-        for name in ("adaptive", *BASELINES):
+        for name in args.policies:
             policy, options = BASELINES.get(name, (name, {}))
             learners[name] = make_loop(engine, PolicyConfig.of(policy, **options))
             if warm and name in POLICIES:
                 Contender(name, learners[name]).play(warm, batch, args.temperature)
         for cell in args.cells:
-            shown = learners if cell == MIXED else {n: learners[n] for n in POLICIES}
+            shown = (
+                learners if cell == MIXED else {n: learners[n] for n in POLICIES if n in learners}
+            )
             chosen = texts_of_cell(measured, cell, args.requests)
             result = measure_cell(engine, chosen, shown, batch, args)
             cells.append({"target": target, "batch": batch, "cell": cell, **result})
@@ -186,11 +196,12 @@ def verdicts(cells: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
         where = f"{c['target']}, batch {c['batch']}"
         best = c["hindsight_tokens_per_s"]
         shares.append((rate["adaptive"] / best, f"{where}, {c['cell']}"))
-        if rate["adaptive"] < rate["lbss"]:
+        if rate["adaptive"] < rate.get("lbss", 0.0):
             behind.append(f"{where}, {c['cell']} ({rate['adaptive'] / rate['lbss']:.3f})")
         if c["cell"] == MIXED:
             gain = f"hindsight {best / rate['best single']:.3f} of best single"
-            gains.append(bar(where, gain, None))
+            own = f"adaptive {rate['adaptive'] / rate['best single']:.3f} of it"
+            gains.append(bar(where, f"{gain}, {own}", None))
     shares.sort()
     reached = sum(share >= CLOSE for share, _ in shares)
     worst = "; ".join(f"{where} {share:.3f}" for share, where in shares[:6])
@@ -227,6 +238,8 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--targets", type=target_names, default="target-large,target-small")
     options.add_argument("--batches", default="1,8,16")
     options.add_argument("--cells", default=",".join((MIXED, *DOMAINS)))
+    options.add_argument("--policies", default=",".join(("adaptive", *BASELINES)))
+    options.add_argument("--family", type=Path, help="folder that `penstock zoo grow` has written")
     options.add_argument("--requests", type=int, default=16, help="of a domain")
     options.add_argument("--warm", type=int, default=48, help="of a domain, served before")
     options.add_argument("--new-tokens", type=int, default=128)
@@ -235,7 +248,13 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = options.parse_args(arguments)
     if args.quick:
         args.requests, args.warm, args.cells, args.batches = 4, 4, "mixed,chat", "1"
-    args.cells = args.cells.split(",")
+    args.cells, args.policies = args.cells.split(","), args.policies.split(",")
+    if unknown := [n for n in args.policies if n not in ("adaptive", *BASELINES)]:
+        options.error(f"--policies: {unknown[0]!r}; choose from adaptive, {', '.join(BASELINES)}")
+    if "adaptive" not in args.policies:
+        options.error("--policies: without adaptive there is nothing to judge")
+    if args.family is not None:
+        args.out /= args.family.name
     args.batches = [int(b) for b in args.batches.split(",")]
     if args.cells != [MIXED] and args.requests < max(args.batches):
         options.error(f"--requests must be {max(args.batches)} or more: a domain fills the batch")
