@@ -218,8 +218,8 @@ class Bench:
         """Figures of all arms at one load."""
         numbers = range(1, 1 + self._args.stretches)
         rates = {i: round(share * self.capacity(i), 3) for i in numbers}
-        tuned = self._tuned(share)
-        arms = {**ARMS, "tuned": ("vllm", tuned)}
+        tuned = None if self._args.untuned else self._tuned(share)
+        arms = ARMS if tuned is None else {**ARMS, "tuned": ("vllm", tuned)}
         runs: dict[str, list[Any]] = {name: [] for name in arms}
         for number, rate in rates.items():
             for name in _rotated(list(arms), number):
@@ -237,7 +237,9 @@ class Bench:
                     "mean_ttft_s": _shown(interval(ttft[name])),
                     "p99_ttft_s": _shown(interval(p99[name])),
                     "latency_to_default": _shown(ratio(latency[name], latency["default"])),
-                    "latency_to_tuned": _shown(ratio(latency[name], latency["tuned"])),
+                    "latency_to_tuned": _shown(ratio(latency[name], latency["tuned"]))
+                    if "tuned" in arms
+                    else None,
                     "p99_ttft_to_default": _shown(ratio(p99[name], p99["default"])),
                     "adding_share": max(r["adding"] / r["seconds"] for r in runs[name]),
                 }
@@ -287,7 +289,9 @@ def _print(report: dict[str, Any]) -> None:
             print(f"| {name} | {' | '.join(cells)} | {arm['adding_share']:.1%} |")
 
 
-def _cell(values: list[float | None]) -> str:
+def _cell(values: list[float | None] | None) -> str:
+    if values is None:
+        return ""
     mean, low, high = values
     return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
@@ -297,6 +301,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     Bench.add_arguments(parser, stretches=3, requests=2000)
     parser.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
+    parser.add_argument("--untuned", action="store_true", help="without limits tuned in hindsight")
     parser.add_argument("--json", action="store_true")
     args = parser.parse_args()
     bench = Bench(args)
