@@ -27,6 +27,7 @@ import itertools
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,10 +78,14 @@ class Judge(ABC):
 
     def lengths(self, offered: Offered, budget: int) -> IntArray:
         """[requests] positions: so many in all, where survival is highest."""
-        survival = self.survival(offered)
-        # Along a draft no token comes before the one before it: places first, then requests.
-        likely = np.argsort(-survival.T.ravel(), kind="stable")[:budget]
-        return np.bincount(likely % len(survival), minlength=len(survival))
+        return likeliest(self.survival(offered), budget)
+
+
+def likeliest(survival: FloatArray, budget: int) -> IntArray:
+    """[requests] positions, as `Judge.lengths`. survival: [requests, LONGEST]."""
+    # Along a draft no token comes before the one before it: places first, then requests.
+    likely = np.argsort(-survival.T.ravel(), kind="stable")[:budget]
+    return np.bincount(likely % len(survival), minlength=len(survival))
 
 
 class Equal(Judge):
@@ -225,23 +230,36 @@ JUDGES: Mapping[str, Callable[[np.random.Generator], Judge]] = {
 def replay(
     texts: Sequence[DraftedText], judge: Judge, batch: int, positions: int, order: Sequence[int]
 ) -> tuple[float, float]:
-    """Accepted tokens, and verified positions, of a request in a step: `batch` requests at a time
-    while there are so many, as long as drafts are recorded in full length."""
+    """Accepted tokens, and verified positions, of a request in a step."""
+    decide = partial(judge.lengths, budget=batch * positions)
+    done = [(a.sum(), n.sum()) for n, a in steps(texts, decide, judge.learn, batch, order)]
+    accepted, verified = np.sum(done, axis=0) / (len(done) * batch)
+    return float(accepted), float(verified)
+
+
+def steps(
+    texts: Sequence[DraftedText],
+    decide: Callable[[Offered], IntArray],
+    learn: Callable[[Offered, IntArray, IntArray], None],
+    batch: int,
+    order: Sequence[int],
+) -> Iterator[tuple[IntArray, IntArray]]:
+    """Of each step, the lengths of its drafts, which are decided first, and how many of their
+    tokens are accepted: `batch` requests at a time while there are so many, as long as drafts are
+    recorded in full length."""
     waiting = list(reversed(order))
     live: list[tuple[int, int]] = []
-    accepted = verified = num_steps = 0
     while True:
         while len(live) < batch and waiting:
             # The first token comes from the prompt.
             live.append((waiting.pop(), 1))
         if len(live) < batch:
-            return accepted / (num_steps * batch), verified / (num_steps * batch)
+            return
         offered = _offered(texts, live)
-        lengths = judge.lengths(offered, batch * positions)
+        lengths = decide(offered)
         kept = np.minimum(offered.accepted, lengths)
-        judge.learn(offered, np.minimum(kept + 1, lengths), kept)
-        accepted, verified = accepted + int(kept.sum()), verified + int(lengths.sum())
-        num_steps += 1
+        learn(offered, np.minimum(kept + 1, lengths), kept)
+        yield lengths, kept
         moved = [(i, t + int(k) + 1) for (i, t), k in zip(live, kept, strict=True)]
         live = [(i, t) for i, t in moved if t < len(texts[i].accepted) - LONGEST]
 
@@ -272,14 +290,20 @@ def orders(args: argparse.Namespace) -> Iterator[list[int]]:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
-    """A row for each drafter, temperature, batch and number of positions."""
-    cells = [
+def cells(
+    args: argparse.Namespace, progress: Progress
+) -> list[tuple[float, str, list[DraftedText]]]:
+    """A record of each temperature and drafter."""
+    return [
         (temperature, drafter, texts)
         for temperature in args.temperatures
         for drafter, texts in recorded(args, temperature, progress).items()
     ]
-    combined = list(itertools.product(cells, args.batches, args.positions))
+
+
+def measure(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
+    """A row for each drafter, temperature, batch and number of positions."""
+    combined = list(itertools.product(cells(args, progress), args.batches, args.positions))
     rows = []
     for (temperature, drafter, texts), batch, positions in progress.track(combined):
         found: dict[str, list[float]] = {name: [] for name in JUDGES}
@@ -345,23 +369,39 @@ def verdicts(rows: Sequence[dict[str, Any]], batches: Sequence[int]) -> list[Cla
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    options = parser(__doc__, quick="two shuffles, one drafter, one number of positions")
+    quick = "two shuffles, one drafter, one number of positions"
+    options = options_of_records(__doc__, quick, batches="16,64")
+    options.add_argument("--positions", default="1,2,4", help="for each request in a step")
+    args = parse_with_records(options, arguments)
+    args.positions = [2] if args.quick else _numbers(args.positions)
+    return args
+
+
+def options_of_records(doc: str | None, quick: str, batches: str) -> argparse.ArgumentParser:
+    """Of a benchmark that replays them."""
+    options = parser(doc, quick=quick)
     options.add_argument("--out", type=Path, default=Path("choice"), help="folder for records")
     options.add_argument("--family", type=Path, default=WEIGHTS, help="folder of models")
     options.add_argument("--target", default="target-large")
     options.add_argument("--drafters", default=DRAFTERS)
-    options.add_argument("--batches", default="16,64")
-    options.add_argument("--positions", default="1,2,4", help="for each request in a step")
+    options.add_argument("--batches", default=batches)
     options.add_argument("--temperatures", default="0,1")
     options.add_argument("--prompts", type=int, default=32, help="of a domain, to draw from")
     options.add_argument("--requests", type=int, default=24, help="of a domain, in a shuffle")
     options.add_argument("--shuffles", type=int, default=5)
     options.add_argument("--new-tokens", type=int, default=96)
+    return options
+
+
+def parse_with_records(
+    options: argparse.ArgumentParser, arguments: Sequence[str] | None
+) -> argparse.Namespace:
+    """Lists are parsed, and known to be right."""
     args = options.parse_args(arguments)
     if args.quick:
-        args.shuffles, args.drafters, args.positions = 2, args.drafters.partition(",")[0], "2"
+        args.shuffles, args.drafters = 2, args.drafters.partition(",")[0]
     args.drafters = args.drafters.split(",")
-    args.batches, args.positions = _numbers(args.batches), _numbers(args.positions)
+    args.batches = _numbers(args.batches)
     args.temperatures = [float(t) for t in args.temperatures.split(",")]
     known = bundled_models(args.family)
     if unknown := [d for d in args.drafters if d not in known or known[d].role != "drafter"]:
