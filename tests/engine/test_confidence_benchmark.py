@@ -1,16 +1,31 @@
-"""What `benchmarks.confidence` records and replays."""
+"""What `benchmarks.confidence` records and replays, and `benchmarks.confidence_speed` times."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from benchmarks.confidence import JUDGES, Equal, Judge, replay
+from benchmarks.confidence import JUDGES, Equal, Judge, replay, steps
 from benchmarks.confidence_record import DraftedText, record
+from benchmarks.confidence_speed import (
+    Costs,
+    Fixed,
+    Kept,
+    Learned,
+    Machine,
+    OnePrice,
+    Played,
+    Rows,
+    Rule,
+    Together,
+    play,
+    shuffled,
+)
 from benchmarks.live_engine import TargetText
 
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.native.runner import NativeRunner
+from penstock.fluid.step_profile import StepProfile
 from penstock.lab.hindsight import LONGEST
 from penstock.zoo.registry import model_path
 
@@ -57,6 +72,51 @@ def test_confidence_that_tells_nothing_gains_nothing() -> None:
     for name in ("confidence", "placebo", "regression"):
         assert found[name] < 1.03 * found["equal"]
     assert found["hindsight"] > 1.3 * found["equal"]
+
+
+def costs_of(row: float, drafting: float, batch: int) -> Costs:
+    """A step of the target takes a second, and `row` for each row; one of the drafter `drafting`
+    of the smallest of them."""
+    profile = StepProfile("made up", 1, (0, 1000), (1.0, 1 + 1000 * row))
+    return Costs(Machine(profile, drafting / (1 + row)), "any", batch)
+
+
+def test_a_step_takes_what_its_rows_and_the_drafters_steps_take() -> None:
+    costs = costs_of(0.01, 0.1, batch=8)
+    assert costs.plain_rate == pytest.approx(8 / 1.08)
+    step = Played(num_drafted=4, num_steps=3, num_tokens=10)
+    assert costs.of(step) == pytest.approx(1.12 + 3 * costs.drafting)
+    assert costs.rate([step, step]) == pytest.approx(10 / costs.of(step))
+    assert costs.drafting == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize("price", [0.0, 0.5, 1.0])
+def test_a_draft_that_ends_by_itself_takes_a_step_more_than_it_proposes(price: float) -> None:
+    texts, rule = drafted_texts(8, tells=True), OnePrice(price)
+    for lengths, _ in steps(texts, rule.decide, rule.learn, 4, range(8)):
+        assert rule.num_steps == min(lengths.max() + 1, LONGEST)
+
+
+@pytest.mark.parametrize("rule", [Learned, Kept, Together, Rows])
+def test_learned_prices_are_ahead_of_every_length_where_rows_are_dear(rule: type[Learned]) -> None:
+    texts, order, costs = drafted_texts(96, tells=True), range(96), costs_of(0.03, 0.02, batch=16)
+
+    def rate(texts: list[DraftedText], rule: Rule) -> float:
+        return costs.rate(play(texts, rule, 16, order))
+
+    fixed = max(rate(texts, Fixed(n)) for n in range(LONGEST + 1))
+    assert rate(texts, rule(costs)) > 1.03 * fixed
+    assert rate(shuffled(texts, np.random.default_rng(3)), rule(costs)) < 1.02 * fixed
+
+
+def test_a_drafters_step_is_not_bought_for_one_request_alone() -> None:
+    """A step as dear as a third of the target's, in a batch in which somebody always is sure."""
+    texts, order, costs = drafted_texts(96, tells=True), range(96), costs_of(0.001, 0.3, batch=16)
+    rates = {
+        rule: costs.rate(play(texts, rule(costs), 16, order)) for rule in (Learned, Kept, Together)
+    }
+    assert rates[Together] > 1.05 * rates[Kept]
+    assert rates[Together] > 1.05 * costs.plain_rate
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
