@@ -205,10 +205,14 @@ def verdicts(cells: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
     shares.sort()
     reached = sum(share >= CLOSE for share, _ in shares)
     worst = "; ".join(f"{where} {share:.3f}" for share, where in shares[:6])
+    beside_lbss = []
+    if any(r["name"] == "lbss" for c in cells for r in c["rows"]):
+        said = f"behind lbss in {len(behind)} cells: {', '.join(behind)}"
+        beside_lbss = [bar("adaptive", said, not behind)]
     text = f"{CLOSE} of the clairvoyant or more in {reached} of {len(shares)} cells; {worst}"
     return [
         bar("adaptive", text, reached == len(shares)),
-        bar("adaptive", f"behind lbss in {len(behind)} cells: {', '.join(behind)}", not behind),
+        *beside_lbss,
         *gains,
     ]
 
