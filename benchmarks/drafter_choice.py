@@ -24,6 +24,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -132,7 +133,8 @@ def measure_cell(
     batch: int,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """All contenders in turn, `--repeats` times."""
+    """All contenders in turn, `--repeats` times. Who learns begins every pass with what it had
+    learned before: the passes serve the same texts."""
     costs = measured_costs(engine)
     single = best_single(costs, texts, batch)
     named = make_loop(engine, PolicyConfig.of("single"), PolicyConfig.of("fixed", k=LONGEST))
@@ -144,6 +146,9 @@ def measure_cell(
     ]
     for _ in range(args.repeats):
         for contender in everybody:
+            if contender.name in learners:
+                scheduler = deepcopy(learners[contender.name].scheduler)
+                contender.loop = Loop(scheduler, engine.executor, engine.clock)
             contender.play(texts, batch, args.temperature)
     rows = {c.name: c.row() for c in everybody}
     return {

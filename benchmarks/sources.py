@@ -97,6 +97,7 @@ def load(target: Path, drafter: Path, args: argparse.Namespace) -> Engine:
                 if source != NO_DRAFTER
             },
             dtype=args.dtype,
+            drafter_weights=args.drafter_weights,
             # A drafter with another tokenizer may take more tokens for a text.
             kv_tokens=2 * (args.context + args.new_tokens + 32),
             max_model_len=args.context + args.new_tokens + 32,
@@ -361,6 +362,7 @@ def main() -> int:
     made.add_argument("--k-max", type=int, default=16, help="most draft tokens of a round")
     made.add_argument("--threads", type=int, default=2)
     made.add_argument("--dtype", default="auto")
+    made.add_argument("--drafter-weights", default="stored", help="stored or int4")
     made.add_argument("--sources", default=",".join(SOURCES), help="with commas between them")
     args = made.parse_args()
     args.sources = args.sources.split(",")

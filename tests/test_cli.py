@@ -101,6 +101,7 @@ def test_without_arguments_there_is_help(cli: Cli) -> None:
         (["serve", "--kv-tokens", "3"], "engine.kv_tokens: "),
         (["serve", "--port", "70000"], "port: "),
         (["serve", "--dtype", "int4"], "engine.dtype: Input should be 'auto', 'float32'"),
+        (["serve", "--drafter-weights", "int3"], "engine.drafter_weights: Input should be"),
         (["serve", "--verification", "hope"], "engine.verification: Input should be 'coupled'"),
         (["serve", "--admission", "first"], "unknown admission policy 'first'; choose from "),
         (["serve", "--selection", "best"], "unknown selection policy 'best'; choose from "),

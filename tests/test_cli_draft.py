@@ -97,6 +97,7 @@ async def program(*arguments: object) -> AsyncIterator[Running]:
         (["--connect", "a:1", "--listen", "web"], "--listen: 'web' in 'web' is no port"),
         (["--connect", "a:1", "--dtype", "int4"], "--dtype is 'int4'; allowed: auto, float32"),
         (["--connect", "a:1", "--log-format", "xml"], "'xml'; allowed: text, json"),
+        (["--connect", "a:1", "--weights", "int8"], "--weights is 'int8'; allowed: stored, int4"),
         (["--connect", "a:1", "--max-draft-tokens", "0"], "'--max-draft-tokens'"),
         (["--connect", "a:1", "--cert", "x.pem"], "--cert and --key belong together"),
         (["--connect", "a:1", "--ca", "/nowhere.pem"], "cannot read /nowhere.pem: No such file"),

@@ -68,7 +68,7 @@ def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     return engine
 
 
-def load(paths: dict[str, Path], backend: str, dtype: str = "float32") -> Engine:
+def load(paths: dict[str, Path], backend: str, dtype: str = "float32", **settings: Any) -> Engine:
     return load_engine(
         EngineConfig(
             target=paths["target"],
@@ -77,6 +77,7 @@ def load(paths: dict[str, Path], backend: str, dtype: str = "float32") -> Engine
             backend=backend,
             kv_tokens=32 * 256,
             num_threads=1,
+            **settings,
         ),
         calibrated=False,
     )

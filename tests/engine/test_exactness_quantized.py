@@ -77,8 +77,10 @@ PAIRS = {
     "k-quants": ("Q4_K_M", "Q5_1", "Q5_K"),
     "folder": ("int4", "int8", "Q8_0"),
     "w8a8": ("w8a8", "w8a8", "Q4_1"),
+    "rounded": ("Q8_0", "F32", "Q6_K"),
 }
-"""Formats of the target and its copy, of the drafter that is near, of the one that is not."""
+"""Formats of the target and its copy, of the drafter that is near, of the one that is not. Rounded:
+all drafters, the target's copy, too, to 4 bits as they are loaded."""
 
 
 @pytest.fixture(scope="module", params=PAIRS)
@@ -86,13 +88,19 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     root = tmp_path_factory.mktemp("quantised")
     formats = PAIRS[request.param]
     # Rows of 128 are whole blocks of every other format's.
-    sizes = WIDE if request.param == "k-quants" else {"hidden_size": 128, "intermediate_size": 128}
+    sizes = (
+        WIDE
+        if request.param in ("k-quants", "rounded")
+        else {"hidden_size": 128, "intermediate_size": 128}
+    )
     target = small_llama(2, seed=1, **sizes)
     paths = {"target": save(root, "target", target, formats[0])}
     paths["same"] = paths["target"]
     paths["near"] = save(root, "near", add_noise(copy.deepcopy(target)), formats[1])
     paths["far"] = save(root, "far", small_llama(1, seed=3, **sizes), formats[2])
-    return load(paths, "native", "bfloat16" if request.param == "folder" else "float32")
+    weights = "int4" if request.param == "rounded" else "stored"
+    dtype = "bfloat16" if request.param == "folder" else "float32"
+    return load(paths, "native", dtype, drafter_weights=weights)
 
 
 @pytest.fixture(scope="module")

@@ -68,6 +68,7 @@ def bench(
         str | None, typer.Option(help="Prompts of one bundled domain; all mixed without.")
     ] = None,
     dtype: cli.DtypeOption = "auto",
+    drafter_weights: cli.DrafterWeightsOption = "stored",
     batch: cli.BatchOption = "1,8,32",
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut or repeat prompts to this many tokens.")
@@ -95,6 +96,7 @@ def bench(
 
     settings: dict[str, Any] = {
         "dtype": dtype,
+        "drafter_weights": drafter_weights,
         "device": device,
         "attention": attention_backend,
         # A prompt that is measured twice must be computed twice.

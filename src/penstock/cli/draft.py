@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from penstock.cli.options import DtypeOption
+from penstock.cli.options import DrafterWeightsOption, DtypeOption
 from penstock.cli.terminal import announce, one_line
 
 if TYPE_CHECKING:
@@ -50,6 +50,7 @@ def draft(
         typer.Option("--no-assignments", help="Draft only for requests to this server's own API."),
     ] = False,
     dtype: DtypeOption = "auto",
+    weights: DrafterWeightsOption = "stored",
     log_format: Annotated[
         str,
         typer.Option(
@@ -67,6 +68,8 @@ def draft(
     with one_line(ConfigError):
         if dtype not in (dtypes := ("auto", "float32", "bfloat16", "float16")):
             raise ConfigError(f"--dtype is {dtype!r}; allowed: {', '.join(dtypes)}")
+        if weights not in ("stored", "int4"):
+            raise ConfigError(f"--weights is {weights!r}; allowed: stored, int4")
         if log_format not in ("text", "json"):
             raise ConfigError(f"--log-format is {log_format!r}; allowed: text, json")
         if no_assignments and listen is None:
@@ -89,6 +92,7 @@ def draft(
             model=folder,
             uses_model=name != NGRAM,
             dtype=dtype,
+            rounds=weights == "int4",
             max_draft_tokens=max_draft_tokens,
             takes_assignments=not no_assignments,
         )

@@ -23,6 +23,10 @@ JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on std
 
 DTYPE_HELP = "auto, float32, bfloat16 or float16."
 DEVICE_HELP = "cpu, cuda or cuda:N."
+DRAFTER_WEIGHTS_HELP = (
+    "stored, or int4: matrices of a drafter with more than 6 bits a weight are rounded to 4 as "
+    "they are loaded. Drafts come sooner, and a few less are accepted."
+)
 
 TargetArgument = Annotated[
     str | None,
@@ -58,6 +62,9 @@ NoSpeculationOption = Annotated[
     bool, typer.Option("--no-speculation", help="No speculative decoding: load no drafters.")
 ]
 DtypeOption = Annotated[str, typer.Option(help=DTYPE_HELP)]
+DrafterWeightsOption = Annotated[
+    str, typer.Option(metavar="stored|int4", help=DRAFTER_WEIGHTS_HELP)
+]
 DeviceOption = Annotated[str, typer.Option(help=DEVICE_HELP)]
 BatchOption = Annotated[str, typer.Option(help="Batch sizes, separated by commas.")]
 TemperatureOption = Annotated[float, typer.Option(min=0, help="0 is greedy.")]

@@ -102,6 +102,7 @@ def measure(
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
     dtype: cli.DtypeOption = "auto",
+    drafter_weights: cli.DrafterWeightsOption = "stored",
     device: cli.DeviceOption = "cpu",
     batch: cli.BatchOption = "1,2,4,8,16,32",
     contexts: ContextsOption = "64,512",
@@ -126,7 +127,12 @@ def measure(
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
         all_contexts = whole_numbers("--contexts", contexts)
-        settings: dict[str, Any] = {"dtype": dtype, "device": device, "num_threads": threads}
+        settings: dict[str, Any] = {
+            "dtype": dtype,
+            "drafter_weights": drafter_weights,
+            "device": device,
+            "num_threads": threads,
+        }
         settings = with_models(
             with_engine(
                 settings,

@@ -18,6 +18,7 @@ from penstock.cli.engines import (
 )
 from penstock.cli.options import (
     DEVICE_HELP,
+    DRAFTER_WEIGHTS_HELP,
     DTYPE_HELP,
     PIPELINE_HELP,
     DrafterOption,
@@ -91,6 +92,10 @@ def serve(
     quantization: QuantizationOption = None,
     engine_arg: EngineArgOption = None,
     dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    drafter_weights: Annotated[
+        str | None,
+        typer.Option(metavar="stored|int4", help=f"{DRAFTER_WEIGHTS_HELP} [stored]"),
+    ] = None,
     device: Annotated[str | None, typer.Option(help=f"{DEVICE_HELP} [cpu]")] = None,
     max_model_len: Annotated[
         int | None,

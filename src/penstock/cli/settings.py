@@ -50,7 +50,7 @@ def assembled(given: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
     models = _given(
         settings_in(settings.pop("engine", None), "engine"),
         **of("fairness", "verification", "dtype", "device", "max_model_len", "kv_tokens"),
-        **of("profile", "pipeline"),
+        **of("drafter_weights", "profile", "pipeline"),
     )
     tls = {name: options.get(f"tls_{name}") for name in ("certificate", "key", "client_ca")}
     drafters = settings_in(settings.pop("drafters", None), "drafters")

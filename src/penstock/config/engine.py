@@ -131,6 +131,8 @@ class ModelsConfig(Model):
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
     drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
+    drafter_weights: int4 rounds the drafters' matrices of more than 6 bits a weight to 4 bits as
+        they are loaded; for the CPU's own kernels.
     profile: step times from `penstock profile measure`, which are then not measured at the start.
     backend: native (the CPU's own kernels), eager (PyTorch's operations), graphs (CUDA graphs, one
         for each batch size) or auto (the first that can be had: graphs on a GPU, native or eager on
@@ -144,6 +146,7 @@ class ModelsConfig(Model):
     target: Path
     drafters: dict[str, str] = Field(default_factory=dict)
     drafter_max_num_seqs: dict[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    drafter_weights: Literal["stored", "int4"] = "stored"
     profile: ProfilePath | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"

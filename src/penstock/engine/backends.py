@@ -109,6 +109,21 @@ def fit_models(
 ) -> Placement:
     """The placement, once it is known what the models compute: all of them eagerly where the
     kernels of the backend cannot do one. shapes: as of `Models`. Raises: ConfigError."""
+    place = _computing(config, place, shapes, max_model_len)
+    if config.drafter_weights != "stored" and place.backend != "native":
+        raise ConfigError(
+            f"drafter_weights {config.drafter_weights} is for the CPU's own kernels; backend "
+            f"{place.backend} takes: stored"
+        )
+    return place
+
+
+def _computing(
+    config: EngineConfig,
+    place: Placement,
+    shapes: Mapping[str, DecoderConfig],
+    max_model_len: int,
+) -> Placement:
     if place.backend == "eager":
         return place
     for name, shape in shapes.items():
@@ -336,9 +351,9 @@ class Models:
     def _runner(self, name: str, path: Path) -> ModelRunner:
         place = self.place
         if place.backend == "native":
-            return NativeRunner.load(
-                path, place.dtype, self.num_blocks, self.config.block_size, place.num_threads
-            )
+            rounds = name != TARGET and self.config.drafter_weights == "int4"
+            room = self.num_blocks, self.config.block_size
+            return NativeRunner.load(path, place.dtype, *room, place.num_threads, rounds=rounds)
         return self._eager(name, path, self.num_blocks, sample_coupled)
 
     def _graphs(self, name: str, path: Path, *, drafts: bool) -> GraphRunner:
@@ -388,11 +403,12 @@ def run_vllm_node(config: EngineConfig, announce: Callable[[str], None]) -> None
     run_node(config, announce)
 
 
-def load_runner(path: Path, dtype_name: str) -> ModelRunner:
+def load_runner(path: Path, dtype_name: str, *, rounds: bool = False) -> ModelRunner:
     """A checkpoint by itself, on the CPU, by the native kernels where they can be had.
 
-    Its KV memory is a share of what is free, at most enough for 64 texts of full length. Raises:
-    CheckpointError for one that cannot be used.
+    Its KV memory is a share of what is free, at most enough for 64 texts of full length. rounds:
+    its matrices to 4 bits (`models.rounding`). Raises: CheckpointError for one that cannot be used,
+    ConfigError where there are no kernels that read 4 bits.
     """
     device = torch.device("cpu")
     dtype = resolve_dtype(dtype_name, device)
@@ -403,7 +419,11 @@ def load_runner(path: Path, dtype_name: str) -> ModelRunner:
     threads = torch.get_num_threads()
     beyond = beyond_kernels(config, config.max_position_embeddings)
     if dtype not in DTYPES or beyond is not None or why_not_native() is not None:
+        if rounds:
+            raise ConfigError(
+                "weights int4 are for the CPU's own kernels, which cannot be had here"
+            )
         return EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
     # The kernels have threads of their own; PyTorch's would spin on the same cores.
     torch.set_num_threads(1)
-    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads)
+    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounds=rounds)

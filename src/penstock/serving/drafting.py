@@ -39,12 +39,13 @@ Command = Callable[[DraftingSessions], None]
 @dataclass(frozen=True, slots=True)
 class DrafterOptions:
     """model: a checkpoint; its tokenizer is what texts are read with. uses_model: False for
-    n-gram look-up, which needs the tokenizer alone."""
+    n-gram look-up, which needs the tokenizer alone. rounds: the model's matrices to 4 bits."""
 
     name: str
     model: Path
     uses_model: bool = True
     dtype: str = "auto"
+    rounds: bool = False
     max_draft_tokens: int = 16
     takes_assignments: bool = True
 
@@ -61,7 +62,7 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
     tokenizer = load_tokenizer(options.model)
     proposer: Proposer
     if options.uses_model:
-        runner = load_runner(options.model, options.dtype)
+        runner = load_runner(options.model, options.dtype, rounds=options.rounds)
         room = runner.num_blocks * runner.block_size
         longest = min(runner.config.max_position_embeddings, room)
         proposer = ModelProposer(ModelDrafter(options.name, runner, longest), quantise)

@@ -17,6 +17,7 @@ from penstock.engine.drafters.base import Draft, Drafts
 from penstock.engine.drafters.confidence import EDGES, Stop
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import Weight
+from penstock.engine.models.rounding import round_weights
 from penstock.engine.models.weights import stored_weights
 from penstock.engine.native import library as c
 from penstock.engine.native.library import native_library
@@ -97,8 +98,10 @@ class NativeRunner(ModelRunner):
         num_blocks: int,
         block_size: int,
         num_threads: int,
+        *,
+        rounds: bool = False,
     ) -> NativeRunner:
-        """Load a checkpoint.
+        """Load a checkpoint. rounds: matrices to 4 bits (`models.rounding`), for drafters.
 
         float32 keeps the cache in float32 and the weights as they are (a bfloat16 checkpoint is
         widened in registers, which loses nothing); bfloat16 rounds both, and on a processor with
@@ -112,7 +115,8 @@ class NativeRunner(ModelRunner):
         config = DecoderConfig.from_pretrained(path)
         rounded = torch.bfloat16 in (dtype, config.dtype)
         plain = torch.bfloat16 if rounded else torch.float32
-        with stored_weights(path, config, plain, BLOCK_FORMATS) as weights:
+        with stored_weights(path, config, plain, BLOCK_FORMATS) as stored:
+            weights = round_weights(stored, num_threads) if rounds else stored
             return cls(config, weights, dtype, num_blocks, block_size, num_threads)
 
     def limit_threads(self, num_threads: int) -> None:

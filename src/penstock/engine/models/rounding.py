@@ -1,0 +1,121 @@
+"""A drafter's matrices rounded to 4 bits as they are loaded.
+
+A draft token takes as long as the drafter's weights take to be read. Rounding them costs acceptance
+only: the target verifies every token, so that its distribution stays what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import torch
+
+from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
+
+KIND = "Q4_1"
+"""ggml's blocks of 32 weights d * code + m, d and m float16: 5 bits a weight."""
+_SIZE = 32
+_BLOCK_BYTES = 4 + _SIZE // 2
+_MOST_CODE = 15
+_SHARES = (1.0, 0.92, 0.84)
+"""Of a block's range, tried as what the codes reach over: without its outermost weights the others
+are nearer to a code."""
+_MOST_BITS = 6.0
+"""A weight, up to which a matrix stays as it is: one that is nearly as small would lose for
+nothing."""
+_CHUNK = 1 << 21
+"""Values that are rounded at once."""
+
+
+def round_weights(weights: Mapping[str, Weight], num_threads: int) -> dict[str, Weight]:
+    """All matrices of more than 6 bits a weight in blocks of 4 bits, the head among them, also
+    where it is the embedding. As they are stay the embedding, of which a row is read a token,
+    routers, vectors, and matrices whose columns do not fill blocks.
+
+    weights: as `load_weights` names them
+    """
+    stays = {n: w for n, w in weights.items() if n == "embed_tokens" or n.endswith("router")}
+    others = {"lm_head": weights["embed_tokens"], **weights}
+    names = [name for name in others if name not in stays]
+    with ThreadPoolExecutor(num_threads) as pool:
+        found = pool.map(_round, [others[name] for name in names])
+        return stays | dict(zip(names, found, strict=True))
+
+
+def _round(weight: Weight) -> Weight:
+    if isinstance(weight, tuple):
+        return tuple(_round_one(part) for part in weight)
+    return _round_one(weight)
+
+
+def _round_one(weight: Stored) -> Stored:
+    if isinstance(weight, torch.Tensor) and weight.dim() < 2:
+        return weight
+    rows, columns = _shape(weight)
+    if columns % _SIZE or _bits(weight) <= _MOST_BITS:
+        return weight
+    data = torch.empty(rows, columns // _SIZE * _BLOCK_BYTES, dtype=torch.uint8)
+    at_once = max(1, _CHUNK // columns)
+    for start in range(0, rows, at_once):
+        part = slice(start, start + at_once)
+        data[part] = encode(_values(weight, part))
+    if isinstance(weight, QuantizedMatrix):
+        weight.drop_pages()
+    return QuantizedMatrix(KIND, rows, columns, data)
+
+
+def _shape(weight: Stored) -> tuple[int, int]:
+    if isinstance(weight, QuantizedMatrix):
+        return weight.rows, weight.columns
+    return weight.shape[0], weight.shape[1]
+
+
+def _bits(weight: Stored) -> float:
+    """A weight, with what its block shares."""
+    if isinstance(weight, QuantizedMatrix):
+        return 8 * weight.data.shape[1] / weight.columns
+    return 8 * weight.itemsize
+
+
+def _values(weight: Stored, rows: slice) -> torch.Tensor:
+    """[rows, columns] float32"""
+    if isinstance(weight, QuantizedMatrix):
+        data = weight.data[rows]
+        return replace(weight, rows=len(data), data=data).dequantize()
+    return weight[rows].float()
+
+
+def encode(values: torch.Tensor) -> torch.Tensor:
+    """values: [rows, columns] float32. Returns the blocks of its rows, [rows, bytes] uint8: of
+    every block the codes with the least squared error among those tried, d and m by least squares.
+    """
+    blocks = values.unflatten(1, (-1, _SIZE))
+    low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
+    centre, half = (low + high) / 2, (high - low) / 2
+    mean = blocks.mean(-1, keepdim=True)
+    least = torch.full_like(centre, torch.inf)
+    best = [torch.zeros_like(centre), torch.zeros_like(centre), torch.zeros_like(blocks)]
+    for share in _SHARES:
+        step = half * (2 * share / _MOST_CODE)
+        codes = ((blocks - (centre - share * half)) / step.clamp(min=1e-12)).round_()
+        codes.clamp_(0, _MOST_CODE)
+        own_mean = codes.mean(-1, keepdim=True)
+        off = codes - own_mean
+        spread = off.square().sum(-1, keepdim=True)
+        slope = (off * (blocks - mean)).sum(-1, keepdim=True) / spread.clamp(min=1e-12)
+        # Rounded as they are stored, before anything is judged by them.
+        d = slope.half().float()
+        m = (mean - d * own_mean).half().float()
+        error = (d * codes + m - blocks).square_().sum(-1, keepdim=True)
+        is_better = error < least
+        least = torch.where(is_better, error, least)
+        best = [
+            torch.where(is_better, new, old) for new, old in zip((d, m, codes), best, strict=True)
+        ]
+    d, m, codes = best
+    heads = torch.cat([d, m], dim=-1).half().view(torch.uint8)
+    nibbles = codes.to(torch.uint8)
+    packed = nibbles[..., : _SIZE // 2] | nibbles[..., _SIZE // 2 :] << 4
+    return torch.cat([heads, packed], dim=-1).flatten(1)
