@@ -109,7 +109,7 @@ def fit_models(
 ) -> Placement:
     """The placement, once it is known what the models compute: all of them eagerly where the
     kernels of the backend cannot do one. shapes: as of `Models`. Raises: ConfigError."""
-    place = _computing(config, place, shapes, max_model_len)
+    place = _eager_where_needed(config, place, shapes, max_model_len)
     if config.drafter_weights != "stored" and place.backend != "native":
         raise ConfigError(
             f"drafter_weights {config.drafter_weights} is for the CPU's own kernels; backend "
@@ -118,7 +118,7 @@ def fit_models(
     return place
 
 
-def _computing(
+def _eager_where_needed(
     config: EngineConfig,
     place: Placement,
     shapes: Mapping[str, DecoderConfig],
