@@ -129,4 +129,4 @@ def test_where_there_are_no_kernels_for_it(checkpoint: Path) -> None:
     with pytest.raises(ConfigError, match=r"drafter_weights int4 .* backend eager takes: stored"):
         load(paths, "eager", drafter_weights="int4")
     with pytest.raises(ConfigError, match=r"int4 .* cannot be had here"):
-        load_runner(checkpoint, "float16", rounds=True)
+        load_runner(checkpoint, "float16", int4=True)

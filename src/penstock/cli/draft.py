@@ -92,7 +92,7 @@ def draft(
             model=folder,
             uses_model=name != NGRAM,
             dtype=dtype,
-            rounds=weights == "int4",
+            int4=weights == "int4",
             max_draft_tokens=max_draft_tokens,
             takes_assignments=not no_assignments,
         )

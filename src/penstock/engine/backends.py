@@ -351,9 +351,9 @@ class Models:
     def _runner(self, name: str, path: Path) -> ModelRunner:
         place = self.place
         if place.backend == "native":
-            rounds = name != TARGET and self.config.drafter_weights == "int4"
+            int4 = name != TARGET and self.config.drafter_weights == "int4"
             room = self.num_blocks, self.config.block_size
-            return NativeRunner.load(path, place.dtype, *room, place.num_threads, rounds=rounds)
+            return NativeRunner.load(path, place.dtype, *room, place.num_threads, int4=int4)
         return self._eager(name, path, self.num_blocks, sample_coupled)
 
     def _graphs(self, name: str, path: Path, *, drafts: bool) -> GraphRunner:
@@ -403,10 +403,10 @@ def run_vllm_node(config: EngineConfig, announce: Callable[[str], None]) -> None
     run_node(config, announce)
 
 
-def load_runner(path: Path, dtype_name: str, *, rounds: bool = False) -> ModelRunner:
+def load_runner(path: Path, dtype_name: str, *, int4: bool = False) -> ModelRunner:
     """A checkpoint by itself, on the CPU, by the native kernels where they can be had.
 
-    Its KV memory is a share of what is free, at most enough for 64 texts of full length. rounds:
+    Its KV memory is a share of what is free, at most enough for 64 texts of full length. int4:
     its matrices to 4 bits (`models.rounding`). Raises: CheckpointError for one that cannot be used,
     ConfigError where there are no kernels that read 4 bits.
     """
@@ -419,11 +419,11 @@ def load_runner(path: Path, dtype_name: str, *, rounds: bool = False) -> ModelRu
     threads = torch.get_num_threads()
     beyond = beyond_kernels(config, config.max_position_embeddings)
     if dtype not in DTYPES or beyond is not None or why_not_native() is not None:
-        if rounds:
+        if int4:
             raise ConfigError(
                 "weights int4 are for the CPU's own kernels, which cannot be had here"
             )
         return EagerRunner.load(path, dtype, device, num_blocks, _BLOCK_SIZE)
     # The kernels have threads of their own; PyTorch's would spin on the same cores.
     torch.set_num_threads(1)
-    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, rounds=rounds)
+    return NativeRunner.load(path, dtype, num_blocks, _BLOCK_SIZE, threads, int4=int4)

@@ -39,13 +39,13 @@ Command = Callable[[DraftingSessions], None]
 @dataclass(frozen=True, slots=True)
 class DrafterOptions:
     """model: a checkpoint; its tokenizer is what texts are read with. uses_model: False for
-    n-gram look-up, which needs the tokenizer alone. rounds: the model's matrices to 4 bits."""
+    n-gram look-up, which needs the tokenizer alone. int4: the model's matrices to 4 bits."""
 
     name: str
     model: Path
     uses_model: bool = True
     dtype: str = "auto"
-    rounds: bool = False
+    int4: bool = False
     max_draft_tokens: int = 16
     takes_assignments: bool = True
 
@@ -62,7 +62,7 @@ def load_drafter(options: DrafterOptions) -> LoadedDrafter:
     tokenizer = load_tokenizer(options.model)
     proposer: Proposer
     if options.uses_model:
-        runner = load_runner(options.model, options.dtype, rounds=options.rounds)
+        runner = load_runner(options.model, options.dtype, int4=options.int4)
         room = runner.num_blocks * runner.block_size
         longest = min(runner.config.max_position_embeddings, room)
         proposer = ModelProposer(ModelDrafter(options.name, runner, longest), quantise)

@@ -99,9 +99,9 @@ class NativeRunner(ModelRunner):
         block_size: int,
         num_threads: int,
         *,
-        rounds: bool = False,
+        int4: bool = False,
     ) -> NativeRunner:
-        """Load a checkpoint. rounds: matrices to 4 bits (`models.rounding`), for drafters.
+        """Load a checkpoint. int4: matrices to 4 bits (`models.rounding`), for drafters.
 
         float32 keeps the cache in float32 and the weights as they are (a bfloat16 checkpoint is
         widened in registers, which loses nothing); bfloat16 rounds both, and on a processor with
@@ -116,7 +116,7 @@ class NativeRunner(ModelRunner):
         rounded = torch.bfloat16 in (dtype, config.dtype)
         plain = torch.bfloat16 if rounded else torch.float32
         with stored_weights(path, config, plain, BLOCK_FORMATS) as stored:
-            weights = round_weights(stored, num_threads) if rounds else stored
+            weights = round_weights(stored, num_threads) if int4 else stored
             return cls(config, weights, dtype, num_blocks, block_size, num_threads)
 
     def limit_threads(self, num_threads: int) -> None:
