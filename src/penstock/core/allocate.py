@@ -28,7 +28,10 @@ def allocate(
         candidates.append(DraftCandidate(state, drafter.name, most, at_hand))
     if not candidates:
         return {}
-    grants = ctx.allocation.allocate(candidates, ctx.view(ctx.table.drafters, now, room))
+    view = ctx.view(ctx.table.drafters, now, room)
+    grants = ctx.allocation.allocate(candidates, view)
+    if ctx.allocation.weighs_time:
+        grants = ctx.trials.grant(candidates, grants, view)
     return {c.state.request.id: g for c, g in zip(candidates, grants, strict=True)}
 
 

@@ -13,6 +13,7 @@ from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.state import Drafter, DraftStage, RequestState
 from penstock.core.table import Table
 from penstock.core.tenants.fairness import Fairness
+from penstock.core.trials import Trials
 from penstock.core.view import NO_ROOM, Loads, Room, View
 
 
@@ -20,6 +21,7 @@ from penstock.core.view import NO_ROOM, Loads, Room, View
 class Context:
     """The table, the policies and what was learned.
 
+    trials: draft rounds with drafters that a policy does not use.
     fairness: between tenants; None where it is off.
     counted: requests of which only lengths are known, and that use no drafter, decode in groups.
     runs_ahead: the executor begins the next round before it is planned, for which blocks are kept
@@ -33,6 +35,7 @@ class Context:
     selection: SelectionPolicy
     allocation: AllocationPolicy
     pipeline: Pipeline
+    trials: Trials
     fairness: Fairness | None
     max_model_len: int
     counted: bool

@@ -48,7 +48,9 @@ def order(ctx: Context, state: RequestState, num_known: int, grant: Grant) -> Dr
         catch_up = _catch_up(ctx, state, drafter, num_known, length)
     if catch_up is None:
         return None
-    costs = _costs(ctx, drafter, length) if drafter.is_chained and length else None
+    costs = None
+    if drafter.is_chained and length and not ctx.trials.covers(state, drafter.name):
+        costs = _costs(ctx, drafter, length)
     given = _order(state, drafter, catch_up, length)
     return given._replace(min_survival=grant.min_survival, costs=costs)
 

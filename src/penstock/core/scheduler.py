@@ -28,6 +28,7 @@ from penstock.core.step import Step
 from penstock.core.table import Table
 from penstock.core.tenants.accounts import Accounts
 from penstock.core.tenants.fairness import Fairness
+from penstock.core.trials import Trials
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -104,6 +105,7 @@ class Scheduler:
             selection,
             allocation,
             pipeline or Barrier(Barrier.Options()),
+            Trials(learn.times),
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
             counted,

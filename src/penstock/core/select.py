@@ -19,6 +19,7 @@ def select(ctx: Context, states: Iterable[RequestState], now: float) -> None:
     for state in states:
         if state.draft.stage is not DraftStage.OPEN:
             continue
+        ctx.trials.before_choice(state)
         state.draft = CHOSEN
         wanted = state.request.drafter
         if wanted == NO_DRAFTER or state.request.max_draft_tokens == 0:
@@ -57,6 +58,8 @@ def _ask(ctx: Context, states: list[RequestState], view: View) -> None:
     chosen = ctx.selection.select(states, view)
     for state in states:
         state.drafter = chosen[state.request.id]
+    if ctx.selection.weighs_time:
+        ctx.trials.after_choice(states, view)
 
 
 def _is_open(ctx: Context, drafter: str, state: RequestState) -> bool:

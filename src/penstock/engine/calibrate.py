@@ -63,6 +63,7 @@ def calibrate(
             _measure_drafter(drafter, estimators, clock, budget_s, executor.max_model_len)
             if together:
                 _measure_together(executor, drafter, estimators, clock)
+    estimators.times.doubt_all()
 
 
 def _capture_graphs(executor: LocalExecutor) -> None:
@@ -85,7 +86,7 @@ def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_
     best = _best_seconds_by_size(clock, budget_s, _ROWS, partial(_verify, target))
     for size, taken in best.items():
         times.target.observe(size, taken)
-    times.profile = times.measured_profile(target.num_blocks * target.block_size)
+    times.use_measured_profile(target.num_blocks * target.block_size)
 
 
 def _measure_drafter(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,18 +19,22 @@ _MATURE = 20
 _SCALE_WEIGHT = 0.05
 _MATURE_WEIGHT = 0.02
 """Of a measurement: in its own cell at first; then mostly in the factor of all cells."""
+_FEW = 20
+"""Measurements behind a `doubt` that may show the machine to be faster."""
 _REDRAW = 0.04
 """The curve is drawn anew when a cell has moved by this share."""
 
 
 @dataclass(slots=True)
 class _Cell:
-    """Averages of the measurements of nearly equal sizes; `drawn` is what the curve shows."""
+    """Averages of the measurements of nearly equal sizes; `drawn` is what the curve shows.
+    is_guess: not measured since the last `doubt`."""
 
     size: float
     seconds: float
     num: int = 1
     drawn: float | None = None
+    is_guess: bool = False
 
 
 class StepTimeCurve:
@@ -46,6 +51,7 @@ class StepTimeCurve:
     def __init__(self, cell_width: float = 0.08) -> None:
         self._cell_width = cell_width
         self._scale = 1.0
+        self._num_sure = _FEW
         self._cells: dict[int, _Cell] = {}
         self._sizes: FloatArray = np.empty(0)
         self._seconds: FloatArray = np.empty(0)
@@ -56,6 +62,14 @@ class StepTimeCurve:
     @property
     def is_empty(self) -> bool:
         return not self._cells
+
+    def doubt(self) -> None:
+        """Take all that is known for a guess: it was measured at another time, when the machine may
+        have been busy. Other work only ever adds to a step, so a shorter one counts for much: as
+        the machine's speed, and as the price of its own size."""
+        self._num_sure = 0
+        for cell in self._cells.values():
+            cell.num, cell.is_guess = 0, True
 
     def observe(self, size: float, seconds: float) -> None:
         """Add a measurement. The first of a cell counts in full, as far as it can be true."""
@@ -73,9 +87,19 @@ class StepTimeCurve:
             seconds = min(seconds, _STALL * cell.seconds)
         weight = _WEIGHT
         cell.num += 1
-        if cell.num > _MATURE and cell.seconds:
+        if cell.is_guess:
+            cell.is_guess, self._stale = False, True
+        if self._num_sure < _FEW and cell.seconds:
+            self._num_sure += 1
+            if seconds < cell.seconds:
+                change = 1 - (1 - seconds / cell.seconds) / (self._num_sure + 1)
+                self._scale *= change
+                seconds /= change
+        elif cell.num > _MATURE and cell.seconds:
             weight = _MATURE_WEIGHT
             self._scale *= 1 + _SCALE_WEIGHT * (seconds / cell.seconds - 1)
+        if seconds < cell.seconds:
+            weight = max(weight, 1 / cell.num)
         cell.size += weight * (size - cell.size)
         cell.seconds += weight * (seconds - cell.seconds)
         if cell.drawn is None or abs(cell.seconds - cell.drawn) > _REDRAW * cell.drawn:
@@ -137,8 +161,9 @@ class StepTimeCurve:
         """Pool adjacent violators: the nearest non-decreasing curve, in the mean."""
         self._known = {}
         pools: list[tuple[list[float], float]] = []
-        for cell in sorted(self._cells.values(), key=lambda cell: cell.size):
-            cell.drawn = level = cell.seconds
+        cells = sorted(self._cells.values(), key=lambda cell: cell.size)
+        for cell, level in zip(cells, _with_guesses(cells), strict=True):
+            cell.drawn = cell.seconds
             sizes = [cell.size]
             while pools and pools[-1][1] >= level:
                 before, lower = pools.pop()
@@ -163,3 +188,24 @@ class StepTimeCurve:
             edge *= 1 + self._cell_width
             cell += 1
         return cell
+
+
+def _with_guesses(cells: Sequence[_Cell]) -> list[float]:
+    """Seconds of cells in ascending order. A guess is no more than a line through what has been
+    measured says, up to twice the largest measured size: were a guess that is too high believed,
+    its size would never be tried, and too low a one is soon put right."""
+    measured = [cell for cell in cells if not cell.is_guess]
+    if not measured or len(measured) == len(cells):
+        return [cell.seconds for cell in cells]
+    sizes, seconds = [c.size for c in measured], [c.seconds for c in measured]
+    first, last = measured[0], measured[-1]
+    known = []
+    for cell in cells:
+        most = cell.seconds
+        if cell.size <= last.size:
+            most = float(np.interp(cell.size, sizes, seconds))
+        elif first is not last and cell.size <= 2 * last.size:
+            slope = max(0.0, last.seconds - first.seconds) / (last.size - first.size)
+            most = last.seconds + slope * (cell.size - last.size)
+        known.append(min(cell.seconds, most) if cell.is_guess else cell.seconds)
+    return known

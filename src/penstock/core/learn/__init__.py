@@ -30,7 +30,8 @@ class Estimators:
 def seed_estimators(
     estimators: Estimators, profile: StepProfile, drafters: Iterable[Drafter] = ()
 ) -> None:
-    """Fill in the times of the target, and of the drafters that the profile knows."""
+    """Fill in the times of the target, and of the drafters that the profile knows: a guess, until
+    steps of this machine have been seen."""
     times = estimators.times
     times.profile = profile
     for rows in _ROWS:
@@ -39,3 +40,4 @@ def seed_estimators(
         for batch in known.batch_counts:
             times.curve_of(name).observe(batch, known.seconds(batch, 1))
         times.note_catch_up(name, known.per_catch_up_token)
+    times.doubt_all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
 import numpy as np
@@ -14,8 +14,8 @@ import numpy.typing as npt
 from penstock.core.learn.links import LinkTimes
 from penstock.core.learn.profile import LearnedProfile
 from penstock.core.state import Drafter
-from penstock.core.types import TARGET, StepPlan, StepResult, Verdict
-from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
+from penstock.core.types import TARGET, DraftTime, StepPlan, StepResult, Verdict
+from penstock.fluid.step_profile import UNKNOWN, DrafterProfile, StepProfile, StepWork
 from penstock.fluid.step_times import StepTimeCurve
 
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
@@ -34,6 +34,8 @@ _SHIFT_WEIGHT = 0.05
 _DRAFTING_WEIGHT = 0.05
 _LONGEST_REDRAW = 256
 """Steps between two drawings of a learned profile; at first it is drawn after 1, 2, 4, ..."""
+_FOLLOWED = 64
+"""Steps between two drawings of a profile of rows."""
 _DRAFT_OVERHEAD_DECAY = 0.999
 """Decay of the drafts' share of the host's time per step without one: half is left after 700."""
 
@@ -68,6 +70,7 @@ class Times:
     def __init__(self, profile: StepProfile, links: LinkTimes) -> None:
         self.profile = profile
         self.learns_profile = False
+        self._follows_rows = False
         self.shift = 0.0
         self.target = StepTimeCurve()
         self.overhead = 0.0
@@ -76,6 +79,7 @@ class Times:
         self._links = links
         self._by_drafter: defaultdict[str, StepTimeCurve] = defaultdict(StepTimeCurve)
         self._catch_up: dict[str, float] = {}
+        self._doubtful: set[str] = set()
         self._steps: dict[str, float] = {}
         self._last_end = math.inf
         self._gap = -math.inf
@@ -119,15 +123,35 @@ class Times:
         known = self._catch_up.setdefault(drafter, seconds_per_token)
         self._catch_up[drafter] = known + _CATCH_UP_WEIGHT * (seconds_per_token - known)
 
+    def doubt(self, drafter: str) -> None:
+        """Take what is known of a drafter's times for a guess, which a shorter time replaces."""
+        self.curve_of(drafter).doubt()
+        self._doubtful.add(drafter)
+
+    def doubt_all(self) -> None:
+        """Likewise of the target and of all drafters: they were measured before the first request,
+        or on another day."""
+        self.target.doubt()
+        for drafter in self._by_drafter:
+            self.doubt(drafter)
+
     @property
     def pause(self) -> float:
         """Seconds between the last two steps of the target; not finite before the second."""
         return self._gap
 
-    def measured_profile(self, kv_tokens: int) -> StepProfile:
-        """Of what was measured of the target: its step by its rows alone."""
+    def use_measured_profile(self, kv_tokens: int) -> None:
+        """Take the profile from what was measured of the target, its steps by their rows alone, and
+        draw it anew as more is measured."""
+        self._follows_rows = True
+        self.profile = replace(UNKNOWN, name="measured", kv_tokens=kv_tokens)
+        self._draw_rows()
+
+    def _draw_rows(self) -> None:
         by_rows = {round(rows): seconds for rows, seconds in self.target.points()}
-        return StepProfile("measured", kv_tokens, tuple(by_rows), tuple(by_rows.values()))
+        self.profile = replace(
+            self.profile, token_counts=tuple(by_rows), token_seconds=tuple(by_rows.values())
+        )
 
     # --- learning -------------------------------------------------------------------------------
 
@@ -147,6 +171,8 @@ class Times:
             seconds = result.work_seconds + (0.0 if may_wait else self._last_gap)
             if self.learns_profile:
                 self._learn_profile(work, seconds)
+            elif self._follows_rows:
+                self._follow_rows(result, work)
             # Steps like the one before teach nothing new, so that it makes no difference whether a
             # run of equal steps is reported one by one or at once.
             composition = (work.num_prefill_tokens, work.num_decodes, work.num_draft_tokens)
@@ -162,15 +188,27 @@ class Times:
             self.profile = self._learned.drawn(self.profile)
             self.shift = 0.0
 
+    def _follow_rows(self, result: StepResult, work: StepWork) -> None:
+        self._observe_rows(result)
+        self._num_steps += 1
+        if self._num_steps % _FOLLOWED == 0:
+            before = self.profile.seconds(work)
+            self._draw_rows()
+            self.shift += before - self.profile.seconds(work)
+
+    def _observe_rows(self, result: StepResult) -> None:
+        if result.num_rows:
+            seconds = (result.phases.verify + result.phases.sample) / result.repeats
+            self.target.observe(result.num_rows, seconds)
+
     def observe_drafting(self, result: StepResult) -> None:
         """Take in, after `observe`, what drafts are judged by: the target's rows, the host's part,
         and drafters."""
         if result.lane == TARGET:
             if self._gap < _MOST_OVERHEAD_S:
                 self._observe_overhead(result)
-            if result.num_rows:
-                seconds = (result.phases.verify + result.phases.sample) / result.repeats
-                self.target.observe(result.num_rows, seconds)
+            if not self._follows_rows:
+                self._observe_rows(result)
             work = result.work
             if work is not None and work.num_decodes:
                 beyond = self.profile.seconds(work)
@@ -186,9 +224,7 @@ class Times:
                 self._steps[timed.drafter] = known + _STEPS_WEIGHT * (timed.steps / num - known)
             # A long catch-up is prefill; it says nothing about the price of one more draft token.
             if timed.num_catch_up_tokens > _MIN_CATCH_UP_TOKENS * timed.batch:
-                drafting = timed.steps * self.curve_of(timed.drafter)(timed.batch)
-                reading = max(0.0, timed.seconds - drafting)
-                self.note_catch_up(timed.drafter, reading / timed.num_catch_up_tokens)
+                self._observe_reading(timed)
             elif timed.steps:
                 # The first step reads what a round usually leaves unread, and what is beyond that:
                 # where that may be much of the time nothing is said of drafting.
@@ -197,6 +233,23 @@ class Times:
                 if reading <= _MOST_READING * timed.seconds:
                     drafting = (timed.seconds - reading) / timed.steps
                     self.curve_of(timed.drafter).observe(timed.batch, drafting)
+
+    def _observe_reading(self, timed: DraftTime) -> None:
+        """Take in a step of a drafter that was mostly reading."""
+        name, num_tokens = timed.drafter, timed.num_catch_up_tokens
+        curve, known = self.curve_of(name), self.catch_up_of(name)
+        step = curve(timed.batch)
+        expected = timed.steps * step + num_tokens * known
+        if name in self._doubtful and timed.seconds < expected:
+            # Which of the two takes less is not known: both in proportion.
+            share = timed.seconds / expected
+            self._catch_up[name] = share * known
+            if timed.steps:
+                curve.observe(timed.batch, share * step)
+        else:
+            reading = max(0.0, timed.seconds - timed.steps * step)
+            self.note_catch_up(name, reading / num_tokens)
+        self._doubtful.discard(name)
 
     def _observe_overhead(self, result: StepResult) -> None:
         work = result.work

@@ -113,34 +113,33 @@ class SourceEvidence:
     def best_parts(
         self, orders: Sequence[DraftOrder], matches: Sequence[Match], left: Sequence[int]
     ) -> list[Parts]:
-        """Of the drafts of a round: those with which the round makes most tokens per second. All
-        its requests wait for the model's steps and for each other's rows, so that drafts are chosen
-        together. Where no times are known, all that look-up has, and of the model the rest.
+        """The drafts of a round with which it makes most tokens per second. All its requests wait
+        for the model's steps and for each other's rows, so that drafts are chosen together. An
+        order without times has all that look-up has, and of the model the rest.
 
         left: tokens to each request's end
         """
-        known = [order.costs for order in orders if order.costs is not None]
-        if not known:
-            sizes = [
-                (min(len(match.token_ids), order.max_draft_tokens), order.max_draft_tokens)
-                for order, match in zip(orders, matches, strict=True)
-            ]
-            return [
-                Parts(match, found, most - found)
-                for match, (found, most) in zip(matches, sizes, strict=True)
-            ]
-        tables = [self._tokens(*given) for given in zip(orders, matches, left, strict=True)]
-        chosen = best_together(tables, max(known, key=lambda costs: len(costs.rounds)))
+        chosen, timed = [], []
+        for i, (order, match) in enumerate(zip(orders, matches, strict=True)):
+            num_found = min(len(match.token_ids), order.max_draft_tokens)
+            chosen.append((num_found, order.max_draft_tokens - num_found))
+            if order.costs is not None:
+                timed.append((i, order.costs))
+        if timed:
+            tables = [self._tokens(orders[i], costs, matches[i], left[i]) for i, costs in timed]
+            longest = max((costs for _, costs in timed), key=lambda costs: len(costs.rounds))
+            for (i, _), parts in zip(timed, best_together(tables, longest), strict=True):
+                chosen[i] = parts
         return [Parts(match, *parts) for match, parts in zip(matches, chosen, strict=True)]
 
-    def _tokens(self, order: DraftOrder, match: Match, num_left: int) -> FloatArray:
+    def _tokens(
+        self, order: DraftOrder, costs: RoundCosts, match: Match, num_left: int
+    ) -> FloatArray:
         """Expected tokens of an order's rounds, [kept, guessed], without those of the model where
         it is not to be asked: while to read what it has not read takes longer than it would save
         until the end. It may not be needed for an edit, whose first tokens are new. What it saves
         is reckoned as if all requests drafted alike."""
-        most, costs = order.max_draft_tokens, order.costs
-        if costs is None:
-            return np.ones((1, 1))
+        most = order.max_draft_tokens
         mean = self._acceptance.mean
         found = [
             mean(order.request_id, _kind(match, i)) for i in range(min(len(match.token_ids), most))

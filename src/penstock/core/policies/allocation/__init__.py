@@ -25,9 +25,14 @@ class Grant(NamedTuple):
 
 
 class AllocationPolicy(ABC):
-    """Decides how many tokens each request may draft."""
+    """Decides how many tokens each request may draft.
+
+    weighs_time: it grants nothing where drafting takes longer than it saves, by the times it knows:
+    those of drafters without grants are then measured by `Trials`.
+    """
 
     name: ClassVar[str]
+    weighs_time: ClassVar[bool] = False
 
     @abstractmethod
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:

@@ -147,6 +147,7 @@ class Confident(Throughput):
     """As much speculation as each draft's own confidence is worth."""
 
     name: ClassVar[str] = "confident"
+    weighs_time: ClassVar[bool] = True
 
     def __init__(self, options: Throughput.Options) -> None:
         super().__init__(options)

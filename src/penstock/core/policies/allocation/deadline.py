@@ -40,6 +40,7 @@ class Deadline(AllocationPolicy):
     """As much speculation as its time is worth to all tenants together."""
 
     name: ClassVar[str] = "deadline"
+    weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -57,6 +57,7 @@ class OnTime(AllocationPolicy):
     """Expected tokens, and more for those that are in time."""
 
     name: ClassVar[str] = "on_time"
+    weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

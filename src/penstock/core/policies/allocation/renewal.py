@@ -45,6 +45,7 @@ class Renewal(AllocationPolicy):
     """Lengths and the target's rhythm together."""
 
     name: ClassVar[str] = "renewal"
+    weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -52,6 +52,7 @@ class Throughput(AllocationPolicy):
     """As much speculation as the step-time model says is worth its time."""
 
     name: ClassVar[str] = "throughput"
+    weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

@@ -27,9 +27,14 @@ class ReplayProposal:
 
 
 class SelectionPolicy(ABC):
-    """Chooses a drafter for every request that leaves the choice open."""
+    """Chooses a drafter for every request that leaves the choice open.
+
+    weighs_time: it leaves out drafters that take longer than they save, by the times it knows:
+    those of drafters without requests are then measured by `Trials`.
+    """
 
     name: ClassVar[str]
+    weighs_time: ClassVar[bool] = False
 
     @property
     def proposes_replays(self) -> bool:

@@ -114,6 +114,7 @@ class Adaptive(SelectionPolicy):
     """Bayesian choice over requests and drafters together."""
 
     name: ClassVar[str] = "adaptive"
+    weighs_time: ClassVar[bool] = True
 
     @dataclass(frozen=True, slots=True)
     class Options:

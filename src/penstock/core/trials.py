@@ -1,0 +1,218 @@
+"""Trials: draft rounds with a drafter that is not used, so that its times stay known.
+
+A policy that weighs time does not use a drafter that does not pay by the times it knows. Those may
+be wrong: they were measured at a busy start, or under load that has ended, and a drafter that is
+not used is not measured. So a request drafts a few tokens with it now and then, whatever the policy
+says. Trials take a small share of the target's time, and a larger one while there is more doubt:
+at the start, and when the target's own steps have become faster or slower since the last trial.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from penstock.core.learn.times import Times
+from penstock.core.policies.allocation import Grant
+from penstock.core.policies.selection import usable
+from penstock.core.state import RequestState
+from penstock.core.types import TARGET, StepResult
+from penstock.core.view import DraftCandidate, View
+
+_SHARE = 0.005
+"""Largest share of the target's time for trials."""
+_DOUBTFUL_SHARE = 0.02
+"""The same while there is doubt."""
+_MOST_DOUBTFUL = 3
+"""Trials after which there is no doubt any more."""
+_FIRST_STEPS = 16
+"""Steps of the target without a drafter before its first trial."""
+_OTHER_PACE = 1.25
+"""Factor of the target's step time from which on the machine counts as another."""
+_NUM_ROUNDS = 2
+"""Measured rounds of a trial: the first one mostly reads."""
+_MOST_STEPS = 8
+"""Steps of the target after which a trial ends in any case."""
+_NUM_TOKENS = 4
+"""Draft tokens of each round."""
+
+
+@dataclass(slots=True)
+class _Watch:
+    """One drafter.
+
+    since: when it was measured last, in seconds of the target; pace: seconds of a target's step
+    then. cost: seconds that its last trial took beyond what its tokens were worth. num_trials: in a
+    row, without use between them.
+    """
+
+    since: float
+    pace: float
+    cost: float
+    num_trials: int = 0
+
+
+@dataclass(slots=True)
+class _Trial:
+    """A request that drafts with a drafter in its coming rounds. chosen: what the selection policy
+    has chosen for it."""
+
+    state: RequestState
+    drafter: str
+    chosen: str | None
+    num_measured: int = 0
+    num_steps: int = 0
+    cost: float = 0.0
+
+    @property
+    def is_over(self) -> bool:
+        return self.num_measured >= _NUM_ROUNDS or self.num_steps >= _MOST_STEPS
+
+
+class Trials:
+    """Decides when a drafter is tried, and with which request; one trial at a time."""
+
+    def __init__(self, times: Times) -> None:
+        self._times = times
+        self._target_s = 0.0
+        self._watches: dict[str, _Watch] = {}
+        self._trial: _Trial | None = None
+
+    def covers(self, state: RequestState, drafter: str) -> bool:
+        """Whether this request is to draft with this drafter, whether or not it pays."""
+        trial = self._trial
+        return (
+            trial is not None
+            and trial.state is state
+            and trial.drafter == drafter
+            and not trial.is_over
+        )
+
+    # --- selection ------------------------------------------------------------------------------
+
+    def before_choice(self, state: RequestState) -> None:
+        """Give a request whose next round begins the drafter that was chosen for it."""
+        trial = self._trial
+        if trial is not None and trial.state is state:
+            state.drafter = trial.chosen
+            if trial.is_over:
+                self._trial = None
+
+    def after_choice(self, states: Sequence[RequestState], view: View) -> None:
+        """Let a request of a trial use its drafter, or begin the trial of one that the policy has
+        chosen for no request."""
+        open_to = usable(view.drafters)
+        if self._trial is None:
+            used = {s.drafter for s in states} | {n for n, num in view.loads.items() if num}
+            readers = [s for s in states if s.is_decoding and s.num_remaining_tokens > _NUM_TOKENS]
+            for name, drafter in open_to.items():
+                able = [s for s in readers if drafter.can_read(s)]
+                if able and name not in used and self._is_due(name):
+                    self._begin(min(able, key=lambda s: _num_unread(s, name)), name)
+                    break
+        trial = self._trial
+        if trial is not None and any(state is trial.state for state in states):
+            trial.chosen = trial.state.drafter
+            if trial.drafter in open_to:
+                trial.state.drafter = trial.drafter
+
+    # --- allocation -----------------------------------------------------------------------------
+
+    def grant(
+        self, candidates: Sequence[DraftCandidate], grants: list[Grant], view: View
+    ) -> list[Grant]:
+        """What the policy has granted, with the draft of a trial."""
+        if self._trial is None:
+            self._begin_unused(candidates, grants, view)
+        for i, (state, drafter, limit, _) in enumerate(candidates):
+            if self.covers(state, drafter):
+                own = grants[i].num_draft_tokens
+                left = view.room.budget - sum(g.num_draft_tokens for g in grants)
+                length = min(_NUM_TOKENS, limit, own + max(0, left))
+                if length > own:
+                    grants[i] = Grant(length)
+        return grants
+
+    def _begin_unused(
+        self, candidates: Sequence[DraftCandidate], grants: Sequence[Grant], view: View
+    ) -> None:
+        """The trial of a drafter with which all requests could draft, and none does. Whether the
+        model of a chain is asked cannot be told from what is granted."""
+        used = {
+            c.drafter
+            for c, grant in zip(candidates, grants, strict=True)
+            if grant.num_draft_tokens and not view.drafters[c.drafter].is_chained
+        }
+        for name in dict.fromkeys(c.drafter for c in candidates):
+            able = [c.state for c in candidates if c.drafter == name and c.limit >= _NUM_TOKENS]
+            if able and name not in used and self._is_due(name):
+                self._begin(min(able, key=lambda s: _num_unread(s, name)), name)
+                return
+
+    # --- when -----------------------------------------------------------------------------------
+
+    def _is_due(self, drafter: str) -> bool:
+        pace = self._times.target(1)
+        if not pace:
+            return False
+        watch = self._watches.get(drafter)
+        if watch is None:
+            first = _DOUBTFUL_SHARE * _FIRST_STEPS * pace
+            watch = self._watches[drafter] = _Watch(self._target_s, pace, first)
+        if not 1 / _OTHER_PACE <= pace / watch.pace <= _OTHER_PACE:
+            watch.pace, watch.num_trials = pace, 0
+        share = _DOUBTFUL_SHARE if watch.num_trials < _MOST_DOUBTFUL else _SHARE
+        return self._target_s - watch.since >= watch.cost * len(self._watches) / share
+
+    def _begin(self, state: RequestState, drafter: str) -> None:
+        self._trial = _Trial(state, drafter, state.drafter)
+        self._times.doubt(drafter)
+
+    # --- what became of it ----------------------------------------------------------------------
+
+    def observe(self, result: StepResult) -> None:
+        """Take in a step that has ended, after its times."""
+        trial = self._trial
+        if result.lane == TARGET and result.verdicts:
+            seconds = result.finished_at - result.started_at
+            self._target_s += seconds
+            if trial is not None and not trial.is_over:
+                num = len(result.verdicts)
+                num_tokens = num + sum(v.num_accepted for v in result.verdicts)
+                trial.cost += seconds - self._times.target(num) * num_tokens / num
+                trial.num_steps += 1
+                if trial.is_over:
+                    self._note(trial)
+        for timed in result.draft_times:
+            if timed.steps:
+                self.measured(timed.drafter)
+
+    def measured(self, drafter: str) -> None:
+        """A drafter has drafted, in a trial or not."""
+        watch, pace = self._watches.get(drafter), self._times.target(1)
+        trial = self._trial
+        if trial is not None and trial.drafter == drafter and not trial.is_over:
+            trial.num_measured += 1
+            if trial.is_over:
+                self._note(trial)
+        elif watch is not None:
+            watch.since, watch.pace, watch.num_trials = self._target_s, pace, _MOST_DOUBTFUL
+
+    def _note(self, trial: _Trial) -> None:
+        watch = self._watches[trial.drafter]
+        watch.since, watch.pace = self._target_s, self._times.target(1)
+        watch.cost = max(trial.cost, watch.pace)
+        watch.num_trials += 1
+
+    def forget(self, state: RequestState) -> None:
+        """A request has ended."""
+        trial = self._trial
+        if trial is not None and trial.state is state:
+            if not trial.is_over:
+                self._note(trial)
+            self._trial = None
+
+
+def _num_unread(state: RequestState, drafter: str) -> int:
+    kv = state.kv.get(drafter)
+    return state.num_known_tokens - (0 if kv is None else kv.num_computed_tokens)
