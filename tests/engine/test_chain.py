@@ -30,7 +30,7 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.drafters.base import Draft
 from penstock.engine.drafters.chain import ChainDrafter
-from penstock.engine.drafters.lookup import LookupDrafter, Match
+from penstock.engine.drafters.lookup import NO_MATCH, LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import (
     Parts,
@@ -401,6 +401,18 @@ def test_a_match_that_was_never_right_is_not_drafted() -> None:
     longer = match._replace(length=20)
     parts = parts_of(evidence, order_of(text, 6, costs_of(6, row=0.05, step=9.0)), longer, 200)
     assert parts.num_kept == 3, "of other lengths nothing is known"
+
+
+def test_an_order_without_times_has_the_model_asked_whatever_it_takes() -> None:
+    """As in a trial of the drafter, beside others for which the model does not pay."""
+    evidence = SourceEvidence()
+    dear = costs_of(6, row=0.05, step=9.0)
+    orders = [
+        order_of(text_of("tried", [1, 2, 3]), 6, None),
+        order_of(text_of("other", [1, 2, 3]), 6, dear),
+    ]
+    parts = evidence.best_parts(orders, [NO_MATCH, NO_MATCH], [200, 200])
+    assert [(p.num_kept, p.num_guessed) for p in parts] == [(0, 6), (0, 0)]
 
 
 def tables_of(rng: np.random.Generator, num: int, most: int) -> list[Any]:

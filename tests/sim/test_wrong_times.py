@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 
@@ -148,3 +149,84 @@ def test_where_drafts_do_not_pay_little_time_is_spent_on_them(name: str) -> None
     alone = served({"allocation": PolicyConfig.of("fixed", k=0)}, QUIET)
     assert 0 < later.num_drafted < 0.05 * later.num_tokens
     assert later.num_tokens / later.seconds >= 0.98 * alone.num_tokens / alone.seconds
+
+
+class Orders:
+    """Orders of drafts, and the largest step."""
+
+    def __init__(self) -> None:
+        self.orders: list[DraftOrder] = []
+        self.most_rows = 0
+
+    def on_plan(self, plan: StepPlan) -> None:
+        self.most_rows = max(self.most_rows, plan.num_rows)
+        self.orders += [i.draft for i in plan.items if i.draft is not None]
+
+    def on_result(self, plan: StepPlan, result: StepResult) -> None: ...
+
+    def on_output(self, output: object) -> None: ...
+
+
+class LookUpOnly(SimulatedExecutor):
+    """A chain that asks its model only where an order has no times by which it does not pay."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.asked: set[int] = set()
+
+    def submit(self, plan: StepPlan) -> None:
+        orders = [i.draft for i in plan.items if i.draft is not None]
+        if any(order.costs is None for order in orders):
+            self.asked.add(plan.id)
+        super().submit(plan)
+
+    def collect(self) -> list[StepResult]:
+        return [
+            r if r.plan_id in self.asked else r._replace(draft_times=()) for r in super().collect()
+        ]
+
+
+def crowd(
+    *, is_chained: bool = False, budget: int = 64, wrong: StepProfile | None = None
+) -> Orders:
+    """Eight requests at once, which arrive together and begin to draft together."""
+    setup = Setup(
+        wrong or busy(rows=10.0, drafter=6.0),
+        PolicyConfig.of("vllm_v1", max_num_batched_tokens=budget, max_num_seqs=8),
+        drafters=("a",),
+        acceptance=GeometricAcceptance({"a": 0.8}),
+        block_size=16,
+    )
+    clock, drafters = VirtualClock(), setup.make_drafters()
+    scheduler = make_scheduler(setup)
+    for drafter in scheduler.table.drafters.values():
+        drafter.is_chained = is_chained
+    kind = LookUpOnly if is_chained else SimulatedExecutor
+    executor = kind(clock, Machine(clock, lambda _: QUIET), setup.acceptance, drafters=drafters)
+    requests = [Request(str(i), 30, TOKENS, 0.0, drafter=AUTO_DRAFTER) for i in range(8)]
+    orders = Orders()
+    result = simulate(scheduler, executor, clock, requests, instruments=[orders])
+    assert all(r.num_tokens == TOKENS for r in result.records.values())
+    return orders
+
+
+def test_one_request_is_enough_for_a_trial() -> None:
+    orders = crowd(wrong=busy(rows=100.0, drafter=100.0)).orders
+    first = orders[0].request_id
+    assert [o.request_id for o in orders[:2]] == [first, first]
+    assert [o.max_draft_tokens for o in orders[:2]] == [4, 4]
+
+
+@pytest.mark.parametrize("budget", [8, 9, 10])
+def test_a_trial_keeps_to_the_token_budget(budget: int) -> None:
+    orders = crowd(budget=budget)
+    assert orders.orders
+    assert orders.most_rows <= budget
+
+
+def test_the_model_of_a_chain_is_asked_in_a_trial() -> None:
+    """Its other orders come with times, by which the chain decides whether to ask the model."""
+    orders = crowd(is_chained=True).orders
+    untimed = [o for o in orders if o.costs is None]
+    assert 2 <= len(untimed) < 0.1 * len(orders)
+    assert untimed[0].request_id == untimed[1].request_id
