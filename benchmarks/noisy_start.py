@@ -4,8 +4,8 @@
 
 Step times are measured at the start, and drafters are used where they pay by them. One server
 starts on a quiet machine, and for each kind of noise another one does in that noise. Each serves so
-many requests, one after the other, greedily; then both serve the same 16 requests in turns. All servers stay up, idle, until the end. Without MODEL: the bundled
-family, with `draft-tiny` as its drafter.
+many requests, one after the other, greedily; then both serve the same 16 requests in turns. Without
+MODEL: the bundled family, with `draft-tiny` as its drafter.
 
 quiet    no noise at all: what two equal servers differ by
 loops    three busy loops, until the server is up

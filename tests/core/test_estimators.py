@@ -232,3 +232,24 @@ def test_steps_larger_than_any_that_was_seen_are_worth_a_try() -> None:
     profile = times.profile
     best = min(profile.linear(num) / num for num in range(1, 31))
     assert profile.linear(2048) / 2048 < best
+
+
+def test_a_measured_profile_follows_the_steps_without_drafters_too() -> None:
+    """It was measured while all took three times as long."""
+    times = Estimators().times
+    for rows in (1, 8, 64):
+        times.target.observe(rows, 0.003 * (9 + rows))
+    times.use_measured_profile(4096)
+    times.doubt_all()
+    assert times.profile.kv_tokens == 4096
+    before = times.profile.linear(8)
+    for i in range(256):
+        rows = (1, 1, 1, 64)[i % 4]
+        seconds = 0.001 * (9 + rows)
+        work = StepWork(num_prefill_tokens=rows - 1, num_decodes=1)
+        result = StepResult(
+            i, TARGET, i, i + seconds, phases=PhaseTimes(verify=seconds), num_rows=rows, work=work
+        )
+        times.observe(result, may_wait=False)
+    assert times.profile.linear(8) == pytest.approx(before / 3, rel=0.15)
+    assert times.profile.linear(64) == pytest.approx(0.073, rel=0.1)

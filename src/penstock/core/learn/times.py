@@ -15,7 +15,7 @@ from penstock.core.learn.links import LinkTimes
 from penstock.core.learn.profile import LearnedProfile
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, DraftTime, StepPlan, StepResult, Verdict
-from penstock.fluid.step_profile import UNKNOWN, DrafterProfile, StepProfile, StepWork
+from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
 from penstock.fluid.step_times import StepTimeCurve
 
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
@@ -144,7 +144,7 @@ class Times:
         """Take the profile from what was measured of the target, its steps by their rows alone, and
         draw it anew as more is measured."""
         self._follows_rows = True
-        self.profile = replace(UNKNOWN, name="measured", kv_tokens=kv_tokens)
+        self.profile = StepProfile("measured", kv_tokens, (0,), (0.0,))
         self._draw_rows()
 
     def _draw_rows(self) -> None:
