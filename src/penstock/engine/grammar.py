@@ -9,11 +9,13 @@ row, and back.
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -42,6 +44,12 @@ _MAX_LEXER_STATES = 20_000
 
 _MAX_SYMBOLS = 100_000
 """Of one grammar."""
+
+_MAX_MESSAGE = 600
+"""Characters of what is said of a grammar."""
+
+_SPECIAL = b"\xff"
+"""What llguidance has special tokens begin with: no byte of UTF-8."""
 
 _JSON_STYLE: Any = {
     "whitespace_flexible": False,
@@ -77,7 +85,7 @@ def grammar_of(kind: GrammarKind, value: Any) -> str:
             return LLMatcher.grammar_from_lark(text)
         return grammar_from(kind, text)
     except (ValueError, RecursionError) as error:
-        raise GrammarError(_first_line(str(error))) from error
+        raise GrammarError(_one_line(str(error))) from error
 
 
 def lark_json(schema: Mapping[str, Any]) -> str:
@@ -130,22 +138,83 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise GrammarError(_first_line(matcher.get_error()))
+            raise GrammarError(_one_line(matcher.get_error()))
         return matcher
 
     @cached_property
     def _vocabulary(self) -> LLTokenizer:
-        """Built in the thread: it takes up to a second."""
+        """Built in the thread: it takes up to two seconds."""
         from llguidance import LLTokenizer
 
         if not self._eos_token_ids:
             raise GrammarError("the model has no token that ends a text, which a grammar needs")
+        made: Any = _Vocabulary(self._load(), self._vocab_size, self._eos_token_ids)
         try:
-            return LLTokenizer(
-                self._load().definition, n_vocab=self._vocab_size, eos_token=self._eos_token_ids
-            )
+            return LLTokenizer(made, eos_token=self._eos_token_ids)
         except ValueError as error:
-            raise GrammarError(f"this model's tokenizer: {_first_line(str(error))}") from error
+            raise GrammarError(f"this model's tokenizer: {_one_line(str(error))}") from error
+
+
+class _Vocabulary:
+    """A tokenizer as llguidance takes it (its TokenizerWrapper): the bytes of every token, and how
+    a text that must come is cut into tokens.
+
+    Its own reading of tokenizer.json does not do: it takes every added token that is written <...>
+    for a special one, and cuts a text into special tokens, which it then refuses as text.
+    """
+
+    is_tokenizer_wrapper = True
+    bos_token_id = None
+
+    def __init__(self, tokenizer: Tokenizer, num_tokens: int, eos_token_ids: Sequence[int]) -> None:
+        self.eos_token_id = eos_token_ids[0]
+        self.special_token_ids = sorted({*tokenizer.special_tokens, *eos_token_ids})
+        self.tokens = tokenizer.vocabulary_bytes(num_tokens)
+        for token in self.special_token_ids:
+            if token < num_tokens:
+                self.tokens[token] = _SPECIAL + self.tokens[token]
+        self._tokenizer = tokenizer
+        spellings = sorted(tokenizer.special_tokens.values(), key=len, reverse=True)
+        self._special = re.compile("|".join(map(re.escape, filter(None, spellings))) or r"(?!)")
+
+    def __call__(self, text: str) -> list[int]:
+        """Tokens of a text within another one, byte by byte the same and none of them special: what
+        is spelt like a special token is cut into others."""
+        cuts = [match.start() + 1 for match in self._special.finditer(text)]
+        parts = pairwise((0, *cuts, len(text)))
+        return [token for begin, end in parts for token in self._cut(text[begin:end])]
+
+    def _cut(self, text: str) -> list[int]:
+        raw = text.encode()
+        # Many vocabularies put a space before a text, but not before its second line.
+        for before in ("", "\n"):
+            ids = self._tokenizer.encode(before + text, add_special_tokens=False)
+            spelt = [self.tokens[i] if i < len(self.tokens) else _SPECIAL for i in ids]
+            ends = accumulate(map(len, reversed(spelt)), initial=0)
+            count = next((n for n, end in enumerate(ends) if end >= len(raw)), 0)
+            if b"".join(spelt[len(ids) - count :]) == raw:
+                return ids[len(ids) - count :]
+        return self._longest_first(raw)
+
+    def _longest_first(self, raw: bytes) -> list[int]:
+        """Where the tokenizer would change the text, to a normal form or by what it drops."""
+        found: list[int] = []
+        while raw:
+            sizes = range(min(len(raw), self._longest), 0, -1)
+            size = next((n for n in sizes if raw[:n] in self._ids), 0)
+            if not size:
+                break
+            found.append(self._ids[raw[:size]])
+            raw = raw[size:]
+        return found
+
+    @cached_property
+    def _ids(self) -> dict[bytes, int]:
+        return {raw: i for i, raw in enumerate(self.tokens) if not raw.startswith(_SPECIAL)}
+
+    @cached_property
+    def _longest(self) -> int:
+        return max(map(len, self._ids))
 
 
 class GrammarState:
@@ -244,18 +313,21 @@ class GrammarState:
         matcher, num_known = self._matcher, text.length - text.request.prompt_len
         if self._num_read < num_known:
             tokens = text.tokens(text.length - num_known + self._num_read, text.length)
-            if matcher.try_consume_tokens(tokens) < len(tokens) and not matcher.is_stopped():
-                self._fail()
+            num_taken = matcher.try_consume_tokens(tokens)
+            if num_taken < len(tokens) and not matcher.is_stopped():
+                place = self._num_read + num_taken
+                self._fail(f"token {tokens[num_taken]} may not come behind {place} others")
         elif self._num_read > num_known:
             matcher.rollback(self._num_read - num_known)
         if self._num_read != num_known:
             self._num_read, self._forced = num_known, None
         return matcher
 
-    def _fail(self) -> None:
-        self.problem = f"the grammar: {_first_line(self._matcher.get_error())}"
+    def _fail(self, otherwise: str = "cannot be followed") -> None:
+        """otherwise: why, where llguidance has nothing to say."""
+        self.problem = f"the grammar: {_one_line(self._matcher.get_error() or otherwise)}"
 
 
-def _first_line(text: str) -> str:
-    lines = text.strip().splitlines() or ["cannot be used"]
-    return lines[0][:300]
+def _one_line(text: str) -> str:
+    """All of a message's lines."""
+    return " ".join(text.split())[:_MAX_MESSAGE] or "cannot be used"

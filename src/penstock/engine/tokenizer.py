@@ -60,11 +60,6 @@ class Tokenizer:
             json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
         ).hexdigest()
 
-    @property
-    def definition(self) -> str:
-        """As tokenizer.json has it, without layout and run-time settings."""
-        return json.dumps(self._definition)
-
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         ids: list[int] = self._fast.encode(text, add_special_tokens=add_special_tokens)
         return ids
@@ -100,12 +95,11 @@ class Tokenizer:
         return ids if len(ids) <= limit else None
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        text: str = self._fast.decode(
-            list(token_ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
-        )
-        return text
+        skipped: Collection[int] = self.special_tokens if skip_special_tokens else ()
+        shown = [token_id for token_id in token_ids if token_id not in skipped]
+        if self._is_byte_level or not self._verbatim.keys().isdisjoint(shown):
+            return self.bytes_of(shown).decode(errors="replace")
+        return self._decode(shown)
 
     @property
     def has_chat_template(self) -> bool:
@@ -113,7 +107,7 @@ class Tokenizer:
 
     def prepare(self) -> None:
         """Do now what the first request would wait for."""
-        _ = self._longest_token, self._is_byte_level
+        _ = self._longest_token, self._verbatim
         if self.has_chat_template:
             with suppress(ValueError):  # a template that refuses this may take others
                 self.chat_text([{"role": "user", "content": ""}])
@@ -203,6 +197,8 @@ class Tokenizer:
         token = self._fast.backend_tokenizer.id_to_token(token_id)
         if token is None:
             return b""
+        if token_id in self._verbatim:
+            return self._verbatim[token_id]
         if self._is_byte_level:
             if all(char in _BYTE_OF_CHAR for char in token):
                 return bytes(_BYTE_OF_CHAR[char] for char in token)
@@ -210,14 +206,32 @@ class Tokenizer:
         if self._has_byte_tokens and (byte := _BYTE_TOKEN.fullmatch(token)):
             return bytes([int(byte[1], 16)])
         context = [] if previous is None else [previous]
-        before = self.decode(context, skip_special_tokens=False)
-        after = self.decode([*context, token_id], skip_special_tokens=False)
+        before, after = self._decode(context), self._decode([*context, token_id])
         return after[len(before) :].encode()
 
     def bytes_of(self, token_ids: Sequence[int], previous: int | None = None) -> bytes:
         """What tokens add to the text after token `previous`, in UTF-8."""
         before = [previous, *token_ids]
         return b"".join(self.token_bytes(t, p) for t, p in zip(token_ids, before, strict=False))
+
+    def vocabulary_bytes(self, num_tokens: int) -> list[bytes]:
+        """What each of the first tokens adds within a text, by id."""
+        inside = self.encode("a", add_special_tokens=False)[-1:]
+        return [self.token_bytes(i, inside[0] if inside else None) for i in range(num_tokens)]
+
+    def _decode(self, token_ids: list[int]) -> str:
+        """As the vocabulary's own decoder has it, which takes added tokens for others."""
+        text: str = self._fast.backend_tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    @cached_property
+    def _verbatim(self) -> dict[int, bytes]:
+        """Added tokens, which are found in a text before it is cut: their contents are text, in no
+        alphabet of the vocabulary's. Where that writes spaces in its own way, those that it lists
+        itself are written so too (Gemma's for several spaces are added tokens)."""
+        added = self._fast.added_tokens_decoder
+        own = {} if self._is_byte_level else self._fast.backend_tokenizer.get_vocab(False)
+        return {i: t.content.encode() for i, t in added.items() if t.content not in own}
 
     @cached_property
     def _longest_token(self) -> int:

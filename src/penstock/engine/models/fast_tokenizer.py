@@ -44,20 +44,6 @@ class FastTokenizer:
         ).ids
         return ids
 
-    def decode(
-        self,
-        token_ids: Sequence[int],
-        skip_special_tokens: bool = False,
-        clean_up_tokenization_spaces: bool = False,
-    ) -> str:
-        """Raises ValueError: texts are never cleaned up."""
-        if clean_up_tokenization_spaces:
-            raise ValueError("clean_up_tokenization_spaces is true; allowed: false")
-        text: str = self.backend_tokenizer.decode(
-            token_ids, skip_special_tokens=skip_special_tokens
-        )
-        return text
-
     def apply_chat_template(
         self,
         conversation: Sequence[Mapping[str, Any]],
