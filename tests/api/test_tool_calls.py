@@ -73,10 +73,15 @@ def merged(pieces: list[CallPiece]) -> Calls:
 
 
 def parsed(
-    form: ToolFormat, chunks: list[str], *, whole: bool = True, most: int | None = None
+    form: ToolFormat,
+    chunks: list[str],
+    *,
+    whole: bool = True,
+    most: int | None = None,
+    formatted: bool = False,
 ) -> tuple[str, Calls, int]:
     """Shown text, calls, and how many of them are complete."""
-    parser = ToolCallParser(form, TOOLS, whole=whole, most=most)
+    parser = ToolCallParser(form, TOOLS, whole=whole, most=most, formatted=formatted)
     content, pieces = "", []
     for number, chunk in enumerate(chunks, 1):
         found = parser.finish(chunk) if number == len(chunks) else parser.add(chunk)
@@ -229,6 +234,30 @@ def test_a_call_behind_a_broken_one() -> None:
     assert calls == [("weather", PARIS)]
 
 
+@pytest.mark.parametrize(
+    ("form", "text", "content", "calls"),
+    [
+        (HERMES, TAGGED, "", [("weather", PARIS)]),
+        (HERMES, f"```json\n{CALL}\n```\n```json\n{CALL}\n```", "", [("weather", PARIS)] * 2),
+        (HERMES, '```json\n{"name": "Bob", "a": "```"}\n```', '{"name": "Bob", "a": "```"}', []),
+        (HERMES, "```json\n[1, 2]\n```", "[1, 2]", []),
+        (HERMES, '```json\n{"a": "b', '{"a": "b', []),
+        (HERMES, json.dumps({"a": TAGGED}), json.dumps({"a": TAGGED}), []),
+        (HERMES, f'"<tool_call>{CALL}"', f'"<tool_call>{CALL}"', []),
+        (LLAMA, '{"a": ";"}', '{"a": ";"}', []),
+        (LLAMA, LLAMA_CALL, "", [("weather", PARIS)]),
+        (MISTRAL, '{"a": 1}', '{"a": 1}', []),
+    ],
+)
+@pytest.mark.parametrize("whole", [True, False])
+def test_calls_beside_a_text_that_has_a_format(
+    form: ToolFormat, text: str, content: str, calls: Calls, whole: bool
+) -> None:
+    for chunks in ([text], list(text), [text[:9], text[9:]]):
+        found = parsed(form, chunks, whole=whole, formatted=True)
+        assert found == (content, calls, len(calls))
+
+
 def test_arguments_come_while_they_are_written() -> None:
     parser = ToolCallParser(HERMES, TOOLS, whole=False)
     assert parser.add('<tool_call>\n{"name": "weather", "argum') == ("", [])
@@ -283,14 +312,15 @@ PARTS = st.sampled_from(
 FORMS = st.sampled_from([HERMES, LLAMA, MISTRAL, MISTRAL_ARGS, QWEN_CODER])
 
 
-@given(st.lists(PARTS, max_size=12), st.data(), FORMS, st.booleans())
+@given(st.lists(PARTS, max_size=12), st.data(), FORMS, st.booleans(), st.booleans())
 def test_the_cut_does_not_matter(
-    parts: list[str], data: Any, form: ToolFormat, whole: bool
+    parts: list[str], data: Any, form: ToolFormat, whole: bool, formatted: bool
 ) -> None:
     text = "".join(parts)
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=8)))
     chunks = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
-    assert parsed(form, chunks, whole=whole) == parsed(form, [text], whole=whole)
+    given = {"whole": whole, "formatted": formatted}
+    assert parsed(form, chunks, **given) == parsed(form, [text], **given)
 
 
 def test_the_format_is_the_templates() -> None:

@@ -277,11 +277,7 @@ def test_transformers_makes_the_same_of_it(eos: str) -> None:
         i: (t.content, t.special) for i, t in theirs.added_tokens_decoder.items()
     }
     for text in HARD:
-        ids = theirs.encode(text)
-        assert ours.encode(text) == ids
-        for skip in (False, True):
-            given = {"skip_special_tokens": skip, "clean_up_tokenization_spaces": False}
-            assert ours.decode(ids, **given) == theirs.decode(ids, **given)
+        assert ours.encode(text) == theirs.encode(text)
     chat = [{"role": "user", "content": " a "}, {"role": "assistant", "content": "b"}]
     for prompt in (False, True):
         expected = theirs.apply_chat_template(chat, add_generation_prompt=prompt, tokenize=False)

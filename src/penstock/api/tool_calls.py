@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
+from functools import partial
 from typing import Any, NamedTuple
 from uuid import uuid4
 
@@ -125,6 +126,8 @@ class Found(NamedTuple):
 
 class _State(Enum):
     TEXT = auto()
+    FORMATTED = auto()
+    """In a text that has a format."""
     OPENED = auto()
     """Behind an opening, where a call is due."""
     CALL = auto()
@@ -140,7 +143,9 @@ class ToolCallParser:
 
     tools: schemas of their arguments, by their names. whole: calls come in one piece, so that a
     broken one stays text, too; else their arguments come while they are written, as soon as the
-    tool is known. most: calls. inside: the text begins behind an opening
+    tool is known. most: calls. inside: the text begins behind an opening. formatted: text that is
+    no call has a format; it is all there is, is not searched, and may stand between an opening and
+    its closing, which are then not shown
     """
 
     def __init__(
@@ -151,6 +156,7 @@ class ToolCallParser:
         whole: bool,
         most: int | None = None,
         inside: bool = False,
+        formatted: bool = False,
     ) -> None:
         self.num_calls = 0
         """Calls that are complete."""
@@ -159,6 +165,7 @@ class ToolCallParser:
         self._tools = tools
         self._whole = whole
         self._most = most
+        self._formatted = formatted
         self._state = _State.OPENED if inside or form.is_bare else _State.TEXT
         self._pending = ""
         self._opening = ""
@@ -182,6 +189,7 @@ class ToolCallParser:
         self._pending += text
         steps = {
             _State.TEXT: self._in_text,
+            _State.FORMATTED: self._in_formatted,
             _State.OPENED: self._behind_opening,
             _State.CALL: self._in_call,
             _State.CLOSED: self._behind_call,
@@ -195,7 +203,9 @@ class ToolCallParser:
         content, pieces = self.add(text)
         if not self.is_full:
             if self._state in (_State.OPENED, _State.CALL) and not self._call.id:
-                self._say(self._opening + self._call.text)
+                self._be_text(self._call.text)
+            if self._state is _State.FORMATTED and self._pending == self._closing:
+                self._pending = self._blank = ""
             self._say(self._pending)
             if not self._num_begun:
                 self._content.append(self._blank)
@@ -217,6 +227,10 @@ class ToolCallParser:
 
     def _in_text(self) -> bool:
         text = self._pending
+        start = text.lstrip()
+        if self._formatted and start and not any(map(partial(_agree, start), self._form.openings)):
+            self._state, self._closing = _State.FORMATTED, ""
+            return True
         found = self._openings.search(text)
         if found is not None:
             self._say(text[: found.start()])
@@ -224,6 +238,14 @@ class ToolCallParser:
             self._closing, self._state = self._form.closings[found[0]], _State.OPENED
             return True
         held = max(_overlap(text, opening) for opening in self._form.openings)
+        self._say(text[: len(text) - held])
+        self._pending = text[len(text) - held :]
+        return False
+
+    def _in_formatted(self) -> bool:
+        text, closing = self._pending, self._closing
+        is_closed = closing and text.endswith(closing)
+        held = len(closing) if is_closed else _overlap(text, closing)
         self._say(text[: len(text) - held])
         self._pending = text[len(text) - held :]
         return False
@@ -237,19 +259,29 @@ class ToolCallParser:
         if rest.startswith(self._form.call.begins):
             self._call, self._state = self._form.call(self._tools), _State.CALL
         elif rest:
-            self._say(self._opening)
-            self._opening, self._state = "", _State.TEXT
+            self._be_text("")
         return True
+
+    def _be_text(self, written: str) -> None:
+        """What was opened is no call; written: what was taken in of it. It may hold the opening of
+        another, but not where it has a format."""
+        if self._formatted:
+            self._closing = self._closing if self._opening.strip() else ""
+            self._state = _State.FORMATTED
+        else:
+            self._say(self._opening)
+            self._state = _State.TEXT
+        self._opening, self._pending = "", written + self._pending
 
     def _in_call(self) -> bool:
         call = self._call
         self._pending = self._pending[call.add(self._pending) :]
         if call.is_wrong:
-            if not call.id:
-                # What looked like a call may hold the opening of another.
-                self._say(self._opening)
-                self._pending = call.text + self._pending
-            self._opening, self._state, self._call = "", _State.TEXT, self._form.call(self._tools)
+            self._call = self._form.call(self._tools)
+            if call.id:
+                self._opening, self._state = "", _State.TEXT
+            else:
+                self._be_text(call.text)
             return True
         if call.is_over or not self._whole:
             self._tell(call)
@@ -294,6 +326,11 @@ class ToolCallParser:
         else:
             self._state = _State.TEXT
         return True
+
+
+def _agree(text: str, mark: str) -> bool:
+    """Whether one of them begins with the other."""
+    return text.startswith(mark) or mark.startswith(text)
 
 
 def _overlap(text: str, mark: str) -> int:

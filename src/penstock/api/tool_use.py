@@ -27,7 +27,8 @@ from penstock.engine.grammar import lark_json
 class ToolUse:
     """Calls that may be in an answer.
 
-    tools: that may be called. must: the answer is one call. whole, most: as the parser takes them
+    tools: that may be called. must: the answer is one call. whole, most, formatted: as the parser
+    takes them
     """
 
     form: ToolFormat
@@ -35,6 +36,7 @@ class ToolUse:
     must: bool
     whole: bool
     most: int | None
+    formatted: bool
 
     @property
     def lead(self) -> str:
@@ -67,22 +69,30 @@ class ToolUse:
         }
 
     def _beside_calls(self, schema: Mapping[str, Any], special: Mapping[str, int]) -> Structure:
-        """A text by a schema, or calls."""
+        """A text by a schema, or calls, in any of the forms that are read. A model that opens calls
+        like other JSON writes the text so, too."""
         form = self.form
         if form.before:
             before, between, after = (
                 _written(pieces, special) for pieces in (form.before, form.between, form.after)
             )
             more = "" if self.most == 1 else f"({between} call)*"
-            rules = (
-                f"start: text | {before} call {more} {after}",
-                *self._call_rules(special),
-                f"text: {lark_json(schema)}",
-            )
+            either = ["text", f"{before} call {more} {after}"]
+            rules = [*self._call_rules(special), f"text: {lark_json(schema)}"]
+            around = [
+                (_written((opening, "\n"), special), _written(("\n", closing), special))
+                for opening, closing in form.closings.items()
+                if opening not in form.before
+            ]
+            if around:
+                either += [f"{a} text {b}" for a, b in around]
+                either.append("other" if self.most == 1 else 'other ("\\n" other)*')
+                rules.append("other: " + " | ".join(f"{a} call {b}" for a, b in around))
+            rules = [f"start: {' | '.join(either)}", *rules]
             return Structure("response_format", "lark", "\n".join(rules))
-        either = [_moved(schema, "/anyOf/0", closes=False), self._calls("/anyOf/1/anyOf")]
+        schemas = [_moved(schema, "/anyOf/0", closes=False), self._calls("/anyOf/1/anyOf")]
         style = {"x-guidance": schema["x-guidance"]} if "x-guidance" in schema else {}
-        return Structure("response_format", "json", {"anyOf": either, **style})
+        return Structure("response_format", "json", {"anyOf": schemas, **style})
 
     def _call_rules(self, special: Mapping[str, int]) -> Iterator[str]:
         """What `call` is in Lark's notation."""
@@ -100,7 +110,14 @@ class ToolUse:
 
     def parser(self) -> ToolCallParser:
         tools = {tool.function.name: _parameters(tool) for tool in self.tools}
-        return ToolCallParser(self.form, tools, whole=self.whole, most=self.most, inside=self.must)
+        return ToolCallParser(
+            self.form,
+            tools,
+            whole=self.whole,
+            most=self.most,
+            inside=self.must,
+            formatted=self.formatted,
+        )
 
 
 def _written(pieces: Sequence[str], special: Mapping[str, int]) -> str:
@@ -235,7 +252,8 @@ def tool_use(body: ChatBody, template: str | None) -> ToolUse | None:
         return None
     must = body.tool_choice not in ("none", "auto")
     most = 1 if must or not body.parallel_tool_calls else None
-    return ToolUse(form, tools, must, not body.stream, most)
+    formatted = any(s.field == "response_format" for s in body.structures)
+    return ToolUse(form, tools, must, not body.stream, most, formatted and not must)
 
 
 def _callable(body: ChatBody) -> tuple[Tool, ...]:
