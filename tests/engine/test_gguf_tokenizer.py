@@ -146,6 +146,17 @@ def test_special_tokens_and_the_users_own(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == "a<tool_call>"
 
 
+def test_the_users_own_tokens_are_text(tmp_path: Path) -> None:
+    """Though the file lists them among those that are written in an alphabet for bytes."""
+    original = ORIGINALS["qwen2"]()
+    original.add_tokens(["čas", "<číslo>"])
+    tokenizer = load_tokenizer(write(tmp_path, original, "qwen2"))
+    ids = tokenizer.encode("a čas<číslo>")
+    assert tokenizer.strings(ids[-2:]) == ["čas", "<číslo>"]
+    assert tokenizer.decode(ids) == "a čas<číslo>"
+    assert tokenizer.bytes_of(ids) == "a čas<číslo>".encode()
+
+
 def test_padding_of_the_vocabulary_is_no_token(tmp_path: Path) -> None:
     original = ORIGINALS["gpt-2"]()
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")

@@ -263,6 +263,7 @@ def test_a_grammar_that_cannot_go_on_ends_its_own_request_alone(
         ("json", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, ""),
         ("json", {"type": "string", "if": {}}, "Unimplemented keys"),
         ("regex", "(", "invalid regex"),
+        ("regex", "(", "unclosed group"),
         ("regex", r"(a)\1", "invalid regex"),
         ("regex", "(" * 5000 + ")" * 5000, "invalid regex"),
         ("grammar", "start: nothing", "unknown name"),
@@ -280,6 +281,16 @@ def test_what_cannot_be_compiled_is_refused_in_one_line(
     assert reason in str(refused.value)
     assert str(refused.value)
     assert "\n" not in str(refused.value)
+
+
+def test_a_text_that_leaves_its_grammar_is_told_where(tokenizer: Tokenizer) -> None:
+    compiler = GrammarCompiler(lambda: tokenizer, 4096, [EOS])
+    request = Request("r", 1, 60, prompt_token_ids=(5,), stop_token_ids=frozenset({EOS}))
+    text = TokenBuffer(request, compiler.begin(GRAMMARS["json"]))
+    assert text.grammar is not None
+    text.append([*tokenizer.encode("{", add_special_tokens=False), 4000])
+    text.grammar.masks(text, (), 1)
+    assert text.problem == "the grammar: token 4000 is not allowed at position 1"
 
 
 def test_a_model_without_an_end_of_text_has_no_grammars(tokenizer: Tokenizer) -> None:

@@ -316,7 +316,7 @@ class GrammarState:
             num_taken = matcher.try_consume_tokens(tokens)
             if num_taken < len(tokens) and not matcher.is_stopped():
                 place = self._num_read + num_taken
-                self._fail(f"token {tokens[num_taken]} may not come behind {place} others")
+                self._fail(f"token {tokens[num_taken]} is not allowed at position {place}")
         elif self._num_read > num_known:
             matcher.rollback(self._num_read - num_known)
         if self._num_read != num_known:
