@@ -168,11 +168,11 @@ class _Vocabulary:
 
     def __init__(self, tokenizer: Tokenizer, num_tokens: int, eos_token_ids: Sequence[int]) -> None:
         self.eos_token_id = eos_token_ids[0]
-        self.special_token_ids = sorted({*tokenizer.special_tokens, *eos_token_ids})
+        special = {*tokenizer.special_tokens, *eos_token_ids}
+        self.special_token_ids = sorted(token for token in special if token < num_tokens)
         self.tokens = tokenizer.vocabulary_bytes(num_tokens)
         for token in self.special_token_ids:
-            if token < num_tokens:
-                self.tokens[token] = _SPECIAL + self.tokens[token]
+            self.tokens[token] = _SPECIAL + self.tokens[token]
         self._tokenizer = tokenizer
         spellings = sorted(tokenizer.special_tokens.values(), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, filter(None, spellings))) or r"(?!)")
@@ -214,7 +214,7 @@ class _Vocabulary:
 
     @cached_property
     def _longest(self) -> int:
-        return max(map(len, self._ids))
+        return max(map(len, self._ids), default=0)
 
 
 class GrammarState:
