@@ -11,7 +11,6 @@ import pytest
 from tests.api.test_completions import PROMPT
 from tests.serving.fakes import expected_tokens
 
-from penstock.api.choices import TextStream
 from penstock.engine.tokenizer import Tokenizer
 
 
@@ -73,6 +72,20 @@ def test_a_prompt_holds_no_stop_string(http: httpx.Client) -> None:
     assert made["choices"][0]["finish_reason"] == "stop"
 
 
+def test_echo_does_not_move_a_stop_string(http: httpx.Client, tokenizer: Tokenizer) -> None:
+    """The prompt's end and what is made first are the stop string, too, and do not count."""
+    ids = tokenizer.encode("red green blue ")
+    text = tokenizer.decode(expected_tokens(ids, 60))
+    body: dict[str, Any] = {"prompt": ids, "max_tokens": 60, "stop": "blue " + text[:3]}
+    assert text.count(body["stop"]) > 0
+    plain, echoed = complete(http, **body), complete(http, **body, echo=True)
+    assert echoed["usage"]["completion_tokens"] == plain["usage"]["completion_tokens"]
+    first, second = plain["choices"][0], echoed["choices"][0]
+    assert second["text"] == tokenizer.decode(ids) + first["text"]
+    assert first["finish_reason"] == second["finish_reason"] == "stop"
+    assert first["text"] == text[: text.index(body["stop"])]
+
+
 def test_min_tokens_come_before_any_stop_string(http: httpx.Client, tokenizer: Tokenizer) -> None:
     ids = tokenizer.encode("red green blue ")
     body: dict[str, Any] = {"prompt": ids, "max_tokens": 30, "stop": ["green"]}
@@ -82,15 +95,3 @@ def test_min_tokens_come_before_any_stop_string(http: httpx.Client, tokenizer: T
     assert late["choices"][0]["text"].count("green") == 1
     assert late["usage"]["completion_tokens"] > len(ids)
     assert late["choices"][0]["finish_reason"] == "stop"
-
-
-@pytest.mark.parametrize(("min_tokens", "text"), [(0, ""), (1, ""), (2, "ab"), (3, "ab")])
-def test_a_stop_string_may_begin_before_min_tokens(
-    tokenizer: Tokenizer, min_tokens: int, text: str
-) -> None:
-    """It is where it ends that counts."""
-    ids = [tokenizer.encode(c, add_special_tokens=False)[0] for c in "ababab"]
-    stream = TextStream(tokenizer, ["ab"], ids[-1], min_tokens=min_tokens)
-    stream.add(ids, ())
-    stream.finish()
-    assert stream.take()[0] == text

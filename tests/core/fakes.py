@@ -29,6 +29,7 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.engine.ends import OutputEnd
 
 VOCAB = 40
 _MASK = (1 << 64) - 1
@@ -396,17 +397,25 @@ class ToyExecutor:
             emitted.append(token)
             prefix = extend(prefix, token)
         num_accepted = len(emitted)
-        self.num_accepted += num_accepted
         emitted.append(next_token(prefix))
-        text.append(emitted)
+        before = OutputEnd(text.request)
+        before.follow(text.tokens[text.request.prompt_len :])
+        end = before.follow(emitted)
+        most = len(emitted) if end is None else end.num_tokens
+        num_proposed = len(drafted) if end is None else min(len(drafted), most)
+        num_accepted = min(num_accepted, num_proposed)
+        self.num_accepted += num_accepted
+        text.append(emitted[:most])
         return Verdict(
             item.request_id,
             item.epoch,
             item.round,
-            token_ids=tuple(emitted),
+            token_ids=tuple(emitted[:most]),
             drafter=item.drafter if drafted else None,
-            num_proposed=len(drafted),
+            num_proposed=num_proposed,
             num_accepted=num_accepted,
-            num_decided=min(num_accepted + 1, len(drafted)),
+            num_decided=min(num_accepted + 1, num_proposed),
             evidence=float(num_accepted),
+            finish_reason=None if end is None else end.reason,
+            num_behind_end=len(drafted) - num_proposed,
         )

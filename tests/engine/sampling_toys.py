@@ -151,7 +151,9 @@ class Loop:
             recent = text[active[:, None], emitted[active, None] + np.arange(2)]
             granted = self.allocate(active, emitted[active], share[active])
             result = self.round(active, recent, emitted[active], granted)
-            share[active] = np.where(granted, result.evidence_all / np.maximum(granted, 1), 1.0)
+            successes = np.concatenate(([0.0], np.cumsum(result.evidence_all)))
+            successes = np.diff(successes[result.draft_start])
+            share[active] = np.where(granted, successes / np.maximum(granted, 1), 1.0)
             counts = np.diff(result.token_start)
             owner = np.repeat(active, counts)
             offset = np.arange(owner.size) - np.repeat(result.token_start[:-1], counts)

@@ -205,7 +205,9 @@ def test_evidence_is_the_overlap_up_to_the_first_rejection() -> None:
     assert set(result.num_accepted.tolist()) == {0, 1, 2}
     assert (result.num_decided == np.minimum(result.num_accepted + 1, 2)).all()
     np.testing.assert_allclose(
-        result.evidence, np.where(result.num_decided == 1, overlap[0], overlap.sum()), rtol=1e-5
+        result.evidence.reshape(500, 2),
+        np.where(np.arange(2) < result.num_decided[:, None], overlap, 0.0),
+        rtol=1e-5,
     )
 
 
@@ -216,7 +218,8 @@ def test_evidence_over_all_positions_is_that_of_equation_3() -> None:
     result = verify(one_request(target, tokens, draft_probs, num_copies=200))
     assert set(result.num_accepted.tolist()) > {0}, "some end at their first token"
     own = target[:3].softmax(-1)[range(3), tokens] / draft_probs[range(3), tokens]
-    np.testing.assert_allclose(result.evidence_all, float(own.clamp(max=1).sum()), rtol=1e-5)
+    expected = np.tile(own.clamp(max=1).numpy(), 200)
+    np.testing.assert_allclose(result.evidence_all, expected, rtol=1e-5)
 
 
 def test_coupled_evidence_over_all_positions_counts_what_equals_the_samples() -> None:
@@ -228,8 +231,8 @@ def test_coupled_evidence_over_all_positions_counts_what_equals_the_samples() ->
     rows = batch.params.take(batch.request_of_row)
     samples = sample_coupled(batch.logits, rows, batch.row_positions).numpy().reshape(400, 4)
     equal = samples[:, :3] == [0, 3, 5]
-    np.testing.assert_array_equal(result.evidence_all, equal.sum(axis=1))
-    assert (result.evidence_all > result.num_accepted).any()
+    np.testing.assert_array_equal(result.evidence_all.reshape(400, 3), equal)
+    assert (equal.sum(axis=1) > result.num_accepted).any()
 
 
 def test_evidence_of_a_point_mass_is_the_targets_probability_of_it() -> None:

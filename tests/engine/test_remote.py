@@ -78,7 +78,7 @@ def run(engine: Engine, requests: Sequence[Request], answer: Answer) -> dict[str
     """Outputs, where a draft server `far` answers every order with the events that `answer` makes
     of the order and the text."""
     orders: list[DraftOrder] = []
-    engine.executor.remote.sink = lambda new, news: orders.extend(new)
+    engine.executor.remote.connect(lambda new, news: orders.extend(new))
     events: list[Event] = [DrafterUp("far"), *map(Arrive, requests)]
     texts = {r.id: list(r.prompt_token_ids or ()) for r in requests}
     unfinished = set(texts)
@@ -109,7 +109,7 @@ def hold(engine: Engine, order: DraftOrder, tokens: list[int], times: int = 1) -
 def test_an_order_is_answered_at_once_and_says_nothing(engine: Engine) -> None:
     """The lane goes on; without the event the request goes on when the deadline has passed."""
     sent: list[tuple[Sequence[DraftOrder], Mapping[str, TokenBuffer]]] = []
-    engine.executor.remote.sink = lambda new, news: sent.append((new, dict(news)))
+    engine.executor.remote.connect(lambda new, news: sent.append((new, dict(news))))
     engine.loop.turn([DrafterUp("far"), Arrive(request("a"))])
     turns = [engine.loop.turn([]) for _ in range(3)]
     ((orders, news),) = sent

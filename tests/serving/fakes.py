@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,7 +24,9 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
+from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.lanes import Wakeup
+from penstock.engine.tokenizer import load_tokenizer
 
 TOKENIZER = Path(__file__).parents[2] / "src/penstock/zoo/weights/target-small"
 EOS = 2
@@ -50,9 +53,11 @@ class EchoExecutor:
     def __init__(self, step_s: float) -> None:
         self._step_s = step_s
         self._requests: dict[str, Request] = {}
+        self._ends: dict[str, OutputEnd] = {}
         self._queue: deque[StepPlan] = deque()
-        self.remote = SimpleNamespace(sink=None)
+        self.remote = SimpleNamespace(connect=lambda sink: None)
         self.grammars = None
+        self.tokenizer = LazyTokenizer(partial(load_tokenizer, TOKENIZER))
         # Plain, since what has PyTorch imported takes seconds to start.
         self.totals = SimpleNamespace(
             num_target_steps=0,
@@ -67,6 +72,9 @@ class EchoExecutor:
     def fileno(self) -> int:
         return self._wakeup.fileno()
 
+    def wake(self) -> None:
+        self._wakeup.give()
+
     def close(self) -> None:
         """Nothing computes elsewhere."""
 
@@ -77,13 +85,16 @@ class EchoExecutor:
         return not self._queue
 
     def submit(self, plan: StepPlan) -> None:
-        self._requests.update((r.id, r) for r in plan.new_requests)
+        for request in plan.new_requests:
+            self._requests[request.id] = request
+            self._ends[request.id] = OutputEnd(request, self.tokenizer)
         for request_id in plan.forgotten:
-            del self._requests[request_id]
+            del self._requests[request_id], self._ends[request_id]
         if not plan.is_empty:
             self._queue.append(plan)
 
     def collect(self) -> list[StepResult]:
+        self._wakeup.clear()
         results = []
         while self._queue:
             plan = self._queue.popleft()
@@ -113,20 +124,28 @@ class EchoExecutor:
         num_accepted = min(item.num_draft_tokens, first % 4)
         tokens = tuple(prompt[k % len(prompt)] for k in range(first, first + num_accepted + 1))
         num_logprobs = request.sampling.num_logprobs
+        end = self._ends[item.request_id].follow(tokens)
+        tokens = tokens if end is None else tokens[: end.num_tokens]
+        num_proposed = item.num_draft_tokens
+        if end is not None:
+            num_proposed = min(num_proposed, len(tokens))
+        num_accepted = min(num_accepted, num_proposed)
         return Verdict(
             item.request_id,
             item.epoch,
             item.round,
             token_ids=tokens,
             drafter=item.drafter if item.num_draft_tokens else None,
-            num_proposed=item.num_draft_tokens,
+            num_proposed=num_proposed,
             num_accepted=num_accepted,
-            num_decided=min(num_accepted + 1, item.num_draft_tokens),
+            num_decided=min(num_accepted + 1, num_proposed),
             evidence=float(num_accepted),
             logprobs=() if num_logprobs is None else self._logprobs(tokens, num_logprobs),
             prompt_logprobs=()
             if first or request.sampling.num_prompt_logprobs is None
             else self._logprobs(prompt[1:], request.sampling.num_prompt_logprobs),
+            finish_reason=None if end is None else end.reason,
+            num_stop_chars=0 if end is None else end.num_stop_chars,
         )
 
     def _logprobs(self, tokens: tuple[int, ...], num: int) -> tuple[TokenLogprob, ...]:

@@ -27,13 +27,21 @@ from tests.serving.scripted_verifier import (
     target_oracle,
 )
 
-from penstock.core.types import FinishReason, LatencyTarget, Output, Request, SamplingParams
+from penstock.core.types import (
+    FinishReason,
+    LatencyTarget,
+    Output,
+    Request,
+    SamplingParams,
+    StopStrings,
+)
 from penstock.serving.draft_server import DraftService
 from penstock.serving.drafting import DrafterOptions, load_drafter
 from penstock.serving.intake import EngineUnavailable
 from penstock.serving.link import Endpoint, LinkRefused, VerifierLink
 from penstock.transport.service import add_service
 from penstock.transport.v1 import drafting_pb2 as pb
+from penstock.transport.wire import decode_stop
 
 
 @pytest.fixture(scope="module")
@@ -172,6 +180,24 @@ async def test_a_broken_stream_is_a_pause(family: dict[str, Path], oracle: Oracl
         assert reopened
         for again in reopened:
             assert len(again.prompt_token_ids) + again.max_tokens == 9 + 24
+
+
+async def test_a_stop_string_may_begin_before_a_break(
+    family: dict[str, Path], oracle: Oracle
+) -> None:
+    """The verification server is told what of a prompt is output already."""
+    verifier = ScriptedVerifier(oracle)
+    verifier.break_after = 3
+    made = request("a", stop=StopStrings(("no such text", "nor this"), 5, frozenset({7, 3})))
+    async with verifier.serving() as port, drafting(port, family["near"]) as server:
+        client = edge_client(server, family["near"])
+        with await client.submit("someone", [made]) as stream:
+            await read(stream)
+    assert len(verifier.opens) > 1
+    for message in verifier.opens:
+        assert made.stop is not None
+        num_made = len(message.prompt_token_ids) - made.prompt_len
+        assert decode_stop(message.stop) == made.stop._replace(num_made=num_made)
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
@@ -439,12 +465,13 @@ async def test_a_refused_request_is_tried_again_for_a_while(
         (request("a", max_tokens=300), "9 prompt tokens and 300 to make; together at most 256"),
         (request("a", first=250), "prompt token 258; token ids go from 0 to 255"),
         (request("a", stop_token_ids=frozenset(range(65))), "65 stop tokens; at most 64"),
+        (request("a", stop=StopStrings(("x" * 1025,))), "1 stop strings of 1025 characters; from"),
         (request("a", SamplingParams(min_p=0.1)), "a draft server does not pass on structured"),
         (request("a", SamplingParams(grammar="start: A")), "a draft server does not pass on"),
         (request("a", SamplingParams(presence_penalty=1.0)), "a draft server does not pass on"),
         (request("a", SamplingParams(num_prompt_logprobs=0)), "a draft server does not pass on"),
     ],
-    ids=["logprobs", "long", "vocabulary", "stops", "min_p", "grammar", "penalty", "echo"],
+    ids=["logprobs", "long", "vocabulary", "stops", "text", "min_p", "grammar", "penalty", "echo"],
 )
 async def test_what_would_never_be_taken_is_refused_here(
     family: dict[str, Path], oracle: Oracle, made: Request, why: str

@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from concurrent.futures import Future
 from dataclasses import replace
+from multiprocessing.connection import Connection
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -15,7 +16,8 @@ from tests.serving.fakes import TOKENIZER, ToyEngine, toy_engine
 
 from penstock.config import EngineConfig, PolicyConfig
 from penstock.core.loop import Turn
-from penstock.core.types import Arrive, Cancel, Event, Request, SamplingParams
+from penstock.core.types import Arrive, Cancel, Event, Request, SamplingParams, StopStrings
+from penstock.engine.ends import LazyTokenizer
 from penstock.serving.messages import EngineStats, Events, Outputs, StatsRequest, Stop
 from penstock.serving.worker import (
     Channel,
@@ -123,6 +125,51 @@ def test_nobody_waits_for_another_ones_grammar(engine: ToyEngine) -> None:
         thread.join(5)
     assert finished == ["quick", "slow"]
     assert engine.scheduler.num_unfinished == 0
+
+
+class RecordingChannel(Channel):
+    def __init__(self, connection: Connection) -> None:
+        super().__init__(connection)
+        self.timeouts: list[float | None] = []
+
+    def receive(self, timeout: float | None, *others: Any) -> list[Any]:
+        self.timeouts.append(timeout)
+        return super().receive(timeout, *others)
+
+
+def test_the_loop_sleeps_until_a_request_is_prepared(engine: ToyEngine) -> None:
+    """For a grammar, and for the tokenizer that finds stop strings."""
+    grammars, loading = SlowGrammars(), Future[Any]()
+    loaded = engine.executor.tokenizer()
+    engine.executor.grammars = grammars  # type: ignore[assignment]
+    engine.executor.tokenizer = LazyTokenizer(lambda: loaded)
+    engine.executor.tokenizer.__dict__["loading"] = loading
+    asked = replace(
+        request("a"), sampling=SamplingParams(grammar="g"), stop=StopStrings(("no such text",))
+    )
+    ours, theirs = multiprocessing.Pipe()
+    with ours, theirs:
+        watched = RecordingChannel(theirs)
+        server = EngineServer(engine, watched, HeartbeatSender(20.0, [].append))
+        thread = threading.Thread(target=server.serve)
+        thread.start()
+        channel = Channel(ours)
+        channel.send(Events((Arrive(asked),)))
+        channel.send(StatsRequest())
+        (stats,) = channel.receive(5.0)
+        assert stats.num_deferred == 1
+        grammars.compiled["g"].set_result(None)
+        channel.send(StatsRequest())
+        (stats,) = channel.receive(5.0)
+        assert stats.num_deferred == 1, "the tokenizer is still being loaded"
+        loading.set_result(loaded)
+        finished = False
+        while not finished:
+            for message in channel.receive(5.0):
+                finished |= any(o.finish_reason for o in message.outputs)
+        channel.send(Stop())
+        thread.join(5)
+    assert set(watched.timeouts) <= {None, 0.0}
 
 
 class ForgetfulGrammars:

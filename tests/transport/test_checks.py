@@ -20,7 +20,7 @@ from penstock.transport.checks import (
     parse,
 )
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import WEIGHT_SUM, PrefixDigest
+from penstock.transport.wire import WEIGHT_SUM, PrefixDigest, decode_stop
 
 LIMITS = Limits(vocab_size=100, max_request_tokens=50, max_draft_tokens=8, max_open_requests=3)
 TEXT = PrefixDigest([1, 2, 3])
@@ -120,6 +120,7 @@ def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
                 expected_output_tokens=4,
                 tpot=0.1,
                 deadline=5.0,
+                stop=pb.StopStrings(strings=["a"], previous=3, shown_token_ids=[4], num_made=1),
                 sampling=pb.Sampling(temperature=0.5, top_p=0.9, top_k=3, seed=1),
             )
         ),
@@ -137,6 +138,10 @@ def test_whatever_comes_is_refused_or_valid(rng: random.Random) -> None:
         elif up.HasField("open"):
             check_open(up.open, LIMITS, ())
             assert max(up.open.prompt_token_ids) < 100
+            stop = up.open.stop
+            assert max([stop.previous, *stop.shown_token_ids]) < 100
+            assert all(decode_stop(stop).strings) or not up.open.HasField("stop")
+            assert stop.num_made < len(up.open.prompt_token_ids)
             assert len(up.open.prompt_token_ids) + up.open.max_tokens <= 50
             assert up.open.expected_output_tokens <= up.open.max_tokens
             assert not up.open.HasField("tpot") or up.open.tpot > 0

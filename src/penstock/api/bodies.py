@@ -14,9 +14,15 @@ from pydantic_core import from_json
 from penstock.api.body import Body
 from penstock.api.errors import ApiError
 from penstock.api.structure import StructuredBody
-from penstock.core.types import AUTO_DRAFTER, MAX_LOGPROBS, LatencyTarget, latency_target
+from penstock.core.types import (
+    AUTO_DRAFTER,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARS,
+    MAX_STOP_STRINGS,
+    LatencyTarget,
+    latency_target,
+)
 
-_MAX_STOPS = 16
 _MAX_CHOICES = 128
 _MAX_PROMPTS = 2**16
 MAX_TOOLS = 128
@@ -97,10 +103,13 @@ class _SamplingBody(Body):
     @field_validator("stop")
     @classmethod
     def _few_stops(cls, stop: str | list[str]) -> str | list[str]:
-        if len(stop) > _MAX_STOPS and not isinstance(stop, str):
-            raise ValueError(f"at most {_MAX_STOPS} strings are allowed, not {len(stop)}")
-        if stop == "" or not all(stop):
+        strings = [stop] if isinstance(stop, str) else stop
+        if len(strings) > MAX_STOP_STRINGS:
+            raise ValueError(f"at most {MAX_STOP_STRINGS} strings are allowed, not {len(strings)}")
+        if not all(strings):
             raise ValueError("a stop string must not be empty")
+        if (num_chars := sum(map(len, strings))) > MAX_STOP_CHARS:
+            raise ValueError(f"at most {MAX_STOP_CHARS} characters are allowed, not {num_chars}")
         return stop
 
     @property

@@ -63,11 +63,10 @@ class TokenText:
 
 class TextStream:
     """Text of one choice. Characters that could begin a stop string are held back until it is
-    certain that they do not; a stop string itself is never shown.
+    certain that they do not. Whether one has ended the text, the engine says.
 
     previous: the last token of the text that it goes on from, if it does
     shown: special tokens that are part of it
-    min_tokens: that are made before a stop string may end
     """
 
     def __init__(
@@ -76,10 +75,7 @@ class TextStream:
         stops: Sequence[str],
         previous: int | None = None,
         shown: Collection[int] = (),
-        min_tokens: int = 0,
     ) -> None:
-        self.stopped = False
-        """A stop string has been found; the text is over."""
         self._is_over = False
         self._tokenizer = tokenizer
         self._stops = stops
@@ -89,9 +85,6 @@ class TextStream:
         self._length = 0
         self._tokens: list[TokenText] = []
         self._previous = previous
-        self._num_unstoppable = min_tokens
-        self._stoppable_from = 0
-        """Where the text begins in which stop strings may end."""
 
     def echo(self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprob]) -> None:
         """Begin with a prompt, with log-probabilities of all its tokens but the first, or none."""
@@ -102,48 +95,39 @@ class TextStream:
             self._pending += text
             if logprobs:
                 self._note(token_id, start, text, known[place], None)
-        self._stoppable_from = self._length + len(self._pending)
 
     def add(
         self,
         token_ids: Sequence[int],
         logprobs: Sequence[TokenLogprob],
         origins: Sequence[Origin] = (),
-    ) -> int:
-        """Append tokens, with their log-probabilities and origins, or none at all of either. Not
-        after `stopped`.
-
-        Returns how many belong to the text: those up to the end of a stop string, else all.
-        """
-        if not (self._stops or logprobs or origins):
+    ) -> None:
+        """Append tokens, with their log-probabilities and origins, or none at all of either."""
+        if not (logprobs or origins):
             self._pending += "".join(map(self._detokenizer.add, token_ids))
-            return len(token_ids)
-        for count, token_id in enumerate(token_ids, 1):
+            return
+        for place, token_id in enumerate(token_ids):
             start = self._length + len(self._pending)
             text = self._detokenizer.add(token_id)
             self._pending += text
-            if logprobs or origins:
-                logprob = logprobs[count - 1] if logprobs else _NO_LOGPROB
-                origin = origins[count - 1] if origins else None
-                self._note(token_id, start, text, logprob, origin)
-            if self._num_unstoppable:
-                self._num_unstoppable -= 1
-                self._stoppable_from = self._length + len(self._pending)
-            self._look_for_stop()
-            if self.stopped:
-                return count
-        return len(token_ids)
+            logprob = logprobs[place] if logprobs else _NO_LOGPROB
+            self._note(token_id, start, text, logprob, origins[place] if origins else None)
 
-    def finish(self) -> None:
-        """No more tokens will come: nothing needs to be held back."""
-        if not self.stopped:
-            rest = self._detokenizer.finish()
-            self._pending += rest
-            if rest and self._tokens:
-                # A character that is not complete belongs to the last token that began it.
-                last = self._tokens[-1]
-                self._tokens[-1] = replace(last, text=last.text + rest)
-            self._look_for_stop()
+    def finish(self, num_stop_chars: int = 0) -> None:
+        """No more tokens will come: nothing needs to be held back. num_stop_chars: at the end of
+        the text, from where a stop string begins; they are not shown."""
+        rest = self._detokenizer.finish()
+        self._pending += rest
+        if rest and self._tokens:
+            # A character that is not complete belongs to the last token that began it.
+            last = self._tokens[-1]
+            self._tokens[-1] = replace(last, text=last.text + rest)
+        if num_stop_chars:
+            self._pending = self._pending[:-num_stop_chars]
+            cut = self._length + len(self._pending)
+            self._tokens = [
+                replace(t, text=t.text[: cut - t.start]) for t in self._tokens if t.start < cut
+            ]
         self._is_over = True
 
     def take(self) -> tuple[str, list[TokenText]]:
@@ -161,23 +145,6 @@ class TextStream:
         raw = self._tokenizer.token_bytes(token_id, self._previous)
         self._tokens.append(TokenText(token_id, raw, start, text, logprob, origin))
         self._previous = token_id
-
-    def _look_for_stop(self) -> None:
-        behind = self._stoppable_from - self._length + 1
-        starts = (
-            (self._pending.find(stop, max(0, behind - len(stop))), len(stop))
-            for stop in self._stops
-        )
-        found = [(start + size, start) for start, size in starts if start >= 0]
-        if found:
-            # The one that is complete first, so that the cut does not depend on the chunks.
-            _, start = min(found)
-            self._pending = self._pending[:start]
-            cut = self._length + len(self._pending)
-            self._tokens = [
-                replace(t, text=t.text[: cut - t.start]) for t in self._tokens if t.start < cut
-            ]
-            self.stopped = self._is_over = True
 
     def _num_held_back(self) -> int:
         """Length of the longest end of the text that a stop string could begin with."""
@@ -245,13 +212,13 @@ class ResponseChoice:
             self._text.echo(self.request.prompt_token_ids or (), output.prompt_logprobs)
             self._echo = False
         if not self._adds_text:
-            output = output._replace(token_ids=(), logprobs=(), finish_reason=FinishReason.LENGTH)
-        self.usage.observe(output, self._add(output))
-        if self._text.stopped:
-            self.finish_reason = FinishReason.STOP
-        elif output.finish_reason is not None:
-            self._text.finish()
-            self.finish_reason = FinishReason.STOP if self._text.stopped else output.finish_reason
+            nothing = Output(output.request_id, finish_reason=FinishReason.LENGTH)
+            output = nothing._replace(num_cached_tokens=output.num_cached_tokens)
+        self.usage.observe(output)
+        self._add(output)
+        if output.finish_reason is not None:
+            self._text.finish(output.num_stop_chars)
+            self.finish_reason = output.finish_reason
         text, tokens = self._text.take()
         return self._delta(text, tokens)
 
@@ -269,13 +236,14 @@ class ResponseChoice:
             return Delta(self.index, text, tokens, reason, pieces)
         return None
 
-    def _add(self, output: Output) -> int:
-        """Number of tokens up to the end of the text. A stop token counts, but is not shown."""
-        num_hidden = int(output.finish_reason is FinishReason.STOP)
-        shown = output.token_ids[: len(output.token_ids) - num_hidden]
+    def _add(self, output: Output) -> None:
+        """To the text. A stop token counts, but is not shown."""
+        shown = output.token_ids
+        if output.finish_reason is FinishReason.STOP:
+            stops = self.request.stop_token_ids
+            shown = tuple(token for token in shown if token not in stops)
         origins = origins_of(output) if self.tells_origins else ()
-        num_tokens = self._text.add(shown, output.logprobs, origins)
-        return num_tokens if self._text.stopped else num_tokens + num_hidden
+        self._text.add(shown, output.logprobs, origins)
 
 
 def usage(choices: Sequence[ResponseChoice]) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from penstock.api.structure import compiled
 from penstock.api.token_bodies import DetokenizeBody, TokenizeBody
 from penstock.api.tool_use import ToolUse, tool_use
 from penstock.config import DEFAULT_TENANT, TenantConfig, hash_of_key
-from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams
+from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, Request, SamplingParams, StopStrings
 from penstock.engine.grammar import GrammarCompiler
 from penstock.serving.messages import Ready
 from penstock.serving.quotas import Quotas
@@ -328,6 +328,7 @@ class RequestBuilder:
             echo = isinstance(body, CompletionBody) and body.echo
             is_own = echo or isinstance(body, ChatBody)
             previous = None if is_own else self.tokenizer.last_of_text(prompt)
+            stop = self._stop_strings(body, prompt, shown)
             for n in range(body.n):
                 index = len(choices)
                 request = Request(
@@ -342,8 +343,9 @@ class RequestBuilder:
                     max_draft_tokens=body.speculation.max_draft_tokens,
                     expected_output_tokens=None if expected is None else min(expected, max_tokens),
                     latency=body.latency.target,
+                    stop=stop,
                 )
-                text = TextStream(self.tokenizer, body.stops, previous, shown, body.min_tokens)
+                text = TextStream(self.tokenizer, body.stops, previous, shown)
                 choice = ResponseChoice(
                     index,
                     request,
@@ -356,6 +358,15 @@ class RequestBuilder:
                 )
                 choices.append(choice)
         return choices
+
+    def _stop_strings(
+        self, body: CompletionBody | ChatBody, prompt: Sequence[int], shown: frozenset[int]
+    ) -> StopStrings | None:
+        """They lie in what is made, whether or not the prompt is shown before it."""
+        if not body.stops:
+            return None
+        previous = None if isinstance(body, ChatBody) else self.tokenizer.last_of_text(prompt)
+        return StopStrings(body.stops, previous, shown)
 
     def _max_tokens(
         self, body: CompletionBody | ChatBody, prompt_len: int, default_tokens: int, tenant: str

@@ -114,7 +114,7 @@ def _advance(
     ctx.learn.acceptance.observe(verdict)
     if item.num_draft_tokens and item.drafter is not None and not verdict.num_proposed:
         ctx.learn.acceptance.observe_empty(state.request.id, item.drafter)
-    new_tokens, reason = _cut(state, verdict.token_ids)
+    new_tokens = verdict.token_ids
     first = not state.num_output_tokens
     if first:
         state.first_token_at = now
@@ -128,6 +128,9 @@ def _advance(
         memory.commit(state)
         if verdict.forced_token_ids:
             state.force(verdict.forced_token_ids)
+    reason = verdict.finish_reason
+    if reason is None and state.num_remaining_tokens <= 0:
+        reason = FinishReason.LENGTH
     if reason is not None:
         ctx.learn.lengths.ended(state.num_output_tokens)
         _forget(ctx, state)
@@ -139,26 +142,14 @@ def _advance(
         None,
         verdict.drafter,
         verdict.num_proposed,
-        min(verdict.num_accepted, num_new),
+        verdict.num_accepted,
         target.num_cached_tokens if first else 0,
-        verdict.logprobs[:num_new],
+        verdict.logprobs,
         verdict.prompt_logprobs,
         state.admitted_at - state.request.arrival_time if first else 0.0,
         state.num_preemptions if reason is not None else 0,
+        verdict.num_stop_chars,
     )
-
-
-def _cut(
-    state: RequestState, token_ids: tuple[int, ...]
-) -> tuple[tuple[int, ...], FinishReason | None]:
-    """Tokens up to the first stop token (kept) or to `max_tokens`."""
-    most = state.num_remaining_tokens
-    kept = token_ids[:most]
-    stops = state.request.stop_token_ids
-    if stops and not stops.isdisjoint(kept):
-        end = next(i for i, token in enumerate(kept, 1) if token in stops)
-        return kept[:end], FinishReason.STOP
-    return kept, FinishReason.LENGTH if len(kept) == most else None
 
 
 def _advance_groups(ctx: Context, run: DecodeRun, result: StepResult) -> list[Output]:

@@ -41,6 +41,13 @@ MAX_LOGPROBS = 20
 """Most alternatives whose log-probabilities are told beside a token's own."""
 
 
+MAX_STOP_STRINGS = 16
+"""Most stop strings of one request."""
+
+MAX_STOP_CHARS = 1024
+"""Most characters of them together: the engine looks at so many for each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How the target's distribution is shaped, and which verification keeps it.
@@ -113,12 +120,23 @@ def latency_target(tpot_ms: float | None, deadline_ms: float | None) -> LatencyT
     return LatencyTarget(*[None if ms is None else ms / 1000 for ms in given])
 
 
+class StopStrings(NamedTuple):
+    """Strings that end an output, which the executor finds in its text. previous: the token of the
+    prompt that the text goes on from (None: it is a text of its own). shown: special tokens that
+    are part of it. num_made: tokens at the end of the prompt that are output already."""
+
+    strings: tuple[str, ...]
+    previous: int | None = None
+    shown: frozenset[int] = frozenset()
+    num_made: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One completion to make. `block_hashes` are those of the prompt's full blocks (may be empty:
     then nothing is shared); `prompt_token_ids` is None where only lengths are known.
     `expected_output_tokens` is what the client says about its output, if anything; `latency` what
-    it asks for."""
+    it asks for. `stop`: None without stop strings."""
 
     id: str
     prompt_len: int
@@ -133,6 +151,7 @@ class Request:
     max_draft_tokens: int | None = None
     expected_output_tokens: int | None = None
     latency: LatencyTarget = NO_TARGET
+    stop: StopStrings | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +373,11 @@ class Verdict(NamedTuple):
     drafted token (GoodSpeed, eq. 3), or 1 where it equals the target's own sample.
     `prompt_logprobs`: once, of the prompt's tokens but the first, where they were asked for.
     `forced_token_ids`: what must come next, as the executor knows: a draft that nobody
-    need make."""
+    need make.
+
+    `finish_reason`: of an output that has ended. Then nothing behind its end is in the verdict:
+    neither tokens nor draft positions, of which the target computed `num_behind_end`.
+    `num_stop_chars`: from where a stop string begins to the end of the text."""
 
     request_id: str
     epoch: int
@@ -369,6 +392,14 @@ class Verdict(NamedTuple):
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     forced_token_ids: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    num_stop_chars: int = 0
+    num_behind_end: int = 0
+
+    @property
+    def num_drafted(self) -> int:
+        """Draft positions that took time."""
+        return self.num_proposed + self.num_behind_end
 
 
 @dataclass(frozen=True, slots=True)
@@ -430,7 +461,8 @@ class Output(NamedTuple):
     """New tokens of one request for its client, and its end when `finish_reason` is set. Where
     only lengths are known `num_tokens` says how many are new, and they may come all at the end.
     queued_s: of the first output, seconds from the arrival until the request was admitted.
-    num_preemptions: of a request that ends, how often it was preempted."""
+    num_preemptions: of a request that ends, how often it was preempted. num_stop_chars: of the
+    text's last characters, those from where a stop string begins, which has ended it."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()
@@ -445,6 +477,7 @@ class Output(NamedTuple):
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
     queued_s: float = 0.0
     num_preemptions: int = 0
+    num_stop_chars: int = 0
 
 
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16_384)

@@ -41,6 +41,7 @@ from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.drafters.chain import ChainDrafter
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.suffix import SuffixDrafter
+from penstock.engine.ends import LazyTokenizer
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.models.checkpoint import open_checkpoint
@@ -135,6 +136,7 @@ def load_engine(
     # The few small steps that are measured say little of vLLM's.
     scheduler.learn.times.learns_profile = config.vllm is not None and profile is None
     target = models.target
+    executor.tokenizer = LazyTokenizer(partial(load_tokenizer, config.target))
     executor.grammars = GrammarCompiler(
         partial(load_tokenizer, config.target), target.vocab_size, target.eos_token_ids
     )

@@ -33,6 +33,7 @@ from penstock.core.types import (
 )
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.drafters.base import Draft, LocalDrafter
+from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
 from penstock.engine.prompt_scores import PromptScores
@@ -100,6 +101,8 @@ class LocalExecutor(ABC):
         self.remote = RemoteOrders()
         self.grammars: GrammarCompiler | None = None
         """Of the target's vocabulary."""
+        self.tokenizer: LazyTokenizer | None = None
+        """The target's, in which stop strings are found."""
         self._failures = Failures(_MOST_FAILURES)
         self._clock = clock
         self._texts: dict[str, TokenBuffer] = {}
@@ -118,7 +121,8 @@ class LocalExecutor(ABC):
             self._forget(request_id)
         # Last, because an id may come back in the very plan that forgets it.
         for request in plan.new_requests:
-            self._texts[request.id] = TokenBuffer(request, self._grammar_of(request))
+            end = OutputEnd(request, self.tokenizer)
+            self._texts[request.id] = TokenBuffer(request, self._grammar_of(request), end)
         if plan.is_empty:
             return
         if plan.lane == TARGET:
@@ -146,6 +150,10 @@ class LocalExecutor(ABC):
     def fileno(self) -> int:
         """Readable when a lane has ended: for whoever waits for other things, too."""
         return self._lanes.wakeup.fileno()
+
+    def wake(self) -> None:
+        """Let what waits for `fileno` look again; from any thread."""
+        self._lanes.wakeup.give()
 
     def close(self) -> None:  # noqa: B027
         """The last plan is done: end what computes in other processes."""

@@ -135,8 +135,6 @@ class Lanes(Generic[_Result]):
     def take(self) -> list[_Result]:
         """Results since the last call, in the order in which they came. Raises what a job
         raised."""
-        if not self._threads:
-            return []
         # Before looking, so that no sign is lost; and though nobody is busy, for a result may have
         # been taken before its sign was given, which would then stay.
         self.wakeup.clear()

@@ -20,29 +20,30 @@ Sink = Callable[[Sequence[DraftOrder], Mapping[str, TokenBuffer]], None]
 
 
 class RemoteOrders:
-    """Hands orders to whoever carries them to the draft servers.
-
-    sink: called with the orders of one lane, and with the texts of those requests among them that
-    are ordered for the first time
-    """
+    """Hands orders to what carries them to the draft servers."""
 
     def __init__(self) -> None:
-        self.sink: Sink | None = None
+        self._sink: Sink | None = None
         self._sent: list[StepResult] = []
         self._known: set[str] = set()
         self._sent_at: dict[str, float] = {}
 
+    def connect(self, sink: Sink) -> None:
+        """Call `sink` from now on, with the orders of one lane, and with the texts of those
+        requests among them that are ordered for the first time."""
+        self._sink = sink
+
     def send(self, plan: StepPlan, texts: Mapping[str, TokenBuffer], now: float) -> None:
         """The orders go out, which ends the step."""
         self._sent.append(StepResult(plan.id, plan.lane, started_at=now, finished_at=now))
-        if self.sink is None:
+        if self._sink is None:
             return
         ids = [o.request_id for o in plan.drafts]
         news = {i: texts[i] for i in ids if i not in self._known}
         self._known.update(news)
         self._sent_at.update(dict.fromkeys(ids, now))
         if plan.drafts:
-            self.sink(plan.drafts, news)
+            self._sink(plan.drafts, news)
 
     def take_sent(self) -> list[StepResult]:
         """Results of the steps that have been sent since the last call."""

@@ -8,6 +8,7 @@ import numpy as np
 
 from penstock.core.types import Request
 from penstock.engine.batch import IntArray
+from penstock.engine.ends import End, OutputEnd
 from penstock.engine.grammar import GrammarState
 from penstock.engine.sampling import SamplingRows, TextSoFar
 from penstock.engine.sampling.params import BoolArray
@@ -55,13 +56,19 @@ class BlockTables:
 
 class TokenBuffer:
     """A request's known tokens: the prompt, then what each round emits. grammar: that the output
-    follows, if any."""
+    follows, if any. end: of the output (None: of one without stop strings)."""
 
-    def __init__(self, request: Request, grammar: GrammarState | None = None) -> None:
+    def __init__(
+        self,
+        request: Request,
+        grammar: GrammarState | None = None,
+        end: OutputEnd | None = None,
+    ) -> None:
         if request.prompt_token_ids is None:
             raise ValueError("the engine needs the prompt's tokens, not only its length")
         self.request = request
         self.grammar = grammar
+        self._end = end or OutputEnd(request)
         self._reads_text = request.sampling.reads_text
         self._tokens = np.empty(request.prompt_len + request.max_tokens + 64, dtype=np.int32)
         self._tokens[: request.prompt_len] = request.prompt_token_ids
@@ -71,6 +78,12 @@ class TokenBuffer:
         end = self.length + len(token_ids)
         self._tokens[self.length : end] = token_ids
         self.length = end
+
+    def take(self, token_ids: Sequence[int]) -> End | None:
+        """Append what a round has yielded, up to the output's end, which is returned."""
+        end = self._end.follow(token_ids)
+        self.append(token_ids if end is None else token_ids[: end.num_tokens])
+        return end
 
     def foresee(self, token_ids: Sequence[int]) -> None:
         """Write guesses behind the known tokens, for a model to read; they last until `append`."""
@@ -93,15 +106,12 @@ class TokenBuffer:
     def forced(self) -> tuple[int, ...]:
         """What must come next, where a grammar says so."""
         grammar = self.grammar
-        if grammar is None or grammar.problem is not None:
-            return ()
-        last = int(self._tokens[self.length - 1])
-        return () if last in self.request.stop_token_ids else grammar.forced(self)
+        return () if grammar is None or grammar.problem is not None else grammar.forced(self)
 
     @property
     def problem(self) -> str | None:
         """Why no more can come, if it cannot."""
-        return None if self.grammar is None else self.grammar.problem
+        return self._end.problem or (None if self.grammar is None else self.grammar.problem)
 
     @property
     def is_ratio(self) -> bool:

@@ -216,34 +216,42 @@ def sampled_of(job: StepJob, drafts: Sequence[tuple[list[int], list[int]]]) -> l
 def verdicts_of(
     items: Sequence[VerifyItem], sampled: Sequence[Drafted], decided: Sequence[Decided]
 ) -> tuple[Verdict, ...]:
-    """Chunks of prefill have nothing to tell; what was decided is appended to the texts."""
+    """Chunks of prefill have nothing to tell; what was decided, up to the output's end, is appended
+    to the texts."""
     verdicts = []
     answers = zip(sampled, decided, strict=True)
     for item in items:
-        if not item.samples:
+        if item.samples:
+            verdicts.append(_verdict_of(item, *next(answers)))
+        else:
             verdicts.append(Verdict(item.request_id, item.epoch, item.round))
-            continue
-        drafted, answer = next(answers)
-        drafted.text.append(answer.token_ids)
-        num_proposed = len(drafted.token_ids)
-        verdicts.append(
-            Verdict(
-                request_id=item.request_id,
-                epoch=item.epoch,
-                round=item.round,
-                token_ids=tuple(answer.token_ids),
-                drafter=item.drafter if num_proposed else None,
-                num_proposed=num_proposed,
-                num_accepted=answer.num_accepted,
-                num_decided=answer.num_decided,
-                evidence=answer.evidence,
-                evidence_all=answer.evidence_all,
-                logprobs=answer.logprobs,
-                prompt_logprobs=answer.prompt_logprobs,
-                forced_token_ids=drafted.text.forced(),
-            )
-        )
     return tuple(verdicts)
+
+
+def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
+    end = drafted.text.take(answer.token_ids)
+    most = len(answer.token_ids) if end is None else end.num_tokens
+    num_drafted = len(drafted.token_ids)
+    # Positions behind the end say nothing.
+    num_proposed = num_drafted if end is None else min(num_drafted, most)
+    return Verdict(
+        request_id=item.request_id,
+        epoch=item.epoch,
+        round=item.round,
+        token_ids=tuple(answer.token_ids[:most]),
+        drafter=item.drafter if num_proposed else None,
+        num_proposed=num_proposed,
+        num_accepted=min(answer.num_accepted, num_proposed),
+        num_decided=min(answer.num_decided, num_proposed),
+        evidence=float(sum(answer.evidence[:num_proposed])),
+        evidence_all=float(sum(answer.evidence_all[:num_proposed])),
+        logprobs=answer.logprobs[:most],
+        prompt_logprobs=answer.prompt_logprobs,
+        forced_token_ids=drafted.text.forced() if end is None else (),
+        finish_reason=None if end is None else end.reason,
+        num_stop_chars=0 if end is None else end.num_stop_chars,
+        num_behind_end=num_drafted - num_proposed,
+    )
 
 
 def verified(

@@ -64,13 +64,14 @@ class Drafted(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What verification came to for one request; see `core.types.Verdict`."""
+    """What verification came to for one request; see `core.types.Verdict`. evidence, evidence_all:
+    of each draft position, so that positions behind the end of the output can be left out."""
 
     token_ids: list[int]
     num_accepted: int
     num_decided: int
-    evidence: float
-    evidence_all: float
+    evidence: Sequence[float] = ()
+    evidence_all: Sequence[float] = ()
     logprobs: tuple[TokenLogprob, ...] = ()
     prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
@@ -220,7 +221,7 @@ def decide(
         # Most steps of most servers: the samples are all there is to it.
         positions = np.array([d.position for d in drafted])
         samples = sample(changed, params, positions).tolist()
-        return [Decided([token], 0, 0, 0.0, 0.0) for token in samples]
+        return [Decided([token], 0, 0) for token in samples]
     result = verify(
         VerifyBatch(
             logits=changed,
@@ -235,8 +236,10 @@ def decide(
         sample,
     )
     decided = []
+    evidence, evidence_all = result.evidence.tolist(), result.evidence_all.tolist()
+    draft_start = result.draft_start.tolist()
     for n, d in enumerate(drafted):
-        tokens = result.tokens(n)
+        tokens, drafts = result.tokens(n), slice(draft_start[n], draft_start[n + 1])
         num = d.sampling.num_logprobs
         rows = logits[row_start[n] : row_start[n] + len(tokens)]
         decided.append(
@@ -244,8 +247,8 @@ def decide(
                 tokens,
                 int(result.num_accepted[n]),
                 int(result.num_decided[n]),
-                float(result.evidence[n]),
-                float(result.evidence_all[n]),
+                evidence[drafts],
+                evidence_all[drafts],
                 () if num is None else token_logprobs(rows, tokens, num),
             )
         )
@@ -305,6 +308,6 @@ def _compare(samples: list[int], first: int, draft: list[int]) -> Decided:
         samples[first : first + num_accepted + 1],
         num_accepted,
         min(num_accepted + 1, len(draft)),
-        float(num_accepted),
-        float(sum(samples[first + n] == token for n, token in enumerate(draft))),
+        [float(n < num_accepted) for n in range(len(draft))],
+        [float(samples[first + n] == token) for n, token in enumerate(draft)],
     )

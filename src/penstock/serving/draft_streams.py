@@ -44,6 +44,7 @@ from penstock.transport.wire import (
     PrefixDigest,
     decode_pieces,
     decode_sampling,
+    decode_stop,
     decode_weights,
     encode_logprobs,
     encode_sampling,
@@ -202,6 +203,7 @@ class DraftStream:
             drafter=self.drafter,
             expected_output_tokens=message.expected_output_tokens or None,
             latency=LatencyTarget(message.tpot or None, message.deadline or None),
+            stop=decode_stop(message.stop) if message.HasField("stop") else None,
         )
         opened = EdgeRequest(
             message.request_id,
@@ -349,6 +351,7 @@ class DraftStream:
             finish_reason=output.finish_reason or "",
             reason=output.error or "",
             logprobs=encode_logprobs(logprobs),
+            num_stop_chars=output.num_stop_chars,
         )
         request.prefix.extend(output.token_ids)
         self._void(request)

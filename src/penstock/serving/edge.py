@@ -26,7 +26,7 @@ from penstock.serving.messages import Ready
 from penstock.serving.tracked import Piece, TrackedRequest, VerifiedText
 from penstock.transport.checks import Limits, Refusal, check_open
 from penstock.transport.v1 import drafting_pb2 as pb
-from penstock.transport.wire import encode_sampling
+from penstock.transport.wire import encode_sampling, encode_stop
 
 _MAX_TRIES = 5
 """Attempts without a new token after which a request fails."""
@@ -66,6 +66,9 @@ class _EdgeRequest:
         expected = request.expected_output_tokens
         if expected is not None:
             expected = min(max(expected + request.prompt_len - len(text), 1), self.num_remaining)
+        stop = request.stop
+        if stop is not None:
+            stop = stop._replace(num_made=len(text) - request.prompt_len)
         tpot, deadline = request.latency
         if deadline is not None:
             deadline = max(_LEAST_DEADLINE_S, deadline + self.started_at - time.monotonic())
@@ -78,6 +81,7 @@ class _EdgeRequest:
             expected_output_tokens=expected,
             tpot=tpot,
             deadline=deadline,
+            stop=None if stop is None else encode_stop(stop),
         )
 
 
@@ -234,6 +238,7 @@ class EdgeClient(RequestClient):
                     num_proposed=piece.num_drafted,
                     num_accepted=min(piece.num_accepted, piece.num_drafted),
                     logprobs=piece.logprobs,
+                    num_stop_chars=piece.num_stop_chars,
                 )
             )
 

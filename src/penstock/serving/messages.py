@@ -51,7 +51,7 @@ class RemoteDraft:
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """ConnectionLimits, cancellations, drafts and the like, in order."""
+    """Arrivals, cancellations, drafts and the like, in order."""
 
     events: tuple[Event | RemoteDraft, ...]
 
@@ -151,7 +151,7 @@ class EngineStats:
     plan_s: of target steps, from when their turns of the loop began until they did
     kv_capacity_tokens: of the target; kv_fluid: what the traffic takes in the fluid, where known
     tenant_weights: of the tenants that are configured, or have asked for something
-    num_deferred: of those waiting, whose grammars are being compiled
+    num_deferred: of those waiting, which a grammar or a tokenizer is prepared for
     kv_block_size: of the target
     steps_by_tokens, num_step_tokens: see `engine.steps.Totals`
     """

@@ -25,6 +25,7 @@ class Piece(NamedTuple):
     code: pb.Refused.Code = pb.Refused.INVALID
     logprobs: tuple[TokenLogprob, ...] = ()
     num_drafted: int = 0
+    num_stop_chars: int = 0
 
     @classmethod
     def of(cls, verdict: pb.VerifiedTokens) -> Self:
@@ -36,6 +37,7 @@ class Piece(NamedTuple):
             verdict.reason,
             logprobs=decode_logprobs(verdict.logprobs),
             num_drafted=verdict.num_drafted,
+            num_stop_chars=verdict.num_stop_chars,
         )
 
 

@@ -24,9 +24,8 @@ class Usage:
     num_accepted_tokens: int = 0
     drafts: Counter[str] = field(default_factory=Counter)
 
-    def observe(self, output: Output, num_tokens: int | None = None) -> None:
-        """num_tokens: of the output's, those that count; None: all."""
-        self.num_tokens += len(output.token_ids) if num_tokens is None else num_tokens
+    def observe(self, output: Output) -> None:
+        self.num_tokens += len(output.token_ids)
         self.num_cached_tokens += output.num_cached_tokens
         self.num_rounds += bool(output.token_ids)
         if output.drafter is not None and output.num_proposed:

@@ -47,9 +47,6 @@ if TYPE_CHECKING:
 HEARTBEATS_PER_TIMEOUT = 20
 """Within the time after which a process without any is given up."""
 
-_COMPILING_S = 0.005
-"""So often it is looked whether a grammar is compiled."""
-
 _log = logging.getLogger(__name__)
 
 
@@ -148,12 +145,13 @@ class EngineServer:
         self._busy_s = 0.0
         self._pace = TokenPace()
         self._stalled: str | None = None
-        self._compiling: dict[str, tuple[Arrive, Future[Any]]] = {}
-        """Requests that have come, whose grammars are not compiled yet: no step waits for those."""
+        self._preparing: dict[str, tuple[Arrive, list[Future[Any]]]] = {}
+        """Requests that have come, and what they wait for: a grammar to be compiled, or the
+        tokenizer that finds stop strings. No step waits for those."""
         self._grammars: dict[str, Future[Any]] = {}
         """Of requests that have not said anything yet: what is held is not compiled again when
         they begin."""
-        engine.executor.remote.sink = self._send_orders
+        engine.executor.remote.connect(self._send_orders)
 
     def serve(self) -> None:
         """Raises: Disconnected."""
@@ -172,9 +170,8 @@ class EngineServer:
             for message in messages:
                 if isinstance(message, StatsRequest):
                     self._channel.send(self._stats())
-            timeout = idle_seconds(self._engine, turn)
-            if self._compiling:
-                timeout = _COMPILING_S if timeout is None else min(timeout, _COMPILING_S)
+            # The sign of one that was prepared during the turn may be gone.
+            timeout = 0.0 if self._prepared_ids() else idle_seconds(self._engine, turn)
 
     def _turn(self, events: Iterable[Event]) -> Turn:
         started_at = self._engine.clock.now()
@@ -199,10 +196,7 @@ class EngineServer:
     def _events(self, messages: Iterable[object]) -> list[Event]:
         """Events in order; arrivals get their time here, because clocks of two processes differ."""
         now = self._engine.clock.now()
-        compiled = [(arrive, done) for arrive, done in self._compiling.values() if done.done()]
-        events: list[Event] = [arrive for arrive, _ in compiled]
-        for arrive, _ in compiled:
-            del self._compiling[arrive.request.id]
+        events: list[Event] = [self._preparing.pop(i)[0] for i in self._prepared_ids()]
         for message in messages:
             if not isinstance(message, Events):
                 continue
@@ -211,25 +205,35 @@ class EngineServer:
                     events.append(self._hold(event))
                 elif isinstance(event, Arrive):
                     request = dataclasses.replace(event.request, arrival_time=now)
-                    events += self._compiled(Arrive(request))
+                    events += self._prepared(Arrive(request))
                 elif isinstance(event, Cancel):
                     self._grammars.pop(event.request_id, None)
-                    if self._compiling.pop(event.request_id, None) is None:
+                    if self._preparing.pop(event.request_id, None) is None:
                         events.append(event)
                 else:
                     events.append(event)
         return events
 
-    def _compiled(self, arrive: Arrive) -> list[Arrive]:
-        """A request that can begin; one whose grammar is compiled meanwhile is kept back."""
-        grammar = arrive.request.sampling.grammar
-        grammars = None if grammar is None else self._engine.executor.grammars
-        if grammar is None or grammars is None:
+    def _prepared_ids(self) -> list[str]:
+        """Of requests that were kept back, and now can begin."""
+        return [i for i, (_, waits) in self._preparing.items() if all(w.done() for w in waits)]
+
+    def _prepared(self, arrive: Arrive) -> list[Arrive]:
+        """A request that can begin; one that something is prepared for is kept back meanwhile."""
+        request, executor = arrive.request, self._engine.executor
+        waits: list[Future[Any]] = []
+        grammar = request.sampling.grammar
+        if grammar is not None and executor.grammars is not None:
+            compiled = self._grammars[request.id] = executor.grammars.compile(grammar)
+            waits.append(compiled)
+        if request.stop is not None and executor.tokenizer is not None:
+            waits.append(executor.tokenizer.loading)
+        waits = [wait for wait in waits if not wait.done()]
+        if not waits:
             return [arrive]
-        done = self._grammars[arrive.request.id] = grammars.compile(grammar)
-        if done.done():
-            return [arrive]
-        self._compiling[arrive.request.id] = arrive, done
+        self._preparing[request.id] = arrive, waits
+        for wait in waits:
+            wait.add_done_callback(lambda _: executor.wake())
         return []
 
     def _hold(self, draft: RemoteDraft) -> DraftReady:
@@ -261,7 +265,7 @@ class EngineServer:
         pools = scheduler.table.memory.pools
         return EngineStats(
             num_running=len(scheduler.table.running),
-            num_waiting=len(scheduler.table.waiting) + len(self._compiling),
+            num_waiting=len(scheduler.table.waiting) + len(self._preparing),
             num_preemptions=scheduler.table.counters.preemptions,
             kv_usage={n: p.num_used_blocks / p.num_blocks for n, p in pools.items()},
             num_steps=self._num_steps,
@@ -276,7 +280,7 @@ class EngineServer:
             kv_capacity_tokens=scheduler.pool.capacity_tokens,
             kv_fluid=self._kv_fluid(),
             tenant_weights={n: t.weight for n, t in scheduler.table.tenants.items()},
-            num_deferred=len(self._compiling),
+            num_deferred=len(self._preparing),
             kv_block_size=scheduler.pool.block_size,
             steps_by_tokens=tuple(self._engine.executor.totals.steps_by_tokens),
             num_step_tokens=self._engine.executor.totals.num_step_tokens,

@@ -14,11 +14,11 @@ from typing import NamedTuple
 from google.protobuf.message import DecodeError
 
 from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES
-from penstock.core.types import MAX_LOGPROBS
+from penstock.core.types import MAX_LOGPROBS, MAX_STOP_CHARS, MAX_STOP_STRINGS
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 
 ASSIGNED_PREFIX = "@"
 """First character of the ids that the verification server gives to requests of central ingress."""
@@ -29,7 +29,7 @@ _MAX_STOP_TOKENS = 64
 _MIN_TEMPERATURE = 1e-5
 _MAX_TEMPERATURE = 100.0
 _MAX_TOKEN_BYTES = 5
-_MAX_FIXED_BYTES = 4096
+_MAX_FIXED_BYTES = 8192
 
 
 class Refusal(Exception):
@@ -198,9 +198,28 @@ def _problem_of_text(message: pb.Open, limits: Limits) -> str | None:
             return f"{name} {getattr(message, name)}; it must be a number of seconds over 0"
     if num_stops > _MAX_STOP_TOKENS:
         return f"{num_stops} stop tokens; at most {_MAX_STOP_TOKENS}"
-    for name, ids in (("prompt", message.prompt_token_ids), ("stop", message.stop_token_ids)):
+    for name, ids in (
+        ("prompt", message.prompt_token_ids),
+        ("stop", message.stop_token_ids),
+        ("previous", [message.stop.previous]),
+        ("shown", message.stop.shown_token_ids),
+    ):
         if ids and max(ids) >= limits.vocab_size:
             return f"{name} token {max(ids)}; token ids go from 0 to {limits.vocab_size - 1}"
+    return _problem_of_stops(message.stop, num_prompt) if message.HasField("stop") else None
+
+
+def _problem_of_stops(stop: pb.StopStrings, num_prompt: int) -> str | None:
+    num, num_chars = len(stop.strings), sum(map(len, stop.strings))
+    if not 1 <= num <= MAX_STOP_STRINGS or num_chars > MAX_STOP_CHARS or not all(stop.strings):
+        return (
+            f"{num} stop strings of {num_chars} characters; from 1 to {MAX_STOP_STRINGS}, none of "
+            f"them empty, and {MAX_STOP_CHARS} characters in all are allowed"
+        )
+    if len(stop.shown_token_ids) > _MAX_STOP_TOKENS:
+        return f"{len(stop.shown_token_ids)} shown tokens; at most {_MAX_STOP_TOKENS}"
+    if stop.num_made >= num_prompt:
+        return f"{stop.num_made} tokens of the prompt's {num_prompt} are output; one must be before"
     return None
 
 

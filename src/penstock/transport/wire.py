@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.ahead import LinePiece
-from penstock.core.types import SamplingParams, TokenLogprob
+from penstock.core.types import SamplingParams, StopStrings, TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
 
 WEIGHT_SUM = 1 << 16
@@ -123,6 +123,22 @@ def decode_sampling(message: pb.Sampling, num_logprobs: int | None = None) -> Sa
         verification="ratio" if message.ratio else "coupled",
         num_logprobs=num_logprobs,
     )
+
+
+def encode_stop(stop: StopStrings) -> pb.StopStrings:
+    return pb.StopStrings(
+        strings=stop.strings,
+        previous=stop.previous,
+        shown_token_ids=sorted(stop.shown),
+        num_made=stop.num_made,
+    )
+
+
+def decode_stop(message: pb.StopStrings) -> StopStrings:
+    """What `encode_stop` encoded; not checked here (see `checks`)."""
+    previous = message.previous if message.HasField("previous") else None
+    shown = frozenset(message.shown_token_ids)
+    return StopStrings(tuple(message.strings), previous, shown, message.num_made)
 
 
 def in_effect(params: SamplingParams, *, trusted: bool) -> SamplingParams:

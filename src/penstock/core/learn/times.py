@@ -276,7 +276,7 @@ def _drafted(result: StepResult) -> Iterator[tuple[str, int]]:
     """Drafters of a step, and the lengths of their drafts."""
     for verdict in result.verdicts:
         if verdict.drafter is not None:
-            yield verdict.drafter, verdict.num_proposed
+            yield verdict.drafter, verdict.num_drafted
     for ready in result.drafts:
         yield ready.drafter, ready.num_draft_tokens
 
@@ -285,7 +285,7 @@ def step_work(plan: StepPlan, verdicts: Sequence[Verdict] | None = None) -> Step
     """Positions and context of a plan's first step. One known token behind some context is a
     decoding request, everything else is prefill. Drafts are as long as `verdicts` say, or as was
     granted: a look-up often finds less."""
-    proposed = {} if verdicts is None else {v.request_id: v.num_proposed for v in verdicts}
+    proposed = {} if verdicts is None else {v.request_id: v.num_drafted for v in verdicts}
     run = plan.decodes
     if run is not None and not plan.items:
         return StepWork(0, 0.0, run.num_requests, run.num_kv_tokens, 0)

@@ -434,7 +434,8 @@ class DraftingSessions:
         """Positions up to and including the first rejection say something. Where drafts are
         compared with the target's sample every guess does, otherwise those that were sent."""
         if session.is_ratio:
-            decided = min(num_accepted + 1, session.num_sent or 0)
+            # At the output's end there is no token behind those that were accepted.
+            decided = min(num_accepted + 1, len(token_ids), session.num_sent or 0)
             successes = num_accepted
         else:
             decided = min(matched + 1, len(token_ids), len(session.guesses))

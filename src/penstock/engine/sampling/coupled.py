@@ -80,24 +80,27 @@ def verify_coupled(batch: VerifyBatch, sample: TokenSampler = sample_coupled) ->
         return Decisions(
             num_accepted=np.zeros(batch.num_requests, dtype=np.int64),
             last_token=sample(batch.logits, batch.params, batch.positions).cpu().numpy(),
-            evidence=np.zeros(batch.num_requests),
-            evidence_all=np.zeros(batch.num_requests),
+            evidence=np.empty(0),
+            evidence_all=np.empty(0),
         )
     rows = batch.params.take(batch.request_of_row)
     samples = sample(batch.logits, rows, batch.row_positions).tolist()
     starts, drafts = batch.row_start.tolist(), batch.draft_tokens.tolist()
-    num_accepted, num_equal, last_token = [], [], []
+    num_accepted, last_token = [], []
+    evidence: list[float] = []
+    evidence_all: list[float] = []
     for i, (begin, end) in enumerate(itertools.pairwise(starts)):
         row = begin
         # Request i owns i draft tokens fewer than rows before its own.
         while row < end - 1 and samples[row] == drafts[row - i]:
             row += 1
         num_accepted.append(row - begin)
-        num_equal.append(sum(samples[r] == drafts[r - i] for r in range(begin, end - 1)))
+        evidence += (float(r < row) for r in range(begin, end - 1))
+        evidence_all += (float(samples[r] == drafts[r - i]) for r in range(begin, end - 1))
         last_token.append(samples[row])
     return Decisions(
         num_accepted=np.array(num_accepted, dtype=np.int64),
         last_token=np.array(last_token, dtype=np.int64),
-        evidence=np.array(num_accepted, dtype=np.float64),
-        evidence_all=np.array(num_equal, dtype=np.float64),
+        evidence=np.array(evidence),
+        evidence_all=np.array(evidence_all),
     )

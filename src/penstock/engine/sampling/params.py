@@ -216,12 +216,12 @@ class Decisions:
 
     num_accepted: [n] int64, draft tokens kept
     last_token:   [n] int64, the recovered or bonus token that follows them
-    evidence:     [n] float64, successes among the draft positions up to and including the first
-                  rejection: for samples in `ratio` mode the sum over those positions of
-                  Σ_x min(target(x), draft(x)), otherwise (and for greedy) the count accepted
-    evidence_all: [n] float64, over ALL draft positions, those behind the first rejection too: in
-                  `ratio` mode the sum of min(1, target(x) / draft(x)) of the drafted tokens x
-                  (GoodSpeed, eq. 3), otherwise how many equal the target's own samples behind the
+    evidence:     [num_drafts] float64, the success of each draft position up to and including the
+                  first rejection, 0 behind it: for samples in `ratio` mode
+                  Σ_x min(target(x), draft(x)), otherwise (and for greedy) 1 where it is accepted
+    evidence_all: [num_drafts] float64, of ALL draft positions, those behind the first rejection
+                  too: in `ratio` mode min(1, target(x) / draft(x)) of the drafted token x
+                  (GoodSpeed, eq. 3), otherwise 1 where it equals the target's own sample behind the
                   draft as it is
     """
 
@@ -238,8 +238,9 @@ class VerifyResult:
     num_accepted: [n] int64
     num_decided:  [n] int64, draft positions up to and including the first rejection; the later
                   ones stood on a wrong prefix
-    evidence:     [n] float64, see `Decisions`; at most num_decided
-    evidence_all: [n] float64, likewise; at most the number of draft positions
+    evidence:     [num_drafts] float64, see `Decisions`
+    evidence_all: [num_drafts] float64, likewise
+    draft_start:  [n + 1] int64, offsets into both
     token_ids:    [Σ (num_accepted + 1)] int64, every request's accepted tokens and then its
                   recovered or bonus token
     token_start:  [n + 1] int64, offsets into token_ids
@@ -249,6 +250,7 @@ class VerifyResult:
     num_decided: IntArray
     evidence: FloatArray
     evidence_all: FloatArray
+    draft_start: IntArray
     token_ids: IntArray
     token_start: IntArray
 

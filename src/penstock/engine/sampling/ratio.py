@@ -130,13 +130,10 @@ def verify_ratio(batch: VerifyBatch) -> Decisions:
     accepted = (chance * draft_of_token < target_of_token) & (draft_of_token > 0.0)
     num_accepted = count_accepted(batch, accepted)
     decided = np.arange(of_draft.shape[0]) <= (batch.draft_start[:-1] + num_accepted)[of_draft]
-    evidence, evidence_all = np.zeros((2, batch.num_requests), dtype=np.float64)
-    np.add.at(evidence, of_draft[decided], overlap[decided])
     possible = np.maximum(draft_of_token, _LEAST_PROBABILITY)
-    np.add.at(evidence_all, of_draft, np.minimum(1.0, target_of_token / possible))
     return Decisions(
         num_accepted=num_accepted,
         last_token=_sample_last(batch, target_probs, num_accepted).cpu().numpy(),
-        evidence=evidence,
-        evidence_all=evidence_all,
+        evidence=np.where(decided, overlap, 0.0).astype(np.float64),
+        evidence_all=np.minimum(1.0, target_of_token / possible).astype(np.float64),
     )

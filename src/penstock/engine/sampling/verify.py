@@ -20,15 +20,16 @@ def _decide(batch: VerifyBatch, sample: TokenSampler) -> Decisions:
     merged = Decisions(
         num_accepted=np.empty(batch.num_requests, dtype=np.int64),
         last_token=np.empty(batch.num_requests, dtype=np.int64),
-        evidence=np.empty(batch.num_requests, dtype=np.float64),
-        evidence_all=np.empty(batch.num_requests, dtype=np.float64),
+        evidence=np.empty(batch.draft_tokens.shape[0], dtype=np.float64),
+        evidence_all=np.empty(batch.draft_tokens.shape[0], dtype=np.float64),
     )
     for chosen in (np.flatnonzero(by_ratio), np.flatnonzero(~by_ratio)):
         part = _decide(batch.take(chosen), sample)
         merged.num_accepted[chosen] = part.num_accepted
         merged.last_token[chosen] = part.last_token
-        merged.evidence[chosen] = part.evidence
-        merged.evidence_all[chosen] = part.evidence_all
+        drafts = np.isin(batch.request_of_draft, chosen)
+        merged.evidence[drafts] = part.evidence
+        merged.evidence_all[drafts] = part.evidence_all
     return merged
 
 
@@ -54,6 +55,7 @@ def verify(batch: VerifyBatch, sample: TokenSampler = sample_coupled) -> VerifyR
         num_decided=np.minimum(decisions.num_accepted + 1, batch.num_draft),
         evidence=decisions.evidence,
         evidence_all=decisions.evidence_all,
+        draft_start=batch.draft_start,
         token_ids=np.array(token_ids, dtype=np.int64),
         token_start=np.array(token_start, dtype=np.int64),
     )

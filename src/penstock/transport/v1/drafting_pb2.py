@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$penstock/transport/v1/drafting.proto\x12\x0bpenstock.v1\"\xd1\x01\n\x02Up\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.penstock.v1.HelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.penstock.v1.OpenH\x00\x12)\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x18.penstock.v1.DraftTokensH\x00\x12#\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x12.penstock.v1.CloseH\x00\x12(\n\x05\x61head\x18\x05 \x01(\x0b\x32\x17.penstock.v1.DraftAheadH\x00\x42\t\n\x07message\"\x84\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11takes_assignments\x18\x05 \x01(\x08\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05ratio\x18\x05 \x01(\x08\"\xb5\x02\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x19\n\x0cnum_logprobs\x18\x06 \x01(\rH\x00\x88\x01\x01\x12#\n\x16\x65xpected_output_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04tpot\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\x15\n\x08\x64\x65\x61\x64line\x18\t \x01(\x01H\x03\x88\x01\x01\x42\x0f\n\r_num_logprobsB\x19\n\x17_expected_output_tokensB\x07\n\x05_tpotB\x0b\n\t_deadline\"\xa9\x01\n\x0b\x44raftTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12*\n\x07weights\x18\x07 \x03(\x0b\x32\x19.penstock.v1.Distribution\"2\n\x0c\x44istribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\"/\n\nDraftAhead\x12!\n\x05lines\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Lines\"C\n\x05Lines\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06pieces\x18\x02 \x03(\x0b\x32\x16.penstock.v1.LinePiece\"[\n\tLinePiece\x12\x0c\n\x04line\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x06parent\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_parent\"\x1b\n\x05\x43lose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x98\x02\n\x04\x44own\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.penstock.v1.WelcomeH\x00\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.penstock.v1.OpenedH\x00\x12%\n\x06\x61ssign\x18\x03 \x01(\x0b\x32\x13.penstock.v1.AssignH\x00\x12.\n\x07verdict\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.VerifiedTokensH\x00\x12\'\n\x07release\x18\x06 \x01(\x0b\x32\x14.penstock.v1.ReleaseH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.penstock.v1.RefusedH\x00\x42\t\n\x07messageJ\x04\x08\x05\x10\x06R\x06replay\"\xaf\x02\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11max_open_requests\x18\x05 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\x12\x12\n\nweight_sum\x18\x08 \x01(\r\x12\x13\n\x0bmax_weights\x18\t \x01(\r\x12\x0f\n\x07trusted\x18\n \x01(\x08\x12\x0e\n\x06target\x18\x0b \x01(\t\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x18\n\x10max_ahead_tokens\x18\r \x01(\r\"\x1c\n\x06Opened\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc1\x01\n\x06\x41ssign\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x14\n\x0cmin_survival\x18\x06 \x01(\x01\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.penstock.v1.Sampling\"\xc0\x01\n\x0eVerifiedTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12&\n\x08logprobs\x18\x07 \x03(\x0b\x32\x14.penstock.v1.Logprob\x12\x13\n\x0bnum_drafted\x18\x08 \x01(\r\"G\n\x07Logprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x86\x01\n\x07Refused\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\'\n\x04\x63ode\x18\x03 \x01(\x0e\x32\x19.penstock.v1.Refused.Code\".\n\x04\x43ode\x12\x0b\n\x07INVALID\x10\x00\x12\x08\n\x04\x42USY\x10\x01\x12\x0f\n\x0bUNAVAILABLE\x10\x02\x32=\n\x08\x44rafting\x12\x31\n\x07\x43onnect\x12\x0f.penstock.v1.Up\x1a\x11.penstock.v1.Down(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n$penstock/transport/v1/drafting.proto\x12\x0bpenstock.v1\"\xd1\x01\n\x02Up\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.penstock.v1.HelloH\x00\x12!\n\x04open\x18\x02 \x01(\x0b\x32\x11.penstock.v1.OpenH\x00\x12)\n\x05\x64raft\x18\x03 \x01(\x0b\x32\x18.penstock.v1.DraftTokensH\x00\x12#\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x12.penstock.v1.CloseH\x00\x12(\n\x05\x61head\x18\x05 \x01(\x0b\x32\x17.penstock.v1.DraftAheadH\x00\x42\t\n\x07message\"\x84\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x18\n\x10tokenizer_digest\x18\x02 \x01(\t\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11takes_assignments\x18\x05 \x01(\x08\"Z\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_p\x18\x02 \x01(\x01\x12\r\n\x05top_k\x18\x03 \x01(\r\x12\x0c\n\x04seed\x18\x04 \x01(\x04\x12\r\n\x05ratio\x18\x05 \x01(\x08\"\xdd\x02\n\x04Open\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x18\n\x10prompt_token_ids\x18\x02 \x03(\r\x12\x12\n\nmax_tokens\x18\x03 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\'\n\x08sampling\x18\x05 \x01(\x0b\x32\x15.penstock.v1.Sampling\x12\x19\n\x0cnum_logprobs\x18\x06 \x01(\rH\x00\x88\x01\x01\x12#\n\x16\x65xpected_output_tokens\x18\x07 \x01(\rH\x01\x88\x01\x01\x12\x11\n\x04tpot\x18\x08 \x01(\x01H\x02\x88\x01\x01\x12\x15\n\x08\x64\x65\x61\x64line\x18\t \x01(\x01H\x03\x88\x01\x01\x12&\n\x04stop\x18\n \x01(\x0b\x32\x18.penstock.v1.StopStringsB\x0f\n\r_num_logprobsB\x19\n\x17_expected_output_tokensB\x07\n\x05_tpotB\x0b\n\t_deadline\"m\n\x0bStopStrings\x12\x0f\n\x07strings\x18\x01 \x03(\t\x12\x15\n\x08previous\x18\x02 \x01(\rH\x00\x88\x01\x01\x12\x17\n\x0fshown_token_ids\x18\x03 \x03(\r\x12\x10\n\x08num_made\x18\x04 \x01(\rB\x0b\n\t_previous\"\xa9\x01\n\x0b\x44raftTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x15\n\rprefix_digest\x18\x05 \x01(\x0c\x12\x11\n\ttoken_ids\x18\x06 \x03(\r\x12*\n\x07weights\x18\x07 \x03(\x0b\x32\x19.penstock.v1.Distribution\"2\n\x0c\x44istribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0f\n\x07weights\x18\x02 \x03(\r\"/\n\nDraftAhead\x12!\n\x05lines\x18\x01 \x03(\x0b\x32\x12.penstock.v1.Lines\"C\n\x05Lines\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12&\n\x06pieces\x18\x02 \x03(\x0b\x32\x16.penstock.v1.LinePiece\"[\n\tLinePiece\x12\x0c\n\x04line\x18\x01 \x01(\r\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x13\n\x06parent\x18\x04 \x01(\rH\x00\x88\x01\x01\x42\t\n\x07_parent\"\x1b\n\x05\x43lose\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x98\x02\n\x04\x44own\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.penstock.v1.WelcomeH\x00\x12%\n\x06opened\x18\x02 \x01(\x0b\x32\x13.penstock.v1.OpenedH\x00\x12%\n\x06\x61ssign\x18\x03 \x01(\x0b\x32\x13.penstock.v1.AssignH\x00\x12.\n\x07verdict\x18\x04 \x01(\x0b\x32\x1b.penstock.v1.VerifiedTokensH\x00\x12\'\n\x07release\x18\x06 \x01(\x0b\x32\x14.penstock.v1.ReleaseH\x00\x12\'\n\x07refused\x18\x07 \x01(\x0b\x32\x14.penstock.v1.RefusedH\x00\x42\t\n\x07messageJ\x04\x08\x05\x10\x06R\x06replay\"\xaf\x02\n\x07Welcome\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafter\x18\x02 \x01(\t\x12\x12\n\nvocab_size\x18\x03 \x01(\r\x12\x18\n\x10max_draft_tokens\x18\x04 \x01(\r\x12\x19\n\x11max_open_requests\x18\x05 \x01(\r\x12\x1a\n\x12max_request_tokens\x18\x06 \x01(\r\x12\x19\n\x11max_message_bytes\x18\x07 \x01(\r\x12\x12\n\nweight_sum\x18\x08 \x01(\r\x12\x13\n\x0bmax_weights\x18\t \x01(\r\x12\x0f\n\x07trusted\x18\n \x01(\x08\x12\x0e\n\x06target\x18\x0b \x01(\t\x12\x15\n\reos_token_ids\x18\x0c \x03(\r\x12\x18\n\x10max_ahead_tokens\x18\r \x01(\r\"\x1c\n\x06Opened\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\xc1\x01\n\x06\x41ssign\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05round\x18\x03 \x01(\x04\x12\x12\n\nprefix_len\x18\x04 \x01(\r\x12\x18\n\x10num_draft_tokens\x18\x05 \x01(\r\x12\x14\n\x0cmin_survival\x18\x06 \x01(\x01\x12\x18\n\x10prefix_token_ids\x18\x07 \x03(\r\x12\'\n\x08sampling\x18\x08 \x01(\x0b\x32\x15.penstock.v1.Sampling\"\xd8\x01\n\x0eVerifiedTokens\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05start\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x15\n\rfinish_reason\x18\x05 \x01(\t\x12\x0e\n\x06reason\x18\x06 \x01(\t\x12&\n\x08logprobs\x18\x07 \x03(\x0b\x32\x14.penstock.v1.Logprob\x12\x13\n\x0bnum_drafted\x18\x08 \x01(\r\x12\x16\n\x0enum_stop_chars\x18\t \x01(\r\"G\n\x07Logprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12\x15\n\rtop_token_ids\x18\x02 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x03 \x03(\x02\"\x1d\n\x07Release\x12\x12\n\nrequest_id\x18\x01 \x01(\t\"\x86\x01\n\x07Refused\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\'\n\x04\x63ode\x18\x03 \x01(\x0e\x32\x19.penstock.v1.Refused.Code\".\n\x04\x43ode\x12\x0b\n\x07INVALID\x10\x00\x12\x08\n\x04\x42USY\x10\x01\x12\x0f\n\x0bUNAVAILABLE\x10\x02\x32=\n\x08\x44rafting\x12\x31\n\x07\x43onnect\x12\x0f.penstock.v1.Up\x1a\x11.penstock.v1.Down(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,37 +38,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SAMPLING']._serialized_start=400
   _globals['_SAMPLING']._serialized_end=490
   _globals['_OPEN']._serialized_start=493
-  _globals['_OPEN']._serialized_end=802
-  _globals['_DRAFTTOKENS']._serialized_start=805
-  _globals['_DRAFTTOKENS']._serialized_end=974
-  _globals['_DISTRIBUTION']._serialized_start=976
-  _globals['_DISTRIBUTION']._serialized_end=1026
-  _globals['_DRAFTAHEAD']._serialized_start=1028
-  _globals['_DRAFTAHEAD']._serialized_end=1075
-  _globals['_LINES']._serialized_start=1077
-  _globals['_LINES']._serialized_end=1144
-  _globals['_LINEPIECE']._serialized_start=1146
-  _globals['_LINEPIECE']._serialized_end=1237
-  _globals['_CLOSE']._serialized_start=1239
-  _globals['_CLOSE']._serialized_end=1266
-  _globals['_DOWN']._serialized_start=1269
-  _globals['_DOWN']._serialized_end=1549
-  _globals['_WELCOME']._serialized_start=1552
-  _globals['_WELCOME']._serialized_end=1855
-  _globals['_OPENED']._serialized_start=1857
-  _globals['_OPENED']._serialized_end=1885
-  _globals['_ASSIGN']._serialized_start=1888
-  _globals['_ASSIGN']._serialized_end=2081
-  _globals['_VERIFIEDTOKENS']._serialized_start=2084
-  _globals['_VERIFIEDTOKENS']._serialized_end=2276
-  _globals['_LOGPROB']._serialized_start=2278
-  _globals['_LOGPROB']._serialized_end=2349
-  _globals['_RELEASE']._serialized_start=2351
-  _globals['_RELEASE']._serialized_end=2380
-  _globals['_REFUSED']._serialized_start=2383
-  _globals['_REFUSED']._serialized_end=2517
-  _globals['_REFUSED_CODE']._serialized_start=2471
-  _globals['_REFUSED_CODE']._serialized_end=2517
-  _globals['_DRAFTING']._serialized_start=2519
-  _globals['_DRAFTING']._serialized_end=2580
+  _globals['_OPEN']._serialized_end=842
+  _globals['_STOPSTRINGS']._serialized_start=844
+  _globals['_STOPSTRINGS']._serialized_end=953
+  _globals['_DRAFTTOKENS']._serialized_start=956
+  _globals['_DRAFTTOKENS']._serialized_end=1125
+  _globals['_DISTRIBUTION']._serialized_start=1127
+  _globals['_DISTRIBUTION']._serialized_end=1177
+  _globals['_DRAFTAHEAD']._serialized_start=1179
+  _globals['_DRAFTAHEAD']._serialized_end=1226
+  _globals['_LINES']._serialized_start=1228
+  _globals['_LINES']._serialized_end=1295
+  _globals['_LINEPIECE']._serialized_start=1297
+  _globals['_LINEPIECE']._serialized_end=1388
+  _globals['_CLOSE']._serialized_start=1390
+  _globals['_CLOSE']._serialized_end=1417
+  _globals['_DOWN']._serialized_start=1420
+  _globals['_DOWN']._serialized_end=1700
+  _globals['_WELCOME']._serialized_start=1703
+  _globals['_WELCOME']._serialized_end=2006
+  _globals['_OPENED']._serialized_start=2008
+  _globals['_OPENED']._serialized_end=2036
+  _globals['_ASSIGN']._serialized_start=2039
+  _globals['_ASSIGN']._serialized_end=2232
+  _globals['_VERIFIEDTOKENS']._serialized_start=2235
+  _globals['_VERIFIEDTOKENS']._serialized_end=2451
+  _globals['_LOGPROB']._serialized_start=2453
+  _globals['_LOGPROB']._serialized_end=2524
+  _globals['_RELEASE']._serialized_start=2526
+  _globals['_RELEASE']._serialized_end=2555
+  _globals['_REFUSED']._serialized_start=2558
+  _globals['_REFUSED']._serialized_end=2692
+  _globals['_REFUSED_CODE']._serialized_start=2646
+  _globals['_REFUSED_CODE']._serialized_end=2692
+  _globals['_DRAFTING']._serialized_start=2694
+  _globals['_DRAFTING']._serialized_end=2755
 # @@protoc_insertion_point(module_scope)

@@ -50,7 +50,7 @@ class Sampling(_message.Message):
     def __init__(self, temperature: _Optional[float] = ..., top_p: _Optional[float] = ..., top_k: _Optional[int] = ..., seed: _Optional[int] = ..., ratio: bool = ...) -> None: ...
 
 class Open(_message.Message):
-    __slots__ = ("request_id", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "num_logprobs", "expected_output_tokens", "tpot", "deadline")
+    __slots__ = ("request_id", "prompt_token_ids", "max_tokens", "stop_token_ids", "sampling", "num_logprobs", "expected_output_tokens", "tpot", "deadline", "stop")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     PROMPT_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -60,6 +60,7 @@ class Open(_message.Message):
     EXPECTED_OUTPUT_TOKENS_FIELD_NUMBER: _ClassVar[int]
     TPOT_FIELD_NUMBER: _ClassVar[int]
     DEADLINE_FIELD_NUMBER: _ClassVar[int]
+    STOP_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     prompt_token_ids: _containers.RepeatedScalarFieldContainer[int]
     max_tokens: int
@@ -69,7 +70,20 @@ class Open(_message.Message):
     expected_output_tokens: int
     tpot: float
     deadline: float
-    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., tpot: _Optional[float] = ..., deadline: _Optional[float] = ...) -> None: ...
+    stop: StopStrings
+    def __init__(self, request_id: _Optional[str] = ..., prompt_token_ids: _Optional[_Iterable[int]] = ..., max_tokens: _Optional[int] = ..., stop_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., num_logprobs: _Optional[int] = ..., expected_output_tokens: _Optional[int] = ..., tpot: _Optional[float] = ..., deadline: _Optional[float] = ..., stop: _Optional[_Union[StopStrings, _Mapping]] = ...) -> None: ...
+
+class StopStrings(_message.Message):
+    __slots__ = ("strings", "previous", "shown_token_ids", "num_made")
+    STRINGS_FIELD_NUMBER: _ClassVar[int]
+    PREVIOUS_FIELD_NUMBER: _ClassVar[int]
+    SHOWN_TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
+    NUM_MADE_FIELD_NUMBER: _ClassVar[int]
+    strings: _containers.RepeatedScalarFieldContainer[str]
+    previous: int
+    shown_token_ids: _containers.RepeatedScalarFieldContainer[int]
+    num_made: int
+    def __init__(self, strings: _Optional[_Iterable[str]] = ..., previous: _Optional[int] = ..., shown_token_ids: _Optional[_Iterable[int]] = ..., num_made: _Optional[int] = ...) -> None: ...
 
 class DraftTokens(_message.Message):
     __slots__ = ("request_id", "epoch", "round", "prefix_len", "prefix_digest", "token_ids", "weights")
@@ -202,7 +216,7 @@ class Assign(_message.Message):
     def __init__(self, request_id: _Optional[str] = ..., epoch: _Optional[int] = ..., round: _Optional[int] = ..., prefix_len: _Optional[int] = ..., num_draft_tokens: _Optional[int] = ..., min_survival: _Optional[float] = ..., prefix_token_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ...) -> None: ...
 
 class VerifiedTokens(_message.Message):
-    __slots__ = ("request_id", "start", "token_ids", "num_accepted", "finish_reason", "reason", "logprobs", "num_drafted")
+    __slots__ = ("request_id", "start", "token_ids", "num_accepted", "finish_reason", "reason", "logprobs", "num_drafted", "num_stop_chars")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     START_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -211,6 +225,7 @@ class VerifiedTokens(_message.Message):
     REASON_FIELD_NUMBER: _ClassVar[int]
     LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     NUM_DRAFTED_FIELD_NUMBER: _ClassVar[int]
+    NUM_STOP_CHARS_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     start: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -219,7 +234,8 @@ class VerifiedTokens(_message.Message):
     reason: str
     logprobs: _containers.RepeatedCompositeFieldContainer[Logprob]
     num_drafted: int
-    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprob, _Mapping]]] = ..., num_drafted: _Optional[int] = ...) -> None: ...
+    num_stop_chars: int
+    def __init__(self, request_id: _Optional[str] = ..., start: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., num_accepted: _Optional[int] = ..., finish_reason: _Optional[str] = ..., reason: _Optional[str] = ..., logprobs: _Optional[_Iterable[_Union[Logprob, _Mapping]]] = ..., num_drafted: _Optional[int] = ..., num_stop_chars: _Optional[int] = ...) -> None: ...
 
 class Logprob(_message.Message):
     __slots__ = ("logprob", "top_token_ids", "top_logprobs")

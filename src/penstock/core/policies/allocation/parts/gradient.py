@@ -47,7 +47,7 @@ def tenant_weight(tenants: Mapping[str, Tenant], name: str) -> float:
 
 
 def tokens_by_tenant(outcomes: Iterable[Outcome]) -> dict[str, int]:
-    """Realised goodput of a step: accepted + 1, summed over a tenant's requests."""
+    """Realised goodput of a step: its tokens, summed over a tenant's requests."""
     tokens: defaultdict[str, int] = defaultdict(int)
     for state, verdict in outcomes:
         tokens[state.request.tenant] += len(verdict.token_ids)

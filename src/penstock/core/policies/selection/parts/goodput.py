@@ -160,9 +160,9 @@ class ObservedGoodput:
             drafter = view.drafters.get(state.drafter or "")
             if drafter is None or not drafter.up or drafter.silent:
                 continue
-            seconds = times.seconds(drafter, batches[drafter.name], verdict.num_proposed)
+            seconds = times.seconds(drafter, batches[drafter.name], verdict.num_drafted)
             if seconds:
-                goodput = (verdict.num_accepted + 1) / seconds
+                goodput = len(verdict.token_ids) / seconds
                 self._note(state, model_of(drafter), goodput)
 
     def _note(self, state: RequestState, model: str, goodput: float) -> None:

@@ -50,9 +50,9 @@ class Pace:
         for state, verdict in outcomes:
             if state.num_output_tokens == len(verdict.token_ids):
                 return
-            rows += 1 + verdict.num_proposed
+            rows += 1 + verdict.num_drafted
             if verdict.drafter is not None:
-                drafts.setdefault(verdict.drafter, []).append(verdict.num_proposed)
+                drafts.setdefault(verdict.drafter, []).append(verdict.num_drafted)
         if not outcomes:
             return
         times = view.learn.times
