@@ -35,6 +35,12 @@ def by_prompt() -> SizeAwareQueue:
     )
 
 
+def by_what_moves() -> SizeAwareQueue:
+    """As by estimates that are others whenever they are asked for."""
+    rng = random.Random(7)
+    return SizeAwareQueue(lambda _: rng.random(), lambda s: s.request.prompt_len + WORK)
+
+
 def state(i: int, prompt_len: int = 4, max_tokens: int = 4) -> RequestState:
     return RequestState(Request(str(i), prompt_len, max_tokens), order=i)
 
@@ -95,7 +101,9 @@ def test_preempted_requests_come_first(new_queue: Callable[[], ArrivalQueue]) ->
     assert served(queue)[:2] == ["1", "3"]
 
 
-@pytest.mark.parametrize("new_queue", [ArrivalQueue, by_prompt, shortest_output_first])
+@pytest.mark.parametrize(
+    "new_queue", [ArrivalQueue, by_prompt, by_what_moves, shortest_output_first]
+)
 def test_the_order_is_what_admitting_comes_to(new_queue: Callable[[], ArrivalQueue]) -> None:
     """Whatever happens: arrivals, admissions out of turn, preemptions, cancellations."""
     rng = random.Random(5)

@@ -41,3 +41,15 @@ def test_queues_by_key() -> None:
     waiting.admit(first)
     assert names(waiting) == ["a", "c"]
     assert waiting.queue(1).first is None
+
+
+def test_a_request_stays_in_the_queue_that_it_came_to() -> None:
+    keys = iter(range(9))
+    waiting = WaitingRequests(lambda _: next(keys))
+    a, b = state("a"), state("b")
+    waiting.append(a)
+    waiting.append(b)
+    waiting.remove(a)
+    waiting.admit(b)
+    assert not waiting
+    assert not names(waiting)

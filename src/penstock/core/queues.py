@@ -10,7 +10,7 @@ import bisect
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
@@ -64,6 +64,15 @@ class ArrivalQueue:
         self.remove(state)
 
 
+class _Entry(NamedTuple):
+    """A waiting request as it is sorted; no two have the same `order`."""
+
+    size: float
+    order: int
+    state: RequestState
+    work: float
+
+
 class SizeAwareQueue(ArrivalQueue):
     """The smallest first, as far as the oldest may be passed: while a request is the oldest, others
     pass it with up to `delay` times its own work. What the last of them took beyond that is
@@ -75,8 +84,8 @@ class SizeAwareQueue(ArrivalQueue):
     the fluid limit no rule with that bound has a lower mean wait, because the delay that each may
     suffer is spent on as many others as possible.
 
-    size_of: what is small. work_of: seconds, or anything like it, to serve a request; asked once,
-    when it arrives.
+    size_of: what is small. work_of: seconds, or anything like it, to serve a request. Both are
+    asked once, when it arrives: estimates move while it waits.
     """
 
     def __init__(
@@ -89,29 +98,29 @@ class SizeAwareQueue(ArrivalQueue):
         self._size_of = size_of
         self._work_of = work_of
         self._delay = delay
-        self._by_size: list[tuple[float, int, RequestState]] = []
-        self._work: dict[str, float] = {}
-        """Of those in `_by_size`: all but the preempted ones."""
+        self._by_size: list[_Entry] = []
+        self._entries: dict[str, _Entry] = {}
+        """The same, by request id: all that wait but the preempted ones."""
         self._balance = 0.0
         """Work by which the next requests are to be passed the less: 0, or negative."""
 
     def __iter__(self) -> Iterator[RequestState]:
-        balance, work = self._balance, self._work
+        balance, entries = self._balance, self._entries
         by_size = iter(self._by_size)
         taken: set[str] = set()
         for name, oldest in self._by_age.items():
             if name in taken:
                 continue
-            if name in work:
-                allowed = self._delay * work[name]
+            if name in entries:
+                allowed = self._delay * entries[name].work
                 while balance + allowed > 0:
-                    _, _, smallest = next(by_size)
-                    if smallest is oldest:
+                    smallest = next(by_size)
+                    if smallest.state is oldest:
                         break
-                    if smallest.request.id not in taken:
-                        taken.add(smallest.request.id)
-                        balance -= work[smallest.request.id]
-                        yield smallest
+                    if smallest.state.request.id not in taken:
+                        taken.add(smallest.state.request.id)
+                        balance -= smallest.work
+                        yield smallest.state
                 balance = min(0.0, balance + allowed)
                 taken.add(name)
             yield oldest
@@ -119,31 +128,33 @@ class SizeAwareQueue(ArrivalQueue):
     @property
     def first(self) -> RequestState | None:
         oldest = self.oldest
-        if oldest is None or oldest.request.id not in self._work:
+        entry = None if oldest is None else self._entries.get(oldest.request.id)
+        if entry is None:
             return oldest
-        may_be_passed = self._balance + self._delay * self._work[oldest.request.id] > 0
-        return self._by_size[0][2] if may_be_passed else oldest
+        may_be_passed = self._balance + self._delay * entry.work > 0
+        return self._by_size[0].state if may_be_passed else oldest
 
     def append(self, state: RequestState) -> None:
         super().append(state)
-        self._work[state.request.id] = self._work_of(state)
-        bisect.insort(self._by_size, (self._size_of(state), state.order, state))
+        entry = _Entry(self._size_of(state), state.order, state, self._work_of(state))
+        self._entries[state.request.id] = entry
+        bisect.insort(self._by_size, entry)
 
     def remove(self, state: RequestState) -> None:
         super().remove(state)
-        if self._work.pop(state.request.id, None) is not None:
-            entry = (self._size_of(state), state.order, state)
+        entry = self._entries.pop(state.request.id, None)
+        if entry is not None:
             del self._by_size[bisect.bisect_left(self._by_size, entry)]
-        if not self._work:
+        if not self._entries:
             self._balance = 0.0
 
     def admit(self, state: RequestState) -> None:
-        work = self._work.get(state.request.id)
-        if work is not None:
+        entry = self._entries.get(state.request.id)
+        if entry is not None:
             if state is self.oldest:
-                self._balance = min(0.0, self._balance + self._delay * work)
+                self._balance = min(0.0, self._balance + self._delay * entry.work)
             else:
-                self._balance -= work
+                self._balance -= entry.work
         self.remove(state)
 
 
@@ -183,8 +194,8 @@ def make_queue(order: OrderName, estimators: Estimators) -> ArrivalQueue:
 
 
 class WaitingRequests:
-    """One queue for each key of the policy; a policy without keys has one queue. What the order is
-    within a queue is the queue's own affair."""
+    """One queue for each key of the policy; a policy without keys has one queue. The key is asked
+    for once, when a request begins to wait. The order within a queue is the queue's own affair."""
 
     def __init__(
         self,
@@ -194,10 +205,10 @@ class WaitingRequests:
         self._key_of = key_of
         self._new_queue = new_queue
         self._queues: dict[Hashable, ArrivalQueue] = {}
-        self._num = 0
+        self._queue_of: dict[str, ArrivalQueue] = {}
 
     def __len__(self) -> int:
-        return self._num
+        return len(self._queue_of)
 
     def __iter__(self) -> Iterator[RequestState]:
         for queue in self._queues.values():
@@ -216,20 +227,21 @@ class WaitingRequests:
 
     def append(self, state: RequestState) -> None:
         """A request arrives."""
-        self.queue(self._key_of(state)).append(state)
-        self._num += 1
+        self._new_queue_of(state).append(state)
 
     def appendleft(self, state: RequestState) -> None:
         """A running request is preempted."""
-        self.queue(self._key_of(state)).appendleft(state)
-        self._num += 1
+        self._new_queue_of(state).appendleft(state)
 
     def remove(self, state: RequestState) -> None:
         """A request gives up. Raises: KeyError if it does not wait."""
-        self.queue(self._key_of(state)).remove(state)
-        self._num -= 1
+        self._queue_of.pop(state.request.id).remove(state)
 
     def admit(self, state: RequestState) -> None:
         """A request is admitted. Raises: KeyError if it does not wait."""
-        self.queue(self._key_of(state)).admit(state)
-        self._num -= 1
+        self._queue_of.pop(state.request.id).admit(state)
+
+    def _new_queue_of(self, state: RequestState) -> ArrivalQueue:
+        """The queue in which a request begins to wait."""
+        queue = self._queue_of[state.request.id] = self.queue(self._key_of(state))
+        return queue
