@@ -160,8 +160,7 @@ class Placebo(Confidence):
 
 
 class Regression(Judge):
-    """Logistic, by recursive Newton steps (as `core.learn.streams.Confident`), over everything that
-    a drafter could tell."""
+    """Logistic, by recursive Newton steps, over everything that a drafter could tell."""
 
     def __init__(self) -> None:
         self._mean = AcceptanceEstimator()

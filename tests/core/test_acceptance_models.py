@@ -8,7 +8,6 @@ import pytest
 from penstock.core.learn.streams import (
     ESTIMATORS,
     Bank,
-    Confident,
     DiscountedBeta,
     Evidence,
     Population,
@@ -138,29 +137,6 @@ def test_switching_trusts_a_steady_stream() -> None:
     model.observe(drafted(3, 0))
     model.observe(drafted(3, 0))
     assert abs(model.rate() - steady) < 0.05
-
-
-def test_confidence_and_the_last_round_both_count() -> None:
-    model = Confident()
-    for _ in range(200):
-        for accepted in (1, 1, 1, 1, 0, 0, 0, 0):
-            model.observe(Evidence(1, 1, float(accepted), (0.5,)))
-    after_bad = model.rate()
-    model.observe(Evidence(1, 1, 1.0, (0.5,)))
-    assert model.rate() > 0.6 > 0.4 > after_bad
-
-
-def test_confidence_is_recalibrated() -> None:
-    rng = random.Random(4)
-    model = Confident()
-    for _ in range(1500):
-        confidence = rng.choice([0.3, 0.6, 0.9])
-        # The drafter is too sure of itself.
-        accepted = int(rng.random() < confidence - 0.2)
-        model.observe(Evidence(1, 1, float(accepted), (confidence,)))
-    assert model.probability(0.9) == pytest.approx(0.7, abs=0.1)
-    assert model.probability(0.6) == pytest.approx(0.4, abs=0.1)
-    assert model.probability(0.3) < 0.25
 
 
 @pytest.mark.parametrize("name", sorted(models()))

@@ -191,7 +191,7 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
             kv_tokens=1600,
         )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
-    for estimator in ("beta", "discounts", "confident"):
+    for estimator in ("beta", "discounts"):
         learned = drafting(
             allocation=PolicyConfig.of(
                 "goodspeed_adaptive", estimator=estimator, total=12, prices=True

@@ -165,6 +165,8 @@ def play(
             seconds[t] = _measure(times, lengths[t], estimators, names)
         now += seconds[t]
         policy.observe(outcomes, now)
+        for state in states:
+            state.next_round()
         watch()
     return PlayedRounds(lengths, tokens, seconds)
 

@@ -191,13 +191,33 @@ def test_eta_is_lowered_while_acceptance_varies() -> None:
 
 @pytest.mark.parametrize("on_empty", ["hold", "zero", "full"])
 def test_a_round_without_a_draft_is_defined(on_empty: str) -> None:
-    policy = make("goodspeed", eta=0.5, on_empty=on_empty)
+    policy = make("goodspeed", beta=1.0, eta=0.5, on_empty=on_empty, initial_goodput=2.0)
     asked = candidates("a", "b")
-    policy.allocate(asked, work(4))
-    policy.observe([outcome(asked[0], 0, 0), outcome(asked[1], 2, 1)], 1.0)
-    # α̂ of a stays .5 or becomes .25 or .75, and X is 1; b has .5 and 1.5: gains against .33.
-    wanted = [0, 1] if on_empty == "zero" else [1, 0]
-    assert lengths(policy.allocate(asked, work(1))) == wanted
+    assert lengths(policy.allocate(asked, work(1))) == [1, 0]
+    policy.observe([outcome(asked[0], 1, 0), outcome(asked[1], 0, 0)], 1.0)
+    expected = {"hold": 0.5, "zero": 0.25, "full": 0.75}[on_empty]
+    assert policy.acceptance("b") == expected  # type: ignore[attr-defined]
+    assert policy.goodput("b") == 1.0  # type: ignore[attr-defined]
+
+
+def test_a_step_in_which_a_request_could_not_draft_is_no_round() -> None:
+    """Of its prompt, of its last token, without a drafter, and where its draft did not come."""
+    policy = make("goodspeed", total=8)
+    ending = candidates("a", limit=0)
+    decoding = candidates("a", names=["r1"])
+    late = candidates("a", names=["r2"])
+    policy.allocate([*ending, *decoding, *late], work(8))
+    prompt = candidates("a", names=["r3"])
+    nothing = [outcome(c, 0, 0) for c in (*ending, *late, *prompt)]
+    policy.observe(nothing, 1.0)
+    assert policy.acceptance("a") == 0.5  # type: ignore[attr-defined]
+    assert policy.goodput("a") == 1.0  # type: ignore[attr-defined]
+    policy.observe([*nothing, outcome(decoding[0], 2, 1)], 2.0)
+    assert policy.acceptance("a") == 0.5  # type: ignore[attr-defined]
+    assert policy.goodput("a") == 1.5, "(1 + 2) / 2"  # type: ignore[attr-defined]
+    decoding[0].state.next_round()
+    policy.observe([outcome(decoding[0], 0, 0)], 3.0)
+    assert policy.acceptance("a") == 0.5, "another round"  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

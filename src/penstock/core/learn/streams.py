@@ -23,14 +23,12 @@ _MAX_ACCEPTANCE = 0.99
 
 class Evidence(NamedTuple):
     """What one verification showed: of `num_proposed` draft tokens the first `num_decided` were
-    decided, with `successes` among them (accepted ones, or Σ min(target, draft)). `confidence`:
-    the drafter's own probability of being right, of each decided token, where it is known.
+    decided, with `successes` among them (accepted ones, or Σ min(target, draft)).
     `successes_all`: among all proposed, whatever prefix they stand on."""
 
     num_proposed: int
     num_decided: int
     successes: float
-    confidence: tuple[float, ...] = ()
     successes_all: float = 0.0
 
     @classmethod
@@ -228,67 +226,13 @@ class Bank(StreamModel):
         return min(mean + self._optimism * math.sqrt(spread), _MAX_ACCEPTANCE)
 
 
-class Confident(StreamModel):
-    """Logistic regression of acceptance on the drafter's own confidence in a token and on the last
-    round's share of accepted tokens, by recursive Newton steps that forget.
-
-    Where evidence brings no confidence it is taken to be what it was on average.
-    """
-
-    def __init__(self, prior_mean: float = 0.7, keep: float = 0.998) -> None:
-        self._keep = keep
-        # Without evidence a token is as likely accepted as its drafter believes.
-        self._weights = np.array([0.0, 1.0, 0.0])
-        self._information = np.diag([2.0, 2.0, 8.0])
-        self._prior_information = 0.02 * self._information
-        self._confidence = prior_mean
-        self._last = 0.0
-
-    def observe(self, evidence: Evidence) -> None:
-        if not evidence.num_decided:
-            self._last *= 0.5
-            return
-        given = evidence.confidence[: evidence.num_decided]
-        given = given or (self._confidence,) * evidence.num_decided
-        for index, confidence in enumerate(given):
-            self._learn(confidence, min(1.0, max(0.0, evidence.successes - index)))
-            self._confidence += 0.1 * (confidence - self._confidence)
-        self._last = 2 * evidence.successes / evidence.num_decided - 1
-
-    def _learn(self, confidence: float, accepted: float) -> None:
-        features = self._features(confidence)
-        expected = _logistic(float(features @ self._weights))
-        self._information = self._keep * self._information + self._prior_information * (
-            1 - self._keep
-        )
-        self._information += expected * (1 - expected) * np.outer(features, features)
-        self._weights += np.linalg.solve(self._information, (accepted - expected) * features)
-
-    def _features(self, confidence: float) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-        bounded = min(_MAX_ACCEPTANCE, max(1 - _MAX_ACCEPTANCE, confidence))
-        return np.array([1.0, math.log(bounded / (1 - bounded)), self._last])
-
-    def probability(self, confidence: float) -> float:
-        """That a token is accepted of which the drafter is so confident, if those before it
-        were."""
-        return min(_MAX_ACCEPTANCE, _logistic(float(self._features(confidence) @ self._weights)))
-
-    def rate(self) -> float:
-        return self.probability(self._confidence)
-
-
-def _logistic(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
-
-
 _DISCOUNTS = (1.0, 0.99, 0.97, 0.9)
 
 ESTIMATORS: Mapping[str, Callable[[Population], StreamModel]] = {
     "beta": lambda prior: DiscountedBeta(prior, 0.98, optimism=1.0),
     "discounts": lambda prior: Bank([DiscountedBeta(prior, d) for d in _DISCOUNTS]),
     "switching": lambda prior: Bank([DiscountedBeta(prior, 1.0), Switching()]),
-    "confident": lambda prior: Confident(prior.mean()),
 }
 """What a policy may choose from. beta: one discount, with optimism. discounts: a bank from no
 discount to a memory of ten rounds. switching: all rounds alike, or jumps between levels, whichever
-has predicted better. confident: from the drafter's confidence and the last round."""
+has predicted better."""

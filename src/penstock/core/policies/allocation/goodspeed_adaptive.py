@@ -48,7 +48,7 @@ class GoodSpeedAdaptive(AllocationPolicy):
         k_max: MaxDraftTokens = 16
         horizon: PositiveInt = 1000
         prior_mean: Probability = 0.5
-        estimator: Literal["beta", "discounts", "switching", "confident"] = "switching"
+        estimator: Literal["beta", "discounts", "switching"] = "switching"
         prices: bool = False
 
     def __init__(self, options: Options) -> None:

@@ -2,6 +2,8 @@
 
 Kept for reproduction; `goodspeed_adaptive` is what serves. What the paper leaves open is defined
 here: what a round without a draft does to α̂ (eq. 3 divides by 0), and the least that α̂ falls to.
+A step in which a request could not draft is no round: that of its prompt, that of its last token,
+and one that its draft has missed.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class GoodSpeed(AllocationPolicy):
         is not.
         evidence: what eq. 3 averages min(1, target / draft) over: `all` positions of a draft, as it
         is printed, or only the `decided` ones, up to the first rejection.
-        on_empty: what eq. 3 makes of a round without a draft: count it as `full` acceptance, so
-        that α̂ rises until the client is tried again; or as `zero`; or `hold` α̂.
+        on_empty: what eq. 3 makes of a round for which nothing was granted: count it as `full`
+        acceptance, so that α̂ rises until the client is tried again; or as `zero`; or `hold` α̂.
         least_acceptance: α̂ never falls below it; `hold` needs that, or a client that was unlucky
         once is never tried again.
         initial_acceptance, initial_goodput: α̂(0) and X(0).
@@ -85,6 +87,8 @@ class GoodSpeed(AllocationPolicy):
     def __init__(self, options: Options) -> None:
         self.options = options
         self._clients: dict[str, _Client] = {}
+        self._left_out: dict[str, tuple[int, int]] = {}
+        """By request: epoch and round for which it was granted nothing, though it could draft."""
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         options = self.options
@@ -93,24 +97,32 @@ class GoodSpeed(AllocationPolicy):
             tenant_weight(view.tenants, c.state.request.tenant) / client.goodput**options.fairness
             for c, client in zip(candidates, clients, strict=True)
         ]
+        limits = [min(c.limit, options.k_max) for c in candidates]
         lengths, _ = geometric_lengths(
             weights,
             [client.acceptance.rate() for client in clients],
             draft_budget(options.total, view),
-            [min(c.limit, options.k_max) for c in candidates],
+            limits,
         )
-        return [Grant(n) for n in lengths.tolist()]
+        grants = [Grant(n) for n in lengths.tolist()]
+        self._left_out = {
+            c.state.request.id: (c.state.epoch, c.state.round)
+            for c, limit, grant in zip(candidates, limits, grants, strict=True)
+            if limit and not grant.num_draft_tokens
+        }
+        return grants
 
     def reserve(self, state: RequestState) -> int:
         return self.options.k_max
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
-        tokens = tokens_by_tenant(outcomes)
+        rounds = [o for o in outcomes if self._is_round(o)]
+        tokens = tokens_by_tenant(rounds)
         proposed = dict.fromkeys(tokens, 0)
         decided = dict.fromkeys(tokens, 0)
         successes = dict.fromkeys(tokens, 0.0)
         over_all = dict.fromkeys(tokens, 0.0)
-        for state, verdict in outcomes:
+        for state, verdict in rounds:
             proposed[state.request.tenant] += verdict.num_proposed
             decided[state.request.tenant] += verdict.num_decided
             successes[state.request.tenant] += verdict.evidence
@@ -120,6 +132,12 @@ class GoodSpeed(AllocationPolicy):
                 proposed[name], decided[name], successes[name], successes_all=over_all[name]
             )
             self._client(name).observe(evidence, realised)
+
+    def _is_round(self, outcome: Outcome) -> bool:
+        """Whether the request has drafted, or would have, had it been granted anything."""
+        state, verdict = outcome
+        left_out = self._left_out.get(state.request.id)
+        return verdict.num_proposed > 0 or left_out == (verdict.epoch, verdict.round)
 
     def goodput(self, tenant: str) -> float:
         """X of eq. 4: the estimate that figure 2 compares with what is realised."""

@@ -1,0 +1,55 @@
+"""What GoodSpeed learns of acceptance while requests come and end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.config import PolicyConfig
+from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
+from penstock.core.scheduler import Scheduler
+from penstock.sim.acceptance import GeometricAcceptance
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Setup, run
+from penstock.sim.workloads import Workload, make_workload
+
+
+class Acceptance:
+    """An instrument that reads the estimate after every step."""
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        policy = scheduler._ctx.allocation
+        assert isinstance(policy, GoodSpeed)
+        self._policy = policy
+        self.seen: list[float] = []
+
+    def on_plan(self, plan: Any) -> None:
+        """Plans say nothing."""
+
+    def on_result(self, plan: Any, result: Any) -> None:
+        self.seen.append(self._policy.acceptance("default"))
+
+    def on_output(self, output: Any) -> None:
+        """Outputs say nothing."""
+
+
+@pytest.mark.parametrize("output_len", [16, 50, 150])
+def test_acceptance_is_learned_whatever_the_length_of_outputs(output_len: int) -> None:
+    """The steps of a prompt and of a last token, without a draft, are no rounds."""
+    lengths = Workload("equal", np.full(100, 60), np.full(100, output_len))
+    setup = Setup(
+        load_profile("a100-llama2-7b"),
+        allocation=PolicyConfig.of("goodspeed"),
+        acceptance=GeometricAcceptance({"d": 0.3}, seed=1),
+        drafters=("d",),
+    )
+    watched: list[Acceptance] = []
+
+    def watch(scheduler: Scheduler) -> Acceptance:
+        watched.append(Acceptance(scheduler))
+        return watched[0]
+
+    run(setup, make_workload(lengths, rate=4.0, seed=0), watch=watch)
+    assert np.mean(watched[0].seen[100:]) == pytest.approx(0.3, abs=0.01)
