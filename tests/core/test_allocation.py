@@ -474,6 +474,23 @@ def test_confident_is_throughput_for_drafters_that_do_not_end_by_themselves() ->
     assert make_policy("allocation", "confident").allocate(offered, view) == expected
 
 
+def test_confident_asks_for_the_same_survival_after_steps_of_other_drafters() -> None:
+    """`throughput`, which decides of those, keeps a price in tokens a second, some hundreds."""
+    others = {"d": Drafter("d")}
+    drafters = {"d": Drafter("d", stops_early=True)}
+    steps = {3: 0.01, 6: 0.0102, 9: 0.012, 12: 0.014, 30: 0.03}
+    estimators = learned([0.95] * 3, verify=steps, draft=1e-4)
+    offered, room = candidates(20, 20, 20), Room(1000, 3, 3)
+    expected = make_policy("allocation", "confident").allocate(
+        offered, View(drafters, estimators, room=room)
+    )
+    policy = make_policy("allocation", "confident")
+    policy.allocate(offered, View(others, estimators, room=room))
+    grants = policy.allocate(offered, View(drafters, estimators, room=room))
+    assert grants[0].min_survival == pytest.approx(expected[0].min_survival)
+    assert 0 < expected[0].min_survival < 1
+
+
 # --- tenants --------------------------------------------------------------------------------------
 
 

@@ -155,8 +155,10 @@ class Confident(Throughput):
             partial(DraftYields, options.k_max)
         )
         self._ordered: dict[str, _Ordered] = {}
-        self._price, self._gain = 0.5, 1.0
-        """The last step's price, and its expected tokens a second over those without drafts."""
+        self._min_survival, self._gain = 0.5, 1.0
+        """The last step's price of a position, in tokens: the least survival that is worth one (the
+        base class's `_price` is in tokens a second); and its expected tokens a second over those
+        without drafts."""
         self._record = _Record()
         self._for_trials = 0.0
         """Seconds."""
@@ -171,7 +173,7 @@ class Confident(Throughput):
             self._num_idle += 1
             self._record.expect(self._round((), view))
             return grants
-        price = self._price = self._next_price(candidates, view)
+        price = self._min_survival = self._next_price(candidates, view)
         members = self._members(candidates, view)
         self._record.expect(self._round(members, view))
         self._idle, self._num_idle = set() if members else who, 1
@@ -201,7 +203,9 @@ class Confident(Throughput):
         """What one more drafted and verified position of every request costs each, in tokens."""
         times, room, num = view.learn.times, view.room, len(candidates)
         counts = Counter(c.drafter for c in candidates)
-        proposed = sum(n * self._yields[d].mean(self._price).proposed for d, n in counts.items())
+        proposed = sum(
+            n * self._yields[d].mean(self._min_survival).proposed for d, n in counts.items()
+        )
         rows = room.num_rows + round(proposed)
         verify = times.target(rows + num) - times.target(rows)
         drafting = sum(times.curve_of(name)(n) for name, n in counts.items())
@@ -211,10 +215,10 @@ class Confident(Throughput):
     def _members(self, candidates: Sequence[DraftCandidate], view: View) -> list[_Offer]:
         """Who drafts: those with whom the step gains most, and perhaps one for trial; nobody where
         a position costs more than the token that it may be."""
-        if self._price >= 1:
+        if self._min_survival >= 1:
             self._gain = 1.0
             return []
-        means = {name: self._yields[name].mean(self._price) for name in view.drafters}
+        means = {name: self._yields[name].mean(self._min_survival) for name in view.drafters}
         offers = [
             self._offer(i, c, means[c.drafter], view) for i, c in enumerate(candidates) if c.limit
         ]
@@ -254,7 +258,7 @@ class Confident(Throughput):
     def _num_steps(self, drafter: str, num_drafts: int) -> float:
         """Of so many drafts together: one more is sampled than is proposed, where a draft ends by
         itself."""
-        longest = self._yields[drafter].longest(self._price, num_drafts)
+        longest = self._yields[drafter].longest(self._min_survival, num_drafts)
         return min(longest + 1, self.options.k_max)
 
     def _best(self, offers: Sequence[_Offer], view: View) -> _Round:
