@@ -8,7 +8,7 @@ from tests.core.world import World, make_request, make_scheduler
 
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.registry import PolicyError, make_policy
+from penstock.core.policies.registry import PolicyError, make_policy, policies
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import TARGET, Arrive
 from penstock.fluid.step_profile import PAPER_LINEAR
@@ -166,3 +166,25 @@ def test_the_draft_budget_is_what_the_step_has_left() -> None:
 def test_bad_options(options: dict[str, Any], said: str) -> None:
     with pytest.raises(PolicyError, match=said):
         make_policy("admission", "vllm_v1", options)
+
+
+@pytest.mark.parametrize("name", sorted(policies("admission")))
+def test_a_request_that_is_alone_is_served_or_the_policy_names_what_serves(name: str) -> None:
+    policy = make_policy("admission", name)
+    scheduler = Scheduler(
+        BlockPool(64, 4),
+        [],
+        admission=policy,
+        selection=make_policy("selection", "single"),
+        allocation=make_policy("allocation", "fixed"),
+        max_model_len=256,
+    )
+    limits = {"max_num_batched_tokens": 10**6, "max_num_seqs": 10**6}
+    world = World(scheduler, ToyExecutor(4), admission=limits)
+    world.arrive(make_request("alone"))
+    for _ in range(100):
+        world.move()
+        world.turn()
+    assert bool(world.ends) == (policy.serves_instead is None)
+    if policy.serves_instead is not None:
+        assert policies("admission")[policy.serves_instead].serves_instead is None

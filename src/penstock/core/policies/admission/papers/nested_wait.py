@@ -29,6 +29,7 @@ class NestedWait(AdmissionPolicy):
 
     name: ClassVar[str] = "nested_wait"
     knows_tenants: ClassVar[bool] = False
+    serves_instead: ClassVar[str | None] = "nested_wait_gated"
 
     @dataclass(frozen=True, slots=True)
     class Options:

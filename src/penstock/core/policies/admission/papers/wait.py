@@ -28,6 +28,7 @@ class Wait(AdmissionPolicy):
 
     name: ClassVar[str] = "wait"
     knows_tenants: ClassVar[bool] = False
+    serves_instead: ClassVar[str | None] = "wait_gated"
 
     @dataclass(frozen=True, slots=True)
     class Options:
