@@ -18,7 +18,7 @@ from tests.engine.small_family import write_family
 import penstock
 from penstock.cli import main
 from penstock.cli.models import with_models
-from penstock.config import NGRAM, ConfigError
+from penstock.config import NGRAM, ConfigError, ServeConfig
 from penstock.core.policies.registry import policies
 from penstock.zoo.registry import DEFAULT_DRAFTER, ModelCard
 
@@ -375,3 +375,75 @@ def test_serve_announces_itself_and_serves(checkpoints: dict[str, Path]) -> None
         process.terminate()
         assert process.wait(10) == 0
         assert process.stdout.read() == ""
+
+
+@pytest.fixture
+def started(cli: Cli, family: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[..., ServeConfig]:
+    """Runs `penstock serve` up to its start; returns the settings in force."""
+    found: list[ServeConfig] = []
+
+    async def serve(config: ServeConfig, *_: Any, **__: Any) -> None:
+        found.append(config)
+
+    monkeypatch.setattr("penstock.serving.fork_context.preload", lambda: None)
+    monkeypatch.setattr("penstock.api.server.serve", serve)
+
+    def run(*arguments: str) -> ServeConfig:
+        code, _, said = cli("serve", "target-large", *arguments)
+        assert code == 0, said
+        return found[-1]
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("options", "allocation", "pipeline"),
+    [
+        ((), "throughput", "off"),
+        (("--pipeline", "async"), "throughput", "async"),
+        (("--drafters-listen", "127.0.0.1:0"), "deadline", "async"),
+        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "off"), "deadline", "off"),
+        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "auto"), "deadline", "auto"),
+        (("--drafters-listen", "127.0.0.1:0", "--pipeline", "2"), "deadline", "2"),
+        (("--drafters-listen", "127.0.0.1:0", "--allocation", "renewal"), "renewal", "async"),
+    ],
+)
+def test_the_default_allocation_with_draft_servers(
+    started: Callable[..., ServeConfig], options: tuple[str, ...], allocation: str, pipeline: str
+) -> None:
+    engine = started(*options).engine
+    assert engine.allocation.name == allocation
+    assert engine.pipeline == pipeline
+
+
+def test_draft_servers_of_a_file_have_the_same_default(
+    started: Callable[..., ServeConfig], tmp_path: Path
+) -> None:
+    file = tmp_path / "serve.yaml"
+    file.write_text("drafters: {listen: '127.0.0.1:0'}\n")
+    assert started("--config", str(file)).engine.allocation.name == "deadline"
+    file.write_text("drafters: {listen: '127.0.0.1:0'}\nengine: {allocation: {name: throughput}}\n")
+    assert started("--config", str(file)).engine.allocation.name == "throughput"
+
+
+@pytest.mark.parametrize(
+    ("admission", "instead"),
+    [
+        ("wait", "wait_gated"),
+        ("nested_wait", "nested_wait_gated"),
+        ("wait_gated", None),
+        ("vllm_v1", None),
+    ],
+)
+def test_a_policy_that_may_idle_is_warned_of_at_start(
+    started: Callable[..., ServeConfig],
+    caplog: pytest.LogCaptureFixture,
+    admission: str,
+    instead: str | None,
+) -> None:
+    started("--admission", admission)
+    lines = [r.getMessage() for r in caplog.records if r.name == "penstock.cli.serve"]
+    assert len(lines) == (instead is not None)
+    if instead is not None:
+        assert lines[0].startswith(f"--admission {admission} may wait for other requests")
+        assert f"--admission {instead} or fluid_guided always serves" in lines[0]

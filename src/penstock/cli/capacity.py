@@ -43,7 +43,7 @@ def capacity(
     workload: cli.WorkloadOption,
     profile: cli.ProfileOption,
     admission: cli.AdmissionOption,
-    allocation: cli.AllocationOption = "throughput",
+    allocation: cli.AllocationOption = cli.DEFAULT_ALLOCATION,
     selection: cli.SelectionOption = "single",
     rate: Annotated[
         float | None,

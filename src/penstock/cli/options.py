@@ -17,6 +17,19 @@ def policy_option(kind: str, what: str) -> typer.models.OptionInfo:
     return made
 
 
+DEFAULT_ALLOCATION = "throughput"
+DRAFT_SERVERS_ALLOCATION = "deadline"
+"""Default where draft servers draft: a draft's way is part of what its time is worth."""
+
+
+def allocation_option(draft_servers: str) -> typer.models.OptionInfo:
+    """`--allocation` of a command with which draft servers come by the option of that name."""
+    defaults = f"by default {DRAFT_SERVERS_ALLOCATION} with {draft_servers}"
+    return policy_option(
+        "allocation", f"Draft-length policy, {defaults}, otherwise {DEFAULT_ALLOCATION}"
+    )
+
+
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 
 # --- commands that load models ------------------------------------------------------------------

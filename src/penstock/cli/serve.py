@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -24,9 +25,15 @@ from penstock.cli.options import (
     DrafterOption,
     NoSpeculationOption,
     TargetArgument,
+    allocation_option,
     policy_option,
 )
 from penstock.cli.terminal import announce, one_line
+
+if TYPE_CHECKING:
+    from penstock.config import PolicyConfig
+
+_log = logging.getLogger(__name__)
 
 
 def serve(
@@ -38,13 +45,7 @@ def serve(
     selection: Annotated[
         str | None, policy_option("selection", "Drafter selection policy, by default single")
     ] = None,
-    allocation: Annotated[
-        str | None,
-        policy_option(
-            "allocation",
-            "Draft-length policy, by default renewal with --drafters-listen, otherwise throughput",
-        ),
-    ] = None,
+    allocation: Annotated[str | None, allocation_option("--drafters-listen")] = None,
     fairness: Annotated[
         bool | None,
         typer.Option(
@@ -205,6 +206,7 @@ def serve(
         from penstock.serving.logs import configure_logging
 
         configure_logging(parsed.log_format)
+        _warn_of_idling(parsed.engine.admission)
         asyncio.run(
             server.serve(
                 parsed,
@@ -212,4 +214,16 @@ def serve(
                 announce_drafters=lambda address: announce(f"draft servers connect to {address}"),
                 read_again=None if config is None else lambda: in_force(options),
             )
+        )
+
+
+def _warn_of_idling(admission: PolicyConfig) -> None:
+    """Say where the policy may leave a client without an answer, and what to take instead."""
+    instead = admission.make("admission").serves_instead
+    if instead is not None:
+        _log.warning(
+            "--admission %s may wait for other requests before it goes on, and then answers no "
+            "client that is alone; --admission %s or fluid_guided always serves",
+            admission.name,
+            instead,
         )

@@ -9,6 +9,7 @@ from typing import Any
 
 from penstock.cli.engines import with_engine
 from penstock.cli.models import settings_in, with_models
+from penstock.cli.options import DRAFT_SERVERS_ALLOCATION
 from penstock.config import (
     DEFAULT_TENANT,
     ConfigError,
@@ -23,7 +24,7 @@ _WITH_DRAFT_SERVERS = {
     "drafters": {},
     "pipeline": "async",
     "verification": "coupled",
-    "allocation": {"name": "renewal"},
+    "allocation": {"name": DRAFT_SERVERS_ALLOCATION},
 }
 """Settings of the engine where draft servers may connect, unless others are given."""
 

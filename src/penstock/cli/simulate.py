@@ -36,7 +36,7 @@ def simulate(
     workload: cli.WorkloadOption,
     profile: cli.ProfileOption,
     admission: cli.AdmissionOption,
-    allocation: cli.AllocationOption = "throughput",
+    allocation: Annotated[str | None, cli.allocation_option("--draft-servers")] = None,
     selection: cli.SelectionOption = "single",
     rate: cli.RateOption = None,
     arrivals: cli.ArrivalsOption = None,
@@ -78,12 +78,15 @@ def simulate(
     from penstock.sim.servers import deal_to_tenants
 
     targets = LatencyTargets(ttft_p99, tpot_p99)
+    if allocation is None:
+        allocation = cli.DRAFT_SERVERS_ALLOCATION if draft_servers else cli.DEFAULT_ALLOCATION
+    policies = {"admission": admission, "allocation": allocation, "selection": selection}
 
     def prepared(seed: int) -> tuple[Setup, Workload]:
         load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
         server = make_server(
             profile,
-            {"admission": admission, "allocation": allocation, "selection": selection},
+            policies,
             settings or (),
             SimulatedDrafters(drafter, acceptance, drafter_seconds, drafter_capacity),
             kv_tokens=kv_tokens,
