@@ -149,7 +149,7 @@ def test_every_mistake_has_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("port: 1\nport: 2\n", "line 2: 'port' is there twice"),
+        ("port: 1\nport: 2\n", "line 2: 'port' is given twice"),
         ("engine: 3\n", ":1: engine must be a mapping of settings"),
         ("engine: {drafters: {a: nope}}\n", ":1: drafter 'a': 'nope' is neither"),
     ],

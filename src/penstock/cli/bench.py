@@ -19,7 +19,7 @@ from penstock.cli.engines import (
     TensorParallelOption,
     with_engine,
 )
-from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
+from penstock.cli.terminal import Commands, one_line, print_table, progress, whole_numbers
 
 if TYPE_CHECKING:
     from penstock.engine.build import Engine
@@ -52,7 +52,7 @@ SyntheticAcceptanceOption = Annotated[
     ),
 ]
 
-app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
+app = Commands(no_args_is_help=True, help="Measure the engine.")
 
 
 @app.callback()
@@ -173,14 +173,14 @@ def _shapes(
     """Settings with models of random weights, and random prompts."""
     import numpy as np
 
-    from penstock.config import ConfigError
+    from penstock.config import ConfigError, each_once
     from penstock.core.types import TARGET
     from penstock.engine.models.random import shape
     from penstock.serving.bench import BenchPrompt
 
     if target is not None or domain is not None:
         raise ConfigError("--random-weights takes the place of a target, and has no domains")
-    named = dict(_named(text) for text in drafters)
+    named = each_once(map(_named, drafters), "--drafter")
     shapes = {TARGET: shape(random_weights)}
     shapes |= {name: shape(config) for name, config in named.items()}
     tokens = np.random.default_rng(0).integers(

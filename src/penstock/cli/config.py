@@ -14,12 +14,12 @@ import typer
 from penstock.cli.options import JsonOption
 from penstock.cli.serve import serve
 from penstock.cli.signatures import with_options_of
-from penstock.cli.terminal import one_line
+from penstock.cli.terminal import Commands, one_line
 
 if TYPE_CHECKING:
     from penstock.config import ConfigError, Where
 
-app = typer.Typer(no_args_is_help=True, help="The server's settings.")
+app = Commands(no_args_is_help=True, help="The server's settings.")
 
 _HIDDEN = "(hidden)"
 _SECRET = re.compile(r"(api|metrics)_keys|token_sha256")

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 NATIVE, VLLM = "native", "vllm"
 
@@ -62,7 +61,7 @@ def with_engine(
     options: by the names of `VllmConfig`; None is not given. Raises: ConfigError.
     """
     from penstock.cli.models import settings_in
-    from penstock.config import ConfigError
+    from penstock.config import ConfigError, each_once
 
     if engine not in (None, NATIVE, VLLM):
         raise ConfigError(f"--engine is {engine!r}; allowed: {NATIVE}, {VLLM}")
@@ -71,7 +70,7 @@ def with_engine(
     elif engine == VLLM:
         settings = {**settings, VLLM: settings_in(settings.get(VLLM), f"engine.{VLLM}")}
     own = {name: value for name, value in options.items() if value is not None}
-    args = dict(_argument(text) for text in engine_args or ())
+    args = each_once(map(_argument, engine_args or ()), "--engine-arg")
     if not (own or args):
         return settings
     if VLLM not in settings:
@@ -89,12 +88,9 @@ def _argument(text: str) -> tuple[str, Any]:
 
     Raises: ConfigError.
     """
-    from penstock.config import ConfigError
+    from penstock.config import ConfigError, yaml_value
 
     name, given, value = text.partition("=")
     if not (name and given):
         raise ConfigError(f"--engine-arg is {text!r}; allowed: KEY=VALUE, as in enforce_eager=true")
-    try:
-        return name.strip().lstrip("-").replace("-", "_"), yaml.safe_load(value)
-    except yaml.YAMLError as error:
-        raise ConfigError(f"--engine-arg {name}: {value!r} is not a value of YAML") from error
+    return name.strip().lstrip("-").replace("-", "_"), yaml_value(value, f"--engine-arg {name}")

@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import JsonOption
+from penstock.cli.terminal import Commands
 
-app = typer.Typer(no_args_is_help=True, help="API keys of tenants.")
+app = Commands(no_args_is_help=True, help="API keys of tenants.")
 
 _BYTES = 32
 

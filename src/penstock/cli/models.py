@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import LOOK_UPS, NGRAM, ConfigError, DrafterParts
+from penstock.config import LOOK_UPS, NGRAM, ConfigError, DrafterParts, each_once
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 
@@ -28,7 +28,7 @@ def with_models(
     if not speculate:
         made = {}
     elif drafters:
-        made = dict(_from_option(text) for text in drafters)
+        made = each_once(map(_from_option, drafters), "--drafter")
     elif "drafters" in engine:
         given = settings_in(engine["drafters"], "engine.drafters")
         made = {name: _drafter_path(name, str(path)) for name, path in given.items()}

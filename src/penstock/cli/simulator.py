@@ -60,6 +60,8 @@ def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[s
             raise PolicyError(
                 f"--set takes OPTION=VALUE, with a prefix {prefixes} or none, not {text!r}"
             )
+        if option in options[kind]:
+            raise PolicyError(f"--set: {option!r} is given twice")
         wanted = option_types(kind, names[kind]).get(option)
         try:
             options[kind][option] = parse_value(value.strip(), wanted)
@@ -261,21 +263,24 @@ def make_server(
 
 def _weights(texts: Sequence[str]) -> dict[str, float]:
     """`NAME=WEIGHT` texts. Raises: WorkloadError."""
+    from penstock.config import each_once
     from penstock.sim.workloads import WorkloadError
 
-    weights = {}
-    for text in texts:
-        name, _, number = text.rpartition("=")
-        try:
-            weight = float(number)
-        except ValueError:
-            weight = math.nan
-        if not name or not 0 < weight < math.inf:
-            raise WorkloadError(
-                f"--tenant-weight takes NAME=WEIGHT with a weight over 0, not {text!r}"
-            )
-        weights[name] = weight
-    return weights
+    return each_once(map(_weight, texts), "--tenant-weight", WorkloadError)
+
+
+def _weight(text: str) -> tuple[str, float]:
+    """Raises: WorkloadError."""
+    from penstock.sim.workloads import WorkloadError
+
+    name, _, number = text.rpartition("=")
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not name or not 0 < weight < math.inf:
+        raise WorkloadError(f"--tenant-weight takes NAME=WEIGHT with a weight over 0, not {text!r}")
+    return name, weight
 
 
 def describe(setup: Setup, workload: Workload) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from penstock.config.engine import (
     RequestOptions,
     VllmConfig,
 )
-from penstock.config.files import Where, lines_of, read_yaml
-from penstock.config.model import ConfigError, mistakes_in, parsed
+from penstock.config.files import Where, lines_of, read_yaml, yaml_value
+from penstock.config.model import ConfigError, each_once, mistakes_in, parsed
 from penstock.config.profiles import ProfilePath, read_profile
 from penstock.config.server import ServeConfig
 from penstock.config.sources import Settings, read_settings
@@ -55,6 +55,7 @@ __all__ = [
     "VllmConfig",
     "Where",
     "as_tenants",
+    "each_once",
     "hash_of_key",
     "is_loopback",
     "lines_of",
@@ -65,6 +66,7 @@ __all__ = [
     "read_profile",
     "read_settings",
     "read_yaml",
+    "yaml_value",
 ]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,33 @@ def _read(path: Path) -> tuple[dict[str, Any], yaml.Node]:
     """Raises: ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
-        data = yaml.safe_load(text)
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
+        data, node = _parsed(text)
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from error
     if node is None or not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings")
-    _check_once(node, path)
+    for twice in _given_twice(node):
+        line = twice.start_mark.line + 1
+        raise ConfigError(f"{path}, line {line}: {twice.value!r} is given twice")
     return data, node
+
+
+def yaml_value(text: str, where: str) -> Any:
+    """A value that is written as YAML. Raises: ConfigError."""
+    try:
+        data, node = _parsed(text)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        raise ConfigError(f"{where}: {text!r} is not a value of YAML") from error
+    for twice in _given_twice(node):
+        raise ConfigError(f"{where}: {twice.value!r} is given twice")
+    return data
+
+
+def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
+    """Raises: YAMLError, RecursionError, ValueError."""
+    return yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
 
 
 def _walk(node: yaml.Node, where: Where, lines: dict[Where, int]) -> None:
@@ -53,16 +71,15 @@ def _walk(node: yaml.Node, where: Where, lines: dict[Where, int]) -> None:
             _walk(value, (*where, str(i)), lines)
 
 
-def _check_once(node: yaml.Node, path: Path) -> None:
-    """YAML's reader lets the last of several equal names win. Raises: ConfigError."""
+def _given_twice(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
+    """Names that are in a mapping before: YAML's reader lets the last of them win."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:
             if key.value in seen and isinstance(key, yaml.ScalarNode):
-                line = key.start_mark.line + 1
-                raise ConfigError(f"{path}, line {line}: {key.value!r} is there twice")
+                yield key
             seen.add(str(key.value))
-            _check_once(value, path)
+            yield from _given_twice(value)
     elif isinstance(node, yaml.SequenceNode):
         for value in node.value:
-            _check_once(value, path)
+            yield from _given_twice(value)

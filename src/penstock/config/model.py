@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, Self, TypeVar
 
 from pydantic import (
@@ -15,6 +16,7 @@ from pydantic import (
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 _Parsed = TypeVar("_Parsed", bound=BaseModel)
+_Value = TypeVar("_Value")
 
 _log = logging.getLogger(__name__)
 
@@ -28,6 +30,23 @@ class ConfigError(ValueError):
     def __init__(self, message: str, where: tuple[str, ...] = ()) -> None:
         super().__init__(message)
         self.where = where
+
+
+def each_once(
+    pairs: Iterable[tuple[str, _Value]],
+    where: str,
+    error: Callable[[str], Exception] = ConfigError,
+) -> dict[str, _Value]:
+    """Names and values as a mapping.
+
+    Raises: `error` where a name comes twice: in a mapping the last would win in silence.
+    """
+    made: dict[str, _Value] = {}
+    for name, value in pairs:
+        if name in made:
+            raise error(f"{where}: {name!r} is given twice")
+        made[name] = value
+    return made
 
 
 class Model(BaseModel):

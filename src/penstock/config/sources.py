@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from penstock.config.files import Where, lines_of, read_yaml
+from penstock.config.model import ConfigError, each_once
 from penstock.config.server import ServeConfig
 
 PREFIX = "PENSTOCK_"
@@ -69,26 +69,59 @@ def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
     """What the environment alone says. A variable that begins like a setting and is none is told
-    of: container systems set such for their own purposes."""
+    of: container systems set such for their own purposes.
+
+    Raises: ConfigError where a setting is given twice.
+    """
     values: dict[str, Any] = {}
     names: dict[Where, str] = {}
+    given: dict[Where, str] = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):
         where = tuple(name.removeprefix(PREFIX).lower().split(_DOWN))
         if where[0] in ServeConfig.model_fields:
+            value = _value(where, environ[name], name)
+            leaves = list(_leaves(where, value))
+            for leaf in leaves:
+                _check_new(leaf, given, name)
+            given.update(dict.fromkeys(leaves, name))
             names[where] = name
-            values = _merged(values, _tree(where, _value(where, environ[name])))
+            values = _merged(values, _tree(where, value))
         elif name not in OTHER_VARIABLES:
             _log.warning("the variable %s is no setting, and is ignored", name)
     return Settings(values, names)
 
 
-def _value(where: Where, text: str) -> Any:
+def _value(where: Where, text: str, name: str) -> Any:
     """Mappings and lists are JSON, and so is what has no type of its own: options of policies, and
-    arguments of vLLM. All else is taken as it stands."""
-    if text[:1] in ("{", "[") or where[-2:-1] in (("options",), ("args",)):
-        with suppress(ValueError):
-            return json.loads(text)
-    return text
+    arguments of vLLM. All else is taken as it stands.
+
+    name: of the variable. Raises: ConfigError where an object has a name twice.
+    """
+    if text[:1] not in ("{", "[") and where[-2:-1] not in (("options",), ("args",)):
+        return text
+    try:
+        return json.loads(text, object_pairs_hook=lambda pairs: each_once(pairs, name))
+    except ConfigError:
+        raise
+    except (ValueError, RecursionError):
+        return text
+
+
+def _leaves(where: Where, value: Any) -> Iterator[Where]:
+    """The settings in a value that is a mapping; of any other, itself."""
+    if not isinstance(value, dict):
+        yield where
+        return
+    for name, inner in value.items():
+        yield from _leaves((*where, name), inner)
+
+
+def _check_new(leaf: Where, given: Mapping[Where, str], name: str) -> None:
+    """Raises: ConfigError for a setting that another variable gives, too."""
+    for other, variable in given.items():
+        shorter = min(len(leaf), len(other))
+        if leaf[:shorter] == other[:shorter]:
+            raise ConfigError(f"{name}: {variable} gives {'.'.join(leaf)}, too", leaf)
 
 
 def _tree(where: Where, value: Any) -> dict[str, Any]:

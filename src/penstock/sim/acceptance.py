@@ -338,7 +338,7 @@ def parse_drafters(
     for text in texts or (() if fit is None else fit.drafters):
         name, given, value = text.partition("=")
         if name in models:
-            raise WorkloadError(f"drafter {name!r} is given twice")
+            raise WorkloadError(f"--drafter: {name!r} is given twice")
         if by_domain is not None and not given:
             models[name] = by_domain
             _check_fitted(name, by_domain.fit)

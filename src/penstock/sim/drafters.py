@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from penstock.config import each_once
 from penstock.core.types import Output, StepPlan, StepResult
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.sim.traces import WorkloadError
@@ -82,17 +83,19 @@ def parse_capacities(texts: Iterable[str], drafters: Sequence[str]) -> dict[str,
 
     Raises: WorkloadError.
     """
-    capacities = {}
-    for text in texts:
-        name, _, value = text.partition("=")
-        found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", value)
-        if not found:
-            raise WorkloadError(f"a drafter's capacity is NAME=B or NAME=BxK, not {text!r}")
-        if name not in drafters:
-            known = ", ".join(drafters) or "there is none"
-            raise WorkloadError(f"a capacity names an unknown drafter {name!r}; drafters: {known}")
-        capacities[name] = DrafterCapacity(int(found[1]), int(found[2] or 1))
-    return capacities
+    return each_once((_capacity(t, drafters) for t in texts), "--drafter-capacity", WorkloadError)
+
+
+def _capacity(text: str, drafters: Sequence[str]) -> tuple[str, DrafterCapacity]:
+    """Raises: WorkloadError."""
+    name, _, value = text.partition("=")
+    found = re.fullmatch(r"([1-9]\d*)(?:x([1-9]\d*))?", value)
+    if not found:
+        raise WorkloadError(f"a drafter's capacity is NAME=B or NAME=BxK, not {text!r}")
+    if name not in drafters:
+        known = ", ".join(drafters) or "there is none"
+        raise WorkloadError(f"a capacity names an unknown drafter {name!r}; drafters: {known}")
+    return name, DrafterCapacity(int(found[1]), int(found[2] or 1))
 
 
 def parse_drafter_seconds(texts: Iterable[str]) -> tuple[DrafterProfile, ...]:
@@ -101,17 +104,19 @@ def parse_drafter_seconds(texts: Iterable[str]) -> tuple[DrafterProfile, ...]:
 
     Raises: WorkloadError.
     """
-    profiles = []
-    for text in texts:
-        name, _, value = text.partition("=")
-        step, _, reading = value.partition(":")
-        try:
-            seconds = (float(step), float(reading or 0))
-        except ValueError:
-            seconds = (-1.0, -1.0)
-        if not name or not all(0 <= s < math.inf for s in seconds):
-            raise WorkloadError(
-                f"a drafter's times are NAME=SECONDS or NAME=SECONDS:PER_CATCH_UP, not {text!r}"
-            )
-        profiles.append(DrafterProfile(name, (1,), (seconds[0],), seconds[1]))
-    return tuple(profiles)
+    return tuple(each_once(map(_times, texts), "--drafter-seconds", WorkloadError).values())
+
+
+def _times(text: str) -> tuple[str, DrafterProfile]:
+    """Raises: WorkloadError."""
+    name, _, value = text.partition("=")
+    step, _, reading = value.partition(":")
+    try:
+        seconds = (float(step), float(reading or 0))
+    except ValueError:
+        seconds = (-1.0, -1.0)
+    if not name or not all(0 <= s < math.inf for s in seconds):
+        raise WorkloadError(
+            f"a drafter's times are NAME=SECONDS or NAME=SECONDS:PER_CATCH_UP, not {text!r}"
+        )
+    return name, DrafterProfile(name, (1,), (seconds[0],), seconds[1])

@@ -1,0 +1,92 @@
+"""A setting that is given twice is refused, wherever settings are given."""
+
+from __future__ import annotations
+
+import pytest
+from tests.conftest import Cli
+
+from penstock.config import ConfigError
+from penstock.config.sources import from_environment
+
+LOAD = ("--workload", "low", "--profile", "zoo-large", "--admission", "vllm_v1", "--rate", "20")
+SHOW = ("config", "show")
+SIMULATE = ("simulate", *LOAD, "--requests", "8")
+DRAFTING = (*SIMULATE, "--drafter", "a=0.5")
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"ENGINE__DRAFTERS": '{"a": "ngram", "a": "suffix"}'}, "'a' is given twice"),
+        ({"ENGINE__TENANTS": '{"t": {"weight": 1, "weight": 2}}'}, "'weight' is given twice"),
+        ({"CORS_ORIGINS": '[{"a": 1, "a": 1}]'}, "'a' is given twice"),
+        ({"ENGINE__ALLOCATION__OPTIONS": '{"k": 1, "k": 2}'}, "'k' is given twice"),
+        ({"ENGINE__ALLOCATION__OPTIONS__K": '{"x": 1, "x": 2}'}, "'x' is given twice"),
+        ({"PORT": "1", "port": "2"}, "PENSTOCK_PORT gives port, too"),
+        (
+            {"ENGINE__DRAFTERS": '{"a": "ngram"}', "ENGINE__DRAFTERS__A": "suffix"},
+            "PENSTOCK_ENGINE__DRAFTERS gives engine.drafters.a, too",
+        ),
+    ],
+)
+def test_variables(variables: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as raised:
+        from_environment({f"PENSTOCK_{name}": text for name, text in variables.items()})
+    assert "PENSTOCK_" in str(raised.value)
+
+
+def test_variables_of_different_settings_go_together() -> None:
+    given = {"ENGINE__DRAFTERS": '{"a": "ngram"}', "ENGINE__DRAFTERS__B": "suffix"}
+    found = from_environment({f"PENSTOCK_{name}": text for name, text in given.items()})
+    assert found.values == {"engine": {"drafters": {"a": "ngram", "b": "suffix"}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ((*SHOW, "--drafter", "a=ngram", "--drafter", "a=suffix"), "--drafter: 'a'"),
+        (
+            (*SHOW, "--drafter", "ngram", "--drafter", "ngram=suffix"),
+            "--drafter: 'ngram'",
+        ),
+        (
+            (
+                "config",
+                "show",
+                "--engine",
+                "vllm",
+                *("--engine-arg", "a-b=1", "--engine-arg", "a_b=2"),
+            ),
+            "--engine-arg: 'a_b'",
+        ),
+        (
+            (*SHOW, "--engine", "vllm", "--engine-arg", "a={x: 1, x: 2}"),
+            "--engine-arg a: 'x'",
+        ),
+        (
+            ("bench", "engine", "--random-weights", "x", "--drafter", "a=x", "--drafter", "a=y"),
+            "--drafter: 'a'",
+        ),
+        ((*SIMULATE, "--set", "order=fcfs", "--set", "admission.order=fcfs"), "--set: 'order'"),
+        (
+            (*SIMULATE, "--fairness", *("--tenant-weight", "a=1", "--tenant-weight", "a=2")),
+            "--tenant-weight: 'a'",
+        ),
+        (
+            (*DRAFTING, "--drafter-capacity", "a=1", "--drafter-capacity", "a=2"),
+            "--drafter-capacity: 'a'",
+        ),
+        (
+            (*DRAFTING, "--drafter-seconds", "a=1", "--drafter-seconds", "a=2"),
+            "--drafter-seconds: 'a'",
+        ),
+        ((*SIMULATE, "--drafter", "a=0.5", "--drafter", "a=0.6"), "--drafter: 'a'"),
+        ((*SHOW, "--port", "1", "--port", "2"), "--port"),
+        ((*SHOW, "--fairness", "--no-fairness"), "--fairness"),
+        (("key", "new", "--tenant", "a", "--tenant", "b"), "--tenant"),
+    ],
+)
+def test_options(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
+    code, out, error = cli(*arguments)
+    assert (code, out) == (2, "")
+    assert error == f"penstock: {said} is given twice\n"
