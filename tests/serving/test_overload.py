@@ -96,3 +96,19 @@ async def test_users_hear_the_same_as_at_the_centre(
         verifier.refuse_opens = None
         answer = await http.post("/v1/completions", json=body)
         assert answer.json()["usage"]["completion_tokens"] == 5
+
+
+@pytest.mark.parametrize("field", [{"min_p": 0.1}, {"logit_bias": {"3": 1}}, {"min_tokens": 2}])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_what_the_link_does_not_carry_is_an_error_of_the_client(
+    family: dict[str, Path], field: dict[str, Any], stream: bool
+) -> None:
+    """Before the headers are out, whether the text is streamed or not."""
+    verifier = ScriptedVerifier(target_oracle(family["target"]))
+    body = {"prompt": PROMPT, "max_tokens": 5, "stream": stream, **field}
+    async with edge(verifier, family["near"]) as http:
+        answer = await http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert error["message"].startswith("a draft server does not pass on structured output")
+    assert error["code"] == "unsupported_value"

@@ -21,7 +21,13 @@ from penstock.api.errors import ApiError
 from penstock.api.metrics import Metrics, RequestMeter, count_response
 from penstock.api.tool_calls import CallPiece
 from penstock.core.types import FinishReason
-from penstock.serving.intake import EngineUnavailable, OutputStream, QueueFull, RequestClient
+from penstock.serving.intake import (
+    EngineUnavailable,
+    OutputStream,
+    QueueFull,
+    RequestClient,
+    Unsupported,
+)
 from penstock.serving.quotas import NotAllowed, RateLimited
 
 if TYPE_CHECKING:
@@ -288,6 +294,8 @@ def _as_api_errors() -> Iterator[None]:
         yield
     except NotAllowed as error:
         raise ApiError(400, str(error), param=error.param, code="tenant_limit") from error
+    except Unsupported as error:
+        raise ApiError(400, str(error), code="unsupported_value") from error
     except RateLimited as error:
         after = error.retry_after_s
         raise ApiError(429, str(error), code="rate_limit_exceeded", retry_after_s=after) from error

@@ -11,6 +11,7 @@ import logging
 import time
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Self
 
 from penstock.core.types import NO_DRAFTER, FinishReason, Output, Request
 from penstock.serving.draft_server import DraftService
@@ -55,6 +56,18 @@ class _EdgeRequest:
     num_tries: int = 0
     retry: asyncio.TimerHandle | None = None
     started_at: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, request: Request) -> Self:
+        if request.prompt_token_ids is None:
+            raise ValueError("a request needs its prompt's tokens, not only its length")
+        tracked = TrackedRequest(
+            request.id,
+            VerifiedText(request.prompt_token_ids),
+            request.sampling,
+            max_draft_tokens=0 if request.drafter == NO_DRAFTER else request.max_draft_tokens,
+        )
+        return cls(request, tracked)
 
     @property
     def num_remaining(self) -> int:
@@ -121,35 +134,23 @@ class EdgeClient(RequestClient):
     # --- opening --------------------------------------------------------------------------------
 
     def _start(self, request: Request) -> None:
-        if request.prompt_token_ids is None:
-            raise ValueError("a request needs its prompt's tokens, not only its length")
-        tracked = TrackedRequest(
-            request.id,
-            VerifiedText(request.prompt_token_ids),
-            request.sampling,
-            max_draft_tokens=0 if request.drafter == NO_DRAFTER else request.max_draft_tokens,
-        )
-        edge = self._requests[request.id] = _EdgeRequest(request, tracked)
-        problem = self._problem_of(edge)
-        if problem is not None:
-            self._route(Output(request.id, finish_reason=FinishReason.REFUSED, error=problem))
-            return
-        tracked.listener = partial(self._take, edge)
+        edge = self._requests[request.id] = _EdgeRequest.of(request)
+        edge.tracked.listener = partial(self._take, edge)
         self._open_waiting()
 
     def _stop(self, request_id: str) -> None:
         # Not at once: where all requests are stopped, none takes the place of another.
         asyncio.get_running_loop().call_soon(self._open_waiting)
 
-    def _problem_of(self, edge: _EdgeRequest) -> str | None:
+    def _fault_of(self, request: Request) -> str | None:
         """Why the verification server would never take a request."""
-        sampling = edge.request.sampling
+        sampling = request.sampling
         if sampling.reads_text or sampling.min_p or sampling.num_prompt_logprobs is not None:
             return (
                 "a draft server does not pass on structured output, min_p, min_tokens, logit_bias, "
                 "penalties, or echo with logprobs; send such a request to the verification server"
             )
-        message = edge.opening()
+        message = _EdgeRequest.of(request).opening()
         message.request_id = "0"
         limits = self._server.limits
         try:

@@ -37,6 +37,10 @@ class QueueFull(RequestRejected):
     """Too many requests wait already."""
 
 
+class Unsupported(Exception):
+    """A request that can never be made here; one line."""
+
+
 def network_of_host(host: str) -> str:
     """Whose requests share one limit where there are no API keys: the address, or of IPv6 the /64
     network, which is one subscriber's. Empty for what is no address; brackets and a zone may be
@@ -279,6 +283,16 @@ class RequestClient(ABC):
     def _stop(self, request_id: str) -> None:
         """Have a request made no further; its sink is gone already."""
 
+    def _fault_of(self, request: Request) -> str | None:
+        """Why a request could never be made here, if it could not. Asked where requests can be
+        served."""
+        return None
+
+    def _check(self, requests: Iterable[Request]) -> None:
+        """Raises: Unsupported."""
+        for fault in filter(None, map(self._fault_of, requests)):
+            raise Unsupported(fault)
+
     @property
     def problem(self) -> str | None:
         """Why no requests can be served now, or None."""
@@ -294,11 +308,12 @@ class RequestClient(ABC):
     ) -> OutputStream:
         """Have requests made, after waiting a while for an engine that is away. client: whose
         places in the waiting room they take; within_s: as there. Raises: QueueFull,
-        EngineUnavailable, RateLimited, NotAllowed."""
+        EngineUnavailable, RateLimited, NotAllowed, Unsupported."""
         ids = [request.id for request in requests]
         self._enter(client, requests, within_s)
         try:
             await self._wait_until_ready()
+            self._check(requests)
         except BaseException:
             self._leave(ids)
             raise
@@ -309,6 +324,7 @@ class RequestClient(ABC):
     def submit_now(self, client: str, request: Request, sink: OutputSink) -> None:
         """Have a request made by an engine that is ready. Raises: as `submit`."""
         self._check_ready()
+        self._check([request])
         self._enter(client, [request])
         self._open([request], sink)
 
