@@ -323,6 +323,31 @@ def test_chat_piped(cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch) -> N
     assert says("") == ("", 0)
 
 
+def test_chat_goes_on_when_the_context_is_full(
+    cli: Cli, chatty: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest turns leave, until the answer has room."""
+    options = ("--target", chatty, "--max-tokens", "8", "--dtype", "float32")
+    turns = [f"{i} is a turn of some length: " + "la " * 50 for i in range(9)]
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\n".join(turns)))
+    code, out, err = cli("chat", *options)
+    assert code == 0, err
+    told = [line for line in err.splitlines() if line.startswith("penstock: ")]
+    assert told
+    assert set(told) == {
+        "penstock: the context of 512 tokens is full; the oldest turn has left the conversation"
+    }
+    answers = out.splitlines()
+    assert len(answers) == len(turns)
+    kept = len(turns) - 1 - len(told)
+    pairs = zip(turns[len(told) : -1], answers[len(told) :], strict=False)
+    raw = "".join(f"u:{turn.strip()};a:{answer};" for turn, answer in pairs)
+    raw += f"u:{turns[-1].strip()};a:"
+    assert kept > 0
+    made = json.loads(cli("generate", raw, "--raw", *options, "--json")[1])["text"]
+    assert made == answers[-1]
+
+
 def test_chat_needs_a_template(cli: Cli, family: dict[str, ModelCard]) -> None:
     code, _, err = cli("chat", "--dtype", "float32")
     assert code == 2

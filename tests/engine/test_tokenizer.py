@@ -225,6 +225,37 @@ def test_chat_template(tmp_path: Path) -> None:
         strict.apply_chat_template(messages)
 
 
+@pytest.mark.parametrize(
+    ("template", "fault"),
+    [
+        ("{% for m in messages %}\n{{ m.content }}{% endfo %}", "line 2: Encountered unknown tag"),
+        ("{{ messages[0].content | upcase }}", "line 1: No filter named 'upcase'"),
+        ({"default": CHAT, "tool_use": "{% if"}, "tool_use: line 1: "),
+    ],
+)
+def test_a_broken_chat_template_is_told_of_when_it_is_loaded(
+    tmp_path: Path, template: Any, fault: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = load_tokenizer(save(tmp_path / "broken", byte_level(), template))
+    broken.prepare()
+    (message,) = caplog.messages
+    assert message.startswith(f"the model's chat template cannot be used: {fault}")
+    assert "\n" not in message
+    with pytest.raises(ValueError, match="chat template cannot be used") as refused:
+        broken.apply_chat_template([{"role": "user", "content": "Hi"}])
+    assert message.split(";")[0] == str(refused.value).split(";")[0]
+
+
+def test_a_chat_template_that_refuses_some_messages_is_not_broken(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    strict = "{{ raise_exception('no') if not messages[0].content else messages[0].content }}"
+    tokenizer = load_tokenizer(save(tmp_path / "strict", byte_level(), strict))
+    tokenizer.prepare()
+    assert caplog.messages == []
+    assert tokenizer.chat_text([{"role": "user", "content": "Hi"}]) == "Hi"
+
+
 @pytest.mark.parametrize("name", ["PreTrainedTokenizerFast", "TokenizersBackend"])
 @pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
 def test_transformers_would_read_it_with_the_same_class(

@@ -46,6 +46,8 @@ async def serve_drafts(settings: DraftSettings, announce: Callable[[str], None])
         loop.add_signal_handler(number, stopped.set)
     with nullcontext() if settings.listen is None else bind(*settings.listen) as sock:
         drafter = await asyncio.to_thread(load_drafter, settings.drafter)
+        if sock is not None:
+            await asyncio.to_thread(drafter.tokenizer.prepare)
         server = DraftService(settings.endpoint, drafter.hello, drafter.sessions)
         running = asyncio.create_task(server.run())
         stopping = asyncio.create_task(stopped.wait())

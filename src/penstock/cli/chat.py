@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.generate import Generator, check_text, engine_of, sampling_of, show
+from penstock.cli.generate import EncodedText, Generator, check_text, engine_of, sampling_of, show
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+_ANSWER_SHARE = 4
+"""An answer without a limit has room for one such part of the context."""
 
 _HELP = "/clear begins a new conversation, /exit or Ctrl-D ends."
 
@@ -47,6 +50,8 @@ def chat(
             generator = Generator(config)
         if not generator.has_chat_template:
             raise ConfigError(f"{config.target} has no chat template; use penstock generate")
+        if generator.template_fault is not None:
+            raise ConfigError(f"{config.target}: {generator.template_fault}")
         conversation: list[dict[str, str]] = []
         for line in _lines(console):
             if line == "/clear":
@@ -54,8 +59,10 @@ def chat(
                 continue
             try:
                 check_text(line)
-                messages = [*conversation, {"role": "user", "content": line}]
-                made = generator.run(generator.chat(messages), max_tokens, sampling, show)
+                messages, prompt = _fitting(
+                    generator, [*conversation, {"role": "user", "content": line}], max_tokens
+                )
+                made = generator.run(prompt, max_tokens, sampling, show)
             except ConfigError as error:
                 if not console.is_terminal:
                     raise
@@ -65,6 +72,24 @@ def chat(
             conversation = [*messages, {"role": "assistant", "content": made.text}]
             if stats:
                 print(made.stats(), file=sys.stderr)
+
+
+def _fitting(
+    generator: Generator, messages: list[dict[str, str]], max_tokens: int | None
+) -> tuple[list[dict[str, str]], EncodedText]:
+    """A conversation without its oldest turns, as far as the answer needs their room, and its
+    tokens. Raises: ConfigError."""
+    room = generator.context - (max_tokens or generator.context // _ANSWER_SHARE)
+    prompt = generator.chat(messages)
+    while len(prompt.token_ids) > room and len(messages) > 1:
+        messages = messages[2:]
+        prompt = generator.chat(messages)
+        print(
+            f"penstock: the context of {generator.context} tokens is full; "
+            "the oldest turn has left the conversation",
+            file=sys.stderr,
+        )
+    return messages, prompt
 
 
 def _lines(console: Console) -> Iterator[str]:

@@ -198,6 +198,15 @@ class Generator:
     def has_chat_template(self) -> bool:
         return self._tokenizer.has_chat_template
 
+    @property
+    def template_fault(self) -> str | None:
+        return self._tokenizer.template_fault
+
+    @property
+    def context(self) -> int:
+        """Most tokens of a prompt and its text."""
+        return self._engine.max_model_len
+
     def text(self, text: str) -> EncodedText:
         """A text to go on from."""
         token_ids = tuple(self._tokenizer.encode(text))

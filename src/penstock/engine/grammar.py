@@ -60,6 +60,13 @@ _JSON_STYLE: Any = {
 A schema's own `x-guidance` goes before."""
 
 
+_IN_WORDS = dict.fromkeys(
+    ("NoExtension", "NoExtensionBias"),
+    "it matches no text: it refers to itself without an end, or excludes every character",
+)
+"""For llguidance's errors that are only names."""
+
+
 class GrammarError(ValueError):
     """A grammar that cannot be used, in one line."""
 
@@ -138,7 +145,8 @@ class GrammarCompiler:
         matcher = LLMatcher(self._vocabulary, grammar, log_level=0, limits=limits)
         matcher.compute_bitmask()
         if matcher.is_error():
-            raise GrammarError(_one_line(matcher.get_error()))
+            problem = _one_line(matcher.get_error())
+            raise GrammarError(_IN_WORDS.get(problem, problem))
         return matcher
 
     @cached_property

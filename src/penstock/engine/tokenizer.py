@@ -5,14 +5,16 @@ from __future__ import annotations
 import codecs
 import hashlib
 import json
+import logging
 import re
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from penstock.engine.models.checkpoint import one_line, open_checkpoint
+
+_log = logging.getLogger(__name__)
 
 _HEAD_CHARS = 8
 """Characters a token that the head of a text is taken to have: more than usual in any language."""
@@ -108,9 +110,35 @@ class Tokenizer:
     def prepare(self) -> None:
         """Do now what the first request would wait for."""
         _ = self._longest_token, self._verbatim
-        if self.has_chat_template:
-            with suppress(ValueError):  # a template that refuses this may take others
-                self.chat_text([{"role": "user", "content": ""}])
+        if self.template_fault is not None:
+            _log.warning("%s; chats are refused", self.template_fault)
+
+    @cached_property
+    def template_fault(self) -> str | None:
+        """Why the chat template can be used for no messages at all, in one line; None where it can,
+        or there is none."""
+        template = self._fast.chat_template
+        templates = template if isinstance(template, Mapping) else {"": template}
+        for name, text in templates.items() if self.has_chat_template else ():
+            problem = self._syntax_error(text)
+            if problem is not None:
+                where = f"{name}: " if name else ""
+                return f"the model's chat template cannot be used: {where}{problem}"
+        return None
+
+    def _syntax_error(self, template: Any) -> str | None:
+        from jinja2 import TemplateSyntaxError
+
+        if not isinstance(template, str):
+            return "it is no text"
+        messages = [{"role": "user", "content": ""}]
+        try:
+            self._fast.apply_chat_template(messages, chat_template=template, tokenize=False)
+        except TemplateSyntaxError as error:
+            return f"line {error.lineno}: {one_line(error)}"
+        except Exception:  # one that refuses these messages may take others
+            return None
+        return None
 
     def apply_chat_template(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool = True
@@ -137,6 +165,8 @@ class Tokenizer:
         as `apply_chat_template`."""
         if not self.has_chat_template:
             raise ValueError("the tokenizer has no chat template; send a text prompt instead")
+        if self.template_fault is not None:
+            raise ValueError(f"{self.template_fault}; send a text prompt instead")
         try:
             text: str = self._fast.apply_chat_template(
                 list(messages),
