@@ -5,13 +5,14 @@ from typing import Any, Literal
 
 import pytest
 from tests.serving.fakes import TOKENIZER
+from tokenizers.processors import TemplateProcessing
 
 from penstock.api.bodies import ChatBody, CompletionBody
 from penstock.api.errors import ApiError
 from penstock.api.prepare import Caller, RequestBuilder, derived_seed
 from penstock.config import TenantConfig
 from penstock.core.types import Request
-from penstock.engine.tokenizer import Tokenizer
+from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.serving.messages import Ready
 from penstock.serving.quotas import Quotas
 
@@ -45,6 +46,33 @@ async def test_defaults_are_openais(tokenizer: Tokenizer) -> None:
     sampling = request.sampling
     assert (sampling.temperature, sampling.top_p, sampling.top_k) == (1.0, 1.0, 0)
     assert sampling.num_logprobs is None
+
+
+async def test_special_tokens_are_added_where_the_client_says_so() -> None:
+    """As in vLLM: by default to a text, and not to a chat, whose template writes them."""
+    tokenizer = load_tokenizer(TOKENIZER)
+    begin = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    tokenizer._fast.backend_tokenizer.post_processor = begin
+    built = preparer(tokenizer)
+
+    async def prompt(given: Any, **fields: Any) -> tuple[int, ...]:
+        request, *_ = await completion(built, prompt=given, **fields)
+        return request.prompt_token_ids or ()
+
+    async def chat(**fields: Any) -> tuple[int, ...]:
+        messages = [{"role": "user", "content": "Hi"}]
+        body = ChatBody.model_validate({"messages": messages, **fields})
+        (choice,) = await built.chat(body, SOMEONE, "job")
+        return choice.request.prompt_token_ids or ()
+
+    (x,) = tokenizer.encode("x", add_special_tokens=False)
+    assert await prompt("x") == await prompt("x", add_special_tokens=True) == (1, x)
+    assert await prompt("x", add_special_tokens=False) == (x,)
+    assert await prompt(["x", "y"], add_special_tokens=False) == (x,)
+    assert await prompt([7, 8], add_special_tokens=True) == (7, 8)
+    own = await chat()
+    assert await chat(add_special_tokens=False) == own
+    assert await chat(add_special_tokens=True) == (1, *own)
 
 
 async def test_without_a_seed_one_is_drawn(tokenizer: Tokenizer) -> None:

@@ -154,9 +154,11 @@ class GenerationBody(_SamplingBody, StructuredBody):
 
 class CompletionBody(GenerationBody):
     """`POST /v1/completions`. logprobs: how many alternatives to report for each token. echo: the
-    prompt goes before the text, with its tokens' log-probabilities; max_tokens may then be 0."""
+    prompt goes before the text, with its tokens' log-probabilities; max_tokens may then be 0.
+    add_special_tokens: to prompts that are texts, as the tokenizer does."""
 
     prompt: _Prompt
+    add_special_tokens: bool = True
     max_tokens: int | None = Field(default=None, ge=0)
     echo: bool = False
     logprobs: int | None = Field(default=None, ge=0, le=MAX_LOGPROBS)
@@ -296,7 +298,7 @@ class NamedTool(Body):
 class ChatBody(GenerationBody):
     """`POST /v1/chat/completions`. logprobs: report them; top_logprobs: with how many
     alternatives. tools: functions that the model may call. parallel_tool_calls: false ends a choice
-    behind its first call."""
+    behind its first call. add_special_tokens: beside those that the chat template writes."""
 
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
@@ -305,6 +307,7 @@ class ChatBody(GenerationBody):
     tools: list[Tool] = Field(default_factory=list, max_length=MAX_TOOLS)
     tool_choice: Literal["none", "auto", "required"] | NamedTool = "auto"
     parallel_tool_calls: bool = True
+    add_special_tokens: bool = False
 
     @model_validator(mode="after")
     def _alternatives(self) -> ChatBody:
@@ -342,7 +345,7 @@ _UNSUPPORTED: Mapping[str, tuple[object, ...]] = {
     "min_new_tokens": (0,), "max_new_tokens": (), "n_predict": (),
     # what it goes on from
     "prompt": (), "messages": (), "suffix": ("",), "input_ids": (), "prompt_embeds": (),
-    "truncate_prompt_tokens": (), "add_generation_prompt": (True,),
+    "truncate_prompt_tokens": (), "add_generation_prompt": (True,), "add_special_tokens": (False,),
     "continue_final_message": (False,), "chat_template": (), "chat_template_kwargs": ({},),
     "documents": ([],), "session_params": ({},),
     # what is reported with it

@@ -181,7 +181,8 @@ class RequestBuilder:
             raise ApiError(400, "prompt: must not be empty", param="prompt")
         size = sum(_COST_PER_TEXT + len(prompt) for prompt in given if isinstance(prompt, str))
         # One by one, so that the texts of others can go between.
-        prompts = [await self._tokenise(size, self._completion_prompt, p) for p in given]
+        encode = partial(self._completion_prompt, adds_special=body.add_special_tokens)
+        prompts = [await self._tokenise(size, encode, p) for p in given]
         grammar = await compiled(body.structures, body.ignore_eos, self._grammars)
         limit = _DEFAULT_COMPLETION_TOKENS
         return self._choices(body, prompts, limit, caller.tenant, job_id, grammar)
@@ -194,7 +195,8 @@ class RequestBuilder:
         chat = _Chat.of(body.messages, body.offered_tools)
         if use is not None:
             chat = replace(chat, lead=use.lead)
-        prompt = await self._tokenise(chat.size, self._chat_prompt, chat)
+        encode = partial(self._chat_prompt, adds_special=body.add_special_tokens)
+        prompt = await self._tokenise(chat.size, encode, chat)
         structures = body.structures
         if use is not None:
             special = {text: i for i, text in self.tokenizer.special_tokens.items()}
@@ -269,14 +271,15 @@ class RequestBuilder:
         allowed = self.quotas.of(tenant).allowed_drafters
         return (name for name in self.drafters() if allowed is None or name in allowed)
 
-    def _completion_prompt(self, given: str | list[int]) -> list[int]:
+    def _completion_prompt(self, given: str | list[int], adds_special: bool) -> list[int]:
         if isinstance(given, str):
-            return self._checked(self._encode(given, "prompt"), "prompt")
+            given = self._encode(given, "prompt", add_special_tokens=adds_special)
         return self._checked(given, "prompt")
 
-    def _chat_prompt(self, chat: _Chat) -> list[int]:
+    def _chat_prompt(self, chat: _Chat, adds_special: bool) -> list[int]:
         text = self._chat_text(chat)
-        return self._checked(self._encode(text, "messages", add_special_tokens=False), "messages")
+        token_ids = self._encode(text, "messages", add_special_tokens=adds_special)
+        return self._checked(token_ids, "messages")
 
     def _chat_text(self, chat: _Chat) -> str:
         try:
@@ -284,7 +287,7 @@ class RequestBuilder:
         except ValueError as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
-    def _encode(self, text: str, param: str, *, add_special_tokens: bool = True) -> list[int]:
+    def _encode(self, text: str, param: str, *, add_special_tokens: bool) -> list[int]:
         limit = self.engine.max_request_tokens
         token_ids = self.tokenizer.encode_within(text, limit, add_special_tokens)
         if token_ids is None:
