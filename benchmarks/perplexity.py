@@ -31,7 +31,7 @@ from benchmarks.real_prompts import source_texts
 
 from penstock.engine.backends import load_runner
 from penstock.engine.batch import BatchWriter
-from penstock.engine.models.checkpoint import GGUF_SUFFIX, CheckpointError
+from penstock.engine.models.checkpoint import CheckpointError, is_gguf
 from penstock.engine.native import loading
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.lab.bench import Results, parser, table, tell
@@ -181,7 +181,7 @@ def measure(models: Sequence[str], tokens: int, folder: Path) -> Iterator[Perple
     windows = windows_of(paths[0], tokens)
     for path in paths:
         yield perplexity(path.name, path, OURS, windows, folder)
-        if path.suffix == GGUF_SUFFIX:
+        if is_gguf(path):
             yield perplexity(path.name, path, THEIRS, windows, folder)
 
 
@@ -196,7 +196,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         options.error(f"--tokens must be a window's {WINDOW} or more, not {args.tokens}")
     models = [*([args.near] if args.near else ()), *args.model]
     try:
-        if any(name.endswith(GGUF_SUFFIX) for name in models):
+        if any(is_gguf(Path(name)) for name in models):
             args.folder.mkdir(parents=True, exist_ok=True)
             why = install(ENGINES[THEIRS], args.folder)
             if why is not None:

@@ -6,12 +6,16 @@ import dataclasses
 import json
 from pathlib import Path
 
+import gguf
 import pytest
 from benchmarks.real_models import dequantize
 from tests.conftest import Cli
-from tests.engine.small_gguf import write_gguf
+from tests.engine.small_gguf import finish, write_gguf
 from tests.engine.small_models import CASES
 from tests.engine.test_gguf_tokenizer import ORIGINALS
+
+from penstock.cli.models import drafter_checkpoint
+from penstock.config import parse_config
 
 CASE = dataclasses.replace(CASES["qwen2"], changes=CASES["qwen2"].changes | {"vocab_size": 512})
 
@@ -77,6 +81,47 @@ def test_a_damaged_file(models: dict[str, str], cli: Cli, tmp_path: Path) -> Non
     assert code == 2
     assert f"{damaged}: is cut off: tensor" in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", ["MODEL.GGUF", "model.bin", "model"])
+def test_a_file_is_known_by_its_content(
+    models: dict[str, str], cli: Cli, tmp_path: Path, name: str
+) -> None:
+    path = tmp_path / name
+    path.hardlink_to(models["file.gguf"])
+    alone = made(cli, "--target", models["file.gguf"])
+    assert made(cli, "--target", str(path))["token_ids"] == alone["token_ids"]
+    again = made(cli, "--target", models["file.gguf"], "--drafter", f"small={path}")
+    assert again["token_ids"] == alone["token_ids"]
+    assert drafter_checkpoint(str(path)) == (name.removesuffix(".GGUF"), path)
+    engine = parse_config({"engine": {"target": path}}).engine
+    assert engine.target_name == name.removesuffix(".GGUF")
+    code, _, err = cli("quantize", path, tmp_path / "out")
+    assert (code, err.count("\n")) == (2, 1)
+    assert f"{path}: is a GGUF file; a folder of float weights" in err
+
+
+def test_a_file_that_is_no_model(cli: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"\0" * 64)
+    for arguments in (("--target", path), ("--drafter", f"small={path}")):
+        code, _, err = cli("generate", "a", *arguments)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"'{path}' is neither a checkpoint folder, a GGUF file nor a bundled" in err
+
+
+@pytest.mark.parametrize("is_named", [True, False])
+def test_a_file_that_is_one_of_several(cli: Cli, tmp_path: Path, is_named: bool) -> None:
+    path = tmp_path / ("split-00001-of-00003.gguf" if is_named else "first.gguf")
+    writer = gguf.GGUFWriter(path, "qwen2")
+    if not is_named:
+        writer.add_uint16("split.no", 0)
+        writer.add_uint16("split.count", 3)
+    finish(writer)
+    for arguments in (("--target", path), ("--drafter", f"small={path}")):
+        code, _, err = cli("generate", "a", *arguments)
+        assert (code, err.count("\n")) == (2, 1)
+        assert f"{path}: is part 1 of 3 of a model; parts are not read yet" in err
 
 
 def test_a_file_that_is_not_there(cli: Cli) -> None:

@@ -285,7 +285,7 @@ def test_a_type_that_is_not_read(kind: int, parts: tuple[str, ...], tmp_path: Pa
 def test_files_that_are_not_there(tmp_path: Path) -> None:
     refusal(tmp_path / "none.gguf", "No such file")
     (tmp_path / "folder.gguf").mkdir()
-    refusal(tmp_path / "folder.gguf", "Is a directory")
+    refusal(tmp_path / "folder.gguf", "config.json: cannot be read")
 
 
 @pytest.mark.skipif(not Path("/proc/self/smaps").exists(), reason="Linux says what is resident")

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from penstock.config import LOOK_UPS, NGRAM, ConfigError, DrafterParts, each_once
+from penstock.config import LOOK_UPS, NGRAM, ConfigError, DrafterParts, each_once, model_name
+from penstock.engine.models.checkpoint import is_gguf
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 
@@ -69,7 +70,7 @@ def drafter_checkpoint(model: str | None) -> tuple[str, Path]:
     if model == NGRAM:
         return NGRAM, Path(_drafter_path(NGRAM, DEFAULT_DRAFTER))
     path = Path(_drafter_path(model or DEFAULT_DRAFTER, model or DEFAULT_DRAFTER))
-    return path.resolve().name.removesuffix(".gguf"), path
+    return model_name(path.resolve()), path
 
 
 def _cards(role: str) -> dict[str, ModelCard]:
@@ -81,7 +82,7 @@ def _cards(role: str) -> dict[str, ModelCard]:
 
 def _is_checkpoint(text: str) -> bool:
     path = Path(text)
-    return path.is_dir() or (path.suffix == ".gguf" and path.is_file())
+    return path.is_dir() or (path.is_file() and is_gguf(path))
 
 
 def _target_path(text: str) -> Path:

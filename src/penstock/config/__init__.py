@@ -17,6 +17,7 @@ from penstock.config.engine import (
     PolicyKind,
     RequestOptions,
     VllmConfig,
+    model_name,
 )
 from penstock.config.files import Where, lines_of, read_yaml, yaml_value
 from penstock.config.model import ConfigError, each_once, mistakes_in, parsed
@@ -60,6 +61,7 @@ __all__ = [
     "is_loopback",
     "lines_of",
     "mistakes_in",
+    "model_name",
     "parse_config",
     "parse_plugin_config",
     "parse_request_options",

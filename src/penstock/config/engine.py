@@ -163,7 +163,7 @@ class ModelsConfig(Model):
     @property
     def target_name(self) -> str:
         """What the target is called unless a name is given: its folder's or its file's."""
-        return self.target.name.removesuffix(".gguf")
+        return model_name(self.target)
 
     @field_validator("device")
     @classmethod
@@ -186,6 +186,11 @@ class ModelsConfig(Model):
         """Checkpoints of the drafters that have one, chains among them, by the drafter's name."""
         parts = {name: DrafterParts.of(path) for name, path in self.drafters.items()}
         return {name: Path(p.model) for name, p in parts.items() if p.model is not None}
+
+
+def model_name(path: Path) -> str:
+    """What a model is called: its folder, or its GGUF file."""
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 class EngineConfig(ModelsConfig):

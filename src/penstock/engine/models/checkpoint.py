@@ -13,7 +13,8 @@ if TYPE_CHECKING:
 
     from penstock.engine.models.quantized import QuantizedMatrix
 
-GGUF_SUFFIX = ".gguf"
+GGUF_MAGIC = b"GGUF"
+_GGUF_SUFFIX = ".gguf"
 
 
 class CheckpointError(ValueError):
@@ -90,10 +91,23 @@ class Checkpoint(ABC):
         is one."""
 
 
+def is_gguf(path: Path) -> bool:
+    """Whether a path is a GGUF file's, by its content; or by its name, whatever is there."""
+    if path.suffix.lower() == _GGUF_SUFFIX:
+        return not path.is_dir()
+    try:
+        if not path.is_file():
+            return False
+        with path.open("rb") as file:
+            return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
+    except OSError:
+        return False
+
+
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A file that ends in .gguf, else a folder in Hugging Face layout. Nothing is read yet."""
+    """A GGUF file, else a folder in Hugging Face layout. No tensor is read yet."""
     # Each brings libraries of its own, which take their time to import.
-    if path.suffix == GGUF_SUFFIX:
+    if is_gguf(path):
         from penstock.engine.models.gguf.checkpoint import GgufCheckpoint
 
         return GgufCheckpoint(path)

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 from penstock.engine.models.checkpoint import (
-    GGUF_SUFFIX,
     CheckpointError,
     Tensors,
+    is_gguf,
     open_checkpoint,
 )
 from penstock.engine.models.config import DecoderConfig
@@ -143,7 +143,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 def _description(source: Path) -> dict[str, Any]:
     """config.json as it stands. Raises: CheckpointError."""
-    if source.suffix == GGUF_SUFFIX:
+    if is_gguf(source):
         raise CheckpointError(
             f"{source}: is a GGUF file; a folder of float weights in Hugging Face layout is rounded"
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import mmap
+import re
 import struct
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from gguf.constants import (
     GGUFValueType,
 )
 
-from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.checkpoint import GGUF_MAGIC, CheckpointError
 
 _VERSIONS = (2, 3)
 _MAX_DIMENSIONS = 4
@@ -39,6 +40,8 @@ _FORMATS = {
     GGUFValueType.INT64: "q",
     GGUFValueType.FLOAT64: "d",
 }
+_PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
+"""How parts of a model are called."""
 _LENGTH = struct.Struct("<Q")
 
 
@@ -73,6 +76,9 @@ class GgufFile:
         self.metadata: dict[str, Any] = {}
         self._strings: dict[str, tuple[int, int]] = {}
         self._spans: dict[str, tuple[int, int]] = {}
+        named = _PART.search(path.name)
+        if named is not None:
+            self._check_whole(int(named[1]), int(named[2]))
         cursor = _Cursor(self._map, path)
         num_tensors, num_keys = cursor.begin()
         for _ in range(num_keys):
@@ -80,6 +86,9 @@ class GgufFile:
             start = cursor.at
             self._read_value(cursor, key)
             self._spans[key] = (start, cursor.at)
+        number, count = (self.metadata.get(f"split.{name}", 0) for name in ("no", "count"))
+        if isinstance(number, int) and isinstance(count, int):
+            self._check_whole(number + 1, count)
         self.tensors = self._read_table(cursor, num_tensors)
 
     def keys(self, prefix: str) -> list[str]:
@@ -117,6 +126,13 @@ class GgufFile:
 
     def error(self, message: str) -> CheckpointError:
         return CheckpointError(f"{self.path}: {message}")
+
+    def _check_whole(self, number: int, count: int) -> None:
+        if count > 1:
+            raise self.error(
+                f"is part {number} of {count} of a model; parts are not read yet: join them to one "
+                "file (llama-gguf-split --merge)"
+            )
 
     def _read_key(self, cursor: _Cursor) -> str:
         cursor.what = "metadata"
@@ -197,7 +213,7 @@ class _Cursor:
 
     def begin(self) -> tuple[int, int]:
         """The counts of tensors and of metadata keys."""
-        if self._data[:4] != b"GGUF":
+        if self._data[:4] != GGUF_MAGIC:
             raise CheckpointError(f"{self._path}: is not a GGUF file: it does not begin with GGUF")
         self.at = 4
         (version,) = self.numbers("I", 1)
