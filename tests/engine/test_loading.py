@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,8 +160,30 @@ def test_rope_table_ends_with_the_positions(checkpoint: Checkpoints) -> None:
         ({"model_type": "qwen2"}, ["model_type is 'qwen2'", "needs 'llama'"]),
         ({"hidden_act": "gelu"}, ["gelu", "allowed: silu"]),
         ({"num_key_value_heads": 4}, ["num_heads 6", "num_kv_heads 4"]),
-        ({"num_hidden_layers": "two"}, ["num_hidden_layers"]),
-        ({"num_hidden_layers": 0}, ["num_layers is 0"]),
+        (
+            {"num_hidden_layers": "two"},
+            ["num_hidden_layers is 'two'; must be a whole number above 0"],
+        ),
+        (
+            {"num_attention_heads": 7, "num_key_value_heads": 7},
+            ["hidden_size 48 is not a multiple of num_attention_heads 7"],
+        ),
+        ({"num_attention_heads": 0}, ["num_attention_heads is 0; must be a whole"]),
+        ({"hidden_size": -4}, ["hidden_size is -4; must be a whole number above 0"]),
+        ({"rms_norm_eps": "x"}, ["rms_norm_eps is 'x'; must be a number above 0"]),
+        ({"rms_norm_eps": 1}, ["cannot be used: ", "rms_norm_eps"]),
+        ({"tie_word_embeddings": "yes"}, ["tie_word_embeddings is 'yes'; must be true or false"]),
+        ({"hidden_act": 5}, ["hidden_act is 5; must be a string"]),
+        ({"eos_token_id": [1, "x"]}, ["eos_token_id is [1, 'x']; must be a token id or a list"]),
+        ({"layer_types": 5}, ["layer_types is 5; must be a list of strings"]),
+        ({"layer_types": ["x"]}, ["cannot be used: ", "layer_types"]),
+        ({"rope_parameters": [1]}, ["rope_parameters is [1]; must be an object"]),
+        ({"rope_parameters": {"rope_type": ["x"]}}, ["rope_parameters.rope_type is ['x']"]),
+        ({"rope_parameters": {"rope_theta": "x"}}, ["rope_parameters.rope_theta is 'x'"]),
+        ({"rope_parameters": {"rope_type": "yarn"}}, ["cannot be used: ", "factor"]),
+        ({"quantization_config": 5}, ["quantization_config is 5; must be an object"]),
+        ({"dtype": "float3"}, ["dtype is 'float3'; must be float32 or bfloat16 or float16"]),
+        ({"num_hidden_layers": 0}, ["num_hidden_layers is 0; must be a whole number above 0"]),
         ({"mlp_bias": True}, ["mlp_bias"]),
         ({"is_causal": False}, ["is_causal is false", "allowed: true"]),
         ({"dtype": "float64"}, ["float64", "bfloat16"]),
@@ -183,6 +206,15 @@ def test_unusable_configs(broken: Broken, changes: dict[str, Any], parts: list[s
     path = broken("llama")
     edit_json(path / "config.json", **changes)
     refusal(path, "config.json", *parts)
+    with pytest.raises(CheckpointError) as caught:
+        load(path)
+    assert not re.search("alidat|Error|<class", str(caught.value)), "a library's voice"
+
+
+def test_ends_of_text_that_are_no_ids(broken: Broken) -> None:
+    path = broken("llama")
+    (path / "generation_config.json").write_text('{"eos_token_id": "x"}')
+    refusal(path, "token ids that end a text are ('x',)")
 
 
 def test_a_window_that_no_layer_uses(broken: Broken) -> None:
@@ -197,7 +229,7 @@ def test_a_window_that_no_layer_uses(broken: Broken) -> None:
     assert load(path)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", ""])
+@pytest.mark.parametrize("content", ["{", "[]", "", '{"a":' * 100_000])
 def test_broken_config_json(broken: Broken, content: str) -> None:
     path = broken("llama")
     (path / "config.json").write_text(content)

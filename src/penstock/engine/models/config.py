@@ -10,6 +10,7 @@ import torch
 
 from penstock.engine.models.checkpoint import CheckpointError, one_line, open_checkpoint
 from penstock.engine.models.families import FAMILIES, TEXT_PARTS, rope_of
+from penstock.engine.models.fields import are_ids, check_fields, in_words
 from penstock.engine.models.ordinary import ordinary_config
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, Variant
@@ -80,14 +81,25 @@ class DecoderConfig:
         described = open_checkpoint(path).description()
         architecture = _architecture(described.file, described.content)
         try:
+            check_fields(described.content)
+            if not are_ids(described.eos_token_ids):
+                raise ValueError(f"token ids that end a text are {described.eos_token_ids}")
             hf_config = ordinary_config(architecture, described.content)
             if hf_config is None:
-                from transformers import AutoConfig
-
-                hf_config = AutoConfig.for_model(**described.content)
+                hf_config = _in_transformers(described.content)
             return _from_transformers(architecture, hf_config, described.eos_token_ids)
         except Exception as error:
             raise CheckpointError(f"{described.file}: {one_line(error)}") from error
+
+
+def _in_transformers(content: dict[str, Any]) -> Any:
+    """Raises: ValueError for what transformers refuses, too, in our words."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**content)
+    except Exception as error:
+        raise ValueError(in_words(error, content)) from error
 
 
 def _check_rope(rope: Rope, head_dim: int) -> None:

@@ -88,6 +88,10 @@ class FolderCheckpoint(Checkpoint):
             return None
         from penstock.engine.models.packed import packed_format
 
+        if not isinstance(config, dict):
+            raise CheckpointError(
+                f"{self.path / 'config.json'}: quantization_config is {config!r}; must be an object"
+            )
         try:
             return packed_format(config)
         except (ValueError, TypeError, AttributeError) as error:
@@ -135,7 +139,7 @@ def _read_json(file: Path) -> dict[str, Any]:
         content = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not valid JSON ({one_line(error)})") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: must hold a JSON object")

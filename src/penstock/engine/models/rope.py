@@ -105,6 +105,8 @@ class Rope:
         given = {key: value for key, value in values.items() if value is not None}
         rope_type = given.get("rope_type") or given.get("type") or "default"
         check_rope_type(rope_type)
+        if "rope_theta" not in given:
+            raise ValueError("rope_theta is missing")
         used = {key: given[key] for key in _ROPE_FIELDS[rope_type] & given.keys()}
         if "factor" in _ROPE_FIELDS[rope_type]:
             used.setdefault("factor", 0.0)
