@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tarfile
@@ -10,8 +11,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import penstock
+from penstock.config import ConfigError
+from penstock.engine.vllm import arguments
 
 ROOT = Path(__file__).parents[1]
 _SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -35,6 +39,19 @@ def test_what_is_installed_is_pinned() -> None:
     wanted = [*PROJECT["dependencies"], *extras["serve"], *extras["otel"], *extras["dev"]]
     names = {w.partition(">")[0].partition(";")[0].strip().lower() for w in wanted}
     assert not names - pinned - {"torch"}
+
+
+def test_the_engine_starts_on_the_vllm_that_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extra brings those versions that the engine takes, and no other."""
+    (wanted,) = PROJECT["optional-dependencies"]["vllm"]
+    allowed = Requirement(wanted).specifier
+    for found in ("0.31.2", "0.32.0", "0.32.0+cpu", "0.32.7", "0.33.0", "0.34.0", "1.32.0"):
+        monkeypatch.setattr(arguments, "version", lambda name, found=found: found)
+        if found in allowed:
+            arguments.check_installed()
+        else:
+            with pytest.raises(ConfigError, match=rf"needs vLLM 0\.32, not {re.escape(found)}"):
+                arguments.check_installed()
 
 
 @pytest.fixture(scope="module")

@@ -73,7 +73,7 @@ class DraftersConfig(Model):
 
     @field_validator("listen")
     @classmethod
-    def _isaddress_in(cls, listen: str) -> str:
+    def _is_address(cls, listen: str) -> str:
         return address_in(listen)
 
     @field_validator("servers")

