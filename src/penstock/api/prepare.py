@@ -140,7 +140,7 @@ class _Chat:
         return written + sum(_COST_PER_TEXT + len(m["content"]) for m in self.messages)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class RequestBuilder:
     """Turns bodies into engine requests for one model.
 
@@ -165,8 +165,7 @@ class RequestBuilder:
 
     def __post_init__(self) -> None:
         eos = sorted(self.engine.eos_token_ids)
-        grammars = GrammarCompiler(lambda: self.tokenizer, self.engine.vocab_size, eos)
-        object.__setattr__(self, "_grammars", grammars)
+        self._grammars = GrammarCompiler(lambda: self.tokenizer, self.engine.vocab_size, eos)
 
     async def completion(
         self, body: CompletionBody, caller: Caller, job_id: str

@@ -1,1 +1,1 @@
-"""Pure mathematics: step-time profiles and, later, equilibria, thresholds and bounds."""
+"""Pure mathematics: step-time profiles, equilibria, thresholds, capacity, fair shares, packing."""

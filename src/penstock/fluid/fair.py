@@ -145,7 +145,7 @@ def _geometric_greedy(
 
 
 class _Geometric:
-    """Weighted gains on a logarithmic scale: token s of client i is worth `log_weight − s·decay`,
+    """Weighted gains on a logarithmic scale: token s of client i is worth its log weight − s·decay,
     and at a log price p its client drafts all tokens that are worth p or more, up to its cap."""
 
     def __init__(self, table: FloatArray, cap: FloatArray | None = None) -> None:
