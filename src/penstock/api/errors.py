@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,6 +10,8 @@ from fastapi import FastAPI, Request, Response
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+
+from penstock.json_text import dumps
 
 _TYPES = {
     401: "authentication_error",
@@ -65,7 +66,7 @@ class ApiError(Exception):
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(math.ceil(self.retry_after_s))
         # Escaped: a message may quote what the client sent, and that need not be valid Unicode.
-        body = json.dumps(self.body(), ensure_ascii=True)
+        body = dumps(self.body(), ensure_ascii=True)
         return Response(body, self.status, headers, media_type="application/json")
 
 

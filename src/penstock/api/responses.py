@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -21,6 +20,7 @@ from penstock.api.errors import ApiError
 from penstock.api.metrics import Metrics, RequestMeter, count_response
 from penstock.api.tool_calls import CallPiece
 from penstock.core.types import FinishReason
+from penstock.json_text import dumps
 from penstock.serving.intake import (
     EngineUnavailable,
     OutputStream,
@@ -392,7 +392,7 @@ def event(data: JsonDict, kind: str | None = None) -> bytes:
 
 
 def _dumps(body: JsonDict) -> str:
-    return json.dumps(body, ensure_ascii=False, separators=(",", ":"))
+    return dumps(body, ensure_ascii=False, separators=(",", ":"))
 
 
 async def collected(job: Generation, form: Form, http: HttpRequest) -> Response:

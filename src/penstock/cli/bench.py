@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +19,7 @@ from penstock.cli.engines import (
     with_engine,
 )
 from penstock.cli.terminal import Commands, one_line, print_table, progress, whole_numbers
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.engine.build import Engine
@@ -235,7 +235,7 @@ def _report(engine: Engine, runs: list[BenchRun], as_json: bool) -> None:
             }
             for r in runs
         ]
-        print(json.dumps({**engine.describe(), "runs": rows, "cpu_share": cpu_share}))
+        print(dumps({**engine.describe(), "runs": rows, "cpu_share": cpu_share}))
         return
     _print(engine, runs, cpu_share)
 

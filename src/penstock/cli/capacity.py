@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from penstock.cli.simulator import (
     workers_of,
 )
 from penstock.cli.terminal import one_line, progress
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.sim.capacity import MeasuredCapacity
@@ -110,7 +110,7 @@ def capacity(
             _plot(server, lengths, _mean(found), bound, plot, pool)
     figures = _figures(found, bound)
     if as_json:
-        print(json.dumps({**describe(server.base, lengths.workload), **figures}, allow_nan=False))
+        print(dumps({**describe(server.base, lengths.workload), **figures}))
         return
     _print(figures)
 

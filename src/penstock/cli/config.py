@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from penstock.cli.options import JsonOption
 from penstock.cli.serve import serve
 from penstock.cli.signatures import with_options_of
 from penstock.cli.terminal import Commands, one_line
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.config import ConfigError, Where
@@ -88,11 +88,11 @@ def show(**options: Any) -> None:
         origin = "option" if is_option else origin or "default"
         rows.append({"setting": ".".join(where), "value": _shown(where, value), "from": origin})
     if as_json:
-        print(json.dumps(rows))
+        print(dumps(rows))
         return
     width = max(len(row["setting"]) for row in rows)
     for row in rows:
-        print(f"{row['setting']:<{width}}  {json.dumps(row['value'])}  # {row['from']}")
+        print(f"{row['setting']:<{width}}  {dumps(row['value'])}  # {row['from']}")
 
 
 def _leaves(value: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
@@ -18,6 +17,7 @@ from penstock.cli.options import JsonOption
 from penstock.cli.serve import serve
 from penstock.cli.signatures import with_options_of
 from penstock.cli.terminal import SERVE_EXTRA, what_to_install
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.config import ServeConfig
@@ -44,7 +44,7 @@ def doctor(**options: Any) -> None:
     as_json = options.pop("as_json")
     findings = list(_findings(options))
     if as_json:
-        print(json.dumps([finding._asdict() for finding in findings]))
+        print(dumps([finding._asdict() for finding in findings]))
     else:
         for what, state, message, remedy in findings:
             print(f"{state:<8} {what:<10} {message}{f': {remedy}' if remedy else ''}")

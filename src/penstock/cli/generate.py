@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import secrets
 import sys
@@ -26,6 +25,7 @@ from penstock.cli.engines import (
     with_engine,
 )
 from penstock.cli.terminal import one_line
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.config import EngineConfig
@@ -83,7 +83,7 @@ def generate(
         made = generator.run(
             given, max_tokens, sampling, show if not as_json else lambda text: None
         )
-    print(json.dumps(made.report()) if as_json else "")
+    print(dumps(made.report()) if as_json else "")
     if stats:
         print(made.stats(), file=sys.stderr)
 

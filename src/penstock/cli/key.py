@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 from typing import Annotated
 
@@ -10,6 +9,7 @@ import typer
 
 from penstock.cli.options import JsonOption
 from penstock.cli.terminal import Commands
+from penstock.json_text import dumps
 
 app = Commands(no_args_is_help=True, help="API keys of tenants.")
 
@@ -30,9 +30,9 @@ def new(
     from penstock.config import hash_of_key
 
     key = f"sk-{secrets.token_urlsafe(_BYTES)}"
-    line = f"engine: {{tenants: {{{json.dumps(tenant)}: {{api_keys: [{hash_of_key(key)!r}]}}}}}}"
+    line = f"engine: {{tenants: {{{dumps(tenant)}: {{api_keys: [{hash_of_key(key)!r}]}}}}}}"
     if as_json:
-        print(json.dumps({"tenant": tenant, "key": key, "hash": hash_of_key(key)}))
+        print(dumps({"tenant": tenant, "key": key, "hash": hash_of_key(key)}))
         return
     print(f"{key}\n\nThe client sends it: Authorization: Bearer KEY. It is not kept anywhere.")
     print(f"For the server's file; a running server reads it on SIGHUP:\n\n{line}")

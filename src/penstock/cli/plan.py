@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +20,7 @@ from penstock.cli.simulator import (
     workers_of,
 )
 from penstock.cli.terminal import progress
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.config import PolicyConfig
@@ -98,7 +98,7 @@ def plan(
     if as_json:
         figures = _figures(planned, offered)
         figures |= {"expected": expected["penstock"], "expected_by_configuration": expected}
-        print(json.dumps(figures, allow_nan=False))
+        print(dumps(figures))
         return
     _print(planned, offered, expected)
 
@@ -166,7 +166,7 @@ def _print(planned: DeploymentPlan, rate: float, expected: dict[str, dict[str, A
     print(f"{planned.static.max_num_seqs} requests at once")
     flags = planned.serve_flags
     print(f"penstock serve {flags['penstock']}")
-    print(f"  or --config FILE with {json.dumps(flags['penstock_config'])}")
+    print(f"  or --config FILE with {dumps(flags['penstock_config'])}")
     print(f"vllm serve     {flags['vllm']}")
     print_side_by_side(
         {figures["admission"]: figures for figures in expected.values()},

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +19,7 @@ from penstock.cli.engines import (
     with_engine,
 )
 from penstock.cli.terminal import Commands, one_line, print_table, progress, whole_numbers
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.engine.build import Engine
@@ -90,7 +90,7 @@ def fit(
         save_profile(fitted.profile, out)
     if as_json:
         quality = [asdict(q) for q in fitted.quality]
-        print(json.dumps({"profile": fitted.profile.name, "out": str(out), "fit": quality}))
+        print(dumps({"profile": fitted.profile.name, "out": str(out), "fit": quality}))
         return
     _print_quality(fitted.quality)
     print(f"{out}: {len(fitted.profile.token_counts)} points")
@@ -170,7 +170,7 @@ def measure(
         save_profile(profile, out)
     if as_json:
         quality = [asdict(q) for q in fitted.quality]
-        print(json.dumps({**asdict(profile), "out": str(out), "fit": quality}))
+        print(dumps({**asdict(profile), "out": str(out), "fit": quality}))
         return
     _print_profile(profile)
     _print_quality(fitted.quality)
@@ -215,7 +215,7 @@ def show(
         with one_line(OSError, ValueError):
             _plot(loaded, plot)
     if as_json:
-        print(json.dumps(asdict(loaded)))
+        print(dumps(asdict(loaded)))
         return
     _print_profile(loaded)
 

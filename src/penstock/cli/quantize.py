@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,6 +9,7 @@ import typer
 
 from penstock.cli.options import JsonOption
 from penstock.cli.terminal import one_line, progress
+from penstock.json_text import dumps
 
 
 def quantize(
@@ -49,7 +49,7 @@ def quantize(
         "bytes": made.num_bytes,
     }
     if as_json:
-        print(json.dumps(row))
+        print(dumps(row))
         return
     print(
         f"{out}: {made.matrices} matrices in {weights}, {made.num_bytes / 1e9:.2f} GB "

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ import typer
 from penstock.cli import options as cli
 from penstock.cli.simulator import workers_of
 from penstock.cli.terminal import one_line
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.lab.experiment import Experiment, Trial
@@ -70,7 +70,7 @@ def reproduce(
                     _print(found[-1])
                 advance()
     if as_json:
-        print(json.dumps({"out": str(out), "quick": quick, "entries": found}, allow_nan=False))
+        print(dumps({"out": str(out), "quick": quick, "entries": found}))
 
 
 def _outcome(entry: Experiment, job: Trial) -> dict[str, Any]:
@@ -125,7 +125,7 @@ def _print(found: dict[str, Any]) -> None:
 
 def _list(known: list[Experiment], as_json: bool) -> None:
     if as_json:
-        print(json.dumps({entry.name: entry.title for entry in known}))
+        print(dumps({entry.name: entry.title for entry in known}))
         return
     for entry in known:
         print(f"{entry.name:18} {entry.title}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,6 +20,7 @@ from penstock.cli.simulator import (
     workers_of,
 )
 from penstock.cli.terminal import FinishedRequests, progress
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.sim.parallel import Workers
@@ -114,7 +114,7 @@ def simulate(
             by_seed = _run_each(runs, targets, pool)
         if as_json:
             figures = {"over_seeds": over_seeds(by_seed), "by_seed": by_seed}
-            print(json.dumps({**describe(setup, made), **figures}, allow_nan=False))
+            print(dumps({**describe(setup, made), **figures}))
             return
         print_over_seeds(by_seed, f"{title}, {seeds} seeds")
         return
@@ -123,7 +123,7 @@ def simulate(
         with bad_input():
             plot_run(sampler, plot, title)
     if as_json:
-        print(json.dumps({**describe(setup, made), **figures}, allow_nan=False))
+        print(dumps({**describe(setup, made), **figures}))
         return
     print_figures(figures, title)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from penstock.cli.options import JsonOption
 from penstock.cli.terminal import Commands, one_line, print_table, progress
+from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.zoo.growth import Growth
@@ -125,7 +125,7 @@ def grow(
             write_family(out, family, advance)
     rows = [_describe(growth, out, family[0].parameters) for growth in family]
     if as_json:
-        print(json.dumps({"out": str(out), "models": rows}))
+        print(dumps({"out": str(out), "models": rows}))
         return
     print_table(
         str(out),

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import Literal
+
+from penstock.json_text import dumps
 
 ACCESS_LOG = "penstock.access"
 """The logger of a line for every HTTP request, which JSON logs have."""
@@ -45,7 +46,7 @@ class JsonFormatter(logging.Formatter):
             line["request_id"] = known
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps({**line, **getattr(record, "fields", {})})
+        return dumps({**line, **getattr(record, "fields", {})})
 
 
 def configure_logging(log_format: LogFormat) -> None:

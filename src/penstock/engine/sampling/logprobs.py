@@ -8,13 +8,16 @@ import torch
 
 from penstock.core.types import TokenLogprob
 
+_LEAST = -9999.0
+"""For what cannot come at all, as other servers say: JSON has no infinity."""
+
 
 def token_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], top_n: int
 ) -> tuple[TokenLogprob, ...]:
     """Of ``tokens`` [rows], each with the ``top_n`` best, most probable first, under logits
     [rows, V]: the model's own, before temperature and filters."""
-    logprobs = logits.log_softmax(dim=-1)
+    logprobs = logits.log_softmax(dim=-1).clamp_(min=_LEAST)
     top = logprobs.topk(top_n, dim=-1)
     index = torch.tensor(tokens, device=logits.device).unsqueeze(-1)
     chosen = logprobs.gather(-1, index).squeeze(-1).tolist()
