@@ -69,6 +69,7 @@ class TokenBuffer:
         self.request = request
         self.grammar = grammar
         self._end = end or OutputEnd(request)
+        self._fault: str | None = None
         self._reads_text = request.sampling.reads_text
         self._tokens = np.empty(request.prompt_len + request.max_tokens + 64, dtype=np.int32)
         self._tokens[: request.prompt_len] = request.prompt_token_ids
@@ -106,12 +107,17 @@ class TokenBuffer:
     def forced(self) -> tuple[int, ...]:
         """What must come next, where a grammar says so."""
         grammar = self.grammar
-        return () if grammar is None or grammar.problem is not None else grammar.forced(self)
+        return () if grammar is None or self.problem is not None else grammar.forced(self)
 
     @property
     def problem(self) -> str | None:
         """Why no more can come, if it cannot."""
-        return self._end.problem or (None if self.grammar is None else self.grammar.problem)
+        grammar = self.grammar
+        return self._fault or self._end.problem or (None if grammar is None else grammar.problem)
+
+    def fail(self, fault: str) -> None:
+        """No more can come."""
+        self._fault = fault
 
     @property
     def is_ratio(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,10 +27,16 @@ from penstock.core.types import (
 )
 from penstock.engine.drafters.base import Draft, Drafts
 from penstock.engine.lanes import Ticket
+from penstock.engine.sampling.filters import NO_TOKEN
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Decided, Drafted
 
 NO_DRAFT = Draft([], [])
+
+_NOT_FINITE = (
+    "the model's logits are not finite (NaN or infinity): its weights are broken, or need a wider "
+    "dtype"
+)
 
 _log = logging.getLogger(__name__)
 
@@ -229,6 +236,9 @@ def verdicts_of(
 
 
 def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
+    if not _is_finite(answer):
+        drafted.text.fail(_NOT_FINITE)
+        answer = Decided([], 0, 0)
     end = drafted.text.take(answer.token_ids)
     most = len(answer.token_ids) if end is None else end.num_tokens
     num_drafted = len(drafted.token_ids)
@@ -252,6 +262,11 @@ def _verdict_of(item: VerifyItem, drafted: Drafted, answer: Decided) -> Verdict:
         num_stop_chars=0 if end is None else end.num_stop_chars,
         num_behind_end=num_drafted - num_proposed,
     )
+
+
+def _is_finite(answer: Decided) -> bool:
+    known = answer.prompt_logprobs
+    return NO_TOKEN not in answer.token_ids and not any(math.isnan(p.logprob) for p in known)
 
 
 def verified(

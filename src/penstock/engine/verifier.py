@@ -23,6 +23,7 @@ from penstock.engine.sampling import (
     token_logprobs,
     verify,
 )
+from penstock.engine.sampling.filters import NO_TOKEN
 from penstock.engine.sampling.params import BoolArray
 from penstock.engine.sequences import SamplingTable, TokenBuffer
 
@@ -64,8 +65,9 @@ class Drafted(NamedTuple):
 
 
 class Decided(NamedTuple):
-    """What verification came to for one request; see `core.types.Verdict`. evidence, evidence_all:
-    of each draft position, so that positions behind the end of the output can be left out."""
+    """What verification came to for one request; see `core.types.Verdict`. The last token is
+    NO_TOKEN where the logits for it are not finite. evidence, evidence_all: of each draft position,
+    so that positions behind the end of the output can be left out."""
 
     token_ids: list[int]
     num_accepted: int
@@ -163,8 +165,11 @@ class Verifier:
             if text.grammar is None or i in scores.by_logits:
                 continue
             of_text = samples[own]
-            first = text.grammar.settle(text, draft, of_text)
-            samples[own] = of_text
+            # Up to where logits are not finite.
+            num = of_text.index(NO_TOKEN) if NO_TOKEN in of_text else len(of_text)
+            settled = of_text[:num]
+            first = text.grammar.settle(text, draft, settled) if num else None
+            samples[own] = settled + of_text[num:]
             if first is not None:
                 refused.append((i, first))
         if refused:
@@ -249,7 +254,7 @@ def decide(
                 int(result.num_decided[n]),
                 evidence[drafts],
                 evidence_all[drafts],
-                () if num is None else token_logprobs(rows, tokens, num),
+                () if num is None or NO_TOKEN in tokens else token_logprobs(rows, tokens, num),
             )
         )
     return decided

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
+from penstock.engine.sampling.filters import NO_TOKEN
 from penstock.engine.sampling.params import IntArray
 from penstock.engine.sequences import TokenBuffer
 
@@ -62,8 +63,11 @@ class DraftBuilder:
         tokens: Sequence[int] | IntArray,
         probs: torch.Tensor | None = None,
     ) -> None:
-        """One more token for each of `jobs`, sampled from the rows of `probs` if given."""
+        """One more token for each of `jobs` that has one (`NO_TOKEN`), sampled from the rows of
+        `probs` if given."""
         for i, (job, token) in enumerate(zip(jobs, tokens, strict=True)):
+            if token == NO_TOKEN:
+                continue
             self.token_ids[job].append(int(token))
             self.prob_rows[job].append(-1 if probs is None else self._num_probs + i)
         if probs is not None:

@@ -208,6 +208,10 @@ class ModelDrafter(LocalDrafter):
             if params.reads_text:
                 _change(logits, alive, texts, ends, builder)
             self._sample(builder, alive, logits, rows, positions, starts[alive], ratio[alive])
+            made = np.array([len(builder.token_ids[i]) > step for i in alive])
+            if not made.all():  # their logits are not finite
+                alive, rows = alive[made], rows.take(made)
+                logits = logits[torch.from_numpy(made).to(logits.device)]
             if stop is None:
                 continue
             sampled = [builder.token_ids[i][-1] for i in alive]

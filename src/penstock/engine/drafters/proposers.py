@@ -13,7 +13,7 @@ from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.recent import RecentKv
 from penstock.engine.drafters.sessions import Guess, Session, TopWeights
 from penstock.engine.sampling import SamplingRows, draw_draft
-from penstock.engine.sampling.filters import filtered_probs
+from penstock.engine.sampling.filters import NO_TOKEN, filtered_probs
 from penstock.engine.sampling.params import IntArray
 
 _CHUNK = 256
@@ -81,7 +81,10 @@ class ModelProposer:
         sampling = [s for s, is_at_end in zip(readers, at_end, strict=True) if is_at_end]
         if sampling:
             for session, guess in zip(sampling, self._guess(sampling, logits), strict=True):
-                session.guesses.append(guess)
+                if guess is None:
+                    session.is_stuck = True
+                else:
+                    session.guesses.append(guess)
 
     # --- memory ---------------------------------------------------------------------------------
 
@@ -109,7 +112,8 @@ class ModelProposer:
 
     # --- sampling -------------------------------------------------------------------------------
 
-    def _guess(self, sessions: Sequence[Session], logits: torch.Tensor) -> list[Guess]:
+    def _guess(self, sessions: Sequence[Session], logits: torch.Tensor) -> list[Guess | None]:
+        """None where logits are not finite."""
         rows = SamplingRows.of([s.sampling for s in sessions])
         positions = np.array([s.length for s in sessions], dtype=np.int64)
         starts = np.array([s.draft_start for s in sessions], dtype=np.int64)
@@ -130,25 +134,34 @@ class ModelProposer:
                     made = self._foresee(part, own, at)
                 for i, guess in zip(chosen, made, strict=True):
                     guesses[i] = guess
-        return [g for g in guesses if g is not None]
+        return guesses
 
     def _foresee(
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
-    ) -> list[Guess]:
+    ) -> list[Guess | None]:
         """Guesses at the target's own samples, under the same noise."""
         tokens = self._drafter.runner.sample(logits, rows, positions)
         divisor = torch.from_numpy(np.where(rows.greedy, 1.0, rows.temperature)).float()
         scores = logits / divisor.to(logits.device).unsqueeze(-1)
-        chosen = scores.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
+        chosen = scores.gather(-1, tokens.clamp(min=0).unsqueeze(-1)).squeeze(-1)
         confidence = (chosen - scores.logsumexp(dim=-1)).exp()
-        return [Guess(t, c) for t, c in zip(tokens.tolist(), confidence.tolist(), strict=True)]
+        return [
+            None if t == NO_TOKEN else Guess(t, c)
+            for t, c in zip(tokens.tolist(), confidence.tolist(), strict=True)
+        ]
 
     def _draw(
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
-    ) -> list[Guess]:
+    ) -> list[Guess | None]:
         """Samples from truncated distributions. Confidence is that in the likeliest token: it must
         not depend on which one is drawn."""
-        sources = self._quantise(filtered_probs(logits, rows))
+        probs = filtered_probs(logits, rows)
+        finite = probs.sum(dim=-1).isfinite().cpu().numpy()
+        if not finite.all():
+            own = logits[torch.from_numpy(finite).to(logits.device)]
+            made = iter(self._draw(own, rows.take(finite), positions[finite], starts[finite]))
+            return [next(made) if is_finite else None for is_finite in finite]
+        sources = self._quantise(probs)
         scores = torch.full(logits.shape, -torch.inf)
         for row, source in zip(scores, sources, strict=True):
             row[list(source.token_ids)] = torch.tensor(source.weights, dtype=torch.float32).log()

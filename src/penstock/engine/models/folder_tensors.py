@@ -15,7 +15,7 @@ from penstock.engine.models.checkpoint import CheckpointError, one_line
 from penstock.engine.models.config import DTYPES
 from penstock.engine.models.folder import INDEX_FILE, SINGLE_FILE
 from penstock.engine.models.packed import GroupedMatrix, PackedFormat
-from penstock.engine.models.quantized import QuantizedMatrix
+from penstock.engine.models.quantized import NOT_FINITE, QuantizedMatrix, is_finite
 
 _log = logging.getLogger(__name__)
 
@@ -59,6 +59,13 @@ class FolderTensors:
                 f"allowed: {allowed}"
             )
         out.copy_(tensor)
+        self._require_finite(name, out)
+
+    def _require_finite(self, name: str, values: torch.Tensor) -> None:
+        """Raises: CheckpointError."""
+        if not is_finite(values):
+            where = self._file_of[self._names[name]] if name in self._names else self._path
+            raise CheckpointError(f"{where}: tensor {name} {NOT_FINITE}")
 
     def _stored(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if name not in self._names:
@@ -104,7 +111,9 @@ class FolderTensors:
             return None
         module = name.removesuffix(".weight")
         try:
-            return packed.read(module, (shape[0], shape[1]), self._stored, self.has)
+            grouped = packed.read(module, (shape[0], shape[1]), self._stored, self.has)
+            self._require_finite(name, grouped.scales)
+            return grouped
         except CheckpointError:
             raise
         except ValueError as error:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, dequantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 """ggml's names of types that are no blocks."""
@@ -91,6 +91,33 @@ class QuantizedMatrix:
         out = torch.empty(self.rows, self.columns)
         dequantize_into(self.kind, self.data, out)
         return out
+
+
+NOT_FINITE = "has values that are not finite (NaN or infinity)"
+
+_SCALES = {
+    "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2),
+    "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (-2,),
+}  # fmt: skip
+"""Where a block has the float16 numbers that all its values are multiples of, in bytes."""
+_HALF_EXPONENT = 0x7C00
+
+
+def is_finite(values: torch.Tensor) -> bool:
+    """Whether all values are, at the speed of memory: a sum says it unless it overflows."""
+    return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
+
+
+def are_blocks_finite(kind: str, data: torch.Tensor) -> bool:
+    """Whether the scales of blocks are: data [rows, bytes of a row] uint8. True for a kind whose
+    scales are not known."""
+    block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
+    flat = data.numpy().reshape(-1)
+    for offset in _SCALES.get(kind, ()):
+        scales = np.ndarray(len(flat) // block, "<u2", flat, offset % block, (block,))
+        if ((scales & _HALF_EXPONENT) == _HALF_EXPONENT).any():
+            return False
+    return True
 
 
 Stored = torch.Tensor | QuantizedMatrix

@@ -333,7 +333,9 @@ class Pass {
       plan_.sampled[row] = sample_row(logits, weights_.vocab_size, sampling);
       if (!plan_.confidence.empty())
         plan_.confidence[row] =
-            confidence_of(logits, weights_.vocab_size, sampling, plan_.sampled[row]);
+            plan_.sampled[row] < 0
+                ? 0.0f
+                : confidence_of(logits, weights_.vocab_size, sampling, plan_.sampled[row]);
     });
   }
 };

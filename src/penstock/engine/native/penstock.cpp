@@ -208,12 +208,14 @@ bool ends_before(const DraftOrder& order, int seq, int step, float confidence) {
   return stop.survival[seq] < stop.least[seq];
 }
 
-// Take the tokens sampled in `done` and plan the step that follows; empty after the last one.
+// Take the tokens sampled in `done` and plan the step that follows; empty after the last one. Logits
+// that are not finite end their draft.
 void advance(const Model& model, const Batch& batch, const DraftOrder& order, int step,
              const Plan& done, Plan& next) {
   next.clear();
   for (size_t i = 0; i < done.sequences.size(); ++i) {
     const int seq = done.sequences[i];
+    if (done.sampled[i] < 0) continue;
     if (order.stop && ends_before(order, seq, step, done.confidence[i])) continue;
     order.token_ids[(size_t)seq * order.max_steps + step] = done.sampled[i];
     if (step + 1 == order.num_steps[seq]) continue;

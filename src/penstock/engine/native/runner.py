@@ -36,7 +36,8 @@ _NO_ROWS: IntArray = np.empty(0, dtype=np.int32)
 class NativeDraft:
     """What `NativeRunner.draft` sampled.
 
-    token_ids: [num_seqs, max_steps] int32; -1 from a sequence's own limit on
+    token_ids: [num_seqs, max_steps] int32; -1 from a sequence's own limit on, or from where its
+               logits are not finite
     logits:    [num_seqs, max_steps, vocab_size] float32, before the temperature, or None; rows
                from a sequence's own limit on hold no logits
     confidences: [num_seqs, max_steps] float32, in each token, or None: the probability of the token
@@ -255,8 +256,8 @@ class NativeRunner(ModelRunner):
         drafted = self.draft(
             first, limits, params.temperature, seeds, salts, stop=stop, return_logits=is_any_ratio
         )
-        if stop is not None:
-            limits = (drafted.token_ids >= 0).sum(axis=1)
+        # Where a draft stops, or its logits are not finite.
+        limits = (drafted.token_ids >= 0).sum(axis=1)
         tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
         prob_rows = [[-1] * len(t) for t in tokens]
         probs = None

@@ -82,7 +82,7 @@ constexpr int kScan = 4 * kLanes;
 
 // The token that `row` samples from logits[0, count). The exact noise takes two logarithms, so it
 // is computed only where its bound could win: for about a dozen tokens of 4,096. A logit of
-// -inf never wins.
+// -inf never wins; -1 where they are not finite: one is NaN or +inf, or all are -inf.
 static __attribute__((noinline)) int32_t sample_row(const float* logits, int count,
                                                     const RowSampling& row) {
   const bool greedy = row.temperature == 0;
@@ -90,7 +90,9 @@ static __attribute__((noinline)) int32_t sample_row(const float* logits, int cou
   const VecU high = (VecU)splat_int((int32_t)row.key_high);
   const VecF inverse = splat(greedy ? 1.0f : (float)(1 / row.temperature));
   const VecF never = splat(-std::numeric_limits<float>::infinity());
+  const VecF largest = splat(std::numeric_limits<float>::max());
   Best best;
+  VecI finite = ~VecI{};
   for (int first = 0; first < count; first += kScan) {
     const int size = count - first < kScan ? count - first : kScan;
     alignas(64) float padded[kScan];
@@ -104,6 +106,7 @@ static __attribute__((noinline)) int32_t sample_row(const float* logits, int cou
     VecI promising = {};
     for (int j = 0; j < 4; ++j) {
       const VecF logit = load(piece + j * kLanes);
+      finite &= logit <= largest;
       bound[j] = logit * inverse;
       if (!greedy) {
         VecU token = (VecU)(lane_index() + splat_int(first + j * kLanes));
@@ -121,6 +124,7 @@ static __attribute__((noinline)) int32_t sample_row(const float* logits, int cou
       best.offer(greedy ? piece[i] : piece[i] / row.temperature + noise, id);
     }
   }
+  if (any(~finite) || best.value == -std::numeric_limits<double>::infinity()) return -1;
   return best.token;
 }
 

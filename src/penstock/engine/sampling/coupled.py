@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from penstock.engine.sampling.filters import filter_logits, lowest_argmax
+from penstock.engine.sampling.filters import filter_logits, finite_argmax
 from penstock.engine.sampling.noise import Salt, gumbel_noise, row_keys
 from penstock.engine.sampling.params import (
     Decisions,
@@ -36,10 +36,11 @@ def gumbel_argmax(
 ) -> torch.Tensor:
     """One sample a row from softmax(scores) by the noise of (seed, position, salt).
 
-    scores: [rows, V] float32, -inf where a token is excluded; overwritten. Returns [rows] int64.
+    scores: [rows, V] float32, -inf where a token is excluded; overwritten. Returns [rows] int64,
+    NO_TOKEN for scores that are not finite.
     """
     keys = row_keys(rows.seed, positions, salt)
-    return lowest_argmax(scores.add_(gumbel_noise(keys, scores.shape[-1], scores.device)))
+    return finite_argmax(scores.add_(gumbel_noise(keys, scores.shape[-1], scores.device)))
 
 
 class TokenSampler(Protocol):
@@ -60,11 +61,12 @@ def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray
 
     For the target they are the output; a drafter calls it on its own logits to foresee them.
     logits: [rows, V] float32; positions: [rows] int64, absolute position of the token to be
-    sampled. Returns [rows] int64 on the device of the logits.
+    sampled. Returns [rows] int64 on the device of the logits, NO_TOKEN for rows that are
+    not finite.
     """
     greedy = rows.greedy
     if greedy.all():
-        return lowest_argmax(logits)
+        return finite_argmax(logits)
     if not greedy.any():
         return gumbel_argmax(filter_logits(logits, rows), rows, positions, Salt.TARGET)
     samples = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)

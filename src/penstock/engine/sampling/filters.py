@@ -13,12 +13,22 @@ import torch
 
 from penstock.engine.sampling.params import SamplingRows, as_index
 
+NO_TOKEN = -1
+"""The sample of a row whose logits are not finite: one is NaN or +inf, or all are -inf."""
+
 
 def lowest_argmax(scores: torch.Tensor) -> torch.Tensor:
     """The highest entry of each row, the lowest index on ties: [rows, V] -> [rows] int64."""
     if scores.device.type == "cpu":  # numpy's is ten times faster than torch's here
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)
+
+
+def finite_argmax(scores: torch.Tensor) -> torch.Tensor:
+    """The same; NO_TOKEN where the highest is not finite. NaN counts as higher than all."""
+    best = lowest_argmax(scores)
+    value = scores.gather(-1, best.unsqueeze(-1)).squeeze(-1)
+    return torch.where(value.isfinite(), best, NO_TOKEN)
 
 
 def _sorted_descending(scores: torch.Tensor) -> torch.Tensor:

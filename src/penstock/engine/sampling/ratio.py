@@ -79,7 +79,8 @@ def _compare(
         draft_of_token[where] = batch.draft_probs[source, token[where]]
         shared = torch.minimum(target_probs[row[where]], batch.draft_probs[source])
         overlap[where] = shared.sum(dim=-1)
-    return target_of_token, draft_of_token, overlap
+    # A row that is not finite accepts nothing, and a request that comes to it gets NO_TOKEN there.
+    return target_of_token.nan_to_num_(0.0), draft_of_token, overlap.nan_to_num_(0.0)
 
 
 def _sample_last(

@@ -12,7 +12,13 @@ from gguf import MODEL_ARCH, get_tensor_name_map
 from penstock.engine.models.gguf.config import ROPE_TENSORS, Metadata
 from penstock.engine.models.gguf.file import GgufFile, TensorEntry
 from penstock.engine.models.gguf.values import read_values
-from penstock.engine.models.quantized import FLOATS, QuantizedMatrix
+from penstock.engine.models.quantized import (
+    FLOATS,
+    NOT_FINITE,
+    QuantizedMatrix,
+    are_blocks_finite,
+    is_finite,
+)
 
 _ROTATED = (".self_attn.q_proj", ".self_attn.k_proj")
 _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
@@ -45,6 +51,7 @@ class GgufTensors:
         self._read.add(entry.name)
         read_values(self._file, entry, out)
         self._file.drop_pages(entry)
+        self._require(is_finite(out), entry)
         if self._is_rotated(name):
             out.copy_(out[self._order(name, len(out))])
         if self._norm_offset and name.endswith("norm.weight"):
@@ -56,11 +63,17 @@ class GgufTensors:
             return None
         self._read.add(entry.name)
         data = torch.from_numpy(self._file.data(entry))
+        self._require(are_blocks_finite(entry.kind, data), entry)
         if self._is_rotated(name):
             data = data[self._order(name, len(data))]
         rows, columns = shape
         drop = partial(self._file.drop_pages, entry)
         return QuantizedMatrix(entry.kind, rows, columns, data, drop)
+
+    def _require(self, finite: bool, entry: TensorEntry) -> None:
+        """Raises: CheckpointError."""
+        if not finite:
+            raise self._file.error(f"tensor {entry.name} {NOT_FINITE}")
 
     def check_all_read(self) -> None:
         """Raises CheckpointError: a tensor that nobody asked for would change the model."""
