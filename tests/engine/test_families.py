@@ -112,7 +112,11 @@ def test_longrope_ends_where_keys_would_have_to_be_turned_again(checkpoint: Chec
     ("case", "changes", "parts"),
     [
         ("qwen3", {"layer_types": ["sliding_attention"] * 2}, ["sliding_window is missing"]),
-        ("mistral-window", {"sliding_window": 0}, ["sliding_window is 0; must be at least 1"]),
+        (
+            "mistral-window",
+            {"sliding_window": 0},
+            ["sliding_window is 0; must be a whole number above 0"],
+        ),
         ("gemma3", {"final_logit_softcapping": 30.0}, ["final_logit_softcapping is 30.0"]),
         ("gemma3", {"use_bidirectional_attention": True}, ["use_bidirectional_attention is true"]),
         ("gemma3", {"hidden_activation": "relu"}, ["'relu'; allowed: silu, gelu_pytorch_tanh"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -38,6 +39,9 @@ def busy(target: float = 1.0, rows: float = 1.0, drafter: float = 1.0) -> StepPr
     return replace(QUIET, token_seconds=seconds, drafters=(own,))
 
 
+_times_of = cache(ProfiledStepTimes)
+
+
 @dataclass
 class Machine:
     """Step times that depend on the time: `profile_at` says which profile holds."""
@@ -46,7 +50,7 @@ class Machine:
     profile_at: Callable[[float], StepProfile]
 
     def _times(self) -> ProfiledStepTimes:
-        return ProfiledStepTimes(self.profile_at(self.clock.now()))
+        return _times_of(self.profile_at(self.clock.now()))
 
     def verify(self, work: StepWork) -> float:
         return self._times().verify(work)
@@ -119,20 +123,28 @@ NOISE = {
 }
 
 
+@cache
+def quiet_start(name: str, num_before: int = LATER) -> Watch:
+    return served(POLICIES[name], QUIET, num_before=num_before)
+
+
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in POLICIES if name != "throughput"]
+
+
 @pytest.mark.parametrize("noise", NOISE)
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["throughput", *OTHERS])
 def test_a_busy_start_is_forgotten_within_32_requests(name: str, noise: str) -> None:
-    quiet = served(POLICIES[name], QUIET)
+    quiet = quiet_start(name)
     later = served(POLICIES[name], NOISE[noise])
     assert quiet.num_drafted > 1000
     assert later.num_tokens / later.seconds >= 0.97 * quiet.num_tokens / quiet.seconds
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["throughput", *OTHERS])
 def test_load_that_comes_and_goes_is_followed_within_64_requests(name: str) -> None:
     """For 20 of each 40 seconds, until the 64th request, drafting takes too long to pay."""
     slow, until = busy(1.5, 4.0, 8.0), 64 * 4.0
-    quiet = served(POLICIES[name], QUIET, num_before=128)
+    quiet = quiet_start(name, num_before=128)
     later = served(
         POLICIES[name],
         slow,
@@ -142,7 +154,7 @@ def test_load_that_comes_and_goes_is_followed_within_64_requests(name: str) -> N
     assert later.num_tokens / later.seconds >= 0.97 * quiet.num_tokens / quiet.seconds
 
 
-@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("name", ["throughput", *OTHERS])
 def test_where_drafts_do_not_pay_little_time_is_spent_on_them(name: str) -> None:
     """With a drafter that is hardly ever right, and times that are right from the start."""
     later = served(POLICIES[name], QUIET, rate=0.05)

@@ -146,7 +146,7 @@ class GrammarCompiler:
         matcher.compute_bitmask()
         if matcher.is_error():
             problem = _one_line(matcher.get_error())
-            raise GrammarError(_IN_WORDS.get(problem, problem))
+            raise GrammarError(_IN_WORDS.get(problem.partition(" ")[0], problem))
         return matcher
 
     @cached_property
