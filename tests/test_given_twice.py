@@ -81,12 +81,16 @@ def test_variables_of_different_settings_go_together() -> None:
             "--drafter-seconds: 'a'",
         ),
         ((*SIMULATE, "--drafter", "a=0.5", "--drafter", "a=0.6"), "--drafter: 'a'"),
-        ((*SHOW, "--port", "1", "--port", "2"), "--port"),
-        ((*SHOW, "--fairness", "--no-fairness"), "--fairness"),
-        (("key", "new", "--tenant", "a", "--tenant", "b"), "--tenant"),
     ],
 )
 def test_options(cli: Cli, arguments: tuple[str, ...], said: str) -> None:
     code, out, error = cli(*arguments)
     assert (code, out) == (2, "")
     assert error == f"penstock: {said} is given twice\n"
+
+
+def test_an_option_of_one_value_is_overridden_by_a_later_one(cli: Cli) -> None:
+    """As scripts do that add to a command which they did not write."""
+    code, out, _ = cli("config", "show", "--json", "--port", "1", "--port", "2")
+    assert code == 0
+    assert '"setting": "port", "value": 2' in out

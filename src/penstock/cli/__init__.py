@@ -19,9 +19,9 @@ from penstock.cli.quantize import quantize
 from penstock.cli.reproduce import reproduce
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
-from penstock.cli.terminal import Commands, what_to_install
+from penstock.cli.terminal import what_to_install
 
-app = Commands(
+app = typer.Typer(
     name="penstock",
     add_completion=False,
     pretty_exceptions_enable=False,

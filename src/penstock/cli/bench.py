@@ -18,7 +18,7 @@ from penstock.cli.engines import (
     TensorParallelOption,
     with_engine,
 )
-from penstock.cli.terminal import Commands, one_line, print_table, progress, whole_numbers
+from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ SyntheticAcceptanceOption = Annotated[
     ),
 ]
 
-app = Commands(no_args_is_help=True, help="Measure the engine.")
+app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
 
 
 @app.callback()

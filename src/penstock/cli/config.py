@@ -13,13 +13,13 @@ import typer
 from penstock.cli.options import JsonOption
 from penstock.cli.serve import serve
 from penstock.cli.signatures import with_options_of
-from penstock.cli.terminal import Commands, one_line
+from penstock.cli.terminal import one_line
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.config import ConfigError, Where
 
-app = Commands(no_args_is_help=True, help="The server's settings.")
+app = typer.Typer(no_args_is_help=True, help="The server's settings.")
 
 _HIDDEN = "(hidden)"
 _SECRET = re.compile(r"(api|metrics)_keys|token_sha256")

@@ -8,10 +8,9 @@ from typing import Annotated
 import typer
 
 from penstock.cli.options import JsonOption
-from penstock.cli.terminal import Commands
 from penstock.json_text import dumps
 
-app = Commands(no_args_is_help=True, help="API keys of tenants.")
+app = typer.Typer(no_args_is_help=True, help="API keys of tenants.")
 
 _BYTES = 32
 

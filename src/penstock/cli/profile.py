@@ -18,7 +18,7 @@ from penstock.cli.engines import (
     TensorParallelOption,
     with_engine,
 )
-from penstock.cli.terminal import Commands, one_line, print_table, progress, whole_numbers
+from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from penstock.fluid.step_profile import StepProfile
     from penstock.sim.profiles import FitQuality
 
-app = Commands(no_args_is_help=True, help="Step-time profiles: measured, fitted, shown.")
+app = typer.Typer(no_args_is_help=True, help="Step-time profiles: measured, fitted, shown.")
 
 _SHOWN_COUNTS = (1, 8, 64, 128, 256, 384, 512, 768, 1024, 2048, 4096)
 _DECODE_CONTEXT = 500

@@ -7,10 +7,9 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import typer
-from typer.core import TyperCommand
 
 if TYPE_CHECKING:
     from penstock.core.types import Output, StepPlan, StepResult
@@ -24,9 +23,6 @@ SERVE_EXTRA = frozenset(
 """What the extra `serve` installs, as it is imported."""
 
 
-_Program = TypeVar("_Program", bound=Callable[..., Any])
-
-
 @contextmanager
 def one_line(*expected: type[Exception]) -> Iterator[None]:
     """End the program with exit code 2 and one line on standard error when one of `expected` is
@@ -36,26 +32,6 @@ def one_line(*expected: type[Exception]) -> Iterator[None]:
     except expected as error:
         print("penstock:", " ".join(str(error).split()), file=sys.stderr)
         raise typer.Exit(2) from error
-
-
-class _Command(TyperCommand):
-    """A command that refuses an option of one value that is given twice."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        _, _, given = self.make_parser(ctx).parse_args(args=list(args))
-        for i, param in enumerate(given):
-            if param in given[:i] and not getattr(param, "multiple", True):
-                ctx.fail(f"{param.opts[0]} is given twice")
-        return super().parse_args(ctx, args)
-
-
-class Commands(typer.Typer):
-    """Commands that refuse a setting that is given twice."""
-
-    def command(
-        self, name: str | None = None, *, cls: Any = _Command, **settings: Any
-    ) -> Callable[[_Program], _Program]:
-        return super().command(name, cls=cls, **settings)
 
 
 def what_to_install(error: ModuleNotFoundError) -> str | None:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli.options import JsonOption
-from penstock.cli.terminal import Commands, one_line, print_table, progress
+from penstock.cli.terminal import one_line, print_table, progress
 from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.zoo.growth import Growth
 
-app = Commands(no_args_is_help=True, help="The bundled family of models.")
+app = typer.Typer(no_args_is_help=True, help="The bundled family of models.")
 
 
 @app.command()

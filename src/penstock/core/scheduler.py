@@ -207,13 +207,20 @@ class Scheduler:
             return step
         select(ctx, table.solo.values(), now)
         table.counters.version += 1
-        if ctx.uses_lanes:
+        while ctx.uses_lanes:
             hold = verify.hold(ctx, now)
             step.wake_at = hold.deadline
             if hold.until is not None and hold.until > now:
                 step.wake_at = earlier(hold.until, hold.deadline)
                 return step
-        admit(ctx, step)
+            admit(ctx, step)
+            if step.scheduled or step.decoding or not step.num_preempted:
+                break
+            # The requests that were to join the step were preempted for each other's memory: the
+            # others may be ready, and nothing else would ask for them.
+            step = Step(ctx, now)
+        else:
+            admit(ctx, step)
         select(ctx, step.scheduled_states, now)
         return step
 
