@@ -263,8 +263,8 @@ class ToolCallParser:
         return True
 
     def _be_text(self, written: str) -> None:
-        """What was opened is no call; written: what was taken in of it. It may hold the opening of
-        another, but not where it has a format."""
+        """Treat an opening as text: no call follows. written: what was taken in of it. It may hold
+        the opening of another, but not where it has a format."""
         if self._formatted:
             self._closing = self._closing if self._opening.strip() else ""
             self._state = _State.FORMATTED
@@ -329,7 +329,7 @@ class ToolCallParser:
 
 
 def _agree(text: str, mark: str) -> bool:
-    """Whether one of them begins with the other."""
+    """True if one of them begins with the other."""
     return text.startswith(mark) or mark.startswith(text)
 
 

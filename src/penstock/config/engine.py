@@ -189,7 +189,7 @@ class ModelsConfig(Model):
 
 
 def model_name(path: Path) -> str:
-    """What a model is called: its folder, or its GGUF file."""
+    """The model's name: its folder's, or its GGUF file's."""
     return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 

@@ -79,7 +79,7 @@ class Trials:
         self._trial: _Trial | None = None
 
     def covers(self, state: RequestState, drafter: str) -> bool:
-        """Whether this request is to draft with this drafter, whether or not it pays."""
+        """True if a trial has this request draft with this drafter, whatever that costs."""
         trial = self._trial
         return (
             trial is not None
@@ -121,7 +121,7 @@ class Trials:
     def grant(
         self, candidates: Sequence[DraftCandidate], grants: list[Grant], view: View
     ) -> list[Grant]:
-        """What the policy has granted, with the draft of a trial."""
+        """Add the draft of a trial to what the policy has granted."""
         if self._trial is None:
             self._begin_unused(candidates, grants, view)
         for i, (state, drafter, limit, _) in enumerate(candidates):

@@ -245,7 +245,7 @@ class Tokenizer:
         return b"".join(self.token_bytes(t, p) for t, p in zip(token_ids, before, strict=False))
 
     def vocabulary_bytes(self, num_tokens: int) -> list[bytes]:
-        """What each of the first tokens adds within a text, by id."""
+        """Bytes that each of the first tokens adds within a text, by id."""
         inside = self.encode("a", add_special_tokens=False)[-1:]
         return [self.token_bytes(i, inside[0] if inside else None) for i in range(num_tokens)]
 

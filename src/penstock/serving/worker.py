@@ -215,7 +215,7 @@ class EngineServer:
         return events
 
     def _prepared_ids(self) -> list[str]:
-        """Of requests that were kept back, and now can begin."""
+        """Ids of requests that were kept back, and now can begin."""
         return [i for i, (_, waits) in self._preparing.items() if all(w.done() for w in waits)]
 
     def _prepared(self, arrive: Arrive) -> list[Arrive]:

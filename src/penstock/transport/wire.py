@@ -135,7 +135,7 @@ def encode_stop(stop: StopStrings) -> pb.StopStrings:
 
 
 def decode_stop(message: pb.StopStrings) -> StopStrings:
-    """What `encode_stop` encoded; not checked here (see `checks`)."""
+    """Decode what `encode_stop` encoded; not checked here (see `checks`)."""
     previous = message.previous if message.HasField("previous") else None
     shown = frozenset(message.shown_token_ids)
     return StopStrings(tuple(message.strings), previous, shown, message.num_made)

@@ -51,7 +51,7 @@ def check_fields(content: Mapping[str, Any]) -> None:
 
 
 def in_words(error: Exception, content: Mapping[str, Any]) -> str:
-    """What an error of transformers says of a configuration, in one line."""
+    """One line of our own for an error of transformers in a configuration."""
     hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
     if hidden and heads and hidden % heads:
         return f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
@@ -60,7 +60,7 @@ def in_words(error: Exception, content: Mapping[str, Any]) -> str:
 
 
 def are_ids(value: Any) -> bool:
-    """Whether it is a token id, a list of some, or null."""
+    """True for a token id, a list of some, or null."""
     listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return all(type(one) is int and one >= 0 for one in listed)
 

@@ -23,7 +23,7 @@ class AdmissionPolicy(ABC):
     knows_tenants: ClassVar[bool] = True
     """Whether fairness between tenants goes with it; not with a paper's rule to the letter."""
     serves_instead: ClassVar[str | None] = None
-    """Of a policy that may idle while requests wait: the policy to serve with in its place."""
+    """Policy to serve with in place of one that may idle while requests wait."""
     order: OrderName = "arrival"
     """In which order the requests of a queue are tried."""
 

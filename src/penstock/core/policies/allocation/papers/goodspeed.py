@@ -134,7 +134,7 @@ class GoodSpeed(AllocationPolicy):
             self._client(name).observe(evidence, realised)
 
     def _is_round(self, outcome: Outcome) -> bool:
-        """Whether the request has drafted, or would have, had it been granted anything."""
+        """True if the request has drafted, or would have, had it been granted anything."""
         state, verdict = outcome
         left_out = self._left_out.get(state.request.id)
         return verdict.num_proposed > 0 or left_out == (verdict.epoch, verdict.round)
