@@ -71,6 +71,18 @@ async def test_requests_share_a_stream_and_are_all_finished() -> None:
         await until_free(client)
 
 
+async def test_there_is_a_snapshot_before_the_engine_has_answered() -> None:
+    async with client_of(FACTORY) as client:
+        assert client.pid is not None
+        os.kill(client.pid, signal.SIGSTOP)
+        try:
+            stats = await client.stats()
+        finally:
+            os.kill(client.pid, signal.SIGCONT)
+        assert stats is not None
+        assert stats.num_steps == 0
+
+
 async def test_an_idle_engine_does_not_spin() -> None:
     async with client_of(FACTORY) as client:
         with await client.submit("someone", [request("a")]) as stream:

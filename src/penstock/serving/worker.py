@@ -169,7 +169,7 @@ class EngineServer:
                 self._channel.send(AuditFinding(*finding))
             for message in messages:
                 if isinstance(message, StatsRequest):
-                    self._channel.send(self._stats())
+                    self._channel.send(self.stats())
             # The sign of one that was prepared during the turn may be gone.
             timeout = 0.0 if self._prepared_ids() else idle_seconds(self._engine, turn)
 
@@ -260,7 +260,8 @@ class EngineServer:
         }
         self._channel.send(DraftOrders(tuple(orders), described))
 
-    def _stats(self) -> EngineStats:
+    def stats(self) -> EngineStats:
+        """A snapshot of the engine's counters."""
         scheduler = self._engine.scheduler
         pools = scheduler.table.memory.pools
         return EngineStats(
@@ -332,6 +333,9 @@ def run_engine(
                 _log.exception("loading the engine failed")
             channel.send(Failed(_one_line(error)))
             return
+        server = EngineServer(engine, channel, pulse)
+        # The one that is shown while a first step is slow.
+        channel.send(server.stats())
         channel.send(describe(engine))
         # For statistics, beside the first steps: the first who asked for them would hold those up.
         late = threading.Thread(target=importlib.import_module, args=("scipy.optimize",))
@@ -340,7 +344,7 @@ def run_engine(
         gc.collect()
         gc.freeze()
         try:
-            EngineServer(engine, channel, pulse).serve()
+            server.serve()
         finally:
             engine.executor.close()
 
