@@ -15,6 +15,7 @@ from tests.api.test_forced_tools import MESSAGES, MODELS, TEMPLATE, TOOLS, told
 from tests.api.tool_servers import HERMES
 from tests.engine import other_vocabulary
 from tests.engine.added_tokens import ADDED, write
+from tests.products import covering
 from tests.serving.harness import RunningServer, running_server
 
 from penstock.config import parse_config
@@ -23,7 +24,7 @@ from penstock.serving.fork_context import LOAD_ENGINE
 
 DRAFTERS = ("none", "model", "ngram", "suffix", "chain", "text")
 SAID = "čas <tool_call>日本<|eos|> <číslo></tool_call>"
-SAMPLINGS = [{"temperature": 0}, {"temperature": 1, "seed": 3}]
+SAMPLINGS = {"greedy": {"temperature": 0}, "seeded": {"temperature": 1, "seed": 3}}
 FORMAT = {
     "type": "json_schema",
     "json_schema": {
@@ -93,24 +94,22 @@ def test_they_are_text_wherever_text_is(added: tuple[RunningServer, Tokenizer]) 
     assert cut["message"]["content"] == made["message"]["content"].partition(stop)[0]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "sampling"), covering([False, True], SAMPLINGS, strength=1))
 def test_a_format_that_holds_them(
-    added: tuple[RunningServer, Tokenizer], stream: bool, sampling: dict[str, Any]
+    added: tuple[RunningServer, Tokenizer], stream: bool, sampling: str
 ) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "said", "schema": {"const": SAID}}}
     ask: dict[str, Any]
     for ask in ({"response_format": form}, {"extra_body": {"guided_choice": [SAID, f"{SAID}!"]}}):
-        texts = {answer(added, ask, drafter, stream, sampling) for drafter in DRAFTERS}
+        texts = {answer(added, ask, drafter, stream, SAMPLINGS[sampling]) for drafter in DRAFTERS}
         ((text, calls, reason),) = texts
         assert (json.loads(text) if "response_format" in ask else text.rstrip("!")) == SAID
         assert (calls, reason) == ((), "stop")
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(("stream", "sampling"), covering([False, True], SAMPLINGS, strength=1))
 def test_a_tool_beside_a_format(
-    added: tuple[RunningServer, Tokenizer], stream: bool, sampling: dict[str, Any]
+    added: tuple[RunningServer, Tokenizer], stream: bool, sampling: str
 ) -> None:
     """The bundled model knows of no calls: how it begins is pushed."""
     _, tokenizer = added
@@ -121,7 +120,7 @@ def test_a_tool_beside_a_format(
             "response_format": FORMAT, "tools": TOOLS, "parallel_tool_calls": False,
             "logit_bias": push,
         }  # fmt: skip
-        texts = {answer(added, asked, drafter, stream, sampling) for drafter in DRAFTERS}
+        texts = {answer(added, asked, drafter, stream, SAMPLINGS[sampling]) for drafter in DRAFTERS}
         assert len(texts) == 1
         ((text, calls, reason),) = texts
         for name, arguments in calls:

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 from tests.api.samples import samples
+from tests.products import covering
 from tests.serving.edges import drafting, edge_client
 from tests.serving.harness import RunningServer, eventually, running_server
 from tests.serving.scripted import free_port
@@ -103,8 +104,9 @@ def counted_alike(
         assert after[key] - before.get(key, 0.0) == sum(count(a["usage"]) for a in answers), name
 
 
-@pytest.mark.parametrize("kind", ENDS)
-@pytest.mark.parametrize("drafter", ["tiny", "ngram"])
+@pytest.mark.parametrize(
+    ("kind", "drafter"), covering(ENDS, ["tiny", "ngram"], strength=1, fast=[("stop", "tiny")])
+)
 def test_metrics_and_usage_count_what_answers_have(
     server: RunningServer, kind: str, drafter: str
 ) -> None:
