@@ -334,7 +334,7 @@ def run_engine(
             channel.send(Failed(_one_line(error)))
             return
         server = EngineServer(engine, channel, pulse)
-        # The one that is shown while a first step is slow.
+        # Before it is ready, so that there are statistics while its first step is slow.
         channel.send(server.stats())
         channel.send(describe(engine))
         # For statistics, beside the first steps: the first who asked for them would hold those up.
