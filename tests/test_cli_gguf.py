@@ -8,12 +8,12 @@ from pathlib import Path
 
 import gguf
 import pytest
-from benchmarks.real_models import dequantize
 from tests.conftest import Cli
 from tests.engine.small_gguf import finish, write_gguf
 from tests.engine.small_models import CASES
 from tests.engine.test_gguf_tokenizer import ORIGINALS
 
+from lab.bench.real_models import dequantize
 from penstock.cli.models import drafter_checkpoint
 from penstock.config import parse_config
 

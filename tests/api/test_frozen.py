@@ -12,7 +12,6 @@ from typing import Any
 
 import httpx
 import pytest
-from benchmarks.bundled_server import bundled_server
 from tests.api.samples import samples
 from tests.serving.fakes import SLOW_FACTORY
 from tests.serving.harness import (
@@ -23,6 +22,8 @@ from tests.serving.harness import (
     serve_config,
     server_process,
 )
+
+from lab.bench.bundled_server import bundled_server
 
 BODY: dict[str, Any] = {"prompt": [50, 60, 70], "max_tokens": 400, "ignore_eos": True}
 LIMIT = {"heartbeat_timeout_s": 6.0}

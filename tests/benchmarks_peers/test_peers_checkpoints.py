@@ -7,8 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from benchmarks.peers.__main__ import parse
-from benchmarks.peers.checkpoints import (
+from transformers import AutoModelForCausalLM
+
+from lab.bench.peers.__main__ import parse
+from lab.bench.peers.checkpoints import (
     DRAFTER_LAYERS,
     MODELS,
     NUM_LAYERS,
@@ -18,9 +20,8 @@ from benchmarks.peers.checkpoints import (
     silence,
     write_checkpoint,
 )
-from benchmarks.peers.quantize import main as quantize
-from benchmarks.peers.workers.gguf_file import gguf_name, interleave, read_safetensors
-from transformers import AutoModelForCausalLM
+from lab.bench.peers.quantize import main as quantize
+from lab.bench.peers.workers.gguf_file import gguf_name, interleave, read_safetensors
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from benchmarks.peers.passes import Pass, is_finished, kept
-from benchmarks.peers.report import equal_share
+
+from lab.bench.peers.passes import Pass, is_finished, kept
+from lab.bench.peers.report import equal_share
 
 CLEAN = Pass(100.0, 1.98, 0.01)
 DISTURBED = Pass(50.0, 1.2, 0.7)

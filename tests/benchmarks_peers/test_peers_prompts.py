@@ -4,7 +4,8 @@ import ast
 from collections import Counter
 
 import pytest
-from benchmarks.real_prompts import NUM_OF_KIND, mixed, real_prompts, token_ids
+
+from lab.bench.real_prompts import NUM_OF_KIND, mixed, real_prompts, token_ids
 
 
 @pytest.fixture(scope="module")

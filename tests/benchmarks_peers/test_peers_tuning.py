@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from benchmarks.peers.checkpoints import PeerCheckpoint
-from benchmarks.peers.engines import ENGINES, PeerEngine
-from benchmarks.peers.plan import Progress, planned
-from benchmarks.peers.store import Store
-from benchmarks.peers.sweep import PeerSweep
-from benchmarks.peers.tuning import PeerTuner
-from benchmarks.peers.verdict import BARS, gguf_bars
-from benchmarks.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
+
+from lab.bench.peers.checkpoints import PeerCheckpoint
+from lab.bench.peers.engines import ENGINES, PeerEngine
+from lab.bench.peers.plan import Progress, planned
+from lab.bench.peers.store import Store
+from lab.bench.peers.sweep import PeerSweep
+from lab.bench.peers.tuning import PeerTuner
+from lab.bench.peers.verdict import BARS, gguf_bars
+from lab.bench.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
 
 Rate = Callable[[WorkerSetup], float]
 PROMPTS = tuple((i,) for i in range(32))

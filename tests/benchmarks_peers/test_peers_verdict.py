@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.checkpoints import PeerCheckpoint
-from benchmarks.peers.engines import PEERS
-from benchmarks.peers.verdict import BARS, Bar, gguf_bars, judge
+from lab.bench.peers.checkpoints import PeerCheckpoint
+from lab.bench.peers.engines import PEERS
+from lab.bench.peers.verdict import BARS, Bar, gguf_bars, judge
 
 MODES = {"target": ("target",), "speculative": ("speculative",), "any": ("target", "speculative")}
 

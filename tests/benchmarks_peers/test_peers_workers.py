@@ -10,13 +10,14 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from benchmarks.peers.checkpoints import PeerCheckpoint
-from benchmarks.peers.engines import ENGINES, WORKERS
-from benchmarks.peers.passes import NEW_TOKENS, PeerCell
-from benchmarks.peers.verification import ROWS, verification_costs
-from benchmarks.peers.workers import worker as protocol
-from benchmarks.peers.workers.look_up import look_up
-from benchmarks.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
+
+from lab.bench.peers.checkpoints import PeerCheckpoint
+from lab.bench.peers.engines import ENGINES, WORKERS
+from lab.bench.peers.passes import NEW_TOKENS, PeerCell
+from lab.bench.peers.verification import ROWS, verification_costs
+from lab.bench.peers.workers import worker as protocol
+from lab.bench.peers.workers.look_up import look_up
+from lab.bench.peers.workers_pool import Pool, Worker, WorkerError, WorkerSetup
 
 TOY = f"""
 import sys, threading, time

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks import perplexity
-from benchmarks.perplexity import FIRST, OURS, THEIRS, WINDOW, Perplexity, main, verdicts
 from transformers import AutoModelForCausalLM
 
+from lab.bench import perplexity
+from lab.bench.perplexity import FIRST, OURS, THEIRS, WINDOW, Perplexity, main, verdicts
 from penstock.engine.backends import load_runner
 from penstock.zoo.registry import model_path
 

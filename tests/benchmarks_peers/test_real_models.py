@@ -12,13 +12,13 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from benchmarks import real_models
-from benchmarks.real_models import MODELS, FetchError, RealModel, dequantize, fetch, main
 from tests.engine.small_gguf import write_gguf
 from tests.engine.small_models import CASES, SHAPE
 from tests.engine.test_gguf_tokenizer import ORIGINALS
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
+from lab.bench import real_models
+from lab.bench.real_models import MODELS, FetchError, RealModel, dequantize, fetch, main
 from penstock.engine.batch import BatchWriter
 from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import open_checkpoint

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.sources import Decoded, text_verdicts
+from lab.bench.sources import Decoded, text_verdicts
 
 
 def decoded(

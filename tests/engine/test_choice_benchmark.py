@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from argparse import Namespace
 
-from benchmarks.drafter_choice import measure_cell
-from benchmarks.live_engine import make_texts
-
+from lab.bench.drafter_choice import measure_cell
+from lab.bench.live_engine import make_texts
+from lab.common.live import load, make_loop
 from penstock.config import PolicyConfig
-from penstock.lab.live import load, make_loop
 from penstock.zoo.registry import DEFAULT_TARGET
 
 

@@ -1,13 +1,14 @@
-"""What `benchmarks.confidence` records and replays, and `benchmarks.confidence_speed` times."""
+"""What `lab.bench.confidence` records and replays, and `lab.bench.confidence_speed` times."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 import torch
-from benchmarks.confidence import JUDGES, Equal, Judge, replay, steps
-from benchmarks.confidence_record import DraftedText, record
-from benchmarks.confidence_speed import (
+
+from lab.bench.confidence import JUDGES, Equal, Judge, replay, steps
+from lab.bench.confidence_record import DraftedText, record
+from lab.bench.confidence_speed import (
     Costs,
     Fixed,
     Kept,
@@ -21,12 +22,11 @@ from benchmarks.confidence_speed import (
     play,
     shuffled,
 )
-from benchmarks.live_engine import TargetText
-
+from lab.bench.live_engine import TargetText
+from lab.common.hindsight import LONGEST
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.native.runner import NativeRunner
 from penstock.fluid.step_profile import StepProfile
-from penstock.lab.hindsight import LONGEST
 from penstock.zoo.registry import model_path
 
 TOKENS = 60

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.structured import check_schemas, models_of
-from benchmarks.structured_schemas import BY_HAND, SORTS
 from jsonschema import Draft202012Validator
 from tests.engine.test_exactness import run
 
+from lab.bench.structured import check_schemas, models_of
+from lab.bench.structured_schemas import BY_HAND, SORTS
 from penstock.config import NGRAM, EngineConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
@@ -392,7 +392,7 @@ def test_whoever_asks_before_a_settled_draft_is_appended_is_told_of_the_text(
 
 @pytest.mark.slow
 def test_schemas_of_all_sorts() -> None:
-    """As `python -m benchmarks.structured` does with more of them."""
+    """As `python -m lab.bench.structured` does with more of them."""
     models = models_of(argparse.Namespace(target=None, drafter=model_path("draft-tiny")))
     rows = check_schemas(models, len(BY_HAND) + len(SORTS), progress=False)
     assert {r["sort"] for r in rows} == {"by hand", *SORTS}

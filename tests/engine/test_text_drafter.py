@@ -12,8 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from benchmarks import real_models
-from benchmarks.real_prompts import real_prompts, token_ids
 from tests.core.world import Rotating
 from tests.engine.other_vocabulary import TARGET, finer, reordered, write
 from tests.engine.sampling_toys import joint_p_value, sampling_rows
@@ -24,6 +22,8 @@ from tests.products import covering, first_fast, slow
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
 
+from lab.bench import real_models
+from lab.bench.real_prompts import real_prompts, token_ids
 from penstock.config import EngineConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
@@ -448,7 +448,7 @@ def test_a_real_pair(sampling: str) -> None:
     names = ("qwen2.5-coder-0.5b", "smollm2-135m")
     files = [real_models.default_folder() / real_models.MODELS[name].file for name in names]
     if missing := [file for file in files if not file.exists()]:
-        pytest.skip(f"{missing[0]} is not there: python -m benchmarks.real_models fetch")
+        pytest.skip(f"{missing[0]} is not there: python -m lab.bench.real_models fetch")
     engine = load_engine(
         EngineConfig(
             target=files[0],

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock.lab.cells import Cells, Figures
+from lab.common.cells import Cells, Figures
 from penstock.sim.parallel import workers
 
 

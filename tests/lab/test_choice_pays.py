@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.core.policies.registry import policies
-from penstock.lab.experiment import FULL, QUICK
-from penstock.lab.families import SPECIALISTS, specialists_acceptances, specialists_profile
-from penstock.lab.papers.choice_pays import (
+from lab.common.experiment import FULL, QUICK
+from lab.common.families import SPECIALISTS, specialists_acceptances, specialists_profile
+from lab.papers.choice_pays import (
     CHOOSERS,
     Gains,
     Machine,
@@ -22,6 +21,7 @@ from penstock.lab.papers.choice_pays import (
     tokens_per_s,
     verdicts,
 )
+from penstock.core.policies.registry import policies
 
 INSIDE = Machine(own_devices=False, batch=2)
 ALONE = Machine(own_devices=False, batch=1)

@@ -6,8 +6,8 @@ import itertools
 
 import numpy as np
 
-from penstock.lab.beyond import crossed
-from penstock.lab.beyond.crossed import (
+from lab.papers import crossed
+from lab.papers.crossed import (
     BASE,
     GOODSPEED,
     LBSS,

@@ -10,19 +10,17 @@ from pathlib import Path
 import pytest
 from tests.products import first_fast
 
-from penstock.cli import main
-from penstock.lab import loads
-from penstock.lab.claims import ClaimVerdict, Measurement, bar, check, judge, summary
-from penstock.lab.experiment import (
+from lab.common import loads
+from lab.common.claims import ClaimVerdict, Measurement, bar, check, judge, summary
+from lab.common.experiment import (
     Effort,
     Experiment,
     LabError,
     Skipped,
     Trial,
-    experiments,
-    experiments_named,
 )
-from penstock.lab.papers import spin_fig11, spin_fig12
+from lab.papers import experiments, experiments_named, spin_fig11, spin_fig12
+from penstock.cli import main
 from penstock.sim.capacity import MeasuredCapacity
 from penstock.sim.parallel import workers
 from penstock.sim.run import Setup
@@ -187,7 +185,7 @@ def one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
         raise Skipped("no data")
 
     found = {"toy": Experiment("toy", "A toy", run), "toyless": Experiment("toyless", "None", skip)}
-    monkeypatch.setattr("penstock.lab.experiment.experiments", lambda: found)
+    monkeypatch.setattr("lab.papers.experiments", lambda: found)
 
 
 @pytest.mark.usefixtures("one_entry")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.core.policies.registry import make_policy
-from penstock.fluid.fair_path import fair_optimum, fair_optimum_of_rounds, fair_utility
-from penstock.lab.oracles import Misled
-from penstock.lab.papers import (
-    goodspeed_fig2,
-    goodspeed_fig3,
-    goodspeed_fig4,
-    goodspeed_theorems,
-)
-from penstock.lab.rounds import (
+from lab.common.oracles import Misled
+from lab.common.rounds import (
     BarrierTimes,
     GeometricClients,
     RecordedClient,
     jumping_rates,
     play,
 )
+from lab.papers import (
+    goodspeed_fig2,
+    goodspeed_fig3,
+    goodspeed_fig4,
+    goodspeed_theorems,
+)
+from penstock.core.policies.registry import make_policy
+from penstock.fluid.fair_path import fair_optimum, fair_optimum_of_rounds, fair_utility
 
 
 def test_jumps_are_of_the_size_and_at_the_times_that_are_said() -> None:

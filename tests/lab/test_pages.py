@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.lab.bench import Results, parser, save, table, tell
-from penstock.lab.claims import bar
-from penstock.lab.pages import main, pages
+from lab.common.claims import bar
+from lab.common.pages import main, pages
+from lab.common.results import Results, parser, save, table, tell
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -19,7 +19,7 @@ def test_the_pages_are_what_the_result_files_say() -> None:
     found = list(pages(DOCS))
     assert len(found) >= 6
     for path, text in found:
-        assert path.read_text(encoding="utf-8") == text, "run python -m penstock.lab.pages"
+        assert path.read_text(encoding="utf-8") == text, "run python -m lab.common.pages"
 
 
 def test_every_result_says_how_when_and_where() -> None:

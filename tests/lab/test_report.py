@@ -11,7 +11,7 @@ pytest.importorskip("matplotlib")
 
 from matplotlib.colors import rgb_to_hsv, to_rgb
 
-from penstock.lab.report import COLOURS, LINES, MARKERS, Plot, _looks, draw
+from lab.common.report import COLOURS, LINES, MARKERS, Plot, _looks, draw
 
 NAMES = ["wait", "vllm_v0", "vllm_v1", "sarathi", "sarathi, tuned", "the bound"]
 

@@ -9,9 +9,9 @@ import sys
 import numpy as np
 import pytest
 
-from penstock.lab.experiment import LabError
-from penstock.lab.papers import spin_fig12
-from penstock.lab.papers.spin_fig12 import (
+from lab.common.experiment import LabError
+from lab.papers import spin_fig12
+from lab.papers.spin_fig12 import (
     LayoutTimes,
     accuracy,
     contexts,
@@ -119,7 +119,7 @@ def test_without_torch_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_to_list_the_entries_needs_no_torch() -> None:
     code = (
-        "import sys; from penstock.lab.experiment import experiments; experiments(); "
+        "import sys; from lab.papers import experiments; experiments(); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from lab.common.experiment import LabError, Trial
+from lab.papers import spin_fig2, spin_fig4, spin_fig10
+from lab.papers.spin_fig2 import ServedRequests
+from lab.papers.spin_fig10 import CHOICE, NONE, PACKED, RANDOM, WHOLE, Batch
 from penstock.cli import app
-from penstock.lab.experiment import LabError, Trial
-from penstock.lab.papers import spin_fig2, spin_fig4, spin_fig10
-from penstock.lab.papers.spin_fig2 import ServedRequests
-from penstock.lab.papers.spin_fig10 import CHOICE, NONE, PACKED, RANDOM, WHOLE, Batch
 
 NOISE = np.array([1.0, 1.01, 0.99, 1.005])
 RANDOM_STATE = 7

@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lab.common.families import spin_profile
+from lab.common.slots import Slots
+from lab.common.statistics import FloatArray
+from lab.papers import spin_theorem1
+from lab.papers.spin_theorem1 import LONG, POLICIES, PRINTED, RANDOM, SINGLE, SLOW, Losses
 from penstock.config import PolicyConfig
-from penstock.lab.families import spin_profile
-from penstock.lab.papers import spin_theorem1
-from penstock.lab.papers.spin_theorem1 import LONG, POLICIES, PRINTED, RANDOM, SINGLE, SLOW, Losses
-from penstock.lab.slots import Slots
-from penstock.lab.statistics import FloatArray
 
 SLOTS = [2**k for k in range(4, 12)]
 LOG, LINEAR = np.log2(SLOTS), np.array(SLOTS) / 16

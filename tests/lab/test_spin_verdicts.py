@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.lab.families import SPIN_TARGETS, spin_profile
-from penstock.lab.papers import spin_fig11, spin_fig13
-from penstock.lab.papers.spin_fig11 import Goodput, goodput, verdicts, workload
-from penstock.lab.statistics import interval, jain, ratio
+from lab.common.families import SPIN_TARGETS, spin_profile
+from lab.common.statistics import interval, jain, ratio
+from lab.papers import spin_fig11, spin_fig13
+from lab.papers.spin_fig11 import Goodput, goodput, verdicts, workload
 
 
 def test_times_are_the_rooflines() -> None:

@@ -8,8 +8,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from benchmarks.step_costs import SIZES, costs
-from benchmarks.vllm_arrivals import ARMS
+
+from lab.bench.step_costs import SIZES, costs
+from lab.bench.vllm_arrivals import ARMS
 
 SLOWER = {"default": 1.0, "plug-in": 1.1, "engine": 1.05}
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lab.common.wait_paths import gathered, lindley, nested_runs, wait_runs
+from lab.papers import wait_lemmas as lemmas
+from lab.papers import wait_nested_theorems as nested
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.lab.papers import wait_lemmas as lemmas
-from penstock.lab.papers import wait_nested_theorems as nested
-from penstock.lab.wait_paths import gathered, lindley, nested_runs, wait_runs
 from penstock.sim.run import Setup, run
 from penstock.sim.workloads import Workload
 

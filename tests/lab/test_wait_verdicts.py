@@ -9,9 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from penstock.fluid.step_profile import PAPER_LINEAR, StepWork
-from penstock.lab.experiment import QUICK, Trial, experiments
-from penstock.lab.loads import (
+from lab.common.experiment import QUICK, Trial
+from lab.common.loads import (
     Candidate,
     Point,
     Scene,
@@ -21,12 +20,7 @@ from penstock.lab.loads import (
     peaks,
     setup_of,
 )
-from penstock.lab.papers import wait_fig1_known as known
-from penstock.lab.papers import wait_fig1_nested as nested
-from penstock.lab.papers import wait_fig4_6 as memory
-from penstock.lab.papers import wait_linear_model as linear
-from penstock.lab.papers import wait_theorems as theorems
-from penstock.lab.thresholds import (
+from lab.common.thresholds import (
     nested_choices,
     nested_kv,
     planned_wait,
@@ -34,6 +28,13 @@ from penstock.lab.thresholds import (
     wait_choice,
     wait_neighbours,
 )
+from lab.papers import experiments
+from lab.papers import wait_fig1_known as known
+from lab.papers import wait_fig1_nested as nested
+from lab.papers import wait_fig4_6 as memory
+from lab.papers import wait_linear_model as linear
+from lab.papers import wait_theorems as theorems
+from penstock.fluid.step_profile import PAPER_LINEAR, StepWork
 from penstock.sim.capacity import Criterion, TooShort, capacity
 from penstock.sim.run import run
 from penstock.sim.workloads import make_workload

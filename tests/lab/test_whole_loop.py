@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.lab.beyond import whole_loop
-from penstock.lab.beyond.whole_loop import ALL, BASE, PLACEBO, Latencies, latency, machine
+from lab.papers import whole_loop
+from lab.papers.whole_loop import ALL, BASE, PLACEBO, Latencies, latency, machine
 
 NOISE = np.array([[1.0, 1.0], [1.01, 0.99], [0.99, 1.01]])
 

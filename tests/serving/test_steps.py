@@ -6,7 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from benchmarks.simulator_vs_engine import (
+from tests.engine.small_family import write_family
+
+from lab.bench.simulator_vs_engine import (
     KV_TOKENS,
     LiveServer,
     LoadCell,
@@ -15,8 +17,6 @@ from benchmarks.simulator_vs_engine import (
     mixed_prompts,
     requests_of,
 )
-from tests.engine.small_family import write_family
-
 from penstock.core.types import PhaseTimes, StepPlan, StepResult
 from penstock.fluid.step_profile import StepWork
 from penstock.serving.steps import StepRecorder

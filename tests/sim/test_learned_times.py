@@ -1,10 +1,11 @@
-"""`benchmarks.learned_times`: machines whose steps scatter, and what is learned of them."""
+"""`lab.bench.learned_times`: machines whose steps scatter, and what is learned of them."""
 
 from __future__ import annotations
 
 import pytest
-from benchmarks import learned_times
-from benchmarks.learned_times import served
+
+from lab.bench import learned_times
+from lab.bench.learned_times import served
 
 
 def test_the_error_is_that_of_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

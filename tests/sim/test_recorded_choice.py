@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from benchmarks.selection_sim import seconds_of
 from tests.products import covering
 
+from lab.bench.selection_sim import seconds_of
 from penstock.sim.acceptance import read_records
 
 DATA = Path(os.environ.get("PENSTOCK_DATA", Path(__file__).parents[2] / "../shared/data"))

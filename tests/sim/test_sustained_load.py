@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from tests.products import first_fast
 
+from lab.common.loads import Scene, setup_of
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import PAPER_LINEAR
-from penstock.lab.loads import Scene, setup_of
 from penstock.sim.capacity import Criterion, Estimate, TooShort, capacity, judge_load
 from penstock.sim.driver import SimulationResult
 from penstock.sim.planner import load_bound

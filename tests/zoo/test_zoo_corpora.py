@@ -6,9 +6,9 @@ from itertools import islice
 import pytest
 from tests.products import first_fast
 
-from penstock.zoo.corpora import GENERATORS, examples, split_of
+from lab.zoo.corpora import GENERATORS, examples, split_of
+from lab.zoo.template import ASSISTANT, BOS, EOS, Message, render
 from penstock.zoo.registry import DOMAINS, load_prompts
-from penstock.zoo.template import ASSISTANT, BOS, EOS, Message, render
 
 
 def test_every_domain_has_a_generator():

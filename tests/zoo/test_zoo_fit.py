@@ -10,16 +10,16 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from penstock.sim.acceptance import DomainAcceptance
-from penstock.sim.domains import load_acceptance
-from penstock.zoo.evidence import NGRAM, AcceptanceTrace, run_lengths
-from penstock.zoo.fit import (
+from lab.zoo.evidence import NGRAM, AcceptanceTrace, run_lengths
+from lab.zoo.fit import (
     DRAFT_TOKENS,
     decisions,
     fit_acceptance,
     fit_domain,
     write_acceptance,
 )
+from penstock.sim.acceptance import DomainAcceptance
+from penstock.sim.domains import load_acceptance
 
 MEAN = np.array([1.0, -1.0])
 COVARIANCE = np.array([[0.8, 0.5], [0.5, 0.6]])

@@ -12,11 +12,7 @@ pytest.importorskip("transformers")
 from safetensors.torch import load_file  # noqa: E402
 from tests.engine.small_models import Paging  # noqa: E402
 
-from penstock.engine.models.config import DecoderConfig  # noqa: E402
-from penstock.engine.models.weights import load_weights, weight_bytes  # noqa: E402
-from penstock.engine.native.runner import NativeRunner  # noqa: E402
-from penstock.engine.tokenizer import load_tokenizer  # noqa: E402
-from penstock.zoo.growth import (  # noqa: E402
+from lab.zoo.growth import (  # noqa: E402
     TOLERANCE,
     Growth,
     count_parameters,
@@ -26,8 +22,13 @@ from penstock.zoo.growth import (  # noqa: E402
     write_family,
     write_grown,
 )
-from penstock.zoo.modeling import load_model  # noqa: E402
-from penstock.zoo.registry import bundled_models, load_prompts, verify_manifest  # noqa: E402
+from lab.zoo.manifest import verify_manifest  # noqa: E402
+from lab.zoo.modeling import load_model  # noqa: E402
+from penstock.engine.models.config import DecoderConfig  # noqa: E402
+from penstock.engine.models.weights import load_weights, weight_bytes  # noqa: E402
+from penstock.engine.native.runner import NativeRunner  # noqa: E402
+from penstock.engine.tokenizer import load_tokenizer  # noqa: E402
+from penstock.zoo.registry import bundled_models, load_prompts  # noqa: E402
 
 
 def growth(name, width, layers=1, channels=32):

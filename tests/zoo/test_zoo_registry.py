@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from lab.zoo import manifest
 from penstock.zoo import registry
 
 MEGABYTE = 1_000_000
@@ -30,7 +31,7 @@ def test_family_is_complete():
 
 
 def test_manifest_holds():
-    assert registry.verify_manifest() == []
+    assert manifest.verify_manifest() == []
 
 
 def test_size_of_all_weights():
@@ -64,9 +65,9 @@ def test_manifest_notices_changes(tmp_path):
     source = registry.model_path("draft-tiny")
     shutil.copytree(source, tmp_path / "draft-tiny")
     card = {"role": "drafter", "parameters": 1, "description": ""}
-    registry.write_manifest(tmp_path, {"draft-tiny": card})
-    assert registry.verify_manifest(tmp_path) == []
+    manifest.write_manifest(tmp_path, {"draft-tiny": card})
+    assert manifest.verify_manifest(tmp_path) == []
     (tmp_path / "draft-tiny" / "config.json").write_text("{}")
     (tmp_path / "draft-tiny" / "tokenizer.json").unlink()
-    wrong = registry.verify_manifest(tmp_path)
+    wrong = manifest.verify_manifest(tmp_path)
     assert sorted(wrong) == ["draft-tiny/config.json", "draft-tiny/tokenizer.json"]

@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 
 from rich.console import Console  # noqa: E402
 
-from penstock.zoo.evidence import (  # noqa: E402
+from lab.zoo.evidence import (  # noqa: E402
     NGRAM,
     AcceptanceTrace,
     lookup_runs,
@@ -19,9 +19,9 @@ from penstock.zoo.evidence import (  # noqa: E402
     run_lengths,
     target_texts,
 )
-from penstock.zoo.modeling import build  # noqa: E402
-from penstock.zoo.recipe import Shape  # noqa: E402
-from penstock.zoo.report import DecodeTimes, _Costs, cells, choice, report, rounds  # noqa: E402
+from lab.zoo.modeling import build  # noqa: E402
+from lab.zoo.recipe import Shape  # noqa: E402
+from lab.zoo.report import DecodeTimes, _Costs, cells, choice, report, rounds  # noqa: E402
 
 
 def _trace(domain, **agreement):

@@ -4,10 +4,10 @@ from itertools import islice
 
 import pytest
 
-from penstock.zoo.corpora import examples
+from lab.zoo.corpora import examples
+from lab.zoo.template import ASSISTANT_ID, EOS_ID, SPECIAL_TOKENS
+from lab.zoo.tokenizer import VOCAB_SIZE, load_tokenizer
 from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, bundled_models, model_path
-from penstock.zoo.template import ASSISTANT_ID, EOS_ID, SPECIAL_TOKENS
-from penstock.zoo.tokenizer import VOCAB_SIZE, load_tokenizer
 
 transformers = pytest.importorskip("transformers")
 

@@ -8,15 +8,15 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from penstock.zoo.data import ROW, Mixture, answer_mask, pack  # noqa: E402
-from penstock.zoo.distil import TeacherRows, divergences, overlap, teach  # noqa: E402
-from penstock.zoo.modeling import build, grow, hidden_states, load_model, save_model  # noqa: E402
-from penstock.zoo.optim import cosine_factor, orthogonalise  # noqa: E402
-from penstock.zoo.recipe import EVEN, FULL, ModelSpec, Shape, quick  # noqa: E402
+from lab.zoo.data import ROW, Mixture, answer_mask, pack  # noqa: E402
+from lab.zoo.distil import TeacherRows, divergences, overlap, teach  # noqa: E402
+from lab.zoo.modeling import build, grow, hidden_states, load_model, save_model  # noqa: E402
+from lab.zoo.optim import cosine_factor, orthogonalise  # noqa: E402
+from lab.zoo.recipe import EVEN, FULL, ModelSpec, Shape, quick  # noqa: E402
+from lab.zoo.template import ASSISTANT_ID, BOS_ID, EOS_ID  # noqa: E402
+from lab.zoo.tokenizer import load_tokenizer  # noqa: E402
+from lab.zoo.train import Lessons, Pools, TrainingRun, run_to_end  # noqa: E402
 from penstock.zoo.registry import DEFAULT_TARGET, DOMAINS, model_path  # noqa: E402
-from penstock.zoo.template import ASSISTANT_ID, BOS_ID, EOS_ID  # noqa: E402
-from penstock.zoo.tokenizer import load_tokenizer  # noqa: E402
-from penstock.zoo.train import Lessons, Pools, TrainingRun, run_to_end  # noqa: E402
 
 TOY = Shape(hidden=64, layers=1, heads=2, kv_heads=1, head_dim=16, ffn=64)
 STEPS = 20

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock import __version__
-from penstock.cli import bench, config, key, profile, zoo
+from penstock.cli import bench, config, key, lab, profile
 from penstock.cli.capacity import capacity
 from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
@@ -16,7 +16,6 @@ from penstock.cli.draft import draft
 from penstock.cli.generate import generate
 from penstock.cli.plan import plan
 from penstock.cli.quantize import quantize
-from penstock.cli.reproduce import reproduce
 from penstock.cli.serve import serve
 from penstock.cli.simulate import simulate
 from penstock.cli.terminal import what_to_install
@@ -34,13 +33,12 @@ app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)
 app.command()(quantize)
-app.command()(reproduce)
 app.command()(doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(key.app, name="key")
 app.add_typer(profile.app, name="profile")
-app.add_typer(zoo.app, name="zoo")
+lab.add_commands(app)
 
 
 def _show_version(wanted: bool) -> None:

@@ -1,8 +1,7 @@
-"""What is bundled: model cards, prompts and the manifest. Imports no torch."""
+"""The bundled family: model cards and prompts. Imports no torch."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,7 +47,12 @@ class Prompt:
     reference: str
 
 
-def _manifest(weights: Path) -> dict[str, Any]:
+def manifest(weights: Path = WEIGHTS) -> dict[str, Any]:
+    """The manifest of `weights`: for each model its card and its files' digests.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
     path = weights / MANIFEST
     if not path.exists():
         raise FileNotFoundError(f"no bundled models in {weights}: run `penstock zoo train`")
@@ -66,7 +70,7 @@ def bundled_models(weights: Path = WEIGHTS) -> dict[str, ModelCard]:
         name: ModelCard(
             name, entry["role"], weights / name, entry["parameters"], entry["description"]
         )
-        for name, entry in _manifest(weights)["models"].items()
+        for name, entry in manifest(weights)["models"].items()
     }
 
 
@@ -92,29 +96,3 @@ def load_prompts(domain: str, data: Path = DATA) -> list[Prompt]:
         raise KeyError(f"no domain {domain!r}; there are {', '.join(DOMAINS)}")
     text = (data / "prompts" / f"{domain}.jsonl").read_text(encoding="utf-8")
     return [Prompt(**json.loads(line)) for line in text.splitlines()]
-
-
-def digest(path: Path) -> str:
-    """SHA-256 of a file, in hex."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def write_manifest(weights: Path, cards: dict[str, dict[str, Any]]) -> None:
-    """Write the manifest of `weights`: for each model its card and its files' digests."""
-    models = {}
-    for name, card in cards.items():
-        files = sorted(p for p in (weights / name).iterdir() if p.is_file())
-        models[name] = {**card, "files": {p.name: digest(p) for p in files}}
-    path = weights / MANIFEST
-    path.write_text(json.dumps({"format": 1, "models": models}, indent=2) + "\n")
-
-
-def verify_manifest(weights: Path = WEIGHTS) -> list[str]:
-    """Files that are missing or differ from the manifest, as ``model/file``; empty if none."""
-    wrong = []
-    for name, entry in _manifest(weights)["models"].items():
-        for file, expected in entry["files"].items():
-            path = weights / name / file
-            if not path.exists() or digest(path) != expected:
-                wrong.append(f"{name}/{file}")
-    return wrong

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.gpu import report as gpu
 from tests.core.world import replace_policies
 from tests.engine.gpu.pretend_gpu import FakeGraph, pretended_gpu, queued
 from tests.engine.gpu.test_ahead import Whimsical
@@ -18,6 +17,7 @@ from tests.engine.small_family import write_family
 from tests.engine.test_exactness import SAMPLINGS, make_requests
 from typer.testing import CliRunner
 
+from lab.bench.gpu import report as gpu
 from penstock.cli import app
 from penstock.config import EngineConfig, PolicyConfig, read_profile
 from penstock.core.types import NO_DRAFTER

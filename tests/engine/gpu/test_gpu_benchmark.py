@@ -1,4 +1,4 @@
-"""benchmarks.gpu without a GPU: it says so, and all that it does can be rehearsed on the CPU."""
+"""lab.bench.gpu without a GPU: it says so, and all that it does can be rehearsed on the CPU."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import sys
 
 import pytest
 import torch
-from benchmarks.gpu import host as gpu_host
-from benchmarks.gpu import numerics as gpu_numerics
-from benchmarks.gpu import report as gpu
-from benchmarks.gpu import tools
 
+from lab.bench.gpu import host as gpu_host
+from lab.bench.gpu import numerics as gpu_numerics
+from lab.bench.gpu import report as gpu
+from lab.bench.gpu import tools
 from penstock.engine.models import random as random_models
 
 TINY = {

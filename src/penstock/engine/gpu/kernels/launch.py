@@ -12,7 +12,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 overlapped = False
 """Whether a kernel's programs may be placed while the one before still ends (programmatic dependent
-launch, compute capability 9.0 and up). Off: not measured yet; benchmarks.gpu --overlap tries it."""
+launch, compute capability 9.0 and up). Off: not measured yet; lab.bench.gpu --overlap tries it."""
 
 
 def options() -> dict[str, Any]:

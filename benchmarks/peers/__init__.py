@@ -1,1 +1,0 @@
-"""Penstock against other programs on one machine: `python -m benchmarks.peers`, docs/peers.md."""

@@ -1,0 +1,1 @@
+"""The laboratory: the papers' experiments, measurements, and the bundled family's training."""

@@ -1,0 +1,502 @@
+"""Admission policies side by side on the virtual clock.
+
+    python -m lab.bench.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
+                                   [--workers N | --ray ADDRESS]
+    python -m lab.bench.admission --report [--also FILE...] [--results DIR]
+
+Parts: capacity, order, memory, trace, slo, targets, robust, speed, speculation; without a name,
+all. A line of JSON for each run goes to FILE (default admission.jsonl); what is there already is
+not run again, so that a long comparison can be stopped and continued. Runs that do not depend on
+each other go to as many processes as there are cores. `--report` prints tables of
+what FILE, and those of `--also`, hold, and writes them as result files.
+
+Capacity is the largest load, by bisection, at which the backlog of Poisson arrivals does not grow
+(`penstock.sim.capacity`). `sarathi*` is Sarathi with token budget and cap tuned in hindsight: the
+best of a grid for each workload.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lab.bench.admission_report import report
+from lab.bench.targets import Case, cases, share_within
+from lab.common.cells import Cells, Figures
+from lab.common.results import DATA
+from penstock.config import PolicyConfig
+from penstock.fluid.capacity import capacity_bound, output_work
+from penstock.sim.acceptance import GeometricAcceptance
+from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.parallel import Workers, workers
+from penstock.sim.planner import load_bound
+from penstock.sim.profiles import load_profile
+from penstock.sim.run import Setup, run
+from penstock.sim.workloads import Workload, concatenate, make_workload
+
+SUSTAINED = Criterion()
+OURS = PolicyConfig.of("fluid_guided")
+SHIPPED = {
+    "vllm_v0": PolicyConfig.of("vllm_v0"),
+    "vllm_v1": PolicyConfig.of("vllm_v1"),
+    "vllm_v1 8192/1024": PolicyConfig.of("vllm_v1", max_num_batched_tokens=8192, max_num_seqs=1024),
+    "sarathi": PolicyConfig.of("sarathi"),
+    "guaranteed_no_evict": PolicyConfig.of("guaranteed_no_evict"),
+}
+TUNED_A100 = PolicyConfig.of("sarathi", token_budget=376, max_num_seqs=320)
+BUDGETS = (256, 376, 384, 512, 768, 1024, 2048)
+CAPS = (128, 256, 320, 512)
+# Where to begin the search, in requests/s, and how many arrivals one run has.
+WORKLOADS = {
+    "low": (130.0, 60_000),
+    "high": (35.0, 60_000),
+    "nested": (65.0, 60_000),
+    "ten_bins": (30.0, 60_000),
+    "conversation": (5.2, 19_366),
+    "sharegpt": (1.6, 12_000),
+}
+# For the part `order`: what fluid_guided carries in order of arrival, in requests/s, and arrivals.
+QUEUES = {
+    "conversation": (5.2, 19_366),
+    "sharegpt": (1.6, 12_000),
+    "long": (0.41, 6_000),
+    "high": (37.0, 40_000),
+}
+FILES = {
+    "sharegpt": "etalon_sharegpt_8k_stats.csv.gz",
+    "conversation": "azure2023_conv.csv.gz",
+    "code": "azure2023_code.csv.gz",
+}
+
+
+@dataclass(frozen=True)
+class WorkloadSource:
+    """Where workloads come from. scale: of the number of arrivals."""
+
+    data: Path
+    scale: float
+
+    def is_there(self, name: str) -> bool:
+        return name not in FILES or (self.data / FILES[name]).exists()
+
+    def spec(self, name: str) -> str:
+        return str(self.data / FILES[name]) if name in FILES else name
+
+    def poisson(
+        self, lengths: str | Workload, num: int, rate: float, seed: int, **changes: Any
+    ) -> Workload:
+        """So many requests of a workload with Poisson arrivals."""
+        options = {"arrivals": "poisson", **changes}
+        if isinstance(lengths, str):
+            lengths = self.spec(lengths)
+        return make_workload(lengths, num_requests=num, rate=rate, seed=seed, **options)
+
+    def arrivals(self, name: str, rate: float, seed: int, num: int | None = None) -> Workload:
+        """Requests of a trace in random order: a load is judged by the second half of them."""
+        num = num or max(2000, int(WORKLOADS[name][1] * self.scale))
+        return self.poisson(name, num, rate, seed).shuffled(seed)
+
+
+Batch = dict[str, Callable[[], Figures]]
+"""Cells that do not depend on each other, by key."""
+
+
+@dataclass(frozen=True)
+class Bench:
+    """Where figures come from and go to."""
+
+    cells: Cells
+    loads: WorkloadSource
+    seeds: range
+    workers: Workers
+
+    def measure(self, batch: Batch) -> list[Figures]:
+        return self.cells.measure_all(batch, self.workers)
+
+    def first(self, key: str) -> float:
+        """The capacity with the arrivals of seed 0; 0 where it is not known."""
+        return float(self.cells.done.get(f"{key}/0", {}).get("capacity", 0.0))
+
+    def turns(self) -> tuple[range, range]:
+        """Seed 0 comes first: the others' searches begin where its own ended."""
+        return self.seeds[:1], self.seeds[1:]
+
+
+def capacity_of(
+    loads: WorkloadSource,
+    name: str,
+    policy: PolicyConfig,
+    seed: int,
+    guess: float,
+    first: float,
+    criterion: Criterion = SUSTAINED,
+    **changes: Any,
+) -> Figures:
+    """With the arrivals of `seed`: within 3% of `first`, which is what those of seed 0 came to,
+    within a third of `guess` where that is 0, and on from there where it was wrong."""
+    setup = setup_of(policy, **changes)
+
+    def search(low: float, high: float) -> float:
+        return capacity(
+            setup,
+            lambda rate: loads.arrivals(name, rate, seed),
+            low * (first or guess),
+            high * (first or guess),
+            criterion=criterion,
+            tolerance=0.005,
+        ).requests_per_s
+
+    return {"capacity": (first and search(0.97, 1.03)) or search(0.7, 1.1)}
+
+
+def setup_of(policy: PolicyConfig, **changes: Any) -> Setup:
+    changes.setdefault("profile", load_profile("a100-llama2-7b"))
+    return Setup(admission=policy, **changes)
+
+
+def latency(policy: PolicyConfig, load: Workload, **setup: Any) -> Figures:
+    """Means of a run, and beside them what the last requests and the longest prompts pay."""
+    figures = run(setup_of(policy, **setup), load).figures()
+    longest = figures["by_prompt_len"][-1]
+    return {
+        "latency": figures["latency_s"]["mean"],
+        "ttft": figures["ttft_s"]["mean"],
+        "ttft_p99": figures["ttft_s"]["p99"],
+        "ttft_p999": figures["ttft_s"]["p999"],
+        "ttft_max": figures["ttft_s"]["max"],
+        "slowdown": figures["slowdown"]["mean"],
+        "slowdown_longest": longest["slowdown"],
+        "ttft_longest": longest["ttft_s"],
+        "by_prompt_len": figures["by_prompt_len"],
+        "tpot_p99": figures["tpot_s"]["p99"],
+        "preemptions": figures["preemptions"],
+        "requests_per_s": figures["throughput_requests_per_s"],
+    }
+
+
+# --- capacity -------------------------------------------------------------------------------------
+
+
+def tuned(loads: WorkloadSource, name: str, rate: float) -> Figures:
+    """Sarathi with the budget and cap that are best in hindsight: near the load that
+    `fluid_guided` sustains, the lowest mean latency of a grid."""
+    workload = loads.arrivals(name, 0.97 * rate, 1000)
+    means = [
+        (float(run(setup_of(policy), workload).latency.mean()), policy.options)
+        for policy in sarathis(BUDGETS, CAPS)
+        if policy.options["max_num_seqs"] <= policy.options["token_budget"]
+    ]
+    mean, options = min(means, key=lambda pair: pair[0])
+    return {"options": options, "latency": mean}
+
+
+def sarathis(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[PolicyConfig]:
+    for budget, cap in itertools.product(budgets, caps):
+        yield PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)
+
+
+def bound(loads: WorkloadSource, name: str) -> Figures:
+    """The fluid bound, as `penstock capacity` has it."""
+    profile = load_profile("a100-llama2-7b")
+    return {"requests_per_s": load_bound(profile, loads.arrivals(name, 1.0, 0), profile.kv_tokens)}
+
+
+def part_capacity(bench: Bench) -> None:
+    """Capacity, and mean latency at 0.5, 0.8 and 0.95 of the tuned rival's capacity."""
+    loads = bench.loads
+    names = [name for name in WORKLOADS if loads.is_there(name)]
+    bench.measure({f"bound/{name}": partial(bound, loads, name) for name in names})
+    rivals = {n: p for n, p in SHIPPED.items() if n in ("vllm_v0", "vllm_v1", "sarathi")}
+    for seeds in bench.turns():
+        where = [*itertools.product(seeds, names)]
+
+        def search(label: str, policy: PolicyConfig, name: str, seed: int, guess: float) -> Batch:
+            key = f"capacity/{name}/{label}"
+            first = bench.first(key)
+            job = partial(capacity_of, bench.loads, name, policy, seed, guess, first)
+            return {f"{key}/{seed}": job}
+
+        ours: Batch = {}
+        for seed, name in where:
+            ours |= search("fluid_guided", OURS, name, seed, WORKLOADS[name][0])
+        bench.measure(ours)
+        found = {
+            name: bench.cells.done[f"capacity/{name}/fluid_guided/0"]["capacity"] for name in names
+        }
+        grid = bench.measure({f"tuned/{n}": partial(tuned, loads, n, found[n]) for n in names})
+        best = {
+            n: PolicyConfig.of("sarathi", **g["options"]) for n, g in zip(names, grid, strict=True)
+        }
+        theirs: Batch = {}
+        for seed, name in where:
+            guess = bench.cells.done[f"capacity/{name}/fluid_guided/{seed}"]["capacity"]
+            for label, policy in {"sarathi*": best[name], **rivals}.items():
+                theirs |= search(label, policy, name, seed, guess)
+        bench.measure(theirs)
+        latencies: Batch = {}
+        for (seed, name), share in itertools.product(where, (0.5, 0.8, 0.95)):
+            rate = bench.cells.done[f"capacity/{name}/sarathi*/{seed}"]["capacity"]
+            workload = loads.arrivals(name, share * rate, seed)
+            everybody = {"fluid_guided": OURS, "sarathi*": best[name], **SHIPPED}
+            for label, policy in everybody.items():
+                key = f"latency/{name}/{share}/{label}/{seed}"
+                latencies[key] = partial(latency, policy, workload)
+        bench.measure(latencies)
+
+
+_FEW = 25_000
+
+
+def part_memory(bench: Bench) -> None:
+    """25,000 KV tokens: capacity against the bound, and preemptions at 0.99 of it."""
+    names, labels = ("high", "ten_bins"), ("fluid_guided", "vllm_v1", "sarathi")
+    for seeds in bench.turns():
+        batch: Batch = {}
+        for seed, name, label in itertools.product(seeds, names, labels):
+            key = f"memory/{name}/{label}"
+            policy = SHIPPED.get(label, OURS)
+            batch[f"{key}/{seed}"] = partial(
+                short_of_memory, bench.loads, name, policy, seed, bench.first(key)
+            )
+        bench.measure(batch)
+
+
+def short_of_memory(
+    loads: WorkloadSource, name: str, policy: PolicyConfig, seed: int, first: float
+) -> Figures:
+    profile = load_profile("a100-llama2-7b")
+    lengths = loads.arrivals(name, 1.0, seed)
+    work = output_work(lengths.prompt_len, lengths.output_len)
+    mean_context = work.kv_token_steps / work.decode_steps
+    together = replace(work, min_context=mean_context, max_context=mean_context)
+    bounds = [capacity_bound(profile, w, _FEW).requests_per_s for w in (work, together)]
+    job = loads, name, policy, seed, 0.9 * bounds[0], first
+    found = capacity_of(*job, kv_tokens=_FEW)["capacity"]
+    at = run(setup_of(policy, kv_tokens=_FEW), loads.arrivals(name, 0.99 * found, seed, 30_000))
+    return {
+        "capacity": found,
+        "over_bound": found / bounds[0],
+        "over_bound_at_mean_context": found / bounds[1],
+        "preemptions": at.result.num_preemptions,
+    }
+
+
+def part_slo(bench: Bench) -> None:
+    """The largest load at which p99 of TTFT is at most 1 s and of TPOT 80 ms."""
+    targets = {"ttft_p99": 1.0, "tpot_p99": 0.08}
+    criterion = Criterion(**targets)
+    policies = {"fluid_guided": PolicyConfig.of("fluid_guided", **targets), **SHIPPED}
+    guesses = (("conversation", 3.8), ("sharegpt", 0.7))
+    for seeds in bench.turns():
+        batch: Batch = {}
+        for seed, (name, guess), (label, policy) in itertools.product(
+            seeds, guesses, policies.items()
+        ):
+            key = f"slo/{name}/{label}"
+            job = bench.loads, name, policy, seed, guess, bench.first(key), criterion
+            batch[f"{key}/{seed}"] = partial(capacity_of, *job)
+        bench.measure(batch)
+
+
+# --- latency --------------------------------------------------------------------------------------
+
+
+def long_prompts(seed: int, num: int) -> Workload:
+    """Log-normal lengths: prompts of 12,000 tokens in the mean, outputs of 200."""
+    rng = np.random.default_rng([seed, 7])
+    prompts = np.clip(rng.lognormal(math.log(12_000) - 0.5, 1.0, num), 16, 100_000)
+    outputs = np.clip(rng.lognormal(math.log(200) - 0.5, 1.0, num), 1, 2000)
+    return Workload("long", prompts.astype(np.int64), outputs.astype(np.int64))
+
+
+def part_order(bench: Bench) -> None:
+    """What the order of the waiting requests is worth, and what the rest of a policy: each policy
+    in both orders, at 0.8 and 0.95 of what fluid_guided carries in order of arrival."""
+    rivals = {n: SHIPPED[n] for n in ("sarathi", "vllm_v1", "vllm_v0", "guaranteed_no_evict")}
+    policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **rivals}
+    in_order = {
+        f"{label}, {order}": PolicyConfig.of(policy.name, **{**policy.options, "order": order})
+        for order in ("arrival", "size_aware")
+        for label, policy in policies.items()
+    }
+    batch: Batch = {}
+    for share, seed, name in itertools.product((0.95, 0.8), bench.seeds, QUEUES):
+        if not bench.loads.is_there(name):
+            continue
+        rate, full = QUEUES[name]
+        num = max(2000, int(full * bench.loads.scale))
+        lengths = long_prompts(seed, num) if name == "long" else name
+        workload = bench.loads.poisson(lengths, num, share * rate, seed)
+        for label, policy in (in_order | {"sjf": PolicyConfig.of("sjf")}).items():
+            batch[f"order/{name}/{share}/{label}/{seed}"] = partial(latency, policy, workload)
+    bench.measure(batch)
+
+
+def part_trace(bench: Bench) -> None:
+    """The conversation trace with its own arrivals: as recorded, a fifth faster, and with times
+    stretched by a fifth."""
+    policies = {"fluid_guided": OURS, "sarathi 376/320": TUNED_A100, **SHIPPED}
+    batch: Batch = {}
+    for name, scale in (("stretched", 1 / 1.2), ("recorded", 1.0), ("faster", 1.2)):
+        workload = make_workload(bench.loads.spec("conversation"), time_scale=scale)
+        for label, policy in policies.items():
+            batch[f"trace/{name}/{label}"] = partial(latency, policy, workload)
+    bench.measure(batch)
+
+
+def robust_workloads(
+    loads: WorkloadSource, seed: int
+) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
+    num = max(2000, int(20_000 * loads.scale))
+    for rate in (2.5, 4.5):
+        yield f"code {rate}", loads.poisson("code", 8819, rate, seed), {}
+    linear = {"profile": load_profile("paper-linear")}
+    for rate in (8.0, 24.0):
+        yield f"code {rate} paper-linear", loads.poisson("code", 8819, rate, seed), linear
+    slow = {"profile": load_profile("a100-llama2-7b").slower(0.04)}
+    for rate in (12.0, 20.0):
+        yield f"high {rate} +40 ms", loads.arrivals("high", rate, seed, num), slow
+    doubled = loads.poisson("high", num, 18.0, seed, arrivals="poisson@200-800x2")
+    yield "high 18, doubled for ten minutes", doubled, {}
+    lengths = concatenate(
+        *(
+            make_workload(name, num_requests=num // 2, rate=1.0, seed=s)
+            for name, s in (("low", seed), ("high", seed + 100))
+        )
+    )
+    yield "low, then high, 30", loads.poisson(lengths, num, 30.0, seed), {}
+
+
+def part_robust(bench: Bench) -> None:
+    """Mean latency where nothing is as it was: other profiles, bursts, shifting lengths."""
+    batch: Batch = {}
+    for seed in bench.seeds:
+        for name, workload, changes in robust_workloads(bench.loads, seed):
+            for label, policy in {"fluid_guided": OURS, **SHIPPED}.items():
+                job = partial(latency, policy, workload, **changes)
+                batch[f"robust/{name}/{label}/{seed}"] = job
+    bench.measure(batch)
+
+
+def part_speculation(bench: Bench) -> None:
+    """Draft lengths chosen with the load, against always 4 and never."""
+    variants = {
+        "chosen": PolicyConfig.of("throughput"),
+        "always 4": PolicyConfig.of("fixed", k=4),
+        "never": PolicyConfig.of("fixed", k=0),
+    }
+    batch: Batch = {}
+    for seed, rate in itertools.product(bench.seeds, (2.0, 8.0, 16.0, 24.0, 30.0)):
+        num = max(400, int(2000 * bench.loads.scale))
+        workload = bench.loads.arrivals("high", rate, seed, num)
+        for label, allocation in variants.items():
+            batch[f"speculation/{rate}/{label}/{seed}"] = partial(
+                latency,
+                PolicyConfig.of("vllm_v1"),
+                workload,
+                allocation=allocation,
+                drafters=("draft",),
+                acceptance=GeometricAcceptance({"draft": 0.7}, seed=1),
+            )
+    bench.measure(batch)
+
+
+# --- targets, and the simulator's own speed -------------------------------------------------------
+
+
+def part_targets(bench: Bench) -> None:
+    """Share of the requests within both targets: `fluid_guided` told of them and not told, and
+    Sarathi with the budget and cap of a grid that are best for each load in hindsight."""
+    profile = load_profile("a100-llama2-7b")
+    batch: Batch = {}
+    for seed in bench.seeds:
+        for case in cases(bench.loads.data / FILES["conversation"], profile, seed):
+            told = {"ttft_p99": case.ttft_p99, "tpot_p99": case.tpot_p99}
+            policies = {
+                "fluid_guided, told": PolicyConfig.of("fluid_guided", **told),
+                "fluid_guided": OURS,
+            }
+            for label, policy in policies.items():
+                batch[f"targets/{case.name}/{label}/{seed}"] = partial(_within, policy, case)
+            batch[f"targets/{case.name}/sarathi*/{seed}"] = partial(_best_sarathi, case)
+    bench.measure(batch)
+
+
+def _within(policy: PolicyConfig, case: Case) -> Figures:
+    report = run(setup_of(policy, kv_tokens=case.kv_tokens), case.workload)
+    return {"within": share_within(report, case.ttft_p99, case.tpot_p99)}
+
+
+def _best_sarathi(case: Case) -> Figures:
+    found = (
+        {**_within(policy, case), "options": policy.options}
+        for policy in sarathis((128, *BUDGETS), (8, 32, 128))
+    )
+    return max(found, key=lambda f: f["within"])
+
+
+def part_speed(bench: Bench) -> None:
+    """Requests simulated per second of CPU time."""
+    for rate in (10.0, 34.0):
+        workload = bench.loads.arrivals("high", rate, 0, 20_000)
+        # By itself: what runs beside it makes it slower.
+        bench.cells.measure(f"speed/{rate}", partial(speed, workload))
+
+
+def speed(workload: Workload) -> Figures:
+    best = 0.0
+    for _ in range(3):
+        started = time.process_time()
+        run(setup_of(SHIPPED["sarathi"]), workload)
+        best = max(best, len(workload) / (time.process_time() - started))
+    return {"requests_per_cpu_s": best}
+
+
+PARTS = {
+    "speed": part_speed,
+    "trace": part_trace,
+    "order": part_order,
+    "memory": part_memory,
+    "slo": part_slo,
+    "targets": part_targets,
+    "robust": part_robust,
+    "speculation": part_speculation,
+    "capacity": part_capacity,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
+    parser.add_argument("--data", type=Path, default=DATA)
+    parser.add_argument("--out", type=Path, default=Path("admission.jsonl"))
+    parser.add_argument("--also", type=Path, nargs="+", default=[], help="files to read as well")
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--scale", type=float, default=1.0, help="of the number of arrivals")
+    parser.add_argument("--workers", type=int, help="processes; default: one for each core")
+    parser.add_argument("--ray", metavar="ADDRESS", help="work on a Ray cluster instead")
+    parser.add_argument("--report", action="store_true", help="tables of what is known")
+    parser.add_argument("--results", type=Path, help="folder of result files, for --report")
+    given = parser.parse_args()
+    cells = Cells(given.out, given.also)
+    if given.report:
+        report(cells, given.results)
+        return
+    loads = WorkloadSource(given.data, given.scale)
+    with workers(given.workers, given.ray) as pool:
+        bench = Bench(cells, loads, range(given.seeds), pool)
+        for name in given.parts or PARTS:
+            PARTS[name](bench)
+
+
+if __name__ == "__main__":
+    main()

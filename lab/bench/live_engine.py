@@ -1,0 +1,158 @@
+"""The engine on the bundled family in this process: its step times, and what every drafter would
+have had accepted along the target's own text."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from lab.common.hindsight import LONGEST, Costs, KnownText
+from lab.common.live import request_of
+from lab.zoo.evidence import answer_logits, run_lengths
+from lab.zoo.modeling import load_model
+from penstock.config import NGRAM
+from penstock.core.types import NO_DRAFTER
+from penstock.engine.build import Engine
+from penstock.engine.drafters.lookup import NgramIndex
+from penstock.engine.sampling import SamplingRows, sample_coupled
+from penstock.engine.tokenizer import load_tokenizer
+from penstock.serving.offline import complete
+from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts
+
+MIXED = "mixed"
+FIRST_OVERHEAD = 1.5e-4
+"""Seconds of host work in a step, before it was measured."""
+
+
+def target_names(text: str) -> list[str]:
+    """An option's value: targets of the bundled family, with commas between them."""
+    known = [name for name, model in bundled_models().items() if model.role == "target"]
+    if unknown := [name for name in text.split(",") if name not in known]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; choose from {', '.join(known)}")
+    return text.split(",")
+
+
+def measured_costs(engine: Engine) -> Costs:
+    """Step times as the engine has measured them."""
+    times, drafters = engine.scheduler.learn.times, engine.executor.drafters
+    return Costs(
+        times.target,
+        {n: times.curve_of(n) for n in drafters},
+        {n: times.catch_up_of(n) for n in drafters},
+        times.overhead or FIRST_OVERHEAD,
+    )
+
+
+# --- texts, and what drafters make of them --------------------------------------------------------
+
+
+def texts_of(engine: Engine, target: str, args: argparse.Namespace) -> list[KnownText]:
+    """Texts of all prompts that are asked for, `--prompts` of a domain or as many as are served,
+    from the folder `--out` where they were made before."""
+    total = getattr(args, "prompts", args.requests + args.warm)
+    args.out.mkdir(parents=True, exist_ok=True)
+    path = args.out / f"{target}-{total}-{args.new_tokens}-{args.temperature}.texts"
+    if path.exists():
+        found: list[KnownText] = pickle.loads(path.read_bytes())  # a file of this program's own
+        return found
+    texts = make_texts(engine, total, args.new_tokens, args.temperature)
+    path.write_bytes(pickle.dumps(texts))
+    return texts
+
+
+def make_texts(
+    engine: Engine, per_domain: int, new_tokens: int, temperature: float
+) -> list[KnownText]:
+    """Of `target_texts`."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(engine.num_threads)
+    models = {n: load_model(Path(c.path)) for n, c in bundled_models().items()}
+    found = []
+    for domain, prompt, seed, text in target_texts(engine, per_domain, new_tokens, temperature):
+        runs = {NGRAM: _lookup_runs(prompt, text)}
+        for name in engine.executor.drafters:
+            if name != NGRAM:
+                runs[name] = _model_runs(models[name], prompt, text, seed, temperature)
+        found.append(KnownText(domain, prompt, seed, text, runs))
+    torch.set_num_threads(threads)
+    return found
+
+
+class TargetText(NamedTuple):
+    """What the target answers to a prompt, under the noise of a seed."""
+
+    domain: str
+    prompt: tuple[int, ...]
+    seed: int
+    text: tuple[int, ...]
+
+
+def target_texts(
+    engine: Engine, per_domain: int, new_tokens: int, temperature: float
+) -> list[TargetText]:
+    """Of the first prompts of every domain, domain by domain."""
+    tokenizer = load_tokenizer(engine.tokenizer_path)
+    prompts = [
+        (domain, tuple(tokenizer.encode(p.prompt)))
+        for domain in DOMAINS
+        for p in load_prompts(domain)[:per_domain]
+    ]
+    requests = [
+        request_of(ids, seed, new_tokens, temperature, drafter=NO_DRAFTER)
+        for seed, (_, ids) in enumerate(prompts)
+    ]
+    texts = [tuple(c.token_ids) for c in complete(engine.loop, requests, 16)]
+    return [
+        TargetText(domain, ids, seed, text)
+        for seed, ((domain, ids), text) in enumerate(zip(prompts, texts, strict=True))
+    ]
+
+
+def _model_runs(
+    model: object, prompt: tuple[int, ...], text: tuple[int, ...], seed: int, temperature: float
+) -> list[int]:
+    """Under the engine's own noise."""
+    logits = answer_logits(model, list(prompt), list(text))  # type: ignore[arg-type]
+    num = len(text)
+    rows = SamplingRows(
+        np.full(num, temperature),
+        np.ones(num),
+        np.zeros(num, np.int64),
+        np.full(num, seed, np.uint64),
+    )
+    positions = len(prompt) + np.arange(num)
+    agrees = sample_coupled(logits, rows, positions).numpy() == np.array(text)
+    return np.minimum(run_lengths(agrees), LONGEST).tolist()
+
+
+def _lookup_runs(prompt: tuple[int, ...], text: tuple[int, ...]) -> list[int]:
+    index = NgramIndex()
+    index.append(list(prompt))
+    runs = []
+    for t, token in enumerate(text):
+        draft = index.propose(LONGEST)
+        matched = itertools.takewhile(
+            lambda pair: pair[0] == pair[1], zip(draft, text[t:], strict=False)
+        )
+        runs.append(sum(1 for _ in matched))
+        index.append([token])
+    return runs
+
+
+def by_domain(texts: Sequence[KnownText]) -> dict[str, list[KnownText]]:
+    return {d: [t for t in texts if t.domain == d] for d in DOMAINS}
+
+
+def texts_of_cell(texts: Sequence[KnownText], cell: str, per_cell: int) -> list[KnownText]:
+    """The requests of a domain, or of all in turn."""
+    found = by_domain(texts)
+    if cell != MIXED:
+        return found[cell][:per_cell]
+    return [found[d][i] for i in range(max(1, per_cell // 2)) for d in DOMAINS]

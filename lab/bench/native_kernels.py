@@ -1,0 +1,249 @@
+"""Time of one forward pass by rows: the compiled kernels, eager torch, and the machine's floor;
+and what more rows cost in each format of weights.
+
+    python -m lab.bench.native_kernels [--threads N] [--seconds S] [--formats]
+
+The model is a random decoder of 12 M parameters in bfloat16. The floor is what this machine could
+do at best: the weights at the bandwidth of a torch sum over as many bytes, or the multiply-adds at
+the rate of a large torch matrix product, whichever takes longer. All are measured in turns, best of
+many, so that other load on the machine meets each of them alike.
+
+The formats' table has the layers of a model of 1.5 B parameters, a few of them, more than caches
+hold. Its times are of one thread's processor, medians of interleaved rounds. `--formats` makes that
+table alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import numpy as np
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from penstock.engine.backends import make_attention
+from penstock.engine.batch import RaggedBatch
+from penstock.engine.eager import EagerRunner
+from penstock.engine.kv_cache import PagedKVCache
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.decoder import Decoder
+from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
+from penstock.engine.models.weights import weight_specs
+from penstock.engine.native.runner import NativeRunner
+from penstock.engine.sampling.noise import Salt
+
+GGML = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
+FORMATS = (*GGML, *GROUP_FORMATS, "BF16")
+VERIFIED = (1, 2, 3, 5, 9)
+ROUNDS = 15
+ROWS = (1, 2, 5, 8, 16, 40, 64, 160, 512)
+CONTEXT = 64
+BLOCK_SIZE, NUM_BLOCKS = 16, 256
+
+
+def decoder_config(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, head_dim: int
+) -> DecoderConfig:
+    return DecoderConfig(
+        vocab_size=4096,
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=head_dim,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        dtype=torch.bfloat16,
+    )
+
+
+TARGET = decoder_config(384, 1024, layers=6, heads=6, kv_heads=2, head_dim=64)
+DRAFTER = decoder_config(96, 256, layers=1, heads=3, kv_heads=1, head_dim=32)
+
+
+def random_weights(config: DecoderConfig) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    return {spec.name: (0.05 * torch.randn(spec.shape)).bfloat16() for spec in weight_specs(config)}
+
+
+def native_runner(config: DecoderConfig, threads: int) -> NativeRunner:
+    weights = random_weights(config)
+    return NativeRunner(config, weights, torch.float32, NUM_BLOCKS, BLOCK_SIZE, threads)
+
+
+def eager_runner(config: DecoderConfig) -> EagerRunner:
+    cpu = torch.device("cpu")
+    cache = PagedKVCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, cpu)
+    weights = {name: tensor.float() for name, tensor in random_weights(config).items()}
+    decoder = Decoder(config, weights, config.max_position_embeddings, cpu)
+    return EagerRunner(config, decoder, cache, make_attention("packed", cache, config.num_heads))
+
+
+def one_sequence(rows: int, room: int = 0) -> RaggedBatch:
+    """`rows` rows after CONTEXT positions; logits of all, or of the last one in a prefill."""
+    end = CONTEXT + rows
+    blocks = -(-(end + room) // BLOCK_SIZE)
+    wanted = range(rows) if rows <= 64 else [rows - 1]
+    return RaggedBatch(
+        token_ids=np.arange(rows, dtype=np.int32),
+        positions=np.arange(CONTEXT, end, dtype=np.int32),
+        query_start=np.array([0, rows], dtype=np.int32),
+        seq_lens=np.array([end], dtype=np.int32),
+        block_tables=np.arange(blocks, dtype=np.int32)[None],
+        logits_rows=np.array(wanted, dtype=np.int32),
+    )
+
+
+def best_times(contenders: dict[str, Callable[[], object]], seconds: float) -> dict[str, float]:
+    """Best wall time of each in seconds, over several turns.
+
+    A turn is many calls in a row: torch's threads go on spinning for some milliseconds after their
+    last product, on the cores that the next contender wants.
+    """
+    best = dict.fromkeys(contenders, float("inf"))
+    turns = 5
+    for _ in range(turns):
+        for name, run in contenders.items():
+            end = time.perf_counter() + seconds / (turns * len(contenders))
+            calls = 0
+            while calls < 2 or time.perf_counter() < end:
+                start = time.perf_counter()
+                run()
+                best[name] = min(best[name], time.perf_counter() - start)
+                calls += 1
+    return best
+
+
+def parameters(config: DecoderConfig) -> tuple[int, int]:
+    """Weights of all layers' matrices, and of the LM head."""
+    per_layer = config.hidden_size * (
+        2 * config.q_size + 2 * config.kv_size + 3 * config.intermediate_size
+    )
+    return config.num_layers * per_layer, config.vocab_size * config.hidden_size
+
+
+def forward_table(threads: int, seconds: float) -> None:
+    layers, head = parameters(TARGET)
+    num_bytes = 2 * (layers + head)
+    memory = torch.ones(num_bytes // 4)
+    square = torch.randn(768, 768)
+    native = {f"native x{n}": native_runner(TARGET, n) for n in sorted({1, threads})}
+    eager = eager_runner(TARGET)
+    names = [*native, "eager", "floor"]
+    print(f"{(layers + head) / 1e6:.1f} M weights, {CONTEXT} positions of context; ms, best")
+    print("rows " + "".join(f"{name:>12}" for name in names) + "   of floor   GFLOP/s")
+    for rows in ROWS:
+        batch = one_sequence(rows)
+        contenders: dict[str, Callable[[], object]] = {
+            "memory": lambda: memory.sum(),
+            "product": lambda: square @ square,
+            "eager": lambda batch=batch: eager.forward(batch),
+        }
+        for name, runner in native.items():
+            contenders[name] = lambda runner=runner, batch=batch: runner.forward(batch)
+        took = best_times(contenders, seconds)
+        flops = 2 * (layers * rows + head * len(batch.logits_rows))
+        took["floor"] = max(took["memory"], flops * took["product"] / (2 * 768**3))
+        fastest = min(took[name] for name in native)
+        line = f"{rows:4d} " + "".join(f"{1e3 * took[name]:12.3f}" for name in names)
+        print(f"{line} {took['floor'] / fastest:10.0%} {flops / fastest / 1e9:9.0f}", flush=True)
+
+
+def draft_table(threads: int, seconds: float) -> None:
+    runner = native_runner(DRAFTER, threads)
+    print(f"\ndrafter of {sum(parameters(DRAFTER)) / 1e6:.2f} M weights, two rows of catch-up; us")
+    batch = one_sequence(2, room=8)
+    for steps in (1, 4, 8):
+        for temperature in (0.0, 1.0):
+            order = (
+                np.array([steps], dtype=np.int32),
+                np.array([temperature]),
+                np.array([7], dtype=np.uint64),
+                np.array([Salt.TARGET], dtype=np.int32),
+            )
+            took = best_times({"draft": lambda order=order: runner.draft(batch, *order)}, seconds)
+            print(f"{steps} tokens at temperature {temperature}: {1e6 * took['draft']:.0f}")
+
+
+def random_matrix(kind: str, rows: int, columns: int) -> Stored:
+    """Random bits: the time does not depend on the values, as long as they are finite."""
+    if kind == "BF16":
+        return (0.02 * torch.randn(rows, columns)).bfloat16()
+    if kind in GROUP_FORMATS:
+        form = GROUP_FORMATS[kind]
+        codes = torch.randint(256, (rows, columns * form.bits // 8), dtype=torch.uint8)
+        heads = [torch.full((rows, columns // form.size), 1e-4)] * (form.head_bytes // 4)
+        return QuantizedMatrix(kind, rows, columns, form.encode(codes, *heads))
+    block, size = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
+    data = np.random.default_rng(0).integers(
+        256, size=(rows, columns // block, size), dtype=np.uint8
+    )
+    scale = np.array([1e-4, 1e-4], dtype=np.float16).view(np.uint8)
+    if kind == "Q6_K":
+        data[..., 208:] = scale[:2]
+    else:
+        num_scales = 2 if kind.endswith(("_1", "K")) else 1
+        data[..., : 2 * num_scales] = scale[: 2 * num_scales]
+    return QuantizedMatrix(kind, rows, columns, torch.from_numpy(data.reshape(rows, -1)))
+
+
+def format_runner(kind: str) -> tuple[NativeRunner, int]:
+    """A few layers of a 1.5 B model in one format, and the bytes that a row reads."""
+    config = replace(decoder_config(1536, 8960, 4, 12, 2, 128), vocab_size=64)
+    shapes = {
+        "qkv": (2048, 1536),
+        "o": (1536, 1536),
+        "gate_up": (17920, 1536),
+        "down": (1536, 8960),
+    }
+    matrices = {name: random_matrix(kind, *shape) for name, shape in shapes.items()}
+    weights: dict[str, Weight] = {"embed_tokens": torch.randn(64, 1536), "norm": torch.ones(1536)}
+    num_bytes = 0
+    for layer in range(config.num_layers):
+        for name, matrix in matrices.items():
+            weights[f"layers.{layer}.{name}"] = matrix
+            data = matrix.data if isinstance(matrix, QuantizedMatrix) else matrix
+            num_bytes += data.nbytes
+        for name in ("input_norm", "post_norm"):
+            weights[f"layers.{layer}.{name}"] = torch.ones(1536)
+    kv_dtype = torch.bfloat16 if kind == "BF16" else torch.float32
+    return NativeRunner(config, weights, kv_dtype, 64, BLOCK_SIZE, 1), num_bytes
+
+
+def format_table() -> None:
+    print("\nlayers of a 1.5 B model; GB/s of weights with one row, and n rows over one")
+    print("format     GB/s " + "".join(f"{rows:8d}" for rows in VERIFIED[1:]))
+    for kind in FORMATS:
+        runner, num_bytes = format_runner(kind)
+        times: dict[int, list[float]] = {rows: [] for rows in VERIFIED}
+        for _ in range(ROUNDS):
+            for rows in VERIFIED:
+                batch = one_sequence(rows)
+                start = time.thread_time()
+                runner.forward(batch)
+                times[rows].append(time.thread_time() - start)
+        took = {rows: statistics.median(values) for rows, values in times.items()}
+        ratios = "".join(f"{took[rows] / took[1]:8.2f}" for rows in VERIFIED[1:])
+        print(f"{kind:9s} {num_bytes / took[1] / 1e9:6.1f} {ratios}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--seconds", type=float, default=1.5, help="for each line")
+    parser.add_argument("--formats", action="store_true", help="only the table of formats")
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    if not arguments.formats:
+        forward_table(arguments.threads, arguments.seconds)
+        draft_table(arguments.threads, min(arguments.seconds, 0.5))
+    format_table()
+
+
+if __name__ == "__main__":
+    main()

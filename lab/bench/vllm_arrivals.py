@@ -1,0 +1,322 @@
+"""Arrivals at shares of stock vLLM's capacity: vLLM as it is, vLLM with its limits tuned in
+hindsight, and Penstock's `fluid_guided` as the plug-in and as the engine above vLLM's workers.
+
+    python -m lab.bench.vllm_arrivals azure2023_conv.csv.gz --out arrivals.jsonl [--json]
+
+To be run by a Python that has vLLM. Prompts and outputs are those of stretches of a recorded trace,
+`--scale` times shorter, and so are the gaps between them, for the load that is wanted: a share of
+the rate at which stock serves the same stretch when all of it comes at once. All ways of serving
+get the same. The model's weights are random. KV memory is a quarter of what stock's most requests
+would hold. Each stretch is served in all ways before the next, and written down: a run that was
+cut, or that `--minutes` has ended, goes on. Ratios are of one stretch's figures, their intervals
+over the stretches. Requests are added between steps by the process that computes them; the report
+says what share of the time that took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lab.bench.peers.store import Store
+from lab.bench.peers.workers_pool import Worker, of_this_tree
+from lab.common.statistics import Interval, interval, ratio
+from penstock.sim.workloads import load_workload
+
+LOADS = (0.5, 0.8, 0.95)
+MODEL = "llama-28m-random"
+BLOCK_SIZE = 32
+MOST_REQUESTS = 128
+"""That stock runs at once, by its default."""
+TUNED = [
+    {"max_num_batched_tokens": tokens, "max_num_seqs": seqs}
+    for tokens, seqs in itertools.product((128, 256, 512, 2048), (16, 32, 128))
+]
+FLUID = {"admission": {"name": "fluid_guided"}}
+ARMS: dict[str, tuple[str, dict[str, Any]]] = {
+    "default": ("vllm", {}),
+    "plug-in": ("vllm", {"plugin": FLUID}),
+    "engine": ("penstock", {}),
+}
+_FIRST_REQUESTS = 120
+"""Served before anything is measured."""
+_TUNING_REQUESTS = 600
+
+Rows = list[tuple[float, int, int]]
+
+
+def write_model(folder: Path) -> Path:
+    """The model, unless it is there."""
+    path = folder / MODEL
+    if not (path / "config.json").exists():
+        import torch
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=8192,
+            hidden_size=512,
+            intermediate_size=1376,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=4,
+            max_position_embeddings=2048,
+            tie_word_embeddings=True,
+        )
+        LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return path
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Lengths and arrivals of a recorded workload, made shorter."""
+
+    prompts: Sequence[int]
+    outputs: Sequence[int]
+    times: Sequence[float]
+
+    @classmethod
+    def read(cls, file: Path, scale: float) -> Trace:
+        recorded = load_workload(file)
+        assert recorded.arrival_time is not None
+        prompts, outputs = (
+            np.clip(np.rint(lens / scale), 1, most).astype(int).tolist()
+            for lens, most in ((recorded.prompt_len, 1500), (recorded.output_len, 500))
+        )
+        return cls(prompts, outputs, recorded.arrival_time.tolist())
+
+    @property
+    def mean_len(self) -> float:
+        return float(np.mean(self.prompts) + np.mean(self.outputs))
+
+    def stretch(self, number: int, num: int, rate: float | None) -> Rows:
+        """Requests in a row, with `rate` of them a second; None: all at once."""
+        rng = np.random.default_rng(number)
+        begin = int(rng.integers(len(self.prompts) - num))
+        rows = range(begin, begin + num)
+        span = self.times[rows[-1]] - self.times[begin]
+        pace = 0.0 if rate is None else (num - 1) / rate / span
+        return [
+            ((self.times[i] - self.times[begin]) * pace, self.prompts[i], self.outputs[i])
+            for i in rows
+        ]
+
+
+class OutOfTimeError(Exception):
+    """The run's minutes are over."""
+
+
+class Bench:
+    """Two workers, and what they have measured."""
+
+    @staticmethod
+    def add_arguments(parser: argparse.ArgumentParser, stretches: int, requests: int) -> None:
+        """Of a run; `stretches` of each load, with so many requests each."""
+        parser.add_argument("trace", type=Path)
+        parser.add_argument("--out", type=Path, required=True, help="file that a run goes on from")
+        parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/penstock/arrivals")
+        parser.add_argument("--stretches", type=int, default=stretches)
+        parser.add_argument("--requests", type=int, default=requests, help="of a stretch")
+        parser.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
+        parser.add_argument(
+            "--minutes", type=float, default=math.inf, help="after which no stretch is begun"
+        )
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        args.folder.mkdir(parents=True, exist_ok=True)
+        self._trace = Trace.read(args.trace, args.scale)
+        self._args = args
+        self._store = Store(args.out)
+        self._target = write_model(args.folder)
+        self.kv_tokens = int(MOST_REQUESTS * self._trace.mean_len / 4 // BLOCK_SIZE * BLOCK_SIZE)
+        self._workers: dict[str, Worker] = {}
+        self._num_done = 0
+        self._ends_at = time.monotonic() + 60 * args.minutes
+
+    def close(self) -> None:
+        for worker in self._workers.values():
+            worker.close()
+
+    def _worker(self, kind: str) -> Worker:
+        if kind not in self._workers:
+            self._workers[kind] = worker = Worker(
+                Path(sys.executable),
+                Path(__file__).with_name("vllm_arrivals_worker.py"),
+                of_this_tree(),
+                self._args.folder / f"{kind}.stderr",
+            )
+            worker.ask(
+                do="load",
+                kind=kind,
+                target=str(self._target),
+                kv_tokens=self.kv_tokens,
+                block_size=BLOCK_SIZE,
+            )
+            # The first steps of a process are slow.
+            rows = self._trace.stretch(0, _FIRST_REQUESTS, None)
+            worker.ask(do="serve", settings={}, requests=rows, seed=0)
+        return self._workers[kind]
+
+    def serve(
+        self,
+        arm: tuple[str, dict[str, Any]],
+        number: int,
+        rate: float | None,
+        num: int | None = None,
+    ) -> Any:
+        """What a stretch comes to, from the file if it is there. num: requests, if fewer than of
+        others. Raises: OutOfTimeError."""
+        kind, settings = arm
+        num = num or self._args.requests
+        about = {
+            "arm": [kind, settings],
+            "stretch": number,
+            "rate": rate,
+            "requests": num,
+            "scale": self._args.scale,
+            "kv_tokens": self.kv_tokens,
+            "trace": self._args.trace.name,
+        }
+        known = self._store.get(about)
+        self._num_done += 1
+        if known is not None:
+            return known["found"]
+        if time.monotonic() > self._ends_at:
+            raise OutOfTimeError
+        rows = self._trace.stretch(number, num, rate)
+        found = self._worker(kind).ask(do="serve", settings=settings, requests=rows, seed=number)
+        self._store.put(about, found)
+        latency = np.mean(found["latency"])
+        name = "at once" if rate is None else f"{rate:.2f} a second"
+        print(
+            f"{self._num_done}: stretch {number}, {name}, {kind} {settings or ''}: "
+            f"{found['seconds']:.0f} s, mean latency {latency:.2f} s",
+            file=sys.stderr,
+            flush=True,
+        )
+        return found
+
+    def stretch(self, number: int, rate: float | None) -> Rows:
+        return self._trace.stretch(number, self._args.requests, rate)
+
+    def capacity(self, number: int, num: int | None = None) -> float:
+        """Requests a second that stock serves when all of a stretch come at once."""
+        num = num or self._args.requests
+        return num / float(self.serve(ARMS["default"], number, None, num)["seconds"])
+
+    def load(self, share: float) -> dict[str, Any]:
+        """Figures of all arms at one load."""
+        numbers = range(1, 1 + self._args.stretches)
+        rates = {i: round(share * self.capacity(i), 3) for i in numbers}
+        tuned = None if self._args.untuned else self._tuned(share)
+        arms = ARMS if tuned is None else {**ARMS, "tuned": ("vllm", tuned)}
+        runs: dict[str, list[Any]] = {name: [] for name in arms}
+        for number, rate in rates.items():
+            for name in _rotated(list(arms), number):
+                runs[name].append(self.serve(arms[name], number, rate))
+        latency = {n: [float(np.mean(r["latency"])) for r in found] for n, found in runs.items()}
+        ttft = {n: [float(np.mean(r["ttft"])) for r in found] for n, found in runs.items()}
+        p99 = {n: [float(np.quantile(r["ttft"], 0.99)) for r in found] for n, found in runs.items()}
+        return {
+            "load": share,
+            "rates": list(rates.values()),
+            "tuned": tuned,
+            "arms": {
+                name: {
+                    "mean_latency_s": _shown(interval(latency[name])),
+                    "mean_ttft_s": _shown(interval(ttft[name])),
+                    "p99_ttft_s": _shown(interval(p99[name])),
+                    "latency_to_default": _shown(ratio(latency[name], latency["default"])),
+                    "latency_to_tuned": _shown(ratio(latency[name], latency["tuned"]))
+                    if "tuned" in arms
+                    else None,
+                    "p99_ttft_to_default": _shown(ratio(p99[name], p99["default"])),
+                    "adding_share": max(r["adding"] / r["seconds"] for r in runs[name]),
+                }
+                for name in arms
+            },
+        }
+
+    def _tuned(self, share: float) -> dict[str, int]:
+        """The limits with the lowest mean latency in a shorter stretch at that load."""
+        num = min(_TUNING_REQUESTS, self._args.requests)
+        rate = round(share * self.capacity(1, num), 3)
+
+        def latency(limits: dict[str, int]) -> float:
+            return float(np.mean(self.serve(("vllm", limits), 1, rate, num)["latency"]))
+
+        return min(TUNED, key=latency)
+
+
+def _rotated(names: list[str], number: int) -> Iterator[str]:
+    """Whoever is first in one stretch is last in the next."""
+    first = number % len(names)
+    yield from names[first:]
+    yield from names[:first]
+
+
+def _shown(found: Interval) -> list[float | None]:
+    """Mean, and its interval; None for an endless one."""
+    values = (found.mean, found.low, found.high)
+    return [round(v, 4) if np.isfinite(v) else None for v in values]
+
+
+def _print(report: dict[str, Any]) -> None:
+    for load in report["loads"]:
+        print(f"\nload {load['load']}, {load['rates']} requests a second, tuned {load['tuned']}")
+        print("| arm | mean latency, s | to default | to tuned | p99 TTFT to default | adding |")
+        print("|---|---|---|---|---|---|")
+        for name, arm in load["arms"].items():
+            cells = [
+                _cell(arm[column])
+                for column in (
+                    "mean_latency_s",
+                    "latency_to_default",
+                    "latency_to_tuned",
+                    "p99_ttft_to_default",
+                )
+            ]
+            print(f"| {name} | {' | '.join(cells)} | {arm['adding_share']:.1%} |")
+
+
+def _cell(values: list[float | None] | None) -> str:
+    if values is None:
+        return ""
+    mean, low, high = values
+    return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} ({low:.3f} to {high:.3f})"
+
+
+def main() -> None:
+    assert __doc__ is not None
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    Bench.add_arguments(parser, stretches=3, requests=2000)
+    parser.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
+    parser.add_argument("--untuned", action="store_true", help="without limits tuned in hindsight")
+    parser.add_argument("--json", action="store_true")
+    args = parser.parse_args()
+    bench = Bench(args)
+    try:
+        loads = [bench.load(share) for share in args.loads]
+    except OutOfTimeError:
+        raise SystemExit("out of time; the same command goes on") from None
+    finally:
+        bench.close()
+    report = {"model": MODEL, "kv_tokens": bench.kv_tokens, "loads": loads}
+    if args.json:
+        print(json.dumps(report))
+    else:
+        _print(report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,258 @@
+"""A process that serves stretches of requests, for `lab.bench.vllm_arrivals`: a JSON line in, a
+JSON line out. Runs where vLLM is installed."""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lab.bench.peers.workers.worker import answer_commands
+from penstock.fluid.step_profile import StepWork
+
+os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_STREAM": "ext://sys.stderr"}
+
+_DEFAULT = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
+"""Of `vllm serve` on a CPU (0.32, `engine/arg_utils.py`)."""
+
+_LONGEST_NAP_S = 0.01
+
+
+class Server(ABC):
+    """Serves requests that arrive by the clock."""
+
+    def serve(self, requests: list[tuple[float, int, int]], seed: int) -> dict[str, Any]:
+        """requests: (arrival in seconds, prompt tokens, tokens to make). Returns each one's seconds
+        to the first token and to the last, the seconds in which requests were added, and every
+        step: what was in it (`StepWork`), seconds."""
+        self.works: list[StepWork] = []
+        seconds: list[float] = []
+        rng = np.random.default_rng(seed)
+        prompts = [rng.integers(8, self.vocab_size, n).tolist() for _, n, _ in requests]
+        first, last = [0.0] * len(requests), [0.0] * len(requests)
+        coming, num_left, adding = deque(enumerate(requests)), len(requests), 0.0
+        begin = time.monotonic()
+        while num_left:
+            now = time.monotonic() - begin
+            while coming and coming[0][1][0] <= now:
+                i, (_, _, num_tokens) = coming.popleft()
+                self.add(i, prompts[i], num_tokens)
+            adding += time.monotonic() - begin - now
+            if num_left == len(coming):
+                time.sleep(min(_LONGEST_NAP_S, coming[0][1][0] - now))
+                continue
+            before, num_steps = time.monotonic(), len(self.works)
+            made = self.step()
+            now = time.monotonic() - begin
+            # Of a turn with no step of its own nothing is known.
+            if len(self.works) > num_steps:
+                seconds.append(time.monotonic() - before)
+            for i, num_tokens in made.items():
+                arrival, _, most = requests[i]
+                first[i] = first[i] or now - arrival
+                if num_tokens == most:
+                    last[i] = now - arrival
+                    num_left -= 1
+        took = time.monotonic() - begin
+        steps = [(*work, s) for work, s in zip(self.works, seconds, strict=True)]
+        return {
+            "ttft": first,
+            "latency": last,
+            "seconds": took,
+            "adding": adding,
+            "steps": steps,
+        }
+
+    vocab_size: int
+
+    @abstractmethod
+    def prepare(self, settings: dict[str, Any]) -> None:
+        """Another scheduler."""
+
+    @abstractmethod
+    def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
+        """A request arrives."""
+
+    @abstractmethod
+    def step(self) -> dict[int, int]:
+        """Tokens so far of those that got any."""
+
+
+class VllmServer(Server):
+    """vLLM's own engine, with its scheduler or with the plug-in."""
+
+    def __init__(self, target: Path, kv_tokens: int, block_size: int) -> None:
+        import vllm
+
+        self._vllm = vllm
+        llm = vllm.LLM(
+            model=str(target),
+            dtype="bfloat16",
+            skip_tokenizer_init=True,
+            block_size=block_size,
+            num_gpu_blocks_override=kv_tokens // block_size + 1,
+            kv_cache_memory_bytes=2**30,
+            enable_prefix_caching=False,
+            max_model_len=2048,
+            **_DEFAULT,
+        )
+        self._engine = llm.llm_engine
+        self._core = self._engine.engine_core.engine_core
+        self.vocab_size = self._engine.model_config.get_vocab_size()
+
+    def prepare(self, settings: dict[str, Any]) -> None:
+        """settings: `plugin`, or vLLM's limits."""
+        from vllm.v1.core.sched.scheduler import Scheduler
+
+        from penstock.engine.vllm import make_scheduler
+
+        core, old = self._core, self._core.scheduler
+        config = core.vllm_config
+        for name, default in _DEFAULT.items():
+            setattr(config.scheduler_config, name, settings.get(name, default))
+        config.additional_config = {"penstock": settings.get("plugin", {})}
+        core.scheduler = (make_scheduler if "plugin" in settings else Scheduler)(
+            vllm_config=config,
+            kv_cache_config=old.kv_cache_config,
+            structured_output_manager=core.structured_output_manager,
+            block_size=old.block_size,
+        )
+        core.scheduler.schedule = self._noted(core.scheduler, core.scheduler.schedule)
+
+    def _noted(self, scheduler: Any, schedule: Callable[..., Any]) -> Callable[..., Any]:
+        """`schedule`, and what is in its steps kept."""
+
+        def noted(*args: Any) -> Any:
+            output = schedule(*args)
+            chunks = [
+                # By then the step's tokens count as computed.
+                (scheduler.requests[i].num_computed_tokens - num, num, scheduler.requests[i])
+                for i, num in output.num_scheduled_tokens.items()
+            ]
+            prompts = [(at, n) for at, n, r in chunks if at + n < r.num_tokens or n > 1]
+            decodes = [at for at, n, r in chunks if at + n >= r.num_tokens and n == 1]
+            if chunks:
+                context = sum(n * (at + n / 2) for at, n in prompts)
+                num_prefill = sum(n for _, n in prompts)
+                self.works.append(StepWork(num_prefill, context, len(decodes), sum(decodes)))
+            return output
+
+        return noted
+
+    def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
+        params = self._vllm.SamplingParams(
+            temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
+        )
+        self._engine.add_request(str(i), {"prompt_token_ids": prompt}, params)
+
+    def step(self) -> dict[int, int]:
+        made = self._engine.step()
+        return {int(m.request_id): len(m.outputs[0].token_ids) for m in made}
+
+
+class PenstockServer(Server):
+    """Penstock's scheduler over vLLM's workers."""
+
+    def __init__(self, target: Path, kv_tokens: int, block_size: int) -> None:
+        from penstock.config import EngineConfig, PolicyConfig, VllmConfig
+        from penstock.engine.build import load_engine
+
+        config = EngineConfig(
+            target=target,
+            dtype="bfloat16",
+            kv_tokens=kv_tokens,
+            block_size=block_size,
+            prefix_caching=False,
+            max_model_len=2048,
+            vllm=VllmConfig(),
+            admission=PolicyConfig.of("fluid_guided"),
+        )
+        self._config, self._engine = config, load_engine(config)
+        gc.collect()
+        gc.freeze()  # as the engine process does, and vLLM's
+        self.vocab_size = self._engine.vocab_size
+        self._loop = self._engine.loop
+        self._measured = self._engine.scheduler.learn.times.profile
+        self._events: list[Any] = []
+        self._made: dict[int, int] = {}
+        self._num_stretches = 0
+
+    def prepare(self, settings: dict[str, Any]) -> None:
+        from penstock.core.kv.blocks import BlockPool
+        from penstock.core.learn import Estimators
+        from penstock.core.loop import Loop
+        from penstock.core.policies.registry import make_policy
+        from penstock.core.scheduler import Scheduler
+        from penstock.serving.steps import StepRecorder
+
+        old, learn = self._engine.scheduler, Estimators(self._measured)
+        learn.times.learns_profile = True
+        scheduler = Scheduler(
+            BlockPool(old.pool.num_blocks, old.pool.block_size, prefix_caching=False),
+            [],
+            admission=make_policy("admission", "fluid_guided", settings),
+            selection=make_policy("selection", "single"),
+            allocation=make_policy("allocation", "fixed"),
+            max_model_len=self._engine.max_model_len,
+            learn=learn,
+        )
+        self._recorder = StepRecorder(self._engine.clock)
+        instruments = (self._recorder,)
+        self._loop = Loop(scheduler, self._engine.executor, self._engine.clock, instruments)
+        self._made = {}
+        self._num_stretches += 1
+
+    def add(self, i: int, prompt: list[int], num_tokens: int) -> None:
+        from penstock.core.types import Arrive, Request, SamplingParams
+
+        request = Request(
+            # The workers were not told of the end of the last stretch's last requests.
+            f"{self._num_stretches}-{i}",
+            len(prompt),
+            num_tokens,
+            self._engine.clock.now(),
+            prompt_token_ids=tuple(prompt),
+            sampling=SamplingParams(temperature=0.0),
+        )
+        self._events.append(Arrive(request))
+        self._made[i] = 0
+
+    def step(self) -> dict[int, int]:
+        events, self._events = self._events, []
+        turn, got = self._loop.turn(events), {}
+        self.works += [work for work, _ in self._recorder.steps]
+        self._recorder.steps.clear()
+        for output in turn.outputs:
+            if output.error is not None:
+                raise RuntimeError(output.error)
+            i = int(output.request_id.partition("-")[2])
+            self._made[i] += len(output.token_ids)
+            got[i] = self._made[i]
+        return got
+
+
+def main() -> None:
+    server: Server | None = None
+
+    def answer(do: str, command: dict[str, Any]) -> dict[str, Any]:
+        nonlocal server
+        if do == "load":
+            kind = {"vllm": VllmServer, "penstock": PenstockServer}[command.pop("kind")]
+            server = kind(Path(command.pop("target")), **command)
+            return {}
+        assert server is not None
+        server.prepare(command["settings"])
+        return server.serve(command["requests"], command["seed"])
+
+    answer_commands(answer)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""What experiments and measurements share: scenes, oracles, statistics, reports, pages."""

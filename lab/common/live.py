@@ -1,0 +1,228 @@
+"""Figures that are measured on this machine: the engine with a family of models and all its
+drafters, and systems that serve the same requests in turn.
+
+The family is the bundled one, or a larger copy of it (`penstock zoo grow`), whose models make the
+same tokens: the same acceptance at another cost.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from lab.common.experiment import LabError, Trial
+from lab.common.statistics import FloatArray
+from penstock.config import NGRAM, EngineConfig, PolicyConfig
+from penstock.core.kv.blocks import BlockPool
+from penstock.core.loop import Loop
+from penstock.core.policies.registry import make_pipeline
+from penstock.core.scheduler import Scheduler
+from penstock.core.state import Drafter
+from penstock.core.types import AUTO_DRAFTER, Request, SamplingParams
+from penstock.engine.build import Engine, load_engine
+from penstock.engine.tokenizer import load_tokenizer
+from penstock.serving.offline import Completion, complete
+from penstock.zoo.registry import (
+    DEFAULT_TARGET,
+    DOMAINS,
+    WEIGHTS,
+    bundled_models,
+    load_prompts,
+    model_path,
+)
+
+Prompt = tuple[int, ...]
+THROUGHPUT = PolicyConfig.of("throughput")
+VLLM_V1 = PolicyConfig.of("vllm_v1")
+_TOKENS = (8, 64)
+_TURNS = (2, 5)
+_ids = itertools.count()
+
+
+def load(
+    target: str, batch: int, new_tokens: int, *, family: Path = WEIGHTS, **settings: Any
+) -> Engine:
+    """The engine with every drafter of a family and look-up, float32 where nothing else is said,
+    room for so many requests; `settings` as of `EngineConfig`."""
+    drafters = {n: str(c.path) for n, c in bundled_models(family).items() if c.role == "drafter"}
+    chosen: dict[str, Any] = {"dtype": "float32", **settings}
+    return load_engine(
+        EngineConfig(
+            target=model_path(target, family),
+            drafters={**drafters, NGRAM: NGRAM},
+            kv_tokens=batch * (640 + new_tokens),
+            prefix_caching=False,
+            # A native engine leaves PyTorch with one thread, which the next would take for all.
+            num_threads=os.cpu_count(),
+            **chosen,
+        )
+    )
+
+
+def request_of(
+    prompt: Prompt, seed: int, new_tokens: int, temperature: float, **fields: object
+) -> Request:
+    """A new request; `fields` as of `Request`."""
+    return Request(
+        id=f"t{next(_ids)}",
+        prompt_len=len(prompt),
+        prompt_token_ids=prompt,
+        max_tokens=new_tokens,
+        sampling=SamplingParams(temperature=temperature, seed=seed),
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+def make_loop(
+    engine: Engine,
+    selection: PolicyConfig,
+    allocation: PolicyConfig = THROUGHPUT,
+    pipeline: str = "off",
+    admission: PolicyConfig = VLLM_V1,
+) -> Loop:
+    """A scheduler of its own over the engine's executor, with what the engine has measured."""
+    pool = engine.scheduler.pool
+
+    def new_pool() -> BlockPool:
+        return BlockPool(pool.num_blocks, pool.block_size, prefix_caching=False)
+
+    pools = engine.scheduler.table.memory.pools
+    scheduler = Scheduler(
+        new_pool(),
+        [
+            Drafter(
+                n,
+                new_pool() if n in pools else None,
+                has_lane=pipeline != "off",
+                stops_early=d.stops_early,
+            )
+            for n, d in engine.scheduler.table.drafters.items()
+        ],
+        admission=admission.make("admission"),
+        selection=selection.make("selection"),
+        allocation=allocation.make("allocation"),
+        pipeline=make_pipeline(pipeline),
+        max_model_len=engine.max_model_len,
+    )
+    scheduler.learn.times = deepcopy(engine.scheduler.learn.times)
+    return Loop(scheduler, engine.executor, engine.clock)
+
+
+# --- systems that take turns ----------------------------------------------------------------------
+
+
+class Served(NamedTuple):
+    """tokens_per_s: prompts included."""
+
+    completions: list[Completion]
+    tokens_per_s: float
+
+
+@dataclass(frozen=True)
+class LiveSystem:
+    """A way to serve. drafter: what every request asks for."""
+
+    name: str
+    engine: Engine
+    loop: Loop
+    drafter: str = AUTO_DRAFTER
+
+    def serve(self, requests: Sequence[Request], batch: int) -> Served:
+        """To their ends, so many at a time. Raises: LabError for a request that fails."""
+        torch.set_num_threads(self.engine.num_threads if self.engine.backend == "eager" else 1)
+        begun = time.perf_counter()
+        completions = complete(self.loop, requests, batch)
+        seconds = time.perf_counter() - begun
+        if failed := next((c for c in completions if c.error), None):
+            raise LabError(f"{self.name}: {failed.error}")
+        return Served(completions, sum(len(c.token_ids) for c in completions) / seconds)
+
+
+@dataclass(frozen=True)
+class LiveScene:
+    """What an experiment serves: so many turns of requests of all domains, new ones in each.
+
+    prompts: by domain. num_turns: those that count; one before them warms up, and is to learn in.
+    """
+
+    family: Path
+    prompts: Mapping[str, Sequence[Prompt]]
+    num_turns: int
+    new_tokens: int
+
+    @classmethod
+    def of(cls, job: Trial) -> LiveScene:
+        """Raises: LabError where there is no such family."""
+        family = job.family or WEIGHTS
+        try:
+            target = model_path(DEFAULT_TARGET, family)
+        except (FileNotFoundError, KeyError) as error:
+            raise LabError(str(error.args[0])) from error
+        tokenizer = load_tokenizer(target)
+        prompts = {d: [tuple(tokenizer.encode(p.prompt)) for p in load_prompts(d)] for d in DOMAINS}
+        turns = max(_TURNS[0], min(_TURNS[1], job.effort.seeds - 1))
+        tokens = max(_TOKENS[0], min(_TOKENS[1], job.effort.curve_arrivals // 125))
+        return cls(family, prompts, turns, tokens)
+
+    def load(self, batch: int, **settings: Any) -> Engine:
+        """The family's target with all drafters, in the number format that it is served in."""
+        chosen = {"dtype": "auto", **settings}
+        return load(DEFAULT_TARGET, batch, self.new_tokens, family=self.family, **chosen)
+
+    def requests(self, numbers: Iterable[int], drafter: str) -> list[Request]:
+        """So many of each domain, one after the other, so that they mix; sampled at temperature 1
+        with seeds."""
+        made = []
+        for i in numbers:
+            for own in self.prompts.values():
+                prompt = own[i % len(own)]
+                made.append(request_of(prompt, i + len(own), self.new_tokens, 1.0, drafter=drafter))
+        return made
+
+    def rates(
+        self,
+        systems: Sequence[LiveSystem],
+        batch: int,
+        tell: Callable[[str], None],
+        per_domain: int = 1,
+        to_learn: int | None = None,
+        first: int = 0,
+    ) -> dict[str, FloatArray]:
+        """[turns] tokens per second of each system, all of which serve the same requests, in
+        another order in each turn. per_domain: requests of a turn; to_learn: of the one before
+        those that count, if that is another number; first: the number of the first that counts."""
+        found: dict[str, list[float]] = {s.name: [] for s in systems}
+        for turn in range(self.num_turns + 1):
+            tell(f"batch {batch}, turn {turn} of {self.num_turns}")
+            # To learn from are the last ones of each domain, so that they do not come again.
+            begin = first + (turn - 1) * per_domain if turn else -(to_learn or per_domain)
+            numbers = range(begin, begin + per_domain if turn else 0)
+            for system in _rotated(systems, turn):
+                requests = self.requests(numbers, system.drafter)
+                served = system.serve(requests, batch)
+                if turn:
+                    found[system.name].append(served.tokens_per_s)
+        return {name: np.array(rates) for name, rates in found.items()}
+
+
+def _rotated(systems: Sequence[LiveSystem], turn: int) -> Iterator[LiveSystem]:
+    first = turn % len(systems)
+    return itertools.chain(systems[first:], systems[:first])
+
+
+def rows_of(
+    cells: Mapping[tuple[Any, ...], Iterable[float]],
+) -> Iterator[tuple[object, ...]]:
+    """Of a table: the cell, the turn and the figure."""
+    for cell, values in cells.items():
+        for turn, value in enumerate(values):
+            yield (*cell, turn, float(value))

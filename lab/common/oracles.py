@@ -1,0 +1,205 @@
+"""Schedulers that know more than they could: what policies are measured against."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from lab.common.rounds import RecordedClient
+from penstock.core.learn.prior import Belief
+from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
+from penstock.core.policies.allocation.parts.gradient import GoodputAverages, tokens_by_tenant
+from penstock.core.policies.registry import policies, register
+from penstock.core.policies.selection import SelectionPolicy
+from penstock.core.policies.selection.adaptive import Adaptive
+from penstock.core.state import Outcome, RequestState
+from penstock.core.view import DraftCandidate, View
+from penstock.fluid.fair import draft_lengths
+from penstock.sim.acceptance import DomainAcceptance
+
+FloatArray = npt.NDArray[np.float64]
+
+_JITTER = 0.02
+
+# --- who choose drafters --------------------------------------------------------------------------
+
+
+@contextmanager
+def assigned(drafters: Mapping[str, str]) -> Iterator[str]:
+    """The name of a policy that gives every request the drafter that it has here, by id."""
+
+    class Assigned(SelectionPolicy):
+        name: ClassVar[str] = "assigned"
+
+        @dataclass(frozen=True, slots=True)
+        class Options:
+            """There are none."""
+
+        def __init__(self, options: Options) -> None:
+            pass
+
+        def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
+            return {s.request.id: drafters[s.request.id] for s in states}
+
+    register("selection", Assigned)
+    try:
+        yield Assigned.name
+    finally:
+        del policies("selection")[Assigned.name]
+
+
+class TrueRates(Protocol):
+    """Who knows a request's probability of acceptance by drafter."""
+
+    def rates(self, request_id: str, /) -> dict[str, float]: ...
+
+
+def told(acceptance: TrueRates) -> type[Adaptive]:
+    """`adaptive` that knows every request's true acceptances, and has nothing to learn."""
+
+    class Told(Adaptive):
+        name: ClassVar[str] = "told"
+
+        def _rates(self, state: RequestState, known: Any) -> Any:
+            rates = acceptance.rates(state.request.id)
+            return np.array([rates[name] for name in self._models])
+
+        def _tell(self, known: Any, request_id: str, drafter: str, estimators: Any) -> None:
+            rate = acceptance.rates(request_id)[drafter]
+            estimators.acceptance.expect(request_id, drafter, rate, 1e6)
+
+    return Told
+
+
+def reads_prompts(acceptance: DomainAcceptance, seed: int) -> type[Adaptive]:
+    """`adaptive` that begins with what each drafter makes of the prompt's tokens, as if the prompt
+    were as hard as the answer."""
+    rng = np.random.default_rng(seed)
+
+    class ReadsPrompts(Adaptive):
+        name: ClassVar[str] = "adaptive+prompt"
+
+        def _know(self, state: RequestState, drafters: Any, view: Any) -> Any:
+            is_new = state.request.id not in self._known
+            known = super()._know(state, drafters, view)
+            if is_new:
+                rates = acceptance.rates(state.request.id)
+                length = state.request.prompt_len
+                for name, column in self._models.items():
+                    matched = rng.binomial(length, rates[name])
+                    known.note(column, matched, length - matched)
+            return known
+
+    return ReadsPrompts
+
+
+def knows_domains(
+    names: Sequence[str], rates: FloatArray, domains: npt.NDArray[np.int64]
+) -> type[Adaptive]:
+    """`adaptive` that need not learn from other requests: of request i it knows mean and covariance
+    of the log-odds in its domain.
+
+    names: drafters. rates: acceptance, [requests, drafters]. domains: [requests], from 0 on.
+    """
+    logits = np.log(rates / (1 - rates))
+    means = np.array([logits[domains == d].mean(0) for d in range(domains.max() + 1)])
+    off = logits - means[domains]
+    covariance = off.T @ off / len(off) + _JITTER * np.eye(len(names))
+
+    class Domains(Adaptive):
+        name: ClassVar[str] = "domains"
+
+        def _know(self, state: RequestState, drafters: Any, view: Any) -> Any:
+            known = super()._know(state, drafters, view)
+            columns = [names.index(d) for d in self._models]
+            mean = means[domains[int(state.request.id)]][columns]
+            known.prior = Belief(mean, covariance[np.ix_(columns, columns)])
+            known.doubt = np.zeros(len(columns))
+            return known
+
+    return Domains
+
+
+# --- who share out draft tokens -------------------------------------------------------------------
+
+
+class KnowsRates(GoodSpeedAdaptive):
+    """The same policy, told the acceptance of every round: rates, [rounds, clients]."""
+
+    def __init__(self, rates: FloatArray) -> None:
+        super().__init__(GoodSpeedAdaptive.Options())
+        self._truth = iter(rates.tolist())
+
+    def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
+        known: list[float] = next(self._truth)
+        return known
+
+
+class BestFilter(GoodSpeedAdaptive):
+    """The same policy with the best filter there can be for `jumping_rates`: told both levels of
+    every client, the first, and the dwell, it has only the outcomes to tell where a client is."""
+
+    def __init__(self, rates: FloatArray, dwell: int) -> None:
+        super().__init__(GoodSpeedAdaptive.Options())
+        self._low, self._high = rates.min(axis=0), rates.max(axis=0)
+        self._is_high = (rates[0] == self._high).astype(float)
+        self._jump = 1 / dwell
+
+    def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
+        mixed: list[float] = (self._low + self._is_high * (self._high - self._low)).tolist()
+        return mixed
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        super().observe(outcomes, now)
+        accepted = np.array([o.verdict.num_accepted for o in outcomes])
+        rejected = np.array([o.verdict.num_decided for o in outcomes]) - accepted
+        high = self._is_high * self._high**accepted * (1 - self._high) ** rejected
+        low = (1 - self._is_high) * self._low**accepted * (1 - self._low) ** rejected
+        now_high = high / (high + low)
+        self._is_high = now_high + self._jump * (1 - 2 * now_high)
+
+
+class Clairvoyant(AllocationPolicy):
+    """Knows how many draft tokens of each client would be accepted; lengths by eq. 5."""
+
+    def __init__(self, clients: Sequence[RecordedClient]) -> None:
+        self._clients = clients
+        self._averages = GoodputAverages(1000)
+
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
+        names = [c.state.request.tenant for c in candidates]
+        self._averages.meet(dict.fromkeys(names, 1.0))
+        certain = [[1.0] * min(c.most_accepted(), view.room.budget) for c in self._clients]
+        weights = [1 / self._averages.of(name) for name in names]
+        return [Grant(n) for n in draft_lengths(weights, certain, view.room.budget).lengths]
+
+    def reserve(self, state: RequestState) -> int:
+        return 0
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        self._averages.observe(tokens_by_tenant(outcomes))
+
+
+class Misled(AllocationPolicy):
+    """A policy that is told of every client what the next one did: a control, since whoever gains
+    by learning must lose by learning this."""
+
+    def __init__(self, policy: AllocationPolicy) -> None:
+        self._policy = policy
+
+    def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
+        return self._policy.allocate(candidates, view)
+
+    def reserve(self, state: RequestState) -> int:
+        return self._policy.reserve(state)
+
+    def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
+        verdicts = [o.verdict for o in outcomes]
+        turned = zip(outcomes, verdicts[1:] + verdicts[:1], strict=True)
+        self._policy.observe([Outcome(o.state, verdict) for o, verdict in turned], now)

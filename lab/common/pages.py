@@ -1,0 +1,98 @@
+"""Pages of results, written from result files and never by hand.
+
+    python -m lab.common.pages [--docs DIR] [--check]
+
+DIR (default: docs) has a folder `results/PAGE` for each page, and in it a result file for each
+experiment, as a benchmark's `--result FILE` writes it:
+
+title, about    what was measured
+command, date, machine
+                how, when and where
+outdated        why the figures must be made again, if they must
+tables          each with a title (Markdown), a header and rows of cells
+verdicts        a line for each claim
+remarks         what the figures say, in Markdown, which is gone when they are measured again
+order           where in the page, by rising numbers
+
+Pictures beside a result file, NAME.png and NAME_*.png beside NAME.json, are shown with it.
+`results/PAGE/page.json` has the title of the page and what stands at its beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_PAGE = "page.json"
+_GENERATED = "<!-- Written by `python -m lab.common.pages` from the files in {}: change those. -->"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--docs", type=Path, default=Path("docs"))
+    parser.add_argument("--check", action="store_true", help="write nothing; 1 if a page is stale")
+    given = parser.parse_args(arguments)
+    stale = []
+    for path, text in pages(given.docs):
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            stale.append(path)
+            if not given.check:
+                path.write_text(text, encoding="utf-8")
+    for path in stale:
+        print(f"{path}: {'is not what its result files say' if given.check else 'written'}")
+    return int(given.check and bool(stale))
+
+
+def pages(docs: Path) -> Iterator[tuple[Path, str]]:
+    """Every page's file and text. Raises: OSError, ValueError for a file that is no JSON."""
+    for about in sorted(docs.glob(f"results/*/{_PAGE}")):
+        folder = about.parent
+        files = [path for path in sorted(folder.glob("*.json")) if path != about]
+        results = [{**_read(path), "pictures": _pictures(path)} for path in files]
+        results.sort(key=lambda result: result.get("order", 1000))
+        page = _read(about)
+        parts = [f"# {page['title']}", _GENERATED.format(f"`results/{folder.name}`"), page["about"]]
+        parts += [part for result in results for part in _section(result)]
+        yield folder.with_suffix(".md"), "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _read(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return found
+
+
+def _pictures(path: Path) -> list[str]:
+    """Beside a result file, as the page names them."""
+    found = [path.with_suffix(".png"), *sorted(path.parent.glob(f"{path.stem}_*.png"))]
+    # Those of a longer name are another result's.
+    others = [p.stem for p in path.parent.glob(f"{path.stem}_*.json")]
+    mine = [p for p in found if p.exists() and not p.stem.startswith(tuple(others))]
+    return [f"{path.parent.name}/{p.name}" for p in mine]
+
+
+def _section(result: dict[str, Any]) -> Iterator[str]:
+    yield f"## {result['title']}"
+    if "outdated" in result:
+        yield f'!!! warning "To be made again"\n    {result["outdated"]}'
+    yield result.get("about", "")
+    where = f"{result['date']}; {result['machine']}"
+    yield f"`{result['command']}` ({where}):" if result["command"] else f"({where})"
+    yield from (f"![{result['title']}]({picture})" for picture in result["pictures"])
+    for table in result["tables"]:
+        yield table["title"]
+        yield _markdown(table["header"], table["rows"])
+    yield "\n".join(f"- {line}" for line in result.get("verdicts", ()))
+    yield result.get("remarks", "")
+
+
+def _markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

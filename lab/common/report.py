@@ -1,0 +1,147 @@
+"""Files of an experiment: tables as CSV and pictures. matplotlib is imported when one is drawn."""
+
+from __future__ import annotations
+
+import csv
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from lab.common.experiment import LabError
+
+
+def pyplot() -> Any:
+    """matplotlib's pyplot, drawing into files. Raises: LabError where it is not installed."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError as error:
+        raise LabError("reproduce needs matplotlib: pip install 'penstock[plot]'") from error
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    return pyplot
+
+
+def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[object]]) -> None:
+    """A CSV file; floats with six significant digits. Raises: OSError."""
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(header)
+        for row in rows:
+            writer.writerow([f"{x:.6g}" if isinstance(x, float) else x for x in row])
+
+
+def save_figure(figure: Any, path: Path) -> None:
+    """Write a picture as PNG to `path` and as SVG beside it, and forget it. Raises: OSError."""
+    figure.savefig(path, dpi=120)
+    # The same picture is the same file: no date in it, and names that are no random numbers.
+    with pyplot().rc_context({"svg.hashsalt": "penstock"}):
+        figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
+    pyplot().close(figure)
+
+
+COLOURS = ("#0072B2", "#E69F00", "#000000", "#CC79A7", "#56B4E9", "#882255", "#888888", "#D55E00")
+"""Okabe and Ito's without its green and yellow, and two of Tol's: told apart by everybody, and
+beside no red a green."""
+_TITLE_PER_INCH = 8
+"""Characters of a title."""
+MARKERS = "osD^vPX*"
+LINES = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (3, 1)), (0, (1, 1)), (0, (8, 2)))
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot of a picture. lines: x and y by label; the same label looks the same in all plots of
+    a picture. bands: the lowest and highest y of a line, where it is a mean. axes: what
+    matplotlib's `Axes.set` takes. style: "-" a line, "o" marks, "." small ones, "o-" both; a label
+    has its own in `styles`, where "k--" is a line to compare with."""
+
+    lines: Mapping[str, tuple[Any, Any]]
+    axes: dict[str, Any] = field(default_factory=dict)
+    style: str = "-"
+    styles: Mapping[str, str] = field(default_factory=dict)
+    bands: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+
+def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
+    """A picture of plots in rows, as PNG and SVG, with one legend beside all of them.
+    Raises: LabError, OSError."""
+    rows, columns = len(plots), len(plots[0])
+    flat = [plot for row in plots for plot in row]
+    labels = list(dict.fromkeys(label for plot in flat for label in plot.lines))
+    looks = _looks(labels, {name: style for plot in flat for name, style in plot.styles.items()})
+    width = max(5.5 * columns, 6.5)
+    # As many names side by side as there is room for.
+    names = max(1, int(width / (0.7 + 0.11 * max(map(len, labels)))))
+    legend_rows = -(-len(labels) // names)
+    with pyplot().rc_context({"font.size": 13, "legend.fontsize": 12}):
+        figure, grid = pyplot().subplots(
+            rows,
+            columns,
+            figsize=(width, 3.8 * rows + 0.7 + 0.3 * legend_rows),
+            layout="constrained",
+            squeeze=False,
+        )
+        handles: dict[str, Any] = {}
+        for axes, plot in zip(grid.flat, flat, strict=True):
+            handles = _fill(axes, plot, looks) | handles
+        figure.suptitle(textwrap.fill(title, round(_TITLE_PER_INCH * figure.get_figwidth())))
+        figure.legend(
+            [handles[label] for label in labels],
+            labels,
+            loc="outside lower center",
+            ncols=names,
+        )
+        save_figure(figure, path)
+
+
+def _looks(labels: Sequence[str], styles: Mapping[str, str]) -> dict[str, dict[str, Any]]:
+    """Colour, mark and kind of line by label."""
+    looks: dict[str, dict[str, Any]] = {}
+    own = [label for label in labels if not styles.get(label, "").startswith("k")]
+    for i, label in enumerate(own):
+        # A colour that comes again has another mark and another kind of line.
+        turn = (i + 3 * (i // len(COLOURS))) % len(COLOURS)
+        colour = COLOURS[i % len(COLOURS)]
+        looks[label] = {"color": colour, "marker": MARKERS[turn], "linestyle": LINES[turn]}
+    # What others are compared with is grey and thin, so that it covers nothing.
+    reference: dict[str, Any] = {"color": "#555555", "marker": "", "linewidth": 1.4, "zorder": 1.5}
+    for label in labels:
+        if label not in looks:
+            looks[label] = {**reference, "linestyle": styles[label][1:] or "-"}
+    return looks
+
+
+def _plain_ticks(axes: Any) -> None:
+    """On logarithmic scales: 1, 2, 5, 10, … where there is room for them, and no powers of ten."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    for axis in (axes.xaxis, axes.yaxis):
+        low, high = axis.get_view_interval()
+        if axis.get_scale() == "log" and low > 0 and high < 1000 * low:
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
+            axis.set_minor_formatter(NullFormatter())
+
+
+def _fill(axes: Any, plot: Plot, looks: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+    """Draw a plot; returns what its legend shows, by label."""
+    handles = {}
+    for label, (x, y) in plot.lines.items():
+        style = plot.styles.get(label, plot.style)
+        look = dict(looks[label])
+        if not style.startswith("k"):
+            look["marker"] = look["marker"] if style.strip("-") else ""
+            look["linestyle"] = look["linestyle"] if "-" in style else ""
+        size = {"linewidth": 1.8, "markersize": 2.5 if "." in style else 6}
+        (handles[label],) = axes.plot(x, y, **{**size, **look})
+        if label in plot.bands:
+            low, high = plot.bands[label]
+            axes.fill_between(x, low, high, color=look["color"], alpha=0.2, linewidth=0)
+    axes.set(**plot.axes)
+    _plain_ticks(axes)
+    axes.grid(color="#dddddd", linewidth=0.6)
+    axes.set_axisbelow(True)
+    return handles

@@ -1,0 +1,228 @@
+"""GoodSpeed, figure 4: utility of the average goodput over 600 rounds, against its baselines.
+
+U(x̄(T)) = Σ log of realised tokens a round since the first. Acceptance jumps by 0.3 every hundred
+rounds, each client in its own time, in place of the paper's changing prompts; with recorded data
+(`--data`) eight clients play the acceptance of look-up and EAGLE on two data sets back, too. Beside
+are drawn `goodspeed_adaptive` and x*, the optimum for who knows acceptance. Utilities are totals
+over the clients, in nats; bands are intervals of 95% over the seeds.
+
+Three controls. That a mean over 400 rounds and more hardly moves is true of Random-S as well.
+`goodspeed` that is told of every client what another one did must lose what it gains by learning.
+And what is as close to x* as Fixed-S is not close.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from lab.common.claims import ClaimVerdict, Measurement, check
+from lab.common.experiment import Experiment, Trial
+from lab.common.oracles import Misled
+from lab.common.report import Plot, draw, write_table
+from lab.common.rounds import (
+    Client,
+    FloatArray,
+    GeometricClients,
+    RecordedClient,
+    jumping_rates,
+    play,
+)
+from lab.common.statistics import interval
+from penstock.core.policies.registry import make_policy
+from penstock.fluid.fair_path import fair_optimum_of_rounds
+from penstock.sim.acceptance import read_records
+
+NAME = "goodspeed_fig4"
+
+_ROUNDS = 600
+_DWELL = 100
+_SETTLED = 400
+_STEADY = 0.02
+_FIRST = 50
+_NEAR = 0.02
+_BASELINES = ("fixed", "random")
+_MISLED = "goodspeed, misled"
+_POLICIES = (*_BASELINES, "goodspeed", "goodspeed_adaptive", _MISLED)
+OPTIMUM = "x*"
+
+
+class Setting(NamedTuple):
+    """records: of acceptance, which the clients play back; else it jumps."""
+
+    clients: int
+    budget: int
+    records: tuple[tuple[str, Path], ...] = ()
+
+    def __str__(self) -> str:
+        what = f"{self.clients} clients, C = {self.budget}"
+        return f"{what}, recorded acceptance" if self.records else what
+
+
+_JUMPING = tuple(itertools.starmap(Setting, ((4, 24), (4, 28), (8, 16), (8, 20))))
+_RECORDS = ("accept_gsm8k.jsonl.gz", "accept_sharegpt.jsonl.gz")
+_RECORDED_BUDGET = 20
+
+Curves = Mapping[Setting, Mapping[str, FloatArray]]
+"""By policy U(x̄(T)), shape [seeds, rounds], and U(x*), shape [seeds, 1]."""
+
+
+def run(job: Trial) -> list[ClaimVerdict]:
+    seeds = range(job.effort.repetitions)
+    settings = settings_of(job)
+    drawn = job.each(
+        utility,
+        ((name, where, seed) for where in settings for name in _POLICIES for seed in seeds),
+        lambda _, where, __: f"{NAME}: {where}",
+    )
+    curves: dict[Setting, dict[str, FloatArray]] = {
+        where: {name: np.stack([next(drawn) for _ in seeds]) for name in _POLICIES}
+        for where in settings
+    }
+    for where, found in curves.items():
+        if not where.records:
+            found[OPTIMUM] = np.array([[optimum(where, seed)] for seed in seeds])
+    write_table(
+        job.out / f"{NAME}.csv",
+        ("clients", "C", "acceptance", "round", *_POLICIES, OPTIMUM),
+        (
+            (
+                *where[:2],
+                "recorded" if where.records else "jumping",
+                t + 1,
+                *(float(found[name][:, t].mean()) for name in _POLICIES),
+                float(found[OPTIMUM].mean()) if OPTIMUM in found else "",
+            )
+            for where, found in curves.items()
+            for t in range(_ROUNDS)
+        ),
+    )
+    _draw(job, curves)
+    return verdicts(curves)
+
+
+def settings_of(job: Trial) -> list[Setting]:
+    """With recorded acceptance where it is there."""
+    settings = list(_JUMPING)
+    paths = [job.data / name for name in _RECORDS] if job.data else []
+    if paths and all(path.is_file() for path in paths):
+        records = tuple((drafter, path) for drafter in ("ngram", "eagle") for path in paths)
+        settings.append(Setting(2 * len(records), _RECORDED_BUDGET, records))
+    else:
+        job.tell(f"{NAME}: recorded acceptance left out, for want of {' and '.join(_RECORDS)}")
+    return settings
+
+
+def utility(name: str, where: Setting, seed: int) -> FloatArray:
+    """U(x̄(T)) for T = 1, 2, … in one run, shape [rounds]."""
+    options: dict[str, Any] = {"total": where.budget}
+    policy = make_policy("allocation", name.partition(",")[0], options)
+    if name == _MISLED:
+        policy = Misled(policy)
+    tokens = play(policy, clients_of(where, seed), where.budget, _ROUNDS).tokens
+    means = tokens.cumsum(axis=0) / np.arange(1, _ROUNDS + 1)[:, None]
+    return np.asarray(np.log(means).sum(axis=1))
+
+
+def clients_of(where: Setting, seed: int) -> list[Client]:
+    """Recorded ones are each drafter on each data set, twice."""
+    if not where.records:
+        rates = jumping_rates(_ROUNDS, where.clients, _DWELL, seed)
+        return GeometricClients(rates, seed).clients()
+    rows = [read_records(path, [drafter])[drafter] for drafter, path in where.records]
+    return [RecordedClient(rows[i // 2], (seed, i)) for i in range(where.clients)]
+
+
+def optimum(where: Setting, seed: int) -> float:
+    """U(x*) of the acceptance that jumps, known to its holder."""
+    rates = jumping_rates(_ROUNDS, where.clients, _DWELL, seed)
+    return float(np.log(fair_optimum_of_rounds(rates, where.budget)).sum())
+
+
+def verdicts(curves: Curves) -> list[ClaimVerdict]:
+    found = []
+    for where, by_policy in curves.items():
+        ours, misled = by_policy["goodspeed"], by_policy[_MISLED]
+        baselines = {name: by_policy[name] for name in _BASELINES}
+        found += [
+            check(
+                f"utility is steady from round {_SETTLED} on ({where})",
+                steadiness,
+                ours / where.clients,
+                "Random-S, which learns nothing",
+                by_policy["random"] / where.clients,
+            ),
+            check(
+                f"utility is above Fixed-S and Random-S from round {_FIRST} on ({where})",
+                advantage,
+                (ours, baselines),
+                "told of every client what another one did",
+                (misled, baselines),
+            ),
+        ]
+        if OPTIMUM in by_policy:
+            best = by_policy[OPTIMUM][:, 0] / where.clients
+            found.append(
+                check(
+                    f"utility levels off at U(x*) ({where})",
+                    nearness,
+                    (ours / where.clients, best),
+                    "Fixed-S in its place",
+                    (by_policy["fixed"] / where.clients, best),
+                )
+            )
+    return found
+
+
+def steadiness(utilities: FloatArray) -> Measurement:
+    """utilities: [seeds, rounds], in nats a client."""
+    moved = float(np.ptp(utilities.mean(axis=0)[_SETTLED:]))
+    return Measurement(f"moves by {moved:.3f} nats a client", (moved <= _STEADY,))
+
+
+def advantage(found: tuple[FloatArray, dict[str, FloatArray]]) -> Measurement:
+    """Utilities of a policy and of its baselines, [seeds, rounds] each."""
+    ours, baselines = found
+    shown, parts = [], []
+    for name, theirs in baselines.items():
+        ahead = ours - theirs
+        last = interval(ahead[:, -1].tolist())
+        least = float(ahead.mean(axis=0)[_FIRST:].min())
+        shown.append(f"{last} against {name} after {_ROUNDS} (smallest mean {least:+.2f})")
+        parts.append(last.low > 0 and least > 0)
+    return Measurement("nats, all clients together: " + ", ".join(shown), tuple(parts))
+
+
+def nearness(found: tuple[FloatArray, FloatArray]) -> Measurement:
+    """Utilities, [seeds, rounds], and that of x*, [seeds], in nats a client."""
+    ours, best = found
+    short = interval(best - ours[:, -1])
+    return Measurement(
+        f"{short} nats a client below after {_ROUNDS} rounds (near: {_NEAR})",
+        (short.mean <= _NEAR,),
+    )
+
+
+def _draw(job: Trial, curves: Curves) -> None:
+    rounds = np.arange(1, _ROUNDS + 1)
+    plots = []
+    for where, found in curves.items():
+        shown = {p: [interval(u) for u in found[p].T] for p in _POLICIES if p != _MISLED}
+        lines: dict[str, Any] = {p: (rounds, [u.mean for u in of]) for p, of in shown.items()}
+        if OPTIMUM in found:
+            lines[OPTIMUM] = [1, _ROUNDS], 2 * [found[OPTIMUM].mean()]
+        bands = {p: ([u.low for u in of], [u.high for u in of]) for p, of in shown.items()}
+        axes = {"title": str(where), "xlabel": "round", "ylabel": "U(x̄), nats"}
+        plots.append(Plot(lines, axes, styles={OPTIMUM: "k--"}, bands=bands))
+    title = "Utility of the average goodput (GoodSpeed, figure 4)"
+    rows = [plots[:2], plots[2:4]]
+    draw(job.out / f"{NAME}.png", title, rows)
+    if plots[4:]:
+        draw(job.out / f"{NAME}_recorded.png", title, [plots[4:]])
+
+
+EXPERIMENT = Experiment(NAME, "Figure 4: utility over rounds, against Fixed-S and Random-S", run)

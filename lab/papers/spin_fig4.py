@@ -1,0 +1,179 @@
+"""Spin, figure 4: what speculative decoding gains, by batch.
+
+Live, on the bundled family or a larger copy of it (`--family`). As in the paper one drafter drafts
+for everybody, four tokens a round, attention is padded, and the rival is decoding without drafts
+(padding it saves it nothing: all its requests have one position). Beside it stands what this
+project does: packed rows, and lengths by `throughput`, which drafts as much as pays. A quick run
+serves only the batches that are judged, and half as many tokens as other live figures.
+
+The control is decoding without drafts against its own next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lab.common.claims import ClaimVerdict, Measurement, check
+from lab.common.experiment import QUICK, Experiment, Trial
+from lab.common.report import Plot, draw, write_table
+from lab.common.statistics import FloatArray, Interval, ratio
+from penstock.config import PolicyConfig
+from penstock.core.types import NO_DRAFTER
+from penstock.zoo.registry import DEFAULT_DRAFTER
+
+if TYPE_CHECKING:
+    from lab.common.live import LiveSystem
+    from penstock.engine.build import Engine
+
+NAME = "spin_fig4"
+
+_BATCHES = (1, 2, 4, 8, 16, 32)
+_JUDGED = (1, 8, 32)
+_PAPER_GAIN = 1.61
+_CLOSE = 0.1
+_PAPER_LOSS, _SERVED_AT = 0.3, 8
+PADDED, PLAIN = "padded, four drafted", "padded, no drafter"
+FIXED, SERVED, NATIVE = "native, four drafted", "native, throughput", "native, no drafter"
+_SINGLE = PolicyConfig.of("single")
+_FOUR = PolicyConfig.of("fixed", k=4)
+_PAYS = PolicyConfig.of("throughput")
+
+Rates = Mapping[int, Mapping[str, FloatArray]]
+"""Tokens per second by batch and system: [turns]."""
+
+
+def run(job: Trial) -> list[ClaimVerdict]:
+    from lab.common.live import LiveScene, rows_of
+
+    scene = LiveScene.of(job)
+    batches: tuple[int, ...] = _BATCHES
+    if job.effort.seeds <= QUICK.seeds:
+        scene, batches = replace(scene, new_tokens=scene.new_tokens // 2), _JUDGED
+    job.tell(f"{NAME}: loading")
+    padded = scene.load(max(batches), backend="eager", attention="padded")
+    native = scene.load(max(batches))
+    found = {}
+    for batch in batches:
+        systems = systems_of(padded, native)
+        per_domain = -(-batch // len(scene.prompts))
+        found[batch] = scene.rates(
+            systems, batch, lambda what: job.tell(f"{NAME}: {what}"), per_domain
+        )
+    cells = {(b, n): r for b, rates in found.items() for n, r in rates.items()}
+    header = ("batch", "system", "turn", "tokens_per_s")
+    write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
+    _draw(job, found)
+    return verdicts(found)
+
+
+def systems_of(padded: Engine, native: Engine) -> list[LiveSystem]:
+    from lab.common.live import LiveSystem, make_loop
+
+    return [
+        LiveSystem(name, engine, make_loop(engine, _SINGLE, lengths), drafter)
+        for name, engine, lengths, drafter in (
+            (PADDED, padded, _FOUR, DEFAULT_DRAFTER),
+            (PLAIN, padded, _FOUR, NO_DRAFTER),
+            (FIXED, native, _FOUR, DEFAULT_DRAFTER),
+            (SERVED, native, _PAYS, DEFAULT_DRAFTER),
+            (NATIVE, native, _FOUR, NO_DRAFTER),
+        )
+    ]
+
+
+Gains = Mapping[int, tuple[FloatArray, FloatArray]]
+"""With drafts and without, by batch."""
+
+
+def verdicts(found: Rates) -> list[ClaimVerdict]:
+    def against(system: str, rival: str) -> Gains:
+        return {batch: (rates[system], rates[rival]) for batch, rates in found.items()}
+
+    control = "no drafts against no drafts, next turn"
+    padded = {b: (np.roll(r[PLAIN], 1), r[PLAIN]) for b, r in found.items()}
+    native = {b: (np.roll(r[NATIVE], 1), r[NATIVE]) for b, r in found.items()}
+    alone = f"without batching drafts gain {_PAPER_GAIN} times"
+    return [
+        check(alone, at_one, against(PADDED, PLAIN), control, padded),
+        check("the gain falls with the batch", falls, against(PADDED, PLAIN), control, padded),
+        check(f"{alone} (native kernels)", at_one, against(FIXED, NATIVE), control, native),
+        check(
+            "the gain falls with the batch (native kernels)",
+            falls,
+            against(FIXED, NATIVE),
+            control,
+            native,
+        ),
+        check(
+            "it does not fall below 1 where lengths are chosen (no claim of the paper's)",
+            stays,
+            against(SERVED, NATIVE),
+            "drafts of four tokens",
+            against(FIXED, NATIVE),
+        ),
+        check(
+            f"batching degrades the gain by about {_PAPER_LOSS:.0%} (batch {_SERVED_AT})",
+            degrades,
+            against(PADDED, PLAIN),
+            control,
+            padded,
+        ),
+    ]
+
+
+def at_one(gains: Gains) -> Measurement:
+    """At least nine tenths of the paper's."""
+    found = ratio(*gains[min(gains)])
+    return Measurement(_times(found), (found.mean >= (1 - _CLOSE) * _PAPER_GAIN,))
+
+
+def falls(gains: Gains) -> Measurement:
+    """From the smallest batch to the largest, with certainty."""
+    found = {batch: ratio(*pair) for batch, pair in gains.items()}
+    return Measurement(_by_batch(found), (found[min(found)].low > found[max(found)].high,))
+
+
+def degrades(gains: Gains) -> Measurement:
+    """Against one request at a time, to a tenth of the gain."""
+    alone, together = (ratio(*gains[batch]) for batch in (min(gains), _SERVED_AT))
+    loss = 1 - together.mean / alone.mean
+    return Measurement(
+        f"by {loss:.0%}, {_times(alone)} to {_times(together)}",
+        (abs(loss - _PAPER_LOSS) <= _CLOSE,),
+    )
+
+
+def stays(gains: Gains) -> Measurement:
+    """Nowhere with certainty."""
+    found = {batch: ratio(*pair) for batch, pair in gains.items()}
+    return Measurement(_by_batch(found), (all(f.high >= 1 for f in found.values()),))
+
+
+def _by_batch(found: Mapping[int, Interval]) -> str:
+    return "; ".join(f"batch {batch}: {_times(gain)}" for batch, gain in found.items())
+
+
+def _times(found: Interval) -> str:
+    return f"{found.mean:.2f}× ({found.low:.2f} to {found.high:.2f})"
+
+
+def _draw(job: Trial, found: Rates) -> None:
+    lines = {
+        name: (list(found), [float(rates[name].mean()) for rates in found.values()])
+        for name in found[min(found)]
+    }
+    axes = {"xlabel": "batch", "ylabel": "tokens/s", "xscale": "log", "ylim": (0, None)}
+    batches = list(found.values())
+    bands = {
+        n: ([float(b[n].min()) for b in batches], [float(b[n].max()) for b in batches])
+        for n in lines
+    }
+    title = "Speculative decoding by batch (Spin, figure 4)"
+    draw(job.out / f"{NAME}.png", title, [[Plot(lines, axes, "o-", {}, bands)]])
+
+
+EXPERIMENT = Experiment(NAME, "Figure 4: gain of speculation by batch, live", run, is_live=True)

@@ -1,0 +1,285 @@
+"""Spin, theorem 1: regret and switching cost over time, against log T.
+
+Eight requests of all texts that never end, Spin's five drafters on a device each, four draft tokens
+in a slot (`lab.common.slots`, `lab.common.families`). What is lost is counted in slots of each
+request's best drafter: by drafters that are worse (the goodput regret of eq. 6), and by reading the
+text after a switch, which takes the longer the longer the text is, as the paper says of its cost.
+
+T doubles from horizon to horizon. A regret of log T grows by as much each time, one of T by twice
+as much as the time before: claimed is an exponent of 0, and one below a half is nearer to that than
+to 1. The paper averages all that was observed; where nothing else is said, `lbss` lets evidence
+fade, which matters from some hundred slots on. `long` explores for 240 slots of an epoch, not 6.
+
+The control is a drafter drawn at random in every slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from lab.common.claims import ClaimVerdict, Measurement, check
+from lab.common.experiment import Experiment, Trial
+from lab.common.families import (
+    SPIN_DRAFTERS,
+    SPIN_TEXTS,
+    prompt_lengths,
+    spin_acceptances,
+    spin_profile,
+)
+from lab.common.report import Plot, draw, write_table
+from lab.common.slots import Regret, Slots
+from lab.common.statistics import SEEDS, FloatArray, Interval, interval, ratio
+from penstock.config import PolicyConfig
+from penstock.core.policies.selection import SelectionPolicy
+from penstock.core.policies.selection.papers.lbss import Lbss
+from penstock.core.policies.selection.parts.goodput import ObservedGoodput
+from penstock.sim.acceptance import DomainAcceptance
+
+NAME = "spin_theorem1"
+
+_REQUESTS = 8
+_DRAFT_TOKENS = 4
+_FIRST = 4
+"""Horizons are powers of two from 2^4 on."""
+_DOUBLINGS = {10_000: 10, 1_000: 9, 0: 5}
+"""By the effort."""
+_SHORT = 2
+"""Number of the horizon at which requests of some hundred tokens end: 64 slots."""
+_NOTHING = 1e-3
+"""Slots or switches: less than that was not lost."""
+_LONG = {"alpha": 240, "beta": 20}
+
+
+class Averaging(Lbss):
+    """LBSS whose estimates are means of everything, as Algorithm 2 prints them."""
+
+    def __init__(self, options: Lbss.Options) -> None:
+        super().__init__(options)
+        self._observed = ObservedGoodput(fades=False)
+
+
+def _averaging(**options: object) -> Callable[[int], SelectionPolicy]:
+    return lambda seed: Averaging(Lbss.Options(seed=seed, **options))  # type: ignore[arg-type]
+
+
+def _named(name: str, **options: object) -> Callable[[int], SelectionPolicy]:
+    return lambda seed: PolicyConfig.of(name, seed=seed, **options).make("selection")
+
+
+PRINTED, SLOW, SINGLE, LONG = "LBSS", "no fast switch", "chunks of 1", "long exploration"
+SERVED, RANDOM = "as served", "at random"
+POLICIES: Mapping[str, Callable[[int], SelectionPolicy]] = {
+    PRINTED: _averaging(),
+    SLOW: _averaging(fast_switch=False),
+    SINGLE: _averaging(beta=1, fast_switch=False),
+    LONG: _averaging(**_LONG),
+    SERVED: _named("lbss"),
+    RANDOM: _named("epsilon_greedy", explore=1.0),
+}
+
+
+@dataclass(frozen=True)
+class Losses:
+    """By policy, [seeds, horizons] each; see `Regret`."""
+
+    horizons: list[int]
+    goodput: dict[str, FloatArray]
+    reading: dict[str, FloatArray]
+    if_constant: dict[str, FloatArray]
+    switches: dict[str, FloatArray]
+    best: dict[str, FloatArray]
+
+    @property
+    def total(self) -> dict[str, FloatArray]:
+        """Eq. 6."""
+        return {name: lost + self.reading[name] for name, lost in self.goodput.items()}
+
+    @property
+    def simple(self) -> dict[str, FloatArray]:
+        """Were a switch always to cost the same."""
+        return {name: lost + self.if_constant[name] for name, lost in self.goodput.items()}
+
+
+def run(job: Trial) -> list[ClaimVerdict]:
+    doublings = next(n for least, n in _DOUBLINGS.items() if job.effort.curve_arrivals >= least)
+    horizons = [2 ** (_FIRST + k) for k in range(doublings + 1)]
+    seeds = SEEDS[: job.effort.repetitions]
+    items = [(name, horizons, seed) for name in POLICIES for seed in seeds]
+    played = job.each(regret, items, lambda name, *_: f"{NAME}: {name}")
+    regrets = {name: [next(played) for _ in seeds] for name in POLICIES}
+    fields = Regret.__dataclass_fields__
+    found = Losses(
+        horizons,
+        **{
+            f: {n: np.array([getattr(r, f) for r in rs]) for n, rs in regrets.items()}
+            for f in fields
+        },
+    )
+    write_table(
+        job.out / f"{NAME}.csv",
+        (
+            "policy",
+            "seed",
+            "slots",
+            *(f"{field}_slots" if field in _LOST else field for field in fields),
+        ),
+        (
+            (name, seed, t, *(float(getattr(found, field)[name][seed, k]) for field in fields))
+            for name in POLICIES
+            for seed in seeds
+            for k, t in enumerate(horizons)
+        ),
+    )
+    _draw(job, found)
+    return verdicts(found)
+
+
+_LOST = ("goodput", "reading", "if_constant")
+
+
+def regret(policy: str, horizons: list[int], seed: int) -> Regret:
+    """Of one policy, with requests of a seed."""
+    drawn = DomainAcceptance(spin_acceptances(tuple(SPIN_TEXTS)), seed)
+    rates = [[drawn.rates(str(i))[name] for name in SPIN_DRAFTERS] for i in range(_REQUESTS)]
+    slots = Slots(
+        POLICIES[policy](seed),
+        spin_profile("7B"),
+        np.array(rates),
+        prompt_lengths(np.random.default_rng(seed), _REQUESTS),
+        _DRAFT_TOKENS,
+        seed,
+    )
+    return slots.play(horizons)
+
+
+def verdicts(found: Losses) -> list[ClaimVerdict]:
+    def grows(claim: str, lost: Mapping[str, FloatArray], policy: str = PRINTED) -> ClaimVerdict:
+        return check(
+            claim, like_log, (lost[policy], found), "drafters at random", (lost[RANDOM], found)
+        )
+
+    reading, switches = found.reading, found.switches
+    return [
+        grows("total regret is O(log T) (theorem 1)", found.total),
+        grows("goodput regret is O(log T)", found.goodput),
+        grows("the number of switches is O(log T)", found.switches),
+        grows(
+            "goodput regret is O(log T) with explorations of 240 slots (no claim of the paper's)",
+            found.goodput,
+            LONG,
+        ),
+        check(
+            "the best drafter is used more and more often",
+            more_often,
+            (found.best[PRINTED], found),
+            "drafters at random",
+            (found.best[RANDOM], found),
+        ),
+        check(
+            "chunks of two slots reduce switching",
+            less,
+            (switches[SLOW], switches[SINGLE]),
+            "chunks of one against themselves, with other seeds",
+            (np.roll(switches[SINGLE], 1, axis=0), switches[SINGLE]),
+        ),
+        check(
+            "fast switching reduces the switching cost (section IV-C)",
+            less,
+            (reading[PRINTED], reading[SLOW]),
+            "without it, against itself with other seeds",
+            (np.roll(reading[SLOW], 1, axis=0), reading[SLOW]),
+        ),
+    ]
+
+
+def exponent(lost: FloatArray) -> Interval:
+    """0 for log T, 1 for T: from what the last two doublings added, over what the two before did.
+    lost: [seeds, horizons]."""
+    growth = np.maximum(lost[:, [-1, -3]] - lost[:, [-3, -5]], _NOTHING)
+    return interval(np.log(growth[:, 0] / growth[:, 1]) / np.log(4))
+
+
+def like_log(given: tuple[FloatArray, Losses]) -> Measurement:
+    """Nearer to log T than to T, with certainty."""
+    lost, found = given
+    power = exponent(lost)
+    ends = lost.mean(axis=0)
+    middle = len(ends) // 2
+    return Measurement(
+        f"{ends[0]:.3g} after {found.horizons[0]} slots, {ends[middle]:.3g} after "
+        f"{found.horizons[middle]:,}, {ends[-1]:.3g} after {found.horizons[-1]:,}: growth like "
+        f"T^{power}",
+        (power.high < 0.5,),
+    )
+
+
+def more_often(given: tuple[FloatArray, Losses]) -> Measurement:
+    """In the second half of the slots, and in the first ones."""
+    best, found = given
+    first, last = interval(best[:, 0]), interval(best[:, -1])
+    gain = interval(best[:, -1] - best[:, 0])
+    return Measurement(
+        f"in {first.mean:.0%} of the first {found.horizons[0]} slots, in {last.mean:.0%} of the "
+        f"second {found.horizons[-1] // 2:,}",
+        (gain.low > 0,),
+    )
+
+
+def less(given: tuple[FloatArray, FloatArray]) -> Measurement:
+    """Where requests end, and at the last horizon."""
+    parts, told = [], []
+    for when, k in ((f"after {2 ** (_FIRST + _SHORT)} slots", _SHORT), ("at the end", -1)):
+        found = ratio(*(np.maximum(lost[:, k], _NOTHING) for lost in given))
+        parts.append(found.high < 1)
+        told.append(f"{found} times {when}")
+    return Measurement(", ".join(told), tuple(parts))
+
+
+def _draw(job: Trial, found: Losses) -> None:
+    slots = found.horizons
+
+    def lines(lost: Mapping[str, FloatArray], names: Sequence[str]) -> dict[str, Any]:
+        return {name: (slots, lost[name].mean(axis=0)) for name in names}
+
+    def bands(lost: Mapping[str, FloatArray], names: Sequence[str]) -> dict[str, Any]:
+        return {name: (lost[name].min(axis=0), lost[name].max(axis=0)) for name in names}
+
+    ours = (PRINTED, SERVED, LONG)
+    start = float(found.total[PRINTED][:, 0].mean())
+    laws = {
+        "like T": (slots, [start * t / slots[0] for t in slots]),
+        "like log T": (slots, [start * np.log(t) / np.log(slots[0]) for t in slots]),
+    }
+    axes = {"xlabel": "slots T", "xscale": "log", "yscale": "log"}
+    regrets = (*ours, RANDOM)
+    goodput = Plot(
+        lines(found.goodput, regrets) | laws,
+        {**axes, "title": "by drafters that are worse", "ylabel": "slots lost a request"},
+        "o-",
+        {"like T": "k:", "like log T": "k--"},
+        bands(found.goodput, regrets),
+    )
+    switching = (PRINTED, SLOW, SINGLE, RANDOM)
+    reading = Plot(
+        lines(found.reading, switching),
+        {**axes, "title": "by reading after switches", "ylabel": "slots lost a request"},
+        "o-",
+        {},
+        bands(found.reading, switching),
+    )
+    switches = Plot(
+        lines(found.switches, switching),
+        {**axes, "title": "switches", "ylabel": "switches of a request"},
+        "o-",
+        {},
+        bands(found.switches, switching),
+    )
+    title = "LBSS over time (Spin, theorem 1); bands: all seeds"
+    draw(job.out / f"{NAME}.png", title, [[goodput, reading, switches]])
+
+
+EXPERIMENT = Experiment(NAME, "Theorem 1: regret and switching cost against log T", run)

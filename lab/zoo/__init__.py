@@ -1,0 +1,1 @@
+"""Training, growing and judging the bundled family of models."""

@@ -1,0 +1,242 @@
+"""Larger copies of the bundled models that make the same tokens: real acceptance at real cost.
+
+The width grows by a power of 4. The residual stream's added channels are zero, so that the mean of
+its squares is a power of 4 smaller; with eps divided by that power and the norms' weights by its
+root, RMSNorm returns the same numbers, and each of these divisions is exact. Added layers, heads
+and MLP channels read the stream through random weights and write nothing: the columns that they
+have in the output projections are zero. Head size, rotation, vocabulary and positions stay.
+
+Products are then sums of the same terms and zeros, which are equal wherever terms are added in the
+order of the inputs, as the compiled kernels do. A library that adds in blocks may cut longer rows
+at other places, and round the last bit otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+from lab.zoo.manifest import write_manifest
+from penstock.config import ConfigError
+from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.folder import SINGLE_FILE
+from penstock.engine.models.shards import SHARD_BYTES, new_folder, save_sharded
+from penstock.engine.models.weights import weight_specs
+from penstock.zoo.registry import DEFAULT_TARGET, ModelCard, bundled_models
+
+TOLERANCE = 0.015
+"""How far a grown size may lie from the one that was asked for."""
+
+_WIDTHS = (1, 4, 16, 64)
+_FFN_STEPS = (256, 32)
+"""256 where a size allows it, the longest block that a quantised format cuts rows into; the
+bundled models' own is 32."""
+
+_MOST_DEPTH = 4
+"""Layers over those that a model of the same proportions would have, at most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Growth:
+    """One model of the family, before and after.
+
+    asked: parameters that were asked for
+    width: by which its hidden size grows, a power of 4
+    """
+
+    card: ModelCard
+    asked: int
+    width: int
+    small: DecoderConfig
+    large: DecoderConfig
+
+    @property
+    def parameters(self) -> int:
+        return count_parameters(self.large)
+
+    @property
+    def num_bytes(self) -> int:
+        """Of its weights on disk."""
+        return self.parameters * self.large.dtype.itemsize
+
+
+def count_parameters(config: DecoderConfig) -> int:
+    """Of a Llama model with tied embeddings, which count once."""
+    hidden = config.hidden_size
+    attention = 2 * hidden * (config.q_size + config.kv_size)
+    layer = attention + 3 * hidden * config.intermediate_size + 2 * hidden
+    return config.vocab_size * hidden + config.num_layers * layer + hidden
+
+
+def plan_family(target_params: int, drafter_share: tuple[float, float]) -> list[Growth]:
+    """The default target and all bundled drafters, the target first.
+
+    drafter_share: parameters over the target's, of the smallest drafter and of the largest; those
+    between lie in proportion to the logarithm of their size.
+    Raises: ConfigError for sizes under those of the bundled models, and names the smallest.
+    """
+    cards = bundled_models()
+    drafters = [card for card in cards.values() if card.role == "drafter"]
+    sizes = [card.parameters for card in drafters]
+    low, high = drafter_share
+    target = cards[DEFAULT_TARGET]
+    if target_params < target.parameters * (1 - TOLERANCE):
+        raise ConfigError(
+            f"--target-params: {target.name} has {target.parameters:,} parameters and can only "
+            f"grow; {target_params:,} is less"
+        )
+    grown = [_plan(target, target_params)]
+    for card in drafters:
+        place = math.log(card.parameters / min(sizes)) / math.log(max(sizes) / min(sizes))
+        asked = round(target_params * low ** (1 - place) * high**place)
+        if asked < card.parameters * (1 - TOLERANCE):
+            raise ConfigError(
+                f"--drafter-share: {card.name} has {card.parameters:,} parameters and can only "
+                f"grow; its share of {target_params:,} is {asked / target_params:.4f}, which must "
+                f"be at least {card.parameters / target_params:.4f}"
+            )
+        grown.append(_plan(card, asked))
+    return grown
+
+
+def _plan(card: ModelCard, asked: int) -> Growth:
+    small = DecoderConfig.from_pretrained(card.path)
+    width, large = grown_shape(small, asked)
+    return Growth(card, asked, width, small, large)
+
+
+def grown_shape(small: DecoderConfig, parameters: int) -> tuple[int, DecoderConfig]:
+    """Width factor and config nearest to `small` in proportions, within TOLERANCE in size."""
+    shapes = [shape for shape in _shapes(small, parameters) if _error(shape[1], parameters) <= 1]
+    even = [shape for shape in shapes if shape[1].intermediate_size % _FFN_STEPS[0] == 0]
+    return min(even or shapes, key=lambda shape: _distance(small, *shape))
+
+
+def _error(large: DecoderConfig, parameters: int) -> float:
+    """Of its size, as a share of what is tolerated."""
+    return abs(count_parameters(large) / parameters - 1) / TOLERANCE
+
+
+def _distance(small: DecoderConfig, width: int, large: DecoderConfig) -> float:
+    """Squared, between the proportions of layers and MLP to the hidden size, in logarithms."""
+    depth = large.num_layers / (small.num_layers * width)
+    ffn = large.intermediate_size / (small.intermediate_size * width)
+    return math.log(depth) ** 2 + math.log(ffn) ** 2
+
+
+def _shapes(small: DecoderConfig, parameters: int) -> Iterator[tuple[int, DecoderConfig]]:
+    """For every width and depth the MLP that comes nearest to `parameters`."""
+    for width in _WIDTHS:
+        wide = widened(small, width)
+        for layers in range(small.num_layers, _MOST_DEPTH * small.num_layers * width + 1):
+            flat = replace(wide, num_layers=layers)
+            missing = parameters - count_parameters(flat)
+            channels = small.intermediate_size + missing / (3 * wide.hidden_size * layers)
+            for step in _FFN_STEPS:
+                ffn = round(channels / step) * step
+                if ffn >= small.intermediate_size:
+                    yield width, replace(flat, intermediate_size=ffn)
+
+
+def widened(small: DecoderConfig, width: int) -> DecoderConfig:
+    """Hidden size, heads and key heads times `width`, a power of 4."""
+    return replace(
+        small,
+        hidden_size=small.hidden_size * width,
+        num_heads=small.num_heads * width,
+        num_kv_heads=small.num_kv_heads * width,
+        rms_norm_eps=small.rms_norm_eps / width,
+    )
+
+
+def write_family(
+    out: Path, family: list[Growth], on_bytes: Callable[[int], object] = lambda num: None
+) -> None:
+    """Write every model to its folder in `out`, with a manifest; what is unfinished goes again.
+
+    Raises: ConfigError where `out` is not an empty or new folder, or the disk has no room.
+    """
+    new_folder(out, sum(growth.num_bytes for growth in family))
+    folders = [out / growth.card.name for growth in family]
+    try:
+        for growth, folder in zip(family, folders, strict=True):
+            write_grown(folder, growth, on_bytes)
+    except BaseException:
+        for folder in folders:
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+    cards = {
+        growth.card.name: {
+            "role": growth.card.role,
+            "parameters": growth.parameters,
+            "description": f"{growth.card.description}; grown from {growth.card.parameters:,}",
+        }
+        for growth in family
+    }
+    write_manifest(out, cards)
+
+
+def write_grown(
+    folder: Path,
+    growth: Growth,
+    on_bytes: Callable[[int], object] = lambda num: None,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write one grown model in Hugging Face layout, in files of at most `shard_bytes`."""
+    shutil.copytree(
+        growth.card.path, folder, ignore=shutil.ignore_patterns("config.json", "*.safetensors")
+    )
+    raw: dict[str, Any] = json.loads((growth.card.path / "config.json").read_text())
+    raw |= {
+        "hidden_size": growth.large.hidden_size,
+        "intermediate_size": growth.large.intermediate_size,
+        "num_hidden_layers": growth.large.num_layers,
+        "num_attention_heads": growth.large.num_heads,
+        "num_key_value_heads": growth.large.num_kv_heads,
+        "rms_norm_eps": growth.large.rms_norm_eps,
+    }
+    (folder / "config.json").write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    old = load_file(growth.card.path / SINGLE_FILE)
+    generator = torch.Generator().manual_seed(0)
+
+    def tensors() -> Iterator[tuple[str, torch.Tensor]]:
+        for spec in weight_specs(growth.large):
+            for name, shape in spec.sources:
+                tensor = _grown_tensor(name, shape, old, growth, generator)
+                on_bytes(tensor.nbytes)
+                yield name, tensor
+
+    save_sharded(folder, tensors(), shard_bytes)
+
+
+def _grown_tensor(
+    name: str,
+    shape: tuple[int, ...],
+    old: dict[str, torch.Tensor],
+    growth: Growth,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """The old values in the first rows and columns; around them zeros in what writes to the
+    residual stream, and random numbers in what reads it."""
+    own = old.get(name)
+    if len(shape) == 1:
+        # An added layer has the norms of the last one.
+        last = name.split(".")
+        last[2:3] = [str(growth.small.num_layers - 1)] if own is None else last[2:3]
+        values = old[".".join(last)]
+        return values.repeat(growth.width) / math.sqrt(growth.width)
+    tensor = torch.zeros(shape, dtype=growth.large.dtype)
+    if not name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+        # Only the old channels are ever anything but zero.
+        tensor.normal_(std=growth.small.hidden_size**-0.5, generator=generator)
+    if own is not None:
+        tensor[: own.shape[0], : own.shape[1]] = own
+    return tensor

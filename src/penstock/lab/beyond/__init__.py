@@ -1,3 +1,0 @@
-"""What none of the papers shows: their parts together, one file each, found as those in
-`penstock.lab.papers` are.
-"""
