@@ -13,7 +13,7 @@ PARALLEL = -n $(or $(WORKERS),auto) --maxprocesses 4 --dist loadfile --no-loadsc
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup native serve test test-slow test-faults test-kernels check format docs clean
+.PHONY: setup native serve test test-slow test-faults test-kernels check size format docs clean
 
 setup: $(VENV)/.ready native
 
@@ -82,6 +82,11 @@ check: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+	$(BIN)/python -m lab.size >/dev/null
+
+# Lines, words, options, policies and constants, beside their budgets in size.toml.
+size: setup
+	$(BIN)/python -m lab.size
 
 format: setup
 	$(BIN)/ruff format .
