@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from lab.common.rounds import RecordedClient
-from penstock.core.learn.prior import Belief
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdaptive
 from penstock.core.policies.allocation.parts.gradient import GoodputAverages, tokens_by_tenant
@@ -97,36 +96,6 @@ def reads_prompts(acceptance: DomainAcceptance, seed: int) -> type[Adaptive]:
             return known
 
     return ReadsPrompts
-
-
-def knows_domains(
-    names: Sequence[str], rates: FloatArray, domains: npt.NDArray[np.int64]
-) -> type[Adaptive]:
-    """`adaptive` that need not learn from other requests: of request i it knows mean and covariance
-    of the log-odds in its domain.
-
-    names: drafters. rates: acceptance, [requests, drafters]. domains: [requests], from 0 on.
-    """
-    logits = np.log(rates / (1 - rates))
-    means = np.array([logits[domains == d].mean(0) for d in range(domains.max() + 1)])
-    off = logits - means[domains]
-    covariance = off.T @ off / len(off) + _JITTER * np.eye(len(names))
-
-    class Domains(Adaptive):
-        name: ClassVar[str] = "domains"
-
-        def _know(self, state: RequestState, drafters: Any, view: Any) -> Any:
-            known = super()._know(state, drafters, view)
-            columns = [names.index(d) for d in self._models]
-            mean = means[domains[int(state.request.id)]][columns]
-            known.prior = Belief(mean, covariance[np.ix_(columns, columns)])
-            known.doubt = np.zeros(len(columns))
-            return known
-
-    return Domains
-
-
-# --- who share out draft tokens -------------------------------------------------------------------
 
 
 class KnowsRates(GoodSpeedAdaptive):

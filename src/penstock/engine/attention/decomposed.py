@@ -20,7 +20,7 @@ from penstock.fluid.packing import AttentionCost, Decomposition, best_decomposit
 
 Planner = Callable[[list[int], int], Decomposition]
 
-# Against a token's copy, for each query head of a group: lab/bench/ragged_attention.py measures.
+# Against a token's copy, for each query head of a group, as measured at 5d79ef34.
 _PER_SCORE, _PER_PARTIAL = 0.09, 2.0
 
 
