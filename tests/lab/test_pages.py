@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.lab.bench import Results, parser, save, table, tell
-from penstock.lab.claims import bar
+from penstock.lab.claims import Measurement, bar, check
 from penstock.lab.pages import main, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -61,6 +61,18 @@ def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
     assert "## A top\n\nIt spins." in page
     assert "| | tokens/s |\n| --- | --- |\n| fast | 2.0 |" in page
     assert "- [met] speed: 2.0 (bar 1)" in page
+
+
+def test_a_control_is_shown_by_its_outcome(docs: Path) -> None:
+    verdict = check("it grows", lambda x: Measurement(f"by {x}.", (x > 1,)), 2, "no growth", 0)
+    save(
+        docs / "results" / "toys" / "top.json",
+        Results([], [verdict]),
+        command="top",
+        machine="here",
+    )
+    ((_, text),) = pages(docs)
+    assert "- [holds] it grows: by 2. (control: does not hold)\n" in text
 
 
 def test_pictures_are_shown_with_their_own_result(docs: Path) -> None:

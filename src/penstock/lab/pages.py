@@ -10,7 +10,7 @@ command, date, machine
                 how, when and where
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
-verdicts        a line for each claim
+verdicts        a line for each claim (`ClaimVerdict.line`); the page shows of a control only its outcome
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +32,8 @@ _PAGE = "page.json"
 _GENERATED = (
     "<!-- Written by `python -m penstock.lab.pages` from the files in {}: change those. -->"
 )
+_CONTROL = re.compile(r"\. Control, .+? \[([a-z ]+)\]: .+", re.DOTALL)
+"""What `ClaimVerdict.line` says of a control."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,8 +90,13 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
     for table in result["tables"]:
         yield table["title"]
         yield _markdown(table["header"], table["rows"])
-    yield "\n".join(f"- {line}" for line in result.get("verdicts", ()))
+    yield "\n".join(f"- {_verdict(line)}" for line in result.get("verdicts", ()))
     yield result.get("remarks", "")
+
+
+def _verdict(line: str) -> str:
+    """A claim's line with the outcome of its control alone."""
+    return _CONTROL.sub(r" (control: \1)", line)
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
