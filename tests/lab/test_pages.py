@@ -64,7 +64,7 @@ def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
 
 
 def test_a_control_is_shown_by_its_outcome(docs: Path) -> None:
-    verdict = check("it grows", lambda x: Measurement(f"by {x}.", (x > 1,)), 2, "no growth", 0)
+    verdict = check("it grows", lambda x: Measurement(f"by {x}", (x > 1,)), 2, "no growth", 0)
     save(
         docs / "results" / "toys" / "top.json",
         Results([], [verdict]),
@@ -72,7 +72,7 @@ def test_a_control_is_shown_by_its_outcome(docs: Path) -> None:
         machine="here",
     )
     ((_, text),) = pages(docs)
-    assert "- [holds] it grows: by 2. (control: does not hold)\n" in text
+    assert "- [holds] it grows: by 2 (control: does not hold)\n" in text
 
 
 def test_pictures_are_shown_with_their_own_result(docs: Path) -> None:

@@ -10,7 +10,7 @@ command, date, machine
                 how, when and where
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
-verdicts        a line for each claim (`ClaimVerdict.line`); the page shows of a control only its outcome
+verdicts        a line for each claim (`ClaimVerdict.line`); a page shows a control's outcome only
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
