@@ -10,7 +10,8 @@ command, date, machine
                 how, when and where
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
-verdicts        a line for each claim (`ClaimVerdict.line`); a page shows a control's outcome only
+verdicts        a line for each claim (`ClaimVerdict.line`); a page leaves out what a control came to,
+                and its outcome, too, where the claim does not hold of it, as it should be
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
@@ -95,8 +96,12 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
 
 
 def _verdict(line: str) -> str:
-    """A claim's line with the outcome of its control alone."""
-    return _CONTROL.sub(r" (control: \1)", line)
+    """A claim's line without its control, but for an outcome other than `does not hold`."""
+
+    def outcome(control: re.Match[str]) -> str:
+        return "" if control[1] == "does not hold" else f" (control: {control[1]})"
+
+    return _CONTROL.sub(outcome, line)
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
