@@ -10,8 +10,8 @@ command, date, machine
                 how, when and where
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
-verdicts        a line for each claim (`ClaimVerdict.line`); a page leaves out what a control came to,
-                and its outcome, too, where the claim does not hold of it, as it should be
+verdicts        a line for each claim (`ClaimVerdict.line`); a page leaves out its control, but
+                for an outcome other than `does not hold`
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
