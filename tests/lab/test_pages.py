@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from lab.common.claims import bar
+from lab.common.claims import Measurement, bar, check
 from lab.common.pages import main, pages
 from lab.common.results import Results, parser, save, table, tell
 
@@ -61,6 +61,21 @@ def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
     assert "## A top\n\nIt spins." in page
     assert "| | tokens/s |\n| --- | --- |\n| fast | 2.0 |" in page
     assert "- [met] speed: 2.0 (bar 1)" in page
+
+
+def test_of_a_control_only_an_outcome_other_than_expected_is_shown(docs: Path) -> None:
+    def grows(by: tuple[int, int]) -> Measurement:
+        return Measurement(f"by {by[0]} and {by[1]}", tuple(x > 1 for x in by))
+
+    verdicts = [
+        check("it grows", grows, (2, 2), "no growth", placebo) for placebo in ((0, 0), (0, 2))
+    ]
+    save(
+        docs / "results" / "toys" / "top.json", Results([], verdicts), command="top", machine="here"
+    )
+    ((_, text),) = pages(docs)
+    line = "- [holds] it grows: by 2 and 2"
+    assert f"{line}\n{line} (control: holds in part)\n" in text
 
 
 def test_pictures_are_shown_with_their_own_result(docs: Path) -> None:
