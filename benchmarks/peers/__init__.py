@@ -1,1 +1,1 @@
-"""Penstock against other programs on one machine: `python -m benchmarks.peers`, docs/peers.md."""
+"""Penstock against other programs on one machine: `python -m benchmarks.peers`, docs/reproduce.md."""
