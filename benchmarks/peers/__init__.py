@@ -1,1 +1,4 @@
-"""Penstock against other programs on one machine: `python -m benchmarks.peers`, docs/reproduce.md."""
+"""Penstock against other programs on one machine: `python -m benchmarks.peers`.
+
+How it measures: docs/reproduce.md.
+"""
