@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from penstock.lab.bench import Results, parser, save, table, tell
-from penstock.lab.claims import bar
+from penstock.lab.claims import Measurement, bar, check
 from penstock.lab.pages import main, pages
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -61,6 +61,21 @@ def test_a_benchmark_writes_a_result_file_and_it_becomes_a_page(
     assert "## A top\n\nIt spins." in page
     assert "| | tokens/s |\n| --- | --- |\n| fast | 2.0 |" in page
     assert "- [met] speed: 2.0 (bar 1)" in page
+
+
+def test_of_a_control_only_an_outcome_other_than_expected_is_shown(docs: Path) -> None:
+    def grows(by: tuple[int, int]) -> Measurement:
+        return Measurement(f"by {by[0]} and {by[1]}", tuple(x > 1 for x in by))
+
+    verdicts = [
+        check("it grows", grows, (2, 2), "no growth", placebo) for placebo in ((0, 0), (0, 2))
+    ]
+    save(
+        docs / "results" / "toys" / "top.json", Results([], verdicts), command="top", machine="here"
+    )
+    ((_, text),) = pages(docs)
+    line = "- [holds] it grows: by 2 and 2"
+    assert f"{line}\n{line} (control: holds in part)\n" in text
 
 
 def test_pictures_are_shown_with_their_own_result(docs: Path) -> None:

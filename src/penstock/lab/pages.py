@@ -10,7 +10,8 @@ command, date, machine
                 how, when and where
 outdated        why the figures must be made again, if they must
 tables          each with a title (Markdown), a header and rows of cells
-verdicts        a line for each claim
+verdicts        a line for each claim (`ClaimVerdict.line`); a page leaves out its control, but
+                for an outcome other than `does not hold`
 remarks         what the figures say, in Markdown, which is gone when they are measured again
 order           where in the page, by rising numbers
 
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +33,8 @@ _PAGE = "page.json"
 _GENERATED = (
     "<!-- Written by `python -m penstock.lab.pages` from the files in {}: change those. -->"
 )
+_CONTROL = re.compile(r"\. Control, .+? \[([a-z ]+)\]: .+", re.DOTALL)
+"""What `ClaimVerdict.line` says of a control."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -87,8 +91,17 @@ def _section(result: dict[str, Any]) -> Iterator[str]:
     for table in result["tables"]:
         yield table["title"]
         yield _markdown(table["header"], table["rows"])
-    yield "\n".join(f"- {line}" for line in result.get("verdicts", ()))
+    yield "\n".join(f"- {_verdict(line)}" for line in result.get("verdicts", ()))
     yield result.get("remarks", "")
+
+
+def _verdict(line: str) -> str:
+    """A claim's line without its control, but for an outcome other than `does not hold`."""
+
+    def outcome(control: re.Match[str]) -> str:
+        return "" if control[1] == "does not hold" else f" (control: {control[1]})"
+
+    return _CONTROL.sub(outcome, line)
 
 
 def _markdown(header: list[str], rows: list[list[str]]) -> str:
