@@ -45,7 +45,6 @@ from benchmarks.ragged_scene import (
 )
 
 from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
-from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.rehearsal import (
@@ -63,6 +62,7 @@ from penstock.fluid.packing import (
     compare,
     largest_batch,
 )
+from penstock.lab.padded_attention import BY_LAYOUT
 from penstock.lab.statistics import interval
 
 
@@ -178,7 +178,7 @@ def _memory_cell(config: DecoderConfig, shape: KVShape, batch: int, seed: int) -
     assert blocks == costs["packed"].kv_bytes
     cell = {}
     for layout in LAYOUTS:
-        backend = make_attention(layout, cache, config.num_heads)
+        backend = BY_LAYOUT[layout](cache, config.num_heads)
         if layout == "decomposed":
             backend = DecomposedAttention(cache, config.num_heads, as_many_rows)
         backend.prepare(rows)

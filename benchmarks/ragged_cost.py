@@ -16,7 +16,6 @@ from benchmarks.ragged_scene import (
 from scipy.optimize import nnls
 
 from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
-from penstock.engine.backends import make_attention
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.rehearsal import (
@@ -37,6 +36,7 @@ from penstock.fluid.packing import (
     cut,
     decompose,
 )
+from penstock.lab.padded_attention import BY_LAYOUT
 
 TRIED: dict[str, Callable[[list[int], int], Decomposition]] = {
     "cut 16": lambda lengths, window: cut(lengths, 16),
@@ -100,7 +100,7 @@ def _cost_samples(
     q = random_queries(config, rows.num_tokens)
     calls: dict[str, Callable[[], object]] = {}
     plans: dict[str, Decomposition] = {}
-    made: dict[str, Any] = {name: make_attention(name, cache, config.num_heads) for name in LAYOUTS}
+    made: dict[str, Any] = {n: make(cache, config.num_heads) for n, make in BY_LAYOUT.items()}
     del made["decomposed"]
     for name, plan in TRIED.items():
         made[name] = DecomposedAttention(cache, config.num_heads, plan)

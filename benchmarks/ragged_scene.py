@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.backends import make_attention
+from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.rehearsal import (
@@ -19,11 +19,9 @@ from penstock.engine.rehearsal import (
     random_queries,
     verification_batch,
 )
-from penstock.fluid.packing import (
-    LAYOUTS,
-    KVShape,
-)
+from penstock.fluid.packing import KVShape
 from penstock.lab.claims import bar
+from penstock.lab.padded_attention import BY_LAYOUT
 
 SEEDS = range(5)
 WINDOW = 4
@@ -73,8 +71,9 @@ class Contest:
         self.lengths = contexts(batch, seed)
         rows = verification_batch(self.lengths, WINDOW, cache.num_blocks, seed)
         q = random_queries(config, rows.num_tokens)
-        backends = {name: make_attention(name, cache, config.num_heads) for name in LAYOUTS}
-        backends["decomposed, B = n"] = make_attention("decomposed_spin", cache, config.num_heads)
+        heads = config.num_heads
+        backends = {name: make(cache, heads) for name, make in BY_LAYOUT.items()}
+        backends["decomposed, B = n"] = DecomposedAttention(cache, heads, as_many_rows)
         self.prepare_ms: dict[str, float] = {}
         self.calls: dict[str, Callable[[], object]] = {}
         for name, backend in backends.items():
