@@ -13,7 +13,7 @@ PARALLEL = -n $(or $(WORKERS),auto) --maxprocesses 4 --dist loadfile --no-loadsc
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/pip install --disable-pip-version-check -c constraints.txt
 
-.PHONY: setup native serve test test-slow test-faults test-kernels check size format docs clean
+.PHONY: setup native serve test test-slow test-faults check size format docs clean
 
 setup: $(VENV)/.ready native
 
@@ -47,11 +47,6 @@ $(VENV)/.ready: $(VENV)/.serve
 	$(PIP) -e '.[serve,plot,docs,dev]'
 	touch $@
 
-# PyTorch's build with CUDA brings the Triton that fits it; other builds bring none.
-$(VENV)/.kernels: $(VENV)/.ready
-	$(BIN)/python -c 'import triton' 2>/dev/null || $(PIP) triton==3.9.0
-	touch $@
-
 serve: $(VENV)/.serve native
 	$(BIN)/penstock serve --port $(PORT)
 
@@ -60,22 +55,16 @@ serve: $(VENV)/.serve native
 # One worker more than cores: there is always one that waits for a process.
 test: WORKERS := 3
 test: setup
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PARALLEL)
+	$(BIN)/python -m pytest -m "not slow" $(PARALLEL)
 
 # The rest: products in full, searches for capacities, real servers.
 test-slow: setup
-	$(BIN)/python -m pytest -m "slow and not faults and not gpu" $(PARALLEL)
+	$(BIN)/python -m pytest -m "slow and not faults" $(PARALLEL)
 
 # Real processes, frozen, killed and started again, against real clocks: one test at a time, on a
 # machine that does nothing else. Not in continuous integration.
 test-faults: setup
 	$(BIN)/python -m pytest -m "faults"
-
-# Triton's kernels in its interpreter, on the CPU: a download of 290 MB, and minutes.
-test-kernels: $(VENV)/.kernels native
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -m "not gpu" $(PARALLEL) -k "triton or kernels or attention" \
-		tests/engine/gpu/test_triton_paged.py tests/engine/gpu/test_kernels.py tests/engine/test_attention.py \
-		tests/engine/gpu/test_graphs.py tests/engine/gpu/test_capture.py tests/engine/test_synthetic.py
 
 check: setup
 	$(BIN)/ruff format --check .

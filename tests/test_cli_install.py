@@ -18,7 +18,6 @@ NEEDS_THE_EXTRA = [
     ("chat",),
     ("draft", "--connect", "127.0.0.1:1"),
     ("bench", "engine"),
-    ("bench", "engine", "--random-weights", "llama-68m"),
     ("profile", "measure", "--out", "p.json"),
     ("zoo", "info"),
     ("zoo", "fit", "p.json"),

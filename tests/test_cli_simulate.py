@@ -494,7 +494,7 @@ def test_fairness_between_27_tenants(cli: Cli, tmp_path: Path, admission: str) -
     assert min(waited["unfair"]) > 20
     assert max(waited["fair"]) < 5
     assert unfair["jain"] < 0.9 < 0.97 < fair["jain"]
-    # 2% less is what was wished for; docs/fairness.md says what it is.
+    # 2% less is what was wished for; docs/share.md says what it is.
     assert fair["throughput_tokens_per_s"] > 0.94 * unfair["throughput_tokens_per_s"]
     weighed = report_of(cli, "simulate", *arguments, "--fairness", "--tenant-weight", "t01=9")
     first = [r["tenants"]["t01"]["latency_s"]["mean"] for r in (fair, weighed)]

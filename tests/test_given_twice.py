@@ -63,10 +63,6 @@ def test_variables_of_different_settings_go_together() -> None:
             (*SHOW, "--engine", "vllm", "--engine-arg", "a={x: 1, x: 2}"),
             "--engine-arg a: 'x'",
         ),
-        (
-            ("bench", "engine", "--random-weights", "x", "--drafter", "a=x", "--drafter", "a=y"),
-            "--drafter: 'a'",
-        ),
         ((*SIMULATE, "--set", "order=fcfs", "--set", "admission.order=fcfs"), "--set: 'order'"),
         (
             (*SIMULATE, "--fairness", *("--tenant-weight", "a=1", "--tenant-weight", "a=2")),

@@ -25,12 +25,9 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-from penstock.engine.backends import make_attention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
-from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, Stored, Weight
 from penstock.engine.models.weights import weight_specs
 from penstock.engine.native.runner import NativeRunner
@@ -77,11 +74,8 @@ def native_runner(config: DecoderConfig, threads: int) -> NativeRunner:
 
 
 def eager_runner(config: DecoderConfig) -> EagerRunner:
-    cpu = torch.device("cpu")
-    cache = PagedKVCache(config, NUM_BLOCKS, BLOCK_SIZE, torch.float32, cpu)
     weights = {name: tensor.float() for name, tensor in random_weights(config).items()}
-    decoder = Decoder(config, weights, config.max_position_embeddings, cpu)
-    return EagerRunner(config, decoder, cache, make_attention("packed", cache, config.num_heads))
+    return EagerRunner(config, weights, torch.device("cpu"), NUM_BLOCKS, BLOCK_SIZE)
 
 
 def one_sequence(rows: int, room: int = 0) -> RaggedBatch:

@@ -49,10 +49,16 @@ _ids = itertools.count()
 
 
 def load(
-    target: str, batch: int, new_tokens: int, *, family: Path = WEIGHTS, **settings: Any
+    target: str,
+    batch: int,
+    new_tokens: int,
+    *,
+    family: Path = WEIGHTS,
+    calibrated: bool = True,
+    **settings: Any,
 ) -> Engine:
     """The engine with every drafter of a family and look-up, float32 where nothing else is said,
-    room for so many requests; `settings` as of `EngineConfig`."""
+    room for so many requests. calibrated: as of `load_engine`; `settings` as of `EngineConfig`."""
     drafters = {n: str(c.path) for n, c in bundled_models(family).items() if c.role == "drafter"}
     chosen: dict[str, Any] = {"dtype": "float32", **settings}
     return load_engine(
@@ -64,7 +70,8 @@ def load(
             # A native engine leaves PyTorch with one thread, which the next would take for all.
             num_threads=os.cpu_count(),
             **chosen,
-        )
+        ),
+        calibrated=calibrated,
     )
 
 

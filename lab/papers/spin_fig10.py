@@ -99,11 +99,13 @@ class Engines(NamedTuple):
 
     @classmethod
     def of(cls, scene: LiveScene) -> Engines:
+        from lab.common.padded_attention import load_padded
+
         most = max(_BATCHES)
         return cls(
-            scene.load(most, backend="eager", attention="padded"),
-            scene.load(most, backend="eager", attention="packed"),
-            scene.load(most, backend="eager", attention="packed", pipeline="auto"),
+            load_padded(scene, most),
+            scene.load(most, backend="eager"),
+            scene.load(most, backend="eager", pipeline="auto"),
             scene.load(most),
         )
 

@@ -33,6 +33,7 @@ from penstock.fluid.packing import LAYOUTS, KVShape, compare, cut
 from penstock.zoo.registry import DEFAULT_TARGET, model_path
 
 if TYPE_CHECKING:
+    from penstock.engine.attention import AttentionFactory
     from penstock.engine.attention.decomposed import DecomposedAttention
     from penstock.engine.models.config import DecoderConfig
     from penstock.engine.rehearsal import Rehearsal
@@ -50,8 +51,6 @@ _CLOSE = 0.75
 _ROUNDING = 1e-5
 _MORE = 1.1
 _SPIN_ROWS = "decomposed, B = n"
-_NAMES = {"decomposed_spin": _SPIN_ROWS}
-"""Of backends, where they are not those of layouts."""
 _SHOWN = (*LAYOUTS, _SPIN_ROWS)
 _OUT = "padded, out of memory"
 _HEADS, _HEAD_DIM, _LAYERS = 8, 64, 4
@@ -172,24 +171,26 @@ def measure(batches: Sequence[list[int]], turns: int, config: DecoderConfig) -> 
     """Means over the batches."""
     import torch
 
+    from lab.common.padded_attention import BY_LAYOUT
+    from penstock.engine.attention.decomposed import DecomposedAttention, as_many_rows
     from penstock.engine.rehearsal import Rehearsal, blocks_needed
 
     shape = KVShape(config.num_layers, config.num_kv_heads, config.head_dim, dtype_bytes=4)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    rehearsal = Rehearsal(config, max(map(blocks_needed, batches)))
-    times = [
-        {_NAMES.get(x, x): t for x, t in rehearsal.times(lengths, _WINDOW, turns).items()}
-        for lengths in batches
-    ]
+    spin = partial(DecomposedAttention, plan=as_many_rows)
+    shown: dict[str, AttentionFactory] = {**BY_LAYOUT, _SPIN_ROWS: spin}
+    rehearsal = Rehearsal(config, max(map(blocks_needed, batches)), shown)
+    decomposed = DecomposedAttention(rehearsal.cache, config.num_heads)
+    times = [rehearsal.times(lengths, _WINDOW, turns) for lengths in batches]
     errors = [
         rehearsal.error(batches[0], _WINDOW, backend)
-        for backend in (rehearsal.decomposed, _unmerged(rehearsal, config.num_heads))
+        for backend in (decomposed, _unmerged(rehearsal, config.num_heads))
     ]
     torch.set_num_threads(threads)
     windows = [[_WINDOW] * len(x) for x in batches]
     costs = [
-        compare(x, w, shape, None, rehearsal.decomposed.plan(x, _WINDOW))
+        compare(x, w, shape, None, decomposed.plan(x, _WINDOW))
         for x, w in zip(batches, windows, strict=True)
     ]
     fixed = [compare(x, w, shape)["decomposed"] for x, w in zip(batches, windows, strict=True)]

@@ -48,13 +48,14 @@ Rates = Mapping[int, Mapping[str, FloatArray]]
 
 def run(job: Trial) -> list[ClaimVerdict]:
     from lab.common.live import LiveScene, rows_of
+    from lab.common.padded_attention import load_padded
 
     scene = LiveScene.of(job)
     batches: tuple[int, ...] = _BATCHES
     if job.effort.seeds <= QUICK.seeds:
         scene, batches = replace(scene, new_tokens=scene.new_tokens // 2), _JUDGED
     job.tell(f"{NAME}: loading")
-    padded = scene.load(max(batches), backend="eager", attention="padded")
+    padded = load_padded(scene, max(batches))
     native = scene.load(max(batches))
     found = {}
     for batch in batches:

@@ -1,4 +1,4 @@
-"""Two whole servers with the bundled family behind one router: what docs/operations.md says."""
+"""Two whole servers with the bundled family behind one router: what docs/scale.md says."""
 
 from __future__ import annotations
 

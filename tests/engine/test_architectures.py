@@ -12,8 +12,8 @@ from tests.engine.small_family import VOCAB, write_tokenizer
 from tests.engine.small_models import BEYOND_KERNELS, CASES, write_checkpoint
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, load, make_loop, make_requests, run
 
-from penstock.config import NGRAM, ConfigError, EngineConfig
-from penstock.engine.backends import resolve_attention, why_not_native
+from penstock.config import ConfigError, EngineConfig
+from penstock.engine.backends import why_not_native
 from penstock.engine.build import Engine, load_engine
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.limits import beyond_kernels
@@ -93,7 +93,6 @@ def settings(path: Path, **changes: object) -> EngineConfig:
 
 
 @needs_native
-@pytest.mark.parametrize("backend", ["native", "graphs"])
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
@@ -102,14 +101,12 @@ def settings(path: Path, **changes: object) -> EngineConfig:
         ("qwen3-moe", "experts"),
     ],
 )
-def test_what_kernels_do_not_compute_is_refused(
-    tmp_path: Path, backend: str, name: str, reason: str
-) -> None:
+def test_what_kernels_do_not_compute_is_refused(tmp_path: Path, name: str, reason: str) -> None:
     architecture = write_checkpoint(tmp_path, CASES[name]).model.config.architectures[0]
     with pytest.raises(ConfigError) as caught:
-        load_engine(settings(tmp_path, backend=backend), calibrated=False)
+        load_engine(settings(tmp_path, backend="native"), calibrated=False)
     assert str(caught.value) == (
-        f"backend {backend} does not compute {reason}, which the model target ({architecture}) "
+        f"backend native does not compute {reason}, which the model target ({architecture}) "
         "has; allowed: auto, eager"
     )
 
@@ -128,33 +125,3 @@ def test_what_is_beyond_the_kernels(tmp_path: Path, name: str) -> None:
     write_checkpoint(tmp_path, CASES[name])
     config = DecoderConfig.from_pretrained(tmp_path)
     assert (beyond_kernels(config, 256) is not None) == (name in BEYOND_KERNELS)
-
-
-def test_attention_without_windows_is_refused() -> None:
-    gpu = torch.device("cuda")
-    assert resolve_attention("auto", gpu, windowed=True) == "packed"
-    assert resolve_attention("padded", gpu, windowed=True) == "padded"
-    for name in ("triton_paged", "flashinfer"):
-        assert resolve_attention(name, gpu) == name
-        with pytest.raises(ConfigError, match=f"attention {name} has no sliding windows"):
-            resolve_attention(name, gpu, windowed=True)
-
-
-def test_8_bit_keys_and_values_are_the_eager_decoders(tmp_path: Path) -> None:
-    paths = write_family(tmp_path, "phi3-partial")
-    drafters = {n: str(paths[n]) for n in DRAFTERS[:3]} | {"ngram": NGRAM}
-    small = settings(paths["target"], drafters=drafters, kv_dtype="float8", kv_tokens=32 * 256)
-    engine = load_engine(small, calibrated=False)
-    assert engine.backend == "eager"
-    alone, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, "none"))
-    for drafter in DRAFTERS:
-        outputs, _ = run(make_loop(engine), make_requests(SAMPLINGS["coupled"], 8, drafter))
-        assert outputs == alone
-    others, _ = run(make_loop(load(paths, "eager")), make_requests(SAMPLINGS["coupled"], 8, "none"))
-    assert others != alone, "8 bits are not the weights' 32"
-
-
-def test_8_bit_keys_and_values_are_refused_by_the_native_kernels(tmp_path: Path) -> None:
-    write_checkpoint(tmp_path, CASES["llama"])
-    with pytest.raises(ConfigError, match=r"backend native cannot be used: it keeps keys and val"):
-        load_engine(settings(tmp_path, backend="native", kv_dtype="float8"), calibrated=False)

@@ -1,8 +1,9 @@
-"""Every attention backend against plain attention over the sequence's own keys and values."""
+"""Every kind of attention against plain attention over the sequence's own keys and values."""
 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,15 +13,15 @@ import torch
 import torch.nn.functional as F
 from tests.engine.small_models import Paging
 
-from penstock.engine.attention import BackendUnavailableError, decomposed
-from penstock.engine.attention.decomposed import DecomposedAttention, Planner
+from penstock.engine.attention import AttentionFactory, decomposed
+from penstock.engine.attention.decomposed import DecomposedAttention, Planner, as_many_rows
 from penstock.engine.attention.packed import (
     _MAX_FOLDED_QUERIES,
     _MAX_GATHERED_BYTES,
     PackedAttention,
 )
-from penstock.engine.attention.padded import PaddedAttention
-from penstock.engine.backends import ATTENTION, make_attention
+from penstock.engine.attention.reference import ReferenceAttention
+from penstock.engine.backends import ATTENTION
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.gather import KVGather
 from penstock.engine.kv_cache import PagedKVCache, kv_bytes_per_token
@@ -44,14 +45,6 @@ BATCHES = {
 }
 
 
-def _why_not(name: str) -> str | None:
-    try:
-        make_attention(name, PagedKVCache(small_config(), 1, 1, torch.float32, CPU), HEADS)
-    except BackendUnavailableError as error:
-        return str(error)
-    return None
-
-
 def small_config(num_kv_heads: int = KV_HEADS) -> DecoderConfig:
     return DecoderConfig(
         vocab_size=8,
@@ -67,16 +60,7 @@ def small_config(num_kv_heads: int = KV_HEADS) -> DecoderConfig:
     )
 
 
-WHY_NOT = {name: _why_not(name) for name in ATTENTION}
-USABLE = [name for name, why_not in WHY_NOT.items() if why_not is None]
-WITHOUT_WINDOWS = {"triton_paged", "flashinfer"}
-every_backend = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=pytest.mark.skipif(why_not is not None, reason=why_not or ""))
-        for name, why_not in WHY_NOT.items()
-    ],
-)
+every_kind = pytest.mark.parametrize("kind", ATTENTION.values(), ids=ATTENTION)
 
 
 @dataclasses.dataclass
@@ -88,9 +72,11 @@ class Scene:
     q: torch.Tensor
     expected: torch.Tensor
 
-    def attend(self, name: str, layer: int = 1) -> torch.Tensor:
-        backend = make_attention(name, self.cache, HEADS)
-        return backend.attend(self.q, layer, backend.prepare(self.batch))
+    def attend(
+        self, kind: AttentionFactory, layer: int = 1, window: int | None = None
+    ) -> torch.Tensor:
+        attention = kind(self.cache, HEADS)
+        return attention.attend(self.q, layer, attention.prepare(self.batch, window))
 
 
 def ids(count: int) -> npt.NDArray[np.int64]:
@@ -124,38 +110,38 @@ def make_scene(
     return Scene(cache, paging.batch(*spans), torch.cat(queries), torch.cat(expected))
 
 
-@every_backend
+@every_kind
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
 @pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
 def test_equals_plain_attention(
-    name: str, lengths: list[tuple[int, int]], num_kv_heads: int
+    kind: AttentionFactory, lengths: list[tuple[int, int]], num_kv_heads: int
 ) -> None:
     scene = make_scene(lengths, num_kv_heads)
-    out = scene.attend(name)
+    out = scene.attend(kind)
     assert out.is_contiguous()
     torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
-    assert not torch.allclose(scene.attend(name, layer=0), scene.expected, atol=1e-2)
+    assert not torch.allclose(scene.attend(kind, layer=0), scene.expected, atol=1e-2)
 
 
-@every_backend
+@every_kind
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision(name: str, dtype: torch.dtype) -> None:
+def test_half_precision(kind: AttentionFactory, dtype: torch.dtype) -> None:
     scene = make_scene(BATCHES["mixed"], dtype=dtype)
-    out = scene.attend(name)
+    out = scene.attend(kind)
     assert out.dtype == dtype
     torch.testing.assert_close(out.float(), scene.expected, rtol=0, atol=2e-2)
 
 
-@every_backend
-def test_queries_may_be_a_view(name: str) -> None:
+@every_kind
+def test_queries_may_be_a_view(kind: AttentionFactory) -> None:
     scene = make_scene(BATCHES["mixed"])
     wider = torch.cat((scene.q, torch.randn_like(scene.q)), dim=1)
     scene.q = wider[:, :HEADS]
-    torch.testing.assert_close(scene.attend(name), scene.expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scene.attend(kind), scene.expected, rtol=0, atol=1e-5)
 
 
-@every_backend
-def test_a_broken_sequence_spoils_no_other(name: str) -> None:
+@every_kind
+def test_a_broken_sequence_spoils_no_other(kind: AttentionFactory) -> None:
     """What is left over in freed blocks, and what others compute, never gets through a mask."""
     scene = make_scene(BATCHES["mixed"])
     lengths = BATCHES["mixed"]
@@ -167,7 +153,7 @@ def test_a_broken_sequence_spoils_no_other(name: str) -> None:
     by_slot = scene.cache.layers[1].view(2 * KV_HEADS, -1, HEAD_DIM)
     by_slot[:, unused] = float("nan")
     by_slot[:, _slots(scene.batch, 4, 3)] = float("nan")
-    out = scene.attend(name)
+    out = scene.attend(kind)
     assert out[broken_rows].isnan().all()
     out[broken_rows] = scene.expected[broken_rows]
     torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
@@ -179,8 +165,8 @@ def _slots(batch: RaggedBatch, sequence: int, count: int) -> npt.NDArray[np.int6
     return table[positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
 
 
-@every_backend
-def test_sequences_without_rows_are_skipped(name: str) -> None:
+@every_kind
+def test_sequences_without_rows_are_skipped(kind: AttentionFactory) -> None:
     scene = make_scene([(10, 2), (20, 3)])
     starts, lens, tables = (
         scene.batch.query_start,
@@ -193,7 +179,7 @@ def test_sequences_without_rows_are_skipped(name: str) -> None:
         seq_lens=lens[[0, 0, 1]],
         block_tables=tables[[0, 0, 1]],
     )
-    torch.testing.assert_close(scene.attend(name), scene.expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scene.attend(kind), scene.expected, rtol=0, atol=1e-5)
 
 
 PLANS: dict[str, Planner] = {
@@ -207,8 +193,7 @@ PLANS: dict[str, Planner] = {
 
 
 def attend(scene: Scene, plan: Planner) -> torch.Tensor:
-    backend = DecomposedAttention(scene.cache, HEADS, plan)
-    return backend.attend(scene.q, 1, backend.prepare(scene.batch))
+    return scene.attend(partial(DecomposedAttention, plan=plan))
 
 
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
@@ -219,10 +204,10 @@ def test_decomposed_is_exact_with_any_rows(lengths: list[tuple[int, int]], plan:
 
 
 @pytest.mark.parametrize("window", range(1, 9))
-def test_every_backend_verifies_any_number_of_positions(window: int) -> None:
+def test_every_kind_verifies_any_number_of_positions(window: int) -> None:
     scene = make_scene([(n, window) for n in (8, 90, 31, 200, 17)])
-    for name in USABLE:
-        torch.testing.assert_close(scene.attend(name), scene.expected, rtol=0, atol=1e-5)
+    for kind in ATTENTION.values():
+        torch.testing.assert_close(scene.attend(kind), scene.expected, rtol=0, atol=1e-5)
     for plan in PLANS.values():
         torch.testing.assert_close(attend(scene, plan), scene.expected, rtol=0, atol=1e-5)
 
@@ -231,7 +216,7 @@ def test_scores_too_large_for_an_exponential_are_merged() -> None:
     """Eq. 13 as printed sums exp(score) over all pieces, which overflows here."""
     scene = make_scene([(200, 4), (30, 4)])
     scene.cache.layers[1][0] *= 300
-    expected = scene.attend("reference")
+    expected = scene.attend(ReferenceAttention)
     for plan in PLANS.values():
         out = attend(scene, plan)
         torch.testing.assert_close(out, expected, rtol=0, atol=1e-4)
@@ -269,14 +254,11 @@ def test_a_broken_sequence_spoils_no_neighbour_in_its_row() -> None:
     torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
 
 
-def test_padded_is_as_wide_as_the_longest_and_decomposed_is_not() -> None:
+def test_decomposed_gathers_only_tokens() -> None:
     scene = make_scene(BATCHES["verify"])
-    padded = PaddedAttention(scene.cache, HEADS)
     rows = DecomposedAttention(scene.cache, HEADS, PLANS["as many rows as sequences"])
-    (wide,), (narrow,) = padded.prepare(scene.batch), rows.prepare(scene.batch)
-    assert len(wide.kv.slots) == 5 * 100
+    (narrow,) = rows.prepare(scene.batch)
     assert len(narrow.kv.slots) == 190
-    assert padded.gather.scratch_bytes == 500 * padded.gather.bytes_per_token
     assert rows.gather.scratch_bytes == 190 * rows.gather.bytes_per_token
 
 
@@ -312,7 +294,7 @@ def test_packed_attends_to_some_heads_after_others(
     metadata = backend.prepare(scene.batch)
     at_once = {group.kv.keys.shape[0] for group in metadata.folded}
     assert at_once <= ({1} if kept == 1 else {1, 2, 3, 6})
-    torch.testing.assert_close(scene.attend("packed"), scene.expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(scene.attend(PackedAttention), scene.expected, rtol=0, atol=1e-5)
 
 
 def test_packed_gathers_heads_as_far_as_they_fit() -> None:
@@ -330,7 +312,7 @@ def test_negative_control_other_heads_are_caught(monkeypatch: pytest.MonkeyPatch
     fill = KVGather.fill
     monkeypatch.setattr(KVGather, "fill", lambda gather, layer, kv, _: fill(gather, layer, kv))
     scene = make_scene(BATCHES["verify"])
-    assert (scene.attend("packed") - scene.expected).abs().max() > 0.1
+    assert (scene.attend(PackedAttention) - scene.expected).abs().max() > 0.1
 
 
 def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:
@@ -344,13 +326,6 @@ def test_packed_needs_no_mask_where_causality_hides_nothing() -> None:
     assert [group.mask is None for group in metadata.chunks] == [True]
 
 
-def test_unknown_backend() -> None:
-    cache = PagedKVCache(small_config(), 1, 1, torch.float32, CPU)
-    with pytest.raises(ValueError, match=r"attention is 'flash'; allowed: decomposed, ") as e:
-        make_attention("flash", cache, HEADS)
-    assert "\n" not in str(e.value)
-
-
 def test_cache_of_no_blocks() -> None:
     with pytest.raises(ValueError, match="both must be at least 1"):
         PagedKVCache(small_config(), 0, 16, torch.float32, CPU)
@@ -362,21 +337,16 @@ def test_bytes_per_token() -> None:
 
 def test_spins_setting_has_as_many_rows_as_requests() -> None:
     scene = make_scene([(200, 4), (30, 4), (25, 4), (100, 4)])
-    backend: Any = make_attention("decomposed_spin", scene.cache, HEADS)
+    backend = DecomposedAttention(scene.cache, HEADS, as_many_rows)
     plans = [call.plan for call in backend.prepare(scene.batch)]
     assert [p.num_rows for p in plans] == [4]
     assert plans[0].padding < 4
 
 
-@pytest.mark.parametrize("window", [1, 2, 7, 33, 64, 1000])
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_every_backend_sees_no_more_than_its_window(
-    lengths: list[tuple[int, int]], window: int
-) -> None:
-    scene = make_scene(lengths)
+def seen_in_window(scene: Scene, lengths: list[tuple[int, int]], window: int) -> torch.Tensor:
+    """Every row alone, as if the text began where its window does."""
     rows = []
     for i, (total, count) in enumerate(lengths):
-        # A row alone, as if the text began where its window does.
         for position in range(total - count, total):
             first = max(0, position + 1 - window)
             slots = _slots(scene.batch, i, position + 1)[first:]
@@ -384,18 +354,17 @@ def test_every_backend_sees_no_more_than_its_window(
             q = scene.q[scene.batch.query_start[i] + position - (total - count)]
             grouped = q.view(KV_HEADS, -1, HEAD_DIM)
             rows.append(F.scaled_dot_product_attention(grouped, keys, values).flatten(0, 1))
-    expected = torch.stack(rows)
-    for name in set(USABLE) - WITHOUT_WINDOWS:
-        backend = make_attention(name, scene.cache, HEADS)
-        found = backend.attend(scene.q, 1, backend.prepare(scene.batch, window))
+    return torch.stack(rows)
+
+
+@pytest.mark.parametrize("window", [1, 2, 7, 33, 64, 1000])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_no_row_sees_more_than_its_window(lengths: list[tuple[int, int]], window: int) -> None:
+    scene = make_scene(lengths)
+    expected = seen_in_window(scene, lengths, window)
+    for kind in ATTENTION.values():
+        found = scene.attend(kind, window=window)
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_the_others_refuse_a_window() -> None:
-    scene = make_scene([(20, 1)])
-    for name in WITHOUT_WINDOWS.intersection(USABLE):
-        with pytest.raises(BackendUnavailableError, match=f"{name} has no sliding windows"):
-            make_attention(name, scene.cache, HEADS).prepare(scene.batch, 10)
 
 
 def test_packed_gathers_no_more_than_the_window() -> None:
@@ -403,35 +372,3 @@ def test_packed_gathers_no_more_than_the_window() -> None:
     metadata = PackedAttention(scene.cache, HEADS).prepare(scene.batch, 20)
     assert [len(group.kv.slots) for group in metadata.folded] == [20, 23]
     assert metadata.folded[0].mask is None
-
-
-@pytest.mark.parametrize("read_dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
-def test_float8_is_read_with_its_scales(
-    lengths: list[tuple[int, int]], read_dtype: torch.dtype
-) -> None:
-    scene = make_scene(lengths)
-    q, scales = scene.q.to(read_dtype), torch.tensor([0.5, 3.0])
-    eighth = PagedKVCache(
-        small_config(), NUM_BLOCKS, BLOCK_SIZE, torch.float8_e4m3fn, CPU, read_dtype
-    )
-    eighth.scales[1] = scales
-    eighth.layers[1].copy_(scene.cache.layers[1])
-    scene.cache.layers[1] = eighth.layers[1].float() * scales.view(2, 1, 1, 1, 1)
-    expected = dataclasses.replace(scene, q=q.float()).attend("reference")
-    small = dataclasses.replace(scene, cache=eighth, q=q)
-    for name in USABLE:
-        found = small.attend(name)
-        assert found.dtype == read_dtype
-        atol = 1e-5 if read_dtype == torch.float32 else 0.05
-        torch.testing.assert_close(found.float(), expected, rtol=0, atol=atol)
-
-
-def test_packed_attends_to_some_heads_of_float8(monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = make_scene(BATCHES["verify"])
-    cache = PagedKVCache(small_config(), NUM_BLOCKS, BLOCK_SIZE, torch.float8_e4m3fn, CPU)
-    cache.layers[1].copy_(whole.cache.layers[1])
-    small = dataclasses.replace(whole, cache=cache)
-    together = small.attend("packed")
-    monkeypatch.setattr("penstock.engine.attention.packed._MAX_GATHERED_BYTES", 1)
-    torch.testing.assert_close(small.attend("packed"), together, rtol=0, atol=1e-6)

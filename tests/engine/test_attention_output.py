@@ -1,4 +1,4 @@
-"""Whole outputs with every attention backend: token for token those of target-only decoding."""
+"""Whole outputs with every kind of attention: token for token those of target-only decoding."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from tests.engine.small_family import write_family
-from tests.engine.test_attention import USABLE
 from tests.engine.test_exactness import DRAFTERS, SAMPLINGS, make_loop, make_requests, run
 from tests.products import covering
 
 from penstock.config import NGRAM, EngineConfig
 from penstock.engine.attention import decomposed
+from penstock.engine.backends import ATTENTION
 from penstock.engine.build import Engine, load_engine
 
 BATCH = 8
@@ -68,9 +68,9 @@ def alone(family: dict[str, Path]) -> dict[str, list[tuple[int, ...]]]:
 
 
 @pytest.mark.parametrize(
-    ("attention", "sampling"), covering(USABLE, ["greedy", "coupled"], strength=1)
+    ("attention", "sampling"), covering(ATTENTION, ["greedy", "coupled"], strength=1)
 )
-def test_output_is_the_same_with_every_backend(
+def test_output_is_the_same_with_every_kind(
     family: dict[str, Path],
     alone: dict[str, list[tuple[int, ...]]],
     attention: str,

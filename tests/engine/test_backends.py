@@ -9,10 +9,9 @@ from tests.engine.test_attention import small_config
 from penstock.config import ConfigError
 from penstock.engine.backends import affordable_blocks
 from penstock.engine.kv_cache import kv_bytes_per_token
-from penstock.engine.models.random import random_weights
-from penstock.engine.models.weights import weight_bytes
+from penstock.engine.models.weights import weight_bytes, weight_specs
 
-CPU, GPU = torch.device("cpu"), torch.device("cuda")
+GPU = torch.device("cuda")
 MODEL = small_config()
 FREE = 10_000_000
 
@@ -28,7 +27,7 @@ def blocks(weights: int, max_model_len: int = 10**6) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_weights(dtype: torch.dtype) -> None:
-    held = random_weights(MODEL, dtype, CPU).values()
+    held = [torch.empty(spec.shape, dtype=dtype) for spec in weight_specs(MODEL)]
     assert weight_bytes(MODEL, dtype) == sum(weight.nbytes for weight in held)
 
 

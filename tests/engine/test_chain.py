@@ -16,7 +16,7 @@ from tests.core.world import Rotating
 from tests.engine.sampling_toys import PROMPT, joint_p_value, sampling_rows, toy_table
 from tests.engine.small_family import make_unreliable, write_family
 from tests.engine.test_exactness import SAMPLINGS, lenient, make_requests, run
-from tests.products import covering, slow
+from tests.products import covering
 
 from penstock.config import EngineConfig
 from penstock.core.kv.blocks import BlockPool
@@ -43,7 +43,7 @@ from penstock.engine.sampling import VerifyBatch, sample_coupled, verify
 from penstock.engine.sequences import TokenBuffer
 from penstock.engine.verifier import Verifier
 
-BACKENDS = ("eager", "native", "graphs")
+BACKENDS = ("eager", "native")
 CHAINS = {"perfect": "ngram+{same}", "near": "suffix+{near}", "far": "ngram+{far}"}
 KV_TOKENS = 32 * 256
 
@@ -61,10 +61,10 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_family(tmp_path_factory.mktemp("family"))
 
 
-@pytest.fixture(scope="module", params=["eager", "native", *slow(["graphs"])])
+@pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     chains = {name: path.format_map(family) for name, path in CHAINS.items()}
-    engine = load_engine(
+    return load_engine(
         EngineConfig(
             target=family["target"],
             drafters={**chains, "suffix": "suffix"},
@@ -75,8 +75,6 @@ def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
         ),
         calibrated=False,
     )
-    engine.executor.runs_ahead = request.param == "graphs"  # as on a GPU
-    return engine
 
 
 def make_loop(
@@ -111,7 +109,6 @@ def make_loop(
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
         learn=learn,
-        runs_ahead=engine.executor.runs_ahead,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 

@@ -222,11 +222,9 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.fixture(scope="module", params=["native", *slow(["eager", "graphs"])])
+@pytest.fixture(scope="module", params=["native", *slow(["eager"])])
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Engine:
-    engine = load(write_family(tmp_path_factory.mktemp("family")), request.param)
-    engine.executor.runs_ahead = request.param == "graphs"
-    return engine
+    return load(write_family(tmp_path_factory.mktemp("family")), request.param)
 
 
 def ended(request: Request, output: tuple[int, ...], kind: str, spelt: Tokenizer) -> Request:

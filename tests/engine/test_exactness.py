@@ -30,7 +30,7 @@ from penstock.engine.build import Engine, load_engine
 from penstock.engine.verifier import Decided, Verifier
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
-BACKENDS = ("eager", "native", "graphs")
+BACKENDS = ("eager", "native")
 DRAFTERS = ("same", "near", "far", "ngram")
 DRAFTED = ("none", *DRAFTERS, "rotating")
 SAMPLINGS = {
@@ -61,11 +61,9 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_family(tmp_path_factory.mktemp("family"))
 
 
-@pytest.fixture(scope="module", params=["eager", "native", *slow(["graphs"])])
+@pytest.fixture(scope="module", params=BACKENDS)
 def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
-    engine = load(family, request.param)
-    engine.executor.runs_ahead = request.param == "graphs"  # as on a GPU
-    return engine
+    return load(family, request.param)
 
 
 def load(paths: dict[str, Path], backend: str, dtype: str = "float32", **settings: Any) -> Engine:
@@ -111,7 +109,6 @@ def make_loop(
         pipeline=make_pipeline(pipeline),
         max_model_len=512,
         learn=learn,
-        runs_ahead=engine.executor.runs_ahead,
     )
     return Loop(scheduler, engine.executor, engine.clock)
 
@@ -184,7 +181,7 @@ def alone(family: dict[str, Path]) -> Alone:
     [
         *covering(BACKENDS, SAMPLINGS, DRAFTED, [1, 8]),
         *covering(["native"], SAMPLINGS, DRAFTED, [32], strength=1),
-        *slow(["eager", "graphs"], SAMPLINGS, DRAFTED, [32]),
+        *slow(["eager"], SAMPLINGS, DRAFTED, [32]),
     ],
     indirect=["engine"],
 )
@@ -275,8 +272,7 @@ def test_drafts_that_end_early(engine: Engine, alone: Alone, sampling: str, own_
             lengths[output.num_proposed] += output.finish_reason is None
         events = []
     assert [tuple(texts[r.id]) for r in requests] == alone[sampling][:8]
-    if engine.backend != "graphs":  # one graph is one length
-        assert len([n for n in lengths if 0 < n < 7]) > 1, lengths
+    assert len([n for n in lengths if 0 < n < 7]) > 1, lengths
 
 
 def test_small_memory_preempts_and_changes_nothing(engine: Engine, alone: Alone) -> None:

@@ -108,7 +108,7 @@ def test_rows_of_a_head_in_another_order_would_be_seen(tmp_path: Path) -> None:
     weights = load_weights(saved.path, config)
     qkv = weights["layers.0.qkv"]
     qkv[: config.head_dim] = qkv[: config.head_dim].roll(1, 0)
-    runner = EagerRunner.of(config, weights, torch.device("cpu"), 16, 16)
+    runner = EagerRunner(config, weights, torch.device("cpu"), 16, 16)
     assert not torch.allclose(logits(runner), saved.logits(IDS), atol=1e-2)
 
 

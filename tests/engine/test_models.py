@@ -5,16 +5,14 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Callable
-from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import pytest
 import torch
 from tests.engine.small_models import CASES, SHAPE, Checkpoint, Paging
-from tests.engine.test_attention import USABLE
 
-from penstock.engine.backends import make_attention
+from penstock.engine.backends import ATTENTION
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.eager import EagerRunner
 
@@ -25,7 +23,7 @@ NUM_BLOCKS, BLOCK_SIZE = 64, 8
 Checkpoints = Callable[[str], Checkpoint]
 
 every_case = pytest.mark.parametrize("case", CASES)
-every_backend = pytest.mark.parametrize("attention", USABLE)
+every_backend = pytest.mark.parametrize("attention", ATTENTION)
 
 
 def tokens(count: int, seed: int = 0) -> npt.NDArray[np.int64]:
@@ -36,12 +34,7 @@ def load(
     checkpoint: Checkpoint, attention: str = "packed", dtype: torch.dtype = torch.float32
 ) -> EagerRunner:
     return EagerRunner.load(
-        checkpoint.path,
-        dtype,
-        CPU,
-        NUM_BLOCKS,
-        BLOCK_SIZE,
-        partial(make_attention, attention),
+        checkpoint.path, dtype, CPU, NUM_BLOCKS, BLOCK_SIZE, ATTENTION[attention]
     )
 
 

@@ -156,7 +156,7 @@ def test_near_the_dequantised_weights(kind: str) -> None:
     def expected(seed: int, *changed: str) -> torch.Tensor:
         plain = {name: widened(weight) for name, weight in weights.items()}
         plain |= {name: widened(model(kinds, seed)[name]) for name in changed}
-        eager = EagerRunner.of(CONFIG, plain, torch.device("cpu"), NUM_BLOCKS, BLOCK_SIZE)
+        eager = EagerRunner(CONFIG, plain, torch.device("cpu"), NUM_BLOCKS, BLOCK_SIZE)
         return eager.forward(batch)
 
     def error(other: torch.Tensor) -> float:

@@ -78,7 +78,6 @@ def test_torch_computes_the_same_integers() -> None:
     assert torch.equal(noise, gumbel_noise(keys, 5000))
 
 
-@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_cuda_computes_the_same_integers_and_nearly_the_same_noise() -> None:
     keys = keys_of(3, num_rows=64)

@@ -25,7 +25,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return write_family(tmp_path_factory.mktemp("family"))
 
 
-@pytest.fixture(scope="module", params=["eager", "native", "graphs"])
+@pytest.fixture(scope="module", params=["eager", "native"])
 def engine(request: pytest.FixtureRequest, family: dict[str, Path]) -> Engine:
     return load(family, request.param)
 

@@ -1,14 +1,15 @@
-"""Made-up batches: every token has a block of its own, and every layout computes the same."""
+"""Made-up batches: every token has a block of its own, and all attention computes the same."""
 
 from __future__ import annotations
 
 import numpy as np
 import torch
 
-from penstock.engine.backends import make_attention
+from penstock.engine.attention.decomposed import DecomposedAttention
+from penstock.engine.attention.packed import PackedAttention
+from penstock.engine.backends import ATTENTION
 from penstock.engine.rehearsal import (
     BLOCK_SIZE,
-    REHEARSED,
     Rehearsal,
     blocks_needed,
     decoder_shape,
@@ -16,7 +17,6 @@ from penstock.engine.rehearsal import (
     random_queries,
     verification_batch,
 )
-from penstock.fluid.packing import LAYOUTS
 
 LENGTHS = [5, 70, 33, 16, 200]
 CONFIG = decoder_shape(hidden=24, intermediate=32, layers=2, heads=3, kv_heads=1, head_dim=8)
@@ -37,31 +37,32 @@ def test_requests_share_no_block_and_end_with_their_window() -> None:
         assert batch.positions[rows].tolist() == list(range(length - 4, length))
 
 
-def test_every_layout_attends_alike_over_a_cache_without_zeros() -> None:
+def test_every_kind_attends_alike_over_a_cache_without_zeros() -> None:
     num_blocks = blocks_needed(LENGTHS)
     cache = random_cache(CONFIG, num_blocks)
     assert all(bool((layer != 0).all()) for layer in cache.layers)
     batch = verification_batch(LENGTHS, 4, num_blocks, seed=3)
     q = random_queries(CONFIG, batch.num_tokens)
     found = []
-    for layout in LAYOUTS:
-        backend = make_attention(layout, cache, CONFIG.num_heads)
+    for make in ATTENTION.values():
+        backend = make(cache, CONFIG.num_heads)
         found.append(backend.attend(q, 1, backend.prepare(batch)))
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-5)
     torch.testing.assert_close(found[0], found[2], rtol=0, atol=1e-5)
 
 
-def test_every_layout_is_timed_in_every_turn() -> None:
-    times = Rehearsal(CONFIG, blocks_needed(LENGTHS)).times(LENGTHS, 4, turns=3)
-    assert set(times) == set(REHEARSED)
+def test_every_kind_is_timed_in_every_turn() -> None:
+    times = Rehearsal(CONFIG, blocks_needed(LENGTHS), ATTENTION).times(LENGTHS, 4, turns=3)
+    assert set(times) == set(ATTENTION)
     for turns in times.values():
         assert len(turns) == 3
         assert all(0 < found.attention < np.inf for found in turns)
 
 
-def test_a_layout_differs_by_rounding_alone() -> None:
-    rehearsal = Rehearsal(CONFIG, blocks_needed(LENGTHS))
-    error = rehearsal.error(LENGTHS, 4, rehearsal.decomposed)
+def test_a_kind_differs_by_rounding_alone() -> None:
+    rehearsal = Rehearsal(CONFIG, blocks_needed(LENGTHS), ATTENTION)
+    decomposed = DecomposedAttention(rehearsal.cache, CONFIG.num_heads)
+    error = rehearsal.error(LENGTHS, 4, decomposed)
     assert 0 < error < 1e-5
-    other_heads = make_attention("packed", random_cache(CONFIG, rehearsal.cache.num_blocks + 1), 3)
+    other_heads = PackedAttention(random_cache(CONFIG, rehearsal.cache.num_blocks + 1), 3)
     assert rehearsal.error(LENGTHS, 4, other_heads) > 0.01

@@ -1,1 +1,4 @@
-"""Penstock against other programs on one machine: `python -m lab.bench.peers`, docs/peers.md."""
+"""Penstock against other programs on one machine: `python -m lab.bench.peers`.
+
+How it measures: docs/reproduce.md.
+"""

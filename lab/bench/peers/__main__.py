@@ -5,7 +5,7 @@
     python -m lab.bench.peers --gguf TARGET.gguf[,DRAFTER.gguf] [--gguf ...]
 
 Same checkpoints, same prompts as token ids, greedy, 64 new tokens, end-of-text ignored, two
-threads, passes in turn. The same command goes on where a run was cut. See docs/peers.md.
+threads, passes in turn. The same command goes on where a run was cut. See docs/reproduce.md.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,34 +22,10 @@ from penstock.json_text import dumps
 
 if TYPE_CHECKING:
     from penstock.engine.build import Engine
-    from penstock.engine.models.config import DecoderConfig
     from penstock.serving.bench import BenchPrompt, BenchRun
-
-_MADE_UP = ("random_weights", "synthetic_acceptance")
-"""Facts that say a figure is not of a real model."""
 
 _LARGEST_BLOCK = 128
 """KV tokens of a block, of which a request's last may be nearly empty."""
-
-_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS = 64, 200
-
-RandomWeightsOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="CONFIG",
-        help="Instead of a target: a known shape's name, or a checkpoint's; "
-        "weights and prompts are random. Drafters are shapes, too: NAME=CONFIG, or CONFIG.",
-    ),
-]
-SyntheticAcceptanceOption = Annotated[
-    float | None,
-    typer.Option(
-        metavar="P",
-        min=0,
-        max=1,
-        help="Accept each draft token with this probability; the generated text is meaningless.",
-    ),
-]
 
 app = typer.Typer(no_args_is_help=True, help="Measure the engine.")
 
@@ -77,11 +52,6 @@ def bench(
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
     device: cli.DeviceOption = "cpu",
-    attention_backend: Annotated[
-        str, typer.Option(help="auto, or the name of an attention backend.")
-    ] = "auto",
-    random_weights: RandomWeightsOption = None,
-    synthetic_acceptance: SyntheticAcceptanceOption = None,
     engine: EngineOption = None,
     tensor_parallel: TensorParallelOption = None,
     pipeline_parallel: PipelineParallelOption = None,
@@ -98,12 +68,9 @@ def bench(
         "dtype": dtype,
         "drafter_weights": drafter_weights,
         "device": device,
-        "attention": attention_backend,
         # A prompt that is measured twice must be computed twice.
         "prefix_caching": False,
     }
-    if random_weights is not None or synthetic_acceptance is not None:
-        settings["backend"] = "graphs"
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
         settings = with_engine(
@@ -115,28 +82,19 @@ def bench(
             distributed_backend=distributed_backend,
             quantization=quantization,
         )
-        if "vllm" in settings and "backend" in settings:
-            raise ConfigError(
-                "--random-weights and --synthetic-acceptance are not for --engine vllm"
-            )
-        if random_weights is None:
-            _check_domain(domain)
-            settings = with_models(settings, target, drafter or (), speculate=True)
+        _check_domain(domain)
+        settings = with_models(settings, target, drafter or (), speculate=True)
 
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
 
     with one_line(ConfigError, CheckpointError):
-        settings, prompts, shapes = (
-            (settings, _prompts(settings["target"], domain), None)
-            if random_weights is None
-            else _shapes(settings, target, random_weights, drafter or (), domain)
-        )
+        prompts = _prompts(settings["target"], domain)
         if prompt_tokens is not None:
             prompts = cut_prompts(prompts, prompt_tokens)
         longest = max(len(p.token_ids) for p in prompts) + new_tokens
         settings["kv_tokens"] = max(batches) * (longest + _LARGEST_BLOCK)
-        built = _built(settings, shapes, synthetic_acceptance, longest)
+        built = _built(settings, longest)
     cells: list[str | None] = [None, *settings["drafters"]]
     options = BenchOptions(batches, new_tokens, temperature, repeats)
     with progress(len(batches) * len(cells) * (repeats + 1), "measuring") as advance:
@@ -144,56 +102,18 @@ def bench(
     _report(built, runs, as_json)
 
 
-def _built(
-    settings: dict[str, Any],
-    shapes: dict[str, DecoderConfig] | None,
-    synthetic_acceptance: float | None,
-    longest: int,
-) -> Engine:
+def _built(settings: dict[str, Any], longest: int) -> Engine:
     """An engine that takes requests of `longest` tokens. Raises: ConfigError, CheckpointError."""
     from penstock.config import ConfigError, parse_config
     from penstock.engine.build import load_engine
 
-    engine = load_engine(parse_config({"engine": settings}).engine, shapes, synthetic_acceptance)
+    engine = load_engine(parse_config({"engine": settings}).engine)
     if longest > engine.max_model_len:
         raise ConfigError(
             f"prompts and new tokens are up to {longest} tokens, more than the context of "
             f"{engine.max_model_len}"
         )
     return engine
-
-
-def _shapes(
-    settings: dict[str, Any],
-    target: str | None,
-    random_weights: str,
-    drafters: Sequence[str],
-    domain: str | None,
-) -> tuple[dict[str, Any], list[BenchPrompt], dict[str, DecoderConfig]]:
-    """Settings with models of random weights, and random prompts."""
-    import numpy as np
-
-    from penstock.config import ConfigError, each_once
-    from penstock.core.types import TARGET
-    from penstock.engine.models.random import shape
-    from penstock.serving.bench import BenchPrompt
-
-    if target is not None or domain is not None:
-        raise ConfigError("--random-weights takes the place of a target, and has no domains")
-    named = each_once(map(_named, drafters), "--drafter")
-    shapes = {TARGET: shape(random_weights)}
-    shapes |= {name: shape(config) for name, config in named.items()}
-    tokens = np.random.default_rng(0).integers(
-        min(s.vocab_size for s in shapes.values()), size=(_RANDOM_PROMPTS, _RANDOM_PROMPT_TOKENS)
-    )
-    prompts = [BenchPrompt(tuple(row), "random") for row in tokens.tolist()]
-    return {**settings, "target": random_weights, "drafters": named}, prompts, shapes
-
-
-def _named(text: str) -> tuple[str, str]:
-    """NAME=CONFIG, or CONFIG that is its own name."""
-    name, given, config = text.partition("=")
-    return name, config if given else name
 
 
 def _check_domain(domain: str | None) -> None:
@@ -242,12 +162,9 @@ def _report(engine: Engine, runs: list[BenchRun], as_json: bool) -> None:
 
 def _print(engine: Engine, runs: list[BenchRun], cpu_share: float) -> None:
     facts = engine.describe()
-    marks = [name.replace("_", " ").upper() for name in _MADE_UP if name in facts]
-    if "synthetic_acceptance" in facts:
-        marks[-1] += f" {facts['synthetic_acceptance']:g}"
     alone = {r.batch: r.tokens_per_s for r in runs if r.drafter is None}
     print_table(
-        ", ".join([*marks, facts["target"], facts["dtype"], facts["backend"]]),
+        ", ".join([facts["target"], facts["dtype"], facts["backend"]]),
         ("drafter", "batch", "tokens/s", "best", "speed-up", "accepted + 1", "host"),
         (
             (

@@ -134,11 +134,9 @@ class ModelsConfig(Model):
     drafter_weights: int4 rounds the drafters' matrices of more than 6 bits a weight to 4 bits as
         they are loaded; for the CPU's own kernels.
     profile: step times from `penstock profile measure`, which are then not measured at the start.
-    backend: native (the CPU's own kernels), eager (PyTorch's operations), graphs (CUDA graphs, one
-        for each batch size) or auto (the first that can be had: graphs on a GPU, native or eager on
-        a CPU).
-    kv_dtype: of keys and values in the cache; auto is that of the weights, float8 is e4m3.
-    attention: of eager and graphs, by name; auto is triton_paged on a GPU with Triton, else packed.
+    backend: native (the CPU's own kernels), eager (PyTorch's operations, also on a GPU) or auto
+        (native where it can be had, else eager).
+    attention: of the eager backend.
     vllm: vLLM computes the target; what else is said here of devices and kernels is then of the
         drafters.
     """
@@ -150,9 +148,8 @@ class ModelsConfig(Model):
     profile: ProfilePath | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     device: str = "cpu"
-    backend: Literal["auto", "native", "eager", "graphs"] = "auto"
-    kv_dtype: Literal["auto", "float8"] = "auto"
-    attention: str = "auto"
+    backend: Literal["auto", "native", "eager"] = "auto"
+    attention: Literal["packed", "decomposed", "reference"] = "packed"
     num_threads: int | None = Field(default=None, ge=1)
     kv_tokens: int | None = Field(default=None, ge=16)
     block_size: int = Field(default=16, ge=1, le=256)

@@ -24,8 +24,6 @@ class Context:
     trials: draft rounds with drafters that a policy does not use.
     fairness: between tenants; None where it is off.
     counted: requests of which only lengths are known, and that use no drafter, decode in groups.
-    runs_ahead: the executor begins the next round before it is planned, for which blocks are kept
-    where there are.
     max_num_seqs: requests that the executor has room for at once, whatever the admission policy
     says."""
 
@@ -39,7 +37,6 @@ class Context:
     fairness: Fairness | None
     max_model_len: int
     counted: bool
-    runs_ahead: bool
     max_num_seqs: float
 
     @property

@@ -85,9 +85,8 @@ def _catch_up(
     length: int,
     evict: bool = True,
 ) -> CatchUp | None:
-    """A catch-up to `num_known` tokens, with room for `length` draft tokens behind it, and for the
-    next round's if the executor runs ahead and memory allows it; None where there is nothing to
-    read or no memory for it."""
+    """A catch-up to `num_known` tokens, with room for `length` draft tokens behind it; None where
+    there is nothing to read or no memory for it."""
     pool, memory = drafter.pool, ctx.table.memory
     assert pool is not None
     is_new = drafter.name not in state.kv
@@ -102,10 +101,6 @@ def _catch_up(
             # The executor does not know this block table yet.
             memory.release(state, [drafter.name])
         return None
-    if ctx.runs_ahead and length:
-        with_next_round = pool.blocks_for(num_known + 2 * length) - len(kv.blocks)
-        if pool.can_allocate(with_next_round + len(ctx.table.running)):
-            missing = with_next_round
     new_blocks = kv.grow(pool, missing) if missing > 0 else []
     return CatchUp(kv.num_computed_tokens, num_tokens, tuple(kv.blocks if is_new else new_blocks))
 

@@ -58,9 +58,8 @@ class Scheduler:
     A drafter without a lane of its own drafts inside the target's step; for the others `pipeline`
     says when the target waits (default: rounds). `counted`: requests of
     which only lengths are known, and that use no drafter, are advanced together, and steps in
-    which nothing else happens are planned at once; it changes no decision. `runs_ahead`: the
-    executor begins the next round before it is planned, for which blocks are kept where there are.
-    `max_num_seqs`: requests that the executor has room for at once; None is no limit.
+    which nothing else happens are planned at once; it changes no decision. `max_num_seqs`:
+    requests that the executor has room for at once; None is no limit.
     """
 
     def __init__(
@@ -76,7 +75,6 @@ class Scheduler:
         tenants: Iterable[Tenant] = (),
         learn: Estimators | None = None,
         counted: bool = False,
-        runs_ahead: bool = False,
         fairness: bool = False,
         max_num_seqs: int | None = None,
     ) -> None:
@@ -109,7 +107,6 @@ class Scheduler:
             Fairness(accounts, learn) if is_fair else None,
             max_model_len,
             counted,
-            runs_ahead,
             math.inf if max_num_seqs is None else max_num_seqs,
         )
 

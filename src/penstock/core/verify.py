@@ -46,8 +46,6 @@ def items(ctx: Context, step: Step, plan_id: int) -> tuple[VerifyItem, ...]:
     if ctx.table.drafters or any(s.state.draft.stage is DraftStage.HELD for s in scheduled):
         grants = grants_of_step(ctx, step, scheduled)
     written = [(s, _item(ctx, s, grants.get(s.state.request.id, _NOTHING))) for s in scheduled]
-    if ctx.runs_ahead:
-        written = [(s, _with_room_ahead(ctx, s, item)) for s, item in written]
     for s, item in written:
         s.state.in_flight = True
         order = item.draft
@@ -120,19 +118,6 @@ def _grow_for_draft(ctx: Context, scheduled: ScheduledTokens, length: int) -> in
     length = min(length, (num_blocks + pool.num_free_blocks) * pool.block_size - end)
     _grow(pool, scheduled, end + length)
     return length
-
-
-def _with_room_ahead(ctx: Context, scheduled: ScheduledTokens, item: VerifyItem) -> VerifyItem:
-    """With room for the next round too, in which the draft may be as long, while there is another
-    free block for every running request."""
-    pool = ctx.table.memory.pools[TARGET]
-    most = item.start + item.num_scheduled_tokens + 2 * item.num_draft_tokens + 1
-    missing = pool.blocks_for(most) - scheduled.state.kv_of(TARGET).num_blocks
-    num_kept_free = len(ctx.table.running)
-    if missing <= 0 or not item.samples or not pool.can_allocate(missing + num_kept_free):
-        return item
-    _grow(pool, scheduled, most)
-    return item._replace(new_blocks=tuple(scheduled.new_blocks))
 
 
 def _grow(pool: BlockPool, scheduled: ScheduledTokens, num_tokens: int) -> None:

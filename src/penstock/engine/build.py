@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,7 +45,6 @@ from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
 from penstock.engine.models.checkpoint import open_checkpoint
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.synthetic import SyntheticAcceptance
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)
@@ -79,17 +77,10 @@ class Engine:
     dtype: str
     num_threads: int
     scores_prompts: bool = True
-    is_random: bool = False
-    synthetic_acceptance: float | None = None
 
     def describe(self) -> dict[str, Any]:
         """Facts for `/health`, logs and reports."""
-        made_up = {
-            "random_weights": self.is_random or None,
-            "synthetic_acceptance": self.synthetic_acceptance,
-        }
         return {
-            **{name: value for name, value in made_up.items() if value is not None},
             "target": self.target,
             "drafters": list(self.executor.drafters),
             "dtype": self.dtype,
@@ -100,19 +91,11 @@ class Engine:
         }
 
 
-def load_engine(
-    config: EngineConfig,
-    shapes: Mapping[str, DecoderConfig] | None = None,
-    synthetic_acceptance: float | None = None,
-    *,
-    calibrated: bool = True,
-) -> Engine:
+def load_engine(config: EngineConfig, *, calibrated: bool = True) -> Engine:
     """Load the models and compose the engine.
 
-    shapes: of models with random weights instead of checkpoints, by the drafter's name, the
-    target's under TARGET; only to be measured, as is synthetic_acceptance, the probability with
-    which drafters are made to foresee the target. calibrated: measure step times at the start;
-    without, policies that go by them must not be asked.
+    calibrated: measure step times at the start; without, policies that go by them must not be
+    asked.
 
     Raises: CheckpointError for a checkpoint that cannot be used, ConfigError for settings that do
     not fit each other or this machine.
@@ -120,7 +103,7 @@ def load_engine(
     torch.manual_seed(0)
     place = resolve_placement(config)
     if config.vllm is None:
-        models = _models(config, place, shapes, synthetic_acceptance)
+        models = _models(config, place)
     else:
         models = _models_beside_vllm(config, place)
         config = models.config
@@ -128,7 +111,7 @@ def load_engine(
     clock = MonotonicClock()
     drafters = _drafters(config, models)
     executor = models.executor(drafters, clock)
-    scheduler = _scheduler(config, models, runs_ahead=executor.runs_ahead)
+    scheduler = _scheduler(config, models)
     profile = None if config.profile is None else read_profile(config.profile)
     if calibrated:
         together = config.pipeline == "auto"
@@ -140,8 +123,7 @@ def load_engine(
     executor.grammars = GrammarCompiler(
         partial(load_tokenizer, config.target), target.vocab_size, target.eos_token_ids
     )
-    audited = {} if shapes else config.drafter_models
-    audited = {n: p for n, p in audited.items() if n not in models.tokenizers}
+    audited = {n: p for n, p in config.drafter_models.items() if n not in models.tokenizers}
     return Engine(
         loop=Loop(scheduler, executor, clock),
         scheduler=scheduler,
@@ -157,32 +139,17 @@ def load_engine(
         dtype=str(models.dtype).removeprefix("torch."),
         num_threads=place.num_threads,
         scores_prompts=executor.scores_prompts,
-        is_random=shapes is not None,
-        synthetic_acceptance=synthetic_acceptance,
     )
 
 
-def _models(
-    config: EngineConfig,
-    place: Placement,
-    shapes: Mapping[str, DecoderConfig] | None,
-    synthetic_acceptance: float | None,
-) -> Models:
+def _models(config: EngineConfig, place: Placement) -> Models:
     """Raises: CheckpointError, ConfigError."""
-    known, tokenizers = dict(shapes or {}), {}
-    if not shapes:
-        known = _shapes(config)
-        tokenizers = _tokenizers(config)
-    max_model_len = resolve_context(config, known[TARGET])
-    place = fit_models(config, place, known, max_model_len)
-    num_blocks = resolve_num_blocks(config, place, known.values(), max_model_len)
-    synthetic = None
-    if synthetic_acceptance is not None:
-        vocab = min(shape.vocab_size for shape in known.values())
-        synthetic = SyntheticAcceptance(synthetic_acceptance, vocab)
-    return Models(
-        config, place, known, num_blocks, max_model_len, bool(shapes), synthetic, tokenizers
-    )
+    shapes = _shapes(config)
+    tokenizers = _tokenizers(config)
+    max_model_len = resolve_context(config, shapes[TARGET])
+    place = fit_models(config, place, shapes, max_model_len)
+    num_blocks = resolve_num_blocks(config, place, shapes.values(), max_model_len)
+    return Models(config, place, shapes, num_blocks, max_model_len, tokenizers)
 
 
 def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
@@ -199,9 +166,7 @@ def _models_beside_vllm(config: EngineConfig, place: Placement) -> Models:
     if shapes and config.kv_tokens is None:
         fitting = resolve_num_blocks(config, place, shapes.values(), vllm.max_model_len)
         num_blocks = min(num_blocks, fitting)
-    return Models(
-        config, place, shapes, num_blocks, vllm.max_model_len, False, None, tokenizers, vllm
-    )
+    return Models(config, place, shapes, num_blocks, vllm.max_model_len, tokenizers, vllm)
 
 
 def _drafters(config: EngineConfig, models: Models) -> list[LocalDrafter]:
@@ -220,7 +185,7 @@ def _local_drafter(name: str, parts: DrafterParts, models: Models) -> LocalDraft
     return model
 
 
-def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Scheduler:
+def _scheduler(config: EngineConfig, models: Models) -> Scheduler:
     """Raises: PolicyError."""
     drafters = [_drafter(config, models, name) for name in config.drafters]
     return Scheduler(
@@ -232,7 +197,6 @@ def _scheduler(config: EngineConfig, models: Models, *, runs_ahead: bool) -> Sch
         pipeline=make_pipeline(config.pipeline),
         max_model_len=models.max_model_len,
         tenants=as_tenants(config.tenants),
-        runs_ahead=runs_ahead,
         fairness=config.fairness,
     )
 
@@ -247,9 +211,7 @@ def _drafter(config: EngineConfig, models: Models, name: str) -> Drafter:
         has_lane=config.pipeline != "off",
         max_num_seqs=config.drafter_max_num_seqs.get(name),
         is_chained=is_chained,
-        stops_early=not (
-            shape is None or is_chained or drafts_text or models.place.backend == "graphs"
-        ),
+        stops_early=not (shape is None or is_chained or drafts_text),
     )
     if shape is not None:
         # Where it counts in other tokens it keeps blocks of its own, and these are an estimate.

@@ -3,7 +3,6 @@ a drafter, start from facts."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -18,8 +17,6 @@ from penstock.engine.runner import Model
 from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.fluid.step_times import StepTimeCurve
-
-_log = logging.getLogger(__name__)
 
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
 _BATCHES = (1, 8, 2, 32, 4, 16, 64)
@@ -45,12 +42,7 @@ def calibrate(
     """Fill the step times from a profile, and those of models that it does not know from a few
     steps of each on scratch blocks, for about `budget_s` seconds a model: requests wait for it, and
     what their own steps take refines it. together: measure such drafters beside the target, too. No
-    request may be running.
-
-    CUDA graphs of the usual sizes of steps are captured before. Compiling and tuning their kernels
-    may take minutes on a new machine, and would otherwise happen to the first requests.
-    """
-    _capture_graphs(executor)
+    request may be running."""
     known: set[str] = set()
     if profile is not None:
         drafters = [Drafter(name) for name in executor.drafters]
@@ -64,21 +56,6 @@ def calibrate(
             if together:
                 _measure_together(executor, drafter, estimators, clock)
     estimators.times.doubt_all()
-
-
-def _capture_graphs(executor: LocalExecutor) -> None:
-    target = executor.target
-    if target.captures_graphs:
-        # A warning, because nothing is heard of the server meanwhile.
-        _log.warning("capturing graphs on %s; may take minutes on a new machine", target.device)
-        for num in _fitting(target):
-            dummy_verify(target, [1] * num, _CONTEXT)
-        for rows in _ROWS:
-            _verify(target, rows)
-    for drafter in executor.drafters.values():
-        if drafter.runner is not None and drafter.runner.captures_graphs:
-            for num in _fitting(drafter):
-                dummy_draft(drafter, num, _DRAFT_STEPS)
 
 
 def _measure_target(target: Model, estimators: Estimators, clock: Clock, budget_s: float) -> None:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -74,12 +73,9 @@ class Computed(NamedTuple):
 class LocalExecutor(ABC):
     """Drafters of one process, and a target that it computes or has computed.
 
-    num_threads: of the kernels, to be shared out among those that work at the same time. stream: a
-    context for a thread that computes beside others, on a device that wants one. runs_ahead: it
-    begins rounds before they are planned, for which a scheduler keeps blocks.
+    num_threads: of the kernels, to be shared out among those that work at the same time.
     """
 
-    runs_ahead = False
     scores_prompts = False
     """Whether it can tell log-probabilities of a prompt's tokens."""
 
@@ -90,13 +86,11 @@ class LocalExecutor(ABC):
         clock: Clock,
         max_model_len: int,
         num_threads: int = 1,
-        stream: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         self.target = target
         self.max_model_len = max_model_len
         self.drafters = {d.name: d for d in drafters}
         self.num_threads = num_threads
-        self.stream = stream
         self.totals = Totals(dict.fromkeys(self.drafters, 0.0))
         self.remote = RemoteOrders()
         self.grammars: GrammarCompiler | None = None
@@ -189,7 +183,7 @@ class LocalExecutor(ABC):
             if results or self._lanes.num_busy:
                 others = self._lanes.num_busy
                 job.num_threads = max(1, self.num_threads - others)
-                self._lanes.start(TARGET, partial(self._verify_beside, job))
+                self._lanes.start(TARGET, partial(self._verify, job))
             else:
                 # Nobody works beside it: another thread would only cost time.
                 results.append(self._finish(self._verify(job)))
@@ -245,12 +239,7 @@ class LocalExecutor(ABC):
         drafted = DraftsAtHand()
         replays: tuple[Replayed, ...] = ()
         failures: tuple[Failure, ...] = ()
-        with (
-            drafted.without_if_failing(plan.lane),
-            job.models(),
-            self.stream(),
-            torch.inference_mode(),
-        ):
+        with drafted.without_if_failing(plan.lane), job.models(), torch.inference_mode():
             replays = self._carry_out(job, drafted)
         if drafted.failed:
             reason = f"drafter {plan.lane} failed"
@@ -268,10 +257,6 @@ class LocalExecutor(ABC):
             unread=tuple(drafted.unread),
         )
         return Done(plan, result, drafted)
-
-    def _verify_beside(self, job: StepJob) -> Done:
-        with self.stream():
-            return self._verify(job)
 
     def _carry_out(self, job: StepJob, drafted: DraftsAtHand) -> tuple[Replayed, ...]:
         """The draft orders of a plan, then those that only read."""
@@ -389,9 +374,8 @@ class RunnerExecutor(LocalExecutor):
         clock: Clock,
         max_model_len: int,
         num_threads: int = 1,
-        stream: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        super().__init__(target, drafters, clock, max_model_len, num_threads, stream)
+        super().__init__(target, drafters, clock, max_model_len, num_threads)
         self._verifier = Verifier(target)
         self._scores = PromptScores(target)
         self._tables = BlockTables(target.blocks_for(max_model_len) + 1)

@@ -37,15 +37,11 @@ class KVGather:
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
-        # Bytes of float8, because few operations know the type itself.
-        stored = [kv.view(torch.uint8) if cache.is_float8 else kv for kv in cache.layers]
-        self._by_slot = [layer.flatten(2, 3).flatten(0, 1) for layer in stored]
-        self._scales = cache.scales if cache.is_float8 else None
+        self._by_slot = [layer.flatten(2, 3).flatten(0, 1) for layer in cache.layers]
         self._kv_heads = cache.num_kv_heads
         self._head_dim = cache.head_dim
         self._block_size = cache.block_size
-        self._scratch = torch.empty(0, dtype=cache.read_dtype, device=cache.device)
-        self._bytes = torch.empty(0, dtype=torch.uint8, device=cache.device)
+        self._scratch = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
     @property
     def bytes_per_token(self) -> int:
@@ -61,8 +57,6 @@ class KVGather:
         elements = 2 * self._head_dim * rows
         if self._scratch.shape[0] < elements:
             self._scratch = self._scratch.new_empty(elements)
-            if self._scales is not None:
-                self._bytes = self._bytes.new_empty(elements)
 
     def slots(self, batch: RaggedBatch, seqs: IntArray, positions: IntArray) -> IntArray:
         """Cache slots of `positions` of the sequences `seqs`; both of one shape, or broadcast."""
@@ -90,22 +84,12 @@ class KVGather:
 
     def fill(self, layer: int, place: Gathered, first_head: int = 0) -> None:
         """Gather the KV heads from `first_head` on."""
-        if self._scales is None:
-            self._select(layer, place, first_head, place.flat)
-            return
-        flat = self._bytes[: place.flat.numel()].view(place.flat.shape)
-        self._select(layer, place, first_head, flat)
-        place.flat.copy_(flat.view(torch.float8_e4m3fn))
-        for part, scale in zip((place.keys, place.values), self._scales[layer], strict=True):
-            part.mul_(scale)
-
-    def _select(self, layer: int, place: Gathered, first_head: int, out: torch.Tensor) -> None:
         by_slot, num_heads = self._by_slot[layer], place.keys.shape[0]
         if num_heads == self._kv_heads:
-            torch.index_select(by_slot, 1, place.slots, out=out)
+            torch.index_select(by_slot, 1, place.slots, out=place.flat)
             return
         for i, first in enumerate((first_head, self._kv_heads + first_head)):
-            into = out[i * num_heads : (i + 1) * num_heads]
+            into = place.flat[i * num_heads : (i + 1) * num_heads]
             torch.index_select(by_slot[first : first + num_heads], 1, place.slots, out=into)
 
 

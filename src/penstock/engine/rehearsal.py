@@ -4,28 +4,21 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
 
-from penstock.engine.attention import AttentionBackend
-from penstock.engine.attention.decomposed import DecomposedAttention, SpinDecomposedAttention
+from penstock.engine.attention import Attention, AttentionFactory
 from penstock.engine.attention.packed import PackedAttention
-from penstock.engine.attention.padded import PaddedAttention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.decoder import Decoder
 from penstock.engine.models.weights import weight_specs
-from penstock.fluid.packing import LAYOUTS
 
 CPU = torch.device("cpu")
-SPIN_ROWS = "decomposed_spin"
-REHEARSED = (*LAYOUTS, SPIN_ROWS)
-"""Backends by name: every layout, and decomposition into as many rows as there are requests."""
 BLOCK_SIZE = 16
 _VOCAB = 512
 
@@ -61,21 +54,16 @@ def random_cache(config: DecoderConfig, num_blocks: int) -> PagedKVCache:
 
 
 def verification_batch(
-    lengths: Sequence[int],
-    window: int,
-    num_blocks: int,
-    seed: int,
-    vocab: int = _VOCAB,
-    grows: int = 0,
+    lengths: Sequence[int], window: int, num_blocks: int, seed: int
 ) -> RaggedBatch:
     """The last `window` positions of each request; blocks lie scattered as after hours of service.
 
-    lengths: tokens of each request, at least `window`, `window` included. grows: tokens more that
-    the tables have room for. Raises ValueError where there are too few blocks.
+    lengths: tokens of each request, at least `window`, `window` included. Raises ValueError where
+    there are too few blocks.
     """
     rng = np.random.default_rng(seed)
     sizes = np.array(lengths, dtype=np.int32)
-    counts = -(-(sizes + grows) // BLOCK_SIZE)
+    counts = -(-sizes // BLOCK_SIZE)
     if counts.sum() > num_blocks:
         raise ValueError(f"{counts.sum()} blocks are needed; the cache has {num_blocks}")
     free = rng.permutation(num_blocks)[: counts.sum()].astype(np.int32)
@@ -84,7 +72,7 @@ def verification_batch(
     rows = len(sizes) * window
     positions = (sizes[:, None] - window + np.arange(window)).reshape(-1)
     return RaggedBatch(
-        token_ids=rng.integers(0, vocab, rows, dtype=np.int32),
+        token_ids=rng.integers(0, _VOCAB, rows, dtype=np.int32),
         positions=positions.astype(np.int32),
         query_start=np.arange(0, rows + 1, window, dtype=np.int32),
         seq_lens=sizes,
@@ -108,9 +96,11 @@ class RehearsalTimes:
 
 
 class Rehearsal:
-    """One random decoder over one cache, verifying with each layout of keys and values."""
+    """One random decoder over one cache, verifying with each of several kinds of attention."""
 
-    def __init__(self, config: DecoderConfig, num_blocks: int) -> None:
+    def __init__(
+        self, config: DecoderConfig, num_blocks: int, kinds: Mapping[str, AttentionFactory]
+    ) -> None:
         generator = torch.Generator().manual_seed(2)
         weights = {
             spec.name: torch.randn(spec.shape, generator=generator) * 0.02
@@ -119,52 +109,45 @@ class Rehearsal:
         self._config = config
         self.cache = random_cache(config, num_blocks)
         self._decoder = Decoder(config, weights, config.max_position_embeddings, CPU)
-        self.decomposed = DecomposedAttention(self.cache, config.num_heads)
-        self._backends: dict[str, AttentionBackend[Any]] = {
-            "packed": PackedAttention(self.cache, config.num_heads),
-            "padded": PaddedAttention(self.cache, config.num_heads),
-            "decomposed": self.decomposed,
-            SPIN_ROWS: SpinDecomposedAttention(self.cache, config.num_heads),
-        }
+        self._packed = PackedAttention(self.cache, config.num_heads)
+        self._kinds = {name: make(self.cache, config.num_heads) for name, make in kinds.items()}
 
     @torch.inference_mode()
     def times(
         self, lengths: Sequence[int], window: int, turns: int
     ) -> dict[str, list[RehearsalTimes]]:
         """So many turns of each, after one to warm up, on as many threads as torch is set to. Each
-        turn begins with another layout, so that none always follows the same."""
+        turn begins with another kind, so that none always follows the same."""
         batch = verification_batch(lengths, window, self.cache.num_blocks, seed=0)
         q = random_queries(self._config, batch.num_tokens)
-        found: dict[str, list[RehearsalTimes]] = {layout: [] for layout in self._backends}
-        layouts = deque(self._backends)
+        found: dict[str, list[RehearsalTimes]] = {name: [] for name in self._kinds}
+        names = deque(self._kinds)
         for turn in range(turns + 1):
-            for layout in layouts:
-                times = self._once(self._backends[layout], batch, q)
+            for name in names:
+                times = self._once(self._kinds[name], batch, q)
                 if turn:
-                    found[layout].append(times)
-            layouts.rotate(1)
+                    found[name].append(times)
+            names.rotate(1)
         return found
 
     @torch.inference_mode()
-    def error(self, lengths: Sequence[int], window: int, backend: AttentionBackend[Any]) -> float:
-        """Largest difference of a backend's attention from that of `packed`, over all layers."""
+    def error(self, lengths: Sequence[int], window: int, attention: Attention) -> float:
+        """Largest difference from packed attention, over all layers."""
         batch = verification_batch(lengths, window, self.cache.num_blocks, seed=0)
         q = random_queries(self._config, batch.num_tokens)
         layers = range(self._config.num_layers)
         exact, other = (
             torch.stack([b.attend(q, layer, metadata) for layer in layers])
-            for b in (self._backends["packed"], backend)
+            for b in (self._packed, attention)
             for metadata in [b.prepare(batch)]
         )
         return float((exact - other).abs().max())
 
-    def _once(
-        self, backend: AttentionBackend[Any], batch: RaggedBatch, q: torch.Tensor
-    ) -> RehearsalTimes:
+    def _once(self, attention: Attention, batch: RaggedBatch, q: torch.Tensor) -> RehearsalTimes:
         started = time.process_time()
-        self._decoder.forward(batch, self.cache, backend)
+        self._decoder.forward(batch, self.cache, attention)
         forward = time.process_time()
-        metadata = backend.prepare(batch)
+        metadata = attention.prepare(batch)
         for layer in range(self._config.num_layers):
-            backend.attend(q, layer, metadata)
+            attention.attend(q, layer, metadata)
         return RehearsalTimes(forward - started, time.process_time() - forward)

@@ -1,4 +1,4 @@
-"""One model on one device: the contract that every backend fulfils."""
+"""One model on one device, as executors and drafters call it."""
 
 from __future__ import annotations
 
@@ -21,14 +21,12 @@ class Model(ABC):
     """A model with its paged KV cache, whoever computes it: what memory it has, and steps that are
     only timed.
 
-    captures_graphs: the first step of a size takes long, because it is captured as a CUDA graph.
     keeps_batches: a step with the requests of the step before is the usual one, and faster.
     """
 
     num_blocks: int
     block_size: int
     device: torch.device
-    captures_graphs = False
     keeps_batches = False
 
     @property

@@ -32,10 +32,6 @@ class BlockTables:
             self._matrix[row, length:end] = blocks
         self._rows[request_id] = (row, epoch, end)
 
-    def num_blocks(self, request_id: str) -> int:
-        """Of a request's table; 0 where there is none."""
-        return self._rows.get(request_id, (0, 0, 0))[2]
-
     def drop(self, request_id: str) -> None:
         entry = self._rows.pop(request_id, None)
         if entry is not None:

@@ -161,8 +161,7 @@ class Totals:
             num_tokens = sum(i.num_scheduled_tokens + i.num_draft_tokens for i in plan.items)
             self.steps_by_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
             self.num_step_tokens += num_tokens
-            # An executor that runs ahead has begun before.
-            self.plan_s += max(0.0, result.started_at - plan.created_at)
+            self.plan_s += result.started_at - plan.created_at
             self.phases = PhaseTimes(*map(sum, zip(self.phases, result.phases, strict=True)))
 
 
@@ -311,23 +310,3 @@ def _failures(job: StepJob) -> Iterator[Failure]:
         problem = job.texts[item.request_id].problem
         if problem is not None:
             yield Failure(item.request_id, item.epoch, problem)
-
-
-def joined(plan: StepPlan, first: Done, second: Done) -> Done:
-    """A target step that was carried out in two parts, one after the other."""
-    a, b = first.result, second.result
-    found = {v.request_id: v for v in (*a.verdicts, *b.verdicts)}
-    verdicts = tuple(found[i.request_id] for i in plan.items)
-    result = b._replace(
-        started_at=a.started_at,
-        verdicts=verdicts,
-        failures=(*a.failures, *b.failures),
-        phases=PhaseTimes(*map(sum, zip(a.phases, b.phases, strict=True))),
-        draft_times=(*a.draft_times, *b.draft_times),
-        num_rows=a.num_rows + b.num_rows,
-        work=step_work(plan, verdicts),
-        work_seconds=a.work_seconds + b.work_seconds,
-        failed_drafters=tuple(sorted({*a.failed_drafters, *b.failed_drafters})),
-        unread=(*a.unread, *b.unread),
-    )
-    return Done(plan, result, second.drafted)

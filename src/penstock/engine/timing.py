@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
 from statistics import median
 
@@ -77,7 +76,7 @@ def slowdowns(
     both must fit into memory.
     """
     target, num_threads = executor.target, executor.num_threads
-    pace = partial(_Stopwatch, clock, executor.stream)
+    pace = partial(_Stopwatch, clock)
     verifying = partial(dummy_verify, target, [_NUM_DRAFT_TOKENS + 1] * _BATCH, context)
     drafting = partial(dummy_draft, drafter, _BATCH, _NUM_DRAFT_TOKENS, 1, context)
     slower: list[float] = []
@@ -104,14 +103,13 @@ def slowdowns(
 class _Stopwatch:
     """Runs something over and over, and knows when each time ended."""
 
-    def __init__(self, clock: Clock, stream: Callable[[], AbstractContextManager[None]]) -> None:
+    def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._stream = stream
         self._times: list[float] = []
 
     def run(self, step: Callable[[], None], seconds: float) -> _Stopwatch:
         """For at least so long, and at least once."""
-        with torch.inference_mode(), self._stream():
+        with torch.inference_mode():
             self._times.append(self._clock.now())
             while len(self._times) < 2 or self._times[-1] - self._times[0] < seconds:
                 step()

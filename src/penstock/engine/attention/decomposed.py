@@ -56,7 +56,7 @@ class Partials:
 
 
 class DecomposedAttention:
-    """See AttentionBackend. `plan` maps lengths and window to rows; without one, the cheapest."""
+    """See `Attention`. `plan` maps lengths and window to rows; without one, the cheapest."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int, plan: Planner | None = None) -> None:
         self.gather = KVGather(cache)
@@ -146,16 +146,9 @@ class DecomposedAttention:
         return cache_slots, position, slot
 
 
-class SpinDecomposedAttention(DecomposedAttention):
-    """As Spin sets it (section V-A): as many rows B as there are requests, whatever the copies of
-    the window cost, and their length L with the fewest padded tokens."""
-
-    def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
-        super().__init__(cache, num_heads, as_many_rows)
-
-
 def as_many_rows(lengths: list[int], window: int) -> Decomposition:
-    """Spin's B: one row a request."""
+    """Spin's setting (section V-A): as many rows B as requests, whatever the copies of the window
+    cost."""
     return decompose(lengths, len(lengths))
 
 

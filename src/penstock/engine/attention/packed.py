@@ -60,7 +60,7 @@ class PackedMetadata:
 
 
 class PackedAttention:
-    """See AttentionBackend."""
+    """See `Attention`."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
         self._num_kv_heads = cache.num_kv_heads

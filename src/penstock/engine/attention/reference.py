@@ -39,15 +39,8 @@ class ReferenceAttention:
         seq_len = int(batch.seq_lens[index])
         num_blocks = -(-seq_len // self._cache.block_size)
         blocks = torch.from_numpy(batch.block_tables[index, :num_blocks]).long().to(q.device)
-        cache = self._cache
-        stored, scales = cache.layers[layer], cache.scales[layer]
-        # Bytes of float8, because few operations know the type itself.
-        raw = stored.view(torch.uint8) if cache.is_float8 else stored
-        chosen = raw.index_select(2, blocks).view(stored.dtype).flatten(2, 3).float()
-        keys, values = (
-            (x[:, :seq_len] * scale).repeat_interleave(self._group_size, dim=0)
-            for x, scale in zip(chosen, scales, strict=True)
-        )
+        chosen = self._cache.layers[layer].index_select(2, blocks).flatten(2, 3).float()
+        keys, values = (x[:, :seq_len].repeat_interleave(self._group_size, dim=0) for x in chosen)
         scores = q.float().transpose(0, 1) @ keys.transpose(1, 2) * q.shape[-1] ** -0.5
         positions = torch.arange(seq_len, device=q.device)
         own = positions[seq_len - q.shape[0] :, None]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from penstock.engine.attention import AttentionBackend
+from penstock.engine.attention import Attention
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
@@ -87,7 +87,7 @@ class Decoder:
             self._local_rotations = _rotations(config, max_positions, window.rope).to(device)
 
     def forward(
-        self, batch: RaggedBatch, cache: PagedKVCache, attention: AttentionBackend
+        self, batch: RaggedBatch, cache: PagedKVCache, attention: Attention
     ) -> torch.Tensor:
         """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
 

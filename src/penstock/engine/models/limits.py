@@ -6,8 +6,8 @@ from penstock.engine.models.config import DecoderConfig
 
 
 def beyond_kernels(config: DecoderConfig, max_model_len: int) -> str | None:
-    """What a decoder does that neither the native kernels nor those of the graphs do; None if
-    nothing, in texts of up to max_model_len tokens."""
+    """What a decoder does that the native kernels do not, in texts of up to max_model_len tokens;
+    None if nothing."""
     variant = config.variant
     reasons = {
         "experts": variant.experts is not None,

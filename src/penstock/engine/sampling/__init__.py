@@ -1,7 +1,7 @@
 """Exact sampling and verification, in two modes."""
 
 from penstock.engine.sampling.changes import Changed, TextSoFar, change_logits, forbidden_by
-from penstock.engine.sampling.coupled import KeyedSampler, TokenSampler, sample_coupled
+from penstock.engine.sampling.coupled import TokenSampler, sample_coupled
 from penstock.engine.sampling.logprobs import token_logprobs
 from penstock.engine.sampling.params import SamplingRows, VerifyBatch, VerifyResult
 from penstock.engine.sampling.ratio import draw_draft, sample_draft
@@ -9,7 +9,6 @@ from penstock.engine.sampling.verify import verify
 
 __all__ = [
     "Changed",
-    "KeyedSampler",
     "SamplingRows",
     "TextSoFar",
     "TokenSampler",

@@ -11,7 +11,6 @@ After "drafter-invariant speculative decoding", arXiv 2408.07978.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from typing import Protocol
 
 import numpy as np
@@ -49,11 +48,6 @@ class TokenSampler(Protocol):
     def __call__(
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
     ) -> torch.Tensor: ...
-
-
-KeyedSampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, int], torch.Tensor]
-"""The same from logits [rows, V], temperatures [rows], noise keys [rows, 2] int32 and the number of
-tokens to choose from, all on the device; returns [rows] int32."""
 
 
 def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:

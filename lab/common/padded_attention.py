@@ -1,5 +1,5 @@
 """Padded attention, as engines without ragged batches compute it: every sequence as wide as the
-longest, in one call with a mask. Here to be compared with.
+longest, in one call with a mask. Only compared with; no server can choose it.
 
 Chunks of prompts go through a call of their own, so that their many query rows are not imposed on
 sequences that decode.
@@ -13,7 +13,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from lab.common.live import LiveScene
+from penstock.engine.attention import AttentionFactory
+from penstock.engine.attention.decomposed import DecomposedAttention
+from penstock.engine.attention.packed import PackedAttention
 from penstock.engine.batch import RaggedBatch
+from penstock.engine.build import Engine
+from penstock.engine.calibrate import calibrate
+from penstock.engine.eager import EagerRunner
 from penstock.engine.gather import Gathered, IntArray, KVGather, by_kind, seen
 from penstock.engine.kv_cache import PagedKVCache
 
@@ -37,7 +44,7 @@ class PaddedCall:
 
 
 class PaddedAttention:
-    """See AttentionBackend."""
+    """See `Attention`."""
 
     def __init__(self, cache: PagedKVCache, num_heads: int) -> None:
         self.gather = KVGather(cache)
@@ -85,3 +92,21 @@ class PaddedAttention:
             kept=self.gather.tensor(np.flatnonzero(places < counts[:, None])),
             mask=self.gather.added(visible.repeat(self._group_size, axis=1)[None]),
         )
+
+
+BY_LAYOUT: dict[str, AttentionFactory] = {
+    "packed": PackedAttention,
+    "padded": PaddedAttention,
+    "decomposed": DecomposedAttention,
+}
+
+
+def load_padded(scene: LiveScene, batch: int) -> Engine:
+    """The eager engine with padded attention in every model, its step times measured with it."""
+    engine = scene.load(batch, backend="eager", calibrated=False)
+    drafters = engine.executor.drafters.values()
+    for runner in (engine.executor.target, *(d.runner for d in drafters)):
+        if isinstance(runner, EagerRunner):
+            runner.attention = PaddedAttention(runner.cache, runner.config.num_heads)
+    calibrate(engine.executor, engine.scheduler.learn, engine.clock)
+    return engine

@@ -1,1 +1,0 @@
-"""Triton kernels. Importing a module of this folder imports triton: only whoever chose it does."""

@@ -1,0 +1,34 @@
+"""Padded attention equals plain attention, and is as wide as the longest sequence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tests.engine.test_attention import BATCHES, HEADS, make_scene, seen_in_window
+
+from lab.common.padded_attention import PaddedAttention
+
+
+@pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_equals_plain_attention(lengths: list[tuple[int, int]], num_kv_heads: int) -> None:
+    scene = make_scene(lengths, num_kv_heads)
+    out = scene.attend(PaddedAttention)
+    torch.testing.assert_close(out, scene.expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [1, 33, 1000])
+@pytest.mark.parametrize("lengths", BATCHES.values(), ids=BATCHES)
+def test_no_row_sees_more_than_its_window(lengths: list[tuple[int, int]], window: int) -> None:
+    scene = make_scene(lengths)
+    expected = seen_in_window(scene, lengths, window)
+    found = scene.attend(PaddedAttention, window=window)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+
+
+def test_it_is_as_wide_as_the_longest() -> None:
+    scene = make_scene(BATCHES["verify"])
+    padded = PaddedAttention(scene.cache, HEADS)
+    (call,) = padded.prepare(scene.batch)
+    assert len(call.kv.slots) == 5 * 100
+    assert padded.gather.scratch_bytes == 500 * padded.gather.bytes_per_token
