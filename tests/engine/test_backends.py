@@ -1,13 +1,15 @@
-"""How much KV memory an engine takes where nobody says."""
+"""How much KV memory an engine takes by default, and how it runs on a GPU."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
 from tests.engine.test_attention import small_config
 
-from penstock.config import ConfigError
-from penstock.engine.backends import affordable_blocks
+from penstock.config import ConfigError, EngineConfig
+from penstock.engine.backends import affordable_blocks, resolve_placement
 from penstock.engine.kv_cache import kv_bytes_per_token
 from penstock.engine.models.weights import weight_bytes, weight_specs
 
@@ -44,3 +46,14 @@ def test_no_more_than_64_texts_of_full_length_need() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"the models take 0\.0 GB and cuda has 0\.0 GB free"):
         blocks(FREE)
+
+
+def test_models_on_a_gpu_run_eagerly(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = {"target": tmp_path, "device": "cuda", "dtype": "float32"}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert resolve_placement(EngineConfig(**settings)).backend == "eager"
+    with pytest.raises(ConfigError, match="it runs on the CPU, not on cuda"):
+        resolve_placement(EngineConfig(backend="native", **settings))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ConfigError, match="PyTorch sees no CUDA device"):
+        resolve_placement(EngineConfig(**settings))

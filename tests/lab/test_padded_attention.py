@@ -6,7 +6,9 @@ import pytest
 import torch
 from tests.engine.test_attention import BATCHES, HEADS, make_scene, seen_in_window
 
-from lab.common.padded_attention import PaddedAttention
+from lab.common.live import LiveScene
+from lab.common.padded_attention import PaddedAttention, load_padded
+from penstock.zoo.registry import WEIGHTS
 
 
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 6])
@@ -32,3 +34,12 @@ def test_it_is_as_wide_as_the_longest() -> None:
     (call,) = padded.prepare(scene.batch)
     assert len(call.kv.slots) == 5 * 100
     assert padded.gather.scratch_bytes == 500 * padded.gather.bytes_per_token
+
+
+def test_every_model_of_a_padded_engine_has_it() -> None:
+    engine = load_padded(LiveScene(WEIGHTS, {}, num_turns=2, new_tokens=8), batch=1)
+    runners = [engine.executor.target, *(d.runner for d in engine.executor.drafters.values())]
+    found = [r.attention for r in runners if r is not None]
+    assert len(found) > 1
+    assert all(isinstance(attention, PaddedAttention) for attention in found)
+    assert not engine.scheduler.learn.times.target.is_empty

@@ -89,28 +89,11 @@ def fit_models(
 ) -> Placement:
     """The placement, once it is known what the models compute: all of them eagerly where the native
     kernels cannot do one. shapes: as of `Models`. Raises: ConfigError."""
-    place = _eager_where_needed(config, place, shapes, max_model_len)
-    if config.drafter_weights != "stored" and place.backend != "native":
-        raise ConfigError(
-            f"drafter_weights {config.drafter_weights} is for the CPU's own kernels; backend "
-            f"{place.backend} takes: stored"
-        )
-    return place
-
-
-def _eager_where_needed(
-    config: EngineConfig,
-    place: Placement,
-    shapes: Mapping[str, DecoderConfig],
-    max_model_len: int,
-) -> Placement:
-    if place.backend == "eager":
-        return place
     for name, shape in shapes.items():
         why_not = beyond_kernels(shape, min(max_model_len, shape.max_position_embeddings))
-        if why_not is None:
+        if place.backend == "eager" or why_not is None:
             continue
-        if config.backend != "auto":
+        if config.backend == "native":
             raise ConfigError(
                 f"backend native does not compute {why_not}, which the model "
                 f"{name} ({shape.architecture}) has; allowed: auto, eager"
@@ -122,7 +105,12 @@ def _eager_where_needed(
             shape.architecture,
         )
         torch.set_num_threads(place.num_threads)
-        return replace(place, backend="eager")
+        place = replace(place, backend="eager")
+    if config.drafter_weights != "stored" and place.backend != "native":
+        raise ConfigError(
+            f"drafter_weights {config.drafter_weights} is for the CPU's own kernels; backend "
+            f"{place.backend} takes: stored"
+        )
     return place
 
 

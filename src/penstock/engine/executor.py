@@ -264,26 +264,24 @@ class LocalExecutor(ABC):
         self._draft([o for o in orders if o.max_draft_tokens], job, drafted)
         return self._replay([o for o in orders if not o.max_draft_tokens], job, drafted)
 
+    @torch.inference_mode()
     def _verify(self, job: StepJob) -> Done:
-        with job.models(), torch.inference_mode():
-            return self._verify_batch(job)
-
-    def _verify_batch(self, job: StepJob) -> Done:
-        plan = job.plan
-        started_at = self._clock.now()
-        drafted = DraftsAtHand()
-        replays = self._carry_out(job, drafted)
-        drafted_at = self._clock.now()
-        for held in job.recalled:
-            drafted.hold(*held)
-        drafts = [drafted.draft_of(item) for item in plan.items]
-        computed = self._compute(job, drafts, drafted.joined_probs())
-        verdicts = verdicts_of(plan.items, computed.sampled, computed.decided)
-        self._learn(job, drafted, verdicts)
-        finished_at = self._clock.now()
-        draft_s, other_s = drafted_at - started_at, computed.built_at - drafted_at
-        marks = StepMarks(started_at, computed.verified_at, finished_at, draft_s, other_s)
-        return verified(job, drafted, verdicts, computed.num_rows, marks, replays)
+        """A target step."""
+        with job.models():
+            plan = job.plan
+            started_at = self._clock.now()
+            drafted = DraftsAtHand()
+            replays = self._carry_out(job, drafted)
+            drafted_at = self._clock.now()
+            for held in job.recalled:
+                drafted.hold(*held)
+            drafts = [drafted.draft_of(item) for item in plan.items]
+            computed = self._compute(job, drafts, drafted.joined_probs())
+            verdicts = verdicts_of(plan.items, computed.sampled, computed.decided)
+            self._learn(job, drafted, verdicts)
+            built_at, verified_at = computed.built_at, computed.verified_at
+            marks = StepMarks(started_at, drafted_at, built_at, verified_at, self._clock.now())
+            return verified(job, drafted, verdicts, computed.num_rows, marks, replays)
 
     def _learn(self, job: StepJob, drafted: DraftsAtHand, verdicts: Sequence[Verdict]) -> None:
         """Let drafters see what became of drafts of which they knew how sure they were."""

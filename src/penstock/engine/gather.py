@@ -1,4 +1,4 @@
-"""Tokens of the paged cache side by side, for backends that attend with matrix products."""
+"""Tokens of the paged cache side by side, for attention by matrix products."""
 
 from __future__ import annotations
 
@@ -37,16 +37,13 @@ class KVGather:
     """
 
     def __init__(self, cache: PagedKVCache) -> None:
-        self._by_slot = [layer.flatten(2, 3).flatten(0, 1) for layer in cache.layers]
-        self._kv_heads = cache.num_kv_heads
-        self._head_dim = cache.head_dim
-        self._block_size = cache.block_size
+        self._cache = cache
         self._scratch = torch.empty(0, dtype=cache.dtype, device=cache.device)
 
     @property
     def bytes_per_token(self) -> int:
         """Of one layer."""
-        return 2 * self._kv_heads * self._head_dim * self._scratch.itemsize
+        return 2 * self._cache.num_kv_heads * self._cache.head_dim * self._scratch.itemsize
 
     @property
     def scratch_bytes(self) -> int:
@@ -54,14 +51,15 @@ class KVGather:
 
     def reserve(self, rows: int) -> None:
         """Make room for places of up to `rows` slots times KV heads."""
-        elements = 2 * self._head_dim * rows
+        elements = 2 * self._cache.head_dim * rows
         if self._scratch.shape[0] < elements:
             self._scratch = self._scratch.new_empty(elements)
 
     def slots(self, batch: RaggedBatch, seqs: IntArray, positions: IntArray) -> IntArray:
         """Cache slots of `positions` of the sequences `seqs`; both of one shape, or broadcast."""
-        blocks = batch.block_tables[seqs, positions // self._block_size].astype(np.int64)
-        return blocks * self._block_size + positions % self._block_size
+        block_size = self._cache.block_size
+        blocks = batch.block_tables[seqs, positions // block_size].astype(np.int64)
+        return blocks * block_size + positions % block_size
 
     def tensor(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
         """On the cache's device."""
@@ -75,20 +73,22 @@ class KVGather:
     def place(self, slots: IntArray, num_rows: int, num_heads: int | None = None) -> Gathered:
         """Where those slots will lie, of all KV heads or of some at once; slots: num_rows *
         row_length of them, row after row."""
-        tokens, num_heads = slots.size, num_heads or self._kv_heads
+        tokens, num_heads = slots.size, num_heads or self._cache.num_kv_heads
+        head_dim = self._cache.head_dim
         self.reserve(num_heads * tokens)
-        flat = self._scratch[: 2 * num_heads * tokens * self._head_dim]
-        flat = flat.view(2 * num_heads, tokens, self._head_dim)
-        rows = flat.view(2, num_heads, num_rows, tokens // num_rows, self._head_dim)
+        flat = self._scratch[: 2 * num_heads * tokens * head_dim]
+        flat = flat.view(2 * num_heads, tokens, head_dim)
+        rows = flat.view(2, num_heads, num_rows, tokens // num_rows, head_dim)
         return Gathered(self.tensor(slots.reshape(-1)), flat, rows[0], rows[1])
 
     def fill(self, layer: int, place: Gathered, first_head: int = 0) -> None:
         """Gather the KV heads from `first_head` on."""
-        by_slot, num_heads = self._by_slot[layer], place.keys.shape[0]
-        if num_heads == self._kv_heads:
+        by_slot, num_heads = self._cache.by_slot[layer], place.keys.shape[0]
+        kv_heads = self._cache.num_kv_heads
+        if num_heads == kv_heads:
             torch.index_select(by_slot, 1, place.slots, out=place.flat)
             return
-        for i, first in enumerate((first_head, self._kv_heads + first_head)):
+        for i, first in enumerate((first_head, kv_heads + first_head)):
             into = place.flat[i * num_heads : (i + 1) * num_heads]
             torch.index_select(by_slot[first : first + num_heads], 1, place.slots, out=into)
 

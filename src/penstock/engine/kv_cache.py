@@ -18,7 +18,8 @@ class PagedKVCache:
     A layer is one tensor [2, num_kv_heads, num_blocks, block_size, head_dim], keys before values.
     Heads come first, so that gathering blocks yields for every head the contiguous matrix that
     matrix products want.
-    Slots that were never written hold zeros.
+    Slots that were never written hold zeros. `by_slot` has the same memory as one tensor
+    [2 * num_kv_heads, num_blocks * block_size, head_dim] a layer.
     """
 
     def __init__(
@@ -43,7 +44,7 @@ class PagedKVCache:
         self.layers = [
             torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_layers)
         ]
-        self._by_slot = [
+        self.by_slot = [
             layer.view(2 * self.num_kv_heads, num_blocks * block_size, self.head_dim)
             for layer in self.layers
         ]
@@ -54,4 +55,4 @@ class PagedKVCache:
         slots:       [num_tokens] int64, block * block_size + offset, without repetition
         keys_values: [num_tokens, 2 * num_kv_heads, head_dim], key heads before value heads
         """
-        self._by_slot[layer].index_copy_(1, slots, keys_values.transpose(0, 1))
+        self.by_slot[layer].index_copy_(1, slots, keys_values.transpose(0, 1))

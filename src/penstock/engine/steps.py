@@ -125,13 +125,13 @@ class Done:
 
 @dataclass(frozen=True, slots=True)
 class StepMarks:
-    """When a target step's parts were done, and seconds of those that precede the target's pass."""
+    """When a target step began, had its drafts, had its batch, had verified it, and ended."""
 
     started_at: float
+    drafted_at: float
+    built_at: float
     verified_at: float
     finished_at: float
-    draft_s: float
-    other_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -274,7 +274,7 @@ def verified(
     verdicts: Sequence[Verdict],
     num_rows: int,
     marks: StepMarks,
-    replays: Sequence[Replayed] = (),
+    replays: Sequence[Replayed],
 ) -> Done:
     """A target step that was carried out. num_rows: of the target's batch."""
     plan, started_at = job.plan, marks.started_at
@@ -288,16 +288,16 @@ def verified(
         replays=tuple(replays),
         failures=tuple(_failures(job)),
         phases=PhaseTimes(
-            draft=marks.draft_s,
+            draft=marks.drafted_at - started_at,
             receive=started_at - since,
-            verify=marks.verified_at - started_at - marks.draft_s - marks.other_s,
+            verify=marks.verified_at - marks.built_at,
             sample=marks.finished_at - marks.verified_at,
-            other=marks.other_s,
+            other=marks.built_at - marks.drafted_at,
         ),
         draft_times=tuple(drafted.times),
         num_rows=num_rows,
         work=step_work(plan, verdicts),
-        work_seconds=marks.finished_at - started_at - marks.draft_s,
+        work_seconds=marks.finished_at - marks.drafted_at,
         failed_drafters=tuple(sorted(drafted.failed)),
         unread=tuple(drafted.unread),
     )

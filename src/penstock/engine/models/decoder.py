@@ -20,13 +20,12 @@ class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32.
 
     Written as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which is half as many passes.
-    `weight` carries the factor sqrt(n), `sum_eps` is n eps.
+    `weight` carries the factor sqrt(n).
     """
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         size = weight.shape[-1]
         self.weight = weight.float() * math.sqrt(size)
-        self.sum_eps = size * eps
         self._eps = torch.full((), math.sqrt(size * eps), device=weight.device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -136,20 +136,16 @@ def _gumbel_in_place(hashed: torch.Tensor) -> None:
     negative_v.log1p_().neg_().log_().neg_()
 
 
-def gumbel_of_words(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`gumbel_noise` on the device of its keys, which are [rows, 2] int32 of the same bits."""
-    noise = token_hash_of_words(words, vocab_size).to(torch.float32)
-    _gumbel_in_place(noise)
-    return noise
-
-
 def gumbel_noise(
     keys: UInt32Array, vocab_size: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
     """Standard Gumbel noise [rows, vocab_size] float32 on ``device``; keys from `row_keys`."""
     place = torch.device(device)
     if place.type != "cpu":
-        return gumbel_of_words(torch.from_numpy(keys.view(np.int32)).to(place), vocab_size)
+        words = torch.from_numpy(keys.view(np.int32)).to(place)
+        noise = token_hash_of_words(words, vocab_size).to(torch.float32)
+        _gumbel_in_place(noise)
+        return noise
     num_rows = keys.shape[0]
     noise = torch.empty((num_rows, vocab_size), dtype=torch.float32)
     into = noise.numpy()
