@@ -55,13 +55,13 @@ def test_variables_of_different_settings_go_together() -> None:
                 "show",
                 "--engine",
                 "vllm",
-                *("--engine-arg", "a-b=1", "--engine-arg", "a_b=2"),
+                *("--set", "vllm.args.a=1", "--set", "engine.vllm.args.a=2"),
             ),
-            "--engine-arg: 'a_b'",
+            "--set: 'engine.vllm.args.a'",
         ),
         (
-            (*SHOW, "--engine", "vllm", "--engine-arg", "a={x: 1, x: 2}"),
-            "--engine-arg a: 'x'",
+            (*SHOW, "--engine", "vllm", "--set", "vllm.args.a={x: 1, x: 2}"),
+            "--set vllm.args.a: 'x'",
         ),
         (
             ("bench", "engine", "--random-weights", "x", "--drafter", "a=x", "--drafter", "a=y"),

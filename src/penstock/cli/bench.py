@@ -9,15 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.engines import (
-    DistributedBackendOption,
-    EngineArgOption,
-    EngineOption,
-    PipelineParallelOption,
-    QuantizationOption,
-    TensorParallelOption,
-    with_engine,
-)
+from penstock.cli.old_names import SettingsCommand
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
@@ -60,15 +52,15 @@ def _group() -> None:
     """Measure the engine."""
 
 
-@app.command("engine")
+@app.command("engine", cls=SettingsCommand)
 def bench(
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
     domain: Annotated[
         str | None, typer.Option(help="Prompts of one bundled domain; all mixed without.")
     ] = None,
-    dtype: cli.DtypeOption = "auto",
-    drafter_weights: cli.DrafterWeightsOption = "stored",
+    engine: cli.EngineOption = None,
+    dtype: cli.DtypeOption = None,
     batch: cli.BatchOption = "1,8,32",
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut or repeat prompts to this many tokens.")
@@ -76,71 +68,54 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request makes.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
-    device: cli.DeviceOption = "cpu",
+    device: cli.DeviceOption = None,
     attention_backend: Annotated[
         str, typer.Option(help="auto, or the name of an attention backend.")
     ] = "auto",
     random_weights: RandomWeightsOption = None,
     synthetic_acceptance: SyntheticAcceptanceOption = None,
-    engine: EngineOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    pipeline_parallel: PipelineParallelOption = None,
-    distributed_backend: DistributedBackendOption = None,
-    quantization: QuantizationOption = None,
-    engine_arg: EngineArgOption = None,
+    settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
-    from penstock.cli.models import with_models
-    from penstock.config import ConfigError
+    options = dict(locals())
+    from penstock.cli.settings import assembled, put_options
+    from penstock.config import ConfigError, Settings
 
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "drafter_weights": drafter_weights,
-        "device": device,
-        "attention": attention_backend,
-        # A prompt that is measured twice must be computed twice.
-        "prefix_caching": False,
-    }
+    # A prompt that is measured twice must be computed twice.
+    given = Settings({"engine": {"attention": attention_backend, "prefix_caching": False}})
     if random_weights is not None or synthetic_acceptance is not None:
-        settings["backend"] = "graphs"
+        given.values["engine"]["backend"] = "graphs"
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
-        settings = with_engine(
-            settings,
-            engine,
-            engine_arg,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            distributed_backend=distributed_backend,
-            quantization=quantization,
-        )
-        if "vllm" in settings and "backend" in settings:
+        put_options(given, {**options, "drafter": drafter if random_weights is None else None})
+        made: dict[str, Any] = given.values["engine"]
+        if made.get(cli.VLLM) is not None and "backend" in made:
             raise ConfigError(
                 "--random-weights and --synthetic-acceptance are not for --engine vllm"
             )
         if random_weights is None:
             _check_domain(domain)
-            settings = with_models(settings, target, drafter or (), speculate=True)
+            made = assembled(given)["engine"]
 
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
 
     with one_line(ConfigError, CheckpointError):
-        settings, prompts, shapes = (
-            (settings, _prompts(settings["target"], domain), None)
+        made, prompts, shapes = (
+            (made, _prompts(made["target"], domain), None)
             if random_weights is None
-            else _shapes(settings, target, random_weights, drafter or (), domain)
+            else _shapes(made, target, random_weights, drafter or (), domain)
         )
         if prompt_tokens is not None:
             prompts = cut_prompts(prompts, prompt_tokens)
         longest = max(len(p.token_ids) for p in prompts) + new_tokens
-        settings["kv_tokens"] = max(batches) * (longest + _LARGEST_BLOCK)
-        built = _built(settings, shapes, synthetic_acceptance, longest)
-    cells: list[str | None] = [None, *settings["drafters"]]
-    options = BenchOptions(batches, new_tokens, temperature, repeats)
+        made["kv_tokens"] = max(batches) * (longest + _LARGEST_BLOCK)
+        built = _built(made, shapes, synthetic_acceptance, longest)
+    cells: list[str | None] = [None, *made["drafters"]]
+    told = BenchOptions(batches, new_tokens, temperature, repeats)
     with progress(len(batches) * len(cells) * (repeats + 1), "measuring") as advance:
-        runs = bench_engine(built, prompts, cells, options, lambda *_: advance(1))
+        runs = bench_engine(built, prompts, cells, told, lambda *_: advance(1))
     _report(built, runs, as_json)
 
 
@@ -173,14 +148,15 @@ def _shapes(
     """Settings with models of random weights, and random prompts."""
     import numpy as np
 
-    from penstock.config import ConfigError, each_once
+    from penstock.cli.models import named_drafters
+    from penstock.config import ConfigError
     from penstock.core.types import TARGET
     from penstock.engine.models.random import shape
     from penstock.serving.bench import BenchPrompt
 
     if target is not None or domain is not None:
         raise ConfigError("--random-weights takes the place of a target, and has no domains")
-    named = each_once(map(_named, drafters), "--drafter")
+    named = named_drafters(drafters)
     shapes = {TARGET: shape(random_weights)}
     shapes |= {name: shape(config) for name, config in named.items()}
     tokens = np.random.default_rng(0).integers(
@@ -188,12 +164,6 @@ def _shapes(
     )
     prompts = [BenchPrompt(tuple(row), "random") for row in tokens.tolist()]
     return {**settings, "target": random_weights, "drafters": named}, prompts, shapes
-
-
-def _named(text: str) -> tuple[str, str]:
-    """NAME=CONFIG, or CONFIG that is its own name."""
-    name, given, config = text.partition("=")
-    return name, config if given else name
 
 
 def _check_domain(domain: str | None) -> None:

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.engines import (
-    DistributedBackendOption,
-    EngineArgOption,
-    EngineOption,
-    PipelineParallelOption,
-    QuantizationOption,
-    TensorParallelOption,
-    with_engine,
-)
+from penstock.cli.old_names import SettingsCommand
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
@@ -62,9 +54,6 @@ def fit(
     tensor_parallel: Annotated[
         int, typer.Option(min=1, help="For operators: which number of workers.")
     ] = 1,
-    granularity: Annotated[
-        int, typer.Option(min=1, help="Round token counts up to a multiple of it.")
-    ] = 1,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Fit a profile to measured times, and say how well it fits."""
@@ -85,7 +74,6 @@ def fit(
             attention=lent or (Path(attention) if attention else None),
             num_layers=layers,
             tensor_parallel=tensor_parallel,
-            granularity=granularity,
         )
         save_profile(fitted.profile, out)
     if as_json:
@@ -96,58 +84,31 @@ def fit(
     print(f"{out}: {len(fitted.profile.token_counts)} points")
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def measure(
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
-    dtype: cli.DtypeOption = "auto",
-    drafter_weights: cli.DrafterWeightsOption = "stored",
-    device: cli.DeviceOption = "cpu",
+    engine: cli.EngineOption = None,
+    dtype: cli.DtypeOption = None,
+    device: cli.DeviceOption = None,
     batch: cli.BatchOption = "1,2,4,8,16,32",
     contexts: ContextsOption = "64,512",
     kv_tokens: KvTokensOption = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: PyTorch's.")
-    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of every step; the best counts.")] = 8,
-    engine: EngineOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    pipeline_parallel: PipelineParallelOption = None,
-    distributed_backend: DistributedBackendOption = None,
-    quantization: QuantizationOption = None,
-    engine_arg: EngineArgOption = None,
+    settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Measure a target and its drafters on this machine, alone and together."""
-    from penstock.cli.models import with_models
-    from penstock.config import ConfigError, parse_config
+    options = {**locals(), "kv_tokens": None}
+    from penstock.cli.settings import engine_with
+    from penstock.config import ConfigError
     from penstock.sim.profiles import ProfileError, fit_steps, save_profile
 
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
         all_contexts = whole_numbers("--contexts", contexts)
-        settings: dict[str, Any] = {
-            "dtype": dtype,
-            "drafter_weights": drafter_weights,
-            "device": device,
-            "num_threads": threads,
-        }
-        settings = with_models(
-            with_engine(
-                settings,
-                engine,
-                engine_arg,
-                tensor_parallel=tensor_parallel,
-                pipeline_parallel=pipeline_parallel,
-                distributed_backend=distributed_backend,
-                quantization=quantization,
-            ),
-            target,
-            drafter or (),
-            speculate=True,
-        )
-        config = parse_config({"engine": settings}).engine
+        config = engine_with(options)
 
     from penstock.engine.build import load_engine
     from penstock.engine.measure import ProfileGrid, num_measurements

@@ -55,6 +55,29 @@ class Settings:
                 return self.origins[where[:end]]
         return None
 
+    def at(self, where: Where) -> Any:
+        """A setting's value; None where it was not given."""
+        value: Any = self.values
+        for name in where:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    def put(self, where: Where, value: Any, origin: str) -> None:
+        """Give a setting its value, in the place of any that was given before. Raises: ConfigError
+        where something that leads to it is no mapping."""
+        inner = self.values
+        for end, name in enumerate(where[:-1], 1):
+            if inner.get(name) is None:
+                inner[name] = {}
+            if not isinstance(inner[name], dict):
+                path = where[:end]
+                raise ConfigError(f"{'.'.join(path)} must be a mapping of settings", path)
+            inner = inner[name]
+        inner[where[-1]] = value
+        for known in [known for known in self.origins if known[: len(where)] == where]:
+            del self.origins[known]
+        self.origins[where] = origin
+
 
 def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
     """What a file (None: no file) and the environment say. Raises: ConfigError."""
