@@ -65,7 +65,7 @@ def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOptio
         if plot is not None:
             _plot(base, lengths, _mean(found), bound, plot, pool)
     figures = _figures(found, bound)
-    if scenario.as_json:
+    if scenario.json:
         print(dumps({**describe(base, lengths.workload), **figures}))
         return
     _print(figures)

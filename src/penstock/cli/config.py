@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli.old_names import SettingsCommand
-from penstock.cli.options import JsonOption
+from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
-from penstock.cli.signatures import with_options_of
 from penstock.cli.terminal import one_line
 from penstock.json_text import dumps
 
@@ -73,29 +72,23 @@ def show(**options: Any) -> None:
     from: an option, a variable, a line of the file, or the default. Secrets are hidden."""
     from penstock.cli.settings import with_origins
     from penstock.config import ConfigError
+    from penstock.config.sources import leaves
 
     as_json = options.pop("as_json")
     with one_line(ConfigError):
         config, given = with_origins(options)
     rows = []
-    for where, value in _leaves(config.model_dump(mode="json")):
-        origin = (given.origin(where) if given.has(where) else None) or "default"
-        rows.append({"setting": ".".join(where), "value": _shown(where, value), "from": origin})
+    for where, value in leaves(config.model_dump(mode="json")):
+        origin = given.origin(where) if given.at(where) is not None else None
+        rows.append(
+            {"setting": ".".join(where), "value": _shown(where, value), "from": origin or "default"}
+        )
     if as_json:
         print(dumps(rows))
         return
     width = max(len(row["setting"]) for row in rows)
     for row in rows:
         print(f"{row['setting']:<{width}}  {dumps(row['value'])}  # {row['from']}")
-
-
-def _leaves(value: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
-    """Everything that is no mapping, or an empty one."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, (*where, str(name)))
-    else:
-        yield where, value
 
 
 def _shown(where: Where, value: Any) -> Any:

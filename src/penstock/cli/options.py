@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,6 +17,17 @@ def policy_option(kind: str, what: str) -> typer.models.OptionInfo:
     known = ", ".join(policy_names(kind))
     made: typer.models.OptionInfo = typer.Option(metavar="NAME", help=f"{what}: {known}.")
     return made
+
+
+def with_options_of(command: Callable[..., Any], **flags: Any) -> inspect.Signature:
+    """The signature of a command that takes the same options, and these flags besides, all by their
+    names."""
+    known = inspect.signature(command, eval_str=True).parameters.values()
+    own = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=kind)
+        for name, kind in flags.items()
+    ]
+    return inspect.Signature([*(p.replace(kind=p.KEYWORD_ONLY) for p in known), *own])
 
 
 DEFAULT_ALLOCATION = "throughput"

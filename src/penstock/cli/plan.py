@@ -71,7 +71,7 @@ def plan(
         with_thresholds(base, shown)
     with workers_of(load.workers, load.ray) as pool:
         expected = _expected(base, planned, shown, load, pool)
-    if load.as_json:
+    if load.json:
         figures = _figures(planned, offered)
         figures |= {"expected": expected["penstock"], "expected_by_configuration": expected}
         print(dumps(figures))

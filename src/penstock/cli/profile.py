@@ -38,43 +38,19 @@ def fit(
     measurements: Annotated[
         Path,
         typer.Argument(
-            help="CSV of whole steps (num_prefill_tokens, prefill_context, num_decodes, "
-            "num_kv_tokens, num_draft_tokens, seconds), or of linear operators as Vidur writes it."
+            help="CSV of steps: num_prefill_tokens, prefill_context, num_decodes, num_kv_tokens, "
+            "num_draft_tokens, seconds."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
     kv_tokens: Annotated[int, typer.Option(min=1, help="KV tokens that the memory holds.")],
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            help="For operators: CSV of attention times, or the name of a profile that lends them."
-        ),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="For operators: layers.")] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="For operators: which number of workers.")
-    ] = 1,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Fit a profile to measured times, and say how well it fits."""
-    from penstock.sim.profiles import (
-        ProfileError,
-        fit_profile,
-        load_profile,
-        profile_names,
-        save_profile,
-    )
+    from penstock.sim.profiles import ProfileError, fit_profile, save_profile
 
     with one_line(ProfileError, OSError):
-        lent = load_profile(attention) if attention in profile_names() else None
-        fitted = fit_profile(
-            measurements,
-            name=out.stem,
-            kv_tokens=kv_tokens,
-            attention=lent or (Path(attention) if attention else None),
-            num_layers=layers,
-            tensor_parallel=tensor_parallel,
-        )
+        fitted = fit_profile(measurements, name=out.stem, kv_tokens=kv_tokens)
         save_profile(fitted.profile, out)
     if as_json:
         quality = [asdict(q) for q in fitted.quality]
@@ -162,9 +138,6 @@ def _describe(engine: Engine, repeats: int) -> str:
 @app.command()
 def show(
     profile: Annotated[str, typer.Argument(help="A profile's name, or a file.")],
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw it into this file, such as profile.png.")
-    ] = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """What a step takes, by what is in it."""
@@ -172,9 +145,6 @@ def show(
 
     with one_line(ProfileError):
         loaded = load_profile(profile)
-    if plot is not None:
-        with one_line(OSError, ValueError):
-            _plot(loaded, plot)
     if as_json:
         print(dumps(asdict(loaded)))
         return
@@ -238,19 +208,3 @@ def _curves(profile: StepProfile, counts: tuple[int, ...]) -> tuple[list[float],
         [profile.seconds(work) * 1e3 for work in prefill],
         [profile.seconds(work) * 1e3 for work in decode],
     )
-
-
-def _plot(profile: StepProfile, path: Path) -> None:
-    """Raises: PlotError, OSError."""
-    from penstock.sim.plots import load_pyplot, save_figure
-
-    counts = tuple(range(1, 1025))
-    prefill, decode = _curves(profile, counts)
-    figure, axes = load_pyplot().subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(counts, [profile.linear(n) * 1e3 for n in counts], label="all but attention")
-    axes.plot(counts, prefill, label="one prompt")
-    axes.plot(counts, decode, label=f"decodes over {_DECODE_CONTEXT} tokens each")
-    axes.set(xlabel="tokens in the step", ylabel="ms", title=profile.name)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    save_figure(figure, path)

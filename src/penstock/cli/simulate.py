@@ -70,7 +70,7 @@ def simulate(
     if seeds > 1:
         with workers_of(scenario.workers, scenario.ray) as pool:
             by_seed = _run_each(runs, scenario, pool)
-        if scenario.as_json:
+        if scenario.json:
             figures = {"over_seeds": over_seeds(by_seed), "by_seed": by_seed}
             print(dumps({**describe(setup, made), **figures}))
             return
@@ -80,7 +80,7 @@ def simulate(
     if plot is not None and sampler is not None:
         with bad_input():
             plot_run(sampler, plot, title)
-    if scenario.as_json:
+    if scenario.json:
         print(dumps({**describe(setup, made), **figures}))
         return
     print_figures(figures, title)

@@ -54,18 +54,19 @@ def _read_scenario(ctx: typer.Context, file: Path | None) -> Path | None:
         return None
     from penstock.config import ConfigError, read_yaml
 
-    options = {p.opts[0].lstrip("-").replace("-", "_"): p for p in ctx.command.params}
-    others = {f.name for f in fields(Scenario)} - options.keys()
+    options = {p.name: p for p in ctx.command.params if p.name is not None}
+    known = {*options, *(f.name for f in fields(Scenario))} - {"scenario", "help"}
     with one_line(ConfigError):
         values = read_yaml(file)
         for key in values:
-            if key not in {*options, *others}:
-                raise ConfigError(f"{file}: unknown key {key!r}; keys: {', '.join(options)}")
-    ctx.default_map = {
-        options[key].name: [*_texts(value)] if isinstance(value, dict) else value
-        for key, value in values.items()
-        if key in options
-    }
+            if key not in known:
+                raise ConfigError(f"{file}: unknown key {key!r}; keys: {', '.join(sorted(known))}")
+    for key, value in values.items():
+        if isinstance(value, dict):
+            values[key] = [*_texts(value)]
+        elif isinstance(value, str) and key in options and options[key].multiple:
+            values[key] = [value]
+    ctx.default_map = values
     return file
 
 
@@ -145,7 +146,7 @@ class Load:
     ] = 0
     workers: cli.WorkersOption = None
     ray: cli.RayOption = None
-    as_json: cli.JsonOption = False
+    json: cli.JsonOption = False
 
     @property
     def targets(self) -> dict[str, float]:
@@ -190,10 +191,9 @@ class Scenario(Load):
         ),
     ] = None
     selection: Annotated[str, cli.policy_option("selection", "Drafter selection policy")] = "single"
-    settings: Annotated[
+    set: Annotated[
         list[str] | None,
         typer.Option(
-            "--set",
             metavar="OPTION=VALUE",
             help="An option of the admission policy, or with a prefix of another: allocation.k=4. "
             "Lists are written 1,2,3. May be repeated.",
@@ -259,7 +259,7 @@ class Scenario(Load):
         default = cli.DRAFT_SERVERS_ALLOCATION if draft_servers else cli.DEFAULT_ALLOCATION
         names = {"admission": self.admission, "selection": self.selection}
         names["allocation"] = self.allocation or default
-        policies = chosen_policies(names, self.settings or ())
+        policies = chosen_policies(names, self.set or ())
         known = option_types("admission", self.admission)
         wanted = {name: value for name, value in targets.items() if name in known}
         fit = None if self.acceptance is None else load_acceptance(self.acceptance)
