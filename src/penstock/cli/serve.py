@@ -89,7 +89,7 @@ def serve(
 
     from penstock.serving.fork_context import preload
 
-    if config is None and device in (None, "cpu") and engine in (None, cli.NATIVE):
+    if not (config or settings) and device in (None, "cpu") and engine in (None, cli.NATIVE):
         # PyTorch takes as long as all that this process has to do until it starts an engine.
         preload()
     from penstock.cli.settings import in_force
