@@ -1,75 +1,122 @@
-"""Choosing the engine on the command line."""
+"""Choosing the engine, and settings of the file on the command line."""
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.conftest import Cli
 
-from penstock.cli.engines import with_engine
-from penstock.config import ConfigError, parse_config
+from penstock.cli.old_names import OLD_NAMES, with_new_names
+from penstock.cli.settings import engine_with, put_options
+from penstock.config import ConfigError, Settings
+
+
+def put(file: dict[str, Any], *sets: str, **options: Any) -> dict[str, Any]:
+    """Settings of a file with these options in their places."""
+    settings = Settings(file)
+    put_options(settings, {"settings": sets, **options})
+    return settings.values
 
 
 def test_the_command_line_goes_before_the_file() -> None:
-    file = {"vllm": {"tensor_parallel": 4, "args": {"seed": 1, "swap": 2}}}
-    given = ["swap=[1, a]", "enforce-eager=true"]
+    vllm = {"tensor_parallel": 4, "args": {"seed": 1, "swap": 2}}
+    sets = ("vllm.args.swap=[1, a]", "vllm.args.enforce_eager=true", "vllm.tensor_parallel=2")
     args = {"seed": 1, "swap": [1, "a"], "enforce_eager": True}
-    assert with_engine(file, None, given, tensor_parallel=2, quantization=None) == {
-        "vllm": {"tensor_parallel": 2, "args": args}
+    assert put({"engine": {"vllm": vllm}}, *sets) == {
+        "engine": {"vllm": {"tensor_parallel": 2, "args": args}}
     }
-    assert with_engine(file, "native") == {}
-
-
-def test_nothing_is_said() -> None:
-    assert with_engine({"dtype": "auto"}, None, None, nodes=None) == {"dtype": "auto"}
-    assert with_engine({"dtype": "auto"}, "vllm", ()) == {"dtype": "auto", "vllm": {}}
-
-
-def test_the_settings_are_the_engines() -> None:
-    settings = with_engine({"target": "x"}, "vllm", ["max_num_seqs=9"], tensor_parallel=2)
-    vllm = parse_config({"engine": settings}).engine.vllm
-    assert vllm is not None
-    assert (vllm.tensor_parallel, vllm.args) == (2, {"max_num_seqs": 9})
-    assert parse_config({"engine": {"target": "x"}}).engine.vllm is None
+    assert put({"engine": {"vllm": vllm}}, engine="native") == {"engine": {"vllm": None}}
 
 
 @pytest.mark.parametrize(
-    ("engine", "args", "options", "message"),
+    ("text", "values"),
     [
-        ("other", (), {}, "--engine is 'other'; allowed: native, vllm"),
-        (None, (), {"tensor_parallel": 2}, "^--tensor-parallel: .*; add --engine vllm"),
-        ("native", ["seed=1"], {"node_rank": 0}, "^--node-rank, --engine-arg: .*add --engine vllm"),
-        ("vllm", ["seed"], {}, "--engine-arg is 'seed'; allowed: KEY=VALUE"),
-        ("vllm", ["seed={"], {}, "--engine-arg seed: '{' is not a value of YAML"),
+        ("port=80", {"port": 80}),
+        ("engine.kv_tokens=64", {"engine": {"kv_tokens": 64}}),
+        ("kv_tokens=64", {"engine": {"kv_tokens": 64}}),
+        ("drafters.tls.key=a.pem", {"drafters": {"tls": {"key": "a.pem"}}}),
+        ("engine.drafters.a=ngram", {"engine": {"drafters": {"a": "ngram"}}}),
+        ("cors_origins=[https://a, https://b]", {"cors_origins": ["https://a", "https://b"]}),
+        ("tenants.team-a.weight=2", {"engine": {"tenants": {"team-a": {"weight": 2}}}}),
+        ("pipeline=off", {"engine": {"pipeline": False}}),
+        ("selection=lbss", {"engine": {"selection": {"name": "lbss"}}}),
+        (
+            "admission.max_num_seqs=4",
+            {"engine": {"admission": {"options": {"max_num_seqs": 4}, "name": "vllm_v1"}}},
+        ),
+        (
+            "allocation.options.k_max=4",
+            {"engine": {"allocation": {"options": {"k_max": 4}, "name": "throughput"}}},
+        ),
+        ("kv_tokens=", {"engine": {"kv_tokens": None}}),
     ],
 )
-def test_what_cannot_be(
-    engine: str | None, args: list[str], options: dict[str, int], message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        with_engine({}, engine, args, **options)
+def test_settings_by_key(text: str, values: dict[str, Any]) -> None:
+    assert put({}, text) == values
+
+
+def test_a_policy_keeps_its_options_where_it_is_named_again() -> None:
+    file = {"engine": {"admission": {"name": "sarathi", "options": {"max_num_seqs": 2}}}}
+    assert put(file, "admission=sarathi") == file
+    assert put(file, "admission.max_num_seqs=3", admission="vllm_v1") == {
+        "engine": {"admission": {"name": "vllm_v1", "options": {"max_num_seqs": 3}}}
+    }
+
+
+def test_the_settings_are_the_engines(tmp_path: Path) -> None:
+    options = {"target": tmp_path, "settings": ["vllm.args.max_num_seqs=9"]}
+    vllm = engine_with(options).vllm
+    assert vllm is not None, "its settings choose it"
+    assert vllm.args == {"max_num_seqs": 9}
+    assert engine_with({"target": tmp_path, "engine": "vllm"}).vllm is not None
+    assert engine_with({"target": tmp_path}).vllm is None
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("engine", "sets", "message"),
     [
-        ("--distributed-backend slurm", "distributed_backend: Input should be 'mp' or 'ray'"),
-        ("--node-rank 1", "node_rank and master are for several nodes; add nodes"),
-        ("--nodes 2 --node-rank 2 --master a:1", "node_rank is 2; allowed: 0 to 1"),
-        ("--nodes 2", "nodes is 2, so master is needed: HOST:PORT of node 0"),
-        ("--nodes 2 --master a", "master: 'a' is not HOST:PORT, as in 127.0.0.1:8100"),
-        ("--nodes 2 --master a:0", "master: 'a:0' has port 0; allowed: 1 to 65535"),
-        ("--nodes 2 --master a:1", "nodes is 2, which does not divide the 1 workers"),
+        ("other", (), "--engine is 'other'; allowed: native, vllm"),
+        ("native", ("vllm.node_rank=0",), "--set vllm.node_rank: for vLLM's engine alone"),
+        (None, ("port",), "--set takes KEY=VALUE, as in vllm.tensor_parallel=2, not 'port'"),
+        (None, ("=3",), "--set takes KEY=VALUE"),
+        (None, ("kv_blocks={",), "--set kv_blocks: unknown setting 'kv_blocks'; settings: engine,"),
+        (None, ("vllm.args.seed={",), "--set vllm.args.seed: '{' is not a value of YAML"),
+        (None, ("port=1", "port=2"), "--set: 'port' is given twice"),
+        (None, ("host=a", "host.name=b"), "host must be a mapping of settings"),
+    ],
+)
+def test_what_cannot_be(engine: str | None, sets: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message.replace("{", r"\{")):
+        put({}, *sets, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        ("vllm.distributed_backend=slurm", "distributed_backend: Input should be 'mp' or 'ray'"),
+        ("vllm.node_rank=1", "node_rank and master are for several nodes; add nodes"),
+        ("vllm.nodes=2 vllm.node_rank=2 vllm.master=a:1", "node_rank is 2; allowed: 0 to 1"),
+        ("vllm.nodes=2", "nodes is 2, so master is needed: HOST:PORT of node 0"),
+        ("vllm.nodes=2 vllm.master=a", "master: 'a' is not HOST:PORT, as in 127.0.0.1:8100"),
+        ("vllm.nodes=2 vllm.master=a:0", "master: 'a:0' has port 0; allowed: 1 to 65535"),
+        ("vllm.nodes=2 vllm.master=a:1", "nodes is 2, which does not divide the 1 workers"),
         (
-            "--nodes 2 --master a:1 --tensor-parallel 2 --distributed-backend ray",
+            "vllm.nodes=2 vllm.master=a:1 vllm.tensor_parallel=2 vllm.distributed_backend=ray",
             "nodes is for mp: a Ray cluster knows its own nodes",
         ),
+        ("vllm.tensor=2", "--set vllm.tensor: engine.vllm: unknown setting 'tensor'; settings: te"),
+        ("vllm.nodes=many", "--set vllm.nodes: engine.vllm.nodes: Input should be a valid integer"),
+        ("prot=1", "--set prot: unknown setting 'prot'; settings: engine, host, port,"),
+        ("port=[1]", "--set port: port: Input should be a valid integer"),
+        ("selection=best", "unknown selection policy 'best'; choose from "),
     ],
 )
-def test_nodes_that_cannot_be(cli: Cli, tmp_path: Path, options: str, message: str) -> None:
-    code, out, err = cli("serve", tmp_path, "--engine", "vllm", *options.split())
+def test_settings_that_cannot_be(cli: Cli, tmp_path: Path, sets: str, message: str) -> None:
+    options = [part for text in sets.split() for part in ("--set", text)]
+    code, out, err = cli("serve", tmp_path, *options)
     assert (code, out) == (2, "")
     assert message in err
     assert err.count("\n") == 1
@@ -89,3 +136,81 @@ def test_commands_that_take_an_engine(cli: Cli, command: str, tmp_path: Path) ->
     out = ["--out", tmp_path / "p.json"] if command == "profile measure" else []
     code, _, err = cli(*command.split(), *prompt, *out, "--engine", "no")
     assert (code, err) == (2, "penstock: --engine is 'no'; allowed: native, vllm\n")
+
+
+# --- old names ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("--selection lbss a", "--set selection=lbss a"),
+        ("--selection=lbss a", "--set selection=lbss a"),
+        ("--fairness --no-fairness a", "--set fairness=false a"),
+        ("--engine-arg a-b=c=1 --engine-arg d=2", "--set vllm.args.a_b=c=1 --set vllm.args.d=2"),
+        ("--cors-origin https://a --port 1", "--set cors_origins=[https://a] --port 1"),
+        ("--verification ratio --verification coupled", "--set verification=coupled"),
+        ("a -- --selection", "a -- --selection"),
+    ],
+)
+def test_old_names_become_settings(old: str, new: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert with_new_names(old.split(), set(OLD_NAMES)) == new.split()
+    warnings = capsys.readouterr().err.splitlines()
+    assert len(warnings) == sum(
+        arg.partition("=")[0] in OLD_NAMES for arg in old.split(" -- ")[0].split()
+    )
+    assert all("is an old name and goes with the next release; use --set" in w for w in warnings)
+
+
+def test_an_old_option_that_is_repeated_is_one_list() -> None:
+    old = ["--cors-origin", "a", "--cors-origin", "b"]
+    assert with_new_names(old, set(OLD_NAMES)) == ["--set", "cors_origins=[a, b]"]
+
+
+@pytest.mark.parametrize("name", sorted(OLD_NAMES))
+def test_every_old_name_is_a_setting(name: str) -> None:
+    key, _, value = OLD_NAMES[name].partition("=")
+    key = key.removesuffix("[]") + ("a" if key.endswith(".") else "")
+    assert put({}, f"{key}={value}")
+
+
+def test_old_names_work_and_warn(cli: Cli) -> None:
+    code, out, err = cli("config", "show", "--json", "--selection", "lbss", "--no-fairness")
+    assert code == 0
+    assert '"setting": "engine.selection.name", "value": "lbss", "from": "--set selection"' in out
+    assert err == (
+        "penstock: --selection is an old name and goes with the next release; use "
+        "--set selection=lbss\n"
+        "penstock: --no-fairness is an old name and goes with the next release; use "
+        "--set fairness=false\n"
+    )
+    code, _, err = cli("serve", "--selection")
+    assert (code, err) == (2, "penstock: Invalid value: --selection takes a value\n")
+
+
+# --- help -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("command", "most_options"),
+    [
+        ("serve", 16),
+        ("generate", 16),
+        ("doctor", 17),
+        ("simulate", 30),
+        ("capacity", 30),
+        ("plan", 16),
+    ],
+)
+def test_help_fits_on_a_screen_and_a_half(
+    cli: Cli, monkeypatch: pytest.MonkeyPatch, command: str, most_options: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    code, out, _ = cli(command, "--help")
+    assert code == 0
+    lines = out.splitlines()
+    assert len(lines) <= 75
+    assert max(map(len, lines)) <= 80
+    options = [line for line in lines if line.startswith("  --") and "--help" not in line]
+    assert 1 < len(options) <= most_options
+    assert not any(line.split()[0] in OLD_NAMES for line in options if command == "serve")

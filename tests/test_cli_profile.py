@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from penstock.cli import main
-from penstock.sim.profiles import LINEAR_OPERATORS, load_profile
+from penstock.sim.profiles import load_profile
 
 Cli = Callable[..., tuple[int, str, str]]
 STEPS = (
@@ -63,21 +63,6 @@ def test_fit_writes_a_profile(cli: Cli, tmp_path: Path) -> None:
     assert "mine.json" in out
 
 
-def test_operators_may_borrow_attention_terms(cli: Cli, tmp_path: Path) -> None:
-    header = ",".join(f"time_stats.{o}.median" for o in LINEAR_OPERATORS)
-    path = tmp_path / "mlp.csv"
-    path.write_text(
-        f"{header},num_tokens,num_tensor_parallel_workers\n" + ",".join(["0.1"] * 9) + ",1,1\n"
-    )
-    out_file = tmp_path / "o.json"
-    options = ("--out", out_file, "--kv-tokens", 9, "--layers", 10)
-    code, _, _ = cli("fit", path, *options, "--attention", "a100-llama2-7b")
-    assert code == 0
-    fitted = load_profile(out_file)
-    assert fitted.linear(1) == pytest.approx(0.009)
-    assert fitted.per_decode == load_profile("a100-llama2-7b").per_decode
-
-
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -85,7 +70,6 @@ def test_operators_may_borrow_attention_terms(cli: Cli, tmp_path: Path) -> None:
         (("fit", "none.csv", "--out", "x.json", "--kv-tokens", "1"), "cannot be read"),
         (("fit", "none.csv", "--out", "x.json", "--kv-tokens", "0"), "--kv-tokens"),
         (("fit", "steps.csv", "--out", "no/such/x.json", "--kv-tokens", "1"), "No such file"),
-        (("show", "paper-linear", "--plot", "x.nothing"), "not supported"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -95,8 +79,6 @@ def test_bad_input_is_one_line(
     arguments: tuple[str, ...],
     complaint: str,
 ) -> None:
-    if "--plot" in arguments:
-        pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
     Path("steps.csv").write_text(STEPS)
     code, out, err = cli(*arguments)
@@ -105,20 +87,3 @@ def test_bad_input_is_one_line(
     assert err.startswith("penstock: ")
     assert complaint in err
     assert err.count("\n") == 1
-
-
-def test_show_draws_a_profile(cli: Cli, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    path = tmp_path / "p.png"
-    code, _, _ = cli("show", "a100-llama2-7b", "--plot", path)
-    assert code == 0
-    assert path.read_bytes().startswith(b"\x89PNG")
-
-
-def test_without_matplotlib_the_message_says_what_to_install(
-    cli: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    code, _, err = cli("show", "paper-linear", "--plot", tmp_path / "p.png")
-    assert code == 2
-    assert "penstock[plot]" in err

@@ -269,6 +269,57 @@ def test_steps_of_absurd_length(cli: Cli, tmp_path: Path, command: str, factor: 
     assert said.startswith("penstock: ") == (factor in ABSURD)
 
 
+# --- scenario files -------------------------------------------------------------------------------
+
+SCENARIO = """
+workload: high
+profile: a100-llama2-7b
+rate: 15
+requests: 200
+admission: wait_gated
+allocation: fixed
+set: {allocation: {k: 3}, max_wait: 2, output_lens: [101, 201, 301], thresholds: [1, 0.5, 0.5]}
+drafter: {a: 0.8, b: [0.9, 0.5]}
+fairness: true
+"""
+
+
+def test_a_scenario_file_is_as_its_options(cli: Cli, tmp_path: Path) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text(SCENARIO)
+    named = report_of(cli, "simulate", "--scenario", file)
+    sets = ("allocation.k=3", "max_wait=2", "output_lens=101,201,301", "thresholds=1,0.5,0.5")
+    options = [part for text in sets for part in ("--set", text)]
+    options += ["--drafter", "a=0.8", "--drafter", "b=0.9,0.5", "--fairness"]
+    given = ("--admission", "wait_gated", "--allocation", "fixed")
+    same = report_of(cli, "simulate", *HIGH, *given, *options)
+    assert {**named, "wall_s": 0} == {**same, "wall_s": 0}
+    fewer = report_of(cli, "simulate", "--requests", 50, "--scenario", file)
+    assert fewer["requests_completed"] == 50, "the command line takes precedence"
+    assert report_of(cli, "plan", "--scenario", file)["rate_requests_per_s"] == 15
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        (
+            "workloads: low\n",
+            "scenario.yaml: unknown key 'workloads'; keys: acceptance, admission,",
+        ),
+        ("rate: fast\n", "Invalid value for '--rate': Input should be a valid number"),
+        ("- rate\n", "must hold a mapping of settings"),
+        ("rate: {", "is not YAML"),
+        ("rate: 1\nrate: 2\n", "'rate' is given twice"),
+    ],
+)
+def test_a_scenario_file_that_is_none(cli: Cli, tmp_path: Path, text: str, complaint: str) -> None:
+    file = tmp_path / "scenario.yaml"
+    file.write_text(text)
+    code, out, err = cli("simulate", "--scenario", file, *HIGH[:4], "--admission", "vllm_v1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert complaint in err
+
+
 # --- bad input ------------------------------------------------------------------------------------
 
 BAD_TRACES = {

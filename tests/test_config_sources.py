@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 from penstock.cli import app
 from penstock.config import ConfigError, ServeConfig, hash_of_key, mistakes_in, read_settings
-from penstock.config.sources import from_environment
 
 SECRET = "sk-planted-secret"
 
@@ -45,17 +44,18 @@ def shown(*arguments: str, env: dict[str, str] | None = None) -> dict[str, tuple
     ],
 )
 def test_variables(name: str, value: str, where: tuple[str, ...], read: Any) -> None:
-    found = from_environment({f"PENSTOCK_{name}": value, "PENSTOCKS": "1", "HOME": "/"})
+    found = read_settings(None, {f"PENSTOCK_{name}": value, "PENSTOCKS": "1", "HOME": "/"})
     values: Any = found.values
     for part in where:
         values = values[part]
     assert values == read
-    assert found.origins == {where: f"PENSTOCK_{name}"}
+    assert set(found.origins.values()) == {f"PENSTOCK_{name}"}
+    assert found.origin(where) in (f"PENSTOCK_{name}", None)
 
 
 def test_variables_of_others_are_told_of(caplog: pytest.LogCaptureFixture) -> None:
     """Kubernetes sets this one for a service of the name `penstock`."""
-    found = from_environment({"PENSTOCK_SERVICE_HOST": "10.0.0.1", "PENSTOCK_API_KEY": SECRET})
+    found = read_settings(None, {"PENSTOCK_SERVICE_HOST": "10.0.0.1", "PENSTOCK_API_KEY": SECRET})
     assert found.values == {}
     (message,) = caplog.messages
     assert message == "the variable PENSTOCK_SERVICE_HOST is no setting, and is ignored"

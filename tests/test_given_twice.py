@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from tests.conftest import Cli
 
-from penstock.config import ConfigError
-from penstock.config.sources import from_environment
+from penstock.config import ConfigError, read_settings
 
 LOAD = ("--workload", "low", "--profile", "zoo-large", "--admission", "vllm_v1", "--rate", "20")
 SHOW = ("config", "show")
@@ -31,13 +30,13 @@ DRAFTING = (*SIMULATE, "--drafter", "a=0.5")
 )
 def test_variables(variables: dict[str, str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as raised:
-        from_environment({f"PENSTOCK_{name}": text for name, text in variables.items()})
+        read_settings(None, {f"PENSTOCK_{name}": text for name, text in variables.items()})
     assert "PENSTOCK_" in str(raised.value)
 
 
 def test_variables_of_different_settings_go_together() -> None:
     given = {"ENGINE__DRAFTERS": '{"a": "ngram"}', "ENGINE__DRAFTERS__B": "suffix"}
-    found = from_environment({f"PENSTOCK_{name}": text for name, text in given.items()})
+    found = read_settings(None, {f"PENSTOCK_{name}": text for name, text in given.items()})
     assert found.values == {"engine": {"drafters": {"a": "ngram", "b": "suffix"}}}
 
 
@@ -55,13 +54,13 @@ def test_variables_of_different_settings_go_together() -> None:
                 "show",
                 "--engine",
                 "vllm",
-                *("--engine-arg", "a-b=1", "--engine-arg", "a_b=2"),
+                *("--set", "vllm.args.a=1", "--set", "engine.vllm.args.a=2"),
             ),
-            "--engine-arg: 'a_b'",
+            "--set: 'engine.vllm.args.a'",
         ),
         (
-            (*SHOW, "--engine", "vllm", "--engine-arg", "a={x: 1, x: 2}"),
-            "--engine-arg a: 'x'",
+            (*SHOW, "--engine", "vllm", "--set", "vllm.args.a={x: 1, x: 2}"),
+            "--set vllm.args.a: 'x'",
         ),
         ((*SIMULATE, "--set", "order=fcfs", "--set", "admission.order=fcfs"), "--set: 'order'"),
         (

@@ -336,7 +336,7 @@ def main() -> int:
     with (
         log,
         bundled_server(
-            *("--dtype", "float32", "--kv-tokens", kv, "--log-format", "json"),
+            *("--dtype", "float32", "--kv-tokens", kv, "--set", "log_format=json"),
             settings=settings(),
             log=log,
         ) as server,

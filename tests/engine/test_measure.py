@@ -72,7 +72,13 @@ def test_measured_by_command_and_read_by_the_engine(
         app,
         [
             *("profile", "measure", str(settings["target"]), *drafters, "--out", str(out)),
-            *("--threads=1", "--batch=1,4", "--contexts=16", "--repeats=1", "--dtype=float32"),
+            *(
+                "--set=num_threads=1",
+                "--batch=1,4",
+                "--contexts=16",
+                "--repeats=1",
+                "--dtype=float32",
+            ),
             "--json",
         ],
     )

@@ -25,7 +25,7 @@ from tests.serving.program import START, program
 
 pytestmark = [pytest.mark.slow, pytest.mark.faults]
 
-SERVED = ("--dtype", "float32", "--kv-tokens", "8192", "--log-format", "json")
+SERVED = ("--dtype", "float32", "--kv-tokens", "8192", "--set", "log_format=json")
 SOON_S = 5.0
 
 

@@ -14,6 +14,7 @@ from penstock.cli.chat import chat
 from penstock.cli.doctor import doctor
 from penstock.cli.draft import draft
 from penstock.cli.generate import generate
+from penstock.cli.old_names import SettingsCommand
 from penstock.cli.plan import plan
 from penstock.cli.quantize import quantize
 from penstock.cli.serve import serve
@@ -24,16 +25,17 @@ app = typer.Typer(
     name="penstock",
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,
 )
-app.command()(serve)
+app.command(cls=SettingsCommand)(serve)
 app.command()(draft)
-app.command()(generate)
+app.command(cls=SettingsCommand)(generate)
 app.command()(chat)
 app.command()(simulate)
 app.command()(capacity)
 app.command()(plan)
 app.command()(quantize)
-app.command()(doctor)
+app.command(cls=SettingsCommand)(doctor)
 app.add_typer(bench.app, name="bench")
 app.add_typer(config.app, name="config")
 app.add_typer(key.app, name="key")

@@ -8,15 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.engines import (
-    DistributedBackendOption,
-    EngineArgOption,
-    EngineOption,
-    PipelineParallelOption,
-    QuantizationOption,
-    TensorParallelOption,
-    with_engine,
-)
+from penstock.cli.old_names import SettingsCommand
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
@@ -35,15 +27,15 @@ def _group() -> None:
     """Measure the engine."""
 
 
-@app.command("engine")
+@app.command("engine", cls=SettingsCommand)
 def bench(
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
     domain: Annotated[
         str | None, typer.Option(help="Prompts of one bundled domain; all mixed without.")
     ] = None,
-    dtype: cli.DtypeOption = "auto",
-    drafter_weights: cli.DrafterWeightsOption = "stored",
+    engine: cli.EngineOption = None,
+    dtype: cli.DtypeOption = None,
     batch: cli.BatchOption = "1,8,32",
     prompt_tokens: Annotated[
         int | None, typer.Option(min=1, help="Cut or repeat prompts to this many tokens.")
@@ -51,54 +43,37 @@ def bench(
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens that each request makes.")] = 64,
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.0,
     repeats: Annotated[int, typer.Option(min=1, help="Counted passes over every cell.")] = 5,
-    device: cli.DeviceOption = "cpu",
-    engine: EngineOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    pipeline_parallel: PipelineParallelOption = None,
-    distributed_backend: DistributedBackendOption = None,
-    quantization: QuantizationOption = None,
-    engine_arg: EngineArgOption = None,
+    device: cli.DeviceOption = None,
+    settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Tokens per second of target-only decoding and of every drafter, in turn, in this process."""
-    from penstock.cli.models import with_models
-    from penstock.config import ConfigError
+    options = dict(locals())
+    from penstock.cli.settings import assembled, put_options
+    from penstock.config import ConfigError, Settings
 
-    settings: dict[str, Any] = {
-        "dtype": dtype,
-        "drafter_weights": drafter_weights,
-        "device": device,
-        # A prompt that is measured twice must be computed twice.
-        "prefix_caching": False,
-    }
+    # A prompt that is measured twice must be computed twice.
+    given = Settings({"engine": {"prefix_caching": False}})
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
-        settings = with_engine(
-            settings,
-            engine,
-            engine_arg,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            distributed_backend=distributed_backend,
-            quantization=quantization,
-        )
+        put_options(given, options)
         _check_domain(domain)
-        settings = with_models(settings, target, drafter or (), speculate=True)
+        made: dict[str, Any] = assembled(given)["engine"]
 
     from penstock.engine.models.checkpoint import CheckpointError
     from penstock.serving.bench import BenchOptions, bench_engine, cut_prompts
 
     with one_line(ConfigError, CheckpointError):
-        prompts = _prompts(settings["target"], domain)
+        prompts = _prompts(made["target"], domain)
         if prompt_tokens is not None:
             prompts = cut_prompts(prompts, prompt_tokens)
         longest = max(len(p.token_ids) for p in prompts) + new_tokens
-        settings["kv_tokens"] = max(batches) * (longest + _LARGEST_BLOCK)
-        built = _built(settings, longest)
-    cells: list[str | None] = [None, *settings["drafters"]]
-    options = BenchOptions(batches, new_tokens, temperature, repeats)
+        made["kv_tokens"] = max(batches) * (longest + _LARGEST_BLOCK)
+        built = _built(made, longest)
+    cells: list[str | None] = [None, *made["drafters"]]
+    told = BenchOptions(batches, new_tokens, temperature, repeats)
     with progress(len(batches) * len(cells) * (repeats + 1), "measuring") as advance:
-        runs = bench_engine(built, prompts, cells, options, lambda *_: advance(1))
+        runs = bench_engine(built, prompts, cells, told, lambda *_: advance(1))
     _report(built, runs, as_json)
 
 

@@ -8,19 +8,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 from penstock.cli import options as cli
 from penstock.cli.simulator import (
-    LatencyTargets,
-    LoadOptions,
-    SimulatedDrafters,
-    SimulatedServer,
+    Scenario,
     bad_input,
     describe,
-    make_server,
+    simulates,
+    with_thresholds,
     workers_of,
 )
 from penstock.cli.terminal import one_line, progress
@@ -33,84 +29,44 @@ if TYPE_CHECKING:
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
-DEFAULT_REQUESTS = 60_000
+_REQUESTS = 60_000
 _LEAST = 0.05
 _DESCENTS = 3
 _PLOTTED = (0.2, 0.4, 0.6, 0.7, 0.8, 0.9, 0.95, 1.0, 1.1)
 
 
-def capacity(
-    workload: cli.WorkloadOption,
-    profile: cli.ProfileOption,
-    admission: cli.AdmissionOption,
-    allocation: cli.AllocationOption = cli.DEFAULT_ALLOCATION,
-    selection: cli.SelectionOption = "single",
-    rate: Annotated[
-        float | None,
-        typer.Option(help="Begin to search below this load. Default: the fluid bound."),
-    ] = None,
-    arrivals: cli.ArrivalsOption = None,
-    time_scale: cli.TimeScaleOption = 1.0,
-    kv_tokens: cli.KvTokensOption = None,
-    block_size: cli.BlockSizeOption = 1,
-    settings: cli.SetOption = None,
-    fairness: cli.FairnessOption = False,
-    tenant_weight: cli.TenantWeightOption = None,
-    drafter: cli.SimulatedDrafterOption = None,
-    acceptance: cli.AcceptanceOption = None,
-    drafter_seconds: cli.DrafterSecondsOption = None,
-    drafter_capacity: cli.DrafterCapacityOption = None,
-    ttft_p99: cli.TtftOption = None,
-    tpot_p99: cli.TpotOption = None,
-    requests: Annotated[
-        int | None,
-        typer.Option(min=1, help=f"Default: the whole trace, or {DEFAULT_REQUESTS}."),
-    ] = None,
-    seed: cli.SeedOption = 0,
-    seeds: cli.SeedsOption = 1,
-    workers: cli.WorkersOption = None,
-    ray: cli.RayOption = None,
-    plot: cli.PlotOption = None,
-    as_json: cli.JsonOption = False,
-) -> None:
+@simulates
+def capacity(scenario: Scenario, seeds: cli.SeedsOption = 1, plot: cli.PlotOption = None) -> None:
     """The largest stable load, by bisection, and the fluid bound beside it.
 
     Stable: the backlog does not grow over the second half of the arrivals (95% interval), and p99
     of TTFT and TPOT are within the targets that are given. A trace that is too short to tell is
     refused. Where arrivals are generated, the requests of a trace come in random order.
     """
+    from penstock.sim.planner import load_bound
     from penstock.sim.plots import check_target
 
-    targets = LatencyTargets(ttft_p99, tpot_p99)
     with bad_input():
-        server = make_server(
-            profile,
-            {"admission": admission, "allocation": allocation, "selection": selection},
-            settings or (),
-            SimulatedDrafters(drafter, acceptance, drafter_seconds, drafter_capacity),
-            kv_tokens=kv_tokens,
-            block_size=block_size,
-            targets=targets,
-            seed=seed,
-            fairness=fairness,
-            tenant_weights=tenant_weight or (),
+        base = scenario.setup()
+        lengths = LoadedWorkload.of(scenario)
+        kv_tokens = base.num_blocks * base.block_size
+        bound = load_bound(
+            base.profile, lengths.workload, kv_tokens, base.acceptance, base.drafters
         )
-        load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
-        lengths = LoadedWorkload.of(load)
-        bound = _bound(server, lengths.workload)
-        highest = bound if rate is None else rate
+        highest = bound if scenario.rate is None else scenario.rate
         # What is wrong with any load is wrong with the first.
-        server.setup(lengths.at(highest * _LEAST))
+        with_thresholds(base, lengths.at(highest * _LEAST))
         if plot is not None:
             check_target(plot)
-    loads = [replace(load, seed=number) for number in range(seed, seed + seeds)]
-    with workers_of(workers, ray) as pool:
-        found = _search_each(server, loads, highest, targets, pool)
+    numbers = range(scenario.seed, scenario.seed + seeds)
+    loads = [replace(scenario, seed=number) for number in numbers]
+    with workers_of(scenario.workers, scenario.ray) as pool:
+        found = _search_each(base, loads, highest, pool)
         if plot is not None:
-            _plot(server, lengths, _mean(found), bound, plot, pool)
+            _plot(base, lengths, _mean(found), bound, plot, pool)
     figures = _figures(found, bound)
-    if as_json:
-        print(dumps({**describe(server.base, lengths.workload), **figures}))
+    if scenario.json:
+        print(dumps({**describe(base, lengths.workload), **figures}))
         return
     _print(figures)
 
@@ -119,13 +75,13 @@ def capacity(
 class LoadedWorkload:
     """The same requests at any rate."""
 
-    load: LoadOptions
+    load: Scenario
     workload: Workload
     recorded_rate: float | None
     """Requests a second of recorded arrivals; None where arrivals are generated."""
 
     @classmethod
-    def of(cls, load: LoadOptions) -> LoadedWorkload:
+    def of(cls, load: Scenario) -> LoadedWorkload:
         """Recorded arrivals are made faster or slower, others generated anew, with the requests in
         random order then: a load is judged by the second half, which may be lighter in a trace.
 
@@ -137,10 +93,10 @@ class LoadedWorkload:
 
         generated = load.arrivals is not None and parse_arrivals(load.arrivals) is not None
         if load.arrivals is None:
-            generated = load.spec in MIXES or (
-                Path(load.spec).exists() and load_workload(load.spec).arrival_time is None
+            generated = load.workload in MIXES or (
+                Path(load.workload).exists() and load_workload(load.workload).arrival_time is None
             )
-        made = load.make(1.0 if generated else None)
+        made = load.make(1.0 if generated else None, _REQUESTS)
         return cls(load, made, None if generated else mean_rate(made))
 
     def at(self, rate: float) -> Workload:
@@ -149,23 +105,14 @@ class LoadedWorkload:
         check_positive("rate", rate)
         times = self.workload.arrival_time
         if self.recorded_rate is None or times is None:
-            return self.load.make(rate).shuffled(self.load.seed)
+            return self.load.make(rate, _REQUESTS).shuffled(self.load.seed)
         return replace(self.workload, arrival_time=times * (self.recorded_rate / rate))
 
 
-def _bound(server: SimulatedServer, workload: Workload) -> float:
-    """The fluid model's, in requests a second."""
-    from penstock.sim.planner import load_bound
-
-    base = server.base
-    return load_bound(base.profile, workload, server.kv_tokens, base.acceptance, base.drafters)
-
-
 def _search_each(
-    server: SimulatedServer,
-    loads: list[LoadOptions],
+    base: Setup,
+    loads: list[Scenario],
     highest: float,
-    targets: LatencyTargets,
     workers: Workers,
 ) -> list[MeasuredCapacity]:
     """The capacity of every load. A trace that is too short is refused."""
@@ -173,7 +120,7 @@ def _search_each(
 
     # A worker for each load; all of them for one that would be the last, alone.
     num_each = 0 if workers.num == 1 else len(loads) - (len(loads) % workers.num == 1)
-    job = partial(search, server, highest, targets)
+    job = partial(search, base, highest)
     found = []
     with one_line(TooShort), progress(None, "searching") as advance:
         for capacity in workers.map(job, loads[:num_each]):
@@ -185,10 +132,9 @@ def _search_each(
 
 
 def search(
-    server: SimulatedServer,
+    base: Setup,
     highest: float,
-    targets: LatencyTargets,
-    load: LoadOptions,
+    load: Scenario,
     workers: Workers | None = None,
     on_try: Callable[[float, bool], None] | None = None,
 ) -> MeasuredCapacity:
@@ -200,11 +146,11 @@ def search(
     workload_at = LoadedWorkload.of(load).at
     for descent in range(_DESCENTS):
         found = bisection.capacity(
-            partial(_setup_at, server, workload_at),
+            partial(_setup_at, base, workload_at),
             workload_at,
             highest * _LEAST ** (descent + 1),
             highest * _LEAST**descent,
-            criterion=bisection.Criterion(**targets.given),
+            criterion=bisection.Criterion(**load.targets),
             on_try=on_try,
             workers=workers or HERE,
         )
@@ -213,26 +159,22 @@ def search(
     return found
 
 
-def _setup_at(
-    server: SimulatedServer, workload_at: Callable[[float], Workload], rate: float
-) -> Setup | None:
+def _setup_at(base: Setup, workload_at: Callable[[float], Workload], rate: float) -> Setup | None:
     """None where no thresholds fit."""
     from penstock.sim.planner import PlanError
 
     try:
-        return server.setup(workload_at(rate))
+        return with_thresholds(base, workload_at(rate))
     except PlanError:
         return None
 
 
-def measure(
-    server: SimulatedServer, workload_at: Callable[[float], Workload], rate: float
-) -> LoadPoint | None:
+def measure(base: Setup, workload_at: Callable[[float], Workload], rate: float) -> LoadPoint | None:
     """A whole run; None where no thresholds fit."""
     from penstock.sim.plots import LoadPoint
     from penstock.sim.run import run
 
-    setup = _setup_at(server, workload_at, rate)
+    setup = _setup_at(base, workload_at, rate)
     if setup is None:
         return None
     figures = run(setup, workload_at(rate)).figures()
@@ -241,7 +183,7 @@ def measure(
 
 
 def _plot(
-    server: SimulatedServer,
+    base: Setup,
     lengths: LoadedWorkload,
     capacity: float,
     bound: float,
@@ -254,10 +196,10 @@ def _plot(
     rates = [share * capacity for share in _PLOTTED if capacity > 0]
     points = []
     with progress(len(rates), "measuring") as advance:
-        for point in workers.map(partial(measure, server, lengths.at), rates):
+        for point in workers.map(partial(measure, base, lengths.at), rates):
             points += [] if point is None else [point]
             advance(1)
-    title = f"{lengths.workload.name}, {server.base.admission.name}, {server.base.profile.name}"
+    title = f"{lengths.workload.name}, {base.admission.name}, {base.profile.name}"
     with bad_input():
         plot_load(points, capacity, bound, path, title)
 

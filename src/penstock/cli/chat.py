@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.generate import EncodedText, Generator, check_text, engine_of, sampling_of, show
+from penstock.cli.generate import EncodedText, Generator, check_text, sampling_of, show
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
@@ -24,28 +24,31 @@ _HELP = "/clear begins a new conversation, /exit or Ctrl-D ends."
 def chat(
     target: cli.TargetOption = None,
     drafter: cli.OneDrafterOption = None,
+    no_speculation: cli.NoSpeculationOption = False,
+    dtype: cli.DtypeOption = None,
     max_tokens: Annotated[
         int | None,
         typer.Option(min=1, help="Most tokens of an answer. Default: what the context holds."),
     ] = None,
     temperature: cli.TemperatureOption = 0.0,
     seed: cli.TextSeedOption = None,
-    dtype: cli.DtypeOption = "auto",
-    no_speculation: cli.NoSpeculationOption = False,
     stats: cli.StatsOption = False,
 ) -> None:
     """Talk with the bundled family or any target that has a chat template.
 
     Each line is a message; piped input works, too.
     """
+    options = dict(locals())
     from rich.console import Console
 
+    from penstock.cli.settings import engine_with
     from penstock.config import ConfigError
 
     console = Console(highlight=False, soft_wrap=True)
     with one_line(ConfigError):
         sampling = sampling_of(temperature, seed)
-        config = engine_of(target, drafter, dtype, speculate=not no_speculation)
+        options["drafter"] = [drafter] if drafter else None
+        config = engine_with(options)
         with Console(stderr=True).status("loading the models"):
             generator = Generator(config)
         if not generator.has_chat_template:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli.options import JsonOption
+from penstock.cli.old_names import SettingsCommand
+from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
-from penstock.cli.signatures import with_options_of
 from penstock.cli.terminal import one_line
 from penstock.json_text import dumps
 
@@ -56,7 +55,7 @@ def _mistakes(file: Path) -> list[ConfigError]:
 
     values = read_yaml(file)
     try:
-        return mistakes_in(ServeConfig, assembled(Settings(values), {}))
+        return mistakes_in(ServeConfig, assembled(Settings(values)))
     except ConfigError as error:
         # A model is not there, or a part is no mapping: what else is wrong can be said, too.
         engine = values.get("engine")
@@ -71,37 +70,25 @@ def _mistakes(file: Path) -> list[ConfigError]:
 def show(**options: Any) -> None:
     """Show what `penstock serve` would run with, given the same options, and where each value is
     from: an option, a variable, a line of the file, or the default. Secrets are hidden."""
-    from penstock.cli.settings import assembled, in_force
-    from penstock.config import ConfigError, read_settings
+    from penstock.cli.settings import with_origins
+    from penstock.config import ConfigError
+    from penstock.config.sources import leaves
 
     as_json = options.pop("as_json")
     with one_line(ConfigError):
-        shown = in_force(options).model_dump(mode="json")
-        given = read_settings(options["config"], os.environ)
-        chosen = dict(_leaves(assembled(given, options)))
-        # Some options have no place of their own in the settings: what they change is theirs.
-        without = dict(_leaves(assembled(given, {})))
+        config, given = with_origins(options)
     rows = []
-    for where, value in _leaves(shown):
-        is_option = where in chosen and chosen[where] != without.get(where)
-        origin = given.origin(where) if given.has(where) else None
-        origin = "option" if is_option else origin or "default"
-        rows.append({"setting": ".".join(where), "value": _shown(where, value), "from": origin})
+    for where, value in leaves(config.model_dump(mode="json")):
+        origin = given.origin(where) if given.at(where) is not None else None
+        rows.append(
+            {"setting": ".".join(where), "value": _shown(where, value), "from": origin or "default"}
+        )
     if as_json:
         print(dumps(rows))
         return
     width = max(len(row["setting"]) for row in rows)
     for row in rows:
         print(f"{row['setting']:<{width}}  {dumps(row['value'])}  # {row['from']}")
-
-
-def _leaves(value: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
-    """Everything that is no mapping, or an empty one."""
-    if isinstance(value, dict) and value:
-        for name, inner in value.items():
-            yield from _leaves(inner, (*where, str(name)))
-    else:
-        yield where, value
 
 
 def _shown(where: Where, value: Any) -> Any:
@@ -114,4 +101,4 @@ def _shown(where: Where, value: Any) -> Any:
 
 
 show.__signature__ = with_options_of(serve, as_json=JsonOption)  # type: ignore[attr-defined]
-app.command()(show)
+app.command(cls=SettingsCommand)(show)

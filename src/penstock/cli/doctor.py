@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import typer
 
-from penstock.cli.options import JsonOption
+from penstock.cli.options import JsonOption, with_options_of
 from penstock.cli.serve import serve
-from penstock.cli.signatures import with_options_of
 from penstock.cli.terminal import SERVE_EXTRA, what_to_install
 from penstock.json_text import dumps
 

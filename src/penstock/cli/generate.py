@@ -9,21 +9,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.engines import (
-    DistributedBackendOption,
-    EngineArgOption,
-    EngineOption,
-    PipelineParallelOption,
-    QuantizationOption,
-    TensorParallelOption,
-    with_engine,
-)
 from penstock.cli.terminal import one_line
 from penstock.json_text import dumps
 
@@ -45,38 +35,27 @@ def generate(
         bool, typer.Option("--raw", help="Go on from PROMPT as it is, without a chat template.")
     ] = False,
     target: cli.TargetOption = None,
+    drafter: cli.OneDrafterOption = None,
+    no_speculation: cli.NoSpeculationOption = False,
+    engine: cli.EngineOption = None,
+    dtype: cli.DtypeOption = None,
+    settings: cli.SettingsOption = None,
     max_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to make.")] = 128,
     temperature: cli.TemperatureOption = 0.0,
     seed: cli.TextSeedOption = None,
-    dtype: cli.DtypeOption = "auto",
-    drafter: cli.OneDrafterOption = None,
-    no_speculation: cli.NoSpeculationOption = False,
-    engine: EngineOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    pipeline_parallel: PipelineParallelOption = None,
-    distributed_backend: DistributedBackendOption = None,
-    quantization: QuantizationOption = None,
-    engine_arg: EngineArgOption = None,
     stats: cli.StatsOption = False,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Answer PROMPT with the bundled family or any target, as the tokens come."""
+    options = dict(locals())
+    from penstock.cli.settings import engine_with
     from penstock.config import ConfigError
 
     with one_line(ConfigError):
         check_text(prompt)
         sampling = sampling_of(temperature, seed)
-        own = with_engine(
-            {},
-            engine,
-            engine_arg,
-            tensor_parallel=tensor_parallel,
-            pipeline_parallel=pipeline_parallel,
-            distributed_backend=distributed_backend,
-            quantization=quantization,
-        )
-        config = engine_of(target, drafter, dtype, speculate=not no_speculation, settings=own)
-        generator = Generator(config)
+        options["drafter"] = [drafter] if drafter else None
+        generator = Generator(engine_with(options))
         messages = [{"role": "user", "content": prompt}]
         is_chat = generator.has_chat_template and not raw
         given = generator.chat(messages) if is_chat else generator.text(prompt)
@@ -90,23 +69,6 @@ def generate(
 
 def show(text: str) -> None:
     print(text, end="", flush=True)
-
-
-def engine_of(
-    target: str | None,
-    drafter: str | None,
-    dtype: str,
-    *,
-    speculate: bool,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> EngineConfig:
-    """settings: others of the engine. Raises: ConfigError."""
-    from penstock.cli.models import with_models
-    from penstock.config import parse_config
-
-    drafters = (drafter,) if drafter else ()
-    engine = with_models({**settings, "dtype": dtype}, target, drafters, speculate=speculate)
-    return parse_config({"engine": engine}).engine
 
 
 def sampling_of(temperature: float, seed: int | None) -> SamplingParams:

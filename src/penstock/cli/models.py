@@ -11,31 +11,21 @@ from penstock.engine.models.checkpoint import is_gguf
 from penstock.zoo.registry import DEFAULT_DRAFTER, DEFAULT_TARGET, ModelCard, bundled_models
 
 
-def with_models(
-    engine: dict[str, Any],
-    target: str | None,
-    drafters: Sequence[str],
-    *,
-    speculate: bool,
-) -> dict[str, Any]:
+def with_models(engine: dict[str, Any]) -> dict[str, Any]:
     """The settings `engine` with target and drafters filled in.
 
-    target, drafters: from the command line; they take precedence. Without any target the bundled
-    family is meant; a bundled target without drafters gets all that are bundled, and n-gram lookup.
+    Without any target the bundled family is meant; a bundled target without drafters gets all that
+    are bundled, and n-gram lookup.
 
     Raises: ConfigError.
     """
-    chosen = str(target or engine.get("target") or DEFAULT_TARGET)
-    if not speculate:
-        made = {}
-    elif drafters:
-        made = each_once(map(_from_option, drafters), "--drafter")
-    elif "drafters" in engine:
+    target = str(engine.get("target") or DEFAULT_TARGET)
+    if "drafters" in engine:
         given = settings_in(engine["drafters"], "engine.drafters")
-        made = {name: _drafter_path(name, str(path)) for name, path in given.items()}
+        drafters = {name: _drafter_path(name, str(path)) for name, path in given.items()}
     else:
-        made = _drafters_of(chosen)
-    return {**engine, "target": _target_path(chosen), "drafters": made}
+        drafters = _drafters_of(target)
+    return {**engine, "target": _target_path(target), "drafters": drafters}
 
 
 def checkpoint_folder(model: str) -> Path:
@@ -107,10 +97,11 @@ def _drafters_of(target: str) -> dict[str, str]:
     return {**{name: str(cards[name].path) for name in names}, NGRAM: NGRAM}
 
 
-def _from_option(text: str) -> tuple[str, str]:
-    """NAME=PATH, or the bare NAME of a bundled drafter or of n-gram lookup."""
-    name, given, path = text.partition("=")
-    return name, _drafter_path(name, path if given else name)
+def named_drafters(options: Sequence[str]) -> dict[str, str]:
+    """NAME=PATH, or a bare NAME that is its own path, of every `--drafter`. Raises: ConfigError."""
+    parted = (option.partition("=") for option in options)
+    pairs = ((name, path if given else name) for name, given, path in parted)
+    return each_once(pairs, "--drafter")
 
 
 def _drafter_path(name: str, path: str) -> str:

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from penstock.cli import options as cli
 from penstock.cli.figures import print_side_by_side
 from penstock.cli.simulator import (
-    LatencyTargets,
-    LoadOptions,
-    SimulatedDrafters,
-    SimulatedServer,
+    Load,
+    Scenario,
     bad_input,
-    make_server,
+    simulates,
+    with_thresholds,
     workers_of,
 )
 from penstock.cli.terminal import progress
@@ -29,7 +27,7 @@ if TYPE_CHECKING:
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
-DEFAULT_REQUESTS = 5000
+_REQUESTS = 5000
 _BASES = {
     "stages": "the algorithm to the letter, with every stage full at once; the runs below are of "
     "policies without that limit",
@@ -39,29 +37,18 @@ _BASES = {
     "below are shorter, and admit as memory allows",
 }
 """What the memory bound is of, and why runs come to another peak."""
-_POLICIES = {"admission": "fluid_guided", "allocation": "throughput", "selection": "single"}
 
 
+@simulates
 def plan(
-    workload: cli.WorkloadOption,
-    profile: cli.ProfileOption,
-    rate: cli.RateOption = None,
-    arrivals: cli.ArrivalsOption = None,
-    time_scale: cli.TimeScaleOption = 1.0,
-    kv_tokens: cli.KvTokensOption = None,
-    ttft_p99: cli.TtftOption = None,
-    tpot_p99: cli.TpotOption = None,
+    load: Load,
     delta: Annotated[
         float | None,
-        typer.Option(help="Probability that the memory bound is exceeded within an hour. [0.001]"),
+        typer.Option(
+            metavar="P",
+            help="Probability that the memory bound is exceeded within an hour. [0.001]",
+        ),
     ] = None,
-    requests: Annotated[
-        int | None, typer.Option(min=2, help=f"To simulate, at most. [{DEFAULT_REQUESTS}]")
-    ] = None,
-    seed: cli.SeedOption = 0,
-    workers: cli.WorkersOption = None,
-    ray: cli.RayOption = None,
-    as_json: cli.JsonOption = False,
 ) -> None:
     """Plan a deployment for a workload at its rate.
 
@@ -71,31 +58,20 @@ def plan(
     from penstock.fluid.memory import DELTA
     from penstock.sim.planner import PlanError, mean_rate, plan_deployment
 
-    targets = LatencyTargets(ttft_p99, tpot_p99)
     with bad_input():
         if delta is not None and not 0 < delta < 1:
             raise PlanError(f"--delta is a probability between 0 and 1, not {delta:g}")
-        server = make_server(
-            profile,
-            _POLICIES,
-            (),
-            SimulatedDrafters(),
-            kv_tokens=kv_tokens,
-            block_size=1,
-            targets=targets,
-            seed=seed,
-        )
-        load = LoadOptions(workload, requests, arrivals, time_scale, seed, DEFAULT_REQUESTS)
-        made = load.make(rate)
-        offered = rate or mean_rate(made)
+        base = Scenario(**vars(load), admission="fluid_guided").setup()
+        made = load.make(load.rate, _REQUESTS)
+        offered = load.rate or mean_rate(made)
         planned = plan_deployment(
-            server.base.profile, made, offered, server.kv_tokens, delta or DELTA
+            base.profile, made, offered, base.num_blocks * base.block_size, delta or DELTA
         )
-        shown = made.take(slice(requests or DEFAULT_REQUESTS))
-        server.setup(shown)
-    with workers_of(workers, ray) as pool:
-        expected = _expected(server, planned, shown, targets, pool)
-    if as_json:
+        shown = made.take(slice(load.requests or _REQUESTS))
+        with_thresholds(base, shown)
+    with workers_of(load.workers, load.ray) as pool:
+        expected = _expected(base, planned, shown, load, pool)
+    if load.json:
         figures = _figures(planned, offered)
         figures |= {"expected": expected["penstock"], "expected_by_configuration": expected}
         print(dumps(figures))
@@ -104,17 +80,17 @@ def plan(
 
 
 def _expected(
-    server: SimulatedServer,
+    base: Setup,
     planned: DeploymentPlan,
     workload: Workload,
-    targets: LatencyTargets,
+    load: Load,
     workers: Workers,
 ) -> dict[str, dict[str, Any]]:
     """Figures of a run of every configuration, under the names of `serve_flags`."""
     configurations = planned.configurations
     expected = {}
     with progress(len(configurations), "simulating") as advance:
-        job = partial(_figures_of, server.base, workload, targets)
+        job = partial(_figures_of, base, workload, load)
         for name, figures in zip(
             configurations, workers.map(job, configurations.values()), strict=True
         ):
@@ -124,16 +100,16 @@ def _expected(
 
 
 def _figures_of(
-    base: Setup, workload: Workload, targets: LatencyTargets, chosen: PolicyConfig
+    base: Setup, workload: Workload, load: Load, chosen: PolicyConfig
 ) -> dict[str, Any]:
     from penstock.core.policies.registry import option_types
     from penstock.sim.run import run
 
     known = option_types("admission", chosen.name)
-    told = {target: s for target, s in targets.given.items() if target in known}
+    told = {target: s for target, s in load.targets.items() if target in known}
     admission = chosen.with_defaults(told)
     figures = run(replace(base, admission=admission), workload).figures(
-        targets.ttft_p99, targets.tpot_p99
+        load.ttft_p99, load.tpot_p99
     )
     return {"admission": admission.name, "options": admission.options, **figures}
 

@@ -4,20 +4,12 @@ from __future__ import annotations
 
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from penstock.cli import options as cli
-from penstock.cli.engines import (
-    DistributedBackendOption,
-    EngineArgOption,
-    EngineOption,
-    PipelineParallelOption,
-    QuantizationOption,
-    TensorParallelOption,
-    with_engine,
-)
+from penstock.cli.old_names import SettingsCommand
 from penstock.cli.terminal import one_line, print_table, progress, whole_numbers
 from penstock.json_text import dumps
 
@@ -46,47 +38,19 @@ def fit(
     measurements: Annotated[
         Path,
         typer.Argument(
-            help="CSV of whole steps (num_prefill_tokens, prefill_context, num_decodes, "
-            "num_kv_tokens, num_draft_tokens, seconds), or of linear operators as Vidur writes it."
+            help="CSV of steps: num_prefill_tokens, prefill_context, num_decodes, num_kv_tokens, "
+            "num_draft_tokens, seconds."
         ),
     ],
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
     kv_tokens: Annotated[int, typer.Option(min=1, help="KV tokens that the memory holds.")],
-    attention: Annotated[
-        str | None,
-        typer.Option(
-            help="For operators: CSV of attention times, or the name of a profile that lends them."
-        ),
-    ] = None,
-    layers: Annotated[int | None, typer.Option(min=1, help="For operators: layers.")] = None,
-    tensor_parallel: Annotated[
-        int, typer.Option(min=1, help="For operators: which number of workers.")
-    ] = 1,
-    granularity: Annotated[
-        int, typer.Option(min=1, help="Round token counts up to a multiple of it.")
-    ] = 1,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Fit a profile to measured times, and say how well it fits."""
-    from penstock.sim.profiles import (
-        ProfileError,
-        fit_profile,
-        load_profile,
-        profile_names,
-        save_profile,
-    )
+    from penstock.sim.profiles import ProfileError, fit_profile, save_profile
 
     with one_line(ProfileError, OSError):
-        lent = load_profile(attention) if attention in profile_names() else None
-        fitted = fit_profile(
-            measurements,
-            name=out.stem,
-            kv_tokens=kv_tokens,
-            attention=lent or (Path(attention) if attention else None),
-            num_layers=layers,
-            tensor_parallel=tensor_parallel,
-            granularity=granularity,
-        )
+        fitted = fit_profile(measurements, name=out.stem, kv_tokens=kv_tokens)
         save_profile(fitted.profile, out)
     if as_json:
         quality = [asdict(q) for q in fitted.quality]
@@ -96,58 +60,31 @@ def fit(
     print(f"{out}: {len(fitted.profile.token_counts)} points")
 
 
-@app.command()
+@app.command(cls=SettingsCommand)
 def measure(
     out: Annotated[Path, typer.Option(help="The profile's file; its stem is the name.")],
     target: cli.TargetArgument = None,
     drafter: cli.DrafterOption = None,
-    dtype: cli.DtypeOption = "auto",
-    drafter_weights: cli.DrafterWeightsOption = "stored",
-    device: cli.DeviceOption = "cpu",
+    engine: cli.EngineOption = None,
+    dtype: cli.DtypeOption = None,
+    device: cli.DeviceOption = None,
     batch: cli.BatchOption = "1,2,4,8,16,32",
     contexts: ContextsOption = "64,512",
     kv_tokens: KvTokensOption = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="CPU threads. Default: PyTorch's.")
-    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Of every step; the best counts.")] = 8,
-    engine: EngineOption = None,
-    tensor_parallel: TensorParallelOption = None,
-    pipeline_parallel: PipelineParallelOption = None,
-    distributed_backend: DistributedBackendOption = None,
-    quantization: QuantizationOption = None,
-    engine_arg: EngineArgOption = None,
+    settings: cli.SettingsOption = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """Measure a target and its drafters on this machine, alone and together."""
-    from penstock.cli.models import with_models
-    from penstock.config import ConfigError, parse_config
+    options = {**locals(), "kv_tokens": None}
+    from penstock.cli.settings import engine_with
+    from penstock.config import ConfigError
     from penstock.sim.profiles import ProfileError, fit_steps, save_profile
 
     with one_line(ConfigError):
         batches = whole_numbers("--batch", batch)
         all_contexts = whole_numbers("--contexts", contexts)
-        settings: dict[str, Any] = {
-            "dtype": dtype,
-            "drafter_weights": drafter_weights,
-            "device": device,
-            "num_threads": threads,
-        }
-        settings = with_models(
-            with_engine(
-                settings,
-                engine,
-                engine_arg,
-                tensor_parallel=tensor_parallel,
-                pipeline_parallel=pipeline_parallel,
-                distributed_backend=distributed_backend,
-                quantization=quantization,
-            ),
-            target,
-            drafter or (),
-            speculate=True,
-        )
-        config = parse_config({"engine": settings}).engine
+        config = engine_with(options)
 
     from penstock.engine.build import load_engine
     from penstock.engine.measure import ProfileGrid, num_measurements
@@ -201,9 +138,6 @@ def _describe(engine: Engine, repeats: int) -> str:
 @app.command()
 def show(
     profile: Annotated[str, typer.Argument(help="A profile's name, or a file.")],
-    plot: Annotated[
-        Path | None, typer.Option(help="Draw it into this file, such as profile.png.")
-    ] = None,
     as_json: cli.JsonOption = False,
 ) -> None:
     """What a step takes, by what is in it."""
@@ -211,9 +145,6 @@ def show(
 
     with one_line(ProfileError):
         loaded = load_profile(profile)
-    if plot is not None:
-        with one_line(OSError, ValueError):
-            _plot(loaded, plot)
     if as_json:
         print(dumps(asdict(loaded)))
         return
@@ -277,19 +208,3 @@ def _curves(profile: StepProfile, counts: tuple[int, ...]) -> tuple[list[float],
         [profile.seconds(work) * 1e3 for work in prefill],
         [profile.seconds(work) * 1e3 for work in decode],
     )
-
-
-def _plot(profile: StepProfile, path: Path) -> None:
-    """Raises: PlotError, OSError."""
-    from penstock.sim.plots import load_pyplot, save_figure
-
-    counts = tuple(range(1, 1025))
-    prefill, decode = _curves(profile, counts)
-    figure, axes = load_pyplot().subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(counts, [profile.linear(n) * 1e3 for n in counts], label="all but attention")
-    axes.plot(counts, prefill, label="one prompt")
-    axes.plot(counts, decode, label=f"decodes over {_DECODE_CONTEXT} tokens each")
-    axes.set(xlabel="tokens in the step", ylabel="ms", title=profile.name)
-    axes.set_ylim(bottom=0)
-    axes.legend()
-    save_figure(figure, path)

@@ -1,24 +1,42 @@
-"""What `penstock serve` runs with: options, environment, file, defaults, in this order."""
+"""What an engine or a server runs with: options, environment, file, defaults, in this order."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from copy import deepcopy
-from typing import Any
+from typing import Any, get_args
 
-from penstock.cli.engines import with_engine
-from penstock.cli.models import settings_in, with_models
-from penstock.cli.options import DRAFT_SERVERS_ALLOCATION
+from penstock.cli.models import named_drafters, settings_in, with_models
+from penstock.cli.options import DRAFT_SERVERS_ALLOCATION, NATIVE, VLLM
 from penstock.config import (
     DEFAULT_TENANT,
     ConfigError,
+    EngineConfig,
+    PolicyConfig,
+    PolicyKind,
     ServeConfig,
     Settings,
+    Where,
+    each_once,
     hash_of_key,
     parse_config,
     read_settings,
+    yaml_value,
 )
+
+OPTION = "option"
+"""Origin of a setting that an option of its own gives."""
+
+_ENGINE, _VLLM = "engine", ("engine", VLLM)
+_POLICIES = get_args(PolicyKind)
+
+_PLACES: dict[str, Where] = {
+    **{name: (name,) for name in ("host", "port", "served_model_name")},
+    **{name: (_ENGINE, name) for name in ("target", "dtype", "device", "admission", "pipeline")},
+    **{name: (_ENGINE, name) for name in ("kv_tokens", "max_model_len")},
+    "drafters_listen": ("drafters", "listen"),
+}
+"""Options and the settings that they are."""
 
 _WITH_DRAFT_SERVERS = {
     "drafters": {},
@@ -32,83 +50,115 @@ _WITH_DRAFT_SERVERS = {
 def in_force(options: Mapping[str, Any]) -> ServeConfig:
     """The settings of a server with these options of `penstock serve`, by their names there; None
     is not given. Raises: ConfigError."""
-    given = read_settings(options["config"], os.environ)
-    try:
-        return parse_config(assembled(given, options))
-    except ConfigError as error:
-        origin = given.origin(error.where)
-        raise error if origin is None else ConfigError(f"{origin}: {error}") from error
+    return with_origins(options)[0]
 
 
-def assembled(given: Settings, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with options in their place, models found, and all that follows from it. Raises:
-    ConfigError."""
-    settings = deepcopy(given.values)
-
-    def of(*names: str) -> dict[str, Any]:
-        return {name: options.get(name) for name in names}
-
-    models = _given(
-        settings_in(settings.pop("engine", None), "engine"),
-        **of("fairness", "verification", "dtype", "device", "max_model_len", "kv_tokens"),
-        **of("drafter_weights", "profile", "pipeline"),
-    )
-    tls = {name: options.get(f"tls_{name}") for name in ("certificate", "key", "client_ca")}
-    drafters = settings_in(settings.pop("drafters", None), "drafters")
-    drafters = _given(
-        drafters, listen=options.get("drafters_listen"), tls=_given({}, **tls) or None
-    )
-    _name_policies(models, **of("admission", "selection", "allocation"))
-    _add_keys(models, options.get("api_key") or ())
-    if drafters:
-        settings["drafters"] = drafters
-        models = {**_WITH_DRAFT_SERVERS, **models}
-    models = with_engine(
-        models,
-        options.get("engine"),
-        options.get("engine_arg"),
-        **of("tensor_parallel", "pipeline_parallel", "distributed_backend", "nodes", "node_rank"),
-        **of("master", "quantization"),
-    )
-    models = with_models(
-        models,
-        options.get("target"),
-        options.get("drafter") or (),
-        speculate=not options.get("no_speculation"),
-    )
-    origins = options.get("cors_origin") or None
-    settings = _given(
-        settings,
-        **of("host", "port", "served_model_name", "log_format", "otlp_traces_endpoint"),
-        cors_origins=origins,
-    )
-    return {**settings, "engine": models}
-
-
-def _given(settings: dict[str, Any], **options: Any) -> dict[str, Any]:
-    """Settings, with the options that were given in their place. Null is as if it were absent."""
-    given = {name: value for name, value in options.items() if value is not None}
-    return {name: value for name, value in {**settings, **given}.items() if value is not None}
-
-
-def _name_policies(engine: dict[str, Any], **names: str | None) -> None:
-    """Put the policies that were given in their places; one of the same name keeps its options.
+def with_origins(options: Mapping[str, Any]) -> tuple[ServeConfig, Settings]:
+    """The settings in force, and those that were given, which know where each is from.
 
     Raises: ConfigError.
     """
-    for kind, name in names.items():
-        if name is None:
-            continue
-        if settings_in(engine.get(kind), f"engine.{kind}").get("name") != name:
-            engine[kind] = {"name": name}
+    given = read_settings(options.get("config"), os.environ)
+    try:
+        put_options(given, options)
+        return parse_config(assembled(given)), given
+    except ConfigError as error:
+        origin = given.origin(error.where)
+        raise error if origin in (None, OPTION) else ConfigError(f"{origin}: {error}") from error
 
 
-def _add_keys(engine: dict[str, Any], keys: Sequence[str]) -> None:
+def engine_with(options: Mapping[str, Any]) -> EngineConfig:
+    """The engine's settings with these options alone. Raises: ConfigError."""
+    given = Settings()
+    put_options(given, options)
+    return parse_config(assembled(given)).engine
+
+
+def assembled(given: Settings) -> dict[str, Any]:
+    """Settings with models found, and all that follows from them. Null is as if it were absent.
+
+    Raises: ConfigError.
+    """
+    settings = _without_null(given.values)
+    engine = _without_null(settings_in(settings.get(_ENGINE), _ENGINE))
+    if settings_in(settings.get("drafters"), "drafters"):
+        engine = {**_WITH_DRAFT_SERVERS, **engine}
+    return {**settings, _ENGINE: with_models(engine)}
+
+
+def _without_null(settings: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if value is not None}
+
+
+def put_options(settings: Settings, options: Mapping[str, Any]) -> None:
+    """Put options, by their names in `penstock serve`, into settings. Raises: ConfigError."""
+    for name, where in _PLACES.items():
+        if options.get(name) is not None:
+            _put(settings, where, options[name], OPTION)
+    drafters = options.get("drafter")
+    if options.get("no_speculation"):
+        settings.put((_ENGINE, "drafters"), {}, OPTION)
+    elif drafters:
+        settings.put((_ENGINE, "drafters"), named_drafters(drafters), OPTION)
+    _put_keys(settings, options.get("api_key") or ())
+    pairs = map(_pair, options.get("settings") or ())
+    for key, (value, origin) in each_once(pairs, "--set").items():
+        _put(settings, tuple(key.split(".")), value, origin)
+    _choose_engine(settings, options.get("engine"))
+
+
+def _put(settings: Settings, where: Where, value: Any, origin: str) -> None:
+    """Put one setting. A policy may be given by its name; the same one keeps its options. Options
+    without a name are those of the default policy. Raises: ConfigError."""
+    is_policy = where[:1] == (_ENGINE,) and where[1:2] and where[1] in _POLICIES
+    if is_policy and len(where) == 2 and isinstance(value, str):
+        if settings.at((*where, "name")) == value:
+            return
+        value = {"name": value}
+    settings.put(where, value, origin)
+    if is_policy and settings.at((*where[:2], "name")) is None and len(where) > 2:
+        is_remote = where[1] == "allocation" and settings.at(("drafters", "listen"))
+        default = EngineConfig.model_fields[where[1]].default.name
+        name = DRAFT_SERVERS_ALLOCATION if is_remote else default
+        settings.put((*where[:2], "name"), name, "default")
+
+
+def _put_keys(settings: Settings, keys: Sequence[str]) -> None:
     """Let these keys stand for the default tenant. Raises: ConfigError."""
     if not all(keys):
         raise ConfigError("--api-key must not be empty")
     if keys:
-        tenants = settings_in(engine.get("tenants"), "engine.tenants")
-        default = settings_in(tenants.get(DEFAULT_TENANT), f"engine.tenants.{DEFAULT_TENANT}")
-        own = {**default, "api_keys": [*default.get("api_keys", ()), *map(hash_of_key, keys)]}
-        engine["tenants"] = {**tenants, DEFAULT_TENANT: own}
+        where = (_ENGINE, "tenants", DEFAULT_TENANT, "api_keys")
+        settings.put(where, [*(settings.at(where) or ()), *map(hash_of_key, keys)], OPTION)
+
+
+def _pair(text: str) -> tuple[str, tuple[Any, str]]:
+    """The place, the value and the origin of a `--set` text. Raises: ConfigError."""
+    key, is_given, value = text.partition("=")
+    if not (key and is_given):
+        raise ConfigError(f"--set takes KEY=VALUE, as in vllm.tensor_parallel=2, not {text!r}")
+    origin = f"--set {key}"
+    where = key.split(".")
+    own, engine = ServeConfig.model_fields, EngineConfig.model_fields
+    if where[0] not in own:
+        if where[0] not in engine:
+            raise ConfigError(
+                f"{origin}: unknown setting {where[0]!r}; settings: {', '.join([*own, *engine])}"
+            )
+        where.insert(0, _ENGINE)
+    if len(where) == 3 and where[1] in _POLICIES and where[2] not in PolicyConfig.model_fields:
+        where.insert(2, "options")
+    return ".".join(where), (yaml_value(value, origin), origin)
+
+
+def _choose_engine(settings: Settings, engine: str | None) -> None:
+    """Raises: ConfigError."""
+    if engine not in (None, NATIVE, VLLM):
+        raise ConfigError(f"--engine is {engine!r}; allowed: {NATIVE}, {VLLM}")
+    if engine == VLLM and settings.at(_VLLM) is None:
+        settings.put(_VLLM, {}, OPTION)
+    if engine == NATIVE:
+        sets = [o for where, o in settings.origins.items() if where[:2] == _VLLM and "--" in o]
+        if sets:
+            raise ConfigError(f"{sets[0]}: for vLLM's engine alone, not with --engine native")
+        settings.put(_VLLM, None, OPTION)

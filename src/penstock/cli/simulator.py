@@ -1,27 +1,31 @@
-"""From the command line to a simulated server and its load."""
+"""The options of `simulate`, `capacity` and `plan`, on the command line or in a scenario file, and
+the server and the load that they make."""
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
+import typer
+
+from penstock.cli import options as cli
 from penstock.cli.terminal import one_line
 
 if TYPE_CHECKING:
     from penstock.config import PolicyConfig
     from penstock.fluid.step_profile import StepProfile
-    from penstock.sim.acceptance import AcceptanceByDrafter
     from penstock.sim.parallel import Workers
     from penstock.sim.run import Setup
     from penstock.sim.workloads import Workload
 
 
 def bad_input() -> AbstractContextManager[None]:
-    """Whatever the commands of the simulator refuse, as one line and exit code 2."""
+    """One line and exit code 2 for all that the commands of the simulator refuse."""
     from penstock.core.policies.registry import PolicyError
     from penstock.sim.planner import PlanError
     from penstock.sim.plots import PlotError
@@ -38,6 +42,304 @@ def workers_of(num: int | None, ray: str | None) -> Iterator[Workers]:
 
     with one_line(WorkersError), workers(num, ray) as found:
         yield found
+
+
+# --- options --------------------------------------------------------------------------------------
+
+
+def _read_scenario(ctx: typer.Context, file: Path | None) -> Path | None:
+    """Let a file's values be the defaults of the options. One line and exit code 2 for a file that
+    cannot be read or that has an unknown key."""
+    if file is None:
+        return None
+    from penstock.config import ConfigError, read_yaml
+
+    options = {p.name: p for p in ctx.command.params if p.name is not None}
+    known = {*options, *(f.name for f in fields(Scenario))} - {"scenario", "help"}
+    with one_line(ConfigError):
+        values = read_yaml(file)
+        for key in values:
+            if key not in known:
+                raise ConfigError(f"{file}: unknown key {key!r}; keys: {', '.join(sorted(known))}")
+    for key, value in values.items():
+        if isinstance(value, dict):
+            values[key] = [*_texts(value)]
+        elif isinstance(value, str) and key in options and options[key].multiple:
+            values[key] = [value]
+    ctx.default_map = values
+    return file
+
+
+def _texts(values: Mapping[Any, Any], prefix: str = "") -> Iterator[str]:
+    """A mapping as NAME=VALUE texts; mappings in it as PREFIX.NAME, lists as 1,2,3."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _texts(value, f"{prefix}{name}.")
+        else:
+            text = ",".join(map(str, value)) if isinstance(value, list) else value
+            yield f"{prefix}{name}={text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Load:
+    """Requests, how they come, a machine, and what is asked of it. Its fields are the options of
+    every command that simulates."""
+
+    scenario: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE.yaml",
+            is_eager=True,
+            callback=_read_scenario,
+            help="Values of options, as in `workload: high`; the command line takes precedence.",
+        ),
+    ] = None
+    workload: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME|FILE", help="low, high, nested or ten_bins, or a trace (CSV or CSV.gz)."
+        ),
+    ]
+    profile: Annotated[
+        str, typer.Option(metavar="NAME|FILE", help="Step times; see `penstock profile`.")
+    ]
+    rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="R",
+            help="Requests a second, where arrivals are generated; `capacity` searches below it "
+            "or below the fluid bound.",
+        ),
+    ] = None
+    arrivals: Annotated[
+        str | None,
+        typer.Option(
+            metavar="poisson|gamma:CV|FILE",
+            help="Generated, perhaps with rate changes (poisson@600-1200x2), or recorded. "
+            "Default: the trace's own, else Poisson.",
+        ),
+    ] = None
+    time_scale: Annotated[
+        float, typer.Option(metavar="X", help="Recorded arrivals come X times faster.")
+    ] = 1.0
+    requests: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            metavar="N",
+            help="Default: the whole trace; of a mix 10000, `capacity` 60000, `plan` 5000.",
+        ),
+    ] = None
+    kv_tokens: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="KV cache size in tokens. Default: the profile's."),
+    ] = None
+    ttft_p99: Annotated[
+        float | None, typer.Option(metavar="S", help="Target for the time to first token, seconds.")
+    ] = None
+    tpot_p99: Annotated[
+        float | None,
+        typer.Option(metavar="S", help="Target for the time per output token, seconds."),
+    ] = None
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="Of lengths, arrivals and acceptance.")
+    ] = 0
+    workers: cli.WorkersOption = None
+    ray: cli.RayOption = None
+    json: cli.JsonOption = False
+
+    @property
+    def targets(self) -> dict[str, float]:
+        """p99 of TTFT and TPOT that are asked for, in seconds. Raises: PlanError."""
+        from penstock.sim.planner import PlanError
+
+        both = {"ttft_p99": self.ttft_p99, "tpot_p99": self.tpot_p99}
+        given = {name: value for name, value in both.items() if value is not None}
+        for name, value in given.items():
+            if not 0 < value < math.inf:
+                raise PlanError(f"--{name.replace('_', '-')} is a number of seconds over 0")
+        return given
+
+    def make(self, rate: float | None, default_requests: int) -> Workload:
+        """The requests. default_requests: of a mix; a trace comes whole. Raises: WorkloadError."""
+        from penstock.sim.workloads import MIXES, make_workload
+
+        num_requests = self.requests
+        if num_requests is None and self.workload in MIXES:
+            num_requests = default_requests
+        return make_workload(
+            self.workload,
+            num_requests=num_requests,
+            rate=rate,
+            arrivals=self.arrivals,
+            time_scale=self.time_scale,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scenario(Load):
+    """A load, and the server that it is for: policies and drafters."""
+
+    admission: Annotated[str, cli.policy_option("admission", "Admission policy")]
+    allocation: Annotated[
+        str | None,
+        cli.policy_option(
+            "allocation",
+            f"Draft lengths, by default {cli.DEFAULT_ALLOCATION}, with draft servers "
+            f"{cli.DRAFT_SERVERS_ALLOCATION}",
+        ),
+    ] = None
+    selection: Annotated[str, cli.policy_option("selection", "Drafter selection policy")] = "single"
+    set: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="OPTION=VALUE",
+            help="An option of the admission policy, or with a prefix of another: allocation.k=4. "
+            "Lists are written 1,2,3. May be repeated.",
+        ),
+    ] = None
+    block_size: Annotated[int, typer.Option(min=1, metavar="N", help="Tokens of a KV block.")] = 1
+    fairness: Annotated[
+        bool, typer.Option("--fairness", help="Share the server by the tenants' weights.")
+    ] = False
+    tenant_weight: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=WEIGHT", help="Otherwise 1; may be repeated."),
+    ] = None
+    drafter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=RATE|NAME=FILE|NAME",
+            help="Speculate: an acceptance rate, a curve G1,G2,..., or a record (JSON lines); a "
+            "bare name is one of --acceptance. May be repeated.",
+        ),
+    ] = None
+    acceptance: Annotated[
+        str | None,
+        typer.Option(
+            metavar="zoo|zoo-greedy|FILE",
+            help="Speculate by measured acceptance: of the bundled drafters, or a file of "
+            "`penstock zoo fit`.",
+        ),
+    ] = None
+    drafter_seconds: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=SECONDS[:PER_CATCH_UP]",
+            help="Of a draft token, and of one that is only read, instead of the profile's.",
+        ),
+    ] = None
+    drafter_capacity: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=B[xK]", help="Requests that a drafter takes at once, and its instances."
+        ),
+    ] = None
+
+    def setup(self, draft_servers: Path | None = None, pipeline: str = "off") -> Setup:
+        """The server, which may still want thresholds for its load.
+
+        Raises: ProfileError, PolicyError, WorkloadError, PlanError.
+        """
+        from penstock.core.policies.registry import make_pipeline, option_types
+        from penstock.sim.acceptance import AcceptanceByDrafter, parse_drafters
+        from penstock.sim.domains import load_acceptance
+        from penstock.sim.drafters import parse_capacities
+        from penstock.sim.planner import PlanError
+        from penstock.sim.run import Setup
+        from penstock.sim.servers import read_servers
+
+        targets = self.targets
+        profile = self._profile()
+        memory = self.kv_tokens or profile.kv_tokens
+        if memory < self.block_size:
+            raise PlanError(f"{memory} KV tokens hold no block of {self.block_size}")
+        make_pipeline(pipeline)
+        default = cli.DRAFT_SERVERS_ALLOCATION if draft_servers else cli.DEFAULT_ALLOCATION
+        names = {"admission": self.admission, "selection": self.selection}
+        names["allocation"] = self.allocation or default
+        policies = chosen_policies(names, self.set or ())
+        known = option_types("admission", self.admission)
+        wanted = {name: value for name, value in targets.items() if name in known}
+        fit = None if self.acceptance is None else load_acceptance(self.acceptance)
+        local = parse_drafters(self.drafter or (), self.seed, fit).models
+        servers, remote = read_servers(draft_servers, self.seed) if draft_servers else ((), None)
+        return Setup(
+            profile,
+            admission=policies["admission"].with_defaults(wanted),
+            allocation=policies["allocation"],
+            selection=policies["selection"],
+            kv_tokens=memory,
+            block_size=self.block_size,
+            acceptance=AcceptanceByDrafter({**local, **(remote.models if remote else {})}),
+            drafters=tuple(local),
+            capacities=parse_capacities(self.drafter_capacity or (), tuple(local)),
+            draft_servers=servers,
+            pipeline=pipeline,
+            fairness=self.fairness,
+            tenant_weights=_weights(self.tenant_weight or ()),
+            seed=self.seed,
+        )
+
+    def _profile(self) -> StepProfile:
+        """Step times, with those that were given in the place of the profile's own.
+
+        Raises: ProfileError, WorkloadError.
+        """
+        from penstock.sim.drafters import parse_drafter_seconds
+        from penstock.sim.profiles import load_profile
+
+        profile = load_profile(self.profile)
+        given = parse_drafter_seconds(self.drafter_seconds or ())
+        names = {d.name for d in given}
+        kept = (d for d in profile.drafters if d.name not in names)
+        return replace(profile, drafters=(*kept, *given))
+
+
+def simulates(command: Callable[..., None]) -> Callable[..., None]:
+    """A command whose first parameter is a `Load` or a `Scenario`: the fields of that are options
+    of it, before its own."""
+    first, *own = inspect.signature(command, eval_str=True).parameters.values()
+    kind = first.annotation
+    hints = get_type_hints(kind, include_extras=True)
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    shared = [
+        p.replace(annotation=hints[p.name]) for p in inspect.signature(kind).parameters.values()
+    ]
+
+    def run(**given: Any) -> None:
+        command(kind(**{p.name: given.pop(p.name) for p in shared}), **given)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+        [*shared, *(p.replace(kind=keyword) for p in own)]
+    )
+    return run
+
+
+# --- policies, thresholds, tenants ----------------------------------------------------------------
+
+
+def with_thresholds(base: Setup, workload: Workload) -> Setup:
+    """A setup that is complete for a workload with arrivals. Raises: PlanError, PolicyError."""
+    from penstock.sim.planner import (
+        THRESHOLD_POLICIES,
+        check_thresholds_fit,
+        mean_rate,
+        threshold_options,
+    )
+    from penstock.sim.run import make_scheduler
+
+    kv_tokens = base.num_blocks * base.block_size
+    name, given = base.admission.name, base.admission.options
+    set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
+    if name in THRESHOLD_POLICIES and not set_by_hand:
+        planned = threshold_options(name, base.profile, workload, mean_rate(workload), kv_tokens)
+        base = replace(base, admission=base.admission.with_defaults(planned))
+    make_scheduler(base)
+    check_thresholds_fit(name, base.admission.options, workload, kv_tokens)
+    return base
 
 
 def chosen_policies(names: Mapping[str, str], settings: Sequence[str]) -> dict[str, PolicyConfig]:
@@ -87,178 +389,6 @@ def parse_value(text: str, wanted: Any) -> Any:
         listed = text.removeprefix("[").removesuffix("]")
         given = [part.strip() for part in listed.split(",") if part]
     return TypeAdapter(wanted).validate_python(given)
-
-
-@dataclass(frozen=True, slots=True)
-class SimulatedDrafters:
-    """What the command line says of drafters: which, their acceptance, times, and capacities."""
-
-    drafters: Sequence[str] | None = None
-    acceptance: str | None = None
-    seconds: Sequence[str] | None = None
-    capacities: Sequence[str] | None = None
-
-    def models(self, seed: int) -> AcceptanceByDrafter:
-        """Acceptance by drafter. Raises: WorkloadError."""
-        from penstock.sim.acceptance import parse_drafters
-        from penstock.sim.domains import load_acceptance
-
-        fit = None if self.acceptance is None else load_acceptance(self.acceptance)
-        return parse_drafters(self.drafters or (), seed, fit)
-
-    def with_times(self, profile: StepProfile) -> StepProfile:
-        """The profile, with the times that were given in the place of its own.
-
-        Raises: WorkloadError.
-        """
-        from penstock.sim.drafters import parse_drafter_seconds
-
-        given = parse_drafter_seconds(self.seconds or ())
-        names = {d.name for d in given}
-        kept = (d for d in profile.drafters if d.name not in names)
-        return replace(profile, drafters=(*kept, *given))
-
-
-@dataclass(frozen=True, slots=True)
-class LoadOptions:
-    """Which requests, and how they come."""
-
-    spec: str
-    num_requests: int | None
-    arrivals: str | None
-    time_scale: float
-    seed: int
-    default_requests: int
-    """Of a mix; a trace comes whole."""
-
-    def make(self, rate: float | None) -> Workload:
-        """Raises: WorkloadError."""
-        from penstock.sim.workloads import MIXES, make_workload
-
-        num_requests = self.num_requests
-        if num_requests is None and self.spec in MIXES:
-            num_requests = self.default_requests
-        return make_workload(
-            self.spec,
-            num_requests=num_requests,
-            rate=rate,
-            arrivals=self.arrivals,
-            time_scale=self.time_scale,
-            seed=self.seed,
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class LatencyTargets:
-    """p99 of TTFT and TPOT that are asked for, in seconds."""
-
-    ttft_p99: float | None = None
-    tpot_p99: float | None = None
-
-    @property
-    def given(self) -> dict[str, float]:
-        both = {"ttft_p99": self.ttft_p99, "tpot_p99": self.tpot_p99}
-        return {name: value for name, value in both.items() if value is not None}
-
-    def check(self) -> None:
-        """Raises: PlanError."""
-        from penstock.sim.planner import PlanError
-
-        for name, value in self.given.items():
-            if not 0 < value < math.inf:
-                raise PlanError(f"--{name.replace('_', '-')} is a number of seconds over 0")
-
-
-@dataclass(frozen=True)
-class SimulatedServer:
-    """A setup that may still want thresholds for its load."""
-
-    base: Setup
-    targets: LatencyTargets = field(default_factory=LatencyTargets)
-
-    @property
-    def kv_tokens(self) -> int:
-        return self.base.num_blocks * self.base.block_size
-
-    def setup(self, workload: Workload) -> Setup:
-        """Complete for a workload with arrivals. Raises: PlanError, PolicyError."""
-        from penstock.sim.planner import (
-            THRESHOLD_POLICIES,
-            check_thresholds_fit,
-            mean_rate,
-            threshold_options,
-        )
-        from penstock.sim.run import make_scheduler
-
-        base = self.base
-        name, given = base.admission.name, base.admission.options
-        set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
-        if name in THRESHOLD_POLICIES and not set_by_hand:
-            planned = threshold_options(
-                name, base.profile, workload, mean_rate(workload), self.kv_tokens
-            )
-            base = replace(base, admission=base.admission.with_defaults(planned))
-        make_scheduler(base)
-        check_thresholds_fit(name, base.admission.options, workload, self.kv_tokens)
-        return base
-
-
-def make_server(
-    profile: str,
-    names: dict[str, str],
-    settings: Sequence[str],
-    drafters: SimulatedDrafters,
-    *,
-    kv_tokens: int | None,
-    block_size: int,
-    targets: LatencyTargets,
-    seed: int,
-    draft_servers: Path | None = None,
-    pipeline: str = "off",
-    fairness: bool = False,
-    tenant_weights: Sequence[str] = (),
-) -> SimulatedServer:
-    """From the command line; names: of the policies, by kind.
-
-    Raises: ProfileError, PolicyError, WorkloadError, PlanError.
-    """
-    from penstock.core.policies.registry import make_pipeline, option_types
-    from penstock.sim.acceptance import AcceptanceByDrafter
-    from penstock.sim.drafters import parse_capacities
-    from penstock.sim.planner import PlanError
-    from penstock.sim.profiles import load_profile
-    from penstock.sim.run import Setup
-    from penstock.sim.servers import read_servers
-
-    targets.check()
-    loaded = drafters.with_times(load_profile(profile))
-    memory = kv_tokens or loaded.kv_tokens
-    if memory < block_size:
-        raise PlanError(f"{memory} KV tokens hold no block of {block_size}")
-    make_pipeline(pipeline)
-    policies = chosen_policies(names, settings)
-    admission = policies["admission"]
-    known = option_types("admission", admission.name)
-    wanted = {name: value for name, value in targets.given.items() if name in known}
-    acceptance = drafters.models(seed)
-    servers, remote = read_servers(draft_servers, seed) if draft_servers else ((), None)
-    setup = Setup(
-        loaded,
-        admission=admission.with_defaults(wanted),
-        allocation=policies["allocation"],
-        selection=policies["selection"],
-        kv_tokens=memory,
-        block_size=block_size,
-        acceptance=AcceptanceByDrafter({**acceptance.models, **(remote.models if remote else {})}),
-        drafters=tuple(acceptance.models),
-        capacities=parse_capacities(drafters.capacities or (), tuple(acceptance.models)),
-        draft_servers=servers,
-        pipeline=pipeline,
-        fairness=fairness,
-        tenant_weights=_weights(tenant_weights),
-        seed=seed,
-    )
-    return SimulatedServer(setup, targets)
 
 
 def _weights(texts: Sequence[str]) -> dict[str, float]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping
-from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -37,17 +36,6 @@ class Settings:
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Where, str] = field(default_factory=dict)
 
-    def has(self, where: Where) -> bool:
-        """Whether a setting was given."""
-        value: Any = self.values
-        for name in where:
-            if not isinstance(value, dict):
-                break
-            if name not in value:
-                return False
-            value = value[name]
-        return True
-
     def origin(self, where: Where) -> str | None:
         """Of a setting, or of what it is missing from; None where neither was given."""
         for end in range(len(where), 0, -1):
@@ -55,40 +43,56 @@ class Settings:
                 return self.origins[where[:end]]
         return None
 
+    def at(self, where: Where) -> Any:
+        """A setting's value; None where it was not given."""
+        value: Any = self.values
+        for name in where:
+            value = value.get(name) if isinstance(value, dict) else None
+        return value
+
+    def put(self, where: Where, value: Any, origin: str) -> None:
+        """Give a setting its value, in the place of any that was given before. Raises: ConfigError
+        where something that leads to it is no mapping."""
+        inner = self.values
+        for end, name in enumerate(where[:-1], 1):
+            if inner.get(name) is None:
+                inner[name] = {}
+            if not isinstance(inner[name], dict):
+                path = where[:end]
+                raise ConfigError(f"{'.'.join(path)} must be a mapping of settings", path)
+            inner = inner[name]
+        inner[where[-1]] = value
+        for known in [known for known in self.origins if known[: len(where)] == where]:
+            del self.origins[known]
+        self.origins[where] = origin
+
 
 def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
     """What a file (None: no file) and the environment say. Raises: ConfigError."""
-    values: dict[str, Any] = {}
-    origins: dict[Where, str] = {}
+    settings = Settings()
     if path is not None:
-        values = read_yaml(path)
-        origins = {where: f"{path}:{line}" for where, line in lines_of(path).items()}
-    given = from_environment(environ)
-    return Settings(_merged(values, given.values), {**origins, **given.origins})
+        lines = {where: f"{path}:{line}" for where, line in lines_of(path).items()}
+        settings = Settings(read_yaml(path), lines)
+    put_environment(settings, environ)
+    return settings
 
 
-def from_environment(environ: Mapping[str, str]) -> Settings:
-    """What the environment alone says. A variable that begins like a setting and is none is told
-    of: container systems set such for their own purposes.
+def put_environment(settings: Settings, environ: Mapping[str, str]) -> None:
+    """Put what the environment says into settings. A variable that begins like a setting and is
+    none is told of: container systems set such for their own purposes.
 
     Raises: ConfigError where a setting is given twice.
     """
-    values: dict[str, Any] = {}
-    names: dict[Where, str] = {}
     given: dict[Where, str] = {}
     for name in sorted(n for n in environ if n.startswith(PREFIX)):
         where = tuple(name.removeprefix(PREFIX).lower().split(_DOWN))
         if where[0] in ServeConfig.model_fields:
-            value = _value(where, environ[name], name)
-            leaves = list(_leaves(where, value))
-            for leaf in leaves:
+            for leaf, value in leaves(_value(where, environ[name], name), where):
                 _check_new(leaf, given, name)
-            given.update(dict.fromkeys(leaves, name))
-            names[where] = name
-            values = _merged(values, _tree(where, value))
+                given[leaf] = name
+                settings.put(leaf, value, name)
         elif name not in OTHER_VARIABLES:
             _log.warning("the variable %s is no setting, and is ignored", name)
-    return Settings(values, names)
 
 
 def _value(where: Where, text: str, name: str) -> Any:
@@ -107,13 +111,13 @@ def _value(where: Where, text: str, name: str) -> Any:
         return text
 
 
-def _leaves(where: Where, value: Any) -> Iterator[Where]:
-    """The settings in a value that is a mapping; of any other, itself."""
-    if not isinstance(value, dict):
-        yield where
-        return
-    for name, inner in value.items():
-        yield from _leaves((*where, name), inner)
+def leaves(value: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
+    """Everything in mappings that is no mapping, or an empty one, with the place of it."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from leaves(inner, (*where, str(name)))
+    else:
+        yield where, value
 
 
 def _check_new(leaf: Where, given: Mapping[Where, str], name: str) -> None:
@@ -122,23 +126,3 @@ def _check_new(leaf: Where, given: Mapping[Where, str], name: str) -> None:
         shorter = min(len(leaf), len(other))
         if leaf[:shorter] == other[:shorter]:
             raise ConfigError(f"{name}: {variable} gives {'.'.join(leaf)}, too", leaf)
-
-
-def _tree(where: Where, value: Any) -> dict[str, Any]:
-    """One setting as a mapping in mappings."""
-    for name in reversed(where):
-        value = {name: value}
-    made: dict[str, Any] = value
-    return made
-
-
-def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings in each other; of all else the higher."""
-    made = deepcopy(dict(low))
-    for name, value in high.items():
-        below = made.get(name)
-        if isinstance(value, dict) and isinstance(below, dict):
-            made[name] = _merged(below, value)
-        else:
-            made[name] = value
-    return made

@@ -153,7 +153,8 @@ def settings(tmp_path: Path) -> dict[str, Any]:
 def test_nothing_is_lost(edges: list[Edge], settings: dict[str, Any], tmp_path: Path) -> None:
     family = write_family(tmp_path)
     (tmp_path / "serve.yaml").write_text(yaml.safe_dump(settings))
-    options = ["--engine", "vllm", "--tensor-parallel", "2", "--engine-arg", "enforce_eager=true"]
+    options = ["--engine", "vllm", "--set", "vllm.tensor_parallel=2"]
+    options += ["--set", "vllm.args.enforce_eager=true"]
     options += ["--dtype", "float32", "--kv-tokens", "16384"]
     options += ["--config", str(tmp_path / "serve.yaml"), str(family["target"])]
     behind = int(settings["drafters"]["listen"].rpartition(":")[2])

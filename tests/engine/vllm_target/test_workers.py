@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow
 
 
 VLLM = ["--engine", "vllm", "--dtype", "float32", "--kv-tokens", "8192"]
-VLLM += ["--engine-arg", "enforce_eager=true"]
+VLLM += ["--set", "vllm.args.enforce_eager=true"]
 
 
 @contextmanager
@@ -77,7 +77,7 @@ def test_a_worker_is_killed_under_load(target: Path, tmp_path: Path) -> None:
     """Requests end with an error in OpenAI's form; the engine comes back, with the same text; and
     nothing is left of it in the end."""
     begun = threading.Semaphore(0)
-    with served(target, tmp_path / "log", "--tensor-parallel", "2") as server:
+    with served(target, tmp_path / "log", "--set", "vllm.tensor_parallel=2") as server:
         engine = engine_pid(server.url)
         first = server.text("One target, two workers.")
         old = workers_of(engine)
@@ -100,7 +100,7 @@ def test_a_worker_is_killed_under_load(target: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("split", ["tensor", "pipeline"])
 def test_a_server_takes_its_workers_with_it(target: Path, tmp_path: Path, split: str) -> None:
     """They are ended before it, and leave no shared memory behind."""
-    with served(target, tmp_path / "log", f"--{split}-parallel", "2") as server:
+    with served(target, tmp_path / "log", "--set", f"vllm.{split}_parallel=2") as server:
         server.text("One target, two workers.")
         engine = engine_pid(server.url)
         pids = (engine, *workers_of(engine))
@@ -113,14 +113,14 @@ def test_a_server_takes_its_workers_with_it(target: Path, tmp_path: Path, split:
 def test_two_nodes(target: Path, tmp_path: Path) -> None:
     """On one machine, each with a worker. They make the text that one process makes; the second
     joins again when the engine on the first has died; and either ends when it is told to."""
-    place = ["--nodes", "2", "--master", f"127.0.0.1:{free_port()}", "--tensor-parallel", "2"]
-    options = [*VLLM, *place]
+    place = ["nodes=2", f"master=127.0.0.1:{free_port()}", "tensor_parallel=2"]
+    options = [*VLLM, *(part for text in place for part in ("--set", f"vllm.{text}"))]
     cores = sorted(os.sched_getaffinity(0))
     bound = [{"VLLM_CPU_OMP_THREADS_BIND": str(core)} for core in (cores[0], cores[-1])]
     prompt = "One target, two nodes."
     with program(tmp_path / "one", str(target), "--dtype", "float32") as alone:
         expected = alone.text(prompt)
-    command = [*START, str(target), *options, "--node-rank", "1"]
+    command = [*START, str(target), *options, "--set", "vllm.node_rank=1"]
     with (
         (tmp_path / "log").open("w") as log,
         subprocess.Popen(

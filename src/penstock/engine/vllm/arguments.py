@@ -114,11 +114,11 @@ def _engine_args(config: EngineConfig, own: VllmConfig) -> dict[str, Any]:
     known = {f.name for f in fields(EngineArgs)}
     for name in own.args:
         if name in _OWN:
-            raise ConfigError(f"--engine-arg {name}: Penstock sets it itself")
+            raise ConfigError(f"vllm.args.{name}: Penstock sets it itself")
         if name not in known:
             near = [k for k in sorted(known) if name.replace("-", "_").lower() in k]
             hint = f"; near it are {', '.join(near)}" if near else ""
-            raise ConfigError(f"--engine-arg {name}: vLLM has no such engine argument{hint}")
+            raise ConfigError(f"vllm.args.{name}: vLLM has no such engine argument{hint}")
     if own.distributed_backend == "ray" and not current_platform.ray_device_key:
         raise ConfigError(
             "distributed_backend is ray, under which vLLM starts no workers on "
