@@ -1,8 +1,7 @@
-"""Where settings come from: a file, and environment variables before it.
+"""Sources of settings: a file, and environment variables that override it.
 
 `PENSTOCK_PORT` is `port`, and `PENSTOCK_ENGINE__KV_TOKENS` is `kv_tokens` under `engine`: two
-underscores go one level down. Mappings and lists are written as JSON.
-"""
+underscores go one level down. Mappings and lists are written as JSON."""
 
 from __future__ import annotations
 
@@ -24,21 +23,20 @@ _DOWN = "__"
 OTHER_VARIABLES = frozenset(
     PREFIX + name for name in ("API_KEY", "CONFIG", "DATA", "INSTRUCTION_SET", "TOKEN")
 )
-"""Variables that are no settings of a file."""
+"""Variables that are not settings of a file."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings that were given, not validated yet, and where each comes from: a variable's name,
-    or a file and its line."""
+    """Settings before validation, and the origin of each: a variable's name, or file and line."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Where, str] = field(default_factory=dict)
 
     def has(self, where: Where) -> bool:
-        """Whether a setting was given."""
+        """Return whether a setting was given."""
         value: Any = self.values
         for name in where:
             if not isinstance(value, dict):
@@ -49,7 +47,7 @@ class Settings:
         return True
 
     def origin(self, where: Where) -> str | None:
-        """Of a setting, or of what it is missing from; None where neither was given."""
+        """Return the origin of a setting or of its nearest given parent; None without one."""
         for end in range(len(where), 0, -1):
             if where[:end] in self.origins:
                 return self.origins[where[:end]]
@@ -57,7 +55,7 @@ class Settings:
 
 
 def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
-    """What a file (None: no file) and the environment say. Raises: ConfigError."""
+    """Read the settings of a file (None: no file) and of the environment. Raises ConfigError."""
     values: dict[str, Any] = {}
     origins: dict[Where, str] = {}
     if path is not None:
@@ -68,11 +66,10 @@ def read_settings(path: Path | None, environ: Mapping[str, str]) -> Settings:
 
 
 def from_environment(environ: Mapping[str, str]) -> Settings:
-    """What the environment alone says. A variable that begins like a setting and is none is told
-    of: container systems set such for their own purposes.
+    """Read the settings of the environment.
 
-    Raises: ConfigError where a setting is given twice.
-    """
+    Unknown variables with the prefix are logged and ignored: container systems set such. Raises
+    ConfigError where a setting is given twice."""
     values: dict[str, Any] = {}
     names: dict[Where, str] = {}
     given: dict[Where, str] = {}
@@ -92,11 +89,9 @@ def from_environment(environ: Mapping[str, str]) -> Settings:
 
 
 def _value(where: Where, text: str, name: str) -> Any:
-    """Mappings and lists are JSON, and so is what has no type of its own: options of policies, and
-    arguments of vLLM. All else is taken as it stands.
+    """Parse mappings, lists, policy options and vLLM arguments as JSON, and keep other text.
 
-    name: of the variable. Raises: ConfigError where an object has a name twice.
-    """
+    name: of the variable. Raises ConfigError where an object repeats a name."""
     if text[:1] not in ("{", "[") and where[-2:-1] not in (("options",), ("args",)):
         return text
     try:
@@ -108,7 +103,7 @@ def _value(where: Where, text: str, name: str) -> Any:
 
 
 def _leaves(where: Where, value: Any) -> Iterator[Where]:
-    """The settings in a value that is a mapping; of any other, itself."""
+    """Yield the paths of the settings in a value."""
     if not isinstance(value, dict):
         yield where
         return
@@ -117,7 +112,7 @@ def _leaves(where: Where, value: Any) -> Iterator[Where]:
 
 
 def _check_new(leaf: Where, given: Mapping[Where, str], name: str) -> None:
-    """Raises: ConfigError for a setting that another variable gives, too."""
+    """Raises ConfigError for a setting that another variable also gives."""
     for other, variable in given.items():
         shorter = min(len(leaf), len(other))
         if leaf[:shorter] == other[:shorter]:
@@ -125,7 +120,7 @@ def _check_new(leaf: Where, given: Mapping[Where, str], name: str) -> None:
 
 
 def _tree(where: Where, value: Any) -> dict[str, Any]:
-    """One setting as a mapping in mappings."""
+    """Return one setting as nested mappings."""
     for name in reversed(where):
         value = {name: value}
     made: dict[str, Any] = value
@@ -133,7 +128,7 @@ def _tree(where: Where, value: Any) -> dict[str, Any]:
 
 
 def _merged(low: Mapping[str, Any], high: Mapping[str, Any]) -> dict[str, Any]:
-    """Mappings in each other; of all else the higher."""
+    """Merge mappings recursively; other values of `high` win."""
     made = deepcopy(dict(low))
     for name, value in high.items():
         below = made.get(name)
