@@ -1,4 +1,4 @@
-"""Models without checkpoints: real shapes, random weights, to measure what time they take."""
+"""Models with real shapes and random weights, for timing."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from penstock.engine.models.weights import weight_specs
 
 
 def shape_names() -> list[str]:
-    """Shapes that come with this package."""
+    """Return the names of the shapes in this package."""
     return list(_shapes())
 
 
 def shape(name: str) -> DecoderConfig:
-    """One of `shape_names`, or the shape of a checkpoint.
+    """Return a shape by name, or the shape of a checkpoint.
 
-    Of the LLaMA drafters of Spin (arXiv 2503.15921, section VI) 265M and 616M are not described;
-    theirs are shapes of those sizes. Raises CheckpointError for any other name.
-    """
+    The 265M and 616M LLaMA drafters of Spin (arXiv 2503.15921, section VI) are not described;
+    theirs are shapes of those sizes. Raises CheckpointError for any other name."""
     if Path(name).exists():
         return DecoderConfig.from_pretrained(Path(name))
     known = _shapes()
@@ -43,7 +42,7 @@ def shape(name: str) -> DecoderConfig:
 def random_weights(
     config: DecoderConfig, dtype: torch.dtype, device: torch.device, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """As `load_weights`: matrices scaled so that activations keep their size, norms of ones."""
+    """Return weights as `load_weights`: matrices keep the scale of activations, norms are ones."""
     generator = torch.Generator(device).manual_seed(seed)
     weights = {}
     for spec in weight_specs(config):
