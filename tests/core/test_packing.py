@@ -17,7 +17,6 @@ from penstock.fluid.packing import (
     compare,
     cut,
     decompose,
-    largest_batch,
 )
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=12)
@@ -131,20 +130,6 @@ def test_where_copies_of_queries_cost_nothing_the_paper_s_rows_are_best() -> Non
     dear = best_decomposition(lengths, 4, AttentionCost(0.0, 1.0, 1.0, 0.01))
     assert dear.num_slots == 1
     assert dear.row_length < 100
-
-
-@given(lengths=LENGTHS, kv_tokens=st.integers(0, 2000))
-def test_the_largest_batch_fits_and_one_more_does_not(lengths: list[int], kv_tokens: int) -> None:
-    for layout in LAYOUTS:
-        count = largest_batch(lengths, kv_tokens, layout, SHAPE)
-        for tried in (count, count + 1):
-            batch = lengths[:tried]
-            if not batch or tried > len(lengths):
-                continue
-            held = compare(batch, [1] * tried, SHAPE)[layout].kv_tokens
-            # `decompose` may need a row less than there are requests.
-            slack = tried if layout == "decomposed" else 0
-            assert (held <= kv_tokens) if tried == count else (held + slack > kv_tokens)
 
 
 @pytest.mark.parametrize("lengths", [[], [3, 0]])

@@ -10,7 +10,7 @@ from penstock.fluid.capacity import (
     output_work,
     request_work,
 )
-from penstock.fluid.equilibrium import equilibrium, token_steps_per_s
+from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.step_profile import PAPER_LINEAR, StepProfile, StepWork
 from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic, TrafficType, scaled
 
@@ -21,7 +21,8 @@ def paper_linear_capacity(profile: StepProfile, traffic: Traffic, kv_tokens: int
     """The closed form for a profile d0 + d1 × tokens: the factor by which `traffic` can grow until
     Σ λ_j (l'_j + 1)(l_j + l'_j/2) = C / (d0 + d1 C), where M* of eq. 5 fills the memory."""
     d0, d1 = profile.token_seconds[0], profile.per_kv_token
-    return kv_tokens / (d0 + d1 * kv_tokens) / token_steps_per_s(traffic)
+    load = sum(t.rate * (t.decode_len + 1) * (t.prompt_len + t.decode_len / 2) for t in traffic)
+    return kv_tokens / (d0 + d1 * kv_tokens) / load
 
 
 def traffic_work(traffic: Traffic, speculation: Speculation = NO_SPECULATION) -> RequestWork:

@@ -1,4 +1,4 @@
-"""Configuration: pydantic models that refuse what they do not know, from YAML and flags."""
+"""Configuration from YAML and flags: pydantic models that refuse unknown settings."""
 
 from __future__ import annotations
 
@@ -73,15 +73,15 @@ __all__ = [
 
 
 def parse_config(data: dict[str, Any]) -> ServeConfig:
-    """Validate a configuration. Raises: ConfigError with one line for the first mistake."""
+    """Validate a server's configuration. Raises ConfigError with one line for the first mistake."""
     return parsed(ServeConfig, data)
 
 
 def parse_plugin_config(data: Any) -> PluginConfig:
-    """Likewise, of vLLM's plug-in. Raises: ConfigError."""
+    """Validate the configuration of vLLM's plug-in. Raises ConfigError."""
     return parsed(PluginConfig, data)
 
 
 def parse_request_options(data: Any) -> RequestOptions:
-    """Likewise, of a request to it. Raises: ConfigError."""
+    """Validate a request's options for vLLM's plug-in. Raises ConfigError."""
     return parsed(RequestOptions, data)

@@ -1,4 +1,4 @@
-"""Where draft servers connect, and which may."""
+"""Settings of the endpoint that draft servers connect to."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
 
 
 class DraftServerConfig(Model):
-    """A draft server that may connect, and how it is known: by the SHA-256 (hexadecimal) of its
-    token, or by the common name in its client certificate.
+    """Draft server that may connect.
 
-    tenant: whose it is. trusted: its `ratio` drafts are taken; others are compared with the
-    target's own sample, and can then change nothing.
-    """
+    It is identified by the SHA-256 (hexadecimal) of its token, or by the common name of its client
+    certificate. tenant: its owner. trusted: its `ratio` drafts are accepted; drafts of others are
+    compared with the target's own sample."""
 
     tenant: str = Field(default=DEFAULT_TENANT, min_length=1)
     token_sha256: str | None = Field(default=None, pattern="^[0-9a-f]{64}$")
@@ -35,7 +34,7 @@ class DraftServerConfig(Model):
 
 
 class TlsConfig(Model):
-    """PEM files. client_ca: the authority that must have signed every client's certificate."""
+    """PEM files. client_ca: authority that must have signed every client's certificate."""
 
     certificate: Path
     key: Path
@@ -43,20 +42,20 @@ class TlsConfig(Model):
 
 
 class DraftersConfig(Model):
-    """Where draft servers connect, and which may. Without TLS and without any named server only
-    this machine's own may, as servers of the default tenant.
+    """Endpoint of draft servers and its limits.
+
+    Without TLS and named servers only draft servers of this machine may connect, as servers of the
+    default tenant.
 
     listen: HOST:PORT; port 0 takes a free one
-    max_open_requests: of a draft server's own users, for each stream
-    max_messages_per_s: that one stream may send; twice as many at once
-    max_connections_per_s: streams that one draft server, by its name, may begin; eight times as
-                           many at once. One a second for each of the streams that it has open is
-                           all that `penstock draft` ever needs
-    max_unauthenticated_connections_per_s: connections without a known identity, from one address,
-        that are answered with that reason; eight times as many at once
-    audit_share: of the drafts of a model that this machine has among its drafters, too, those that
-                 are recomputed here; a trusted server that fails is trusted no more
-    """
+    max_open_requests: requests of a draft server's own users, per stream
+    max_messages_per_s: messages of one stream; bursts of twice as many
+    max_connections_per_s: new streams of one named draft server; bursts of eight times as many.
+        `penstock draft` needs at most one per second for each open stream
+    max_unauthenticated_connections_per_s: connections from one address without a known identity
+        that are answered with the reason; bursts of eight times as many
+    audit_share: share of drafts recomputed here, for models that are also local drafters; a
+        trusted server that fails loses its trust"""
 
     renamed: ClassVar[dict[str, str]] = {
         "max_strangers_per_s": "max_unauthenticated_connections_per_s"
@@ -109,7 +108,7 @@ class DraftersConfig(Model):
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as written in an address, can only be reached from this machine."""
+    """Return whether a host, as written in an address, is reachable from this machine only."""
     try:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:

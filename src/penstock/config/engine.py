@@ -1,4 +1,4 @@
-"""Settings of the engine: models, policies; and of the policies inside vLLM."""
+"""Settings of the engine, and of the policies inside vLLM."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from penstock.core.types import AUTO_DRAFTER, NO_DRAFTER, TARGET
 
 NGRAM = "ngram"
 SUFFIX = "suffix"
-"""Paths of drafters that have none: n-gram look-up in the request's own text; and of the longest
-suffix, in earlier outputs of its tenant as well."""
+"""Drafter paths without a model: look-up of n-grams, or of the longest suffix.
+
+The latter also searches earlier outputs of the tenant."""
 LOOK_UPS = (NGRAM, SUFFIX)
 
 _CHAIN = "+"
@@ -27,15 +28,16 @@ PolicyKind = Literal["admission", "selection", "allocation"]
 
 
 class DrafterParts(NamedTuple):
-    """What a drafter's path means: look-up, a model, or `ngram+MODEL`: a draft that begins with the
-    one and goes on with the other."""
+    """Parsed drafter path: a look-up, a model, or a chain such as `ngram+MODEL`.
+
+    A chain's draft begins with the look-up and continues with the model."""
 
     look_up: str | None
     model: str | None
 
     @classmethod
     def of(cls, path: str) -> Self:
-        """Raises: ConfigError."""
+        """Parse a path. Raises ConfigError."""
         first, is_chain, rest = path.partition(_CHAIN)
         if first not in LOOK_UPS:
             return cls(None, path)
@@ -53,12 +55,12 @@ class DrafterParts(NamedTuple):
         return self.look_up is not None and self.model is not None
 
     def with_model(self, model: str) -> str:
-        """The path with the model in another place."""
+        """Return the path with another model."""
         return model if self.look_up is None else f"{self.look_up}{_CHAIN}{model}"
 
 
 class PolicyConfig(Model):
-    """A policy by name, and its options."""
+    """Policy name and options."""
 
     name: str
     options: dict[str, Any] = Field(default_factory=dict)
@@ -68,24 +70,24 @@ class PolicyConfig(Model):
         return cls(name=name, options=options)
 
     def with_defaults(self, options: Mapping[str, Any]) -> Self:
-        """The same policy, with these options where it has none of its own."""
+        """Return the policy with these options where it has none of its own."""
         return self.of(self.name, **{**options, **self.options})
 
     def make(self, kind: PolicyKind) -> Any:
-        """Build the policy. Raises: PolicyError."""
+        """Build the policy. Raises PolicyError."""
         return make_policy(kind, self.name, self.options)
 
 
 class VllmConfig(Model):
-    """vLLM as the target's engine.
+    """Settings of vLLM as the target's engine.
 
-    tensor_parallel: workers that share each layer. pipeline_parallel: groups of workers, each with
-    a part of the layers. quantization: of the weights, by vLLM's name.
-    nodes: machines that the workers are divided between; node_rank: which of them this one is, from
-    0, where the server is; master: HOST:PORT, an address of node 0 that all of them reach.
-    distributed_backend: what starts the workers.
-    args: further arguments of vLLM's engine, by the names that vLLM gives them.
-    """
+    tensor_parallel: workers that share each layer
+    pipeline_parallel: groups of workers, each with a part of the layers
+    quantization: of the weights, by vLLM's name
+    nodes: machines that share the workers; node_rank: number of this one, from 0 (the server's);
+        master: HOST:PORT, an address of node 0 that all nodes reach
+    distributed_backend: launcher of the workers
+    args: further arguments of vLLM's engine"""
 
     tensor_parallel: int = Field(default=1, ge=1)
     pipeline_parallel: int = Field(default=1, ge=1)
@@ -127,7 +129,7 @@ class VllmConfig(Model):
 
 
 class ModelsConfig(Model):
-    """Target and drafters, and how they are computed.
+    """Target, drafters and their computation.
 
     kv_tokens: KV memory of the target in tokens; None takes a share of what is free.
     drafter_max_num_seqs: most requests that a drafter drafts for at once, by its name.
@@ -159,7 +161,7 @@ class ModelsConfig(Model):
 
     @property
     def target_name(self) -> str:
-        """What the target is called unless a name is given: its folder's or its file's."""
+        """Default name of the target: its folder's or its file's."""
         return model_name(self.target)
 
     @field_validator("device")
@@ -180,27 +182,26 @@ class ModelsConfig(Model):
 
     @property
     def drafter_models(self) -> dict[str, Path]:
-        """Checkpoints of the drafters that have one, chains among them, by the drafter's name."""
+        """Checkpoints of the drafters with a model, chains included, by drafter name."""
         parts = {name: DrafterParts.of(path) for name, path in self.drafters.items()}
         return {name: Path(p.model) for name, p in parts.items() if p.model is not None}
 
 
 def model_name(path: Path) -> str:
-    """The model's name: its folder's, or its GGUF file's."""
+    """Return the model's name: its folder's, or its GGUF file's."""
     return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 class EngineConfig(ModelsConfig):
     """Models, and the policies that schedule them.
 
-    verification: None is `coupled` for requests with a seed and `ratio` for the others.
-    pipeline: off (drafts, then verification, in turns), a number of micro-batches, auto (whichever
-        of these is fastest by the measured times) or async (verify whatever drafts are ready). But
-        for off the drafters work beside the target.
-    heartbeat_timeout_s: an engine process without a heartbeat for so long is killed and started
-        again; after a quarter of it, it takes no requests.
-    fairness: between tenants, by weight, in who is admitted, keeps its memory and decodes.
-    """
+    verification: None is `coupled` for requests with a seed and `ratio` for the others
+    pipeline: off (draft and verify in turns), a number of micro-batches, auto (the fastest of these
+        by measured times) or async (verify the drafts that are ready). Drafters work beside the
+        target unless it is off
+    heartbeat_timeout_s: an engine process without a heartbeat for so long is restarted; after a
+        quarter of it, it takes no requests
+    fairness: between tenants, by weight, in admission, preemption and decoding"""
 
     verification: Literal["coupled", "ratio"] | None = None
     admission: PolicyConfig = PolicyConfig.of("vllm_v1")
@@ -224,7 +225,7 @@ class EngineConfig(ModelsConfig):
     @field_validator("pipeline", mode="before")
     @classmethod
     def _is_pipeline(cls, pipeline: Any) -> str:
-        """YAML reads a bare `off` as false."""
+        """Accept false: YAML reads a bare `off` so."""
         name = "off" if pipeline is False else str(pipeline)
         make_pipeline(name)
         return name
@@ -248,12 +249,10 @@ class EngineConfig(ModelsConfig):
 
 
 class PluginConfig(Model):
-    """Penstock's policies inside vLLM's own server; what is named as in `EngineConfig` means the
-    same.
+    """Penstock's policies inside vLLM's own server; names as in `EngineConfig`.
 
-    allocation: None verifies drafts as long as vLLM's proposer makes them.
-    profile: step times; without it they are learned while serving.
-    """
+    allocation: None verifies drafts of the length that vLLM's proposer makes. profile: step times;
+    None learns them while serving."""
 
     admission: PolicyConfig = PolicyConfig.of("vllm_v1")
     allocation: PolicyConfig | None = None
@@ -270,7 +269,7 @@ class PluginConfig(Model):
 
 
 class RequestOptions(Model):
-    """What a request to vLLM's server may tell Penstock's policies."""
+    """Options of one request to vLLM's server for Penstock's policies."""
 
     tenant: str = DEFAULT_TENANT
     max_draft_tokens: int | None = Field(default=None, ge=0)

@@ -1,4 +1,4 @@
-"""Configuration from files: values, and the line that each stands on."""
+"""YAML configuration files: their values, and the line of each setting."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ import yaml
 from penstock.config.model import ConfigError
 
 Where = tuple[str, ...]
-"""The names that lead to a setting, as in ("engine", "kv_tokens")."""
+"""Path of names to a setting, as in ("engine", "kv_tokens")."""
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """A YAML file's mapping. Raises: ConfigError."""
+    """Read a YAML file's mapping. Raises ConfigError."""
     return _read(path)[0]
 
 
 def lines_of(path: Path) -> dict[Where, int]:
-    """The line of every setting in a YAML file, from 1 on. Raises: ConfigError."""
+    """Return the line of every setting in a YAML file, from 1. Raises ConfigError."""
     lines: dict[Where, int] = {}
     _walk(_read(path)[1], (), lines)
     return lines
 
 
 def _read(path: Path) -> tuple[dict[str, Any], yaml.Node]:
-    """Raises: ConfigError."""
+    """Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         data, node = _parsed(text)
@@ -44,7 +44,7 @@ def _read(path: Path) -> tuple[dict[str, Any], yaml.Node]:
 
 
 def yaml_value(text: str, where: str) -> Any:
-    """A value that is written as YAML. Raises: ConfigError."""
+    """Parse a YAML value. Raises ConfigError."""
     try:
         data, node = _parsed(text)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -55,7 +55,7 @@ def yaml_value(text: str, where: str) -> Any:
 
 
 def _parsed(text: str) -> tuple[Any, yaml.Node | None]:
-    """Raises: YAMLError, RecursionError, ValueError."""
+    """Raises YAMLError, RecursionError or ValueError."""
     return yaml.safe_load(text), yaml.compose(text, Loader=yaml.SafeLoader)
 
 
@@ -72,7 +72,7 @@ def _walk(node: yaml.Node, where: Where, lines: dict[Where, int]) -> None:
 
 
 def _given_twice(node: yaml.Node | None) -> Iterator[yaml.ScalarNode]:
-    """Names that are in a mapping before: YAML's reader lets the last of them win."""
+    """Yield names that repeat in a mapping: YAML's reader silently keeps the last."""
     if isinstance(node, yaml.MappingNode):
         seen: set[str] = set()
         for key, value in node.value:

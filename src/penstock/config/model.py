@@ -1,4 +1,4 @@
-"""What all settings have in common: unknown ones are refused, mistakes are one line."""
+"""Base of all settings: unknown ones are refused, and a mistake is one line."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ _UNKNOWN = "unknown_setting"
 
 
 class ConfigError(ValueError):
-    """One line: what was wrong, and what is allowed. where: the names that lead to the setting, as
-    far as they are known."""
+    """One line: the mistake, and the allowed values. where: path of the setting as far as known."""
 
     def __init__(self, message: str, where: tuple[str, ...] = ()) -> None:
         super().__init__(message)
@@ -37,10 +36,9 @@ def each_once(
     where: str,
     error: Callable[[str], Exception] = ConfigError,
 ) -> dict[str, _Value]:
-    """Names and values as a mapping.
+    """Return names and values as a mapping.
 
-    Raises: `error` where a name comes twice: in a mapping the last would win in silence.
-    """
+    Raises `error` for a repeated name; a mapping would silently keep the last."""
     made: dict[str, _Value] = {}
     for name, value in pairs:
         if name in made:
@@ -50,17 +48,17 @@ def each_once(
 
 
 class Model(BaseModel):
-    """Settings that belong together."""
+    """Base model of settings."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     renamed: ClassVar[dict[str, str]] = {}
-    """Old names of settings, which are accepted for one release, and the new ones."""
+    """Old names of settings, accepted for one release, and their new names."""
 
     @model_validator(mode="wrap")
     @classmethod
     def _known(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
-        """Says what is allowed, which `extra="forbid"` does not; and the other mistakes, too."""
+        """Name the allowed settings for an unknown one, and report the other mistakes too."""
         for old, new in cls.renamed.items():
             if isinstance(data, dict) and old in data and new not in data:
                 _log.warning("the setting %s is now called %s; use that name", old, new)
@@ -83,7 +81,7 @@ class Model(BaseModel):
 
 
 def address_in(text: str) -> str:
-    """Raises: ValueError where it is not HOST:PORT."""
+    """Return HOST:PORT as given. Raises ValueError for other forms."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or int(port) > 65535:
         raise ValueError(f"{text!r} is not HOST:PORT, as in 127.0.0.1:8100 or [::]:8100")
@@ -97,13 +95,14 @@ def _mistake(message: str, loc: tuple[int | str, ...] = (), name: str = "") -> I
 
 
 def _name_in(details: Any) -> str:
-    """Of the unknown setting that a mistake is about."""
+    """Return the name of the unknown setting that a mistake is about."""
     return str(details["ctx"]["name"]) if details["type"] == _UNKNOWN else ""
 
 
 def mistakes_in(model: type[BaseModel], data: Any) -> list[ConfigError]:
-    """What is wrong with settings; empty where nothing is. What depends on several of them is
-    looked at where each by itself is right."""
+    """Return the mistakes in settings.
+
+    Rules across several settings are checked once each setting by itself is right."""
     try:
         model.model_validate(data)
     except ValidationError as error:
@@ -121,7 +120,7 @@ def _as_config_error(details: Any) -> ConfigError:
 
 
 def parsed(model: type[_Parsed], data: Any) -> _Parsed:
-    """Settings, validated. Raises: ConfigError with one line for the first mistake."""
+    """Validate settings. Raises ConfigError with one line for the first mistake."""
     try:
         return model.model_validate(data)
     except ValidationError as error:

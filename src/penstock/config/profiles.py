@@ -1,4 +1,4 @@
-"""Files of step-time profiles."""
+"""Step-time profile files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock.fluid.step_profile import DrafterProfile, StepProfile
 
 
 class _DrafterTimes(BaseModel):
-    """The JSON form of a `DrafterProfile`."""
+    """JSON form of a `DrafterProfile`."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -25,7 +25,7 @@ class _DrafterTimes(BaseModel):
 
 
 class _ProfileFile(BaseModel):
-    """The JSON form of a `StepProfile`, in seconds."""
+    """JSON form of a `StepProfile`, in seconds."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
 
@@ -44,7 +44,7 @@ class _ProfileFile(BaseModel):
 
 
 def read_profile(path: Path) -> StepProfile:
-    """A step-time profile's file. Raises: OSError; ConfigError for one that is none."""
+    """Read a step-time profile. Raises OSError, or ConfigError for an invalid file."""
     try:
         fields = _ProfileFile.model_validate_json(path.read_bytes()).model_dump()
         drafters = tuple(DrafterProfile(**times) for times in fields.pop("drafters"))

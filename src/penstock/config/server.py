@@ -1,4 +1,4 @@
-"""Settings of the whole server."""
+"""Settings of the server."""
 
 from __future__ import annotations
 
@@ -13,24 +13,22 @@ from penstock.config.tenants import KeyHash
 
 
 class ServeConfig(Model):
-    """The whole server: engine, address, limits.
+    """Server settings: engine, address and limits.
 
-    cors_origins: web pages from these origins may call the API from a browser; `*` is any.
-    max_waiting_requests: requests without a first token at once; more get HTTP status 429. A client
-        (a tenant where there are API keys, else a network address) may have no more of them than
-        it leaves free.
-    metrics_keys: hashes of API keys that open `/metrics`, and so the dashboard, and nothing else.
-        Without any every tenant's key does, and shows it all tenants.
-    open_metrics: no key is needed for them.
-    max_wait_s: a request that would wait longer for its first token, by the rate at which others
-        get theirs, is refused with 429.
-    request_timeout_s: longest time that a request may take, however long it asks for itself.
-    header_timeout_s, body_timeout_s: for all of a request's head and body to come
-    write_timeout_s: a client that reads nothing of its answer for so long has its request cancelled
-    log_format: json is one object a line, and has a line for every HTTP request.
-    otlp_traces_endpoint: where OpenTelemetry traces are sent, as http://collector:4318/v1/traces.
-    drafters: where draft servers connect, if they may.
-    """
+    cors_origins: origins whose web pages may call the API from a browser; `*` is any
+    max_waiting_requests: requests without a first token; more get HTTP status 429. A client (a
+        tenant where there are API keys, else a network address) may have at most as many as it
+        leaves free
+    metrics_keys: hashes of API keys that open only `/metrics` and the dashboard. Without any, every
+        tenant's key opens them and shows all tenants
+    open_metrics: they need no key
+    max_wait_s: a request with a longer expected wait for its first token is refused with 429
+    request_timeout_s: limit on a request's time, also where it asks for more
+    header_timeout_s, body_timeout_s: limits on the arrival of a request's head and body
+    write_timeout_s: a request is cancelled if its client reads nothing for so long
+    log_format: json is one object per line, with a line for every HTTP request
+    otlp_traces_endpoint: OpenTelemetry collector, as http://collector:4318/v1/traces
+    drafters: endpoint of draft servers; None has none"""
 
     engine: EngineConfig
     host: str = "127.0.0.1"

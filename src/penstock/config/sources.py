@@ -1,8 +1,7 @@
-"""Where settings come from: a file, and environment variables before it.
+"""Sources of settings: a file, and environment variables that override it.
 
 `PENSTOCK_PORT` is `port`, and `PENSTOCK_ENGINE__KV_TOKENS` is `kv_tokens` under `engine`: two
-underscores go one level down. Mappings and lists are written as JSON.
-"""
+underscores go one level down. Mappings and lists are written as JSON."""
 
 from __future__ import annotations
 
@@ -23,21 +22,20 @@ _DOWN = "__"
 OTHER_VARIABLES = frozenset(
     PREFIX + name for name in ("API_KEY", "CONFIG", "DATA", "INSTRUCTION_SET", "TOKEN")
 )
-"""Variables that are no settings of a file."""
+"""Variables that are not settings of a file."""
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Settings that were given, not validated yet, and where each comes from: a variable's name,
-    or a file and its line."""
+    """Settings before validation, and the origin of each: a variable's name, or file and line."""
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[Where, str] = field(default_factory=dict)
 
     def origin(self, where: Where) -> str | None:
-        """Of a setting, or of what it is missing from; None where neither was given."""
+        """Return the origin of a setting or of its nearest given parent; None without one."""
         for end in range(len(where), 0, -1):
             if where[:end] in self.origins:
                 return self.origins[where[:end]]
@@ -96,11 +94,9 @@ def put_environment(settings: Settings, environ: Mapping[str, str]) -> None:
 
 
 def _value(where: Where, text: str, name: str) -> Any:
-    """Mappings and lists are JSON, and so is what has no type of its own: options of policies, and
-    arguments of vLLM. All else is taken as it stands.
+    """Parse mappings, lists, policy options and vLLM arguments as JSON, and keep other text.
 
-    name: of the variable. Raises: ConfigError where an object has a name twice.
-    """
+    name: of the variable. Raises ConfigError where an object repeats a name."""
     if text[:1] not in ("{", "[") and where[-2:-1] not in (("options",), ("args",)):
         return text
     try:
@@ -121,7 +117,7 @@ def leaves(value: Any, where: Where = ()) -> Iterator[tuple[Where, Any]]:
 
 
 def _check_new(leaf: Where, given: Mapping[Where, str], name: str) -> None:
-    """Raises: ConfigError for a setting that another variable gives, too."""
+    """Raises ConfigError for a setting that another variable also gives."""
     for other, variable in given.items():
         shorter = min(len(leaf), len(other))
         if leaf[:shorter] == other[:shorter]:

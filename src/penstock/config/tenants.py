@@ -1,4 +1,4 @@
-"""Tenants: who fairness is between, and what each may do."""
+"""Tenants: parties of fair sharing, and their limits."""
 
 from __future__ import annotations
 
@@ -15,26 +15,25 @@ from penstock.core.types import Tenant
 _HASH = "sha256:"
 
 DEFAULT_TENANT = "default"
-"""The tenant of requests without an API key of another."""
+"""Tenant of requests without an API key of another."""
 
 
 class TenantShare(Model):
-    """A tenant's weight in every fair share.
+    """Weight of a tenant in every fair share.
 
-    max_running_requests: so many of its requests run at once, the others wait.
-    """
+    max_running_requests: limit on its running requests; further ones wait."""
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     max_running_requests: int | None = Field(default=None, ge=1)
 
 
 def hash_of_key(key: str) -> str:
-    """What a file holds of an API key."""
+    """Return the form of an API key in configuration files."""
     return _HASH + hashlib.sha256(key.encode("utf-8", "surrogateescape")).hexdigest()
 
 
 def _is_hash(text: str) -> str:
-    """Raises: ValueError, which does not say what was given."""
+    """Raises ValueError without the text, which may be a key."""
     if not re.fullmatch(_HASH + "[0-9a-f]{64}", text):
         raise ValueError(
             f"an API key is kept as {_HASH} and what `printf %s KEY | sha256sum` prints, never as "
@@ -47,17 +46,15 @@ KeyHash = Annotated[str, AfterValidator(_is_hash)]
 
 
 class TenantConfig(TenantShare):
-    """A tenant of Penstock's server: its share, its limits, and the API keys that stand for it. A
-    limit that is None is none.
+    """Tenant of Penstock's server: its share, limits and API keys. A limit of None is none.
 
-    api_keys: their hashes, as `hash_of_key` makes them.
-    share_prompts: draft servers of other tenants may draft for its requests, and so see them.
-    max_waiting_requests: without a first token at once; None is the share of any client.
-    requests_per_minute: choices count, a request has one or more; so many may come at once.
-    tokens_per_minute: of prompts, and of outputs as long as they were allowed to be until they end.
-    max_prompt_tokens, max_output_tokens: of one request.
-    allowed_drafters: names of those that may draft for its requests.
-    """
+    api_keys: hashes, as `hash_of_key` makes them
+    share_prompts: draft servers of other tenants may draft for its requests, and so see them
+    max_waiting_requests: requests without a first token; None is the share of any client
+    requests_per_minute: each choice of a request counts; so many may come at once
+    tokens_per_minute: prompt tokens, and the allowed output tokens until a request ends
+    max_prompt_tokens, max_output_tokens: of one request
+    allowed_drafters: names of drafters that may draft for its requests"""
 
     api_keys: tuple[KeyHash, ...] = ()
     share_prompts: bool = False
@@ -70,7 +67,7 @@ class TenantConfig(TenantShare):
 
 
 def as_tenants(tenants: Mapping[str, TenantConfig]) -> list[Tenant]:
-    """As the scheduler knows them."""
+    """Return the tenants in the scheduler's form."""
     return [
         Tenant(
             name,

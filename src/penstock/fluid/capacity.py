@@ -1,10 +1,9 @@
-"""The fluid capacity bound: more requests per second than this no scheduler can serve.
+"""Fluid capacity bound: requests per second that no scheduler can exceed.
 
-A step is a point (prefill tokens, decodes, KV tokens of the decodes). A stationary schedule uses
-some of them so many times a second; it must do the prefills, decodes and KV reads of all requests
-in at most a second's time. The best such mixture is a linear program. It forgets what paused
-requests hold, the context under a prompt's later chunks, and that decodes age: an upper bound.
-"""
+A step is a point (prefill tokens, decodes, KV tokens of the decodes). A stationary schedule runs a
+mixture of such steps and must do the prefills, decodes and KV reads of all requests in at most one
+second per second. The best mixture is a linear program. It ignores the KV memory of paused
+requests, the context under a prompt's later chunks, and the growth of contexts: an upper bound."""
 
 from __future__ import annotations
 
@@ -24,13 +23,12 @@ FloatArray = npt.NDArray[np.float64]
 
 @dataclass(frozen=True)
 class RequestWork:
-    """What one request costs on average, over all its steps.
+    """Mean cost of one request over all its steps.
 
-    prefill_tokens: prompt positions. prefill_context: Σ over them of the context they attend to,
-    in token pairs. decode_steps: steps after the prefill. kv_token_steps: Σ of the context over
-    them, drafts not counted. min_context: the least context of any decode step; max_context: the
-    most that any request holds, both in tokens.
-    """
+    prefill_tokens: prompt positions. prefill_context: Σ over them of the context they attend to, in
+    token pairs. decode_steps: steps after the prefill. kv_token_steps: Σ of the context over them,
+    draft tokens not counted. min_context: smallest context of a decode step; max_context: largest
+    KV of any request, both in tokens."""
 
     prefill_tokens: float
     prefill_context: float
@@ -47,12 +45,11 @@ def request_work(
     weights: Sequence[float] | FloatArray | None = None,
     speculation: Speculation = NO_SPECULATION,
 ) -> RequestWork:
-    """Averages over requests. prompt_len, decode_len: (N,) tokens (decode_len: the paper's l', or
-    output tokens − 1 for this scheduler); weights: (N,), equal if not given.
+    """Return the weighted mean work of some requests.
 
-    With speculation a request takes decode_len / tokens_per_step steps: no fewer are possible on
-    average, which an upper bound needs.
-    """
+    prompt_len, decode_len: (N,) tokens (decode_len: l' of the paper, output tokens − 1 here);
+    weights: (N,), equal by default. With speculation a request takes decode_len / tokens_per_step
+    steps, the fewest possible on average."""
     prompts = np.asarray(prompt_len, dtype=np.float64)
     decodes = np.asarray(decode_len, dtype=np.float64)
     if prompts.shape != decodes.shape or prompts.ndim != 1 or not len(prompts):
@@ -81,8 +78,7 @@ def request_work(
 
 @dataclass(frozen=True)
 class StepKind:
-    """One kind of step of the best mixture, and how often a second it runs. `num_kv_tokens` is
-    the most that its decodes hold."""
+    """One kind of step in the best mixture. `num_kv_tokens` is the most its decodes hold."""
 
     steps_per_s: float
     num_prefill_tokens: float
@@ -92,17 +88,16 @@ class StepKind:
 
 @dataclass(frozen=True)
 class CapacityBound:
-    """`requests_per_s` is the bound; `mixture` are the steps that would reach it."""
+    """Bound `requests_per_s`, and the `mixture` of steps that would reach it."""
 
     requests_per_s: float
     mixture: tuple[StepKind, ...]
 
 
 def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> CapacityBound:
-    """The largest stable load on `profile` with `kv_tokens` of KV memory, at most (see the module).
+    """Return the largest stable load on `profile` with `kv_tokens` of KV memory.
 
-    Raises ValueError where memory cannot hold the longest request.
-    """
+    Raises ValueError where memory cannot hold the longest request."""
     rows = 1 + work.speculation.num_draft_tokens
     if work.max_context + rows - 1 > kv_tokens:
         raise ValueError(
@@ -111,13 +106,14 @@ def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> C
         )
     columns = _columns(profile, work, kv_tokens)
     seconds, demand = columns[:, 3], columns[:, :3] / _per_request(work)
-    # Solved in steps that each do one request's worth of something, in the time of the fastest:
-    # in seconds and tokens a very fast machine, or a very large memory, defeats the solver.
+    # Scaled to one request's work and the time of the fastest step: in seconds and tokens a very
+    # fast machine or a very large memory defeats the solver.
     sizes = demand.max(axis=1)
     share = _proportional_seconds(profile, work)
     unit = share + float((seconds / sizes).min())
     time, done = seconds / sizes / unit, demand / sizes[:, None]
-    # Rows: time, prefill tokens, decodes, KV tokens; the last variable is requests a unit of time.
+    # Rows: time, prefill tokens, decodes, KV tokens. The last variable is requests per unit of
+    # time.
     matrix = np.column_stack([np.vstack([time, -done.T]), [share / unit, 1.0, 1.0, 1.0]])
     if not work.decode_steps:
         matrix = matrix[:2]
@@ -134,21 +130,22 @@ def capacity_bound(profile: StepProfile, work: RequestWork, kv_tokens: int) -> C
 
 
 def _per_request(work: RequestWork) -> FloatArray:
-    """(prefill tokens, decodes, KV tokens) of a request; 1 where it has none."""
+    """Return (prefill tokens, decodes, KV tokens) of a request; 1 where it has none."""
     return np.array([work.prefill_tokens, work.decode_steps or 1.0, work.kv_token_steps or 1.0])
 
 
 def output_work(
     prompt_len: LengthArray, output_len: LengthArray, speculation: Speculation = NO_SPECULATION
 ) -> RequestWork:
-    """`request_work` of recorded requests as this scheduler serves them, the first output token
-    in the prefill step. prompt_len, output_len: (N,) tokens."""
+    """Return `request_work` of recorded requests: prompt_len, output_len (N,) tokens.
+
+    The prefill step samples the first output token."""
     decodes = np.array([decode_len(int(n)) for n in output_len])
     return request_work(prompt_len, decodes, speculation=speculation)
 
 
 def _proportional_seconds(profile: StepProfile, work: RequestWork) -> float:
-    """Seconds a request that do not depend on how its work is spread over steps."""
+    """Return the seconds per request that do not depend on how its work is spread over steps."""
     return (
         profile.per_prefill_token * work.prefill_tokens
         + profile.per_prefill_context * work.prefill_context
@@ -158,11 +155,10 @@ def _proportional_seconds(profile: StepProfile, work: RequestWork) -> float:
 
 
 def _columns(profile: StepProfile, work: RequestWork, kv_tokens: int) -> FloatArray:
-    """Every step that can be a vertex: (prefill tokens, decodes, KV tokens, seconds), (N, 4).
+    """Return all steps that can be a vertex: (prefill tokens, decodes, KV tokens, seconds), (N, 4).
 
-    For a fixed number of positions the steps within memory are a polygon over (decodes, KV), and
-    KV only helps, so its upper corners are enough.
-    """
+    For a fixed number of positions the steps within memory are a polygon over (decodes, KV). More
+    KV only helps, so its upper corners suffice."""
     extra = work.speculation.num_draft_tokens
     columns = []
     for positions in _position_counts(profile, work, kv_tokens):
@@ -170,7 +166,8 @@ def _columns(profile: StepProfile, work: RequestWork, kv_tokens: int) -> FloatAr
         most = min(positions / (1 + extra), spare / (work.min_context - 1))
         corner = spare / max(work.max_context - 1, 1.0)
         for decodes in {0.0, most, min(corner, most)}:
-            # A decode and its drafts hold context + extra tokens; its own position is in context.
+            # A decode and its draft tokens hold context + extra tokens; its own position is in
+            # context.
             held = min(decodes * work.max_context, spare + decodes)
             prefills = positions - decodes * (1 + extra)
             seconds = profile.linear(math.ceil(positions))
@@ -181,10 +178,10 @@ def _columns(profile: StepProfile, work: RequestWork, kv_tokens: int) -> FloatAr
 
 
 def _position_counts(profile: StepProfile, work: RequestWork, kv_tokens: int) -> list[float]:
-    """Positions a step where its time, or what fits beside it, bends."""
+    """Return the positions per step where its time, or the memory left beside it, bends."""
     rows = 1 + work.speculation.num_draft_tokens
     bends = [float(count) for count in profile.token_counts]
-    # Where a step of decodes alone, all of the least or the largest context, fills the memory.
+    # Decode-only steps of the smallest or largest context that fill the memory.
     for context in (work.min_context, work.max_context):
         bends.append(kv_tokens * rows / (context - 1 + rows))
     bends.append(float(kv_tokens))

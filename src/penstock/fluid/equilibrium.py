@@ -12,14 +12,13 @@ from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic, offered
 
 @dataclass(frozen=True)
 class Equilibrium:
-    """The steady state of the fluid.
+    """Steady state of the fluid.
 
     iteration_s: seconds of an iteration, d0 + d1 M* for the paper's profile.
-    in_system:   n_j* of eq. 4: prompts of each type over ALL stages together.
+    in_system:   n_j* of eq. 4: prompts of each type over all stages together.
     per_stage:   n_j* / (l'_j + 1), the quantity that thresholds are compared with.
     kv_tokens:   M* of eq. 5.
-    tokens_per_s: Throughput* of eq. 6.
-    """
+    tokens_per_s: Throughput* of eq. 6."""
 
     iteration_s: float
     in_system: tuple[float, ...]
@@ -31,8 +30,9 @@ class Equilibrium:
 def equilibrium(
     profile: StepProfile, traffic: Traffic, speculation: Speculation = NO_SPECULATION
 ) -> Equilibrium:
-    """The equilibrium with the shortest iteration. Raises ValueError if there is none: the load
-    is then beyond what the profile can serve with any memory."""
+    """Return the equilibrium with the shortest iteration.
+
+    Raises ValueError where the load exceeds what the profile can serve with any memory."""
     ranges = [stages_of(t, speculation) for t in traffic]
     rated = [(t.rate, r.work()) for t, r in zip(traffic, ranges, strict=True)]
     seconds = least_iteration_seconds(
@@ -54,13 +54,12 @@ def equilibrium(
 def least_iteration_seconds(
     profile: StepProfile, token_rate: float, attention: float, decodes: bool
 ) -> float:
-    """The least τ with τ = linear(token_rate · τ) + fixed + attention · τ.
+    """Return the least τ with τ = linear(token_rate · τ) + fixed + attention · τ.
 
-    token_rate: positions that arrive per second; attention: seconds of attention per second.
-    The linear part is constant on every granule, so each granule has one candidate, and the first
-    whose positions fit into its granule is the answer. No iteration, and none that could jump over
-    a solution: a staircase may have several.
-    """
+    token_rate: positions that arrive per second; attention: seconds of attention per second. The
+    linear part is constant on every granule, so each granule has one candidate. The first whose
+    positions fit into its granule is the least solution; a staircase may have several. Raises
+    ValueError where there is none."""
     if attention >= 1:
         raise ValueError(f"unstable: attention alone takes {attention:.3g} s for each second")
     fixed = profile.decode_fixed if decodes else 0.0
@@ -70,7 +69,7 @@ def least_iteration_seconds(
         seconds = (profile.linear(tokens) + fixed) / (1 - attention)
         if token_rate * seconds <= tokens:
             return seconds
-    # Beyond the table it is one straight line.
+    # Beyond the table the profile is one straight line.
     far = 1000 * step
     at_end = profile.linear(end)
     slope = (profile.linear(end + far) - at_end) / far
@@ -81,8 +80,3 @@ def least_iteration_seconds(
             "lower the rates"
         )
     return (at_end - slope * end + fixed) / spare
-
-
-def token_steps_per_s(traffic: Traffic) -> float:
-    """Σ λ_j (l'_j + 1)(l_j + l'_j/2) of eq. 5: KV tokens × iterations that arrive per second."""
-    return sum(t.rate * (t.decode_len + 1) * (t.prompt_len + t.decode_len / 2) for t in traffic)

@@ -1,9 +1,8 @@
 """Draft lengths that share a verification budget: GoodSpeed eq. 5.
 
-A draft of S tokens yields 1 + Σ_{s ≤ S} G(s) tokens in expectation, where the survival G(s) is the
-probability that at least s of them are accepted. G falls with s, so that taking the largest
-weighted gains first is exactly optimal.
-"""
+A draft of S tokens yields 1 + Σ_{s ≤ S} G(s) tokens in expectation. The survival G(s) is the
+probability that at least s of them are accepted. G falls with s, so taking the largest weighted
+gains first is optimal."""
 
 from __future__ import annotations
 
@@ -19,16 +18,21 @@ FloatArray = NDArray[np.float64]
 IntArray = NDArray[np.int64]
 
 _HEAP_UNITS = 250
+"""Largest number of clients and tokens for the heap; above it array operations are faster."""
 _ALMOST_SURE = 1 - 1e-12
+"""Acceptance rates are cut off here, so that their logarithm is not 0."""
 _SAMPLED = 10_000
+"""Number of clients above which the price search starts from a sample of them."""
 _STRIDE = 16
+"""One client in so many is sampled."""
 _NEWTON_STEPS = 30
+"""Limit on Newton steps; a few suffice."""
 _ROWS = 6
+"""Rows of the working table of `_Geometric`."""
 
 
 class DraftLengths(NamedTuple):
-    """Draft tokens for each client, and the price of one more: the largest weighted gain that the
-    budget refused, 0 where it refused none."""
+    """Draft tokens of each client, and the largest weighted gain that the budget refused (or 0)."""
 
     lengths: list[int]
     price: float
@@ -40,8 +44,7 @@ def draft_lengths(
     """Maximise Σ w_i Σ_{s ≤ S_i} G_i(s) with Σ S_i ≤ `budget` (eq. 5 for any survival curve).
 
     survival: G_i(1), G_i(2), … of each client, falling; a curve's length is the client's limit.
-    What gains nothing is not granted. Ties go to the client that comes first.
-    """
+    Tokens without gain are not granted. Ties go to the earlier client."""
     units = min(budget, sum(map(len, survival)))
     if units + len(weights) <= _HEAP_UNITS:
         return _greedy(weights, survival, budget)
@@ -81,7 +84,7 @@ def _partitioned(
     owners, gains = owners[wanted], gains[wanted]
     price = 0.0
     if len(gains) > budget:
-        # Equal gains in order: the sort is stable.
+        # Equal gains keep their order: the sort is stable.
         order = np.argsort(-gains, kind="stable")
         price = float(gains[order[budget]])
         owners = owners[order[:budget]]
@@ -94,16 +97,15 @@ def geometric_lengths(
     budget: int,
     limits: Sequence[int] | IntArray | None = None,
 ) -> tuple[IntArray, float]:
-    """As `draft_lengths`, where every draft token of client i is accepted with probability
-    `rates[i]` (G_i(s) = rate^s): lengths, shape [clients], and the price.
+    """Return `draft_lengths` for geometric survival G_i(s) = rates[i]^s.
 
-    limits: most draft tokens for each client; None: only the budget. For many clients the price is
-    found by Newton steps on the real-valued problem, and a partition shares out what is left.
-    """
+    Returns the lengths [clients] and the price. limits: longest draft of each client; None: only
+    the budget. For many clients the price is found by Newton steps on the real-valued problem, then
+    the remaining tokens are partitioned."""
     if len(weights) + budget <= _HEAP_UNITS:
         return _geometric_greedy(weights, rates, budget, limits)
     given = np.asarray(weights, dtype=np.float64)
-    # One block for all that is computed: many large arrays would each cost page faults.
+    # One block for all arrays: many large ones would each cost page faults.
     table = np.empty((_ROWS, len(given)))
     rate = np.minimum(np.asarray(rates, dtype=np.float64), _ALMOST_SURE, out=table[1])
     cap = None if limits is None else np.minimum(np.asarray(limits, dtype=np.float64), budget + 1)
@@ -145,20 +147,22 @@ def _geometric_greedy(
 
 
 class _Geometric:
-    """Weighted gains on a logarithmic scale: token s of client i is worth its log weight − s·decay,
-    and at a log price p its client drafts all tokens that are worth p or more, up to its cap."""
+    """Weighted gains on a logarithmic scale.
+
+    Token s of client i is worth its log weight − s·decay. At log price p a client drafts all tokens
+    worth p or more, up to its cap."""
 
     def __init__(self, table: FloatArray, cap: FloatArray | None = None) -> None:
-        """table: log weights and decays in the first two rows, the others to work in."""
+        """Take `table`: log weights and decays in the first two rows, the others scratch."""
         rows: list[FloatArray] = list(table)
         self._log_weight, self._decay, self._speed, self._reach, self._lengths, self._gains = rows
         np.divide(1.0, self._decay, out=self._speed)
         self._cap = cap
 
     def share(self, budget: int) -> tuple[IntArray, float]:
-        """Lengths whose sum is the budget, and the price; the caps' sum is greater."""
-        # Rounding down leaves a remainder of about half a token for each client: aim a little low,
-        # so that something is left to be given rather than taken back.
+        """Return lengths that sum to the budget, and the price. The caps must sum to more."""
+        # Rounding down leaves about half a token per client. Aim low, so that tokens remain to be
+        # given rather than taken back.
         margin = len(self._decay) ** 0.5
         price = self._real_price(budget - margin, 0.5 * margin)
         lengths = self._at(price)
@@ -172,9 +176,9 @@ class _Geometric:
         return lengths.astype(np.int64), math.exp(gains.max())
 
     def _real_price(self, total: float, tolerance: float) -> float:
-        """Log price at which drafts of real length, rounded down, sum to about `total`."""
+        """Return the log price at which real-valued drafts, rounded down, sum to about `total`."""
         if len(self._decay) > _SAMPLED:
-            # A few of the clients tell where the price is, to within one or two Newton steps.
+            # A sample of the clients gives the price to within one or two Newton steps.
             cap = None if self._cap is None else self._cap[::_STRIDE]
             few = np.empty((_ROWS, len(self._decay[::_STRIDE])))
             few[0], few[1] = self._log_weight[::_STRIDE], self._decay[::_STRIDE]
@@ -209,7 +213,7 @@ class _Geometric:
         return np.maximum(lengths, 0.0, out=lengths)
 
     def _give(self, lengths: FloatArray, left: int) -> FloatArray:
-        """Give `left` more tokens, the most valuable first; returns the log gains that remain."""
+        """Give `left` more tokens, the most valuable first, and return the remaining log gains."""
         gains = np.add(lengths, 1, out=self._gains)
         gains *= self._decay
         np.subtract(self._log_weight, gains, out=gains)
@@ -224,7 +228,7 @@ class _Geometric:
             second = first - self._decay[takers]
             if self._cap is not None:
                 second[lengths[takers] + 1 >= self._cap[takers]] = -np.inf
-            # Nobody may take a token that is worth less than the second one of another taker.
+            # A token worth less than another taker's second one must wait.
             taken = first >= second.max()
             taken &= first > -np.inf
             who = takers[taken]

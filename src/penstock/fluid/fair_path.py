@@ -1,9 +1,8 @@
-"""The fair optimum x* (GoodSpeed eqs. 1, 2), and the fluid sample path that leads to it (Lemma 2).
+"""Fair optimum x* (GoodSpeed eqs. 1, 2), and the fluid sample path towards it (Lemma 2).
 
 The achievable region (eq. 2) is the convex hull of the expected goodputs of whole draft lengths.
-Expected goodput is concave in a client's length, so the hull's efficient boundary is what real
-lengths yield on the linear interpolation between whole ones: no convex solver is needed.
-"""
+Expected goodput is concave in a client's length, so real-valued lengths on the linear interpolation
+yield the hull's efficient boundary. No convex solver is needed."""
 
 from __future__ import annotations
 
@@ -15,13 +14,17 @@ import numpy as np
 from penstock.fluid.fair import FloatArray, IntArray, geometric_lengths
 
 _BISECTIONS = 100
+"""Halvings of the price interval; they exhaust the precision of a float64."""
 _FIRST_REACH = 32
+"""Draft length that is tried first; it is doubled until no client reaches it."""
 _TURNS = 60
+"""Iterations of Frank and Wolfe."""
 
 
 class FairOptimum(NamedTuple):
-    """x* in tokens a round and the mean draft lengths that yield it, both of shape [clients], and
-    the multiplier of the budget: what one more draft token a round is worth."""
+    """Goodput x* in tokens per round, mean draft lengths, and the multiplier of the budget.
+
+    goodput, lengths: [clients]. price: value of one more draft token per round."""
 
     goodput: FloatArray
     lengths: FloatArray
@@ -31,7 +34,7 @@ class FairOptimum(NamedTuple):
 def expected_goodput(
     rates: Sequence[float] | FloatArray, lengths: Sequence[int] | IntArray
 ) -> FloatArray:
-    """μ(k) of GoodSpeed: (1 − α^(S+1)) / (1 − α), tokens a round, broadcasting over `lengths`."""
+    """Return μ = (1 − α^(S+1)) / (1 − α) tokens per round, broadcast over `lengths`."""
     rate = np.minimum(np.asarray(rates, dtype=np.float64), 1 - 1e-12)
     return np.asarray((1 - rate ** (np.asarray(lengths) + 1)) / (1 - rate))
 
@@ -41,7 +44,7 @@ def fair_utility(
     weights: Sequence[float] | FloatArray | None = None,
     fairness: float = 1.0,
 ) -> float:
-    """Σ v_i U(x_i) of the α-fair family: log x for exponent 1, x^(1−a) / (1−a) for others."""
+    """Return Σ v_i U(x_i) of the α-fair family: log x for exponent 1, else x^(1−a) / (1−a)."""
     x = np.asarray(goodput, dtype=np.float64)
     utility = np.log(x) if fairness == 1 else x ** (1 - fairness) / (1 - fairness)
     return float(utility.sum() if weights is None else utility @ np.asarray(weights))
@@ -54,11 +57,10 @@ def fair_optimum(
     fairness: float = 1.0,
     limits: Sequence[int] | IntArray | None = None,
 ) -> FairOptimum:
-    """x* = argmax Σ v_i U(x_i) over the region of eq. 2, for geometric survival.
+    """Return x* = argmax Σ v_i U(x_i) over the region of eq. 2, for geometric survival.
 
-    rates: acceptance α_i in [0, 1). budget: C, draft tokens a round. weights: v_i, by default 1.
-    fairness: exponent a of the utility. limits: longest drafts, by default only the budget.
-    """
+    rates: acceptance α_i in [0, 1). budget: C, draft tokens per round. weights: v_i, by default 1.
+    fairness: exponent a of the utility. limits: longest drafts, by default only the budget."""
     rate = np.asarray(rates, dtype=np.float64)
     longest = int(np.max(limits)) if limits is not None and len(rate) else int(np.ceil(budget))
     reach = min(longest, _FIRST_REACH)
@@ -78,12 +80,11 @@ def fair_optimum_of(
     weights: Sequence[float] | FloatArray | None = None,
     fairness: float = 1.0,
 ) -> FairOptimum:
-    """As `fair_optimum` for any survival curves G_i(s), shape [clients, longest draft], falling.
+    """Return `fair_optimum` for survival curves G_i(s), shape [clients, longest draft], falling.
 
-    Bisects on the multiplier λ. Piece s of client i has slope G_i(s), so that it is taken wholly
-    where v_i G_i(s) / x^a is λ or more at its end, and up to x = (v_i G_i(s) / λ)^(1/a) where it is
-    so only at its beginning.
-    """
+    Bisects on the multiplier λ. Piece s of client i has slope G_i(s). It is taken wholly where v_i
+    G_i(s) / x^a is at least λ at its end, and up to x = (v_i G_i(s) / λ)^(1/a) where that holds at
+    its beginning only."""
     knots = np.hstack([np.ones((len(survival), 1)), 1 + np.cumsum(survival, axis=1)])
     value = survival if weights is None else survival * np.asarray(weights)[:, None]
     at_start = value * knots[:, :-1] ** -fairness
@@ -112,7 +113,7 @@ def fair_optimum_of(
         else:
             high = middle
     few, many = lengths_at(high), lengths_at(low)
-    # Where equal gains are cut by the budget, all take the same part of them.
+    # Equal gains at the budget's edge are shared in equal parts.
     gap = many.sum() - few.sum()
     part = (budget - few.sum()) / gap if gap > 0 else 0.0
     lengths = few + min(1.0, part) * (many - few)
@@ -120,7 +121,7 @@ def fair_optimum_of(
 
 
 def _between(knots: FloatArray, lengths: FloatArray) -> FloatArray:
-    """Goodput of real lengths on the interpolation."""
+    """Return the goodput of real-valued lengths on the interpolation."""
     rows = np.arange(len(knots))
     whole = np.minimum(lengths.astype(np.int64), knots.shape[1] - 2)
     start, end = knots[rows, whole], knots[rows, whole + 1]
@@ -128,12 +129,10 @@ def _between(knots: FloatArray, lengths: FloatArray) -> FloatArray:
 
 
 def fair_optimum_of_rounds(rates: FloatArray, budget: int) -> FloatArray:
-    """x* where acceptance changes from round to round: the mean goodputs a round, shape [clients],
-    that are fair over all rounds together, for who knows acceptance, of shape [rounds, clients].
+    """Return x*, the mean goodputs [clients], for known acceptance `rates` [rounds, clients].
 
-    By Frank and Wolfe: the marginal gains of draft tokens, over the goodputs so far, decide who has
-    the budget of each round; what that yields is mixed with the goodputs so far.
-    """
+    Fair over all rounds together. By Frank and Wolfe: the marginal gains over the goodputs so far
+    decide each round's draft tokens, and their yields are mixed with the goodputs so far."""
     survival = rates[:, :, None] ** np.arange(1, budget + 1)
     rounds = np.arange(len(rates))[:, None]
     found = np.ones(rates.shape[1])
@@ -148,7 +147,7 @@ def fair_optimum_of_rounds(rates: FloatArray, budget: int) -> FloatArray:
 
 
 class FluidPath(NamedTuple):
-    """x(t): times, shape [points], in units of 1/β rounds, and goodput, shape [points, clients]."""
+    """Path x(t): times [points] in units of 1/β rounds, goodput [points, clients]."""
 
     times: FloatArray
     goodput: FloatArray
@@ -163,12 +162,11 @@ def fluid_path(
     weights: Sequence[float] | FloatArray | None = None,
     fairness: float = 1.0,
 ) -> FluidPath:
-    """The fluid sample path x' = v − x, where v maximises ∇U(x) · v over the region (Lemma 2).
+    """Return the fluid sample path x' = v − x, where v maximises ∇U(x) · v (Lemma 2).
 
-    v jumps between the region's corners, and the path slides along its edges: Euler steps of length
-    `step`, which are Algorithm 1 with known acceptance and β = `step`, stay within O(`step`) of it.
-    start: x(0), positive.
-    """
+    v jumps between the region's corners, and the path slides along its edges. Euler steps of length
+    `step` (Algorithm 1 with known acceptance and β = `step`) stay within O(`step`) of it. start:
+    x(0), positive."""
     x = np.array(start, dtype=np.float64)
     given = np.ones_like(x) if weights is None else np.asarray(weights, dtype=np.float64)
     rate = np.asarray(rates, dtype=np.float64)

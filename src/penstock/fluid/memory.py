@@ -1,4 +1,4 @@
-"""How much KV memory random arrivals take in the fluid."""
+"""Bound on the KV memory of random arrivals in the fluid."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import numpy as np
 import numpy.typing as npt
 
 HORIZON_S = 3600.0
-"""Seconds for which a bound holds."""
+"""Seconds for which a bound holds, an hour."""
 DELTA = 1e-3
-"""Probability with which it does not, by default."""
+"""Default probability with which it is exceeded, one in a thousand."""
 
 FloatArray = npt.NDArray[np.float64]
 
@@ -18,16 +18,15 @@ FloatArray = npt.NDArray[np.float64]
 def poisson_kv_bound(
     kv: FloatArray, means: FloatArray, step_s: float, delta: float = DELTA
 ) -> float:
-    """KV tokens that are exceeded within the horizon with probability `delta` at most, where
-    requests arrive by Poisson processes and take one stage a step.
+    """Return KV tokens that are exceeded within the horizon with probability `delta` at most.
 
-    The number at each stage is then Poisson, and Chernoff's bound, over all S steps, is the least
-    of (Σ mean (exp(θ kv) − 1) + ln(S / δ)) / θ.
+    Requests arrive by Poisson processes and take one stage per step, so the number at each stage is
+    Poisson. Chernoff's bound over all S steps is the least of (Σ mean (exp(θ kv) − 1) + ln(S / δ))
+    / θ.
 
-    kv, means: [stages] tokens that a request at the stage holds, and how many are at it in the
-    mean. step_s: seconds of a step.
-    """
-    # A third of a second of imports, which no server should wait for at its start.
+    kv, means: [stages], tokens a request at the stage holds, and mean requests there. step_s:
+    seconds of a step."""
+    # Imported here, as it takes a third of a second.
     from scipy.optimize import minimize_scalar
 
     odds = math.log(max(1.0, HORIZON_S / step_s) / delta)

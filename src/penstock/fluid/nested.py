@@ -7,27 +7,25 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from penstock.fluid.queues import mean_excess, queue_limit
+from penstock.fluid.queues import queue_limit
 from penstock.fluid.stages import StageRange, iteration_seconds, peak_kv_tokens
 from penstock.fluid.step_profile import StepProfile
 from penstock.fluid.traffic import NO_SPECULATION, Speculation, Traffic
 
 _MARGIN_SCALES = (0.0, 0.3, 1.0)
-"""Shares of `_margins` that are tried."""
+"""Shares of `_margins` that are tried: none, a part, all."""
 
 
 @dataclass(frozen=True)
 class Segments:
-    """Traffic as Nested WAIT sees it: all requests alike until they go on.
+    """Traffic of Nested WAIT: all requests alike until they enter the next segment.
 
-    prompt_lens: prompt tokens of the requests that enter each segment, (L,). The paper has one
-                 length for all. Where lengths differ the memory bound holds for the mean that is
-                 given here; give the longest to have it for certain.
-    ends:        last step of each segment, (L,), rising; segment 1 has the prefill, step 0, too.
-    survival:    probability that a request of segment i goes on into segment i + 1, (L − 1,).
-    rate:        of Poisson arrivals of all requests, 1/s.
-    wave:        steps of a stage (see `stages`). All ends but the last are ends of stages.
-    """
+    prompt_lens: mean prompt tokens of the requests that enter each segment, (L,). The paper has one
+                 length. The memory bound holds for the values given: give the longest to be sure.
+    ends:        last step of each segment, (L,), rising; segment 1 includes the prefill, step 0.
+    survival:    probability that a request of segment i enters segment i + 1, (L − 1,).
+    rate:        Poisson arrivals of all requests, 1/s.
+    wave:        steps of a stage (see `stages`). All ends but the last are ends of stages."""
 
     prompt_lens: tuple[int, ...]
     ends: tuple[int, ...]
@@ -48,7 +46,7 @@ class Segments:
             raise ValueError("a share of requests that go on lies in (0, 1]")
 
     def ranges(self) -> list[StageRange]:
-        """The stages of each segment."""
+        """Return the stages of each segment."""
         firsts = [0, *(end + 1 for end in self.ends[:-1])]
         return [
             StageRange(prompt, first, last, self.speculation, self.wave)
@@ -56,8 +54,9 @@ class Segments:
         ]
 
     def queue_kv_tokens(self, segment: int) -> int:
-        """KV tokens of a prompt that waits before a segment (0-based): l + l'_{i−1}. Before
-        segment 0 prompts wait without any."""
+        """Return the KV tokens of a prompt that waits before a segment (0-based): l + l'_{i−1}.
+
+        Prompts before segment 0 hold none."""
         if segment == 0:
             return 0
         gain = self.speculation.tokens_per_step
@@ -70,8 +69,9 @@ def segments_of(
     wave: int = 1,
     speculation: Speculation = NO_SPECULATION,
 ) -> Segments:
-    """B.2: the types, ordered by decode steps, in `num_segments` groups of equally many. Types
-    that end in the same stage count as one; prompts are the means of those that enter a segment."""
+    """Group the types, ordered by decode steps, into `num_segments` of equally many (B.2).
+
+    Types that end in the same stage count as one. Prompts are the means of those that enter."""
     last_step = max(speculation.num_steps(t.decode_len) for t in traffic)
     steps = {t: _stage_end(speculation.num_steps(t.decode_len), wave, last_step) for t in traffic}
     lengths = sorted(set(steps.values()))
@@ -95,15 +95,14 @@ def segments_of(
 
 @dataclass(frozen=True)
 class NestedThresholds:
-    """A policy π = [n_1, …, n_L] and its memory bound, term by term (theorem 5.1, eq. 12).
+    """A policy π = [n_1, …, n_L] and the terms of its memory bound (theorem 5.1, eq. 12).
 
     thresholds:  prompts at each stage of each segment.
     iteration_s: ΔT with every segment in the batch.
     batch_kv_tokens: M^π, summed over the stages.
     queue_kv_tokens: Σ_{i≥2} n_i (l + l'_{i−1}).
     tail_kv_tokens:  Σ_{i≥2} ln((L − 1) S / δ) / θ_i × (l + l'_{i−1}).
-    delta, iterations: δ, the probability that memory is exceeded within S iterations, at most.
-    """
+    delta, iterations: δ, largest probability that memory is exceeded within S iterations."""
 
     segments: Segments
     thresholds: tuple[int, ...]
@@ -118,37 +117,6 @@ class NestedThresholds:
     def kv_bound_tokens(self) -> float:
         return self.batch_kv_tokens + self.queue_kv_tokens + self.tail_kv_tokens
 
-    def queue_bounds(self) -> tuple[float, ...]:
-        """Bound on the expected queue before each segment, in prompts (appendix D): Kingman's term
-        over 2 n_1 for the first, over n_k for the others."""
-        arrivals = self.segments.rate * self.iteration_s
-        first = 2 * self.thresholds[0] + mean_excess(arrivals, self.thresholds[0] - arrivals)
-        later = (
-            here + mean_excess(before * p * (1 - p), here - before * p)
-            for before, here, p in self._transitions()
-        )
-        return (first, *later)
-
-    def queue_limits(self) -> tuple[float, ...]:
-        """c_k of appendix D for segments 2 to L: no queue passes its own within S iterations, with
-        probability 1 − δ for all of them together."""
-        odds = log_odds(len(self.thresholds), self.iterations, self.delta)
-        return tuple(queue_limit(before, here, p, odds) for before, here, p in self._transitions())
-
-    def ttft_bound_s(self, rate: float) -> float:
-        """Bound on the mean time to first token at `rate` requests/s."""
-        return self.queue_bounds()[0] / rate + self.iteration_s
-
-    def latency_bound_s(self, rate: float) -> float:
-        """Bound on the mean latency of all requests, by Little's law on queues and stages."""
-        ranges = self.segments.ranges()
-        staged = sum(n * r.num_stages for n, r in zip(self.thresholds, ranges, strict=True))
-        return (sum(self.queue_bounds()) + staged) / rate
-
-    def _transitions(self) -> list[tuple[int, int, float]]:
-        pairs = itertools.pairwise(self.thresholds)
-        return [(a, b, p) for (a, b), p in zip(pairs, self.segments.survival, strict=True)]
-
 
 def nested_policy(
     profile: StepProfile,
@@ -157,8 +125,10 @@ def nested_policy(
     delta: float,
     iterations: int,
 ) -> NestedThresholds:
-    """The bounds of given thresholds. Raises ValueError where they break eq. 11 (eq. 10 with
-    arrivals and survival at their worst over time), so that a queue would grow for ever."""
+    """Return the bounds of given thresholds.
+
+    Raises ValueError where they break eq. 11 (eq. 10 with the worst arrivals and survival), so that
+    a queue would grow without bound."""
     if len(thresholds) != len(segments.ends) or min(thresholds) < 1:
         raise ValueError(f"{len(segments.ends)} segments need as many thresholds of 1 or more")
     ranges = segments.ranges()
@@ -191,10 +161,10 @@ def nested_policy(
 def nested_thresholds(
     profile: StepProfile, segments: Segments, kv_tokens: int, delta: float, iterations: int
 ) -> NestedThresholds:
-    """Thresholds that keep up with as little memory as can be: the smallest first one, and after
-    it a few choices between the smallest and those with a short tail, of which the best is taken.
-    Raises ValueError where the bound of all of them exceeds `kv_tokens`.
-    """
+    """Return thresholds that keep up with the least memory found.
+
+    The first one is the smallest possible. The others are the best of a few choices between the
+    smallest and those with a short tail. Raises ValueError where all bounds exceed `kv_tokens`."""
     margins = _margins(segments, log_odds(len(segments.ends), iterations, delta))
     found, refusal = [], None
     for scale in _MARGIN_SCALES:
@@ -215,8 +185,9 @@ def nested_thresholds(
 def _that_keep_up(
     profile: StepProfile, segments: Segments, margins: Sequence[float], kv_tokens: int
 ) -> list[int]:
-    """As n_1 rises so do all others and the iteration; repeating n_1 ← ⌊arrivals(ΔT)⌋ + 1 from 1
-    ends at the smallest solution."""
+    """Repeat n_1 ← ⌊arrivals(ΔT)⌋ + 1 from 1, which ends at the smallest solution.
+
+    The other thresholds and the iteration rise with n_1."""
     ranges = segments.ranges()
     first = 1
     while True:
@@ -231,26 +202,26 @@ def _that_keep_up(
 
 
 def _stage_end(step: int, wave: int, last_step: int) -> int:
-    """The last step of the stage that `step` is in."""
+    """Return the last step of the stage that contains `step`."""
     return min(step // wave * wave + wave - 1, last_step)
 
 
 def log_odds(num_segments: int, iterations: int, delta: float) -> float:
-    """ln((L − 1) S / δ): the union over the L − 1 queues that hold KV and all S iterations. (The
-    paper writes m ζ S, (m − 1)(S + 1) and (L − 1)(T + 1) in other places.)"""
+    """Return ln((L − 1) S / δ): the union over the L − 1 queues that hold KV and S iterations.
+
+    The paper also writes m ζ S, (m − 1)(S + 1) and (L − 1)(T + 1)."""
     if not 0 < delta < 1 or iterations < 1:
         raise ValueError(f"δ lies in (0, 1) and S is 1 or more, not {delta} and {iterations}")
     return math.log(max(num_segments - 1, 1) * iterations / delta)
 
 
 def _margins(segments: Segments, odds: float) -> list[float]:
-    """n_k − n_{k−1} p_k over √n_{k−1} that costs the least memory, for segments 2 to L.
+    """Return the least-memory (n_k − n_{k−1} p_k) / √n_{k−1} for segments 2 to L.
 
-    One more prompt at a threshold holds `held` tokens in its stages and queue, and so do those it
-    makes room for behind it; the tail costs odds / θ × queued with θ ≈ 2 D / (n p (1 − p)) (F.5).
-    The minimum of held × D + queued × odds × n p (1 − p) / (2 D) lies at the root below. Near
-    capacity less is better: a longer iteration then raises n_1 too.
-    """
+    One more prompt at a threshold holds `behind` tokens in its stages and queue and in those after
+    it. The tail costs odds / θ × queued with θ ≈ 2 D / (n p (1 − p)) (F.5). The minimum of behind ×
+    D + queued × odds × n p (1 − p) / (2 D) lies at the root below. Near capacity less is better,
+    since a longer iteration then raises n_1 too."""
     ranges = segments.ranges()
     margins: list[float] = []
     behind = 0.0
@@ -263,8 +234,10 @@ def _margins(segments: Segments, odds: float) -> list[float]:
 
 
 def _following(first: int, survival: Sequence[float], margins: Sequence[float]) -> list[int]:
-    """All thresholds from the first: at least the smallest whole number above n_{k−1} p_k, and at
-    most n_{k−1}, where a queue has no tail any more."""
+    """Return all thresholds from the first.
+
+    Each is at least the smallest whole number above n_{k−1} p_k, and at most n_{k−1}, where the
+    queue has no tail."""
     thresholds = [first]
     for p, margin in zip(survival, margins, strict=True):
         mean = thresholds[-1] * p

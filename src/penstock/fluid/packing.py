@@ -1,10 +1,9 @@
-"""Ragged batches: request decomposition (Spin, section V-A), and what every layout would cost.
+"""Ragged batches: request decomposition (Spin, section V-A), and the cost of each layout.
 
-Requests of a batch have contexts of different lengths. `padded` keeps them in a tensor as wide as
-the longest. `packed` reads each one's own tokens and no more. `decomposed` cuts requests into
-pieces and lays those into rows of equal length; every piece brings a copy of its request's queries,
-and the partial results are merged. The planner decides about tokens and rows; it moves nothing.
-"""
+Contexts in a batch differ in length. `padded` keeps them in a tensor as wide as the longest.
+`packed` reads each request's own tokens only. `decomposed` cuts requests into pieces and lays them
+into rows of equal length; every piece carries a copy of its request's queries, and the partial
+results are merged. The planner only counts tokens and rows."""
 
 from __future__ import annotations
 
@@ -21,7 +20,9 @@ Layout = Literal["packed", "padded", "decomposed"]
 LAYOUTS: tuple[Layout, ...] = ("packed", "padded", "decomposed")
 
 _LENGTHS_TRIED = 48
+"""Row lengths that `best_decomposition` tries; a finer grid costs more than it saves."""
 _ROWS_TRIED = (0.5, 1.0, 1.5, 2.0)
+"""Rows per request that `best_decomposition` tries with `decompose`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +33,7 @@ class Decomposition:
     row_length: L, in tokens
     request, start, stop: [num_pieces]; piece k holds tokens start..stop-1 of that request
     row, offset: [num_pieces]; it lies at columns offset..offset+stop-start-1 of that row
-    slot:       [num_pieces]; its number among the pieces of its row
-    """
+    slot:       [num_pieces]; its number among the pieces of its row"""
 
     num_rows: int
     row_length: int
@@ -50,7 +50,7 @@ class Decomposition:
 
     @property
     def num_slots(self) -> int:
-        """Pieces of the fullest row: as many copies of the window of queries does each row get."""
+        """Pieces of the fullest row, and so copies of the query window in each row."""
         return int(self.slot.max()) + 1
 
     @property
@@ -65,13 +65,12 @@ class Decomposition:
 
 @dataclass(frozen=True, slots=True)
 class AttentionCost:
-    """Seconds of one layer's attention, or any unit that is the same for all four.
+    """Seconds of one layer's attention, or any other common unit.
 
     per_call:     each attention call
-    per_kv_token: a token's keys and values, read from the cache
-    per_score:    one query position against one token, hidden ones included
-    per_partial:  one query position of one piece, to be merged
-    """
+    per_kv_token: reading one token's keys and values
+    per_score:    one query position against one token, masked ones included
+    per_partial:  merging one query position of one piece"""
 
     per_call: float
     per_kv_token: float
@@ -89,8 +88,7 @@ class AttentionCost:
 
 @dataclass(frozen=True, slots=True)
 class KVShape:
-    """What one token occupies. `dtype_bytes` is the size of one number; packed tokens lie in blocks
-    of `block_size`."""
+    """Size of one token's KV. Packed tokens lie in blocks of `block_size`."""
 
     num_layers: int
     num_kv_heads: int
@@ -109,14 +107,13 @@ class LayoutCost:
     """One layout of one batch.
 
     kv_tokens:  tokens of keys and values held, padding included
-    padding:    of those, how many belong to no request
+    padding:    tokens of them that belong to no request
     kv_bytes:   over all layers
-    kv_read:    tokens that a layer's attention reads
+    kv_read:    tokens read by one layer's attention
     query_rows: query positions computed, copies and padding included
-    scores:     query positions times the tokens that each is multiplied with
+    scores:     query positions times the tokens each is multiplied with
     partials:   results of pieces to be merged
-    seconds:    predicted, all layers; None without a cost
-    """
+    seconds:    predicted, all layers; None without a cost"""
 
     kv_tokens: int
     padding: int
@@ -131,13 +128,11 @@ class LayoutCost:
 def decompose(lengths: Sequence[int], num_rows: int) -> Decomposition:
     """Cut and pack into at most `num_rows` rows with the fewest padded tokens.
 
-    With B fixed the padding is B L less what there is to hold, so the best L is the shortest one
-    that holds everything; since a row may take pieces of several requests, that is the mean of a
-    row, rounded up. Less than B tokens are padded. Whole rows are cut from long requests first;
-    what is left goes, the longest first, where it fits best, and is cut again if it fits nowhere.
+    The shortest L that holds everything is the mean of a row, rounded up, as a row may take pieces
+    of several requests; fewer than B tokens are padded. Whole rows are cut from long requests
+    first. The rest goes where it fits best, the longest first, and is cut again if it fits nowhere.
 
-    lengths: tokens of each request, at least 1. Raises ValueError otherwise, or for no rows.
-    """
+    lengths: tokens of each request, at least 1. Raises ValueError otherwise, or for no rows."""
     sizes = _checked(lengths)
     if num_rows < 1:
         raise ValueError(f"num_rows is {num_rows}; must be at least 1")
@@ -163,11 +158,10 @@ def decompose(lengths: Sequence[int], num_rows: int) -> Decomposition:
 
 
 def cut(lengths: Sequence[int], row_length: int) -> Decomposition:
-    """Rows of one piece each: requests cut every `row_length` tokens, and no row shared.
+    """Cut requests every `row_length` tokens into rows of one piece each.
 
-    No query meets another request's tokens, and each request's last row is padded: what a split-KV
-    kernel does. Raises ValueError as `decompose`.
-    """
+    A split-KV kernel does so. No query meets another request's tokens; each request's last row is
+    padded. Raises ValueError as `decompose`."""
     if row_length < 1:
         raise ValueError(f"row_length is {row_length}; must be at least 1")
     sizes = np.array(_checked(lengths), dtype=np.int64)
@@ -181,14 +175,13 @@ def cut(lengths: Sequence[int], row_length: int) -> Decomposition:
 
 
 def best_decomposition(lengths: Sequence[int], window: int, cost: AttentionCost) -> Decomposition:
-    """The cheapest number of rows and row length, where queries and merging count too.
+    """Return the cheapest rows, with the cost of copied queries and merging.
 
-    Few long rows repeat few queries, but either pad, or multiply each query with the tokens of
-    whoever shares its row; many short rows do neither and merge more. Tried are `decompose` with
-    half to twice as many rows as requests, and `cut` at lengths from 16 tokens up.
+    Few long rows repeat few queries, but pad or multiply each query with the tokens of other
+    requests in its row. Many short rows do neither and merge more. Tried are `decompose` with half
+    to twice as many rows as requests, and `cut` at lengths from 16 tokens up.
 
-    window: query positions of each request. Raises ValueError as `decompose`.
-    """
+    window: query positions of each request. Raises ValueError as `decompose`."""
     sizes = np.array(_checked(lengths), dtype=np.int64)
     longest = int(sizes.max())
     tried = np.unique(np.geomspace(min(16, longest), longest, _LENGTHS_TRIED).astype(np.int64))
@@ -212,12 +205,11 @@ def compare(
     costs: Mapping[Layout, AttentionCost] | None = None,
     decomposition: Decomposition | None = None,
 ) -> dict[Layout, LayoutCost]:
-    """What each layout would cost for one batch.
+    """Return the cost of each layout for one batch.
 
-    lengths: tokens of context of each request, this step's included; queries: query positions of
-    each; costs: measured, by layout; decomposition: without one, Spin's with as many rows as
-    requests. Raises ValueError for lengths or queries below 1 or of different number.
-    """
+    lengths: context tokens of each request, this step's included; queries: query positions of each;
+    costs: measured, by layout; decomposition: by default `decompose` with as many rows as requests.
+    Raises ValueError for lengths or queries below 1 or of different number."""
     sizes = _checked(lengths)
     if len(queries) != len(sizes) or min(queries) < 1:
         raise ValueError(
@@ -256,23 +248,6 @@ def compare(
     return found
 
 
-def largest_batch(lengths: Sequence[int], kv_tokens: int, layout: Layout, shape: KVShape) -> int:
-    """How many of these requests, in order, fit together into memory for `kv_tokens` tokens.
-
-    Raises ValueError as `decompose`.
-    """
-    sizes = np.array(_checked(lengths), dtype=np.int64)
-    count = np.arange(1, len(sizes) + 1)
-    match layout:
-        case "padded":
-            held = count * np.maximum.accumulate(sizes)
-        case "packed":
-            held = np.cumsum(-(-sizes // shape.block_size)) * shape.block_size
-        case "decomposed":
-            held = -(-np.cumsum(sizes) // count) * count
-    return int(np.argmax(np.append(held, kv_tokens + 1) > kv_tokens))
-
-
 def _seconds(plan: Decomposition, window: int, cost: AttentionCost) -> float:
     scores = plan.kv_tokens * plan.num_slots * window
     return cost.seconds(1, plan.kv_tokens, scores, plan.num_pieces * window)
@@ -286,7 +261,7 @@ def _checked(lengths: Sequence[int]) -> list[int]:
 
 
 def _decomposition(row_length: int, pieces: list[tuple[int, int, int, int, int]]) -> Decomposition:
-    """From (row, offset, request, start, stop)."""
+    """Build from (row, offset, request, start, stop)."""
     row, offset, request, start, stop = np.array(sorted(pieces), dtype=np.int64).T
     rows, first, row = np.unique(row, return_index=True, return_inverse=True)
     slot = np.arange(len(row)) - first[row]

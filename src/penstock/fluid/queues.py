@@ -1,4 +1,4 @@
-"""Queues in front of a stage: mean and tail bounds (WAIT, appendices C, D and F)."""
+"""Mean and tail bounds of queues in front of a stage (WAIT, appendices C, D and F)."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from scipy.optimize import brentq
 
 
 def mean_excess(variance: float, drift: float, iterations: float = math.inf) -> float:
-    """Bound on E[max(0, X_1, X_1 + X_2, …)] over `iterations` steps with E[X] = −drift ≤ 0.
+    """Bound E[max(0, X_1, X_1 + X_2, …)] over `iterations` steps with E[X] = −drift ≤ 0.
 
-    Kingman's Var / (2 drift) where the drift is negative. At zero drift (equality in eq. 7) the
-    queue has no mean in the long run; there, and wherever it is less, σ √iterations holds: the
-    mean is Σ E[S_k⁺]/k with E[S_k⁺] ≤ E|S_k|/2 ≤ σ √k / 2 (lemma C.4).
-    """
+    Kingman's Var / (2 drift), or σ √iterations where that is less: the mean is Σ E[S_k⁺]/k with
+    E[S_k⁺] ≤ E|S_k|/2 ≤ σ √k / 2 (lemma C.4). At zero drift (equality in eq. 7) only the latter
+    holds. Raises ValueError for a negative drift."""
     if drift < 0:
         raise ValueError("the queue grows without bound: more arrives than is served")
     kingman = variance / (2 * drift) if drift > 0 else math.inf
@@ -22,12 +21,11 @@ def mean_excess(variance: float, drift: float, iterations: float = math.inf) -> 
 
 
 def tail_exponent(before: float, here: float, survival: float) -> float:
-    """θ_k of eq. 13: the positive root of (1 − p + p e^θ)^before = e^(θ here).
+    """Return θ_k of eq. 13: the positive root of (1 − p + p e^θ)^before = e^(θ here).
 
-    before: n_{k−1}, prompts that leave the segment before at once; here: n_k; survival: p_k, the
-    probability that one of them goes on. Where n_k ≥ n_{k−1} a queue never outgrows n_k: no root,
-    no tail, and math.inf is returned. Raises ValueError where n_k ≤ n_{k−1} p_k.
-    """
+    before: n_{k−1}, prompts that leave the previous segment at once; here: n_k; survival: p_k,
+    probability that one of them enters the next. Returns math.inf where n_k ≥ n_{k−1}: such a queue
+    never exceeds n_k. Raises ValueError where n_k ≤ n_{k−1} p_k."""
     drift = here - before * survival
     if not 0 < survival <= 1:
         raise ValueError(f"a share of prompts that go on lies in (0, 1], not {survival}")
@@ -43,8 +41,8 @@ def tail_exponent(before: float, here: float, survival: float) -> float:
     def log_moment(theta: float) -> float:
         return before * float(np.logaddexp(log_stop, log_go + theta)) - theta * here
 
-    # At the lower bound the function is ≤ 0 (lemma D.2), and since log(1 − p + p e^θ) > log p + θ
-    # it is ≥ 0 at the upper one.
+    # The function is ≤ 0 at the lower bound (lemma D.2), and ≥ 0 at the upper one, as log(1 − p + p
+    # e^θ) > log p + θ.
     low = tail_exponent_bound(before, here, survival)
     high = max(before * -log_go / (before - here), low) * (1 + 1e-9) + 1e-12
     if log_moment(low) >= 0:
@@ -53,12 +51,14 @@ def tail_exponent(before: float, here: float, survival: float) -> float:
 
 
 def tail_exponent_bound(before: float, here: float, survival: float) -> float:
-    """Lemma D.2 (eq. 15): θ_k ≥ 8 (n_k − n_{k−1} p_k) / n_{k−1}. Theorem B.2 prints n_k below the
-    line, which is not a lower bound."""
+    """Return 8 (n_k − n_{k−1} p_k) / n_{k−1} ≤ θ_k (lemma D.2, eq. 15).
+
+    Theorem B.2 prints n_k below the line, which is not a lower bound."""
     return 8 * (here - before * survival) / before
 
 
 def queue_limit(before: float, here: float, survival: float, log_odds: float) -> float:
-    """c_k: a segment's queue stays below it with probability 1 − exp(−log_odds) at any one
-    iteration, and log_odds = ln((L − 1) S / δ) makes that 1 − δ over L segments, S iterations."""
+    """Return c_k, which a segment's queue exceeds with probability exp(−log_odds) per iteration.
+
+    log_odds = ln((L − 1) S / δ) gives probability 1 − δ over L segments and S iterations."""
     return here + log_odds / tail_exponent(before, here, survival)

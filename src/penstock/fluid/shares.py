@@ -1,5 +1,4 @@
-"""Weighted max-min fair shares: no share exceeds its demand, and what is left over goes to
-the others by weight."""
+"""Weighted max-min fair shares."""
 
 from __future__ import annotations
 
@@ -10,12 +9,10 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def max_min_shares(total: float, demands: FloatArray, weights: FloatArray) -> FloatArray:
-    """Shares of `total`, by progressive filling: all levels share / weight rise together, and a
-    share stops rising when it meets its demand.
+    """Return shares of `total` by progressive filling.
 
-    demands, weights: [claimants], not negative and positive. Shares sum to the lesser of `total`
-    and the demands.
-    """
+    All levels share / weight rise together, and a share stops at its demand. demands, weights:
+    [claimants], not negative and positive. Shares sum to the lesser of `total` and the demands."""
     shares = np.zeros(len(demands))
     left, weight = float(total), float(weights.sum())
     for i in np.argsort(demands / weights, kind="stable"):
@@ -25,7 +22,8 @@ def max_min_shares(total: float, demands: FloatArray, weights: FloatArray) -> Fl
 
 
 def jain_index(values: FloatArray) -> float | None:
-    """(Σ x)² / (n Σ x²): 1 where all are equal, 1/n where one has everything; None if all are 0.
+    """Return (Σ x)² / (n Σ x²): 1 for equal values, 1/n for a single one; None if all are 0.
+
     Source: Jain, Chiu and Hawe, DEC-TR-301 (1984)."""
     squares = float((values**2).sum())
     return float(values.sum()) ** 2 / (len(values) * squares) if squares else None

@@ -1,12 +1,10 @@
-"""What one prompt at every stage costs: the building block of all thresholds.
+"""Cost of one prompt at every stage, the building block of all thresholds.
 
 A request takes steps 0 (its prefill), 1, 2, …; at decode step k ≥ 1 it holds prompt + k tokens
-(with speculation: prompt + 1 + (k − 1) × tokens_per_step, plus its draft rows). In the paper a
-stage is one step. Whole thresholds are then coarse: one prompt at each of 500 stages fills an
-A100. A *wave* of r makes a stage of r steps: the algorithm decides every r steps, n prompts start
-together, and n / r a step is any fraction. An iteration is then r steps, at phases 0 to r − 1, and
-everything that is said of stages and iterations holds as before.
-"""
+(with speculation: prompt + 1 + (k − 1) × tokens_per_step, plus its draft tokens). In the paper a
+stage is one step. Whole thresholds are then coarse: one prompt at each of 500 stages fills an A100.
+A *wave* of r makes a stage of r steps: the algorithm decides every r steps, n prompts start
+together, and n / r per step is any fraction. An iteration is then r steps, at phases 0 to r − 1."""
 
 from __future__ import annotations
 
@@ -21,8 +19,9 @@ from penstock.fluid.traffic import NO_SPECULATION, Speculation, TrafficType
 
 @dataclass(frozen=True)
 class StageRange:
-    """The stages of steps `first` to `last` (both included), with as many prompts at each; a stage
-    is `wave` steps, the first begins at `first`, the last may be cut short."""
+    """Stages of steps `first` to `last` (inclusive), with equally many prompts at each.
+
+    A stage is `wave` steps. The first begins at `first`, the last may be cut short."""
 
     prompt_len: int
     first: int
@@ -35,7 +34,7 @@ class StageRange:
         return -(-(self.last - self.first + 1) // self.wave)
 
     def work(self, count: int = 1, phase: int = 0) -> StepWork:
-        """The step at `phase` with `count` prompts at each stage; prompts are prefilled whole."""
+        """Return the step at `phase` with `count` prompts at each stage, prefilled whole."""
         unit = self._units[phase]
         return StepWork(
             num_prefill_tokens=count * unit.num_prefill_tokens,
@@ -46,7 +45,7 @@ class StageRange:
         )
 
     def kv_tokens(self) -> int:
-        """KV tokens of one prompt at each of these stages, at the fullest phase."""
+        """Return the KV tokens of one prompt at each of these stages, at the fullest phase."""
         return max(map(held_tokens, self._units))
 
     @cached_property
@@ -58,7 +57,7 @@ class StageRange:
         prefill = self.prompt_len if step == 0 else 0
         start = step if step > 0 else self.wave
         decodes = max((self.last - start) // self.wave + 1, 0)
-        # Decode steps start, start + wave, …: their contexts are an arithmetic series.
+        # The contexts of decode steps start, start + wave, … are an arithmetic series.
         mean_step = start + (decodes - 1) * self.wave / 2
         context = self.prompt_len + 1 + (mean_step - 1) * self.speculation.tokens_per_step
         return StepWork(
@@ -71,37 +70,38 @@ class StageRange:
 
 
 def held_tokens(work: StepWork) -> int:
-    """KV tokens that the requests of a step hold."""
+    """Return the KV tokens that the requests of a step hold."""
     return work.num_prefill_tokens + work.num_kv_tokens + work.num_draft_tokens
 
 
 def stages_of(
     kind: TrafficType, speculation: Speculation = NO_SPECULATION, wave: int = 1
 ) -> StageRange:
-    """All stages of a type, prefill included: l'_j + 1 of them in the paper."""
+    """Return all stages of a type, prefill included: l'_j + 1 of them in the paper."""
     return StageRange(kind.prompt_len, 0, speculation.num_steps(kind.decode_len), speculation, wave)
 
 
 def total_work(ranges: Sequence[StageRange], counts: Sequence[int], phase: int = 0) -> StepWork:
-    """The step at `phase` with counts[i] prompts at every stage of ranges[i]."""
+    """Return the step at `phase` with counts[i] prompts at every stage of ranges[i]."""
     works = [r.work(n, phase) for n, r in zip(counts, ranges, strict=True)]
     return StepWork(*(sum(parts) for parts in zip(*works, strict=True)))
 
 
 def peak_kv_tokens(ranges: Sequence[StageRange], counts: Sequence[int]) -> int:
-    """M^π, KV tokens: the sum over all stages. Each range counts at its own fullest phase: one may
-    stand still at the end of a wave while another runs."""
+    """Return M^π, the KV tokens over all stages.
+
+    Each range counts at its own fullest phase, as it may pause there while another runs."""
     return sum(n * r.kv_tokens() for n, r in zip(counts, ranges, strict=True))
 
 
 def iteration_seconds(
     profile: StepProfile, ranges: Sequence[StageRange], counts: Sequence[int]
 ) -> float:
-    """ΔT(n_1, …), the left side of eq. 7, for any profile: all phases of an iteration."""
+    """Return ΔT(n_1, …), the left side of eq. 7: all phases of an iteration."""
     return sum(profile.seconds(total_work(ranges, counts, q)) for q in range(ranges[0].wave))
 
 
 def attention_seconds(profile: StepProfile, work: StepWork) -> float:
-    """The part of a step's time that is proportional to how often everything in it is there."""
+    """Return the part of a step's time that is proportional to the number of copies of its work."""
     fixed = profile.decode_fixed if work.num_decodes else 0.0
     return profile.seconds(work) - profile.linear(work.num_positions) - fixed

@@ -1,4 +1,4 @@
-"""Seconds of one target step as a function of what is in it."""
+"""Step times of the target and of drafters, by the content of the step."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 
 class StepWork(NamedTuple):
-    """What one target step computes.
+    """Content of one target step.
 
     num_prefill_tokens: positions of prompts, and of recomputed text.
     prefill_context:    Σ chunk × (context before the chunk + chunk / 2), in token pairs.
     num_decodes:        requests that sample their next token, or verify a draft.
     num_kv_tokens:      Σ context of those requests, in tokens.
-    num_draft_tokens:   draft positions beside the decoding ones.
-    """
+    num_draft_tokens:   draft positions beside the decoding ones."""
 
     num_prefill_tokens: int = 0
     prefill_context: float = 0.0
@@ -28,20 +27,19 @@ class StepWork(NamedTuple):
 
     @property
     def num_positions(self) -> int:
-        """Rows of the step, of whatever kind."""
+        """All rows of the step."""
         return self.num_prefill_tokens + self.num_decodes + self.num_draft_tokens
 
 
 @dataclass(frozen=True)
 class DrafterProfile:
-    """Time of one drafter, in seconds.
+    """Step times of one drafter, in seconds.
 
-    batch_counts, batch_seconds: one drafting step (a token for each of so many requests), both
-        non-decreasing; interpolated, and beyond the last point continued with its upper slope.
-    per_catch_up_token: for each token of verified text that it has to read first.
+    batch_counts, batch_seconds: one drafting step (one token for each request of the batch), both
+        non-decreasing; interpolated, and continued with the upper slope beyond the last point.
+    per_catch_up_token: for each verified token that it has to read first.
     slowdown: its step beside a working target over its step alone; `target_slowdown`: the target's
-        step beside this drafter over its step alone. 1 where each has a device of its own.
-    """
+        step beside this drafter over its step alone. 1 where each has its own device."""
 
     name: str
     batch_counts: tuple[int, ...]
@@ -58,24 +56,21 @@ class DrafterProfile:
             raise ValueError(f"drafter {self.name!r}: times and slowdowns cannot be negative")
 
     def seconds(self, batch: int, num_steps: int, num_catch_up_tokens: int = 0) -> float:
-        """Of `num_steps` drafting steps for `batch` requests, after catching up."""
+        """Return the seconds of catching up and `num_steps` drafting steps for `batch` requests."""
         step = _interpolate(self.batch_counts, self.batch_seconds, batch)
         return num_steps * step + self.per_catch_up_token * num_catch_up_tokens
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """Time of a step: a table over its positions for everything that is linear in them, and
-    attention on top. All times in seconds.
+    """Step times of one target, in seconds.
 
-    token_counts, token_seconds: the table, interpolated between its points, and beyond the last one
-        continued with the slope of its upper half. A larger step may be faster, as where a better
-        kernel begins: the table is what was measured.
+    token_counts, token_seconds: time without attention by positions, interpolated, and continued
+        with the slope of the upper half. A larger step may be faster where a better kernel begins.
     granularity: positions are rounded up to a multiple of it first.
     decode_fixed: added once if any request decodes.
-    kv_tokens: KV memory of the machine that was measured.
-    drafters: small models that were measured with it.
-    """
+    kv_tokens: KV memory of the measured machine.
+    drafters: models measured with it."""
 
     name: str
     kv_tokens: int
@@ -103,7 +98,7 @@ class StepProfile:
             raise ValueError(f"profile {self.name!r}: no coefficient may be negative")
 
     def linear(self, num_tokens: int) -> float:
-        """Seconds of everything but attention over `num_tokens` positions."""
+        """Return the seconds of everything but attention over `num_tokens` positions."""
         known = self._cache.get(num_tokens)
         if known is None:
             rounded = -(-num_tokens // self.granularity) * self.granularity
@@ -112,7 +107,7 @@ class StepProfile:
         return known
 
     def seconds(self, work: StepWork) -> float:
-        """Seconds of a whole step; 0 for an empty one."""
+        """Return the seconds of a whole step; 0 for an empty one."""
         prefill, context, decodes, kv_tokens, drafts = work
         tokens = prefill + decodes + drafts
         if not tokens:
@@ -127,19 +122,18 @@ class StepProfile:
         return total
 
     def decoding(self, num_decodes: int) -> tuple[float, float]:
-        """Seconds of a step in which so many requests decode, one at least, and nothing else: (of
-        the step, further for each token of their context)."""
+        """Return the seconds of a step of `num_decodes` ≥ 1, and those per context token."""
         attention = self.decode_fixed + self.per_decode * num_decodes
         return self.linear(num_decodes) + attention, self.per_kv_token
 
     @cached_property
     def per_position(self) -> float:
-        """Seconds of a position in the most efficient step of the table, attention apart."""
+        """Seconds per position in the most efficient step of the table, without attention."""
         pairs = zip(self.token_counts, self.token_seconds, strict=True)
         return min((seconds / count for count, seconds in pairs if count), default=0.0)
 
     def request_seconds(self, prompt_len: float, output_len: float) -> float:
-        """What a whole request adds to steps that are as efficient as any."""
+        """Return the seconds that a request adds to steps of the highest efficiency."""
         prompt = prompt_len * (self.per_position + self.per_prefill_token)
         prompt += self.per_prefill_context * prompt_len * prompt_len / 2
         context = prompt_len + output_len / 2
@@ -147,7 +141,7 @@ class StepProfile:
         return prompt + output_len * token
 
     def slower(self, seconds: float) -> StepProfile:
-        """The same machine with a constant added to every step."""
+        """Return the profile with a constant added to every step."""
         table = tuple(s + seconds for s in self.token_seconds)
         return replace(self, token_seconds=table)
 
@@ -178,7 +172,7 @@ def _interpolate(counts: Sequence[int], seconds: Sequence[float], size: int) -> 
 
 
 def _tail_slope(counts: Sequence[int], seconds: Sequence[float]) -> float:
-    """Seconds a position of the table's upper half; 0 where there is but one point."""
+    """Return the seconds per position of the table's upper half; 0 for a single point."""
     if len(counts) == 1:
         return 0.0
     middle = len(counts) // 2 if len(counts) > 2 else 0

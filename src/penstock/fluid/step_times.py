@@ -1,4 +1,4 @@
-"""Time of a step as a measured curve: size (rows, or batch) to seconds, kept while it runs."""
+"""Step times learned while serving: a curve from size (rows, or batch) to seconds."""
 
 from __future__ import annotations
 
@@ -11,24 +11,28 @@ import numpy.typing as npt
 FloatArray = npt.NDArray[np.float64]
 
 _STALL = 4.0
-"""A measurement counts for at most so many times what its size took before."""
+"""Largest measurement, as a multiple of the time so far of its size; above it is a stall."""
 _MOST_KNOWN = 4096
+"""Most predictions that are cached."""
 _WEIGHT = 0.1
+"""Weight of a measurement in its own cell."""
 _MATURE = 20
 """Measurements after which a cell's deviation says more about the machine than about the size."""
 _SCALE_WEIGHT = 0.05
+"""Weight of a measurement of a mature cell in the speed factor of all cells."""
 _MATURE_WEIGHT = 0.02
-"""Of a measurement: in its own cell at first; then mostly in the factor of all cells."""
+"""Weight of a measurement in its own mature cell."""
 _FEW = 20
-"""Measurements behind a `doubt` that may show the machine to be faster."""
+"""Measurements after a `doubt` that may show the machine to be faster."""
 _REDRAW = 0.04
-"""The curve is drawn anew when a cell has moved by this share."""
+"""Relative change of a cell that redraws the curve. All of these are chosen by hand."""
 
 
 @dataclass(slots=True)
 class _Cell:
-    """Averages of the measurements of nearly equal sizes; `drawn` is what the curve shows.
-    is_guess: not measured since the last `doubt`."""
+    """Average of measurements of nearly equal sizes.
+
+    drawn: value in the curve. is_guess: not measured since the last `doubt`."""
 
     size: float
     seconds: float
@@ -38,15 +42,13 @@ class _Cell:
 
 
 class StepTimeCurve:
-    """A non-decreasing, piecewise linear curve through exponentially averaged measurements.
+    """Non-decreasing, piecewise linear curve through exponentially averaged measurements.
 
-    Sizes are pooled into cells a few per cent wide. Between measured cells the curve interpolates;
-    beyond the last it goes on with the slope of the chord from the first, and before the first it
-    is flat: a smaller step is never predicted slower than a larger one.
+    Sizes are pooled into cells a few per cent wide. The curve interpolates between measured cells,
+    continues with the slope of the chord from the first to the last, and is flat before the first.
 
-    How fast the machine is just now is one factor of all sizes, and follows every measurement: the
-    a slow minute must not make the sizes tried in it look worse than the others.
-    """
+    The machine's current speed is one factor of all sizes and follows every measurement, so that a
+    slow minute does not make the sizes tried in it look worse than the others."""
 
     def __init__(self, cell_width: float = 0.08) -> None:
         self._cell_width = cell_width
@@ -64,15 +66,16 @@ class StepTimeCurve:
         return not self._cells
 
     def doubt(self) -> None:
-        """Take all that is known for a guess: it was measured at another time, when the machine may
-        have been busy. Other work only ever adds to a step, so a shorter one counts for much: as
-        the machine's speed, and as the price of its own size."""
+        """Turn all measurements into guesses.
+
+        The machine may have been busy when they were taken. Other work only ever adds to a step, so
+        a shorter one counts for much: as the machine's speed, and as the time of its own size."""
         self._num_sure = 0
         for cell in self._cells.values():
             cell.num, cell.is_guess = 0, True
 
     def observe(self, size: float, seconds: float) -> None:
-        """Add a measurement. The first of a cell counts in full, as far as it can be true."""
+        """Add a measurement. The first of a cell counts in full, within its neighbours' times."""
         if size <= 0 or seconds < 0:
             return
         index = self._cell_of(size)
@@ -106,7 +109,7 @@ class StepTimeCurve:
             self._stale = True
 
     def __call__(self, size: float) -> float:
-        """Predicted seconds; 0 while nothing has been measured."""
+        """Return the predicted seconds; 0 while nothing has been measured."""
         if self._stale:
             self._draw()
         known = self._known.get(size)
@@ -118,14 +121,15 @@ class StepTimeCurve:
         return self._scale * known
 
     def at(self, sizes: FloatArray | npt.NDArray[np.int64]) -> FloatArray:
-        """Predicted seconds of several sizes at once; 0 while nothing has been measured."""
+        """Return the predicted seconds of several sizes; 0 while nothing has been measured."""
         if self._stale:
             self._draw()
         return self._scale * self._shape(sizes)
 
     def least(self, size: float) -> float:
-        """Seconds that this size takes at the least, by what was measured of it or of the next
-        smaller one; of sizes below all measured ones, in proportion to the smallest."""
+        """Return the least seconds of this size, as measured at it or the next smaller one.
+
+        Below all measured sizes: in proportion to the smallest."""
         points = self.points()
         below = [seconds for measured, seconds in points if round(measured) <= size]
         if below or not points:
@@ -141,15 +145,16 @@ class StepTimeCurve:
         return within + self._tail_slope * beyond
 
     def points(self) -> list[tuple[float, float]]:
-        """The curve's corners (size, seconds)."""
+        """Return the curve's corners (size, seconds)."""
         if self._stale:
             self._draw()
         seconds = self._scale * self._seconds
         return list(zip(self._sizes.tolist(), seconds.tolist(), strict=True))
 
     def _between_neighbours(self, size: float, seconds: float) -> float:
-        """A new size between two measured ones takes no less and no longer than they do: were a
-        stall believed, nothing of this size might ever be tried again."""
+        """Clip a new size's time to those of its measured neighbours.
+
+        A stall would otherwise keep the size from being tried again."""
         if self._stale:
             self._draw()
         i = int(np.searchsorted(self._sizes, size))
@@ -179,7 +184,7 @@ class StepTimeCurve:
         self._stale = False
 
     def _cell_of(self, size: float) -> int:
-        """Cells are single integers while small, then geometric."""
+        """Return the cell of a size: single integers while small, then geometric."""
         exact = round(1 / self._cell_width)
         if size <= exact:
             return round(size)
@@ -191,9 +196,10 @@ class StepTimeCurve:
 
 
 def _with_guesses(cells: Sequence[_Cell]) -> list[float]:
-    """Seconds of cells in ascending order. A guess is no more than a line through what has been
-    measured says, up to twice the largest measured size: were a guess that is too high believed,
-    its size would never be tried, and too low a one is soon put right."""
+    """Return the seconds of cells in ascending order, with guesses capped.
+
+    A guess is at most the line through the measured cells, up to twice the largest measured size: a
+    guess that is too high would keep its size from being tried."""
     measured = [cell for cell in cells if not cell.is_guess]
     if not measured or len(measured) == len(cells):
         return [cell.seconds for cell in cells]

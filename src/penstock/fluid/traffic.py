@@ -1,4 +1,4 @@
-"""What arrives: types of requests with their lengths and rates (WAIT, section 2)."""
+"""Arriving requests: types with their lengths and rates (WAIT, section 2)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ LengthArray = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Speculation:
-    """How a decode step advances: `tokens_per_step` (≥ 1, accepted + 1, on average) with
-    `num_draft_tokens` rows beside the decoding one. The default is no speculation."""
+    """Progress of a decode step.
+
+    tokens_per_step: mean accepted tokens + 1. num_draft_tokens: rows beside the decoding one. The
+    default is no speculation."""
 
     tokens_per_step: float = 1.0
     num_draft_tokens: int = 0
@@ -28,7 +30,7 @@ class Speculation:
             )
 
     def num_steps(self, decode_len: int) -> int:
-        """Decode steps that a request of `decode_len` decode tokens takes."""
+        """Return the decode steps of a request with `decode_len` decode tokens."""
         return math.ceil(decode_len / self.tokens_per_step - 1e-9)
 
 
@@ -36,11 +38,10 @@ NO_SPECULATION = Speculation()
 
 
 def decode_len(output_len: int) -> int:
-    """Tokens that are left to decode steps: the prefill step samples the first token itself.
+    """Return the tokens left to decode steps: the prefill step samples the first one.
 
-    The paper counts otherwise: its l'_j is the number of decode iterations AFTER the prefill, so
-    its l'_j goes into `TrafficType.decode_len` as it is, and its request has l'_j + 1 tokens.
-    """
+    The paper's l'_j is the number of decode iterations after the prefill. It is
+    `TrafficType.decode_len` as it stands, and its request has l'_j + 1 output tokens."""
     if output_len < 1:
         raise ValueError(f"an output has at least 1 token, not {output_len}")
     return output_len - 1
@@ -48,8 +49,9 @@ def decode_len(output_len: int) -> int:
 
 @dataclass(frozen=True)
 class TrafficType:
-    """Requests of one kind: Poisson arrivals at `rate` (1/s), `prompt_len` tokens (the paper's
-    l_j), `decode_len` tokens from decode steps (its l'_j; see `decode_len`)."""
+    """Requests of one kind, with Poisson arrivals at `rate` (1/s).
+
+    prompt_len, decode_len: l_j and l'_j of the paper, in tokens (see the function `decode_len`)."""
 
     rate: float
     prompt_len: int
@@ -73,13 +75,14 @@ Traffic = tuple[TrafficType, ...]
 
 
 def scaled(traffic: Traffic, factor: float) -> Traffic:
-    """The same mix, `factor` times as much of it."""
+    """Return the same mix at `factor` times the rate."""
     return tuple(replace(t, rate=t.rate * factor) for t in traffic)
 
 
 def offered_throughput(traffic: Traffic) -> float:
-    """Throughput* of eq. 6, output tokens/s: what is offered. Nothing in it says whether any
-    machine can serve that; see `capacity_bound`."""
+    """Return Throughput* of eq. 6, the offered output tokens/s.
+
+    A machine may be unable to serve them; see `capacity_bound`."""
     return sum(t.rate * t.output_len for t in traffic)
 
 
@@ -89,12 +92,11 @@ def traffic_from_lengths(
     rate: float,
     max_types: int = 64,
 ) -> Traffic:
-    """An empirical distribution as at most `max_types` types of about equally many requests.
+    """Group recorded requests into at most `max_types` types of about equal size.
 
-    prompt_len, output_len: (N,) tokens of N requests; `rate` requests/s altogether. A type takes
-    the LONGEST decode length of its requests (so that its stages hold all of them) and their mean
-    prompt, rounded up. Types are ordered by decode length, which differs from type to type.
-    """
+    prompt_len, output_len: (N,) tokens; `rate`: requests/s in total. A type takes the longest
+    decode length of its requests, so that its stages hold all of them, and their mean prompt,
+    rounded up. Types are ordered by decode length, each with its own."""
     prompts, outputs = np.asarray(prompt_len), np.asarray(output_len)
     if prompts.shape != outputs.shape or prompts.ndim != 1 or not len(prompts):
         raise ValueError("prompt and output lengths come in pairs, at least one of them")

@@ -21,15 +21,14 @@ from penstock.fluid.traffic import (
 
 @dataclass(frozen=True)
 class WaitThresholds:
-    """A policy π = [n_1, …, n_m] and what follows from it.
+    """A policy π = [n_1, …, n_m] and its bounds.
 
-    thresholds:  prompts of each type at EACH stage, n_j of eq. 7 and Algorithm 1; whole numbers
+    thresholds:  prompts of each type at each stage, n_j of eq. 7 and Algorithm 1; whole numbers
                  from `wait_thresholds`, fractions from `fractional_wait_thresholds`.
     wave:        steps of a stage and of an iteration (see `stages`); 1 in the paper.
     iteration_s: ΔT, the `wave` steps with every stage of every type full.
-    kv_tokens:   M^π, the most KV that prompts in the system can hold. It is never exceeded: a
-                 stage k ≥ 1 never holds more than n_j prompts, running or paused.
-    """
+    kv_tokens:   M^π, the most KV tokens that prompts in the system hold, as a stage k ≥ 1 never
+                 holds more than n_j prompts, running or paused."""
 
     traffic: Traffic
     thresholds: tuple[float, ...]
@@ -39,7 +38,8 @@ class WaitThresholds:
     speculation: Speculation = NO_SPECULATION
 
     def queue_bounds(self, iterations: float = math.inf) -> tuple[float, ...]:
-        """Bound on the expected number of prompts of each type that wait for their prefill:
+        """Bound the expected number of prompts of each type that wait for their prefill.
+
         2 n_j + λ_j ΔT / (2 (n_j − λ_j ΔT)), and at equality 2 n_j + √(n_j · iterations)."""
         arrivals = [t.rate * self.iteration_s for t in self.traffic]
         return tuple(
@@ -47,17 +47,10 @@ class WaitThresholds:
             for n, a in zip(self.thresholds, arrivals, strict=True)
         )
 
-    def ttft_bounds_s(self) -> tuple[float, ...]:
-        """Bound on the mean time to first token of each type: Little's law on the queue, and the
-        prefill step. Eq. 9 with its constants."""
-        queues = self.queue_bounds()
-        return tuple(
-            q / t.rate + self.iteration_s for q, t in zip(queues, self.traffic, strict=True)
-        )
-
     def latency_bounds_s(self) -> tuple[float, ...]:
-        """Bound on the mean latency of each type: Little's law on the queue and on all stages. A
-        type stands still until its threshold is met, so a stage takes n_j / λ_j and not ΔT."""
+        """Bound the mean latency of each type by Little's law on the queue and on all stages.
+
+        A type pauses until its threshold is met, so a stage takes n_j / λ_j and not ΔT."""
         queues = self.queue_bounds()
         stages = [stages_of(t, self.speculation, self.wave).num_stages for t in self.traffic]
         return tuple(
@@ -66,9 +59,10 @@ class WaitThresholds:
         )
 
     def throughput_gap(self, horizon_s: float) -> float:
-        """Bound on Throughput* − E[throughput], tokens/s, over the first `horizon_s`: eq. 8 with
-        its constant. What is short are the tokens of waiting prompts, which the paper counts as
-        prompts, and those that prompts at each stage still owe, which it leaves out."""
+        """Bound Throughput* − E[throughput], tokens/s, over the first `horizon_s` (eq. 8).
+
+        The missing tokens are those of waiting prompts, which the paper counts as prompts, and
+        those still to come from prompts at each stage, which it leaves out."""
         owed = 0.0
         gain = self.speculation.tokens_per_step
         queues = self.queue_bounds(horizon_s / self.iteration_s)
@@ -88,13 +82,11 @@ def wait_thresholds(
     headroom: float = 0.0,
     speculation: Speculation = NO_SPECULATION,
 ) -> WaitThresholds:
-    """The smallest whole thresholds with ΔT(n) < n_j / λ_j for every type (eq. 7).
+    """Return the smallest whole thresholds with ΔT(n) < n_j / λ_j for every type (eq. 7).
 
-    Both sides grow with n, so the smallest solution is the same for all types at once, and
-    repeating n_j ← ⌊λ_j ΔT(n)⌋ + 1 from 1 ends there. `headroom` solves for rates that much
-    higher (0.1: 10%), for shorter queues and wrong rates. Raises ValueError where no thresholds
-    fit into `kv_tokens`.
-    """
+    Both sides grow with n, so repeating n_j ← ⌊λ_j ΔT(n)⌋ + 1 from 1 ends at the smallest solution,
+    the same for all types. `headroom` solves for rates that much higher (0.1: 10%), for shorter
+    queues and wrong rates. Raises ValueError where no thresholds fit into `kv_tokens`."""
     _check(traffic, headroom)
     planned = scaled(traffic, 1 + headroom)
     equilibrium(profile, planned, speculation)
@@ -119,11 +111,10 @@ def best_wait_thresholds(
     headroom: float = 0.0,
     speculation: Speculation = NO_SPECULATION,
 ) -> WaitThresholds:
-    """Thresholds with the wave (a power of 2) whose mean latency bound is the smallest.
+    """Return the thresholds whose wave (a power of 2) has the smallest mean latency bound.
 
-    At light load that is a long one: with a wave of 1 every token of a request would wait for
-    another request to arrive. Raises ValueError where no wave's thresholds fit.
-    """
+    A long wave is best at light load: with a wave of 1 every token of a request would wait for
+    another arrival. Raises ValueError where no wave's thresholds fit."""
     _check(traffic, headroom)
     found, refusal = [], None
     for wave in wave_lengths(max(stages_of(t, speculation).num_stages for t in traffic)):
@@ -138,7 +129,7 @@ def best_wait_thresholds(
 
 
 def wave_lengths(num_steps: int) -> list[int]:
-    """1, 2, 4, … up to the first that covers a whole request."""
+    """Return 1, 2, 4, … up to the first that covers a whole request."""
     return [2**i for i in range(math.ceil(math.log2(max(num_steps, 1))) + 1)]
 
 
@@ -149,11 +140,10 @@ def fractional_wait_thresholds(
     headroom: float = 0.0,
     speculation: Speculation = NO_SPECULATION,
 ) -> WaitThresholds:
-    """n_j = λ_j (1 + headroom) ΔT: the fluid's own thresholds, fractions of a prompt.
+    """Return n_j = λ_j (1 + headroom) ΔT: the fluid's thresholds, fractions of a prompt.
 
     With no headroom eq. 7 holds with equality: the paper's π = [n_j* / (l'_j + 1)], whose queues
-    grow like √iterations. Raises ValueError where they do not fit into `kv_tokens`.
-    """
+    grow like √iterations. Raises ValueError where they do not fit into `kv_tokens`."""
     _check(traffic, headroom)
     fluid = equilibrium(profile, scaled(traffic, 1 + headroom), speculation)
     _refuse_beyond(kv_tokens, fluid.kv_tokens)

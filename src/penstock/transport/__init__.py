@@ -1,1 +1,1 @@
-"""Draft and verify messages between machines: gRPC, package `penstock.v1`."""
+"""Draft and verification messages between machines: gRPC, package `penstock.v1`."""

@@ -1,8 +1,7 @@
-"""Whatever a draft server sends is checked here, before anybody acts on it. No I/O.
+"""Checks of every message of a draft server before it is used. No I/O.
 
-Each refusal is one line. Where it concerns one request it names that, and the stream goes on;
-without a request the stream ends.
-"""
+Each refusal is one line. With a request id it concerns that request and the stream goes on; without
+one the stream ends."""
 
 from __future__ import annotations
 
@@ -19,9 +18,10 @@ from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import DIGEST_BYTES, MAX_WEIGHTS, WEIGHT_SUM, PrefixDigest
 
 PROTOCOL_VERSION = 4
+"""Version of `drafting.proto` and its rules, exchanged in `Hello` and `Welcome`."""
 
 ASSIGNED_PREFIX = "@"
-"""First character of the ids that the verification server gives to requests of central ingress."""
+"""First character of the request ids that the verification server assigns (central ingress)."""
 
 _MAX_ID_CHARS = 64
 _MAX_NAME_CHARS = 256
@@ -30,11 +30,15 @@ _MIN_TEMPERATURE = 1e-5
 _MAX_TEMPERATURE = 100.0
 _MAX_TOKEN_BYTES = 5
 _MAX_FIXED_BYTES = 8192
+"""Protocol limits of ids, names, stop tokens and temperatures; bytes of a varint token id, and of a
+message without its tokens."""
 
 
 class Refusal(Exception):
-    """What was wrong, and what is allowed, in one line. `request_id` is empty where the stream
-    must end. code: whether it is for the message, or for the state of the server."""
+    """Refused message: one line with the mistake and the allowed values.
+
+    request_id: empty where the stream must end. code: the cause, the message or the server's state.
+    """
 
     def __init__(
         self,
@@ -50,10 +54,9 @@ class Refusal(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one stream may do.
+    """Limits of one stream.
 
-    max_messages_per_s, max_bytes_per_s: over any second; twice as much at once
-    """
+    max_messages_per_s, max_bytes_per_s: over any second; bursts of twice as much."""
 
     vocab_size: int
     max_request_tokens: int
@@ -64,15 +67,17 @@ class Limits:
 
     @property
     def max_message_bytes(self) -> int:
-        """Enough for any prompt, and for any draft with its distributions."""
+        """Size that holds any prompt, and any draft with its distributions."""
         weights = self.max_draft_tokens * MAX_WEIGHTS * 2 * _MAX_TOKEN_BYTES
         return _MAX_FIXED_BYTES + max(self.max_request_tokens * _MAX_TOKEN_BYTES, weights)
 
     def welcome(
         self, drafter: str, target: str, eos_token_ids: Iterable[int], *, trusted: bool
     ) -> pb.Welcome:
-        """These limits as the first message down. drafter: the draft server's name at the other
-        end; target: the target's for users; eos_token_ids: the target's ends of text."""
+        """Return these limits as the first message down.
+
+        drafter: name of the draft server; target: served name of the target; eos_token_ids: the
+        target's."""
         return pb.Welcome(
             protocol_version=PROTOCOL_VERSION,
             drafter=drafter,
@@ -91,7 +96,7 @@ class Limits:
 
 
 class TokenBucket:
-    """A bucket that fills with `per_s` units a second and holds so many seconds' worth."""
+    """Token bucket: fills with `per_s` units per second and holds `seconds` worth."""
 
     def __init__(self, per_s: float, now: float, seconds: float = 2.0) -> None:
         self._per_s = per_s
@@ -99,15 +104,14 @@ class TokenBucket:
         self._at = now
 
     def take(self, amount: float, now: float) -> bool:
-        """Take units out; False where there are not enough."""
+        """Take units out; return False where there are too few."""
         if self.seconds_until(amount, now) > 0:
             return False
         self._level -= amount
         return True
 
     def seconds_until(self, amount: float, now: float) -> float:
-        """For how long there will not be so many, if nothing is taken out meanwhile; infinite for
-        more than it holds."""
+        """Return the seconds until so many are there; infinite for more than it holds."""
         self._level = min(self._most, self._level + (now - self._at) * self._per_s)
         self._at = now
         if amount > self._most:
@@ -115,13 +119,14 @@ class TokenBucket:
         return max(0.0, amount - self._level) / self._per_s
 
     def give_back(self, amount: float) -> None:
-        """Put units in that were taken out."""
+        """Return units that were taken out."""
         self._level = min(self._most, self._level + amount)
 
 
 class ExpectedDraft(NamedTuple):
-    """The draft that a request waits for: at most `max_draft_tokens` tokens behind the prefix;
-    `weighted`: with the distributions that they were sampled from."""
+    """Draft that a request waits for, of at most `max_draft_tokens` tokens.
+
+    weighted: with the distributions its tokens were sampled from."""
 
     epoch: int
     round: int
@@ -130,7 +135,7 @@ class ExpectedDraft(NamedTuple):
 
 
 def parse(data: bytes, limits: Limits) -> pb.Up:
-    """Raises: Refusal, which ends the stream."""
+    """Parse a message. Raises Refusal, which ends the stream."""
     if len(data) > limits.max_message_bytes:
         raise Refusal(f"a message of {len(data)} bytes; at most {limits.max_message_bytes}")
     try:
@@ -143,7 +148,7 @@ def parse(data: bytes, limits: Limits) -> pb.Up:
 
 
 def check_hello(hello: pb.Hello, tokenizer_digest: str) -> None:
-    """Raises: Refusal, which ends the stream."""
+    """Check the first message. Raises Refusal, which ends the stream."""
     if hello.protocol_version != PROTOCOL_VERSION:
         raise Refusal(
             f"protocol version {hello.protocol_version}; this server speaks {PROTOCOL_VERSION}"
@@ -160,7 +165,7 @@ def check_hello(hello: pb.Hello, tokenizer_digest: str) -> None:
 
 
 def check_open(message: pb.Open, limits: Limits, own: Collection[str]) -> None:
-    """`own`: ids of the stream's requests of edge ingress. Raises: Refusal of this request."""
+    """Check a new request; `own`: ids of the stream's requests. Raises Refusal of it."""
     request_id = message.request_id
     if not request_id or len(request_id) > _MAX_ID_CHARS:
         raise Refusal(f"a request id must have from 1 to {_MAX_ID_CHARS} characters")
@@ -240,14 +245,14 @@ def _problem_of_sampling(message: pb.Open) -> str | None:
 
 
 def answers(draft: pb.DraftTokens, order: ExpectedDraft | None) -> bool:
-    """Whether this is the draft that is waited for; a late or repeated one is not, and harmless."""
+    """Return whether a draft is the expected one; a late or repeated one is ignored."""
     return order is not None and (draft.epoch, draft.round) == (order.epoch, order.round)
 
 
 def check_draft(
     draft: pb.DraftTokens, limits: Limits, order: ExpectedDraft, prefix: PrefixDigest
 ) -> None:
-    """Check a draft that answers `order` against the verified text. Raises: Refusal of it."""
+    """Check a draft that answers `order` against the verified text. Raises Refusal of it."""
     num_tokens = len(draft.token_ids)
     if draft.prefix_len != prefix.length:
         problem: str | None = (
@@ -270,8 +275,9 @@ def check_draft(
 
 
 def check_lines(lines: pb.Lines, limits: Limits, *, weighted: bool) -> None:
-    """Check what was sent ahead for a request. `weighted`: its drafts need their distributions, so
-    that nothing can be sent ahead. Raises: Refusal of them."""
+    """Check drafts ahead of a request. Raises Refusal of them.
+
+    weighted: drafts need their distributions, so none may be sent ahead."""
     tokens = [t for piece in lines.pieces for t in piece.token_ids]
     problem = None
     if weighted:

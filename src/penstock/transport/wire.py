@@ -1,10 +1,9 @@
-"""What drafts look like on the wire: prefixes as digests, distributions as integer weights.
+"""Wire form of drafts: prefixes as digests, distributions as integer weights.
 
-`ratio` verification is exact only if a draft token was sampled from the very distribution that is
-reported. A distribution is therefore cut to its k likeliest tokens and rounded to integers of a
-fixed sum first, and the token is drawn from those integers; the verification server divides them by
-the sum again, which is a power of two, so that nothing is rounded a second time.
-"""
+`ratio` verification is exact only if a draft token was sampled from the reported distribution. A
+distribution is therefore cut to its k likeliest tokens and rounded to integers of a fixed sum, and
+the token is drawn from those integers. The verification server divides them by the sum, a power of
+two, so nothing is rounded a second time."""
 
 from __future__ import annotations
 
@@ -20,12 +19,13 @@ from penstock.core.types import SamplingParams, StopStrings, TokenLogprob
 from penstock.transport.v1 import drafting_pb2 as pb
 
 WEIGHT_SUM = 1 << 16
-"""Sum of the integer weights of one distribution."""
+"""Sum of the integer weights of one distribution: a power of two, part of the protocol."""
 
 MAX_WEIGHTS = 64
-"""Most tokens of one distribution."""
+"""Most tokens of one distribution, part of the protocol."""
 
 DIGEST_BYTES = 8
+"""Length of a prefix digest, part of the protocol."""
 
 FloatArray = npt.NDArray[np.floating]
 IntArray = npt.NDArray[np.int64]
@@ -35,8 +35,9 @@ Weights = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 class PrefixDigest:
-    """Digest of a growing list of token ids: the first 8 bytes of the SHA-256 of their
-    little-endian uint32."""
+    """Digest of a growing list of token ids.
+
+    First 8 bytes of the SHA-256 of the ids as little-endian uint32."""
 
     def __init__(self, token_ids: Sequence[int] = ()) -> None:
         self.length = 0
@@ -54,10 +55,9 @@ class PrefixDigest:
 def truncate(probs: FloatArray, k: int) -> tuple[IntArray, IntArray]:
     """Cut distributions to their k likeliest tokens, as integers that sum to `WEIGHT_SUM`.
 
-    probs: [rows, V], each row of a positive sum. Returns token ids and weights, both
-    [rows, min(k, V)]; each row renormalised and rounded by largest remainders. A weight may be 0:
-    such a token is no part of the distribution.
-    """
+    probs: [rows, V], each row of a positive sum. Returns token ids and weights, both [rows, min(k,
+    V)]; rows are renormalised and rounded by largest remainders. A token of weight 0 is not part of
+    the distribution."""
     k = min(k, probs.shape[1])
     token_ids = np.argpartition(probs, -k, axis=1)[:, -k:].astype(np.int64)
     kept = np.take_along_axis(probs, token_ids, axis=1).astype(np.float64)
@@ -71,7 +71,7 @@ def truncate(probs: FloatArray, k: int) -> tuple[IntArray, IntArray]:
 
 
 def weight_rows(token_ids: IntArray, weights: IntArray) -> list[Weights]:
-    """What `truncate` returns as one distribution a row, without the tokens of weight 0."""
+    """Return one distribution per row of `truncate`, without the tokens of weight 0."""
     rows = []
     for ids, row in zip(token_ids, weights, strict=True):
         kept = row > 0
@@ -80,15 +80,17 @@ def weight_rows(token_ids: IntArray, weights: IntArray) -> list[Weights]:
 
 
 def encode_weights(rows: Iterable[Weights]) -> list[pb.Distribution]:
+    """Return the messages of distributions."""
     return [pb.Distribution(token_ids=ids, weights=weights) for ids, weights in rows]
 
 
 def decode_weights(messages: Sequence[pb.Distribution]) -> tuple[Weights, ...]:
-    """What `encode_weights` encoded; not checked here (see `checks`)."""
+    """Decode distributions, unchecked (see `checks`)."""
     return tuple((tuple(m.token_ids), tuple(m.weights)) for m in messages)
 
 
 def encode_pieces(pieces: Iterable[LinePiece]) -> list[pb.LinePiece]:
+    """Return the messages of draft pieces."""
     return [
         pb.LinePiece(line=p.line, start=p.start, token_ids=p.token_ids, parent=p.parent)
         for p in pieces
@@ -96,7 +98,7 @@ def encode_pieces(pieces: Iterable[LinePiece]) -> list[pb.LinePiece]:
 
 
 def decode_pieces(messages: Iterable[pb.LinePiece]) -> tuple[LinePiece, ...]:
-    """What `encode_pieces` encoded; not checked here (see `checks`)."""
+    """Decode draft pieces, unchecked (see `checks`)."""
     return tuple(
         LinePiece(m.line, m.start, tuple(m.token_ids), m.parent if m.HasField("parent") else None)
         for m in messages
@@ -104,6 +106,7 @@ def decode_pieces(messages: Iterable[pb.LinePiece]) -> tuple[LinePiece, ...]:
 
 
 def encode_sampling(params: SamplingParams) -> pb.Sampling:
+    """Return the message of sampling parameters."""
     return pb.Sampling(
         temperature=params.temperature,
         top_p=params.top_p,
@@ -114,7 +117,7 @@ def encode_sampling(params: SamplingParams) -> pb.Sampling:
 
 
 def decode_sampling(message: pb.Sampling, num_logprobs: int | None = None) -> SamplingParams:
-    """What `encode_sampling` encoded."""
+    """Decode sampling parameters."""
     return SamplingParams(
         temperature=message.temperature,
         top_p=message.top_p,
@@ -126,6 +129,7 @@ def decode_sampling(message: pb.Sampling, num_logprobs: int | None = None) -> Sa
 
 
 def encode_stop(stop: StopStrings) -> pb.StopStrings:
+    """Return the message of stop strings."""
     return pb.StopStrings(
         strings=stop.strings,
         previous=stop.previous,
@@ -135,19 +139,19 @@ def encode_stop(stop: StopStrings) -> pb.StopStrings:
 
 
 def decode_stop(message: pb.StopStrings) -> StopStrings:
-    """Decode what `encode_stop` encoded; not checked here (see `checks`)."""
+    """Decode stop strings, unchecked (see `checks`)."""
     previous = message.previous if message.HasField("previous") else None
     shown = frozenset(message.shown_token_ids)
     return StopStrings(tuple(message.strings), previous, shown, message.num_made)
 
 
 def in_effect(params: SamplingParams, *, trusted: bool) -> SamplingParams:
-    """How the drafts of a draft server are verified: `ratio` is for those that are trusted."""
+    """Return the parameters that verify a draft server's drafts: `ratio` only if it is trusted."""
     return params if trusted else replace(params, verification="coupled")
 
 
 def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> list[pb.Logprob]:
-    """One message a token, in single precision, which is what the target computes."""
+    """Return one message per token, in the single precision of the target."""
     messages = []
     for token in logprobs:
         ids, values = zip(*token.top, strict=True) if token.top else ((), ())
@@ -156,7 +160,7 @@ def encode_logprobs(logprobs: Sequence[TokenLogprob]) -> list[pb.Logprob]:
 
 
 def decode_logprobs(messages: Sequence[pb.Logprob]) -> tuple[TokenLogprob, ...]:
-    """What `encode_logprobs` encoded."""
+    """Decode log-probabilities."""
     return tuple(
         TokenLogprob(m.logprob, tuple(zip(m.top_token_ids, m.top_logprobs, strict=True)))
         for m in messages

@@ -1,4 +1,4 @@
-"""Where a model lies: a folder or a GGUF file, in one view and under Hugging Face's names."""
+"""Checkpoints: a folder or a GGUF file, with one interface and Hugging Face's names."""
 
 from __future__ import annotations
 
@@ -18,26 +18,25 @@ _GGUF_SUFFIX = ".gguf"
 
 
 class CheckpointError(ValueError):
-    """A checkpoint cannot be used; the message is one line naming the path and what is allowed."""
+    """Unusable checkpoint; the message is one line with the path and the allowed values."""
 
     def __init__(self, message: str) -> None:
-        # Names in it may come from a file.
+        # Names in it may come from a file, so unprintable characters are escaped.
         super().__init__("".join(c if c.isprintable() else ascii(c).strip("'") for c in message))
 
 
 def one_line(error: BaseException) -> str:
-    """A library's message, folded onto one line."""
+    """Return a library's message on one line."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
 class ModelDescription:
-    """What a checkpoint says of its model.
+    """Model description of a checkpoint.
 
-    file:          what errors name
-    content:       as config.json has it
-    eos_token_ids: ids that end a text beside those of `content`
-    """
+    file:          file that errors name
+    content:       fields as in config.json
+    eos_token_ids: end-of-text ids beside those of `content`"""
 
     file: Path
     content: dict[str, Any]
@@ -45,29 +44,30 @@ class ModelDescription:
 
 
 class Tensors(Protocol):
-    """A checkpoint's tensors by Hugging Face's names; mapped, and read one at a time."""
+    """Tensors of a checkpoint by Hugging Face's names; mapped, and read one at a time."""
 
     def has(self, name: str) -> bool: ...
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
-        """Before memory is taken for it. Raises CheckpointError where it is missing or misshapen;
-        of integers in groups only reading tells."""
+        """Check a tensor before memory is allocated for it.
+
+        Raises CheckpointError where it is missing or misshapen. Grouped integers are checked on
+        reading."""
         ...
 
     def read(self, name: str, out: torch.Tensor) -> None:
         """Fill `out` with a tensor of its shape, converted to its type.
 
-        Raises CheckpointError where it is missing, misshapen or of a type that is not read.
-        """
+        Raises CheckpointError where it is missing, misshapen or of an unsupported type."""
         ...
 
     def quantized(self, name: str, shape: tuple[int, ...]) -> QuantizedMatrix | None:
-        """A matrix as the file has it; None for one of floats. Raises: as `read`."""
+        """Return a quantised matrix as stored; None for floats. Raises as `read`."""
         ...
 
 
 class Checkpoint(ABC):
-    """A model's description, tensors and tokenizer. All methods raise CheckpointError."""
+    """Description, tensors and tokenizer of a model. All methods raise CheckpointError."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -80,19 +80,18 @@ class Checkpoint(ABC):
 
     @abstractmethod
     def tokenizer_source(self) -> bytes:
-        """A digest of what the tokenizer is made from: where it is equal, so are the tokenizers.
+        """Return a digest of the tokenizer's source: equal digests mean equal tokenizers.
 
-        It takes a small part of the time. Equal tokenizers of unlike formats differ in it.
-        """
+        Cheaper than loading the tokenizer. Equal tokenizers of different formats have different
+        digests."""
 
     @abstractmethod
     def tokenizer(self) -> Any:
-        """A fast tokenizer of transformers, or what does the same, with the chat template if there
-        is one."""
+        """Return a fast tokenizer of transformers, or an equivalent, with its chat template."""
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is a GGUF file's, by its content; or by its name, whatever is there."""
+    """Return whether a path is a GGUF file, by its name or content."""
     if path.suffix.lower() == _GGUF_SUFFIX:
         return not path.is_dir()
     try:
@@ -105,8 +104,8 @@ def is_gguf(path: Path) -> bool:
 
 
 def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, else a folder in Hugging Face layout. No tensor is read yet."""
-    # Each brings libraries of its own, which take their time to import.
+    """Open a GGUF file, or else a folder in Hugging Face layout, without reading tensors."""
+    # Imported here: each brings slow imports of its own.
     if is_gguf(path):
         from penstock.engine.models.gguf.checkpoint import GgufCheckpoint
 

@@ -1,4 +1,4 @@
-"""What a decoder is: read from a checkpoint, checked once, never changed after."""
+"""Decoder configuration, read from a checkpoint, checked once and immutable."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, Variant
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Number formats that weights may be stored in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +25,11 @@ class DecoderConfig:
 
     intermediate_size: of one expert, where there are experts
     head_dim:       even; need not be hidden_size / num_heads
-    max_position_embeddings: positions the model can tell apart, in tokens
-    variant:        what it does otherwise than Llama's
-    eos_token_ids:  every id that ends a text (config.json, then generation_config.json)
+    max_position_embeddings: positions the model can distinguish, in tokens
+    variant:        differences from Llama
+    eos_token_ids:  end-of-text ids (config.json, then generation_config.json)
     dtype:          the checkpoint's own
-    architecture:   one of FAMILIES, which names a checkpoint's tensors
-    """
+    architecture:   a key of FAMILIES, which names a checkpoint's tensors"""
 
     vocab_size: int
     hidden_size: int
@@ -76,8 +76,7 @@ class DecoderConfig:
     def from_pretrained(cls, path: Path) -> DecoderConfig:
         """Read a checkpoint: a folder in Hugging Face layout, or a GGUF file.
 
-        Raises CheckpointError where it, or what it asks for, cannot be used.
-        """
+        Raises CheckpointError where it is unreadable or asks for something unsupported."""
         described = open_checkpoint(path).description()
         architecture = _architecture(described.file, described.content)
         try:
@@ -93,7 +92,7 @@ class DecoderConfig:
 
 
 def _in_transformers(content: dict[str, Any]) -> Any:
-    """Raises: ValueError for what transformers refuses, too, in our words."""
+    """Return transformers' configuration. Raises ValueError with a message of our own."""
     from transformers import AutoConfig
 
     try:
@@ -114,7 +113,7 @@ def _check_rope(rope: Rope, head_dim: int) -> None:
 
 
 def _architecture(file: Path, raw: dict[str, Any]) -> str:
-    """The one architecture that is named, once nothing else is asked for that is not done here."""
+    """Return the one named architecture. Raises CheckpointError for an unsupported one."""
     names = raw.get("architectures")
     if not isinstance(names, list) or len(names) != 1 or names[0] not in FAMILIES:
         known = ", ".join([*FAMILIES, *TEXT_PARTS])
@@ -166,7 +165,7 @@ def _dtype(hf_config: Any) -> torch.dtype:
 
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Both spellings of eos_token_id: one id, or several."""
+    """Return eos_token_id, one id or several, as a tuple."""
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)

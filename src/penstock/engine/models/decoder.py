@@ -1,4 +1,4 @@
-"""The eager decoder: every architecture as one function, told apart by the config's variant."""
+"""Eager decoder: all architectures as one function, selected by the config's variant."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from penstock.engine.models.rope import Rope, RopeTable
 class RmsNorm:
     """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32.
 
-    Written as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which is half as many passes.
-    `weight` carries the factor sqrt(n).
-    """
+    Computed as x / hypot(|x|, sqrt(n eps)) * (sqrt(n) weight), which takes half as many passes.
+    `weight` includes the factor sqrt(n), `sum_eps` is n eps."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
         size = weight.shape[-1]
@@ -35,10 +34,9 @@ class RmsNorm:
 
 @dataclass(frozen=True, slots=True)
 class Layer:
-    """One layer. Matrices are [in, out]; those that widen lie so in memory too.
+    """Weights of one layer. Matrices are [in, out]; widening ones are contiguous so.
 
-    o_norm, down_norm: of what attention and MLP add to the residual
-    """
+    o_norm, down_norm: norms of attention's and the MLP's output before the residual is added."""
 
     input_norm: RmsNorm
     qkv: torch.Tensor
@@ -55,10 +53,8 @@ class Layer:
 class Decoder:
     """Weights on a device, and the forward pass over a ragged batch.
 
-    Every rotary pair (i, i + head_dim / 2) of query and key rows is made neighbours (2i, 2i + 1)
-    when the weights are taken in: products of queries and keys stay the same, and the rotation
-    becomes one complex multiplication.
-    """
+    Rotary pairs (i, i + head_dim / 2) of query and key rows are stored as neighbours (2i, 2i + 1):
+    products of queries and keys are unchanged, and the rotation is one complex multiplication."""
 
     def __init__(
         self,
@@ -67,10 +63,9 @@ class Decoder:
         max_positions: int,
         device: torch.device,
     ) -> None:
-        """weights: as `load_weights` returns them; computes in their dtype.
+        """Take `weights` as `load_weights` returns them; computes in their dtype.
 
-        The dict is emptied meanwhile, so that no layer is held twice for long.
-        """
+        The dict is emptied in the process, so that no layer is held twice for long."""
         self.config = config
         self.embed_tokens = weights.pop("embed_tokens").to(device)
         self.layers = [_layer(config, weights, i, device) for i in range(config.num_layers)]
@@ -90,8 +85,7 @@ class Decoder:
     ) -> torch.Tensor:
         """Write the rows' keys and values, attend; float32 logits [num_logits, vocab_size].
 
-        A batch without logits_rows only fills the cache.
-        """
+        A batch without logits_rows only fills the cache."""
         device, variant = cache.device, self.config.variant
         token_ids, positions, slots, logits_rows = (
             torch.from_numpy(rows).to(device)
@@ -125,7 +119,7 @@ class Decoder:
     def _qkv(
         self, layer: Layer, hidden: torch.Tensor, rotations: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotated queries [num_tokens, num_heads, head_dim], and keys before values likewise."""
+        """Return rotated queries [num_tokens, num_heads, head_dim], and keys before values."""
         normed = layer.input_norm(hidden)
         if layer.qkv_bias is None:
             flat = torch.mm(normed, layer.qkv)
@@ -143,7 +137,7 @@ class Decoder:
 
 
 def _rotations(config: DecoderConfig, max_positions: int, rope: Rope) -> torch.Tensor:
-    """[max_positions, 1, head_dim / 2] complex64."""
+    """Return [max_positions, 1, head_dim / 2] complex64."""
     table = RopeTable.build(config, max_positions, rope)
     half = config.head_dim // 2
     return torch.complex(table.cos[:, :half], table.sin[:, :half]).unsqueeze(1)
@@ -191,7 +185,7 @@ def _layer(
 
 
 def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseMlp | ExpertMlp:
-    """weights: of one layer."""
+    """Build the MLP of one layer from its weights."""
     variant, gate_up, down = config.variant, weights["gate_up"], weights["down"]
     if variant.experts is None:
         return DenseMlp(gate_up.t().contiguous(), down.t(), variant.activation)
@@ -199,7 +193,7 @@ def _make_mlp(config: DecoderConfig, weights: dict[str, torch.Tensor]) -> DenseM
 
 
 def _pair_rows(config: DecoderConfig, qkv: torch.Tensor) -> torch.Tensor:
-    """The rotary pairs of every query and key head made neighbours; value rows as they were."""
+    """Make the rotary pairs of query and key heads neighbours; value rows are unchanged."""
     qk, v = qkv.split((config.q_size + config.kv_size, config.kv_size))
     return torch.cat((_pair(qk.unflatten(0, (-1, config.head_dim)), dim=1).flatten(0, 1), v))
 
@@ -209,7 +203,7 @@ def _pair(x: torch.Tensor, dim: int) -> torch.Tensor:
 
 
 def _qk_norm(config: DecoderConfig, q_norm: torch.Tensor, k_norm: torch.Tensor) -> RmsNorm:
-    """Over every head, with one row of weights for each: queries, scaled, then keys."""
+    """Build the norm of every head, one row of weights each: queries, scaled, then keys."""
     scaled = q_norm.float() * config.variant.query_scale
     rows = [scaled] * config.num_heads + [k_norm.float()] * config.num_kv_heads
     return RmsNorm(_pair(torch.stack(rows), dim=1), config.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Which number format a model computes in."""
+"""Number format of a model's computation."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ _BY_NAME = {
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype called `name`; "auto": bfloat16 where the processor computes in it, else float32.
+    """Return a dtype by name; "auto": bfloat16 where the processor computes in it, else float32.
 
-    A CPU computes in bfloat16 with AVX512-BF16 or AMX; elsewhere it would emulate, several times
-    slower than float32. Raises ValueError for another name.
-    """
+    A CPU needs AVX512-BF16 or AMX; emulation is several times slower than float32. Raises
+    ValueError for another name."""
     if name == "auto":
         return torch.bfloat16 if _computes_bfloat16(device) else torch.float32
     if name not in _BY_NAME:

@@ -1,4 +1,4 @@
-"""The architectures that are read: how each one's configuration and tensors are named."""
+"""Supported architectures: names of their configuration fields and tensors."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ _ACTIVATIONS: dict[str, Activation] = {"silu": "silu", "gelu_pytorch_tanh": "gel
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One architecture's checkpoints in Hugging Face layout.
+    """Checkpoints of one architecture in Hugging Face layout.
 
-    model_type:  beside the architecture in config.json
-    variant:     what it does otherwise than Llama, from transformers' configuration object;
-                 raises ValueError for what is not done here
-    qkv, gate_up: tensors whose rows, one after the other, are ours
+    model_type:  model_type in config.json
+    variant:     differences from Llama, from transformers' configuration object; raises
+                 ValueError for unsupported settings
+    qkv, gate_up: tensors whose rows are concatenated
     post_norm:   the norm before the MLP
-    norm_offset: what the norms' weights lack
-    partial_rotary: partial_rotary_factor means something
-    """
+    norm_offset: added to the norms' weights
+    partial_rotary: partial_rotary_factor is used"""
 
     model_type: str
     variant: Callable[[Any], Variant]
@@ -36,7 +35,7 @@ class Family:
 
 
 def _llama(config: Any) -> Variant:
-    # The others take no notice of these keys, whatever config.json says.
+    # The other families ignore these keys.
     if getattr(config, "mlp_bias", False):
         raise ValueError("mlp_bias is true; allowed: false")
     return Variant(bias=_attention_bias(config), activation=_activation(config.hidden_act))
@@ -111,20 +110,20 @@ FAMILIES = {
         "gemma3_text", _gemma3, post_norm="pre_feedforward_layernorm", norm_offset=1.0
     ),
 }
-"""By the name in config.json's architectures."""
+"""Families by the name in config.json's architectures."""
 
 TEXT_PARTS = {"Gemma3ForConditionalGeneration": "Gemma3ForCausalLM"}
-"""Models that read images, too, and what their text part is."""
+"""Text parts of models that also read images."""
 
 
 def rope_of(architecture: str, config: Any) -> Rope:
-    """Of the layers without a window. Raises ValueError for what is not done here."""
+    """Return the rotary embedding of layers without a window. Raises ValueError if unsupported."""
     values = _rope_values(config, "full_attention")
     family = FAMILIES[architecture]
     if not family.partial_rotary and values.get("partial_rotary_factor", 1.0) != 1.0:
         raise ValueError("partial_rotary_factor is not 1; allowed: rotation of the whole head")
     if (original := getattr(config, "original_max_position_embeddings", None)) is not None:
-        # At the top of config.json it has priority in transformers, too.
+        # Transformers too prefers the value at the top of config.json.
         values["original_max_position_embeddings"] = original
     original = values.get("original_max_position_embeddings")
     if (
@@ -137,7 +136,7 @@ def rope_of(architecture: str, config: Any) -> Rope:
 
 
 def _rope_values(config: Any, layer_type: str) -> dict[str, Any]:
-    """Both spellings: rope_parameters (transformers 5), rope_theta with rope_scaling (4)."""
+    """Return rope_parameters (transformers 5), or rope_theta with rope_scaling (4)."""
     values = dict(getattr(config, "rope_parameters", None) or {})
     if layer_type in values:
         values = dict(values[layer_type])
@@ -154,7 +153,7 @@ def _local_rope(config: Any) -> Rope:
 
 
 def _window(config: Any, layers: frozenset[int], rope: Rope | None = None) -> SlidingWindow | None:
-    """None where every layer sees all that the model can tell apart."""
+    """Return the sliding window; None where every layer sees all positions of the model."""
     size = config.sliding_window
     if not layers or size is None:
         return None

@@ -1,4 +1,4 @@
-"""A `tokenizers` tokenizer with a chat template, without transformers until a chat is written."""
+"""A `tokenizers` tokenizer with a chat template, without transformers until a chat is rendered."""
 
 from __future__ import annotations
 
@@ -10,11 +10,10 @@ from tokenizers import AddedToken, Tokenizer, models
 
 
 class FastTokenizer:
-    """What `engine.tokenizer.Tokenizer` uses of transformers' PreTrainedTokenizerFast, which takes
-    a second to import and another to copy a large tokenizer.
+    """Substitute for transformers' PreTrainedTokenizerFast in `engine.tokenizer.Tokenizer`.
 
-    special: by transformers' names, bos_token and so on; those that the backend lacks are added
-    """
+    The original takes a second to import and another to copy a large tokenizer. special: tokens by
+    transformers' names (bos_token, …); those that the backend lacks are added."""
 
     def __init__(
         self, backend: Tokenizer, chat_template: str | None, special: Mapping[str, str]
@@ -51,7 +50,7 @@ class FastTokenizer:
         tokenize: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Raises ValueError: it writes text only."""
+        """Render a chat as text. Raises ValueError if asked to tokenize."""
         if tokenize:
             raise ValueError("tokenize is true; allowed: false")
         text: str = self._writer.apply_chat_template(
@@ -63,12 +62,12 @@ class FastTokenizer:
         return text
 
     def to_transformers(self) -> Any:
-        """The PreTrainedTokenizerFast, which can be saved."""
+        """Return a PreTrainedTokenizerFast, which can be saved."""
         return self._in_transformers(self.backend_tokenizer)
 
     @cached_property
     def _writer(self) -> Any:
-        """Writes chats, and has no vocabulary but the special tokens."""
+        """Renderer of chats, with no vocabulary but the special tokens."""
         return self._in_transformers(Tokenizer(models.BPE()))
 
     def _in_transformers(self, backend: Tokenizer) -> Any:

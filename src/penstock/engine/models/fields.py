@@ -1,4 +1,4 @@
-"""What is wrong with the values of a config.json, in our words, before transformers reads it."""
+"""Checks of the values of a config.json, before transformers reads it."""
 
 from __future__ import annotations
 
@@ -38,12 +38,13 @@ _ROPES = ("rope_parameters", "rope_scaling")
 _TYPES = ("rope_type", "type")
 
 _LIBRARY = re.compile(r"^(Class v|V)alidation error for \w+ '[^']*': \w+: ")
-"""Before transformers' own words: in which of its classes and checks they were said."""
+"""Prefix of transformers' own messages: the class and check they come from."""
 
 
 def check_fields(content: Mapping[str, Any]) -> None:
-    """Raises: ValueError for a value that no model here can have. What is missing is not looked
-    at: transformers knows defaults."""
+    """Raises ValueError for an impossible value.
+
+    Missing values are not checked: transformers knows the defaults."""
     for name, must in _faults(content):
         raise ValueError(f"{name} is {content[name]!r}; must be {must}")
     for name in _ROPES:
@@ -51,7 +52,7 @@ def check_fields(content: Mapping[str, Any]) -> None:
 
 
 def in_words(error: Exception, content: Mapping[str, Any]) -> str:
-    """One line of our own for an error of transformers in a configuration."""
+    """Return a one-line message for an error of transformers in a configuration."""
     hidden, heads = content.get("hidden_size"), content.get("num_attention_heads")
     if hidden and heads and hidden % heads:
         return f"hidden_size {hidden} is not a multiple of num_attention_heads {heads}"
@@ -60,13 +61,13 @@ def in_words(error: Exception, content: Mapping[str, Any]) -> str:
 
 
 def are_ids(value: Any) -> bool:
-    """True for a token id, a list of some, or null."""
+    """Return whether a value is a token id, a list of them, or null."""
     listed = value if isinstance(value, list | tuple) else [] if value is None else [value]
     return all(type(one) is int and one >= 0 for one in listed)
 
 
 def _faults(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Names of values that cannot be, and what they must be."""
+    """Yield names of impossible values, and the allowed values."""
 
     def given(*names: str) -> Iterator[tuple[str, Any]]:
         return ((name, content[name]) for name in names if name in content)
@@ -102,7 +103,7 @@ def _is_above_0(value: Any) -> bool:
 
 
 def _check_rope(where: str, values: Any) -> None:
-    """Raises: ValueError."""
+    """Raises ValueError."""
     if values is not None and not isinstance(values, dict):
         raise ValueError(f"{where} is {values!r}; must be an object")
     for name, value in (values or {}).items():

@@ -1,4 +1,4 @@
-"""A checkpoint folder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
+"""Checkpoint folder in Hugging Face layout: config.json, safetensors, tokenizer.json."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ _SHARED = (
     "tie_word_embeddings",
     "quantization_config",
 )
-"""Keys that stand above text_config."""
+"""Keys of a multimodal config.json that stand beside text_config."""
 
 _AS_WRITTEN = ("PreTrainedTokenizerFast", "TokenizersBackend")
-"""Classes, two names of one, that take tokenizer.json as it is."""
+"""Classes, two names of one, that read tokenizer.json without changes."""
 
 
 class FolderCheckpoint(Checkpoint):
-    """Weights in one safetensors file, or in shards with an index, floats or quantised; no hub is
-    ever asked. Whoever wants the tokenizer alone does without PyTorch."""
+    """Weights in one safetensors file or in shards with an index, floats or quantised.
+
+    Nothing is downloaded. Reading the tokenizer alone does not import PyTorch."""
 
     def description(self) -> ModelDescription:
         from penstock.engine.models.config import token_ids
@@ -65,7 +66,7 @@ class FolderCheckpoint(Checkpoint):
             file = self.path / name
             content = file.read_bytes() if file.is_file() else b""
             digest.update(len(content).to_bytes(8, "little") + content)
-        # Which class reads them.
+        # The model type selects the class that reads them.
         digest.update(repr(_read_json(self.path / "config.json").get("model_type")).encode())
         return digest.digest()
 
@@ -100,12 +101,12 @@ class FolderCheckpoint(Checkpoint):
             ) from error
 
     def _tokenizer_class(self) -> Any:
-        """Transformers' class that reads it."""
+        """Return transformers' class that reads the tokenizer."""
         files = [self.path / name for name in ("config.json", "tokenizer_config.json")]
         model, settings = (_read_json(file) if file.is_file() else {} for file in files)
         is_as_written = settings.get("tokenizer_class") in _AS_WRITTEN
         if model.get("model_type") == "llama" and is_as_written and "auto_map" not in settings:
-            # What is imported to choose this very class takes three seconds, PyTorch among it.
+            # AutoTokenizer would import PyTorch and more for three seconds to choose this class.
             from transformers import PreTrainedTokenizerFast
 
             return PreTrainedTokenizerFast
@@ -119,7 +120,7 @@ class FolderCheckpoint(Checkpoint):
 
 
 def _text_part(file: Path, content: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of the text part, where a model reads images, too."""
+    """Return the configuration of the text part of a model that also reads images."""
     from penstock.engine.models.families import TEXT_PARTS
 
     whole = next((name for name in TEXT_PARTS if content.get("architectures") == [name]), None)

@@ -24,11 +24,11 @@ _PREFIXES = {
     "model.language_model.": "model.",
     "language_model.lm_head.": "lm_head.",
 }
-"""Both spellings of a text part's tensors, old and new."""
+"""Old and new spellings of a text part's tensor names."""
 
 
 class FolderTensors:
-    """Files are opened once and mapped, not read."""
+    """Tensors of safetensors files, each opened once and mapped."""
 
     def __init__(self, path: Path, stack: ExitStack, packed: PackedFormat | None) -> None:
         self._path = path
@@ -62,7 +62,7 @@ class FolderTensors:
         self._require_finite(name, out)
 
     def _require_finite(self, name: str, values: torch.Tensor) -> None:
-        """Raises: CheckpointError."""
+        """Raises CheckpointError."""
         if not is_finite(values):
             where = self._file_of[self._names[name]] if name in self._names else self._path
             raise CheckpointError(f"{where}: tensor {name} {NOT_FINITE}")
@@ -105,7 +105,7 @@ class FolderTensors:
         return self.has(f"{module}.{self._packed.marker}")
 
     def _grouped(self, name: str, shape: tuple[int, ...]) -> GroupedMatrix | None:
-        """A matrix that is quantised; None for any other tensor."""
+        """Return a quantised matrix; None for any other tensor."""
         packed = self._packed
         if packed is None or not self._is_grouped(name, shape):
             return None
@@ -150,7 +150,7 @@ class FolderTensors:
 
 
 def _text_name(name: str) -> str:
-    """A tensor's name in the text part by itself."""
+    """Return a tensor's name in the text part by itself."""
     for prefix, of_text in _PREFIXES.items():
         if name.startswith(prefix):
             return of_text + name.removeprefix(prefix)

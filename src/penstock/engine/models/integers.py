@@ -1,9 +1,8 @@
-"""Checkpoint folders with integer weights, made from such with floats.
+"""Rounding of checkpoint folders to integer weights.
 
-They are written as compressed-tensors (pack-quantized): beside Penstock, vLLM and transformers read
-them, tokenizer and configuration are the model's own files, and every architecture has a place in
-the format. Rounding is to the nearest, without calibration; embeddings and head stay as they are.
-"""
+The result is compressed-tensors (pack-quantized), which vLLM and transformers also read, with the
+model's own tokenizer and configuration files. Rounding is to the nearest, without calibration;
+embeddings and head are unchanged."""
 
 from __future__ import annotations
 
@@ -28,16 +27,15 @@ from penstock.engine.models.weights import WeightSpec, specs_in
 
 _MATRICES = ("qkv", "o", "gate_up", "down")
 _WORD = 32
+"""Bits of a packed word (int32), as in the format."""
 
 
 @dataclass(frozen=True, slots=True)
 class IntegerFormat:
     """Symmetric integers of `bits` bits.
 
-    group_size: columns that share a scale; None: all of a row
-    clips: shares of a group's largest size that are tried as what the largest code stands for; the
-    one with the least squared error is taken
-    """
+    group_size: columns that share a scale; None: all of a row. clips: shares of a group's largest
+    size that are tried as the value of the largest code; the least squared error wins."""
 
     bits: int
     group_size: int | None
@@ -52,12 +50,12 @@ FORMATS = {
     # Without calibration a group of 128 would cost several percent of perplexity.
     "int4": IntegerFormat(4, 32, tuple(share / 20 for share in range(12, 21))),
 }
-"""What weights may be rounded to."""
+"""Formats that weights may be rounded to."""
 
 
 @dataclass(frozen=True, slots=True)
 class QuantizedFolder:
-    """What was written. matrices: that were rounded; bytes_before, num_bytes: of all tensors."""
+    """Count of rounded matrices, and the bytes of all tensors before and after."""
 
     matrices: int
     bytes_before: int
@@ -67,12 +65,11 @@ class QuantizedFolder:
 def quantize_folder(
     source: Path, out: Path, weights: str, on_bytes: Callable[[int], object] = lambda num: None
 ) -> QuantizedFolder:
-    """Write the checkpoint folder `source` to `out` with weights as FORMATS names them; what is
-    unfinished goes again. on_bytes: is told what was read.
+    """Write the checkpoint folder `source` to `out` with weights in a format of FORMATS.
 
-    Raises: CheckpointError for what is not a readable folder of floats, ConfigError where `out` is
-    not an empty or new folder.
-    """
+    on_bytes: called with the bytes read. An unfinished folder is removed. Raises CheckpointError
+    for a source that is not a readable folder of floats, ConfigError where `out` is not empty or
+    new."""
     made, raw = FORMATS[weights], _description(source)
     config = DecoderConfig.from_pretrained(source)
     read = written = 0
@@ -105,15 +102,17 @@ def quantize_folder(
 
 
 def folder_bytes(source: Path) -> int:
-    """Of a folder's weights on disk."""
+    """Return the bytes of a folder's weights on disk."""
     return sum(file.stat().st_size for file in source.glob("*.safetensors"))
 
 
 def round_matrix(
     weight: torch.Tensor, made: IntegerFormat, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """weight: [rows, columns] float32. Returns codes [rows, columns] int8, of which the scale's
-    multiples are nearest to the weights, and scales [rows, groups] in `dtype`."""
+    """Round a matrix [rows, columns] float32.
+
+    Returns codes [rows, columns] int8, the multiples of the scale nearest to the weights, and
+    scales [rows, groups] in `dtype`."""
     groups = weight.unflatten(1, (-1, made.columns_per_scale(weight.shape[1])))
     largest = groups.abs().amax(-1, keepdim=True)
     most = (1 << (made.bits - 1)) - 1
@@ -133,8 +132,9 @@ def round_matrix(
 
 
 def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Signed codes [rows, columns] int8 -> [rows, columns * bits / 32] int32, unsigned, the first
-    in the lowest bits."""
+    """Pack signed codes [rows, columns] int8 into [rows, columns * bits / 32] int32.
+
+    Codes become unsigned, the first in the lowest bits."""
     unsigned = (codes.int() + (1 << (bits - 1))).to(torch.uint8)
     if bits == 4:
         unsigned = unsigned[:, ::2] | unsigned[:, 1::2] << 4
@@ -142,7 +142,7 @@ def pack_words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def _description(source: Path) -> dict[str, Any]:
-    """config.json as it stands. Raises: CheckpointError."""
+    """Return config.json unchanged. Raises CheckpointError."""
     if is_gguf(source):
         raise CheckpointError(
             f"{source}: is a GGUF file; a folder of float weights in Hugging Face layout is rounded"
@@ -175,7 +175,7 @@ def _check_sizes(source: Path, specs: list[WeightSpec], made: IntegerFormat) -> 
 
 
 def _copy_other_files(source: Path, out: Path) -> None:
-    """Tokenizer, chat template, generation settings; no weights in any format."""
+    """Copy tokenizer, chat template and generation settings; no weights in any format."""
     for file in source.iterdir():
         is_weights = file.name.endswith(
             (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pth", ".gguf")
@@ -217,7 +217,7 @@ def _rounded_tensors(
     made: IntegerFormat,
     on_bytes: Callable[[int], object],
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Everything that the folder will hold. Raises: CheckpointError."""
+    """Yield all tensors of the new folder. Raises CheckpointError."""
     for spec in specs:
         for name, shape in spec.sources:
             is_rounded = _is_rounded(spec)

@@ -1,4 +1,4 @@
-"""Which decoders the compiled kernels compute; the eager decoder computes all."""
+"""Limits of the compiled kernels; the eager decoder has none."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from penstock.engine.models.config import DecoderConfig
 
 
 def beyond_kernels(config: DecoderConfig, max_model_len: int) -> str | None:
-    """What a decoder does that the native kernels do not, in texts of up to max_model_len tokens;
-    None if nothing."""
+    """Return a feature that the native kernels do not support; None without one.
+
+    Texts have up to max_model_len tokens."""
     variant = config.variant
     reasons = {
         "experts": variant.experts is not None,

@@ -1,4 +1,4 @@
-"""The MLPs of the eager decoder: one, or experts of which a router chooses."""
+"""MLPs of the eager decoder: dense, or experts chosen by a router."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from penstock.engine.models.variant import Activation, Experts
 
 @dataclass(frozen=True, slots=True)
 class DenseMlp:
-    """down(act(gate x) * up x). Matrices are [in, out]; gate_up lies so in memory too."""
+    """down(act(gate x) * up x). Matrices are [in, out]; gate_up is contiguous so."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
     activation: Activation
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + the MLP of x, both [num_tokens, hidden_size]."""
+        """Return residual + MLP(x), both [num_tokens, hidden_size]."""
         gate, up = torch.mm(x, self.gate_up).chunk(2, dim=1)
         return torch.addmm(residual, _activated(self.activation, gate).mul_(up), self.down)
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertMlp:
-    """Each token goes to the experts that its router finds most probable, and their results are
-    added by that probability, the experts in ascending order.
+    """Mixture of experts: a token's most probable experts, weighted by probability.
+
+    Results are added in ascending order of experts.
 
     router:  [experts, hidden_size]
     gate_up: [experts, 2 * intermediate_size, hidden_size]
-    down:    [experts, hidden_size, intermediate_size]
-    """
+    down:    [experts, hidden_size, intermediate_size]"""
 
     router: torch.Tensor
     gate_up: torch.Tensor
@@ -41,7 +41,7 @@ class ExpertMlp:
     activation: Activation
 
     def add_to(self, residual: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """residual + the MLP of x, both [num_tokens, hidden_size]."""
+        """Return residual + MLP(x), both [num_tokens, hidden_size]."""
         shares, chosen = self._route(x)
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.experts.count).tolist()
@@ -56,7 +56,7 @@ class ExpertMlp:
         return residual + out
 
     def _route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of each token, its experts' shares and numbers: [num_tokens, per_token]."""
+        """Return each token's expert weights and numbers: [num_tokens, per_token]."""
         probabilities = F.linear(x, self.router).softmax(dim=-1, dtype=torch.float32)
         shares, chosen = probabilities.topk(self.experts.per_token, dim=-1)
         if self.experts.norm_topk_prob:

@@ -1,4 +1,4 @@
-"""Configurations that need nothing of transformers, whose class of one takes seconds to import."""
+"""Configurations read without transformers, whose configuration classes take seconds to import."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ALWAYS_THERE: dict[str, tuple[type, ...]] = {
     "tie_word_embeddings": (bool,),
     "eos_token_id": (int, NoneType, list),
 }
-"""Where one of these is missing transformers knows its default; of another type it refuses it."""
+"""Required fields and types; where one is missing or of another type transformers decides."""
 
 _IF_THERE: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False, True),
@@ -29,6 +29,7 @@ _IF_THERE: dict[str, tuple[Any, ...]] = {
     "original_max_position_embeddings": (None,),
     "is_causal": (True,),
 }
+"""Optional fields, and the only values that are read here."""
 
 _DTYPES = ("float32", "bfloat16", "float16")
 
@@ -37,12 +38,13 @@ _ALSO_THERE: dict[str, dict[str, tuple[type, ...]]] = {
     "Qwen2ForCausalLM": {},
     "Qwen3ForCausalLM": {"head_dim": (int,)},
 }
-"""By architecture; what is not among them is never ordinary."""
+"""Further required fields by architecture; other architectures are read by transformers."""
 
 
 def ordinary_config(architecture: str, content: dict[str, Any]) -> Any:
-    """`content` of config.json as an object like transformers', where transformers would fill in,
-    work out and refuse nothing of what is read here; None otherwise."""
+    """Return config.json as an object like transformers', or None where transformers is needed.
+
+    It is needed where it would fill in, derive or refuse a field that is read here."""
     also = _ALSO_THERE.get(architecture)
     if also is None:
         return None
@@ -77,7 +79,7 @@ def _is_divisible(content: dict[str, Any]) -> bool:
 
 
 def _plain_rope(content: dict[str, Any]) -> dict[str, Any] | None:
-    """Without scaling, from either spelling."""
+    """Return unscaled rotary parameters from either spelling, else None."""
     rope = content.get("rope_parameters")
     if rope is None:
         rope = {"rope_theta": content.get("rope_theta"), "rope_type": "default"}

@@ -11,11 +11,12 @@ import torch
 from penstock.engine.models.quantized import GROUP_FORMATS, QuantizedMatrix, unpack_bytes
 
 Read = Callable[[str, tuple[int, ...]], torch.Tensor]
-"""The tensor of a name, which must have the shape given."""
+"""Reader of a tensor by name, which must have the given shape."""
 
 _WORD = 32
+"""Bits of a packed word (int32), as in all three formats."""
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of eight columns each four bits of a word are, the lowest first."""
+"""Column of each four bits of a word, the lowest first, as AWQ packs them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +24,10 @@ class GroupedMatrix:
     """Integers in groups of columns that share a scale: a weight is scale * (code - zero).
 
     bits:   of a code
-    codes:  [rows, columns * bits / 8] uint8, unsigned, of two in a byte the low one first
+    codes:  [rows, columns * bits / 8] uint8, unsigned; of two in a byte the low one first
     scales: [rows, groups] float32
-    zeros:  [rows, groups] float32; None: half of the codes' range everywhere
-    index:  [columns] the group of each, where they are not in order
-    """
+    zeros:  [rows, groups] float32; None: half of the codes' range
+    index:  [columns] group of each column, where they are not in order"""
 
     bits: int
     codes: torch.Tensor
@@ -44,7 +44,7 @@ class GroupedMatrix:
         return self.columns // self.scales.shape[1]
 
     def values(self) -> torch.Tensor:
-        """[rows, columns] float32"""
+        """Return the weights [rows, columns] float32."""
         index = self.index
         if index is None:
             index = torch.arange(self.columns) // self.group_size
@@ -56,11 +56,11 @@ class GroupedMatrix:
         return values.mul_(self.scales[:, index])
 
     def quantized(self, *, per_token: bool) -> QuantizedMatrix | None:
-        """As the CPU kernels take it; None where they do not: groups that are not of whole blocks
-        of 32 columns, columns out of order, zero points of 8 bits.
+        """Return the matrix for the CPU kernels, or None where they do not support it.
 
-        per_token: with one scale for a row of activations, where rows are of whole blocks of 128
-        """
+        Unsupported are groups that are not whole blocks of 32 columns, columns out of order and
+        zero points of 8 bits. per_token: one scale per row of activations, where rows are whole
+        blocks of 128."""
         if self.index is not None or self.group_size % 32:
             return None
         if self.zeros is not None and self.bits != 4:
@@ -80,16 +80,15 @@ class GroupedMatrix:
 
 @dataclass(frozen=True, slots=True)
 class PackedFormat:
-    """How a checkpoint's quantised matrices are stored.
+    """Storage of a checkpoint's quantised matrices.
 
     method:     compressed-tensors (packed), int-quantized (compressed-tensors in whole bytes), gptq
                 or awq
     bits:       of a value: 4 or 8
     group_size: columns that share a scale; None: all of a row
-    zero_shift: what is added to stored zero points
-    has_zeros:  whether zero points are stored
-    per_token:  whether activations are meant to be rounded to 8 bits with one scale a token
-    """
+    zero_shift: added to stored zero points
+    has_zeros:  zero points are stored
+    per_token:  the model expects activations rounded to 8 bits with one scale per token"""
 
     method: str
     bits: int
@@ -100,14 +99,14 @@ class PackedFormat:
 
     @property
     def marker(self) -> str:
-        """The tensor that every quantised module has."""
+        """Name of a tensor that every quantised module has."""
         packed = {"compressed-tensors": "weight_packed", "int-quantized": "weight_scale"}
         return packed.get(self.method, "qweight")
 
     def read(
         self, module: str, shape: tuple[int, int], read: Read, has: Callable[[str], bool]
     ) -> GroupedMatrix:
-        """A module's weight, [rows, columns]. Raises ValueError for a bad size."""
+        """Read a module's weight [rows, columns]. Raises ValueError for a bad size."""
         rows, columns = shape
         size = self.group_size or columns
         per_word = _WORD // self.bits
@@ -131,7 +130,7 @@ class PackedFormat:
     def _compressed(
         self, module: str, read: Read, shape: tuple[int, int], groups: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Codes, and zero points (if there are any) and scales [rows, groups]."""
+        """Return codes, zero points [rows, groups] (or None) and scales [rows, groups]."""
         rows, columns = shape
         scales = read(f"{module}.weight_scale", (rows, groups)).float()
         if self.method == "int-quantized":
@@ -148,7 +147,7 @@ class PackedFormat:
     def _gptq_or_awq(
         self, module: str, read: Read, shape: tuple[int, int], groups: int
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """Codes, and zero points and scales [rows, groups]."""
+        """Return codes, zero points and scales, the latter two [rows, groups]."""
         (rows, columns), per_word = shape, _WORD // self.bits
         scales = read(f"{module}.scales", (groups, rows)).float().t().contiguous()
         zeros = _unpack(_words(read, f"{module}.qzeros", (groups, rows // per_word)), self.bits)
@@ -164,7 +163,7 @@ class PackedFormat:
 
 
 def packed_format(config: Mapping[str, Any]) -> PackedFormat:
-    """Of a config.json's quantization_config. Raises ValueError for one that is not read."""
+    """Parse a config.json's quantization_config. Raises ValueError for an unsupported one."""
     method = config.get("quant_method")
     if method == "compressed-tensors":
         return _compressed_format(config)
@@ -183,7 +182,7 @@ def packed_format(config: Mapping[str, Any]) -> PackedFormat:
     kind = config.get("checkpoint_format", "gptq")
     if kind not in ("gptq", "gptq_v2"):
         raise ValueError(f"gptq checkpoint_format is {kind!r}; allowed: gptq, gptq_v2")
-    # The older format stores zero points less one.
+    # The older format stores zero points minus one.
     return PackedFormat(method, bits, size, zero_shift=1 if kind == "gptq" else 0)
 
 
@@ -246,11 +245,11 @@ def _words(read: Read, name: str, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def _unpack(words: torch.Tensor, bits: int) -> torch.Tensor:
-    """[n, m] int32 -> [n, m * 32 / bits] uint8, the lowest bits first."""
+    """Unpack [n, m] int32 into [n, m * 32 / bits] uint8, the lowest bits first."""
     return unpack_bytes(words.contiguous().view(torch.uint8), bits)
 
 
 def _in_order(values: torch.Tensor) -> torch.Tensor:
-    """AWQ's columns in their own order."""
+    """Return AWQ's columns in the matrix's order."""
     inverse = torch.tensor(_AWQ_ORDER).argsort()
     return values.unflatten(1, (-1, len(inverse)))[..., inverse].flatten(1)

@@ -1,4 +1,4 @@
-"""Matrices that stay quantised: blocks as GGUF files have them, and groups of integers."""
+"""Quantised matrices in memory: GGUF's blocks, and groups of integers."""
 
 from __future__ import annotations
 
@@ -10,19 +10,18 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-"""ggml's names of types that are no blocks."""
+"""ggml's types without blocks."""
 
 _CHUNK = 1 << 17
-"""Values that are dequantised at once: the steps of one chunk stay in the cache."""
+"""Values dequantised at once, so that intermediate results stay in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupFormat:
-    """Blocks of `size` codes of `bits` bits that share a float32 scale d, and with `has_low` a
-    float32 m: a weight is d * code + m, else d * (code - half of the codes' range).
+    """Blocks of `size` codes of `bits` bits with a float32 scale d, and with `has_low` a float32 m.
 
-    A block is d, m, then the codes, of two in a byte the low one first.
-    """
+    A weight is d * code + m, or d * (code - half of the codes' range). A block is d, m, then the
+    codes, of two in a byte the low one first."""
 
     size: int
     bits: int
@@ -37,13 +36,15 @@ class GroupFormat:
         return self.head_bytes + self.size * self.bits // 8
 
     def encode(self, codes: torch.Tensor, *heads: torch.Tensor) -> torch.Tensor:
-        """codes: [rows, bytes of all codes] uint8; heads: d, and with `has_low` m, [rows, blocks]
-        float32. Returns [rows, bytes of a row] uint8."""
+        """Return blocks as [rows, bytes of a row] uint8.
+
+        codes: [rows, bytes of all codes] uint8; heads: d, and with `has_low` m, [rows, blocks]
+        float32."""
         head = torch.stack(heads, dim=-1).view(torch.uint8)
         return torch.cat([head, codes.unflatten(1, (head.shape[1], -1))], dim=-1).flatten(1)
 
     def dequantize(self, data: torch.Tensor) -> torch.Tensor:
-        """[rows, bytes of a row] uint8 -> [rows, columns] float32"""
+        """Return [rows, columns] float32 from [rows, bytes of a row] uint8."""
         blocks = data.unflatten(1, (-1, self.block_bytes))
         head = blocks[..., : self.head_bytes].contiguous().view(torch.float32)
         codes = unpack_bytes(blocks[..., self.head_bytes :], self.bits).float()
@@ -63,11 +64,11 @@ GROUP_FORMATS = {
     "UINT4_128": GroupFormat(128, 4, has_low=True),
     "INT8_ROWS": GroupFormat(128, 8),
 }
-"""INT8_ROWS: of a model that was calibrated for activations rounded with one scale a token."""
+"""Formats by name. INT8_ROWS: models calibrated for activations with one scale per token."""
 
 
 def unpack_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """The codes of 4 or 8 bits in bytes, along the last axis, each in a byte of its own."""
+    """Unpack codes of 4 or 8 bits along the last axis, one per byte."""
     if bits == 8:
         return packed
     return torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2)
@@ -75,10 +76,12 @@ def unpack_bytes(packed: torch.Tensor, bits: int) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class QuantizedMatrix:
-    """A matrix that is kept quantised. kind: ggml's name of its block format ("Q8_0", "Q4_0",
-    "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K") or a name in GROUP_FORMATS; rows, columns;
-    data: [rows, bytes of a row] uint8, memory-mapped where the file has it so; drop_pages: gives
-    back the memory of what was read of the mapping."""
+    """A quantised matrix.
+
+    kind:       ggml's name of the block format ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K",
+                "Q5_K", "Q6_K") or a name in GROUP_FORMATS
+    data:       [rows, bytes of a row] uint8, memory-mapped where the file allows
+    drop_pages: releases the memory of mapped pages that were read"""
 
     kind: str
     rows: int
@@ -87,7 +90,7 @@ class QuantizedMatrix:
     drop_pages: Callable[[], None] = field(default=lambda: None, compare=False)
 
     def dequantize(self) -> torch.Tensor:
-        """[rows, columns] float32"""
+        """Return [rows, columns] float32."""
         out = torch.empty(self.rows, self.columns)
         dequantize_into(self.kind, self.data, out)
         return out
@@ -99,18 +102,20 @@ _SCALES = {
     "Q4_0": (0,), "Q5_0": (0,), "Q8_0": (0,), "Q4_1": (0, 2), "Q5_1": (0, 2),
     "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (-2,),
 }  # fmt: skip
-"""Where a block has the float16 numbers that all its values are multiples of, in bytes."""
+"""Byte offsets of a block's float16 scales, of which all its values are multiples."""
 _HALF_EXPONENT = 0x7C00
+"""Exponent bits of a float16, all set for NaN and infinity."""
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Whether all values are, at the speed of memory: a sum says it unless it overflows."""
+    """Return whether all values are finite; the sum decides unless it overflows."""
     return bool(values.sum(dtype=torch.float32).isfinite()) or bool(values.isfinite().all())
 
 
 def are_blocks_finite(kind: str, data: torch.Tensor) -> bool:
-    """Whether the scales of blocks are: data [rows, bytes of a row] uint8. True for a kind whose
-    scales are not known."""
+    """Return whether the scales of blocks are finite; data: [rows, bytes of a row] uint8.
+
+    True for a kind of unknown scales."""
     block = GGML_QUANT_SIZES[GGMLQuantizationType[kind]][1]
     flat = data.numpy().reshape(-1)
     for offset in _SCALES.get(kind, ()):
@@ -123,15 +128,14 @@ def are_blocks_finite(kind: str, data: torch.Tensor) -> bool:
 Stored = torch.Tensor | QuantizedMatrix
 
 Weight = Stored | tuple[Stored, ...]
-"""Of a tuple's matrices the rows follow each other: query, key and value, or gate and up."""
+"""A matrix, or several stacked along rows: query, key and value, or gate and up."""
 
 
 def dequantize_into(kind: str, data: torch.Tensor, out: torch.Tensor) -> None:
     """Fill `out` [rows, columns], of any float type, with the values of `data` [rows, bytes].
 
-    No more than a few rows are held in float32 at once. Raises NotImplementedError for a type that
-    the `gguf` package does not dequantise.
-    """
+    Only a few rows are held in float32 at once. Raises NotImplementedError for a type that the
+    `gguf` package does not dequantise."""
     if kind in FLOATS:
         out.copy_(data.view(FLOATS[kind]))
         return

@@ -1,4 +1,4 @@
-"""Rotary embedding: what a checkpoint says of it, and the tables that follow."""
+"""Rotary embedding: its parameters and its tables."""
 
 from __future__ import annotations
 
@@ -45,19 +45,18 @@ _PARTIAL_TYPES = ("default", "longrope")
 
 
 def check_rope_type(rope_type: str) -> None:
-    """Raises ValueError for a type that is not computed here."""
+    """Raises ValueError for an unsupported type."""
     if rope_type not in _ROPE_FIELDS:
         raise ValueError(f"rope_type is {rope_type!r}; allowed: {', '.join(_ROPE_FIELDS)}")
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding, its parameters under transformers' names; None: not used by the type.
+    """Rotary embedding, its parameters under transformers' names; None where the type has none.
 
-    partial_rotary_factor: share of a head that is rotated, its first dimensions
-    short_factor: of longrope, what each frequency is divided by; its long_factor is for texts
-                  beyond original_max_position_embeddings, which would turn keys already cached
-    """
+    partial_rotary_factor: share of a head that is rotated, its first dimensions. short_factor:
+    longrope's divisors of the frequencies. Its long_factor, for texts beyond
+    original_max_position_embeddings, is not used: it would change keys already cached."""
 
     theta: float = 10_000.0
     rope_type: str = "default"
@@ -100,8 +99,7 @@ class Rope:
 
     @classmethod
     def from_transformers(cls, values: Mapping[str, Any]) -> Rope:
-        """values: transformers' rope_parameters, rope_theta among them; or of version 4, with
-        rope_theta put in."""
+        """Build from transformers' rope_parameters, or from version 4's with rope_theta added."""
         given = {key: value for key, value in values.items() if value is not None}
         rope_type = given.get("rope_type") or given.get("type") or "default"
         check_rope_type(rope_type)
@@ -116,21 +114,20 @@ class Rope:
         return cls(float(given["rope_theta"]), rope_type, partial_rotary_factor=partial, **used)
 
     def as_transformers(self) -> dict[str, Any]:
-        """The scaling's parameters as the dict that transformers reads."""
+        """Return the scaling parameters in the form of transformers."""
         used = _ROPE_FIELDS[self.rope_type]
         values = {k: v for k, v in asdict(self).items() if k in used and v is not None}
         return {"rope_type": self.rope_type, **values}
 
     def rotary_dim(self, head_dim: int) -> int:
-        """Dimensions of a head that are rotated."""
+        """Return the number of rotated dimensions of a head."""
         return int(head_dim * self.partial_rotary_factor)
 
     def spread_pairs(self, rows: torch.Tensor, head_dim: int) -> torch.Tensor:
-        """Query or key rows [heads * head_dim, ...] so that the two of every pair lie head_dim / 2
-        apart, the rotated ones first: as if the whole head was rotated, some of it by nothing.
+        """Reorder query or key rows [heads * head_dim, ...] so that pairs lie head_dim / 2 apart.
 
-        Checkpoints that rotate a part of a head have its two halves side by side instead.
-        """
+        The rotated pairs come first, as if the whole head was rotated, the rest by zero.
+        Checkpoints that rotate a part of a head store its two halves side by side instead."""
         if self.partial_rotary_factor == 1:
             return rows
         rotated, kept = torch.arange(head_dim).split(
@@ -142,7 +139,7 @@ class Rope:
 
 
 WHOLE_HEADS = Rope()
-"""Every dimension of a head is rotated, without scaling."""
+"""Rotation of every dimension of a head, without scaling."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,9 +147,8 @@ class RopeTable:
     """Rotary tables as transformers computes them, attention scaling included.
 
     cos, sin: [max_positions, head_dim] float32; both halves of the last axis are equal, for the
-    rotation x * cos + concat(-x[d/2:], x[:d/2]) * sin. Of a head that is rotated in part, the pairs
-    behind are turned by nothing (see `Rope.spread_pairs`).
-    """
+    rotation x * cos + concat(-x[d/2:], x[:d/2]) * sin. Pairs beyond the rotated part of a head are
+    rotated by zero (see `Rope.spread_pairs`)."""
 
     cos: torch.Tensor
     sin: torch.Tensor
@@ -161,12 +157,10 @@ class RopeTable:
     def build(
         cls, config: DecoderConfig, max_positions: int, rope: Rope | None = None
     ) -> RopeTable:
-        """Tables for positions 0..max_positions - 1; at most config.max_position_embeddings.
+        """Build tables for positions 0..max_positions - 1.
 
-        rope: another than config.rope. Dynamic scaling changes nothing up to there, and beyond it
-        would turn keys that are already cached: that is why the table ends there. Raises
-        ValueError beyond it.
-        """
+        rope: instead of config.rope. Raises ValueError beyond config.max_position_embeddings:
+        dynamic scaling, without effect up to there, would change keys already cached."""
         if not 0 < max_positions <= config.max_position_embeddings:
             raise ValueError(
                 f"max_positions is {max_positions}; "
@@ -182,18 +176,18 @@ class RopeTable:
 
 
 def _inverse_frequencies(config: DecoderConfig, rope: Rope) -> tuple[torch.Tensor, float]:
-    """[rotary_dim / 2] float32, and the factor on cos and sin."""
+    """Return [rotary_dim / 2] float32, and the factor on cos and sin."""
     if rope.rope_type in _PARTIAL_TYPES:
         dim = rope.rotary_dim(config.head_dim)
         powers = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float) / dim)
         if rope.rope_type == "default":
             return 1.0 / powers, 1.0
         return 1.0 / (torch.tensor(rope.short_factor) * powers), _longrope_scaling(rope)
-    # Seconds to import, for what few models have.
+    # Imported here: it takes seconds, and few models need it.
     from transformers import LlamaConfig
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-    # The older spelling, which every transformers from 4 on still reads.
+    # The older spelling, which transformers reads from version 4 on.
     parameters: dict[str, Any] = {
         "hidden_size": config.num_heads * config.head_dim,
         "num_attention_heads": config.num_heads,

@@ -1,8 +1,7 @@
-"""A drafter's matrices rounded to 4 bits as they are loaded.
+"""Rounding of a drafter's matrices to 4 bits on loading.
 
-A draft token takes as long as the drafter's weights take to be read. Rounding them costs acceptance
-only: the target verifies every token, so that its distribution stays what it is.
-"""
+The time of a draft token is that of reading the drafter's weights. Rounding costs acceptance only:
+the target verifies every token, so its distribution is unchanged."""
 
 from __future__ import annotations
 
@@ -15,27 +14,25 @@ import torch
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
 
 KIND = "Q4_1"
-"""ggml's blocks of 32 weights d * code + m, d and m float16: 5 bits a weight."""
+"""ggml's blocks of 32 weights d * code + m, d and m float16: 5 bits per weight."""
 _SIZE = 32
 _BLOCK_BYTES = 4 + _SIZE // 2
 _MOST_CODE = 15
+"""Weights and bytes of a block, and its largest code, as in the format."""
 _SHARES = (1.0, 0.92, 0.84)
-"""Of a block's range, tried as what the codes reach over: without its outermost weights the others
-are nearer to a code."""
+"""Shares of a block's range that the codes are tried over; clipping outliers helps the others."""
 _MOST_BITS = 6.0
-"""A weight, up to which a matrix stays as it is: one that is nearly as small would lose for
-nothing."""
+"""Bits per weight up to which a matrix is kept: rounding would gain little."""
 _CHUNK = 1 << 21
-"""Values that are rounded at once."""
+"""Values rounded at once, which bounds the scratch memory."""
 
 
 def round_weights(weights: Mapping[str, Weight], num_threads: int) -> dict[str, Weight]:
-    """All matrices of more than 6 bits a weight in blocks of 4 bits, the head among them, also
-    where it is the embedding. As they are stay the embedding, of which a row is read a token,
-    routers, vectors, and matrices whose columns do not fill blocks.
+    """Round all matrices of more than 6 bits per weight, the head included, to blocks of 4 bits.
 
-    weights: as `load_weights` names them
-    """
+    A tied head is rounded apart from the embedding. Kept are the embedding, of which only rows are
+    read, routers, vectors, and matrices whose columns do not fill blocks. weights: as
+    `load_weights` names them."""
     stays = {n: w for n, w in weights.items() if n == "embed_tokens" or n.endswith("router")}
     others = {"lm_head": weights["embed_tokens"], **weights}
     names = [name for name in others if name not in stays]
@@ -73,14 +70,14 @@ def _shape(weight: Stored) -> tuple[int, int]:
 
 
 def _bits(weight: Stored) -> float:
-    """A weight, with what its block shares."""
+    """Return the bits per weight, block scales included."""
     if isinstance(weight, QuantizedMatrix):
         return 8 * weight.data.shape[1] / weight.columns
     return 8 * weight.itemsize
 
 
 def _values(weight: Stored, rows: slice) -> torch.Tensor:
-    """[rows, columns] float32"""
+    """Return [rows, columns] float32."""
     if isinstance(weight, QuantizedMatrix):
         data = weight.data[rows]
         return replace(weight, rows=len(data), data=data).dequantize()
@@ -88,9 +85,10 @@ def _values(weight: Stored, rows: slice) -> torch.Tensor:
 
 
 def encode(values: torch.Tensor) -> torch.Tensor:
-    """values: [rows, columns] float32. Returns the blocks of its rows, [rows, bytes] uint8: of
-    every block the codes with the least squared error among those tried, d and m by least squares.
-    """
+    """Return the blocks of `values` [rows, columns] float32, as [rows, bytes] uint8.
+
+    Each block has the codes with the least squared error among those tried, d and m by least
+    squares."""
     blocks = values.unflatten(1, (-1, _SIZE))
     low, high = blocks.amin(-1, keepdim=True), blocks.amax(-1, keepdim=True)
     centre, half = (low + high) / 2, (high - low) / 2
@@ -105,7 +103,7 @@ def encode(values: torch.Tensor) -> torch.Tensor:
         off = codes - own_mean
         spread = off.square().sum(-1, keepdim=True)
         slope = (off * (blocks - mean)).sum(-1, keepdim=True) / spread.clamp(min=1e-12)
-        # Rounded as they are stored, before anything is judged by them.
+        # Rounded as they are stored, before the error is computed.
         d = slope.half().float()
         m = (mean - d * own_mean).half().float()
         error = (d * codes + m - blocks).square_().sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Weights written in Hugging Face layout: one safetensors file, or several with an index."""
+"""Writing weights in Hugging Face layout: one safetensors file, or several with an index."""
 
 from __future__ import annotations
 
@@ -14,14 +14,13 @@ from penstock.config import ConfigError
 from penstock.engine.models.folder import INDEX_FILE, SINGLE_FILE
 
 SHARD_BYTES = 1 << 30
-"""Of a file at most: its tensors are held at once."""
+"""Limit of a file, whose tensors are held in memory at once."""
 
 
 def new_folder(out: Path, num_bytes: int) -> None:
-    """Make a folder for models that take `num_bytes`, or take an empty one.
+    """Make a folder for models of `num_bytes`, or take an empty one.
 
-    Raises: ConfigError where there is anything else, or the disk has no room.
-    """
+    Raises ConfigError where it is not empty, or the disk has too little space."""
     try:
         if out.exists() and (not out.is_dir() or any(out.iterdir())):
             raise ConfigError(f"{out} exists and is not an empty folder; choose another")
@@ -38,8 +37,9 @@ def new_folder(out: Path, num_bytes: int) -> None:
 def save_sharded(
     folder: Path, tensors: Iterable[tuple[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write tensors by their names as they come, in files of at most `shard_bytes` (one tensor may
-    be larger). Raises OSError."""
+    """Write tensors by name in files of at most `shard_bytes`, or of one larger tensor.
+
+    Raises OSError."""
     parts: list[tuple[Path, list[str]]] = []
     total = held = 0
     shard: dict[str, torch.Tensor] = {}

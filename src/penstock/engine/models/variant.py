@@ -1,4 +1,4 @@
-"""What a decoder may do otherwise than Llama's."""
+"""Differences of a decoder from Llama."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ Bias = Literal["none", "qkv", "qkvo"]
 
 @dataclass(frozen=True, slots=True)
 class SlidingWindow:
-    """Layers in which a token sees but the last ones.
+    """Layers with sliding-window attention.
 
-    size:   tokens that one sees, itself among them
+    size:   tokens that one sees, itself included
     layers: numbers of these layers
-    rope:   theirs, if another than the other layers'
-    """
+    rope:   theirs, if different from the other layers'"""
 
     size: int
     layers: frozenset[int]
@@ -31,10 +30,9 @@ class SlidingWindow:
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Every layer's MLP is many, of which a router chooses some for each token.
+    """Mixture of experts in every layer's MLP.
 
-    norm_topk_prob: the chosen ones' probabilities are made to sum to 1
-    """
+    norm_topk_prob: the probabilities of the chosen experts are normalised to sum to 1."""
 
     count: int
     per_token: int
@@ -49,15 +47,14 @@ class Experts:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """What a decoder does otherwise than Llama's; the defaults are Llama's.
+    """Differences from Llama; the defaults are Llama's.
 
-    bias:            which of attention's projections have one
-    qk_norm:         an RMSNorm over head_dim on every query and key head, before the rotation
+    bias:            attention projections with a bias
+    qk_norm:         RMSNorm over head_dim on every query and key head, before the rotation
     query_scale:     scores are this times q k / sqrt(head_dim); other than 1 with qk_norm only
-    post_norms:      an RMSNorm on what attention and MLP add to the residual, too
+    post_norms:      also an RMSNorm on the outputs of attention and MLP
     activation:      of the gate
-    embedding_scale: factor on the token embeddings that enter the first layer
-    """
+    embedding_scale: factor on the token embeddings that enter the first layer"""
 
     bias: Bias = "none"
     qk_norm: bool = False

@@ -1,4 +1,4 @@
-"""Weights of a checkpoint, under the names that every backend uses."""
+"""Weights of a checkpoint, under common names of all backends."""
 
 from __future__ import annotations
 
@@ -21,10 +21,9 @@ _HEAD = "lm_head.weight"
 
 @dataclass(frozen=True, slots=True)
 class WeightSpec:
-    """One tensor of ours: its name and shape, and the checkpoint tensors stacked along rows.
+    """Name and shape of a tensor, and the checkpoint tensors that are stacked along its rows.
 
-    offset: what is added to them
-    """
+    offset: added to them."""
 
     name: str
     shape: tuple[int, ...]
@@ -33,18 +32,19 @@ class WeightSpec:
 
     @property
     def is_norm(self) -> bool:
-        """Of the few numbers that stay float32 whatever the matrices are."""
+        """True for norms, which stay float32 in any dtype."""
         return self.name.endswith("norm")
 
 
 def weight_bytes(config: DecoderConfig, dtype: torch.dtype) -> int:
-    """What a decoder's tensors take in memory, all of them in `dtype`: on a GPU, where quantised
-    matrices are widened. The native runner keeps those, and bfloat16, as the file has them."""
+    """Return the bytes of a decoder's tensors, all in `dtype`, as on a GPU.
+
+    The native runner keeps quantised and bfloat16 matrices as stored."""
     return sum(math.prod(spec.shape) for spec in weight_specs(config)) * dtype.itemsize
 
 
 def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
-    """Every tensor of a decoder, in the order in which the forward pass reads them.
+    """Yield every tensor of a decoder, in the order in which the forward pass reads them.
 
     embed_tokens              [vocab_size, hidden_size]
     layers.I.input_norm       [hidden_size]
@@ -53,19 +53,17 @@ def weight_specs(config: DecoderConfig) -> Iterator[WeightSpec]:
     layers.I.q_norm, k_norm   [head_dim], if variant.qk_norm
     layers.I.o                [hidden_size, q_size]
     layers.I.o_bias           [hidden_size], if variant.o_bias
-    layers.I.o_norm           [hidden_size], if variant.post_norms: of what attention adds
+    layers.I.o_norm           [hidden_size], if variant.post_norms: of attention's output
     layers.I.post_norm        [hidden_size]: before the MLP
     layers.I.gate_up          [2 * intermediate_size, hidden_size]: gate rows, then up rows
     layers.I.down             [hidden_size, intermediate_size]
-    layers.I.down_norm        [hidden_size], if variant.post_norms: of what the MLP adds
+    layers.I.down_norm        [hidden_size], if variant.post_norms: of the MLP's output
     norm                      [hidden_size]
     lm_head                   [vocab_size, hidden_size], unless config.tie_word_embeddings
 
-    With variant.experts there is a matrix of gate_up and one of down for each, one below the other
-    in one tensor of three axes, and
+    With variant.experts gate_up and down have a leading axis of experts, and there is
 
-    layers.I.router           [experts, hidden_size]
-    """
+    layers.I.router           [experts, hidden_size]"""
     hidden, vocab = config.hidden_size, config.vocab_size
     yield _spec("embed_tokens", (_EMBEDDINGS, (vocab, hidden)))
     for index in range(config.num_layers):
@@ -81,13 +79,10 @@ def load_weights(
     """Read a checkpoint's tensors on the CPU.
 
     Returns the contiguous tensors of `weight_specs`, in `dtype` (default: config.dtype), norms in
-    float32; of a head that is rotated in part, the rows of query and key lie as `Rope.spread_pairs`
-    says. With tied embeddings there is no "lm_head": "embed_tokens" serves as both. A checkpoint
-    that says so and yet has a head of its own, with other values, is given that head, as
-    transformers does.
-    Raises CheckpointError where a file is missing or truncated, or a tensor is missing, misshapen
-    or of a type that is not read.
-    """
+    float32. Query and key rows of partly rotated heads lie as in `Rope.spread_pairs`. With tied
+    embeddings there is no "lm_head", except where the checkpoint has a different head, as in
+    transformers. Raises CheckpointError where a file is missing or truncated, or a tensor is
+    missing, misshapen or of an unsupported type."""
     with open_checkpoint(path).tensors() as tensors:
         return {
             spec.name: _arranged(config, spec, _assemble(tensors, spec, dtype or config.dtype))
@@ -99,22 +94,21 @@ def load_weights(
 def stored_weights(
     path: Path, config: DecoderConfig, dtype: torch.dtype, kinds: Collection[str]
 ) -> Iterator[dict[str, Weight]]:
-    """As `load_weights`, but matrices of the block formats `kinds` stay as the file has them.
+    """Yield `load_weights`, but with matrices of the block formats `kinds` as stored.
 
-    They stay in the mapped file, too, but for rows that are put in another order; at the end the
-    memory of what was read there is given back. A tensor that is stacked from several, one of them
-    so quantised, is a tuple. Raises: as `load_weights`.
-    """
+    They stay in the mapped file, except for reordered rows; the pages read are released at the end.
+    A tensor stacked from several of which one is quantised is a tuple. Raises as `load_weights`."""
     with open_checkpoint(path).tensors() as tensors:
         specs = specs_in(tensors, config)
         yield {spec.name: _stored(tensors, config, spec, dtype, kinds) for spec in specs}
 
 
 def specs_in(tensors: Tensors, config: DecoderConfig) -> list[WeightSpec]:
-    """As `weight_specs`, and a head that a checkpoint has though it says that it has none. All of
-    them are there. Raises: CheckpointError."""
+    """Return `weight_specs`, with a separate head if the checkpoint has one after all.
+
+    All tensors are checked. Raises CheckpointError."""
     specs: list[WeightSpec] = []
-    # Before the next is made: a description may ask for any number of layers.
+    # Checked one by one: a description may ask for any number of layers.
     for spec in weight_specs(config):
         for source in spec.sources:
             tensors.check(*source)
@@ -129,7 +123,7 @@ def _head_spec(config: DecoderConfig) -> WeightSpec:
 
 
 def _has_own_head(tensors: Tensors, config: DecoderConfig) -> bool:
-    """Whether there is a head that differs from the embeddings."""
+    """Return whether there is a head that differs from the embeddings."""
     if not tensors.has(_HEAD):
         return False
     tensors.check(_HEAD, (config.vocab_size, config.hidden_size))
@@ -216,7 +210,7 @@ def _stored(
     dtype: torch.dtype,
     kinds: Collection[str],
 ) -> Weight:
-    # Rows of several sources are put in another order once they are one.
+    # Rows of several sources are reordered once they are concatenated.
     is_ordered = len(spec.sources) == 1 or config.rope.partial_rotary_factor == 1
     plain = len(spec.shape) == 2 and is_ordered
     parts = [tensors.quantized(*source) for source in spec.sources] if plain else []

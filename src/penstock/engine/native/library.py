@@ -1,4 +1,4 @@
-"""The C interface of penstock.cpp as ctypes sees it; fields as in model.h and penstock.cpp."""
+"""ctypes declarations of penstock.cpp; fields as in model.h and penstock.cpp."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from penstock.engine.drafters.confidence import Floats, Stop
 from penstock.engine.native.loading import load_library
 
 ERROR_BYTES = 256
+"""Size of the buffer for error messages; longer ones are cut."""
 
-# Compared with these, a dtype is checked ten times faster than with the type's name.
+# Comparison with these is ten times faster than with the type's name.
 INT32, INT64, UINT64 = np.dtype(np.int32), np.dtype(np.int64), np.dtype(np.uint64)
 FLOAT32, FLOAT64 = np.dtype(np.float32), np.dtype(np.float64)
 
@@ -41,10 +42,14 @@ CONFIG_SIZES = (
 
 
 class Matrix(Structure):
+    """Address and `Kind` of a packed matrix."""
+
     _fields_ = [("data", c_void_p), ("kind", c_int32)]
 
 
 class LayerWeights(Structure):
+    """Weights and KV cache of one layer."""
+
     _fields_ = [
         *((name, Matrix) for name in LAYER_MATRICES),
         *((name, c_void_p) for name in (*LAYER_VECTORS, "keys", "values")),
@@ -52,6 +57,8 @@ class LayerWeights(Structure):
 
 
 class ModelWeights(Structure):
+    """Sizes, weights and cache of a model."""
+
     _fields_ = [
         *((name, c_int32) for name in CONFIG_SIZES),
         ("num_blocks", c_int32),
@@ -68,6 +75,8 @@ class ModelWeights(Structure):
 
 
 class BatchValues(Structure):
+    """Sizes of a `RaggedBatch`, and the address of its values."""
+
     _fields_ = [
         ("num_tokens", c_int32),
         ("num_seqs", c_int32),
@@ -78,6 +87,8 @@ class BatchValues(Structure):
 
 
 class StopCall(Structure):
+    """Early stopping of drafts (`drafters.confidence.Stop`)."""
+
     _fields_ = [
         ("num_bins", c_int32),
         *((name, c_void_p) for name in ("edges", "acceptance", "least", "survival", "confidence")),
@@ -85,6 +96,8 @@ class StopCall(Structure):
 
 
 class DraftCall(Structure):
+    """Arguments of a drafting call."""
+
     _fields_ = [
         ("max_steps", c_int32),
         *(
@@ -96,6 +109,8 @@ class DraftCall(Structure):
 
 
 class VerifyCall(Structure):
+    """Arguments of sampling in a verification pass."""
+
     _fields_ = [
         *((name, c_int32) for name in ("num_requests", "salt", "num_kept")),
         *(
@@ -109,6 +124,8 @@ class VerifyCall(Structure):
 
 
 class SampleCall(Structure):
+    """Arguments of sampling from logits."""
+
     _fields_ = [
         *((name, c_int32) for name in ("num_rows", "vocab_size")),
         *(
@@ -120,12 +137,12 @@ class SampleCall(Structure):
 
 @lru_cache(maxsize=1)
 def native_library() -> ctypes.CDLL:
-    """The compiled library with its signatures declared. Raises NativeUnavailableError."""
+    """Return the compiled library with declared signatures. Raises NativeUnavailableError."""
     return declared(load_library())
 
 
 def declared(library: ctypes.CDLL) -> ctypes.CDLL:
-    """The library, told what its functions take and return. Raises ConfigError for an old one."""
+    """Declare the library's signatures. Raises ConfigError for one of older sources."""
     pointer = c_void_p
     signatures: dict[str, tuple[type | None, list[type]]] = {
         "penstock_lanes": (c_int32, []),
@@ -151,7 +168,7 @@ def declared(library: ctypes.CDLL) -> ctypes.CDLL:
 
 
 def stop_call(edges: Floats, stop: Stop, survival: Floats, confidences: Floats) -> StopCall:
-    """Of float32 arrays, which must outlive the call."""
+    """Build a `StopCall` of float32 arrays, which must outlive the call."""
     count, num_bins = len(survival), len(edges) + 1
     require("least", stop.least, FLOAT32, (count,))
     require("acceptance", stop.acceptance, FLOAT32, (count, num_bins))
@@ -171,6 +188,7 @@ def sampling_fields(
     salts: npt.NDArray[np.int32],
     count: int,
 ) -> dict[str, int]:
+    """Return checked addresses of one temperature, seed and salt per row."""
     require("temperatures", temperatures, FLOAT64, (count,))
     require("seeds", seeds, UINT64, (count,))
     require("salts", salts, INT32, (count,))
@@ -182,15 +200,17 @@ def sampling_fields(
 
 
 def address(array: npt.NDArray[np.generic]) -> int:
+    """Return the address of an array's first value."""
     if not array.size or not array.flags.writeable:
         return int(array.__array_interface__["data"][0])
-    # A quarter of the time that the array interface takes; a step asks about twenty times.
+    # Takes a quarter of the time of the array interface; a step asks about twenty times.
     return ctypes.addressof(ctypes.c_char.from_buffer(array.data))
 
 
 def require(
     name: str, array: npt.NDArray[np.generic], dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> None:
+    """Raises ValueError for another dtype or shape, or a non-contiguous array."""
     if array.dtype != dtype or array.shape != shape or not array.flags.c_contiguous:
         raise ValueError(
             f"{name} is {array.dtype} {array.shape}; expected contiguous {dtype} {shape}"

@@ -1,4 +1,4 @@
-"""Opens the compiled kernels that fit this processor: a library for each instruction set."""
+"""Loading of the compiled kernels for this processor: one library per instruction set."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ INSTRUCTION_SETS = {
     "neon_dotprod": {"asimd", "asimddp"},
     "baseline": set[str](),
 }
-"""What a processor must have, as Linux names it; the best first. CMakeLists.txt builds them."""
+"""Required processor flags by Linux's names, the best set first. CMakeLists.txt builds them."""
 
 INSTRUCTION_SET_VARIABLE = "PENSTOCK_INSTRUCTION_SET"
-"""Names the one to use, for tests and measurements."""
+"""Environment variable that selects an instruction set, for tests and measurements."""
 
 
 class NativeUnavailableError(RuntimeError):
-    """The compiled path cannot be used here; the message is one line that says why."""
+    """The compiled kernels are unavailable; the message is one line with the reason."""
 
 
 @lru_cache(maxsize=1)
 def load_library() -> ctypes.CDLL:
-    """The library of the best instruction set that this processor has, or of the one that is asked
-    for by INSTRUCTION_SET_VARIABLE.
+    """Load the library of the best instruction set, or of INSTRUCTION_SET_VARIABLE.
 
-    Raises NativeUnavailableError where it was not built or cannot be loaded.
-    """
+    Raises NativeUnavailableError where it was not built or cannot be loaded."""
     wanted = os.environ.get(INSTRUCTION_SET_VARIABLE) or best_instruction_set()
     usable = usable_instruction_sets()
     if wanted not in usable:
@@ -54,18 +52,18 @@ def load_library() -> ctypes.CDLL:
 
 
 def best_instruction_set() -> str:
-    """The first that this processor has."""
+    """Return the best instruction set of this processor."""
     return usable_instruction_sets()[0]
 
 
 def usable_instruction_sets() -> list[str]:
-    """Those that this processor has, the best first."""
+    """Return the instruction sets of this processor, the best first."""
     flags = _processor_flags()
     return [name for name, needed in INSTRUCTION_SETS.items() if needed <= flags]
 
 
 def _processor_flags() -> set[str]:
-    """As Linux names them: "flags" of x86-64, "Features" of ARM."""
+    """Return Linux's flags: "flags" of x86-64, "Features" of ARM."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -18,18 +18,19 @@ from penstock.engine.models.rope import RopeTable
 from penstock.engine.native.library import address, native_library
 
 _HUGE_PAGE = 1 << 21
+"""Bytes of a huge page on x86-64 and ARM."""
 
 
 def round_up(size: int, multiple: int) -> int:
+    """Return the smallest multiple that is not below `size`."""
     return -(-size // multiple) * multiple
 
 
 class Arena:
-    """Zeroed memory in one mapping, in huge pages where the system has them.
+    """Zeroed memory in one mapping, in huge pages where available.
 
-    Every row of every matrix is read once a step, and with small pages the address translation
-    of 20 MB misses its cache on the way.
-    """
+    Every row of every matrix is read once per step; with small pages address translation would miss
+    its cache."""
 
     def __init__(self, num_bytes: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
@@ -39,7 +40,7 @@ class Arena:
         self._used = 0
 
     def take(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """The next tensor of the arena, at a cache line's start."""
+        """Return the next tensor of the arena, aligned to a cache line."""
         count = 1
         for size in shape:
             count *= size
@@ -55,7 +56,7 @@ class Arena:
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes that follow from the vector width. lanes: float32 values in a vector."""
+    """Sizes that depend on the vector width. lanes: float32 values in a vector."""
 
     config: DecoderConfig
     lanes: int
@@ -70,11 +71,11 @@ class Layout:
         return round_up(self.config.head_dim, self.panel)
 
     def columns(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Rows of a matrix as columns of whole panels; 0: a column of zeros."""
+        """Pad row addresses to whole panels; 0 is a column of zeros."""
         return np.pad(rows, (0, -rows.size % self.panel))
 
     def heads(self, rows: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Every head begins a panel of its own."""
+        """Pad row addresses so that every head begins a panel."""
         by_head = rows.reshape(-1, self.config.head_dim)
         return np.pad(by_head, ((0, 0), (0, self.head_width - self.config.head_dim))).reshape(-1)
 
@@ -82,11 +83,11 @@ class Layout:
         return _pad(values.float(), 0, self.panel)
 
     def head_vectors(self, values: torch.Tensor) -> torch.Tensor:
-        """[n * head_dim] -> [n, head_width]"""
+        """Return [n * head_dim] as [n, head_width]."""
         return _pad(values.float().view(-1, self.config.head_dim), 1, self.panel).contiguous()
 
     def rope(self, num_positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos and sin: [num_positions, head_dim / 2 rounded up to whole vectors]"""
+        """Return cos and sin: [num_positions, head_dim / 2 rounded up to whole vectors]."""
         table = RopeTable.build(self.config, num_positions)
         half = self.config.head_dim // 2
         cos, sin = (_pad(x[:, :half], 1, self.lanes).contiguous() for x in (table.cos, table.sin))
@@ -102,8 +103,9 @@ class Layout:
 
 
 class Kind(IntEnum):
-    """How a matrix is stored, numbered as in formats.h. BF16_PAIRS: bfloat16 weights whose products
-    take activations rounded to bfloat16."""
+    """Storage of a matrix, numbered as in formats.h.
+
+    BF16_PAIRS: bfloat16 weights that are multiplied by activations rounded to bfloat16."""
 
     F32 = 0
     BF16 = 1
@@ -126,17 +128,16 @@ class Kind(IntEnum):
 
 
 BLOCK_FORMATS = frozenset(kind.name for kind in Kind if kind > Kind.BF16_PAIRS)
-"""What `QuantizedMatrix.kind` may be."""
+"""Values of `QuantizedMatrix.kind` that the kernels support."""
 
 _KINDS = {torch.float32: Kind.F32, torch.bfloat16: Kind.BF16}
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Rows of a matrix as its file has them, in memory that `owner` keeps.
+    """Rows of a matrix as stored in its file, in memory that `owner` keeps.
 
-    addresses: [rows] int64; 0 stands for a row of zeros
-    """
+    addresses: [rows] int64; 0 stands for a row of zeros."""
 
     kind: Kind
     width: int
@@ -160,17 +161,16 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """What the kernels take for a matrix: packed panels, or the embedding's rows as they are."""
+    """Matrix of the kernels: packed panels, or the embedding's rows as stored."""
 
     kind: Kind
     data: torch.Tensor
 
 
 def stacked_rows(weight: Weight, sizes: Sequence[int]) -> list[Rows]:
-    """`weight` (matrices stacked along rows) cut into `sizes` rows each.
+    """Cut `weight` (matrices stacked along rows) into `sizes` rows each.
 
-    A piece that consists of unlike kinds is given in float32.
-    """
+    A piece of several kinds is converted to float32."""
     parts = weight if isinstance(weight, tuple) else (weight,)
     ends = np.cumsum([Rows.of(part).addresses.size for part in parts])
     starts = [0, *ends[:-1]]
@@ -194,20 +194,19 @@ def _widened(stored: Stored) -> torch.Tensor:
 
 
 class Packer:
-    """Packs a model's tensors into one arena, several matrices at a time."""
+    """Packer of a model's tensors into one arena, several matrices at a time."""
 
     def __init__(self, weights: Mapping[str, Weight], layout: Layout, *, bf16_pairs: bool) -> None:
-        """bf16_pairs: bfloat16 matrices are multiplied by activations rounded to bfloat16."""
+        """Set `bf16_pairs` to multiply bfloat16 matrices by activations rounded to bfloat16."""
         self._weights = {"lm_head": weights["embed_tokens"], **weights}
         self._layout = layout
         self._bf16_pairs = bf16_pairs
         self._library = native_library()
 
     def pack(self, num_threads: int) -> tuple[dict[str, PackedMatrix], dict[str, torch.Tensor]]:
-        """Matrices under the names of the kernels' fields, and padded vectors under their own.
+        """Return matrices by the kernels' field names, and padded vectors by their own.
 
-        The embedding is left where and as it is.
-        """
+        The embedding is not copied."""
         matrices: dict[str, tuple[Kind, Rows]] = {}
         vectors = {}
         for name, weight in self._weights.items():
@@ -268,12 +267,12 @@ class Packer:
             packed.kind, address(addresses), addresses.size, rows.width, packed.data.data_ptr()
         )
         if isinstance(rows.owner, QuantizedMatrix):
-            # Else the whole file would be in memory beside the whole of what is packed.
+            # Otherwise the whole file would be in memory beside the packed matrices.
             rows.owner.drop_pages()
 
 
 def _pad(values: torch.Tensor, dim: int, multiple: int) -> torch.Tensor:
-    """Zeros appended along `dim` up to a multiple."""
+    """Append zeros along `dim` up to a multiple."""
     missing = -values.shape[dim] % multiple
     if not missing:
         return values

@@ -1,4 +1,4 @@
-"""The native runner: compiled kernels, with a drafting loop that never returns to Python."""
+"""Native runner: compiled kernels, with a drafting loop that stays in compiled code."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from penstock.engine.sampling.noise import Salt, draft_seeds
 from penstock.engine.sampling.params import BoolArray
 
 DTYPES = (torch.float32, torch.bfloat16)
+"""Number formats of the KV cache."""
 _NO_ROWS: IntArray = np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True)
 class NativeDraft:
-    """What `NativeRunner.draft` sampled.
+    """Result of `NativeRunner.draft`.
 
-    token_ids: [num_seqs, max_steps] int32; -1 from a sequence's own limit on, or from where its
-               logits are not finite
-    logits:    [num_seqs, max_steps, vocab_size] float32, before the temperature, or None; rows
-               from a sequence's own limit on hold no logits
-    confidences: [num_seqs, max_steps] float32, in each token, or None: the probability of the token
-               at the sequence's temperature (greedy: 1), of the likeliest one in a `ratio` draft,
-               where it must not depend on what is drawn
-    """
+    token_ids: [num_seqs, max_steps] int32; -1 from a sequence's limit on, or where its logits are
+               not finite
+    logits:    [num_seqs, max_steps, vocab_size] float32, before the temperature, or None; undefined
+               from a sequence's limit on
+    confidences: [num_seqs, max_steps] float32 or None: probability of the token at the sequence's
+               temperature (greedy: 1); in a `ratio` draft that of the likeliest token, as it must
+               not depend on the sample"""
 
     token_ids: IntArray
     logits: torch.Tensor | None
@@ -53,9 +53,8 @@ class NativeDraft:
 class NativeRunner(ModelRunner):
     """A decoder, its packed weights and its paged cache, for one calling thread at a time.
 
-    A row's logits are bitwise the same whatever else is in the batch, however its context was cut
-    into batches, and with any number of threads.
-    """
+    A row's logits are bitwise the same in any batch, for any split of its context into batches, and
+    with any number of threads."""
 
     def __init__(
         self,
@@ -68,8 +67,7 @@ class NativeRunner(ModelRunner):
     ) -> None:
         """Pack `weights` (as `load_weights` names them; float32, bfloat16 or quantised).
 
-        Raises NativeUnavailableError without compiled kernels, ValueError for a bad size.
-        """
+        Raises NativeUnavailableError without compiled kernels, ValueError for a bad size."""
         sizes = {"num_blocks": num_blocks, "block_size": block_size, "num_threads": num_threads}
         for name, value in sizes.items():
             if value < 1:
@@ -102,15 +100,13 @@ class NativeRunner(ModelRunner):
         *,
         int4: bool = False,
     ) -> NativeRunner:
-        """Load a checkpoint. int4: matrices to 4 bits (`models.rounding`), for drafters.
+        """Load a checkpoint. int4: round matrices to 4 bits (`models.rounding`), for drafters.
 
-        float32 keeps the cache in float32 and the weights as they are (a bfloat16 checkpoint is
-        widened in registers, which loses nothing); bfloat16 rounds both, and on a processor with
-        AVX512-BF16 the activations of every product, too. Sums are float32 in both.
-        Matrices in block formats keep their bits, and are multiplied by activations rounded to
-        8 bits in blocks, or by rows where the checkpoint was made for that.
-        Raises ValueError (a CheckpointError for the checkpoint), or NativeUnavailableError.
-        """
+        float32 keeps the cache in float32 and the weights as stored (bfloat16 is widened in
+        registers). bfloat16 rounds both, and with AVX512-BF16 also the activations of every
+        product. Sums are float32. Matrices in block formats are multiplied by activations rounded
+        to 8 bits, by blocks or, where the checkpoint was made for it, by rows. Raises ValueError
+        (CheckpointError for the checkpoint), or NativeUnavailableError."""
         if dtype not in DTYPES:
             raise ValueError(f"dtype is {dtype}; allowed: {', '.join(map(str, DTYPES))}")
         config = DecoderConfig.from_pretrained(path)
@@ -126,7 +122,7 @@ class NativeRunner(ModelRunner):
             self._thread_limit = num_threads
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
-        """Raises ValueError for a batch that does not fit model or cache."""
+        """Compute the logits of a batch. Raises ValueError where it does not fit model or cache."""
         _values, described = _flatten(batch)
         logits = torch.empty(described.num_logits, self.config.vocab_size)
         refused = self._library.penstock_forward(
@@ -144,12 +140,13 @@ class NativeRunner(ModelRunner):
         seeds: npt.NDArray[np.uint64],
         kept: IntArray = _NO_ROWS,
     ) -> tuple[IntArray, torch.Tensor]:
-        """The target's coupled samples behind `batch.logits_rows`, [num_logits] int32, as
-        `sample_coupled` would draw them; and the logits of some of these rows.
+        """Return the target's coupled samples of `batch.logits_rows`, and the logits of some rows.
 
-        row_start: [num_requests + 1] int32, the rows of logits of each request; temperatures and
-        seeds have one entry a request; kept: int32, rows of logits that are wanted, rising
-        """
+        Samples are [num_logits] int32, as `sample_coupled` draws them.
+
+        row_start: [num_requests + 1] int32, rows of logits of each request
+        temperatures, seeds: one entry per request
+        kept: int32, rows whose logits are returned, rising"""
         count = len(row_start) - 1
         c.require("kept", kept, c.INT32, (len(kept),))
         logits = torch.empty(len(kept), self.config.vocab_size)
@@ -189,17 +186,16 @@ class NativeRunner(ModelRunner):
     ) -> NativeDraft:
         """Compute the batch's rows, then sample up to num_steps[i] tokens after sequence i's last.
 
-        Every token but the last is fed back as a row of its own, so block_tables must reach
-        num_steps[i] - 1 positions beyond seq_lens[i]. Sampling is argmax at temperature 0 (the
-        lowest id on ties), else argmax of logits / temperature plus the noise of (seed, position,
-        salt). `batch.logits_rows` is not read.
+        Every token but the last is fed back as a row, so block_tables must reach num_steps[i] - 1
+        positions beyond seq_lens[i]. Sampling is argmax at temperature 0 (the lowest id on ties),
+        else argmax of logits / temperature plus the noise of (seed, position, salt).
+        `batch.logits_rows` is ignored.
 
         num_steps:    [num_seqs] int32; 0 only catches up
         temperatures: [num_seqs] float64, 0 or more
         seeds:        [num_seqs] uint64
         salts:        [num_seqs] int32, values of `Salt`
-        stop:         where drafts end before their limit
-        """
+        stop:         condition for ending drafts before their limit"""
         count = batch.num_seqs
         c.require("num_steps", num_steps, c.INT32, (count,))
         max_steps = int(num_steps.max(initial=0))
@@ -256,7 +252,7 @@ class NativeRunner(ModelRunner):
         drafted = self.draft(
             first, limits, params.temperature, seeds, salts, stop=stop, return_logits=is_any_ratio
         )
-        # Where a draft stops, or its logits are not finite.
+        # A draft ends where it stops, or where its logits are not finite.
         limits = (drafted.token_ids >= 0).sum(axis=1)
         tokens = [row[:n].tolist() for row, n in zip(drafted.token_ids, limits, strict=True)]
         prob_rows = [[-1] * len(t) for t in tokens]
@@ -316,7 +312,7 @@ class NativeRunner(ModelRunner):
 def _allocate_cache(
     layout: Layout, dtype: torch.dtype, num_blocks: int, block_size: int
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Keys and values of every layer; pages are taken from the system as blocks are written."""
+    """Allocate keys and values of every layer; pages are committed as blocks are written."""
     shapes = (
         layout.key_shape(num_blocks, block_size),
         layout.value_shape(num_blocks, block_size),
@@ -328,10 +324,9 @@ def _allocate_cache(
 
 
 def _flatten(batch: RaggedBatch) -> tuple[IntArray, c.BatchValues]:
-    """The batch as one array, which must outlive the description beside it.
+    """Return the batch as one array, and its description, which points into it.
 
-    Only shapes and types are checked here; the values are in C++, where it takes no time.
-    """
+    Only shapes and types are checked here; C++ checks the values."""
     token_ids, tables, logits_rows = batch.token_ids, batch.block_tables, batch.logits_rows
     num_tokens, num_seqs, num_logits = len(token_ids), len(batch.seq_lens), len(logits_rows)
     max_blocks = tables.shape[1] if tables.ndim == 2 else 0

@@ -18,9 +18,10 @@ _TARGET = int(Salt.TARGET)
 
 
 def sample_natively(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:
-    """A `TokenSampler`: rows under top-p or top-k are sorted by torch, the others sampled in one
-    compiled pass. Which way a row takes depends on its own request alone, so that a near-tie falls
-    the same way in any batch."""
+    """Sample rows with top-p or top-k by torch, the others in one compiled pass.
+
+    A `TokenSampler`. The choice depends on a row's own request alone, so a near-tie is decided the
+    same in any batch."""
     if rows.has_filters:
         filtered = rows.filtered
         if filtered.all():
@@ -42,11 +43,10 @@ def sample_unfiltered(
     positions: npt.NDArray[np.int64],
     salts: Int32Array,
 ) -> Int32Array:
-    """Samples of unfiltered logits, as `NativeRunner.draft` takes them: [rows] int32.
+    """Sample unfiltered logits as `NativeRunner.draft` does: [rows] int32.
 
-    logits: [rows, V] float32, contiguous; the others have one entry a row. positions: of the tokens
-    that are being sampled.
-    """
+    logits: [rows, V] float32, contiguous; the others have one entry per row. positions: of the
+    tokens to be sampled."""
     if logits.dtype != torch.float32 or logits.dim() != 2 or not logits.is_contiguous():
         raise ValueError("logits must be a contiguous float32 tensor of two dimensions")
     count, vocab_size = logits.shape

@@ -1,11 +1,10 @@
-"""What a request's text so far changes in its logits, before temperature and filters.
+"""Changes of logits by a request's text so far, before temperature and filters.
 
-The target's logits are changed at verification, each row by the text that it stands behind: the
-known tokens, and the draft's tokens before it. So a row's distribution is the same with a draft and
-without. A drafter that changes its own logits likewise is accepted more often, and need not.
+The target's logits are changed at verification, each row by the text before it: the known tokens
+and the preceding draft tokens. A row's distribution is thus the same with and without a draft. A
+drafter may change its own logits likewise, for more acceptance.
 
-In vLLM's order: logit_bias, min_tokens, then penalties; a grammar's masks go before all.
-"""
+The order is vLLM's: masks of a grammar, logit_bias, min_tokens, then penalties."""
 
 from __future__ import annotations
 
@@ -20,14 +19,12 @@ from penstock.core.types import SamplingParams
 
 
 class TextSoFar(NamedTuple):
-    """The text that some rows of logits stand behind.
+    """Text before some rows of logits.
 
-    token_ids:      [n] int32, prompt and output, and the draft of the last rows
-    prompt_len:     of them the prompt's
-    stop_token_ids: that end the request, ascending
-    allowed:        [rows, words] int32, a bit for each token that may come, of those rows; None
-                    allows all
-    """
+    token_ids:      [n] int32, prompt, output, and the draft of the last rows
+    prompt_len:     prompt tokens of these
+    stop_token_ids: tokens that end the request, ascending
+    allowed:        [rows, words] int32, one bit per allowed token; None allows all"""
 
     token_ids: npt.NDArray[np.int32]
     prompt_len: int
@@ -36,7 +33,7 @@ class TextSoFar(NamedTuple):
 
 
 class Changed(NamedTuple):
-    """One request's rows of a batch of logits: how many, and what changes them, if anything."""
+    """Rows of one request in a batch of logits, and their changes."""
 
     num_rows: int
     sampling: SamplingParams
@@ -44,12 +41,11 @@ class Changed(NamedTuple):
 
 
 def change_logits(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
-    """Change the logits of several requests, in place.
+    """Change the logits of several requests in place.
 
-    logits: [rows, V] float32, those of each request behind those of the one before. The last row of
-    one is behind its whole text, each one before it behind a token less; at most one row more than
-    there are draft tokens. Token ids beyond V are left out.
-    """
+    logits: [rows, V] float32, the requests' rows one after the other. A request's last row stands
+    behind its whole text, each earlier one behind one token less; it has at most one row more than
+    draft tokens. Token ids beyond V are ignored."""
     _mask(logits, parts)
     end = 0
     for num_rows, sampling, text in parts:
@@ -59,7 +55,7 @@ def change_logits(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
 
 
 def _mask(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
-    """A drafter that lacks all tokens that may come keeps its own logits."""
+    """Mask by the grammar. A drafter that lacks all allowed tokens keeps its own logits."""
     masks: list[npt.NDArray[np.int32]] = []
     rows: list[int] = []
     end = 0
@@ -80,10 +76,11 @@ def _mask(logits: torch.Tensor, parts: Sequence[Changed]) -> None:
 
 
 def forbidden_by(words: npt.NDArray[np.int32], vocab_size: int) -> npt.NDArray[np.bool_]:
-    """Which tokens masks [rows, words] forbid, [rows, vocab_size]; where none may come, all may.
+    """Return the tokens that masks [rows, words] forbid, [rows, vocab_size].
 
-    words: a bit for each token that may come, of the vocabulary or a larger one; written over
-    """
+    An empty mask forbids none.
+
+    words: one bit per allowed token, of this vocabulary or a larger one; overwritten."""
     words = words[:, : -(-vocab_size // 32)]
     if vocab_size % 32:
         words[:, -1] &= (1 << vocab_size % 32) - 1
@@ -106,7 +103,7 @@ def _change(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -> 
 
 
 def _forbid_stops(logits: torch.Tensor, stop_token_ids: Sequence[int]) -> None:
-    """Where nothing else may come the text does end."""
+    """Forbid the stop tokens, except where no other token is possible."""
     stops = _known(stop_token_ids, logits)
     others = logits.clone()
     others[:, stops] = -torch.inf
@@ -118,7 +115,7 @@ def _penalise(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -
     num_rows = logits.shape[0]
     ids, place = np.unique(text.token_ids, return_inverse=True)
     prompted = np.bincount(place[: text.prompt_len], minlength=len(ids)) > 0
-    # Of each row the output that it stands behind: what all of them have, then a token more each.
+    # Output counts before each row: those common to all rows, then one token more per row.
     first = len(text.token_ids) - num_rows + 1
     made = np.zeros((num_rows, len(ids)), dtype=np.float32)
     made[0] = np.bincount(place[text.prompt_len : first], minlength=len(ids))
@@ -138,6 +135,6 @@ def _penalise(logits: torch.Tensor, sampling: SamplingParams, text: TextSoFar) -
 
 
 def _known(token_ids: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
-    """As an index: those, in ascending order, that the logits have."""
+    """Return the token ids that the logits have, as an index. `token_ids` are ascending."""
     ids = np.asarray(token_ids, dtype=np.int64)
     return torch.from_numpy(ids[ids < logits.shape[-1]]).to(logits.device)

@@ -1,12 +1,10 @@
-"""`coupled` verification: the target's seeded sample decides, a draft can only foresee it.
+"""`coupled` verification: a draft token is accepted if it equals the target's seeded sample.
 
-Every position has its own Gumbel noise, a function of (seed, position, token id), and the target's
-sample is the argmax of its filtered scores plus that noise. A draft token is accepted if and only
-if it equals the sample, so the output is token for token what the target alone would have sampled,
-whatever was drafted. A drafter that adds the same noise to its own scores foresees the sample with
-probability at least (1 - TV) / (1 + TV), TV the total variation between the two distributions.
-After "drafter-invariant speculative decoding", arXiv 2408.07978.
-"""
+Every position has its own Gumbel noise, a function of (seed, position, token id). The target's
+sample is the argmax of its filtered scores plus that noise, so the output is token for token the
+target's own, whatever the draft. A drafter that adds the same noise to its own scores predicts the
+sample with probability at least (1 - TV) / (1 + TV), TV the total variation between the two
+distributions. Source: "drafter-invariant speculative decoding", arXiv 2408.07978."""
 
 from __future__ import annotations
 
@@ -33,17 +31,16 @@ def gumbel_argmax(
     positions: IntArray,
     salt: Salt | IntArray,
 ) -> torch.Tensor:
-    """One sample a row from softmax(scores) by the noise of (seed, position, salt).
+    """Return one sample per row from softmax(scores), by the noise of (seed, position, salt).
 
     scores: [rows, V] float32, -inf where a token is excluded; overwritten. Returns [rows] int64,
-    NO_TOKEN for scores that are not finite.
-    """
+    NO_TOKEN for scores that are not finite."""
     keys = row_keys(rows.seed, positions, salt)
     return finite_argmax(scores.add_(gumbel_noise(keys, scores.shape[-1], scores.device)))
 
 
 class TokenSampler(Protocol):
-    """The signature of `sample_coupled`; a backend may bring a faster one of its own."""
+    """Signature of `sample_coupled`, for a backend's faster sampler."""
 
     def __call__(
         self, logits: torch.Tensor, rows: SamplingRows, positions: IntArray
@@ -51,13 +48,11 @@ class TokenSampler(Protocol):
 
 
 def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray) -> torch.Tensor:
-    """The seeded samples of the distributions that ``logits`` and ``rows`` define.
+    """Return the seeded samples of the distributions that ``logits`` and ``rows`` define.
 
-    For the target they are the output; a drafter calls it on its own logits to foresee them.
-    logits: [rows, V] float32; positions: [rows] int64, absolute position of the token to be
-    sampled. Returns [rows] int64 on the device of the logits, NO_TOKEN for rows that are
-    not finite.
-    """
+    They are the target's output, and a drafter's predictions of it. logits: [rows, V] float32;
+    positions: [rows] int64, absolute position of the token to be sampled. Returns [rows] int64 on
+    the logits' device, NO_TOKEN for rows that are not finite."""
     greedy = rows.greedy
     if greedy.all():
         return finite_argmax(logits)
@@ -71,7 +66,7 @@ def sample_coupled(logits: torch.Tensor, rows: SamplingRows, positions: IntArray
 
 
 def verify_coupled(batch: VerifyBatch, sample: TokenSampler = sample_coupled) -> Decisions:
-    """Accept while the draft equals the target's sample; the sample itself follows."""
+    """Accept draft tokens while they equal the target's samples, then take the sample itself."""
     if not batch.draft_tokens.size:
         return Decisions(
             num_accepted=np.zeros(batch.num_requests, dtype=np.int64),

@@ -1,10 +1,9 @@
-"""Temperature, min-p, top-k and top-p: what turns logits into the distribution that is sampled.
+"""Temperature, min-p, top-k and top-p: from logits to the sampled distribution.
 
-In the usual order: divide by the temperature, drop what is less likely than min-p times the
-likeliest, keep the k highest, then of their renormalised masses keep the smallest set of the
-highest that reaches p. Where tokens tie at the edge of a set,
-the lowest ids are kept, so that the distribution is the same on every machine.
-"""
+In the usual order: divide by the temperature, drop tokens less likely than min-p times the
+likeliest, keep the k highest, then keep the smallest set of the highest renormalised masses that
+reaches p. Ties at the edge of a set keep the lowest ids, so the distribution is the same on every
+machine."""
 
 from __future__ import annotations
 
@@ -14,18 +13,18 @@ import torch
 from penstock.engine.sampling.params import SamplingRows, as_index
 
 NO_TOKEN = -1
-"""The sample of a row whose logits are not finite: one is NaN or +inf, or all are -inf."""
+"""Sample of a row with a NaN or +inf logit, or with all logits -inf."""
 
 
 def lowest_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The highest entry of each row, the lowest index on ties: [rows, V] -> [rows] int64."""
+    """Return the highest entry of each row, the lowest index on ties: [rows, V] -> [rows] int64."""
     if scores.device.type == "cpu":  # numpy's is ten times faster than torch's here
         return torch.from_numpy(scores.numpy().argmax(axis=-1))
     return scores.argmax(dim=-1)
 
 
 def finite_argmax(scores: torch.Tensor) -> torch.Tensor:
-    """The same; NO_TOKEN where the highest is not finite. NaN counts as higher than all."""
+    """Return `lowest_argmax`, or NO_TOKEN where it is not finite. NaN counts as highest."""
     best = lowest_argmax(scores)
     value = scores.gather(-1, best.unsqueeze(-1)).squeeze(-1)
     return torch.where(value.isfinite(), best, NO_TOKEN)
@@ -38,11 +37,10 @@ def _sorted_descending(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _keep_top(scores: torch.Tensor, top_p: torch.Tensor, top_k: torch.Tensor) -> torch.Tensor:
-    """Scores [rows, V] with everything outside top-k and top-p at -inf.
+    """Set everything outside top-k and top-p to -inf in scores [rows, V].
 
-    Only values are sorted; the edge value then tells who is kept, ties by ascending id.
-    top_p: [rows, 1] float32, infinity for off; top_k: [rows, 1] int64, V for off.
-    """
+    Only values are sorted; ties at the edge value are kept by ascending id. top_p: [rows, 1]
+    float32, infinity for off; top_k: [rows, 1] int64, V for off."""
     ranked = _sorted_descending(scores)
     inside_k = torch.arange(scores.shape[-1], device=scores.device) < top_k
     mass = torch.where(inside_k, ranked, -torch.inf).softmax(dim=-1)
@@ -68,19 +66,18 @@ def _column(values: np.ndarray, like: torch.Tensor, dtype: torch.dtype) -> torch
 
 
 def filter_logits(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """Unnormalised log-probabilities of the distribution that ``rows`` define.
+    """Return unnormalised log-probabilities of the distribution that ``rows`` define.
 
-    logits: [rows, V] float32; the result has the same shape, its rows have their maximum at 0 and
-    -inf where a token is filtered away. Rows without filters are not sorted. A row at temperature
-    0 is a point mass at its highest logit, the lowest id on ties.
-    """
+    logits: [rows, V] float32. The result has the same shape, row maxima of 0, and -inf for filtered
+    tokens. Rows without filters are not sorted. A row at temperature 0 is a point mass at its
+    highest logit, the lowest id on ties."""
     vocab_size = logits.shape[-1]
     greedy = rows.greedy
     divisor = _column(np.where(greedy, 1.0, rows.temperature), logits, torch.float32)
-    # Before the division, so that a temperature near 0 cannot overflow the winners.
+    # Before the division, so that a temperature near 0 cannot overflow the maxima.
     scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(divisor)
     if rows.min_p is not None:
-        # The likeliest is at 0 by now.
+        # The likeliest token is at 0 here.
         least = _column(rows.min_p, logits, torch.float32).log()
         scores.masked_fill_(scores < least, -torch.inf)
     has_top_k = (rows.top_k > 0) & (rows.top_k < vocab_size)
@@ -101,5 +98,5 @@ def filter_logits(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
 
 
 def filtered_probs(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """The distribution that ``rows`` define: [rows, V] float32, every row summing to 1."""
+    """Return the distribution that ``rows`` define: [rows, V] float32, rows sum to 1."""
     return filter_logits(logits, rows).softmax(dim=-1)

@@ -9,14 +9,15 @@ import torch
 from penstock.core.types import TokenLogprob
 
 _LEAST = -9999.0
-"""For what cannot come at all, as other servers say: JSON has no infinity."""
+"""Log-probability of an impossible token, as in other servers: JSON has no infinity."""
 
 
 def token_logprobs(
     logits: torch.Tensor, tokens: Sequence[int], top_n: int
 ) -> tuple[TokenLogprob, ...]:
-    """Of ``tokens`` [rows], each with the ``top_n`` best, most probable first, under logits
-    [rows, V]: the model's own, before temperature and filters."""
+    """Return the log-probabilities of ``tokens`` [rows], each with the ``top_n`` best, descending.
+
+    logits: [rows, V], the model's own, before temperature and filters."""
     logprobs = logits.log_softmax(dim=-1).clamp_(min=_LEAST)
     top = logprobs.topk(top_n, dim=-1)
     index = torch.tensor(tokens, device=logits.device).unsqueeze(-1)

@@ -1,9 +1,8 @@
 """Counter-based noise: every draw is a pure function of (seed, position, salt, token id).
 
-No state advances between draws, so a sample does not depend on the batch it was taken in or on
-which machine takes it, and but for drafts in `ratio` mode (`draft_seeds`) not on how often its
-position was drafted before. The integers below are the same
-everywhere, bit for bit; the two logarithms may differ by a rounding between devices.
+No state advances between draws, so a sample does not depend on its batch or machine, nor, except
+for drafts in `ratio` mode (`draft_seeds`), on earlier drafts of its position. The integers below
+are the same everywhere, bit for bit; the two logarithms may differ by a rounding between devices.
 
 With wrapping unsigned arithmetic (``mix64`` is the finaliser of splitmix64)::
 
@@ -17,11 +16,9 @@ With wrapping unsigned arithmetic (``mix64`` is the finaliser of splitmix64)::
     E    = -log1p(-v)
     gumbel = -log(E)
 
-Both halves of the key enter, the second between the rounds: with one of them alone, two rows whose
-keys differ in a few low bits would see the same noise in another order of tokens. ``v`` is finest
-near 0 (steps of 2^-32), which is where the winners of an argmax lie; near 1 float32 is coarse and
-only tokens that lose are affected.
-"""
+Both halves of the key enter, the second between the rounds: with one alone, rows whose keys differ
+in a few low bits would see the same noise in another order of tokens. ``v`` is finest near 0 (steps
+of 2^-32), where the winners of an argmax lie; its coarse end near 1 affects losers only."""
 
 from __future__ import annotations
 
@@ -37,6 +34,8 @@ _TOKEN_STEP = 0x9E3779B1
 _ROUND_1 = 0x21F0AAAD
 _ROUND_2 = 0x735A2D97
 _LARGEST_BELOW_ONE = 1.0 - 2.0**-24
+"""Constants of the formulas above: 2^64 and 2^32 over the golden ratio, two multipliers
+of a 32-bit hash, and the largest float32 below 1."""
 _CHUNK_ELEMENTS = 1 << 15  # both scratch arrays of a chunk stay in the second-level cache
 
 UInt32Array = npt.NDArray[np.uint32]
@@ -44,7 +43,7 @@ Float32Array = npt.NDArray[np.float32]
 
 
 class Salt(IntEnum):
-    """What a draw is for; two purposes at one position never share noise."""
+    """Purpose of a draw; two purposes at one position never share noise."""
 
     TARGET = 0  # the target's own sample; shared with the drafters in `coupled` mode
     DRAFT = 1  # a drafter's sample in `ratio` mode
@@ -63,12 +62,11 @@ def row_keys(
     positions: npt.NDArray[np.int64],
     salt: Salt | npt.NDArray[np.int64],
 ) -> UInt32Array:
-    """Keys [rows, 2] uint32 (low, high) of the rows' noise.
+    """Return the keys [rows, 2] uint32 (low, high) of the rows' noise.
 
     seeds:     [rows] uint64
-    positions: [rows], 0 or more: absolute position of the token that is being sampled
-    salt:      one for all rows, or [rows]
-    """
+    positions: [rows], 0 or more: absolute position of the token to be sampled
+    salt:      one for all rows, or [rows]"""
     counter = (positions * 4 + (salt + 1)).astype(np.uint64)
     key = _mix64(_mix64(seeds + _GOLDEN_64) + _GOLDEN_64 * counter)
     return key.astype("<u8").view("<u4").reshape(-1, 2)
@@ -77,11 +75,10 @@ def row_keys(
 def draft_seeds(
     seeds: npt.NDArray[np.uint64], starts: npt.NDArray[np.int64]
 ) -> npt.NDArray[np.uint64]:
-    """Seeds [rows] of the samples in `ratio` drafts that begin at positions ``starts`` [rows].
+    """Return the seeds [rows] of `ratio` drafts that begin at positions ``starts`` [rows].
 
-    A position behind a rejection is drafted again, from the next position on. Its new draft must
-    not meet the noise of the old one, which evidence over all positions has told about.
-    """
+    A position behind a rejection is drafted again from the next position on. The new draft must not
+    meet the noise of the old one, which `evidence_all` depended on."""
     return seeds + _mix64(_GOLDEN_64 * (starts + 1).astype(np.uint64))
 
 
@@ -91,7 +88,7 @@ def _token_steps(vocab_size: int) -> UInt32Array:
 
 
 def _hash_into(steps: UInt32Array, keys: UInt32Array, x: UInt32Array, shifted: UInt32Array) -> None:
-    """x[rows, V] = hash of (keys[rows], tokens[V]); ``shifted`` is scratch of the same shape."""
+    """Set x[rows, V] to the hash of (keys[rows], tokens[V]); ``shifted`` is scratch."""
     np.add(steps, keys[:, :1], out=x)
     np.right_shift(x, np.uint32(16), out=shifted)
     np.bitwise_xor(x, shifted, out=x)
@@ -105,7 +102,7 @@ def _hash_into(steps: UInt32Array, keys: UInt32Array, x: UInt32Array, shifted: U
 
 
 def token_hash(keys: UInt32Array, vocab_size: int) -> UInt32Array:
-    """The integer ``h`` of the module's head for every token: [rows, vocab_size] uint32."""
+    """Return the integer ``h`` of the formula above for every token, [rows, vocab_size] uint32."""
     x = np.empty((keys.shape[0], vocab_size), dtype=np.uint32)
     _hash_into(_token_steps(vocab_size), keys, x, np.empty_like(x))
     return x
@@ -116,12 +113,10 @@ def _signed(word: int) -> int:
 
 
 def token_hash_of_words(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """`token_hash` on the device of its keys, which are [rows, 2] int32 of the same bits:
-    [rows, vocab_size] int64, the same integers.
+    """Return `token_hash` on the device of its keys, as [rows, vocab_size] int64.
 
-    torch has no uint32 arithmetic, but int32 wraps to the same bits; only a right shift must be
-    stripped of the copies of the sign.
-    """
+    words: keys as [rows, 2] int32 of the same bits. torch has no uint32 arithmetic, but int32 wraps
+    to the same bits; only a right shift needs the sign bits masked off."""
     x = torch.arange(vocab_size, dtype=torch.int32, device=words.device) * _signed(_TOKEN_STEP)
     x = x + words[:, :1]
     x = (x ^ ((x >> 16) & 0xFFFF)) * _ROUND_1 + words[:, 1:]
@@ -139,7 +134,7 @@ def _gumbel_in_place(hashed: torch.Tensor) -> None:
 def gumbel_noise(
     keys: UInt32Array, vocab_size: int, device: torch.device | str = "cpu"
 ) -> torch.Tensor:
-    """Standard Gumbel noise [rows, vocab_size] float32 on ``device``; keys from `row_keys`."""
+    """Return Gumbel noise [rows, vocab_size] float32 on ``device``; keys from `row_keys`."""
     place = torch.device(device)
     if place.type != "cpu":
         words = torch.from_numpy(keys.view(np.int32)).to(place)
@@ -162,7 +157,7 @@ def gumbel_noise(
 
 
 def uniform(keys: UInt32Array) -> Float32Array:
-    """One uniform in (0, 1) a row, [rows] float32: the ``v`` of token 0."""
+    """Return one uniform in (0, 1) per row, [rows] float32: the ``v`` of token 0."""
     hashed = token_hash(keys, 1)[:, 0].astype(np.float32)
     scaled = (hashed + np.float32(0.5)) * np.float32(2.0**-32)
     return scaled.clip(max=np.float32(_LARGEST_BELOW_ONE))

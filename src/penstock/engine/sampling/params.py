@@ -1,4 +1,4 @@
-"""What sampling and verification read and return; per-request numbers in numpy, logits in torch."""
+"""Inputs and results of sampling and verification: numpy per request, torch for logits."""
 
 from __future__ import annotations
 
@@ -20,22 +20,21 @@ SeedArray = npt.NDArray[np.uint64]
 
 
 def as_index(values: IntArray, like: torch.Tensor) -> torch.Tensor:
-    """``values`` as an index on the device of ``like``."""
+    """Return ``values`` as an index on the device of ``like``."""
     return torch.from_numpy(values).to(like.device)
 
 
 @dataclass(frozen=True)
 class SamplingRows:
-    """Sampling parameters, one entry a row (or a request).
+    """Sampling parameters, one entry per row (or request).
 
     temperature: [rows] float64; 0 is greedy
     top_p:       [rows] float64 in (0, 1]; 1 is off
     top_k:       [rows] int64; 0 is off
     seed:        [rows] uint64
     min_p:       [rows] float64 in [0, 1], or None where it is off in all of them
-    reads_text:  some row's logits are changed by the text so far (`changes`), which is done before
-    reads_tokens: by something else than a grammar
-    """
+    reads_text:  some row's logits depend on the text so far (`changes`)
+    reads_tokens: some row's logits depend on more of it than a grammar's state"""
 
     temperature: FloatArray
     top_p: FloatArray
@@ -47,7 +46,7 @@ class SamplingRows:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams]) -> SamplingRows:
-        """Of some requests, in their order."""
+        """Build the rows of some requests, in their order."""
         return cls(
             np.array([p.temperature for p in params], dtype=np.float64),
             np.array([p.top_p for p in params], dtype=np.float64),
@@ -63,12 +62,12 @@ class SamplingRows:
 
     @property
     def greedy(self) -> BoolArray:
-        """[rows] bool: the rows whose distribution is one point."""
+        """[rows] bool: rows with a point mass."""
         return np.equal(self.temperature, 0.0)
 
     @property
     def filtered(self) -> BoolArray:
-        """[rows] bool: the rows that top-p, top-k or min-p may cut."""
+        """[rows] bool: rows that top-p, top-k or min-p may cut."""
         cut: BoolArray = (self.top_p < 1.0) | (self.top_k > 0)
         if self.min_p is not None:
             cut |= self.min_p > 0.0
@@ -76,22 +75,22 @@ class SamplingRows:
 
     @cached_property
     def has_filters(self) -> bool:
-        """Whether top-p, top-k or min-p may cut any row."""
+        """True where top-p, top-k or min-p may cut any row."""
         cuts = min(self.top_p.tolist(), default=1.0) < 1.0 or any(self.top_k.tolist())
         return (cuts or self.min_p is not None) and bool(self.filtered.any())
 
     @property
     def is_plain(self) -> bool:
-        """Whether logits, temperature and noise say all: a backend may sample where it computes."""
+        """True where only temperature and noise apply, so that a backend may sample on its own."""
         return not (self.reads_text or self.has_filters)
 
     @property
     def is_masked_at_most(self) -> bool:
-        """The same, but for what a grammar allows."""
+        """True where beside these only the mask of a grammar applies."""
         return not (self.reads_tokens or self.has_filters)
 
     def take(self, index: IntArray | BoolArray) -> SamplingRows:
-        """The rows that ``index`` selects, in its order."""
+        """Return the rows that ``index`` selects, in its order."""
         return SamplingRows(
             self.temperature[index],
             self.top_p[index],
@@ -107,9 +106,9 @@ class SamplingRows:
 class VerifyBatch:
     """Drafts of n requests and the target's logits for them, laid end to end.
 
-    Request i owns logits rows ``row_start[i]:row_start[i + 1]``, one more than it has draft
-    tokens: row j is the target's distribution after its first j draft tokens, so the last row
-    serves the bonus token. A request without a draft has one row.
+    Request i owns logits rows ``row_start[i]:row_start[i + 1]``, one more than draft tokens: row j
+    is the target's distribution after its first j draft tokens, the last row that of the bonus
+    token. A request without a draft has one row.
 
     logits:         [num_rows, V] float32
     row_start:      [n + 1] int64, strictly increasing, from 0 to num_rows
@@ -117,12 +116,11 @@ class VerifyBatch:
     params:         n entries
     ratio:          [n] bool: `ratio` mode, else `coupled`
     draft_tokens:   [num_rows - n] int64, in the order of the requests
-    draft_probs:    [num_prob_rows, V] float32 or None; only `ratio` mode reads it
-    draft_prob_row: [num_rows - n] int64: the row of ``draft_probs`` that a draft token was sampled
-                    from, or -1 for a point mass (a greedy or looked-up token)
+    draft_probs:    [num_prob_rows, V] float32 or None; for `ratio` mode only
+    draft_prob_row: [num_rows - n] int64: row of ``draft_probs`` of a draft token's distribution, or
+                    -1 for a point mass (a greedy or looked-up token)
 
-    Raises ValueError where shapes disagree or a draft token is outside the vocabulary.
-    """
+    Raises ValueError where shapes disagree or a draft token is outside the vocabulary."""
 
     logits: torch.Tensor
     row_start: IntArray
@@ -173,17 +171,17 @@ class VerifyBatch:
 
     @property
     def draft_start(self) -> IntArray:
-        """[n + 1] int64: where each request's draft tokens begin in ``draft_tokens``."""
+        """[n + 1] int64: start of each request's draft tokens in ``draft_tokens``."""
         return self.row_start - np.arange(self.num_requests + 1)
 
     @property
     def request_of_draft(self) -> IntArray:
-        """[num_drafts] int64: the request that owns each draft token."""
+        """[num_drafts] int64: request of each draft token."""
         return np.arange(self.num_requests).repeat(self.num_draft)
 
     @property
     def request_of_row(self) -> IntArray:
-        """[num_rows] int64: the request that owns each logits row."""
+        """[num_rows] int64: request of each logits row."""
         return np.arange(self.num_requests).repeat(self.num_rows)
 
     @property
@@ -193,7 +191,7 @@ class VerifyBatch:
         return before.repeat(self.num_rows) + np.arange(self.logits.shape[0])
 
     def take(self, chosen: IntArray) -> VerifyBatch:
-        """The batch of the requests ``chosen`` (ascending indices) alone."""
+        """Return the batch of the requests ``chosen`` (ascending indices) alone."""
         mask = np.zeros(self.num_requests, dtype=np.bool_)
         mask[chosen] = True
         rows = np.flatnonzero(mask[self.request_of_row])
@@ -212,18 +210,17 @@ class VerifyBatch:
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """What verification decided for n requests.
+    """Decisions of verification for n requests.
 
-    num_accepted: [n] int64, draft tokens kept
-    last_token:   [n] int64, the recovered or bonus token that follows them
-    evidence:     [num_drafts] float64, the success of each draft position up to and including the
-                  first rejection, 0 behind it: for samples in `ratio` mode
-                  Σ_x min(target(x), draft(x)), otherwise (and for greedy) 1 where it is accepted
-    evidence_all: [num_drafts] float64, of ALL draft positions, those behind the first rejection
-                  too: in `ratio` mode min(1, target(x) / draft(x)) of the drafted token x
-                  (GoodSpeed, eq. 3), otherwise 1 where it equals the target's own sample behind the
-                  draft as it is
-    """
+    num_accepted: [n] int64, accepted draft tokens
+    last_token:   [n] int64, the recovered or bonus token after them
+    evidence:     [num_drafts] float64, success of each draft position up to and including the first
+                  rejection, 0 behind it: Σ_x min(target(x), draft(x)) for samples in `ratio` mode,
+                  otherwise (and for greedy) 1 if accepted
+    evidence_all: [num_drafts] float64, of all draft positions, also those behind the first
+                  rejection: min(1, target(x) / draft(x)) of the draft token x in `ratio` mode
+                  (GoodSpeed, eq. 3), otherwise 1 if it equals the target's sample on the draft's
+                  prefix"""
 
     num_accepted: IntArray
     last_token: IntArray
@@ -233,18 +230,17 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True)
 class VerifyResult:
-    """The outcome of `verify` for n requests.
+    """Result of `verify` for n requests.
 
     num_accepted: [n] int64
-    num_decided:  [n] int64, draft positions up to and including the first rejection; the later
-                  ones stood on a wrong prefix
+    num_decided:  [n] int64, draft positions up to and including the first rejection; later ones
+                  had a wrong prefix
     evidence:     [num_drafts] float64, see `Decisions`
     evidence_all: [num_drafts] float64, likewise
     draft_start:  [n + 1] int64, offsets into both
-    token_ids:    [Σ (num_accepted + 1)] int64, every request's accepted tokens and then its
-                  recovered or bonus token
-    token_start:  [n + 1] int64, offsets into token_ids
-    """
+    token_ids:    [Σ (num_accepted + 1)] int64, every request's accepted tokens, then its recovered
+                  or bonus token
+    token_start:  [n + 1] int64, offsets into token_ids"""
 
     num_accepted: IntArray
     num_decided: IntArray
@@ -255,7 +251,7 @@ class VerifyResult:
     token_start: IntArray
 
     def tokens(self, request: int) -> list[int]:
-        """The token ids that request number ``request`` emits."""
+        """Return the token ids that request number ``request`` emits."""
         own: list[int] = self.token_ids[
             self.token_start[request] : self.token_start[request + 1]
         ].tolist()

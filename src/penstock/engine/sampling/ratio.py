@@ -1,20 +1,18 @@
-"""`ratio` verification: classic rejection sampling, the highest acceptance there is (1 - TV).
+"""`ratio` verification: rejection sampling, with the highest possible acceptance rate (1 - TV).
 
 A draft token x, sampled from draft(x), is accepted with probability min(1, target(x) / draft(x)).
-The first rejection is replaced by the recovered token, from normalised max(0, target - draft);
-after full acceptance a bonus token follows. A point mass (a greedy or looked-up token) has
-draft(x) = 1. Exact only if x was sampled from the very ``draft_probs`` that are reported: whoever
-drops a token because of its own value or probability has sampled from something else.
+The first rejection is replaced by the recovered token, from normalised max(0, target - draft); full
+acceptance adds a bonus token. A point mass (a greedy or looked-up token) has draft(x) = 1. It is
+exact only if x was sampled from the reported ``draft_probs``: dropping a token because of its own
+value or probability changes its distribution.
 
-Noise is a function of (seed, position, purpose), and for the draft's own samples of where the draft
-begins. A position that is drafted, left undecided behind a rejection, and drafted again therefore
-meets new noise: `evidence_all` says how good the tokens behind the rejection were, allocation goes
-by it, and with the old noise the next draft would be long just where it is good (a test shows that
-this is not exact). The noise of accepting, recovering and the bonus token may stay the same, since
-what is undecided enters nothing. One condition remains: whether a position is drafted, and whether
-its draft is then verified, may depend on earlier tokens and rounds but not on what this draft has
-there or behind it (a draft thrown away because its late tokens made it slow, say).
-"""
+Noise is a function of (seed, position, purpose), and for draft samples also of the draft's start. A
+position that is drafted, left undecided behind a rejection, and drafted again therefore meets new
+noise. `evidence_all` tells how good the tokens behind the rejection were, and allocation uses it:
+with the old noise the next draft would be long where it is good, which is not exact (a test shows
+it). The noise of acceptance, recovery and the bonus token may stay the same, since undecided tokens
+enter nothing. One condition remains: drafting a position and verifying its draft may depend on
+earlier tokens and rounds, but not on this draft's tokens there or behind it."""
 
 from __future__ import annotations
 
@@ -36,17 +34,17 @@ from penstock.engine.sampling.params import (
 )
 
 _LEAST_PROBABILITY = np.finfo(np.float32).tiny
+"""Lower bound of a draft probability in a quotient."""
 
 
 def sample_draft(
     logits: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A drafter's samples and the distributions that they were sampled from.
+    """Return a drafter's samples and the distributions they were sampled from.
 
     logits: [rows, V] float32; positions: [rows] int64, absolute; starts: [rows] int64, position of
     the first token of each row's draft. Returns tokens [rows] int64 and draft_probs [rows, V]
-    float32; at temperature 0 the latter is one point.
-    """
+    float32, a point mass at temperature 0."""
     scores = filter_logits(logits, rows)
     draft_probs = scores.softmax(dim=-1)
     return draw_draft(scores, rows, positions, starts), draft_probs
@@ -55,7 +53,7 @@ def sample_draft(
 def draw_draft(
     scores: torch.Tensor, rows: SamplingRows, positions: IntArray, starts: IntArray
 ) -> torch.Tensor:
-    """Samples [rows] int64 of a draft from softmax(scores), which are overwritten."""
+    """Return samples [rows] int64 of a draft from softmax(scores), which are overwritten."""
     fresh = replace(rows, seed=draft_seeds(rows.seed, starts))
     return gumbel_argmax(scores, fresh, positions, Salt.DRAFT)
 
@@ -63,10 +61,9 @@ def draw_draft(
 def _compare(
     batch: VerifyBatch, target_probs: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """target(x) and draft(x) of every draft token x, and Σ min(target, draft) there.
+    """Return target(x) and draft(x) of every draft token x, and Σ min(target, draft) there.
 
-    target_probs: [num_rows, V]. Three times [num_drafts] float32.
-    """
+    target_probs: [num_rows, V]. Returns three arrays [num_drafts] float32."""
     row = as_index(np.arange(batch.draft_tokens.shape[0]) + batch.request_of_draft, target_probs)
     token = as_index(batch.draft_tokens, target_probs)
     target_of_token = target_probs[row, token]
@@ -79,14 +76,14 @@ def _compare(
         draft_of_token[where] = batch.draft_probs[source, token[where]]
         shared = torch.minimum(target_probs[row[where]], batch.draft_probs[source])
         overlap[where] = shared.sum(dim=-1)
-    # A row that is not finite accepts nothing, and a request that comes to it gets NO_TOKEN there.
+    # A row that is not finite accepts nothing, and its request gets NO_TOKEN there.
     return target_of_token.nan_to_num_(0.0), draft_of_token, overlap.nan_to_num_(0.0)
 
 
 def _sample_last(
     batch: VerifyBatch, target_probs: torch.Tensor, num_accepted: IntArray
 ) -> torch.Tensor:
-    """The recovered token of every request with a rejection, the bonus token of the others: [n]."""
+    """Return the recovered token of requests with a rejection, the bonus token of others: [n]."""
     weights = target_probs[as_index(batch.row_start[:-1] + num_accepted, target_probs)]
     rejected = num_accepted < batch.num_draft
     request = np.flatnonzero(rejected)
@@ -107,7 +104,9 @@ def _sample_last(
 
 
 def count_accepted(batch: VerifyBatch, accepted: BoolArray) -> IntArray:
-    """Draft tokens before each request's first rejection, [n]; ``accepted`` is [num_drafts]."""
+    """Return the draft tokens before each request's first rejection, [n].
+
+    accepted: [num_drafts]."""
     begin, end = batch.draft_start[:-1], batch.draft_start[1:]
     # A sentinel past the end stands for "never rejected".
     rejected = np.append(np.flatnonzero(~accepted), accepted.shape[0])
@@ -118,8 +117,7 @@ def count_accepted(batch: VerifyBatch, accepted: BoolArray) -> IntArray:
 def verify_ratio(batch: VerifyBatch) -> Decisions:
     """Accept draft tokens by the ratio of target to draft; recover, or add the bonus token.
 
-    Every request must have a temperature above 0 (greedy is `verify_coupled`'s equality).
-    """
+    Every temperature must be above 0: `verify_coupled` handles greedy requests."""
     of_row, of_draft = batch.request_of_row, batch.request_of_draft
     target_probs = filtered_probs(batch.logits, batch.params.take(of_row))
     target_of_token, draft_of_token, overlap = (
@@ -127,7 +125,7 @@ def verify_ratio(batch: VerifyBatch) -> Decisions:
     )
     positions = np.delete(batch.row_positions, batch.row_start[1:] - 1)
     chance = uniform(row_keys(batch.params.seed[of_draft], positions, Salt.ACCEPT))
-    # A token that its own drafter calls impossible was not sampled from what is reported.
+    # A token of draft probability 0 was not sampled from the reported distribution.
     accepted = (chance * draft_of_token < target_of_token) & (draft_of_token > 0.0)
     num_accepted = count_accepted(batch, accepted)
     decided = np.arange(of_draft.shape[0]) <= (batch.draft_start[:-1] + num_accepted)[of_draft]

@@ -1,4 +1,4 @@
-"""The one entry to verification: a ragged batch in, tokens out; both modes in one batch."""
+"""Entry point of verification: a ragged batch of both modes in, tokens out."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from penstock.engine.sampling.ratio import verify_ratio
 
 
 def _decide(batch: VerifyBatch, sample: TokenSampler) -> Decisions:
-    # Greedy is the special case of both modes: the equality test decides it. Without a draft
-    # both take the target's own sample, by the same noise.
+    # Greedy requests are decided by equality in both modes. Without a draft both modes take the
+    # target's own sample with the same noise.
     by_ratio = batch.ratio & ~batch.params.greedy & (batch.num_draft > 0)
     if not by_ratio.any():
         return verify_coupled(batch, sample)
@@ -36,11 +36,9 @@ def _decide(batch: VerifyBatch, sample: TokenSampler) -> Decisions:
 def verify(batch: VerifyBatch, sample: TokenSampler = sample_coupled) -> VerifyResult:
     """Decide every draft of the batch; the output has exactly the target's distribution.
 
-    `sample` draws the target's seeded samples. A request's result depends on its own rows alone,
-    not on what else the batch holds.
-    """
+    `sample` draws the target's seeded samples. A request's result depends on its own rows alone."""
     decisions = _decide(batch, sample)
-    # Most batches are of a few requests, for which lists are faster than arrays.
+    # Lists are faster than arrays for the few requests of most batches.
     drafts, begins = batch.draft_tokens.tolist(), batch.draft_start.tolist()
     token_ids: list[int] = []
     token_start = [0]

@@ -1,0 +1,1 @@
+"""Messages of `penstock.v1`, generated from `drafting.proto`."""

@@ -14,8 +14,7 @@ from penstock.engine.models.gguf.file import GgufFile
 class GgufCheckpoint(Checkpoint):
     """Configuration, weights, tokenizer and chat template from one file.
 
-    Whoever wants the tokenizer alone does without PyTorch, which takes a second to import.
-    """
+    Reading the tokenizer alone does not import PyTorch, which takes a second."""
 
     def description(self) -> ModelDescription:
         from penstock.engine.models.gguf.config import config_json, end_token_ids

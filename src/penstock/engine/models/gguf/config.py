@@ -1,4 +1,4 @@
-"""A GGUF file's metadata in the terms of config.json."""
+"""Metadata of a GGUF file in the terms of config.json."""
 
 from __future__ import annotations
 
@@ -21,21 +21,23 @@ _ARCHITECTURES = {
     "phi3": "Phi3ForCausalLM",
     "gemma3": "Gemma3ForCausalLM",
 }
-"""Mistral's models are of architecture llama."""
+"""GGUF's architectures; Mistral's models are of architecture llama."""
 
 _COMPUTED = {
     "qwen3moe": {"expert_count"},
     "phi3": {"attention.sliding_window"},
     "gemma3": {"attention.sliding_window"},
 }
-"""What is refused elsewhere, see _REFUSED."""
+"""Keys of _REFUSED that an architecture supports."""
 
 ROPE_TENSORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
-"""What each frequency is divided by: in all texts, or in those of usual length and longer ones."""
+"""Divisors of the rotary frequencies: for all texts, for texts of usual length, for longer ones."""
 
 _GEMMA_PATTERN = 6
+"""One layer in so many has no window, as in Gemma 3; the file does not say it."""
 _GEMMA_27B_LAYERS = 62
-"""The file does not say that only this model scales its scores by another size than head_dim."""
+"""Layers of Gemma 3 27B, the only one whose scores are not scaled by head_dim; the file does not
+say it."""
 
 _REFUSED = (
     "attention.clamp_kqv",
@@ -55,14 +57,14 @@ _END_IDS = ("eos_token_id", "eot_token_id", "eom_token_id")
 _END_TEXTS = frozenset(
     ("<|endoftext|>", "<|im_end|>", "<|eot_id|>", "<|end_of_text|>", "<|end|>", "<end_of_turn>")
 )
-"""Control tokens that end a text even where the metadata names only one of them."""
+"""Control tokens that end a text, also where the metadata names only one of them."""
 
 _EMBEDDINGS = "token_embd.weight"
 _BIAS = "blk.0.attn_output.bias"
 
 
 class Metadata:
-    """The values of one architecture, checked when they are asked for."""
+    """Metadata values of one architecture, checked on access."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -105,12 +107,12 @@ class Metadata:
 
     @property
     def rotated_share(self) -> float:
-        """Of a head's dimensions."""
+        """Share of a head's dimensions that is rotated."""
         return self.whole("rope.dimension_count", self.head_dim) / self.head_dim
 
 
 def config_json(file: GgufFile) -> dict[str, Any]:
-    """What config.json would say of the model. Raises CheckpointError."""
+    """Return the config.json of the model. Raises CheckpointError."""
     metadata = Metadata(file)
     _check(file, metadata)
     hidden = metadata.whole("embedding_length")
@@ -144,7 +146,7 @@ def config_json(file: GgufFile) -> dict[str, Any]:
 
 
 def _own(metadata: Metadata) -> dict[str, Any]:
-    """What only some architectures have."""
+    """Return the fields of some architectures only."""
     window = metadata.get("attention.sliding_window") or None
     if metadata.architecture == "phi3":
         return {"sliding_window": window}
@@ -169,7 +171,7 @@ def _own(metadata: Metadata) -> dict[str, Any]:
 
 
 def end_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """Ids that end a text: those the metadata names, and control tokens known to."""
+    """Return end-of-text ids: those named in the metadata, and known control tokens."""
     named = [file.metadata.get(f"tokenizer.ggml.{name}") for name in _END_IDS]
     kinds = file.metadata.get("tokenizer.ggml.token_type", ())
     tokens = file.strings("tokenizer.ggml.tokens")
@@ -201,7 +203,7 @@ def _check(file: GgufFile, metadata: Metadata) -> None:
 
 
 def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
-    """Base and scaling, in the spelling that every transformers reads."""
+    """Return base and scaling in the spelling that every version of transformers reads."""
     theta = metadata.number("rope.freq_base", 10_000.0)
     if any(name in file.tensors for name in ROPE_TENSORS):
         return {"rope_theta": theta, **_rope_factors(file, metadata)}
@@ -220,14 +222,16 @@ def _rope(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
         original = metadata.whole("rope.scaling.original_context_length")
         scaling["original_max_position_embeddings"] = original
         if metadata.has("rope.scaling.attn_factor"):
-            # Here it comes on top of what the factor asks for, there in its place.
+            # GGUF multiplies the usual factor by it, transformers replaces it.
             usual = 0.1 * math.log(factor) + 1.0
             scaling["attention_factor"] = metadata.number("rope.scaling.attn_factor") * usual
     return {"rope_theta": theta, "rope_scaling": scaling}
 
 
 def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
-    """Factors for all texts are those of texts of usual length where no longer ones are read."""
+    """Return longrope parameters.
+
+    Factors for all texts are taken as those of usual length, as no longer texts are read."""
     usual, *longer = (name for name in ROPE_TENSORS if name in file.tensors)
     original = metadata.whole("context_length")
     if longer or usual != ROPE_TENSORS[0]:
@@ -256,7 +260,7 @@ def _rope_factors(file: GgufFile, metadata: Metadata) -> dict[str, Any]:
 
 
 def _dtype(file: GgufFile) -> str:
-    """The type that holds all values: the matrices' if they are all of one, else float32."""
+    """Return the type of all matrices if they share one and it holds all biases, else float32."""
     kinds = {entry.kind for entry in file.tensors.values() if len(entry.shape) > 1}
     dtype = FLOATS.get(kinds.pop(), torch.float32) if len(kinds) == 1 else torch.float32
     biases = [entry for entry in file.tensors.values() if entry.name.endswith(".bias")]

@@ -1,8 +1,7 @@
-"""A GGUF file's metadata and table of tensors; the tensors stay in the mapped file.
+"""Metadata and tensor table of a GGUF file; the tensors stay in the mapped file.
 
-By hand, because the `gguf` package makes an array of every string of the vocabulary, which takes
-seconds, and believes what a file says of its own sizes. Its tables of types are used.
-"""
+The `gguf` package is used for its type tables only: its reader makes an array of every string of
+the vocabulary, which takes seconds, and trusts the sizes in the file."""
 
 from __future__ import annotations
 
@@ -26,7 +25,9 @@ from gguf.constants import (
 from penstock.engine.models.checkpoint import GGUF_MAGIC, CheckpointError
 
 _VERSIONS = (2, 3)
+"""Supported versions of the format."""
 _MAX_DIMENSIONS = 4
+"""Limit of the format (ggml's GGML_MAX_DIMS)."""
 _FORMATS = {
     GGUFValueType.UINT8: "B",
     GGUFValueType.INT8: "b",
@@ -41,13 +42,13 @@ _FORMATS = {
     GGUFValueType.FLOAT64: "d",
 }
 _PART = re.compile(r"-(\d{5})-of-(\d{5})\.gguf$", re.IGNORECASE)
-"""How parts of a model are called."""
+"""Suffix of the parts of a split model."""
 _LENGTH = struct.Struct("<Q")
 
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies. kind: ggml's name of its type; shape: rows first; start: in the file."""
+    """Place of a tensor. kind: ggml's type name; shape: rows first; start: offset in the file."""
 
     name: str
     kind: str
@@ -57,16 +58,15 @@ class TensorEntry:
 
 
 class GgufFile:
-    """A mapped file. metadata: values by key; an array of strings is read by `strings` only.
+    """A mapped file. metadata: values by key; `strings` reads arrays of strings.
 
-    Raises CheckpointError for a file that cannot be read, is none, or is cut off.
-    """
+    Raises CheckpointError for a file that is unreadable, truncated or not GGUF."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             with path.open("rb") as file:
-                # A private copy of what would be written, which nobody does: tensors of PyTorch
+                # A private copy of written pages, though none are written: tensors of PyTorch
                 # cannot be read-only.
                 self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         except OSError as error:
@@ -95,12 +95,12 @@ class GgufFile:
         return [key for key in self._spans if key.startswith(prefix)]
 
     def raw(self, key: str) -> bytes:
-        """A metadata value with its type, as it lies in the file."""
+        """Return a metadata value with its type, as raw bytes."""
         start, end = self._spans[key]
         return self._map[start:end]
 
     def strings(self, key: str) -> list[str]:
-        """An array of strings; empty where there is none."""
+        """Return an array of strings; empty where there is none."""
         start, count = self._strings.get(key, (0, 0))
         found = []
         for _ in range(count):
@@ -110,13 +110,14 @@ class GgufFile:
         return found
 
     def data(self, entry: TensorEntry) -> npt.NDArray[np.uint8]:
-        """A tensor's bytes as they lie in the file: [rows, bytes of a row], mapped."""
+        """Return a tensor's bytes as stored: [rows, bytes of a row], mapped."""
         raw = np.frombuffer(self._map, np.uint8, entry.num_bytes, entry.start)
         return raw.reshape(math.prod(entry.shape[:-1]), -1)
 
     def drop_pages(self, entry: TensorEntry | None = None) -> None:
-        """Give back the memory of what was read, of a tensor or of all. Who reads it again finds it
-        as before."""
+        """Release the memory of pages that were read, of one tensor or of all.
+
+        Reading them again maps them anew."""
         if hasattr(mmap, "MADV_DONTNEED"):
             start, end = 0, len(self._map)
             if entry is not None:
@@ -192,7 +193,7 @@ class GgufFile:
         return TensorEntry(name, known.name, shape, start, math.prod(shape) // block * block_bytes)
 
     def _placed(self, entry: TensorEntry, begin: int) -> TensorEntry:
-        """`entry` with its place in the file, whose tensors begin at `begin`."""
+        """Return `entry` with its place in the file, whose tensors begin at `begin`."""
         start = begin + entry.start
         if start + entry.num_bytes > len(self._map):
             raise self.error(
@@ -203,7 +204,7 @@ class GgufFile:
 
 
 class _Cursor:
-    """Reads on from `at`. what: what is read there, for errors."""
+    """Reader at position `at`. what: name of the part being read, for errors."""
 
     def __init__(self, data: mmap.mmap, path: Path) -> None:
         self.at = 0
@@ -212,7 +213,7 @@ class _Cursor:
         self._path = path
 
     def begin(self) -> tuple[int, int]:
-        """The counts of tensors and of metadata keys."""
+        """Read the header; return the counts of tensors and of metadata keys."""
         if self._data[:4] != GGUF_MAGIC:
             raise CheckpointError(f"{self._path}: is not a GGUF file: it does not begin with GGUF")
         self.at = 4

@@ -1,4 +1,4 @@
-"""A GGUF file's tensors under Hugging Face's names, in their order of rows."""
+"""Tensors of a GGUF file under Hugging Face's names, with Hugging Face's order of rows."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)(\..*)")
 
 
 class GgufTensors:
-    """Architecture llama keeps the rows of a query or key head as pairs (i, i + head_dim / 2) side
-    by side; they are put back into Hugging Face's order, where one half follows the other. Gemma's
-    norms have in them the 1 that Hugging Face's lack. The matrices of all experts are one tensor.
-    """
+    """Tensors of a GGUF file.
+
+    Architecture llama stores the rotary pairs (i, i + head_dim / 2) of query and key rows side by
+    side; they are put back into halves. Gemma's norms include the 1 that Hugging Face's lack. The
+    matrices of all experts are one tensor."""
 
     def __init__(self, file: GgufFile) -> None:
         self._file = file
@@ -71,12 +72,12 @@ class GgufTensors:
         return QuantizedMatrix(entry.kind, rows, columns, data, drop)
 
     def _require(self, finite: bool, entry: TensorEntry) -> None:
-        """Raises: CheckpointError."""
+        """Raises CheckpointError."""
         if not finite:
             raise self._file.error(f"tensor {entry.name} {NOT_FINITE}")
 
     def check_all_read(self) -> None:
-        """Raises CheckpointError: a tensor that nobody asked for would change the model."""
+        """Raises CheckpointError for a tensor that was never read, as it would change the model."""
         unread = next((name for name in self._file.tensors if name not in self._read), None)
         if unread is not None:
             raise self._file.error(
@@ -108,6 +109,6 @@ class GgufTensors:
         return self._pairs_rows and name.rpartition(".")[0].endswith(_ROTATED)
 
     def _order(self, name: str, rows: int) -> torch.Tensor:
-        """Which row of the file is each row of Hugging Face's matrix."""
+        """Return the file's row for each row of Hugging Face's matrix."""
         head_dim = self._metadata.head_dim
         return torch.arange(rows).view(-1, head_dim // 2, 2).transpose(1, 2).flatten()

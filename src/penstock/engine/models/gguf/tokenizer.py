@@ -1,8 +1,7 @@
-"""The tokenizer that a GGUF file describes, as the model's publisher would have written it.
+"""Tokenizer of a GGUF file, as the model's publisher would have written it.
 
-The file has tokens, merges or scores, and a name for how text is cut before merging; the cut itself
-and the normalisation are those of the tokenizer that goes by that name.
-"""
+The file has tokens, merges or scores, and a name of the pre-tokenizer. The pre-tokenizer and the
+normalisation are those of the tokenizer with that name."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ _REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 _QWEN2 = rf"{_WORDS}|\p{{N}}|{_REST}"
 _LLAMA3 = rf"{_WORDS}|\p{{N}}{{1,3}}|{_REST}"
 _REST_WITH_SLASHES = _REST.replace(r"[\r\n]*", r"[\r\n/]*", 1)
-# Words by case: capitals that small letters follow, or capitals alone.
+# Words by case: capitals followed by small letters, or capitals alone.
 _CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
@@ -46,7 +45,7 @@ _GPT4O = rf"{'|'.join(x + _SHORT_FORMS for x in _CASES)}|\p{{N}}{{1,3}}|{_REST_W
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """How a byte-level tokenizer cuts text: by `pattern`, digits before it one by one if so."""
+    """Pre-tokenizer of a byte-level tokenizer: single digits if set, then `pattern`."""
 
     pattern: str = _GPT2
     single_digits: bool = False
@@ -71,11 +70,11 @@ _CUTS = {
     "llama3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
     "llama-v3": _Cut(_LLAMA3, ignore_merges=True, adds_bos=True),
 }
-"""By tokenizer.ggml.pre."""
+"""Pre-tokenizers by tokenizer.ggml.pre."""
 
 
 def fast_tokenizer(file: GgufFile) -> FastTokenizer:
-    """Raises CheckpointError for a kind of tokenizer that is not known here."""
+    """Build the tokenizer. Raises CheckpointError for an unsupported kind."""
     tokens = file.strings(f"{_PREFIX}tokens")
     if not tokens:
         raise file.error("has no tokenizer.ggml.tokens")
@@ -86,7 +85,7 @@ def fast_tokenizer(file: GgufFile) -> FastTokenizer:
     kinds = file.metadata.get(f"{_PREFIX}token_type") or [TokenType.NORMAL] * len(tokens)
     if len(kinds) != len(tokens):
         raise file.error(f"{_PREFIX}token_type has {len(kinds)} entries for {len(tokens)} tokens")
-    # What is unused pads the matrices; a text that spells it is a text like any other.
+    # Unused tokens pad the matrices; a text that spells one is ordinary text.
     used = {t: i for i, t in enumerate(tokens) if kinds[i] != TokenType.UNUSED}
     try:
         tokenizer = build(file, used)
@@ -152,7 +151,7 @@ def _sentencepiece(file: GgufFile, vocab: dict[str, int]) -> Tokenizer:
 
 
 def _merges_by_score(vocab: dict[str, int], scores: Sequence[float]) -> list[tuple[str, str]]:
-    """Every way to make a token of two others, the token of the highest score first."""
+    """Return every pair that makes a token, the token of the highest score first."""
     found = []
     for token, index in vocab.items():
         for middle in range(1, len(token)):
@@ -163,7 +162,7 @@ def _merges_by_score(vocab: dict[str, int], scores: Sequence[float]) -> list[tup
 
 
 def _add_tokens(tokenizer: Tokenizer, tokens: Sequence[str], kinds: Sequence[int]) -> None:
-    """Tokens that are found in a text before it is cut: special ones, and the user's own."""
+    """Add the tokens that are matched before splitting: special and user-defined ones."""
     whole = [TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN]
     found = [
         AddedToken(token, normalized=False, special=kind != TokenType.USER_DEFINED)
@@ -189,7 +188,7 @@ def _token_id(file: GgufFile, name: str, count: int, default: int | None = None)
 
 
 def _add_bos(file: GgufFile, tokenizer: Tokenizer, special: dict[str, str]) -> None:
-    """Give texts a first and a last token, where the file says so or its kind has them."""
+    """Add a first and a last token to texts where the file or its kind asks for them."""
     is_sentencepiece = file.metadata[f"{_PREFIX}model"] == "llama"
     usual = is_sentencepiece or _CUTS[file.metadata.get(f"{_PREFIX}pre", "default")].adds_bos
     before = file.metadata.get(f"{_PREFIX}add_bos_token", usual) and special.get("bos_token")

@@ -1,4 +1,4 @@
-"""The values of a GGUF file's tensors."""
+"""Values of a GGUF file's tensors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from penstock.engine.models.quantized import dequantize_into
 def read_values(file: GgufFile, entry: TensorEntry, out: torch.Tensor) -> None:
     """Fill `out`, of the tensor's shape and any float type, with its values.
 
-    Raises CheckpointError for a type that is not read.
-    """
+    Raises CheckpointError for an unsupported type."""
     data = torch.from_numpy(file.data(entry))
     try:
         dequantize_into(entry.kind, data, out.view(len(data), -1))
