@@ -183,8 +183,8 @@ class SimulatedServer:
     def setup(self, workload: Workload) -> Setup:
         """Complete for a workload with arrivals. Raises: PlanError, PolicyError."""
         from penstock.sim.planner import (
-            THRESHOLD_POLICIES,
             check_thresholds_fit,
+            has_thresholds,
             mean_rate,
             threshold_options,
         )
@@ -193,7 +193,7 @@ class SimulatedServer:
         base = self.base
         name, given = base.admission.name, base.admission.options
         set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
-        if name in THRESHOLD_POLICIES and not set_by_hand:
+        if not set_by_hand and has_thresholds(name):
             planned = threshold_options(
                 name, base.profile, workload, mean_rate(workload), self.kv_tokens
             )

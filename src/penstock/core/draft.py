@@ -14,7 +14,6 @@ import numpy as np
 from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.allocation import Grant
-from penstock.core.policies.pipeline.asynchronous import expected_tokens
 from penstock.core.policies.selection import ReplayProposal, usable
 from penstock.core.select import select
 from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
@@ -196,8 +195,9 @@ def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> t
         return tokens
     learn = ctx.learn
     step = learn.times.step_seconds(StepWork(num_decodes=len(ctx.table.running)))
-    now = expected_tokens(learn, state, drafter, len(tokens)) / step
-    later = expected_tokens(learn, state, drafter, granted)
+    request_id = state.request.id
+    now = learn.acceptance.expected_tokens(request_id, drafter, len(tokens)) / step
+    later = learn.acceptance.expected_tokens(request_id, drafter, granted)
     return tokens if now >= later / (step + learn.links.seconds(drafter, granted)) else ()
 
 

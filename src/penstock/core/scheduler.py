@@ -1,7 +1,8 @@
-"""The scheduler: three synchronous, deterministic methods over one table.
+"""The scheduler: synchronous, deterministic methods over one table.
 
 `apply` takes in events, `schedule` composes a lane's next step (admit, select, allocate, draft,
-verify: a module each), `update` takes in what it came to (observe).
+verify: a module each), `update` takes in what it came to (observe). `sync` is for hosts that keep
+requests by themselves.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from penstock.core.queues import WaitingRequests
 from penstock.core.select import select
 from penstock.core.state import Drafter
 from penstock.core.step import Step
+from penstock.core.sync import HostRequest, sync
 from penstock.core.table import Table
 from penstock.core.tenants.accounts import Accounts
 from penstock.core.tenants.fairness import Fairness
@@ -234,3 +236,10 @@ class Scheduler:
             # A draft server's plan ends as soon as its orders are sent: that changes nothing.
             table.counters.version += 1
         return observe.observe(self._ctx, plan, result)
+
+    def sync(self, running: Iterable[HostRequest], preempted: Iterable[str] = ()) -> None:
+        """Take over from a host how requests stand: `running` ones run and are in no plan any more;
+        `preempted` ones, by id, have lost their memory. Requests not named stay as they are, and
+        ids that are unknown are skipped. How many blocks are free is the pool's to say."""
+        self.table.counters.version += 1
+        sync(self.table, running, preempted)
