@@ -37,8 +37,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from penstock.core.learn.acceptance import AcceptanceEstimator
+from penstock.core.learn.confidence import EDGES, Calibration
 from penstock.core.types import Verdict
-from penstock.engine.drafters.confidence import EDGES, Calibration
 from penstock.lab.bench import Results, ResultTable, parser, table, tell
 from penstock.lab.claims import ClaimVerdict, bar
 from penstock.lab.hindsight import LONGEST

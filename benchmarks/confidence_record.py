@@ -13,8 +13,8 @@ import torch
 from benchmarks.live_engine import TargetText, target_texts
 from rich.progress import Progress
 
+from penstock.core.learn.confidence import EDGES, Stop
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.drafters.confidence import EDGES, Stop
 from penstock.engine.native.runner import NativeRunner
 from penstock.lab.hindsight import LONGEST
 from penstock.lab.live import load

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from penstock.engine.batch import BatchWriter
 from penstock.engine.eager import EagerRunner
-from penstock.engine.models.checkpoint import open_checkpoint
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.tokenizer import load_tokenizer
 
 CONTENT = bytes(range(256)) * 40

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
+from penstock.core.context import Context
 from penstock.core.policies.allocation import Grant
 from penstock.core.state import Drafter, DraftStage, RequestState
+from penstock.core.step import ScheduledTokens, Step
 from penstock.core.view import DraftCandidate, Room
-
-if TYPE_CHECKING:
-    from penstock.core.context import Context
-    from penstock.core.step import ScheduledTokens, Step
 
 
 def allocate(

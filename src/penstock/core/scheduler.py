@@ -11,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterable
 
 from penstock.core import draft, observe, verify
-from penstock.core.admit import admit, arrive, earlier
+from penstock.core.admit import admit, arrive, earlier, new_step
 from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup
 from penstock.core.kv.blocks import BlockPool
@@ -203,7 +203,7 @@ class Scheduler:
     def _target_step(self, now: float) -> Step:
         """Wait for drafts, or let the admission policy choose who runs."""
         ctx, table = self._ctx, self.table
-        step = Step(ctx, now)
+        step = new_step(ctx, now)
         if not table.drafters:
             admit(ctx, step)
             return step
@@ -220,7 +220,7 @@ class Scheduler:
                 break
             # The requests that were to join the step were preempted for each other's memory: the
             # others may be ready, and nothing else would ask for them.
-            step = Step(ctx, now)
+            step = new_step(ctx, now)
         else:
             admit(ctx, step)
         select(ctx, step.scheduled_states, now)

@@ -32,7 +32,8 @@ from penstock.core.types import (
     Verdict,
 )
 from penstock.engine.batch import BatchWriter, RaggedBatch
-from penstock.engine.drafters.base import Draft, LocalDrafter
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.drafts import Draft
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes

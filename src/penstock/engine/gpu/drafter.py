@@ -9,7 +9,7 @@ import torch
 
 from penstock.core.types import DraftOrder
 from penstock.engine.batch import IntArray
-from penstock.engine.drafters.base import Draft, Drafts
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.gpu.graphs import GraphRunner, Late
 from penstock.engine.gpu.rounds import draws_of, next_batch

@@ -20,7 +20,8 @@ import torch
 from penstock.core.loop import Clock
 from penstock.core.types import DraftOrder, DraftTime, VerifyItem
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.executor import RunnerExecutor
 from penstock.engine.gpu.drafter import GraphDrafter
 from penstock.engine.gpu.graphs import GraphRunner, Late

@@ -102,15 +102,3 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
     except OSError:
         return False
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """A GGUF file, else a folder in Hugging Face layout. No tensor is read yet."""
-    # Each brings libraries of its own, which take their time to import.
-    if is_gguf(path):
-        from penstock.engine.models.gguf.checkpoint import GgufCheckpoint
-
-        return GgufCheckpoint(path)
-    from penstock.engine.models.folder import FolderCheckpoint
-
-    return FolderCheckpoint(path)
