@@ -89,9 +89,7 @@ class Stop:
     least: Floats
     acceptance: Floats
 
-    def survival(
-        self, survival: Floats, drafts: _Indices, confidences: Floats
-    ) -> Floats:
+    def survival(self, survival: Floats, drafts: _Indices, confidences: Floats) -> Floats:
         """Of some drafts with one token more: theirs without it, times that token's acceptance."""
         bins = np.searchsorted(EDGES, confidences, side="right")
         return survival * self.acceptance[drafts, bins]
