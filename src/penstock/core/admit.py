@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from functools import partial
 
-from penstock.core.allocate import reserve
 from penstock.core.context import Context
 from penstock.core.groups import CountedState
 from penstock.core.kv.blocks import hash_blocks
+from penstock.core.speculate import reserve
 from penstock.core.state import RequestState
 from penstock.core.step import Step, StepRules, newest
 from penstock.core.types import (

@@ -11,11 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.allocation import Grant
 from penstock.core.policies.selection import ReplayProposal, usable
-from penstock.core.select import select
+from penstock.core.speculate import allocate, select
 from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.table import DueDrafts
 from penstock.core.types import AUTO_DRAFTER, TARGET, DrafterUp, DraftOrder, RoundCosts

@@ -23,7 +23,7 @@ from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.queues import WaitingRequests
-from penstock.core.select import select
+from penstock.core.speculate import select
 from penstock.core.state import Drafter
 from penstock.core.step import Step
 from penstock.core.sync import HostRequest, sync

@@ -16,8 +16,7 @@ from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import Model
 from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
-from penstock.fluid.step_profile import DrafterProfile, StepProfile
-from penstock.fluid.step_times import StepTimeCurve
+from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCurve
 
 _log = logging.getLogger(__name__)
 
