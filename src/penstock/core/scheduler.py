@@ -1,8 +1,8 @@
 """The scheduler: synchronous, deterministic methods over one table.
 
-`apply` takes in events, `schedule` composes a lane's next step (admit, select, allocate, draft,
-verify: a module each), `update` takes in what it came to (observe). `sync` is for hosts that keep
-requests by themselves.
+`apply` takes in events, `schedule` composes a lane's next step (admit, speculate, draft, verify:
+a module each), `update` takes in what it came to (observe). `sync` is for hosts that keep requests
+by themselves.
 """
 
 from __future__ import annotations
