@@ -161,9 +161,9 @@ def dequantize(file: Path, folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from penstock.engine.models.checkpoint import open_checkpoint
     from penstock.engine.models.config import DecoderConfig
-    from penstock.engine.models.folder import SINGLE_FILE
+    from penstock.engine.models.folder_tensors import SINGLE_FILE
+    from penstock.engine.models.formats import open_checkpoint
     from penstock.engine.models.weights import weight_specs
 
     checkpoint, config = open_checkpoint(file), DecoderConfig.from_pretrained(file)

@@ -21,7 +21,7 @@ from lab.bench import real_models
 from lab.bench.real_models import MODELS, FetchError, RealModel, dequantize, fetch, main
 from penstock.engine.batch import BatchWriter
 from penstock.engine.eager import EagerRunner
-from penstock.engine.models.checkpoint import open_checkpoint
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.tokenizer import load_tokenizer
 
 CONTENT = bytes(range(256)) * 40

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from penstock.core.learn.lengths import OutputLengths
+from penstock.core.learn.traffic import OutputLengths
 
 NOBODY = np.zeros(0, dtype=np.int64)
 

@@ -28,8 +28,8 @@ from penstock.core.state import Drafter
 from penstock.core.types import DraftOrder, Request, RoundCosts, SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.drafters.base import Draft
 from penstock.engine.drafters.chain import ChainDrafter
+from penstock.engine.drafters.drafts import Draft
 from penstock.engine.drafters.lookup import NO_MATCH, LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import (

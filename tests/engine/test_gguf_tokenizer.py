@@ -15,8 +15,9 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 from tokenizers import pre_tokenizers as pre
 from transformers import PreTrainedTokenizerFast, Qwen2Tokenizer
 
-from penstock.engine.models.checkpoint import CheckpointError, open_checkpoint
+from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.fast_tokenizer import FastTokenizer
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.tokenizer import load_tokenizer
 
 CORPUS = [

@@ -22,11 +22,12 @@ from tests.engine.test_sessions import (
 )
 
 from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES, LinesAhead, Text
+from penstock.core.drafting.lines import SessionOrder
+from penstock.core.drafting.sessions import DraftingSessions
 from penstock.core.types import SamplingParams
 from penstock.engine.batch import RaggedBatch
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
-from penstock.engine.drafters.sessions import DraftingSessions, SessionOrder
 from penstock.engine.eager import EagerRunner
 
 COUPLED = [GREEDY, SEEDED, FILTERED]
@@ -41,7 +42,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def make(family: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> Make:
     # Random models are sure of nothing.
-    monkeypatch.setattr("penstock.engine.drafters.sessions.LEAST_LINE_CHANCE", 0.002)
+    monkeypatch.setattr("penstock.core.drafting.sessions.LEAST_LINE_CHANCE", 0.002)
 
     def build(
         model: str = "near", num_blocks: int = 256
@@ -209,7 +210,7 @@ def test_an_order_comes_before_everything_ahead(make: Make) -> None:
 
 
 def test_memory_and_what_is_sent_are_bounded(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("penstock.engine.drafters.sessions.LEAST_LINE_CHANCE", 0.0)
+    monkeypatch.setattr("penstock.core.drafting.sessions.LEAST_LINE_CHANCE", 0.0)
     sessions, _ = make()
     pool = sessions.proposer._kv.pool  # type: ignore[attr-defined]
     other = Verifier(SEEDED)

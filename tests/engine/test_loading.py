@@ -20,7 +20,8 @@ from penstock.engine.eager import EagerRunner
 from penstock.engine.models.checkpoint import CheckpointError
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.dtypes import resolve_dtype
-from penstock.engine.models.rope import Rope, RopeTable
+from penstock.engine.models.rope import Rope
+from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.models.weights import load_weights, weight_specs
 
 CPU = torch.device("cpu")

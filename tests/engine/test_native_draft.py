@@ -11,9 +11,9 @@ import pytest
 import torch
 from tests.engine.small_models import SHAPE, Checkpoint, Paging
 
+from penstock.core.learn.confidence import EDGES, Stop
 from penstock.core.types import DraftOrder, Request, SamplingParams, Verdict
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.drafters.confidence import EDGES, Stop
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.native.runner import NativeRunner
 from penstock.engine.native.sampler import sample_unfiltered

@@ -140,7 +140,7 @@ def test_the_bundled_family_needs_no_transformers() -> None:
     code = (
         "import sys, pathlib, penstock.engine.build\n"
         "from penstock.engine.models.config import DecoderConfig\n"
-        "from penstock.engine.models.rope import RopeTable\n"
+        "from penstock.engine.models.rope_table import RopeTable\n"
         f"found = DecoderConfig.from_pretrained(pathlib.Path({path!r}))\n"
         "RopeTable.build(found, 8)\n"
         "print('transformers' in sys.modules)"

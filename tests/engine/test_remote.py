@@ -26,7 +26,7 @@ from penstock.core.types import (
     VerifyItem,
 )
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.drafters.base import Draft
+from penstock.engine.drafters.drafts import Draft
 from penstock.engine.remote import HeldDrafts
 from penstock.engine.sampling import SamplingRows
 from penstock.engine.sampling.filters import filtered_probs

@@ -11,17 +11,13 @@ import pytest
 import torch
 from tests.engine.small_family import VOCAB, write_family
 
+from penstock.core.drafting.lines import SessionOrder, TopWeights
+from penstock.core.drafting.sessions import DraftingSessions, SessionDraft
+from penstock.core.learn.confidence import Calibration
 from penstock.core.types import SamplingParams
 from penstock.engine.batch import RaggedBatch
-from penstock.engine.drafters.confidence import Calibration
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
-from penstock.engine.drafters.sessions import (
-    DraftingSessions,
-    SessionDraft,
-    SessionOrder,
-    TopWeights,
-)
 from penstock.engine.eager import EagerRunner
 
 PROMPT = tuple(range(40, 60))
@@ -70,7 +66,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture
 def make(family: dict[str, Path], monkeypatch: pytest.MonkeyPatch):
     # Random models are sure of nothing; what they would draft ahead is drafted all the same.
-    monkeypatch.setattr("penstock.engine.drafters.sessions.LEAST_CHANCE", 0.0)
+    monkeypatch.setattr("penstock.core.drafting.sessions.LEAST_CHANCE", 0.0)
 
     def build(
         model: str = "near", num_blocks: int = 256, max_draft_tokens: int = 16
@@ -318,7 +314,7 @@ def test_draft_ahead_takes_no_memory_from_others(make) -> None:
 def test_what_is_unlikely_to_be_of_use_is_not_drafted_ahead(
     make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("penstock.engine.drafters.sessions.LEAST_CHANCE", 0.5)
+    monkeypatch.setattr("penstock.core.drafting.sessions.LEAST_CHANCE", 0.5)
     sessions, _ = make("far")
     sessions.begin("r", PROMPT, GREEDY)
     draft(sessions, "r", len(PROMPT), 8)

@@ -31,7 +31,7 @@ from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import DraftOrder, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.drafters.base import Draft, Drafts
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.drafters.lookup import num_equal
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.spelling import Vocabularies

@@ -14,7 +14,8 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from penstock.engine.models.checkpoint import CheckpointError, open_checkpoint
+from penstock.engine.models.checkpoint import CheckpointError
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 TEXT = "Straße, naïve — 東京 and 😀👩‍🚀!  Two  spaces\n\tand\ttabs. "

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.fluid.step_times import StepTimeCurve
+from penstock.fluid.step_profile import StepTimeCurve
 
 
 def curve(*points: tuple[float, float]) -> StepTimeCurve:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import math
 import random
+from collections import deque
 
 import pytest
 
 from penstock.serving.intake import QueueFull, Shares, WaitingRoom
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
 
 
 def test_one_client_leaves_as_much_as_it_holds() -> None:
@@ -61,3 +72,129 @@ def test_requests_leave_once() -> None:
 @pytest.mark.parametrize(("seconds", "told"), [(0.0, 1), (7.5, 7.5), (1e9, 60)])
 def test_what_is_told_is_bounded(seconds: float, told: float) -> None:
     assert QueueFull("full", seconds).retry_after_s == told
+
+
+def burst(seconds_each: float, slower: float) -> int:
+    """How many of 48 requests, all asked at once by one client that tries again twice, come to
+    nothing. Two run at once; after two seconds the machine is so many times slower."""
+    clock, rng = Clock(), random.Random(5)
+    room = WaitingRoom(16, clock=clock)
+    waiting: deque[str] = deque()
+    coming = [(0.001 * number, f"{number}", 0) for number in range(48)]
+    num_free, num_lost = 2, 0
+    while coming:
+        clock.now, request, attempt = heapq.heappop(coming)
+        if request == "end":
+            num_free += 1
+        else:
+            try:
+                room.enter("a", [request])
+                waiting.append(request)
+            except QueueFull as full:
+                back = clock.now + math.ceil(full.retry_after_s) + rng.uniform(0, 0.05)
+                num_lost += attempt == 2
+                if attempt < 2:
+                    heapq.heappush(coming, (back, request, attempt + 1))
+        while num_free and waiting:
+            num_free -= 1
+            room.answered(waiting.popleft())
+            took = seconds_each * (slower if clock.now > 2 else 1)
+            heapq.heappush(coming, (clock.now + took, "end", 0))
+    return num_lost
+
+
+@pytest.mark.parametrize("slower", [1.0, 2.0])
+@pytest.mark.parametrize("seconds_each", [0.03, 0.15])
+def test_two_retries_are_enough_for_a_burst(seconds_each: float, slower: float) -> None:
+    """Nothing is known of the rate when it comes; and all that are told the same whole second come
+    at once."""
+    assert burst(seconds_each, slower) == 0
+
+
+def test_refused_requests_are_told_the_rate_at_which_others_begin() -> None:
+    clock = Clock()
+    room = WaitingRoom(40, clock=clock)
+    for number in range(20):
+        room.enter("a", [f"{number}"])
+    assert _told(room, 20) == 1, "nothing is known of the rate yet"
+    for number in range(20):
+        clock.now += 0.5
+        room.answered(f"{number}")
+        room.enter("a", [f"next {number}"])
+    assert _told(room, 1) == 1
+    assert _told(room, 10) == pytest.approx(11 / 2)
+    assert _told(room, 1000) == 60
+
+
+def _told(room: WaitingRoom, num: int) -> float:
+    with pytest.raises(QueueFull) as full:
+        room.enter("a", [f"again {number}" for number in range(num)])
+    return full.value.retry_after_s
+
+
+def test_a_rate_is_that_of_a_room_with_requests() -> None:
+    """One request in ten seconds, which waits a tenth of a second, tells nothing; ten at once do
+    when all of them have begun."""
+    clock = Clock()
+    room = WaitingRoom(40, clock=clock)
+    for number in range(20):
+        room.enter("a", [f"{number}"])
+        clock.now += 0.1
+        room.answered(f"{number}")
+        clock.now += 9.9
+    room.enter("a", [f"at once {number}" for number in range(10)])
+    room.enter("a", ["patient"], within_s=0.5)
+    for number in range(10):
+        clock.now += 0.1
+        room.answered(f"at once {number}")
+    room.enter("a", ["more"], within_s=0.5)
+    with pytest.raises(QueueFull):
+        room.enter("a", ["more 1", "more 2", "more 3", "more 4"], within_s=0.5)
+
+
+def test_who_would_wait_too_long_is_told_at_once() -> None:
+    clock = Clock()
+    room = WaitingRoom(400, clock=clock)
+    for number in range(100):
+        room.enter("a", [f"{number}"], within_s=0.1)  # nothing is known of the rate yet
+    for number in range(50):
+        clock.now += 0.1
+        room.answered(f"{number}")
+    room.enter("a", ["patient"], within_s=5.5)
+    with pytest.raises(QueueFull, match=r"begin after about 5\.2 s, .* longer than 4 s") as full:
+        room.enter("a", ["late"], within_s=4)
+    assert full.value.retry_after_s == pytest.approx(1.2)
+    # Another client's share of the server is its own.
+    room.enter("b", ["b1", "b2"], within_s=1)
+
+
+def test_shedding_keeps_admitted_requests_fast() -> None:
+    """At twice the load that there is room for, with a room that holds 20 s of work."""
+    clock, rng = Clock(), random.Random(3)
+    waits: dict[float | None, list[float]] = {}
+    for within_s in (None, 2.0):
+        clock.now = 0.0
+        room = WaitingRoom(400, clock=clock)
+        waiting: deque[tuple[str, float]] = deque()
+        waits[within_s] = []
+        number, next_begin, next_arrival = 0, 0.1, 0.0
+        while clock.now < 120:
+            clock.now = min(next_begin, next_arrival)
+            if next_begin <= next_arrival:
+                next_begin += 0.1
+                if waiting:
+                    request, since = waiting.popleft()
+                    waits[within_s].append(clock.now - since)
+                    room.answered(request)
+                continue
+            next_arrival += rng.expovariate(20)
+            number += 1
+            try:
+                room.enter("a", [f"{number}"], within_s)
+                waiting.append((f"{number}", clock.now))
+            except QueueFull:
+                continue
+    late = {within_s: sorted(found)[int(0.99 * len(found))] for within_s, found in waits.items()}
+    assert late[2.0] < 2.5
+    assert late[None] > 10
+    assert len(waits[2.0]) > 0.97 * len(waits[None])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.config import PolicyConfig
-from penstock.core.learn.lengths import OutputLengths
+from penstock.core.learn.traffic import OutputLengths
 from penstock.fluid.step_profile import PAPER_LINEAR
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.run import Setup, run

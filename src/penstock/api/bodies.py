@@ -322,6 +322,12 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
+    def uses_tools(self) -> bool:
+        """Whether anything in it is about tools."""
+        is_asked = self.tools or self.tool_choice not in ("none", "auto")
+        return bool(is_asked) or any(message.is_about_tools for message in self.messages)
+
+    @property
     def offered_tools(self) -> list[Tool]:
         """Those that the model is told of."""
         return [] if self.tool_choice == "none" else self.tools

@@ -190,7 +190,7 @@ class RequestBuilder:
         """Choices of a chat completion, by default as long as the context lets them. Raises:
         ApiError."""
         self._check(body, caller, 1)
-        use = tool_use(body, self.tokenizer.tool_template)
+        use = tool_use(body, self.tokenizer.tool_template) if body.uses_tools else None
         chat = _Chat.of(body.messages, body.offered_tools)
         if use is not None:
             chat = replace(chat, lead=use.lead)

@@ -153,8 +153,9 @@ def _model_paths(config: ServeConfig) -> dict[str, Path]:
 def _models(config: ServeConfig) -> Iterator[Finding]:
     if find_spec("torch") is None or find_spec("transformers") is None:
         return
-    from penstock.engine.models.checkpoint import CheckpointError, open_checkpoint
+    from penstock.engine.models.checkpoint import CheckpointError
     from penstock.engine.models.config import DecoderConfig
+    from penstock.engine.models.formats import open_checkpoint
 
     for name, path in _model_paths(config).items():
         try:

@@ -324,8 +324,8 @@ def simulates(command: Callable[..., None]) -> Callable[..., None]:
 def with_thresholds(base: Setup, workload: Workload) -> Setup:
     """A setup that is complete for a workload with arrivals. Raises: PlanError, PolicyError."""
     from penstock.sim.planner import (
-        THRESHOLD_POLICIES,
         check_thresholds_fit,
+        has_thresholds,
         mean_rate,
         threshold_options,
     )
@@ -334,7 +334,7 @@ def with_thresholds(base: Setup, workload: Workload) -> Setup:
     kv_tokens = base.num_blocks * base.block_size
     name, given = base.admission.name, base.admission.options
     set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
-    if name in THRESHOLD_POLICIES and not set_by_hand:
+    if has_thresholds(name) and not set_by_hand:
         planned = threshold_options(name, base.profile, workload, mean_rate(workload), kv_tokens)
         base = replace(base, admission=base.admission.with_defaults(planned))
     make_scheduler(base)

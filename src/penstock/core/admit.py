@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 
 from penstock.core.context import Context
 from penstock.core.groups import CountedState
 from penstock.core.kv.blocks import hash_blocks
+from penstock.core.speculate import reserve
 from penstock.core.state import RequestState
-from penstock.core.step import Step
+from penstock.core.step import Step, StepRules, newest
 from penstock.core.types import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -72,6 +74,13 @@ def _can_count(ctx: Context, request: Request) -> bool:
         and request.latency == NO_TARGET
         and (request.drafter == NO_DRAFTER or not ctx.table.drafters)
     )
+
+
+def new_step(ctx: Context, now: float) -> Step:
+    """An empty step of the target."""
+    victim = newest if ctx.fairness is None else ctx.fairness.victim
+    rules = StepRules(ctx.max_num_seqs, ctx.may_run, partial(reserve, ctx), victim)
+    return Step(ctx.table, ctx.learn, rules, now)
 
 
 def admit(ctx: Context, step: Step) -> None:

@@ -11,12 +11,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from penstock.core.allocate import allocate
 from penstock.core.context import Context
 from penstock.core.policies.allocation import Grant
-from penstock.core.policies.pipeline.asynchronous import expected_tokens
 from penstock.core.policies.selection import ReplayProposal, usable
-from penstock.core.select import select
+from penstock.core.speculate import allocate, select
 from penstock.core.state import SKIPPED, Drafter, DraftRound, DraftStage, RequestState
 from penstock.core.table import DueDrafts
 from penstock.core.types import AUTO_DRAFTER, TARGET, DrafterUp, DraftOrder, RoundCosts
@@ -191,8 +189,9 @@ def _at_hand(ctx: Context, state: RequestState, drafter: str, granted: int) -> t
         return tokens
     learn = ctx.learn
     step = learn.times.step_seconds(StepWork(num_decodes=len(ctx.table.running)))
-    now = expected_tokens(learn, state, drafter, len(tokens)) / step
-    later = expected_tokens(learn, state, drafter, granted)
+    request_id = state.request.id
+    now = learn.acceptance.expected_tokens(request_id, drafter, len(tokens)) / step
+    later = learn.acceptance.expected_tokens(request_id, drafter, granted)
     return tokens if now >= later / (step + learn.links.seconds(drafter, granted)) else ()
 
 

@@ -1,7 +1,8 @@
-"""The scheduler: three synchronous, deterministic methods over one table.
+"""The scheduler: synchronous, deterministic methods over one table.
 
-`apply` takes in events, `schedule` composes a lane's next step (admit, select, allocate, draft,
-verify: a module each), `update` takes in what it came to (observe).
+`apply` takes in events, `schedule` composes a lane's next step (admit, speculate, draft, verify:
+a module each), `update` takes in what it came to (observe). `sync` is for hosts that keep requests
+by themselves.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import math
 from collections.abc import Hashable, Iterable
 
 from penstock.core import draft, observe, verify
-from penstock.core.admit import admit, arrive, earlier
+from penstock.core.admit import admit, arrive, earlier, new_step
 from penstock.core.context import Context
 from penstock.core.groups import DecodeGroup
 from penstock.core.kv.blocks import BlockPool
@@ -22,9 +23,10 @@ from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.selection import SelectionPolicy
 from penstock.core.queues import WaitingRequests
-from penstock.core.select import select
+from penstock.core.speculate import select
 from penstock.core.state import Drafter
 from penstock.core.step import Step
+from penstock.core.sync import HostRequest, sync
 from penstock.core.table import Table
 from penstock.core.tenants.accounts import Accounts
 from penstock.core.tenants.fairness import Fairness
@@ -198,7 +200,7 @@ class Scheduler:
     def _target_step(self, now: float) -> Step:
         """Wait for drafts, or let the admission policy choose who runs."""
         ctx, table = self._ctx, self.table
-        step = Step(ctx, now)
+        step = new_step(ctx, now)
         if not table.drafters:
             admit(ctx, step)
             return step
@@ -215,7 +217,7 @@ class Scheduler:
                 break
             # The requests that were to join the step were preempted for each other's memory: the
             # others may be ready, and nothing else would ask for them.
-            step = Step(ctx, now)
+            step = new_step(ctx, now)
         else:
             admit(ctx, step)
         select(ctx, step.scheduled_states, now)
@@ -231,3 +233,10 @@ class Scheduler:
             # A draft server's plan ends as soon as its orders are sent: that changes nothing.
             table.counters.version += 1
         return observe.observe(self._ctx, plan, result)
+
+    def sync(self, running: Iterable[HostRequest], preempted: Iterable[str] = ()) -> None:
+        """Take over from a host how requests stand: `running` ones run and are in no plan any more;
+        `preempted` ones, by id, have lost their memory. Requests not named stay as they are, and
+        ids that are unknown are skipped. How many blocks are free is the pool's to say."""
+        self.table.counters.version += 1
+        sync(self.table, running, preempted)

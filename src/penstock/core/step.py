@@ -10,19 +10,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from penstock.core.allocate import reserve
 from penstock.core.groups import CountedState, DecodeGroup
 from penstock.core.learn import Estimators
 from penstock.core.state import RequestState
+from penstock.core.table import Table
 from penstock.core.types import TARGET, Status
-
-if TYPE_CHECKING:
-    from penstock.core.context import Context
 
 
 @dataclass(slots=True)
@@ -37,6 +34,20 @@ class ScheduledTokens:
     new_blocks: list[int]
 
 
+class StepRules(NamedTuple):
+    """What a step asks of the parts of the scheduler that admission does not know.
+
+    max_num_seqs: requests that the executor has room for at once. may_run: whether a running
+    request may join the step. reserve: draft positions to keep free for one that does. victim: the
+    request to preempt where memory is short; None if there is none.
+    """
+
+    max_num_seqs: float
+    may_run: Callable[[RequestState], bool]
+    reserve: Callable[[RequestState], int]
+    victim: Callable[[Step], RequestState | None]
+
+
 class Step:
     """One target step being composed.
 
@@ -49,7 +60,7 @@ class Step:
     """
 
     __slots__ = (
-        "_ctx",
+        "_rules",
         "_table",
         "decoding",
         "learn",
@@ -65,11 +76,11 @@ class Step:
         "wake_at",
     )
 
-    def __init__(self, ctx: Context, now: float) -> None:
-        self._ctx = ctx
-        self._table = table = ctx.table
+    def __init__(self, table: Table, learn: Estimators, rules: StepRules, now: float) -> None:
+        self._rules = rules
+        self._table = table
         self.pool = table.memory.pools[TARGET]
-        self.learn: Estimators = ctx.learn
+        self.learn = learn
         self.running = table.running
         self.waiting = table.waiting
         self.now = now
@@ -147,7 +158,7 @@ class Step:
 
     def _solo_decodes(self, key: Hashable) -> list[RequestState]:
         """Those of them that are looked at one by one, oldest first."""
-        key_of, may_run = self._table.key_of, self._ctx.may_run
+        key_of, may_run = self._table.key_of, self._rules.may_run
         return [
             s
             for i, s in self._table.solo.items()
@@ -187,7 +198,7 @@ class Step:
         while not self.pool.can_allocate(
             sum(self._missing_blocks(s, 1) for s in states if s.status is Status.RUNNING)
         ):
-            victim = self._victim()
+            victim = self._rules.victim(self)
             if victim is None:
                 return
             self.preempt(victim)
@@ -195,14 +206,14 @@ class Step:
     def _schedule_decode(self, state: RequestState) -> None:
         if self.make_room(state, 1):
             self.schedule(state, 1)
-            self.num_reserved += reserve(self._ctx, state)
+            self.num_reserved += self._rules.reserve(state)
 
     def _schedule_group(self, group: DecodeGroup, budget: int) -> None:
         num = len(group.members)
         if num > budget:
             raise ValueError(f"{num} decoding requests exceed a budget of {budget} tokens")
         while not self.pool.can_allocate(wanted := group.num_new_blocks()):
-            victim = self._victim()
+            victim = self._rules.victim(self)
             if victim is None:
                 return
             self.preempt(victim)
@@ -215,7 +226,7 @@ class Step:
 
     def prefills(self) -> list[RequestState]:
         """Running requests with more than their next token to compute, oldest first."""
-        may_run = self._ctx.may_run
+        may_run = self._rules.may_run
         return [s for s in self._table.solo.values() if not s.is_decoding and may_run(s)]
 
     def schedule_prefills(self, budget: int) -> int:
@@ -245,7 +256,7 @@ class Step:
     def can_admit(self, state: RequestState, num_tokens: int, num_kept_free: int = 0) -> bool:
         """Whether the executor has room for a waiting request, and memory holds its first
         `num_tokens` tokens beyond the cached prefix, with `num_kept_free` blocks to spare."""
-        if len(self.running) >= self._ctx.max_num_seqs:
+        if len(self.running) >= self._rules.max_num_seqs:
             return False
         return self.pool.can_allocate(self._wanted_blocks(state, num_tokens) + num_kept_free)
 
@@ -265,7 +276,7 @@ class Step:
         be admitted; none is 0 or less."""
         wanted = self._wanted_blocks(state, self.num_missing_tokens(state))
         wanted += num_kept_free if self.running else 0
-        too_many = len(self.running) + 1 - min(max_num_seqs, self._ctx.max_num_seqs)
+        too_many = len(self.running) + 1 - min(max_num_seqs, self._rules.max_num_seqs)
         return wanted - self.pool.num_free_blocks, 0 if too_many < 0 else int(too_many)
 
     def admit(self, state: RequestState, num_tokens: int) -> None:
@@ -335,7 +346,7 @@ class Step:
         """Preempt the newest running requests until a running one can be scheduled; False if it had
         to go itself, or nobody can."""
         while not self.can_schedule(state, num_tokens):
-            victim = self._victim()
+            victim = self._rules.victim(self)
             if victim is None:
                 return False
             self.preempt(victim)
@@ -363,10 +374,6 @@ class Step:
         """Give up a running request's memory; it is recomputed later, first in the queue."""
         self._table.preempt(state)
         self.num_preempted += 1
-
-    def _victim(self) -> RequestState | None:
-        fairness = self._ctx.fairness
-        return newest(self) if fairness is None else fairness.victim(self)
 
     def _missing_blocks(self, state: RequestState, num_tokens: int) -> int:
         kv = state.kv_of(TARGET)

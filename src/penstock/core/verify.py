@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from penstock.core import draft
 from penstock.core.admit import is_steady
-from penstock.core.allocate import grants_of_step
 from penstock.core.context import Context
 from penstock.core.groups import decode_run
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.policies.allocation import Grant
+from penstock.core.speculate import grants_of_step
 from penstock.core.state import CHOSEN, DraftStage
 from penstock.core.step import ScheduledTokens, Step
 from penstock.core.types import TARGET, DecodeRun, DraftOrder, DraftSource, VerifyItem

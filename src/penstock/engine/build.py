@@ -43,8 +43,8 @@ from penstock.engine.drafters.suffix import SuffixDrafter
 from penstock.engine.ends import LazyTokenizer
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.grammar import GrammarCompiler
-from penstock.engine.models.checkpoint import open_checkpoint
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 
 _log = logging.getLogger(__name__)

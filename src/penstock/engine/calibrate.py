@@ -15,8 +15,7 @@ from penstock.engine.drafters.base import LocalDrafter
 from penstock.engine.executor import LocalExecutor
 from penstock.engine.runner import Model
 from penstock.engine.timing import best_seconds, dummy_draft, dummy_verify, slowdowns
-from penstock.fluid.step_profile import DrafterProfile, StepProfile
-from penstock.fluid.step_times import StepTimeCurve
+from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCurve
 
 _ROWS = (1, 8, 32, 3, 128, 16, 64, 5, 2, 256, 24, 12, 48, 96, 160)
 _BATCHES = (1, 8, 2, 32, 4, 16, 64)

@@ -31,11 +31,11 @@ from penstock.core.types import (
     Verdict,
 )
 from penstock.engine.batch import BatchWriter, RaggedBatch
-from penstock.engine.drafters.base import Draft, LocalDrafter
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.drafts import Draft
 from penstock.engine.ends import LazyTokenizer, OutputEnd
 from penstock.engine.grammar import GrammarCompiler, GrammarState
 from penstock.engine.lanes import Lanes
-from penstock.engine.prompt_scores import PromptScores
 from penstock.engine.remote import HeldDrafts, RemoteOrders, Weights
 from penstock.engine.runner import Model, ModelRunner
 from penstock.engine.sequences import BlockTables, TokenBuffer
@@ -53,7 +53,7 @@ from penstock.engine.steps import (
     verdicts_of,
     verified,
 )
-from penstock.engine.verifier import Decided, Drafted, Verifier
+from penstock.engine.verifier import Decided, Drafted, PromptScores, Verifier
 
 _MOST_FAILURES = 3
 """Steps of a drafter that may fail one after the other."""

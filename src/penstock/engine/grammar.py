@@ -16,16 +16,17 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 from weakref import WeakValueDictionary
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.core.types import Request
+
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-    from penstock.engine.sequences import TokenBuffer
     from penstock.engine.tokenizer import Tokenizer
 
 GrammarKind = Literal["json", "regex", "choice", "grammar", "lark"]
@@ -65,6 +66,15 @@ _IN_WORDS = dict.fromkeys(
     "it matches no text: it refers to itself without an end, or excludes every character",
 )
 """For llguidance's errors that are only names."""
+
+
+class KnownTokens(Protocol):
+    """A request's prompt and output so far, as a grammar follows it. length: of both, in tokens."""
+
+    request: Request
+    length: int
+
+    def tokens(self, start: int, end: int) -> list[int]: ...
 
 
 class GrammarError(ValueError):
@@ -245,7 +255,7 @@ class GrammarState:
         return self._compiled.result().deep_copy()
 
     def masks(
-        self, text: TokenBuffer, draft: Sequence[int], num_rows: int
+        self, text: KnownTokens, draft: Sequence[int], num_rows: int
     ) -> npt.NDArray[np.int32]:
         """Which tokens may come behind a text and a draft, and in the rows before behind a draft
         token less each: bits of [num_rows, words]. All, behind a draft that may not be."""
@@ -254,7 +264,7 @@ class GrammarState:
         return rows
 
     def fill(
-        self, text: TokenBuffer, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
+        self, text: KnownTokens, draft: Sequence[int], num_rows: int, place: int, row_bytes: int
     ) -> None:
         """The same, into rows at an address that have every bit set. row_bytes: of one of them."""
         first = len(draft) + 1 - num_rows
@@ -279,7 +289,7 @@ class GrammarState:
             elif num_consumed:
                 matcher.rollback(num_consumed)
 
-    def settle(self, text: TokenBuffer, draft: Sequence[int], samples: list[int]) -> int | None:
+    def settle(self, text: KnownTokens, draft: Sequence[int], samples: list[int]) -> int | None:
         """Follow a text, and the target's samples behind it as far as they are the draft.
 
         samples: drawn behind the text and behind each token of the draft, of all tokens; what must
@@ -308,7 +318,7 @@ class GrammarState:
                     break
         return None
 
-    def forced(self, text: TokenBuffer) -> tuple[int, ...]:
+    def forced(self, text: KnownTokens) -> tuple[int, ...]:
         """What must come behind a text, as it is usually cut into tokens."""
         with self._lock:
             matcher = self._follow(text)
@@ -316,7 +326,7 @@ class GrammarState:
                 self._forced = matcher.compute_ff_tokens()
             return tuple(self._forced[:_MAX_FORCED])
 
-    def _follow(self, text: TokenBuffer) -> LLMatcher:
+    def _follow(self, text: KnownTokens) -> LLMatcher:
         """Read what is new in a text, or forget what is not in it yet."""
         matcher, num_known = self._matcher, text.length - text.request.prompt_len
         if self._num_read < num_known:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from penstock.core.types import DraftOrder, StepPlan, StepResult, VerifyItem
-from penstock.engine.drafters.base import Draft
+from penstock.engine.drafters.drafts import Draft
 from penstock.engine.runner import Model
 from penstock.engine.sequences import TokenBuffer
 

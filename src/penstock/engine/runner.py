@@ -8,10 +8,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.core.learn.confidence import Stop
 from penstock.core.types import SamplingParams
 from penstock.engine.batch import IntArray, RaggedBatch
-from penstock.engine.drafters.base import Drafts
-from penstock.engine.drafters.confidence import Stop
+from penstock.engine.drafters.drafts import Drafts
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.sampling import SamplingRows, TokenSampler
 from penstock.engine.sampling.params import BoolArray

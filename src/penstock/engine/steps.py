@@ -25,7 +25,7 @@ from penstock.core.types import (
     Verdict,
     VerifyItem,
 )
-from penstock.engine.drafters.base import Draft, Drafts
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.lanes import Ticket
 from penstock.engine.sampling.filters import NO_TOKEN
 from penstock.engine.sequences import TokenBuffer

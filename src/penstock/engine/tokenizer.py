@@ -12,7 +12,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from penstock.engine.models.checkpoint import one_line, open_checkpoint
+from penstock.engine.models.checkpoint import one_line
+from penstock.engine.models.formats import open_checkpoint
 
 _log = logging.getLogger(__name__)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Self
+from collections.abc import Mapping, Sequence
+from typing import Protocol, Self
 
 from penstock.config import EngineConfig, TenantConfig, as_tenants
-from penstock.core.types import Arrive, Cancel, Event, Reconfigure, Request
+from penstock.core.types import Arrive, Cancel, Event, Output, Reconfigure, Request
 from penstock.serving.fork_context import LOAD_ENGINE
 from penstock.serving.intake import EngineUnavailable, RequestClient, WaitingRoom
 from penstock.serving.logs import LogFormat
@@ -25,9 +25,6 @@ from penstock.serving.messages import (
 from penstock.serving.process import Supervisor
 from penstock.serving.quotas import Quotas
 
-if TYPE_CHECKING:
-    from penstock.serving.verification import DraftHub
-
 _STATS_WAIT_S = 1.0
 _DIED = (
     "the engine process died while it was working on this request; it is being restarted, try again"
@@ -38,6 +35,20 @@ def waiting_limits(tenants: Mapping[str, TenantConfig]) -> dict[str, int]:
     """Places in the waiting room of tenants that have a limit of their own."""
     limits = {name: t.max_waiting_requests for name, t in tenants.items()}
     return {name: most for name, most in limits.items() if most is not None}
+
+
+class DraftServers(Protocol):
+    """The draft servers that are connected. drafters: their names, as the scheduler has them."""
+
+    tenants: Mapping[str, TenantConfig]
+
+    @property
+    def drafters(self) -> tuple[str, ...]: ...
+    def on_outputs(self, outputs: Sequence[Output]) -> None: ...
+    def on_orders(self, orders: DraftOrders) -> None: ...
+    def on_finding(self, finding: AuditFinding) -> None: ...
+    def on_engine_lost(self) -> None: ...
+    def on_drain(self) -> None: ...
 
 
 class EngineClient(RequestClient):
@@ -63,7 +74,7 @@ class EngineClient(RequestClient):
         self._info: Ready | None = None
         self._last_failure = "the engine is not running"
         self._events: list[Event | RemoteDraft] = []
-        self._hub: DraftHub | None = None
+        self._draft_servers: DraftServers | None = None
         self._stats: EngineStats | None = None
         self._stats_asked: list[asyncio.Future[EngineStats | None]] = []
 
@@ -76,8 +87,8 @@ class EngineClient(RequestClient):
 
     async def drain(self, grace_s: float) -> None:
         self._stopping = True
-        if self._hub is not None:
-            self._hub.on_drain()
+        if self._draft_servers is not None:
+            self._draft_servers.on_drain()
         self._supervisor.stop_restarting()
         await super().drain(grace_s)
 
@@ -103,7 +114,7 @@ class EngineClient(RequestClient):
     @property
     def drafters(self) -> tuple[str, ...]:
         """The engine's own, and the draft servers that are connected."""
-        remote = () if self._hub is None else self._hub.drafters
+        remote = () if self._draft_servers is None else self._draft_servers.drafters
         return (*self.info.drafters, *remote)
 
     @property
@@ -157,27 +168,27 @@ class EngineClient(RequestClient):
         self.quotas.change(tenants)
         self._changed = Reconfigure(tuple(as_tenants(tenants)))
         self.post(self._changed)
-        if self._hub is not None:
-            self._hub.tenants = tenants
+        if self._draft_servers is not None:
+            self._draft_servers.tenants = tenants
 
     # --- what the engine says -------------------------------------------------------------------
 
-    def follow(self, hub: DraftHub) -> None:
-        """Tell the draft servers' hub what comes from now on."""
-        self._hub = hub
+    def follow(self, draft_servers: DraftServers) -> None:
+        """Tell draft servers what comes from now on."""
+        self._draft_servers = draft_servers
 
     def on_message(self, message: object) -> None:
         if isinstance(message, Outputs):
             for output in message.outputs:
                 self._route(output)
-            if self._hub is not None:
-                self._hub.on_outputs(message.outputs)
+            if self._draft_servers is not None:
+                self._draft_servers.on_outputs(message.outputs)
         elif isinstance(message, DraftOrders):
-            if self._hub is not None:
-                self._hub.on_orders(message)
+            if self._draft_servers is not None:
+                self._draft_servers.on_orders(message)
         elif isinstance(message, AuditFinding):
-            if self._hub is not None:
-                self._hub.on_finding(message)
+            if self._draft_servers is not None:
+                self._draft_servers.on_finding(message)
         elif isinstance(message, EngineStats):
             self._stats = message
             self._answer_stats()
@@ -211,7 +222,7 @@ class EngineClient(RequestClient):
         self._ready.clear()
         self._events.clear()
         self._stats = None
-        if self._hub is not None:
-            self._hub.on_engine_lost()
+        if self._draft_servers is not None:
+            self._draft_servers.on_engine_lost()
         self._fail_all(_DIED)
         self._answer_stats()

@@ -14,13 +14,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from functools import partial
 
+from penstock.core.drafting.lines import SessionOrder
+from penstock.core.drafting.sessions import DraftingSessions, SessionDraft, SessionLines
 from penstock.core.types import SamplingParams
-from penstock.engine.drafters.sessions import (
-    DraftingSessions,
-    SessionDraft,
-    SessionLines,
-    SessionOrder,
-)
 from penstock.serving.drafting import DraftingThread
 from penstock.serving.link import Endpoint, VerifierLink
 from penstock.serving.tracked import Piece, TrackedRequest, VerifiedText

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import grpc
 
@@ -22,7 +22,8 @@ from penstock.core.types import (
     SamplingParams,
     TokenLogprob,
 )
-from penstock.serving.draft_access import Identity
+from penstock.serving.client import EngineClient
+from penstock.serving.draft_access import Audits, Identity
 from penstock.serving.intake import EngineUnavailable, QueueFull
 from penstock.serving.messages import RemoteDraft
 from penstock.serving.quotas import NotAllowed, RateLimited
@@ -50,9 +51,6 @@ from penstock.transport.wire import (
     encode_sampling,
     in_effect,
 )
-
-if TYPE_CHECKING:
-    from penstock.serving.verification import DraftHub
 
 _MAX_QUEUED_MESSAGES = 4096
 _MAX_QUEUED_BYTES = 16 << 20
@@ -125,10 +123,27 @@ class EdgeRequest(DraftedRequest):
         self.stream.attempt(partial(self.stream.on_output, self, output))
 
 
+class Hub(Protocol):
+    """What all streams share: the engine, and what is told of it.
+
+    target, tokenizer_digest: its name for users, and its tokenizer. join: makes a stream known to
+    the scheduler, under the name that is returned. Raises: Refusal.
+    """
+
+    client: EngineClient
+    target: str
+    tokenizer_digest: str
+    audits: Audits
+    new_meter: Callable[[Request], Meter]
+
+    def join(self, stream: DraftStream, max_draft_tokens: int) -> str: ...
+    def new_engine_id(self, drafter: str) -> str: ...
+
+
 class DraftStream:
     """The state of one stream. No I/O: messages come in by `receive`, and leave by `outbox`."""
 
-    def __init__(self, hub: DraftHub, identity: Identity, limits: Limits) -> None:
+    def __init__(self, hub: Hub, identity: Identity, limits: Limits) -> None:
         self.identity = identity
         self.limits = limits
         self.outbox = Outbox()

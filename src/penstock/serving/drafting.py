@@ -12,16 +12,11 @@ from pathlib import Path
 
 import torch
 
+from penstock.core.drafting.lines import TopWeights
+from penstock.core.drafting.sessions import DraftingSessions, Proposer, SessionDraft, SessionLines
 from penstock.engine.backends import load_runner
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.proposers import LookupProposer, ModelProposer
-from penstock.engine.drafters.sessions import (
-    DraftingSessions,
-    Proposer,
-    SessionDraft,
-    SessionLines,
-    TopWeights,
-)
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.tokenizer import Tokenizer, load_tokenizer
 from penstock.transport.checks import PROTOCOL_VERSION

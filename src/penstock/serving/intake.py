@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 from abc import ABC, abstractmethod
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from ipaddress import IPv6Address, ip_address, ip_network
 from typing import Protocol, Self
@@ -14,11 +15,14 @@ from typing import Protocol, Self
 from penstock.core.types import FinishReason, Output, Request
 from penstock.serving.messages import EngineStats, Ready
 from penstock.serving.quotas import NotAllowed, Quotas, RateLimited
-from penstock.serving.returns import DepartureRate, Promises
 
 _READY_WAIT_S = 30.0
 _STOPPED = "the server was stopped before this request was finished"
 _SHORTEST_S, _LONGEST_S = 1.0, 60.0
+_RATE_S = 30.0
+"""Time over which the rate of first outputs is counted."""
+_FEW = 8
+"""Fewer say little about the rate."""
 
 
 class RequestRejected(Exception):
@@ -74,10 +78,6 @@ class Shares:
     def held_by(self, client: str) -> int:
         return self._held.get(client, 0)
 
-    def has_limit(self, client: str) -> bool:
-        """Whether a client has a limit of its own, which others' places do not move."""
-        return client in self.limits
-
     def most_of(self, client: str) -> int:
         """What a client may hold while nobody else holds anything."""
         return min(self.limits.get(client, max(self.size // 2, 1)), self.size)
@@ -102,7 +102,8 @@ class WaitingRoom:
     """Requests that have had no output yet. size: most of them at once; limits: by client; clock:
     in seconds.
 
-    Who is refused is told when to come again, and finds a place then.
+    Clients that are refused are told when to come again, at the rate at which requests have lately
+    had their first output, one after the other.
     """
 
     def __init__(
@@ -114,8 +115,13 @@ class WaitingRoom:
         self._places = Shares(size, limits)
         self._client_of: dict[str, str] = {}
         self._num_of: Counter[str] = Counter()
-        self._rate = DepartureRate(clock)
-        self._promises = Promises(self._places, max(size // 2, 1), clock)
+        self._clock = clock
+        self._busy_since = 0.0
+        """Since when the room has not been empty."""
+        self._answered: deque[float] = deque()
+        """When requests had their first output since then, of the last `_RATE_S`."""
+        self._num_refused = 0
+        """Requests that were refused, less those that have left since."""
 
     def most_of(self, client: str) -> int:
         """Requests of a client that can ever wait at once."""
@@ -126,46 +132,45 @@ class WaitingRoom:
         self._places.limits = limits
 
     def enter(self, client: str, request_ids: Sequence[str], within_s: float | None = None) -> None:
-        """within_s: how long they may wait; those that would wait longer, by the rate at which this
-        client's others begin, are refused at once. Raises: QueueFull."""
+        """within_s: how long they may wait; those that would wait longer, if clients take turns,
+        are refused at once. Raises: QueueFull."""
         num, waiting = len(request_ids), self._num_of.get(client, 0)
-        if self._client_of:
-            self._promises.hold_places()
-        else:
-            self._promises.let_go()
-        self._promises.keep(client)
-        if within_s is not None and waiting and self._rate.is_known:
-            wait_s = (waiting + num) * self._rate.seconds_of(client, len(self._num_of))
-            if wait_s > within_s:
+        if not self._client_of:
+            self._busy_since, self._num_refused = self._clock(), 0
+            self._answered.clear()
+        rate = self._rate()
+        if within_s is not None and waiting and rate is not None:
+            ahead = min((waiting + num) * len(self._num_of), len(self._client_of) + num)
+            if ahead > within_s * rate:
                 raise QueueFull(
-                    f"a request would begin after about {wait_s:.1f} s, and this one may not wait "
-                    f"longer than {within_s:.3g} s; try again later",
-                    self._come_again(client, num, wait_s - within_s),
+                    f"a request would begin after about {ahead / rate:.1f} s, and this one may not "
+                    f"wait longer than {within_s:.3g} s; try again later",
+                    ahead / rate - within_s,
                 )
         if not self._places.take(client, num):
+            self._num_refused += num
+            # All that are told the same second need places then.
+            at_most = max(self._places.size // 2, 1)
             raise QueueFull(
                 f"{len(self._client_of)} requests are waiting already, of at most "
                 f"{self._places.size}, {waiting} of them from this client; try again later",
-                self._come_again(client, num),
+                self._num_refused / min(rate or math.inf, at_most),
             )
         self._client_of.update(dict.fromkeys(request_ids, client))
         self._num_of[client] += num
-        self._rate.watch(True)
 
-    def _come_again(self, client: str, num: int, soonest_s: float = 0.0) -> float:
-        """Seconds after which so many requests of a client should find places. They are told whole
-        ones: who comes in the same second comes at once, and there must be places for all."""
-        each_s = max(self._rate.seconds_each(), 1 / max(self._places.size // 2, 1))
-        own_s = each_s
-        if self._places.has_limit(client):
-            own_s = self._rate.seconds_of(client, len(self._num_of))
-            own_s = max(own_s, 1 / self._places.most_of(client))
-        return self._promises.make(client, num, soonest_s, own_s, each_s)
+    def _rate(self) -> float | None:
+        """First outputs a second, lately and while requests waited; None while there are few."""
+        now = self._clock()
+        while self._answered and self._answered[0] < now - _RATE_S:
+            self._answered.popleft()
+        seconds = min(now - self._busy_since, _RATE_S)
+        return len(self._answered) / seconds if len(self._answered) >= _FEW and seconds else None
 
     def answered(self, request_id: str) -> None:
         """A request has an output; it need not be its first."""
         if request_id in self._client_of:
-            self._rate.add(self._client_of[request_id])
+            self._answered.append(self._clock())
             self.leave([request_id])
 
     def leave(self, request_ids: Iterable[str]) -> None:
@@ -174,10 +179,10 @@ class WaitingRoom:
             client = self._client_of.pop(request_id, None)
             if client is not None:
                 self._places.release(client, 1)
+                self._num_refused = max(self._num_refused - 1, 0)
                 self._num_of[client] -= 1
                 if not self._num_of[client]:
                     del self._num_of[client]
-        self._rate.watch(bool(self._client_of))
 
 
 class OutputSink(Protocol):

@@ -8,16 +8,13 @@ import random
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import grpc
 import grpc.aio
 
 from penstock.transport.service import DraftingStub, channel_options, token_metadata
 from penstock.transport.v1 import drafting_pb2 as pb
-
-if TYPE_CHECKING:
-    from penstock.serving.draft_server import DraftService
 
 _WELCOME_TIMEOUT_S = 10.0
 _FIRST_DELAY_S = 0.1
@@ -81,13 +78,21 @@ class Backoff:
         return longest * random.uniform(0.5, 1.0)
 
 
+class LinkUser(Protocol):
+    """Hears of a link: that a stream has begun, what it brings, and that it has ended."""
+
+    def connected(self, welcome: pb.Welcome) -> None: ...
+    def received(self, message: pb.Down) -> None: ...
+    def lost(self) -> None: ...
+
+
 class VerifierLink:
     """Keeps one stream open, with exponential back-off between attempts."""
 
-    def __init__(self, endpoint: Endpoint, hello: pb.Hello, service: DraftService) -> None:
+    def __init__(self, endpoint: Endpoint, hello: pb.Hello, user: LinkUser) -> None:
         self._endpoint = endpoint
         self._hello = hello
-        self._service = service
+        self._user = user
         self._outbox: _Outbox | None = None
         self._welcome_at = 0.0
         self.problem: str | None = _NOT_YET
@@ -139,11 +144,11 @@ class VerifierLink:
                 _log.warning("connected to %s again", self._endpoint.address)
             self._outbox, self.problem = outbox, None
             self._welcome_at = time.monotonic()
-            self._service.connected(welcome)
+            self._user.connected(welcome)
             async for message in messages:
                 if message.WhichOneof("message") == "refused" and not message.refused.request_id:
                     raise LinkRefused(self._refused(message.refused.reason))
-                self._service.received(message)
+                self._user.received(message)
         except grpc.aio.AioRpcError as error:
             details = " ".join((error.details() or error.code().name).split())
             if error.code() in _FINAL:
@@ -154,7 +159,7 @@ class VerifierLink:
             outbox.put_nowait(None)
             if self._outbox is not None:
                 self._outbox = None
-                self._service.lost()
+                self._user.lost()
         raise _LinkLost(self._lost("it ended the stream"))
 
     async def _welcome(self, messages: AsyncIterator[pb.Down]) -> pb.Welcome:

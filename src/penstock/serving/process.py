@@ -12,16 +12,13 @@ import socket
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
-from typing import TYPE_CHECKING, Self
+from typing import Protocol, Self
 
 from penstock.config import EngineConfig
 from penstock.serving.fork_context import fork_context
 from penstock.serving.logs import LogFormat
 from penstock.serving.messages import HEADER, Failed, Heartbeat, Ready, Stop, frame
 from penstock.serving.worker import HEARTBEATS_PER_TIMEOUT, run_engine
-
-if TYPE_CHECKING:
-    from penstock.serving.client import EngineClient
 
 _EXIT_S = 3.0
 """A process that has been told to stop, or has closed its socket, is killed after this long."""
@@ -201,6 +198,15 @@ class Watchdog:
                 self._on_change(True)
 
 
+class EngineListener(Protocol):
+    """Hears what an engine process says, and what becomes of it."""
+
+    def on_message(self, message: object) -> None: ...
+    def on_ready(self, info: Ready, load_s: float) -> None: ...
+    def on_silence(self, is_silent: bool) -> None: ...
+    def on_lost(self, failure: str) -> None: ...
+
+
 class Supervisor:
     """Keeps one engine process running: started again when it dies, killed when it is frozen."""
 
@@ -208,7 +214,7 @@ class Supervisor:
         self,
         factory: str,
         config: EngineConfig,
-        client: EngineClient,
+        listener: EngineListener,
         log_format: LogFormat = "text",
     ) -> None:
         self._log_format: LogFormat = log_format
@@ -216,7 +222,7 @@ class Supervisor:
         self.num_restarts = 0
         self._factory = factory
         self._config = config
-        self._client = client
+        self._listener = listener
         self._watchdog = Watchdog(config.heartbeat_timeout_s, self._on_silence)
         self._task: asyncio.Task[None] | None = None
         self._stopping = False
@@ -255,7 +261,7 @@ class Supervisor:
         if isinstance(message, Heartbeat):
             self._watchdog.heard(message)
         else:
-            self._client.on_message(message)
+            self._listener.on_message(message)
 
     def _on_silence(self, is_silent: bool) -> None:
         if self.process is None or not self.process.ready.done():
@@ -263,7 +269,7 @@ class Supervisor:
         if is_silent and self._stopping:
             self.process.kill()
         else:
-            self._client.on_silence(is_silent)
+            self._listener.on_silence(is_silent)
 
     async def _supervise(self, loaded: asyncio.Future[None]) -> None:
         """Keep a process running. Only a failure of the very first start is final."""
@@ -299,14 +305,14 @@ class Supervisor:
         try:
             answer = await process.ready
             if isinstance(answer, Failed):
-                self._client.on_lost(f"the engine cannot be restarted: {answer.message}")
+                self._listener.on_lost(f"the engine cannot be restarted: {answer.message}")
                 await process.reap()
                 return answer.message
-            self._client.on_ready(answer, asyncio.get_running_loop().time() - started_at)
+            self._listener.on_ready(answer, asyncio.get_running_loop().time() - started_at)
             if not loaded.done():
                 loaded.set_result(None)
             await process.gone.wait()
-            self._client.on_lost("the engine process died and is being restarted")
+            self._listener.on_lost("the engine process died and is being restarted")
             return f"the engine process died (exit code {await process.reap()})"
         finally:
             watch.cancel()

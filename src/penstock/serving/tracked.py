@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Self
 
+from penstock.core.drafting.sessions import SessionDraft
 from penstock.core.types import SamplingParams, TokenLogprob
-from penstock.engine.drafters.sessions import SessionDraft
 from penstock.transport.v1 import drafting_pb2 as pb
 from penstock.transport.wire import PrefixDigest, decode_logprobs, encode_weights
 

@@ -143,6 +143,7 @@ class RemoteDrafting:
                     raise ValueError(f"draft server {name!r} sends ahead: ranks must be known")
                 self._lines[name] = LinesDrafting(
                     name,
+                    server.spec.max_draft_tokens,
                     server.spec.seconds_per_token,
                     server.spec.row_seconds,
                     partial(self._rank, rank, name),

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.config import PolicyConfig
-from penstock.core.policies.registry import make_policy
+from penstock.core.policies.registry import make_policy, option_types, policy_class
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.memory import DELTA, HORIZON_S, poisson_kv_bound
@@ -36,8 +36,6 @@ from penstock.fluid.wait import (
 )
 from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.workloads import Workload
-
-THRESHOLD_POLICIES = ("wait", "wait_gated", "nested_wait", "nested_wait_gated")
 
 _MAX_SEGMENTS = 8
 _MAX_BUDGET = 8192
@@ -117,6 +115,16 @@ def load_bound(
 # --- thresholds -----------------------------------------------------------------------------------
 
 
+def has_thresholds(admission: str) -> bool:
+    """Whether an admission policy has thresholds among its options. Raises: PolicyError."""
+    return "thresholds" in option_types("admission", admission)
+
+
+def _is_literal(admission: str) -> bool:
+    """Whether it follows a paper to the letter, and another policy serves in its place."""
+    return policy_class("admission", admission).serves_instead is not None
+
+
 def threshold_options(
     admission: str, profile: StepProfile, workload: Workload, rate: float, kv_tokens: int
 ) -> dict[str, Any]:
@@ -126,14 +134,12 @@ def threshold_options(
     The literal algorithms take whole thresholds, a stage being one step. Those that serve take
     fractions, with as much headroom as fits. Raises: PlanError where no thresholds fit.
     """
-    if admission not in THRESHOLD_POLICIES:
+    if not has_thresholds(admission):
         return {}
-    planner = {
-        "wait": _wait,
-        "wait_gated": _wait_gated,
-        "nested_wait": _nested,
-        "nested_wait_gated": _nested_gated,
-    }[admission]
+    if "segment_ends" in option_types("admission", admission):
+        planner = _nested if _is_literal(admission) else _nested_gated
+    else:
+        planner = _wait if _is_literal(admission) else _wait_gated
     traffic = traffic_of(fitting(workload, kv_tokens), rate)
     try:
         return planner(profile, traffic, kv_tokens)
@@ -240,11 +246,11 @@ def check_thresholds_fit(
 ) -> None:
     """Raises: PlanError where a literal algorithm's thresholds, with the mean prompt of what memory
     can hold, hold more at all their stages together than there is: it would come to a stop."""
-    if admission not in ("wait", "nested_wait"):
+    if not (has_thresholds(admission) and _is_literal(admission)):
         return
     options = asdict(make_policy("admission", admission, options).options)
     prompt = round(float(fitting(workload, kv_tokens).prompt_len.mean()))
-    if admission == "wait":
+    if "output_lens" in options:
         ranges = [StageRange(prompt, 0, length - 1) for length in options["output_lens"]]
     else:
         starts = (0, *options["segment_ends"][:-1])

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from penstock.core.learn.acceptance import AcceptanceEstimator
-from penstock.core.learn.lengths import OutputLengths
 from penstock.core.learn.links import LinkTimes
 from penstock.core.learn.times import Times, drafter_profiles
-from penstock.core.learn.traffic import Traffic
+from penstock.core.learn.traffic import OutputLengths, Traffic
 from penstock.core.state import Drafter
 from penstock.fluid.step_profile import UNKNOWN, StepProfile
 

@@ -207,6 +207,11 @@ class AcceptanceEstimator:
         expected = self._expected.get(request_id, _NOTHING).get(drafter)
         return self._tokens.mean(request_id, drafter, expected)
 
+    def expected_tokens(self, request_id: str, drafter: str, num_draft_tokens: int) -> float:
+        """Mean tokens that a verification of so long a draft yields: accepted + 1."""
+        rate = self.mean(request_id, drafter)
+        return (1 - rate ** (num_draft_tokens + 1)) / (1 - rate)
+
     def found(self, request_id: str, drafter: str) -> float:
         """Estimated probability that there is a draft if one is asked for; 1 until one is empty,
         from when on they are counted."""

@@ -15,8 +15,7 @@ from penstock.core.learn.links import LinkTimes
 from penstock.core.learn.profile import LearnedProfile
 from penstock.core.state import Drafter
 from penstock.core.types import TARGET, DraftTime, StepPlan, StepResult, Verdict
-from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepWork
-from penstock.fluid.step_times import StepTimeCurve
+from penstock.fluid.step_profile import DrafterProfile, StepProfile, StepTimeCurve, StepWork
 
 Seconds = TypeVar("Seconds", float, npt.NDArray[np.float64])
 

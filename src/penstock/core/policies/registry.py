@@ -70,8 +70,8 @@ def _complete(kind: str, policy: Any) -> type[Any]:
     return policy
 
 
-def _policy(kind: str, name: str) -> type[Any]:
-    """By its name, or from its file. Raises: PolicyError."""
+def policy_class(kind: str, name: str) -> type[Any]:
+    """A policy by its name, or from its file. Raises: PolicyError."""
     known = policies(kind)
     if name in known:
         return known[name]
@@ -99,7 +99,7 @@ def option_types(kind: str, name: str) -> dict[str, Any]:
 
     Raises: PolicyError for a policy that does not exist.
     """
-    return typing.get_type_hints(_policy(kind, name).Options, include_extras=True)
+    return typing.get_type_hints(policy_class(kind, name).Options, include_extras=True)
 
 
 def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> Any:
@@ -120,7 +120,7 @@ def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> 
                 f"{kind} policy {name!r}: {option} must be {described(allowed[option])}, "
                 f"not {value!r}"
             ) from error
-    policy = _policy(kind, name)
+    policy = policy_class(kind, name)
     try:
         return policy(policy.Options(**fitting))
     except (TypeError, ValueError) as error:

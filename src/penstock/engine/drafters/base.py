@@ -4,85 +4,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
-
-import torch
 
 from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
-from penstock.engine.sampling.filters import NO_TOKEN
-from penstock.engine.sampling.params import IntArray
+from penstock.engine.drafters.drafts import Draft, Drafts
+from penstock.engine.runner import ModelRunner
 from penstock.engine.sequences import TokenBuffer
-
-if TYPE_CHECKING:
-    from penstock.engine.runner import ModelRunner
-
-
-@dataclass(frozen=True, slots=True)
-class Draft:
-    """The tokens of one order, and where they were sampled from: `prob_rows` index the rows of
-    `Drafts.probs`; -1 is a point mass (coupled, greedy or looked-up). is_unread: its drafter's
-    model was not asked, and its KV is as it was. confidences: the drafter's in each token, where it
-    had to know them."""
-
-    token_ids: list[int]
-    prob_rows: list[int]
-    is_unread: bool = False
-    confidences: list[float] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Drafts:
-    """The drafts of several orders, in their order. probs: [rows, V] float32 or None. num_steps:
-    that a model took one after the other; None: one for each token of the longest order."""
-
-    drafts: list[Draft]
-    probs: torch.Tensor | None = None
-    num_steps: int | None = None
-
-
-@dataclass(slots=True)
-class DraftBuilder:
-    """Collects drafts token by token."""
-
-    size: int
-    token_ids: list[list[int]] = field(init=False)
-    prob_rows: list[list[int]] = field(init=False)
-    confidences: list[list[float]] = field(init=False)
-    _probs: list[torch.Tensor] = field(init=False, default_factory=list)
-    _num_probs: int = 0
-
-    def __post_init__(self) -> None:
-        self.token_ids = [[] for _ in range(self.size)]
-        self.prob_rows = [[] for _ in range(self.size)]
-        self.confidences = [[] for _ in range(self.size)]
-
-    def add(
-        self,
-        jobs: Sequence[int] | IntArray,
-        tokens: Sequence[int] | IntArray,
-        probs: torch.Tensor | None = None,
-    ) -> None:
-        """One more token for each of `jobs` that has one (`NO_TOKEN`), sampled from the rows of
-        `probs` if given."""
-        for i, (job, token) in enumerate(zip(jobs, tokens, strict=True)):
-            if token == NO_TOKEN:
-                continue
-            self.token_ids[job].append(int(token))
-            self.prob_rows[job].append(-1 if probs is None else self._num_probs + i)
-        if probs is not None:
-            self._probs.append(probs)
-            self._num_probs += probs.shape[0]
-
-    def drop_last(self, job: int) -> None:
-        """Of the token that was added last to a draft."""
-        for values in (self.token_ids, self.prob_rows, self.confidences):
-            del values[job][-1:]
-
-    def build(self) -> Drafts:
-        parts = zip(self.token_ids, self.prob_rows, self.confidences, strict=True)
-        drafts = [Draft(t, p, confidences=c) for t, p, c in parts]
-        return Drafts(drafts, torch.cat(self._probs) if self._probs else None)
 
 
 class LocalDrafter(ABC):

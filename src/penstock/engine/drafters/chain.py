@@ -18,7 +18,8 @@ import itertools
 from collections.abc import Sequence
 
 from penstock.core.types import DraftOrder, Replayed
-from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.drafters.lookup import LookupDrafter, Match
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.sources import Parts, SourceEvidence

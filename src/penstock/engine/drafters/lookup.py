@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple, Protocol
 
 from penstock.core.types import DraftOrder, Replayed
-from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.sequences import TokenBuffer
 
 LONGEST_MATCH = 32

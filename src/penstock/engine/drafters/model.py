@@ -9,11 +9,12 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from penstock.core.learn.confidence import Calibrations, Floats, Stop
 from penstock.core.types import DraftOrder, Replayed, SamplingParams, Verdict
 from penstock.engine.batch import BatchWriter, RaggedBatch
 from penstock.engine.batch import IntArray as Int32Array
-from penstock.engine.drafters.base import Draft, DraftBuilder, Drafts, LocalDrafter
-from penstock.engine.drafters.confidence import Calibrations, Floats, Stop
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.drafts import Draft, DraftBuilder, Drafts
 from penstock.engine.runner import ModelRunner
 from penstock.engine.sampling import Changed, SamplingRows, TextSoFar, change_logits, sample_draft
 from penstock.engine.sampling.params import BoolArray, IntArray

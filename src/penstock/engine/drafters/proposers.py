@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from penstock.core.drafting.lines import Guess, Session, TopWeights
 from penstock.core.types import DraftOrder
 from penstock.engine.drafters.lookup import LookupDrafter
 from penstock.engine.drafters.model import ModelDrafter
 from penstock.engine.drafters.recent import RecentKv
-from penstock.engine.drafters.sessions import Guess, Session, TopWeights
 from penstock.engine.sampling import SamplingRows, draw_draft
 from penstock.engine.sampling.filters import NO_TOKEN, filtered_probs
 from penstock.engine.sampling.params import IntArray

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from penstock.core.types import DraftOrder, Replayed, Request, SamplingParams
-from penstock.engine.drafters.base import Draft, Drafts, LocalDrafter
+from penstock.engine.drafters.base import LocalDrafter
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.drafters.lookup import num_equal
 from penstock.engine.drafters.model import MOST_EVALUATED, ModelDrafter
 from penstock.engine.drafters.recent import RecentKv

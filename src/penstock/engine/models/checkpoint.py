@@ -101,15 +101,3 @@ def is_gguf(path: Path) -> bool:
             return file.read(len(GGUF_MAGIC)) == GGUF_MAGIC
     except OSError:
         return False
-
-
-def open_checkpoint(path: Path) -> Checkpoint:
-    """Open a GGUF file, or else a folder in Hugging Face layout, without reading tensors."""
-    # Imported here: each brings slow imports of its own.
-    if is_gguf(path):
-        from penstock.engine.models.gguf.checkpoint import GgufCheckpoint
-
-        return GgufCheckpoint(path)
-    from penstock.engine.models.folder import FolderCheckpoint
-
-    return FolderCheckpoint(path)

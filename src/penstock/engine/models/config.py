@@ -8,15 +8,14 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.checkpoint import CheckpointError, one_line, open_checkpoint
+from penstock.engine.models.checkpoint import CheckpointError, one_line
+from penstock.engine.models.dtypes import DTYPES
 from penstock.engine.models.families import FAMILIES, TEXT_PARTS, rope_of
-from penstock.engine.models.fields import are_ids, check_fields, in_words
+from penstock.engine.models.fields import are_ids, check_fields, in_words, token_ids
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.ordinary import ordinary_config
 from penstock.engine.models.rope import WHOLE_HEADS, Rope
 from penstock.engine.models.variant import LLAMA, Variant
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Number formats that weights may be stored in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +161,3 @@ def _dtype(hf_config: Any) -> torch.dtype:
     if isinstance(dtype, str):
         dtype = getattr(torch, dtype.removeprefix("torch."), dtype)
     return dtype or torch.float32
-
-
-def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
-    """Return eos_token_id, one id or several, as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)

@@ -13,7 +13,8 @@ from penstock.engine.batch import RaggedBatch
 from penstock.engine.kv_cache import PagedKVCache
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.mlp import DenseMlp, ExpertMlp
-from penstock.engine.models.rope import Rope, RopeTable
+from penstock.engine.models.rope import Rope
+from penstock.engine.models.rope_table import RopeTable
 
 
 class RmsNorm:

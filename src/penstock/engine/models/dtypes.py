@@ -9,6 +9,7 @@ _BY_NAME = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+DTYPES = tuple(_BY_NAME.values())
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -66,6 +66,13 @@ def are_ids(value: Any) -> bool:
     return all(type(one) is int and one >= 0 for one in listed)
 
 
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """Both spellings of eos_token_id: one id, or several."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
 def _faults(content: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield names of impossible values, and the allowed values."""
 

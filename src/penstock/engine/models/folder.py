@@ -16,12 +16,10 @@ from penstock.engine.models.checkpoint import (
     Tensors,
     one_line,
 )
+from penstock.engine.models.fields import token_ids
 
 if TYPE_CHECKING:
     from penstock.engine.models.packed import PackedFormat
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 
 _SHARED = (
     "dtype",
@@ -42,8 +40,6 @@ class FolderCheckpoint(Checkpoint):
     Nothing is downloaded. Reading the tokenizer alone does not import PyTorch."""
 
     def description(self) -> ModelDescription:
-        from penstock.engine.models.config import token_ids
-
         file, generation = self.path / "config.json", self.path / "generation_config.json"
         content = _text_part(file, _read_json(file))
         if self._packed_format(content) is not None:

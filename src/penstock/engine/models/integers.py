@@ -15,13 +15,9 @@ from typing import Any
 
 import torch
 
-from penstock.engine.models.checkpoint import (
-    CheckpointError,
-    Tensors,
-    is_gguf,
-    open_checkpoint,
-)
+from penstock.engine.models.checkpoint import CheckpointError, Tensors, is_gguf
 from penstock.engine.models.config import DecoderConfig
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.shards import new_folder, save_sharded
 from penstock.engine.models.weights import WeightSpec, specs_in
 

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import torch
 
-from penstock.engine.models.checkpoint import Tensors, open_checkpoint
+from penstock.engine.models.checkpoint import Tensors
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.families import FAMILIES
+from penstock.engine.models.formats import open_checkpoint
 from penstock.engine.models.quantized import Stored, Weight
 
 _EMBEDDINGS = "model.embed_tokens.weight"

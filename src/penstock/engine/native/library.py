@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config import ConfigError
-from penstock.engine.drafters.confidence import Floats, Stop
+from penstock.core.learn.confidence import Floats, Stop
 from penstock.engine.native.loading import load_library
 
 ERROR_BYTES = 256

@@ -14,7 +14,7 @@ import torch
 
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import QuantizedMatrix, Stored, Weight
-from penstock.engine.models.rope import RopeTable
+from penstock.engine.models.rope_table import RopeTable
 from penstock.engine.native.library import address, native_library
 
 _HUGE_PAGE = 1 << 21

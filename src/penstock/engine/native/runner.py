@@ -12,9 +12,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from penstock.core.learn.confidence import EDGES, Stop
 from penstock.engine.batch import IntArray, RaggedBatch
-from penstock.engine.drafters.base import Draft, Drafts
-from penstock.engine.drafters.confidence import EDGES, Stop
+from penstock.engine.drafters.drafts import Draft, Drafts
 from penstock.engine.models.config import DecoderConfig
 from penstock.engine.models.quantized import Weight
 from penstock.engine.models.rounding import round_weights

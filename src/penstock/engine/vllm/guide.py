@@ -21,12 +21,12 @@ from penstock.config import (
     parse_request_options,
     read_profile,
 )
-from penstock.core.groups import CountedKV, CountedState
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import step_work
-from penstock.core.policies.registry import make_policy, option_types, policy_names
+from penstock.core.policies.registry import make_policy, option_types, policies
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
+from penstock.core.sync import HostRequest
 from penstock.core.types import (
     TARGET,
     Arrive,
@@ -49,10 +49,6 @@ OPTION_PREFIX = "penstock_"
 _TOKEN_LIMITS = ("max_num_batched_tokens", "token_budget", "max_num_tokens")
 _REQUEST_LIMITS = ("max_num_seqs", "max_batch_size")
 """What the admission policies call a step's most positions, and most requests that run."""
-
-_WHOLE_PROMPTS = ("vllm_v0", "wait", "nested_wait")
-"""Policies that never go on with part of a prompt, which vLLM leaves where one is longer than its
-step."""
 
 _UNMEASURED_STEP_S = 0.01
 """Of every step while none was measured: the largest is then the most efficient."""
@@ -215,49 +211,19 @@ class Guide:
     ) -> StepPlan:
         """The next step. running: by vLLM; alive: ids of all its requests; num_blocks_of: blocks
         that a running one holds."""
-        table = self._scheduler.table
-        seen = set()
-        for request in running:
-            state = self._requests.get(request.request_id)
-            if state is None:
-                continue
-            seen.add(request.request_id)
-            if state.status is not Status.RUNNING:
-                table.admit(state)
-            self._put_right(state, request, num_blocks_of)
-        for request_id, state in list(table.running.items()):
-            if request_id not in seen:
-                if request_id in alive:
-                    table.preempt(state)
-                else:
-                    self.end(request_id, None, now)
+        told = [
+            _told(request, num_blocks_of(request.request_id))
+            for request in running
+            if self.knows(request.request_id)
+        ]
+        seen = {request.request_id for request in told}
+        gone = [i for i in self._scheduler.table.running if i not in seen]
+        self._scheduler.sync(told, [i for i in gone if i in alive])
+        for request_id in gone:
+            if request_id not in alive:
+                self.end(request_id, None, now)
         self._pool.refresh()
         return self._scheduler.schedule(now)
-
-    def _put_right(
-        self,
-        state: RequestState,
-        request: SeenRequest,
-        num_blocks_of: Callable[[str], int],
-    ) -> None:
-        """Let a request be as far as vLLM says."""
-        num_known = request.num_tokens + request.num_output_placeholders
-        if isinstance(state, CountedState) and state.decode_group is not None:
-            if state.num_known_tokens == num_known == request.num_computed_tokens + 1:
-                return
-            self._scheduler.table.leave_group(state)
-        state.num_output_tokens = num_known - request.num_prompt_tokens
-        num_blocks = num_blocks_of(request.request_id)
-        if state.kv_of(TARGET).num_blocks != num_blocks:
-            state.kv[TARGET] = CountedKV(0, num_blocks)
-        state.kv[TARGET].num_computed_tokens = request.num_computed_tokens
-        # vLLM gives blocks away while a step in flight reads them: what comes after is later.
-        state.plans.clear()
-        # Nothing to do before the step in flight has ended, or ever: vLLM skips it, too.
-        has_all = num_known <= request.num_computed_tokens
-        left = request.num_prompt_tokens + request.max_tokens - request.num_computed_tokens
-        num_coming = request.num_output_placeholders
-        state.in_flight = has_all or (num_coming > 0 and left <= 2 - num_coming)
 
     def decoding(self, plan: StepPlan) -> list[str]:
         """Ids of the requests that only decode in a plan, and are in none of its items."""
@@ -266,27 +232,25 @@ class Guide:
 
     def carried_out(self, plan: StepPlan, scheduled: Container[str]) -> StepPlan:
         """The plan without requests that vLLM has not scheduled."""
-        for request_id in self.decoding(plan):
-            if request_id not in scheduled:
-                plan = self._without(plan, self._requests[request_id])
-        left_out = [i for i in plan.items if i.request_id not in scheduled]
-        for item in left_out:
-            state = self._requests.get(item.request_id)
-            if state is not None:
-                state.plans.pop(plan.id, None)
-        if not left_out:
+        idle = [self._requests[i] for i in self.decoding(plan) if i not in scheduled]
+        left_out = [i.request_id for i in plan.items if i.request_id not in scheduled]
+        if not idle and not left_out:
             return plan
-        return plan._replace(items=tuple(i for i in plan.items if i.request_id in scheduled))
-
-    def _without(self, plan: StepPlan, state: RequestState) -> StepPlan:
-        """Where `state` would only have decoded."""
-        self._scheduler.table.leave_group(state)
-        state.plans.pop(plan.id, None)
         run = plan.decodes
-        assert run is not None
-        kv_tokens = run.num_kv_tokens - state.num_known_tokens
-        run = run._replace(num_requests=run.num_requests - 1, num_kv_tokens=kv_tokens)
-        return plan._replace(decodes=run)
+        if run is not None:
+            num_kv_tokens = run.num_kv_tokens - sum(s.num_known_tokens for s in idle)
+            num_requests = run.num_requests - len(idle)
+            run = run._replace(num_requests=num_requests, num_kv_tokens=num_kv_tokens)
+        states = idle + [self._requests[i] for i in left_out if self.knows(i)]
+        self._scheduler.sync([self._as_counted(state) for state in states])
+        items = tuple(i for i in plan.items if i.request_id in scheduled)
+        return plan._replace(items=items, decodes=run)
+
+    def _as_counted(self, state: RequestState) -> HostRequest:
+        """A request as the scheduler itself counts it."""
+        kv, num_computed = state.kv.get(TARGET), state.num_computed_tokens
+        num_blocks = self._pool.blocks_for(num_computed) if kv is None else kv.num_blocks
+        return HostRequest(state.request.id, state.num_output_tokens, num_computed, num_blocks)
 
     def observe(
         self,
@@ -299,12 +263,13 @@ class Guide:
         """What a plan, as it was carried out so often, came to. Requests that are gone have no
         answer."""
         plan = plan._replace(items=tuple(i for i in plan.items if i.request_id in answers))
-        verdicts = []
+        verdicts, told = [], []
         for item in plan.items:
             answer = answers[item.request_id]
             state = self._requests.get(item.request_id)
             if state is not None and state.epoch == item.epoch:
-                state.num_output_tokens = answer.num_output_tokens
+                before = self._as_counted(state)
+                told.append(before._replace(num_output_tokens=answer.num_output_tokens))
             accepted = max(0, len(answer.token_ids) - 1) if answer.num_proposed else 0
             verdicts.append(
                 Verdict(
@@ -338,19 +303,36 @@ class Guide:
             work=work,
             work_seconds=seconds,
         )
+        self._scheduler.sync(told)
         self._scheduler.update(plan, result)
+
+
+def _told(request: SeenRequest, num_blocks: int) -> HostRequest:
+    """A running request as vLLM counts it."""
+    num_known = request.num_tokens + request.num_output_placeholders
+    # Nothing to do before the step in flight has ended, or ever: vLLM skips it, too.
+    has_all = num_known <= request.num_computed_tokens
+    left = request.num_prompt_tokens + request.max_tokens - request.num_computed_tokens
+    num_coming = request.num_output_placeholders
+    return HostRequest(
+        request.request_id,
+        num_known - request.num_prompt_tokens,
+        request.num_computed_tokens,
+        num_blocks,
+        has_all or (num_coming > 0 and left <= 2 - num_coming),
+    )
 
 
 def _within(admission: PolicyConfig, limits: Limits) -> PolicyConfig:
     """The policy with limits that vLLM has room for: its own defaults where they are lower.
     Raises: ConfigError for higher ones that were asked for, and for a policy that cannot serve."""
-    if admission.name in _WHOLE_PROMPTS:
-        choices = ", ".join(n for n in policy_names("admission") if n not in _WHOLE_PROMPTS)
+    policy = admission.make("admission")
+    if not policy.cuts_prompts:
+        choices = ", ".join(n for n, p in policies("admission").items() if p.cuts_prompts)
         raise ConfigError(
             f"admission policy {admission.name!r} computes whole prompts only, and vLLM cuts those "
             f"that are longer than a step; choose from {choices}"
         )
-    policy = admission.make("admission")
     known = option_types("admission", admission.name)
     given: dict[str, int] = {}
     for names, flag, most in (

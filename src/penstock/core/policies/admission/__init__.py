@@ -24,6 +24,8 @@ class AdmissionPolicy(ABC):
     """Whether fairness between tenants goes with it; not with a paper's rule to the letter."""
     serves_instead: ClassVar[str | None] = None
     """Policy to serve with in place of one that may idle while requests wait."""
+    cuts_prompts: ClassVar[bool] = True
+    """Whether it goes on with part of a prompt; if not, a step must have room for all of it."""
     order: OrderName = "arrival"
     """In which order the requests of a queue are tried."""
 

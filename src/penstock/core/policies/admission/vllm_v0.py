@@ -18,6 +18,7 @@ class VllmV0(TokenBudget):
     """
 
     name: ClassVar[str] = "vllm_v0"
+    cuts_prompts: ClassVar[bool] = False
 
     def compose(self, step: Step) -> None:
         self._admit_whole(step)

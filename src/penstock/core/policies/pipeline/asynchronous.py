@@ -69,22 +69,16 @@ class Asynchronous(Pipeline):
             # The longer it is overdue, the longer it will still take.
             left = _OVERDUE * elapsed
         num = order.max_draft_tokens
-        return left, expected_tokens(view.learn, state, order.drafter, num), num + 1
+        acceptance = view.learn.acceptance
+        return left, acceptance.expected_tokens(state.request.id, order.drafter, num), num + 1
 
     def _held(self, estimators: Estimators, state: RequestState) -> tuple[float, int]:
         """The expected tokens of a request, and its positions."""
         if state.draft.stage is not DraftStage.HELD or state.drafter is None:
             return 1.0, 1
         num = state.draft.num_draft_tokens
-        return expected_tokens(estimators, state, state.drafter, num), num + 1
-
-
-def expected_tokens(
-    estimators: Estimators, state: RequestState, drafter: str, num_draft_tokens: int
-) -> float:
-    """Accepted + 1, by what is known of the request and the drafter."""
-    rate = estimators.acceptance.mean(state.request.id, drafter)
-    return (1 - rate ** (num_draft_tokens + 1)) / (1 - rate)
+        acceptance = estimators.acceptance
+        return acceptance.expected_tokens(state.request.id, state.drafter, num), num + 1
 
 
 def _step_seconds(estimators: Estimators, num_requests: int, num_positions: float) -> float:

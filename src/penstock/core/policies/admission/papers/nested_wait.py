@@ -28,6 +28,7 @@ class NestedWait(AdmissionPolicy):
     """
 
     name: ClassVar[str] = "nested_wait"
+    cuts_prompts: ClassVar[bool] = False
     knows_tenants: ClassVar[bool] = False
     serves_instead: ClassVar[str | None] = "nested_wait_gated"
 

@@ -27,6 +27,7 @@ class Wait(AdmissionPolicy):
     """
 
     name: ClassVar[str] = "wait"
+    cuts_prompts: ClassVar[bool] = False
     knows_tenants: ClassVar[bool] = False
     serves_instead: ClassVar[str | None] = "wait_gated"
 

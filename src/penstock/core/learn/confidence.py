@@ -10,9 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.core.types import SamplingParams
-from penstock.engine.sampling.params import IntArray
 
 Floats = npt.NDArray[np.float32]
+_Indices = npt.NDArray[np.int64]
 
 EDGES = (1 / (1 + np.exp(-np.arange(-3.0, 6.0)))).astype(np.float32)
 """Between the bins of a confidence: log-odds of -3 to 5. What matters of a long draft is whether a
@@ -89,7 +89,7 @@ class Stop:
     least: Floats
     acceptance: Floats
 
-    def survival(self, survival: Floats, drafts: IntArray, confidences: Floats) -> Floats:
+    def survival(self, survival: Floats, drafts: _Indices, confidences: Floats) -> Floats:
         """Of some drafts with one token more: theirs without it, times that token's acceptance."""
         bins = np.searchsorted(EDGES, confidences, side="right")
         return survival * self.acceptance[drafts, bins]

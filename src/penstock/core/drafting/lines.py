@@ -1,4 +1,4 @@
-"""The lines of a drafting session (`core.ahead`): what it drafts and sends before it is asked.
+"""One request's drafting session, and its lines (`core.ahead`): what it drafts before it is asked.
 
 A session's own guesses are the line that follows its text. Every other line is a session, too, of a
 text that ends where the line leaves the one above it; its first guess is the runner-up to the token
@@ -8,16 +8,42 @@ that it stands in for. All lines of a request share the KV of what their texts h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 from penstock.core.ahead import MAX_AHEAD_TOKENS, MAX_LINES, MAX_ROWS, LinePiece, Odds
+from penstock.core.types import SamplingParams
 
-if TYPE_CHECKING:
-    from penstock.engine.drafters.sessions import Guess, Session
+_FIRST_GRANT = 4
+"""How far to draft ahead before the first order says what is usual."""
 
-Acceptance = Callable[["Session", "Guess"], float]
+
+class TopWeights(NamedTuple):
+    """A truncated distribution: token ids, and integer weights of a fixed sum."""
+
+    token_ids: tuple[int, ...]
+    weights: tuple[int, ...]
+
+
+class Guess(NamedTuple):
+    """A token, and how sure of it the drafter is (0 to 1). `source`: what a token of a `ratio`
+    draft was sampled from; None otherwise."""
+
+    token_id: int
+    confidence: float
+    source: TopWeights | None = None
+
+
+class SessionOrder(NamedTuple):
+    """Draft up to `num_draft_tokens` tokens behind a text of `prefix_len`; stop before the first
+    one with which the draft's predicted survival falls under `min_survival`. `tag` comes back with
+    the draft."""
+
+    tag: Hashable
+    prefix_len: int
+    num_draft_tokens: int
+    min_survival: float = 0.0
 
 
 @dataclass(slots=True)
@@ -32,6 +58,80 @@ class Line:
     barred: int | None = None
     told_to: int | None = None
     left: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Session:
+    """One request, or one line of it.
+
+    num_sent:    tokens of the draft that verification is about to decide on (0: it will add a token
+                 of its own); None while an order is awaited or under way
+    is_stuck:    no further guess can be had until the text changes
+    is_readable: every token of the text is in the drafter's vocabulary
+    kv_key:      names its KV
+    branches:    the request's other lines; num_lines: how many there ever were
+    """
+
+    key: str
+    text: list[int]
+    sampling: SamplingParams
+    guesses: list[Guess] = field(default_factory=list)
+    order: SessionOrder | None = None
+    num_sent: int | None = 0
+    last_grant: int = _FIRST_GRANT
+    is_stuck: bool = False
+    is_readable: bool = True
+    kv_key: str = ""
+    line: Line = field(default_factory=lambda: Line(1, 1, 0))
+    branches: list[Session] = field(default_factory=list)
+    num_lines: int = 1
+
+    def fork(self, at: int, name: int) -> Session:
+        """A line that leaves this one instead of its guess `at`."""
+        start = len(self.text) + at
+        self.line.left.add(start)
+        line = Line(name, self.line.name, start, barred=self.guesses[at].token_id)
+        text = self.tokens(0, start)
+        return Session(self.key, text, self.sampling, kv_key=f"{self.key}\0{name}", line=line)
+
+    @property
+    def barred(self) -> int | None:
+        """What the next guess must not be."""
+        return self.line.barred if self.length == self.line.start else None
+
+    @property
+    def length(self) -> int:
+        """Tokens of text and guesses; the position of the next guess."""
+        return len(self.text) + len(self.guesses)
+
+    @property
+    def is_ratio(self) -> bool:
+        return self.sampling.is_ratio
+
+    @property
+    def samples_next(self) -> bool:
+        """Whether the next guess is sampled from the drafter's own distribution; otherwise it
+        foresees the target's sample."""
+        return self.is_ratio and len(self.guesses) != self.num_sent
+
+    @property
+    def draft_start(self) -> int:
+        """Position of the first token of the draft that the next guess is for: the one at hand, or
+        behind it and the bonus token the next."""
+        if self.num_sent is None or len(self.guesses) < self.num_sent:
+            return len(self.text)
+        return len(self.text) + self.num_sent + 1
+
+    def tokens(self, start: int, end: int) -> list[int]:
+        """Token ids of text and guesses."""
+        known = len(self.text)
+        head = self.text[start:end]
+        if end <= known:
+            return head
+        return head + [g.token_id for g in self.guesses[max(start - known, 0) : end - known]]
+
+
+Acceptance = Callable[[Session, Guess], float]
 
 
 def lines_of(session: Session) -> Iterator[Session]:

@@ -21,48 +21,17 @@ token is read off its distribution, not off its value.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from penstock.core.ahead import LEAST_CHANCE as LEAST_LINE_CHANCE
 from penstock.core.ahead import Choices, DraftSpot, LinePiece, num_worth, spots_of
+from penstock.core.drafting import lines
+from penstock.core.drafting.lines import Guess, Session, SessionOrder, TopWeights
+from penstock.core.learn.confidence import Calibration, Calibrations
 from penstock.core.types import SamplingParams
-from penstock.engine.drafters import lines
-from penstock.engine.drafters.confidence import Calibration, Calibrations
-from penstock.engine.drafters.lines import Line
 
 LEAST_CHANCE = 0.1
 """Nothing is drafted ahead that is less likely than this to be of use."""
-
-_FIRST_GRANT = 4
-"""How far to draft ahead before the first order says what is usual."""
-
-
-class TopWeights(NamedTuple):
-    """A truncated distribution: token ids, and integer weights of a fixed sum."""
-
-    token_ids: tuple[int, ...]
-    weights: tuple[int, ...]
-
-
-class Guess(NamedTuple):
-    """A token, and how sure of it the drafter is (0 to 1). `source`: what a token of a `ratio`
-    draft was sampled from; None otherwise."""
-
-    token_id: int
-    confidence: float
-    source: TopWeights | None = None
-
-
-class SessionOrder(NamedTuple):
-    """Draft up to `num_draft_tokens` tokens behind a text of `prefix_len`; stop before the first
-    one with which the draft's predicted survival falls under `min_survival`. `tag` comes back with
-    the draft."""
-
-    tag: Hashable
-    prefix_len: int
-    num_draft_tokens: int
-    min_survival: float = 0.0
 
 
 class SessionDraft(NamedTuple):
@@ -80,77 +49,6 @@ class SessionLines(NamedTuple):
 
     key: str
     pieces: tuple[LinePiece, ...]
-
-
-@dataclass(slots=True)
-class Session:
-    """One request, or one line of it.
-
-    num_sent:    tokens of the draft that verification is about to decide on (0: it will add a token
-                 of its own); None while an order is awaited or under way
-    is_stuck:    no further guess can be had until the text changes
-    is_readable: every token of the text is in the drafter's vocabulary
-    kv_key:      names its KV
-    branches:    the request's other lines; num_lines: how many there ever were
-    """
-
-    key: str
-    text: list[int]
-    sampling: SamplingParams
-    guesses: list[Guess] = field(default_factory=list)
-    order: SessionOrder | None = None
-    num_sent: int | None = 0
-    last_grant: int = _FIRST_GRANT
-    is_stuck: bool = False
-    is_readable: bool = True
-    kv_key: str = ""
-    line: Line = field(default_factory=lambda: Line(1, 1, 0))
-    branches: list[Session] = field(default_factory=list)
-    num_lines: int = 1
-
-    def fork(self, at: int, name: int) -> Session:
-        """A line that leaves this one instead of its guess `at`."""
-        start = len(self.text) + at
-        self.line.left.add(start)
-        line = Line(name, self.line.name, start, barred=self.guesses[at].token_id)
-        text = self.tokens(0, start)
-        return Session(self.key, text, self.sampling, kv_key=f"{self.key}\0{name}", line=line)
-
-    @property
-    def barred(self) -> int | None:
-        """What the next guess must not be."""
-        return self.line.barred if self.length == self.line.start else None
-
-    @property
-    def length(self) -> int:
-        """Tokens of text and guesses; the position of the next guess."""
-        return len(self.text) + len(self.guesses)
-
-    @property
-    def is_ratio(self) -> bool:
-        return self.sampling.is_ratio
-
-    @property
-    def samples_next(self) -> bool:
-        """Whether the next guess is sampled from the drafter's own distribution; otherwise it
-        foresees the target's sample."""
-        return self.is_ratio and len(self.guesses) != self.num_sent
-
-    @property
-    def draft_start(self) -> int:
-        """Position of the first token of the draft that the next guess is for: the one at hand, or
-        behind it and the bonus token the next."""
-        if self.num_sent is None or len(self.guesses) < self.num_sent:
-            return len(self.text)
-        return len(self.text) + self.num_sent + 1
-
-    def tokens(self, start: int, end: int) -> list[int]:
-        """Token ids of text and guesses."""
-        known = len(self.text)
-        head = self.text[start:end]
-        if end <= known:
-            return head
-        return head + [g.token_id for g in self.guesses[max(start - known, 0) : end - known]]
 
 
 class Proposer(Protocol):

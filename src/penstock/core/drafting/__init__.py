@@ -1,0 +1,1 @@
+"""Drafting for requests that are verified elsewhere, whatever the drafter."""

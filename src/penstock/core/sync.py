@@ -1,0 +1,61 @@
+"""Takes over how requests stand from a host that keeps them by itself, as vLLM does.
+
+The scheduler advances requests by the results of its own plans. A host that may do otherwise than
+planned tells it before each plan what is true.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from penstock.core.groups import CountedKV, CountedState
+from penstock.core.state import RequestState
+from penstock.core.table import Table
+from penstock.core.types import TARGET, Status
+
+
+class HostRequest(NamedTuple):
+    """A running request as its host counts it, as if steps in flight had ended.
+
+    num_output_tokens: made so far. num_computed_tokens: positions whose KV is computed, in
+    `num_blocks` blocks. in_flight: it can be scheduled only when a step in flight has ended.
+    """
+
+    request_id: str
+    num_output_tokens: int
+    num_computed_tokens: int
+    num_blocks: int
+    in_flight: bool = False
+
+
+def sync(table: Table, running: Iterable[HostRequest], preempted: Iterable[str]) -> None:
+    """Set requests to what their host says; see `Scheduler.sync`."""
+    for told in running:
+        state = table.requests.get(told.request_id)
+        if state is None:
+            continue
+        if state.status is not Status.RUNNING:
+            table.admit(state)
+        _set(table, state, told)
+    for request_id in preempted:
+        state = table.running.get(request_id)
+        if state is not None:
+            state.plans.clear()
+            table.preempt(state)
+
+
+def _set(table: Table, state: RequestState, told: HostRequest) -> None:
+    """A member of a decode group stays in it if the group counts the same, and is in no plan."""
+    if isinstance(state, CountedState) and state.decode_group is not None:
+        counted = (state.num_output_tokens, state.num_computed_tokens)
+        is_same = counted == (told.num_output_tokens, told.num_computed_tokens)
+        if is_same and state.decode_group.plan_id is None:
+            return
+        table.leave_group(state)
+    state.num_output_tokens = told.num_output_tokens
+    if state.kv_of(TARGET).num_blocks != told.num_blocks:
+        state.kv[TARGET] = CountedKV(0, told.num_blocks)
+    state.kv[TARGET].num_computed_tokens = told.num_computed_tokens
+    state.plans.clear()
+    state.in_flight = told.in_flight
