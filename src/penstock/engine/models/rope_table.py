@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.engine.models.config import DecoderConfig
-from penstock.engine.models.rope import Rope
+from penstock.engine.models.rope import PARTIAL_TYPES, Rope
 
 
 @dataclass(frozen=True, slots=True)
