@@ -49,18 +49,9 @@ def spread(cell: Figures, key: str, values: Sequence[float]) -> None:
     cell[key], cell[f"{key} ±"] = found.mean, found.half
 
 
-def how_fair(rates: Sequence[FloatArray]) -> Figures:
-    """Means over runs of what the smallest client and all have, and of Jain's index."""
-    return {
-        "smallest": float(np.mean([r.min() for r in rates])),
-        "total": float(np.mean([r.sum() for r in rates])),
-        "jain": float(np.mean([jain(r) for r in rates])),
-    }
-
-
 def named(name: str, options: dict[str, Any]) -> Callable[..., AllocationPolicy]:
-    """A policy, whatever it is asked with; words behind its name do not count."""
-    return lambda *_: make_policy("allocation", name.partition(" ")[0], options)
+    """A policy, whatever it is asked with."""
+    return lambda *_: make_policy("allocation", name, options)
 
 
 # --- solver ---------------------------------------------------------------------------------------
@@ -98,24 +89,14 @@ def _solver_ms(clients: int, repeats: int) -> float:
 PRIORS = (0.1, 0.3, 0.5, 0.7, 0.9)
 GAPS = {"30": 0.01, "300": 0.001, "mean 1-30": 0.01, "mean 1-300": 0.001}
 """Nats a client that may be missing, by what is looked at."""
-EMPTY: dict[str, dict[str, Any]] = {
-    "goodspeed_adaptive": {},
-    "goodspeed": {},
-    "goodspeed hold": {"on_empty": "hold"},
-    "goodspeed hold, floor 0.2": {"on_empty": "hold", "least_acceptance": 0.2},
-    "goodspeed hold, decided": {"on_empty": "hold", "evidence": "decided"},
-    "goodspeed zero": {"on_empty": "zero"},
-}
-"""What rounds without a draft are to `goodspeed`, and what it needs then."""
+POLICIES = ("goodspeed_adaptive", "goodspeed")
 
 
 def stationary(quick: bool, data: Path) -> Part:
     """U* − U of the expected goodput, per client, from several priors."""
     figures: Figures = {"cells": []}
     worst: dict[str, dict[str, float]] = {}
-    for name, budget, prior in itertools.product(
-        ("goodspeed_adaptive", "goodspeed"), (16, 20), PRIORS
-    ):
+    for name, budget, prior in itertools.product(POLICIES, (16, 20), PRIORS):
         option = "prior_mean" if name == "goodspeed_adaptive" else "initial_acceptance"
         make = named(name, {option: prior})
         gaps = [_steady_gaps(make, budget, seed, 1 if quick else 3) for seed in SEEDS]
@@ -128,32 +109,7 @@ def stationary(quick: bool, data: Path) -> Part:
         for key in (*GAPS, "starved"):
             seen[key] = max(seen.get(key, 0.0), cell[key])
     figures["worst"] = worst
-    figures["undrafted"] = {name: _undrafted(name, options) for name, options in EMPTY.items()}
-    return figures, [
-        *_steady_verdicts(worst["goodspeed_adaptive"], worst["goodspeed"]),
-        *(
-            bar(
-                f"stationary, {name}",
-                f"{low:.0%} to {high:.0%} of the rounds without a draft, of the client that has "
-                "most of them",
-                None,
-            )
-            for name, (low, high) in figures["undrafted"].items()
-        ),
-    ]
-
-
-def _undrafted(name: str, options: dict[str, Any]) -> tuple[float, float]:
-    """Over the seeds, least and most of: the share of rounds without a draft of the client that has
-    most of them, among those that x* gives drafts to in every round. C = 16."""
-    found = []
-    for seed in SEEDS:
-        rates = _steady_rates(seed)
-        world = GeometricClients(np.tile(rates, (300, 1)), seed)
-        played = play(named(name, options)(), world.clients(), 16, 300)
-        without = (played.lengths == 0).mean(axis=0)
-        found.append(float(without[fair_optimum(rates, 16).lengths >= 1].max()))
-    return min(found), max(found)
+    return figures, _steady_verdicts(worst["goodspeed_adaptive"], worst["goodspeed"])
 
 
 def _steady_rates(seed: int) -> FloatArray:
@@ -260,46 +216,32 @@ def recorded(quick: bool, data: Path) -> Part:
     budget, rounds = 20, 1000 if quick else 2000
     policies: dict[str, Callable[[list[RecordedClient]], AllocationPolicy]] = {
         "fixed, rotating": lambda _: make_policy("allocation", "fixed", {"total": budget}),
-        **{name: named(name, options) for name, options in EMPTY.items()},
+        **{name: named(name, {}) for name in POLICIES},
         "clairvoyant": Clairvoyant,
     }
-    cells: list[Figures] = []
-    utility: dict[str, list[float]] = {}
-    for name, make in policies.items():
-        rates, undrafted = [], []
-        for seed in SEEDS:
-            clients = [RecordedClient(rows[i // 2], (seed, i)) for i in range(CLIENTS)]
-            played = play(make(clients), clients, budget, rounds)
-            rates.append(played.tokens.mean(axis=0))
-            # The first half of the clients look up.
-            undrafted.append((played.lengths[:, : CLIENTS // 2] == 0).mean(axis=0))
-        utility[name] = [fair_utility(r) for r in rates]
-        shares = [float(f(undrafted)) for f in (np.min, np.mean, np.max)]
-        cells.append(
-            {"policy": name, "sum_log": interval(utility[name]).mean, **how_fair(rates)}
-            | {"clients": np.mean(rates, axis=0).round(3).tolist(), "look_up_without_draft": shares}
-        )
-    for cell in cells:
-        gain = interval(np.subtract(utility[cell["policy"]], utility["goodspeed"]))
-        cell["against_goodspeed"] = gain.mean, gain.half
-    return {"cells": cells}, _recorded_verdicts({c["policy"]: c for c in cells})
-
-
-def _recorded_verdicts(cells: dict[str, Figures]) -> list[ClaimVerdict]:
-    gains = {name: c["against_goodspeed"] for name, c in cells.items()}
-    mean, half = gains["goodspeed_adaptive"]
+    rates: dict[str, list[FloatArray]] = {name: [] for name in policies}
+    for (name, make), seed in itertools.product(policies.items(), SEEDS):
+        clients = [RecordedClient(rows[i // 2], (seed, i)) for i in range(CLIENTS)]
+        rates[name].append(play(make(clients), clients, budget, rounds).tokens.mean(axis=0))
+    utility = {name: np.array(list(map(fair_utility, found))) for name, found in rates.items()}
+    gains = {name: interval(found - utility["goodspeed"]) for name, found in utility.items()}
+    cells = {
+        name: {
+            "sum_log": interval(utility[name]).mean,
+            "against_goodspeed": (gains[name].mean, gains[name].half),
+            "smallest": float(np.mean([r.min() for r in found])),
+            "total": float(np.mean([r.sum() for r in found])),
+            "jain": float(np.mean([jain(r) for r in found])),
+        }
+        for name, found in rates.items()
+    }
+    ours = gains["goodspeed_adaptive"]
     beside = ", ".join(
-        "{} {:+.3f} ± {:.3f}".format(n, *gains[n]) for n in ("fixed, rotating", "clairvoyant")
+        f"{n} {gains[n].mean:+.3f} ± {gains[n].half:.3f}"
+        for n in ("fixed, rotating", "clairvoyant")
     )
-    text = f"Σ log {mean:+.3f} ± {half:.3f} against goodspeed (beside it: {beside})"
-    form = (
-        "Σ log {sum_log:.3f}; look-up clients have no draft in {look_up_without_draft[0]:.0%} to "
-        "{look_up_without_draft[2]:.0%} of the rounds, {look_up_without_draft[1]:.0%} in the mean"
-    )
-    return [
-        bar("recorded", text, mean > half),
-        *(bar(f"recorded, {name}", form.format_map(c), None) for name, c in cells.items()),
-    ]
+    text = f"Σ log {ours.mean:+.3f} ± {ours.half:.3f} against goodspeed (beside it: {beside})"
+    return {"cells": cells}, [bar("recorded", text, ours.mean > ours.half)]
 
 
 # --- command --------------------------------------------------------------------------------------

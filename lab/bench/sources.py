@@ -1,5 +1,5 @@
-"""Where draft tokens come from, on a real pair: look-up, suffixes, a small model, and chains that
-choose between them in every round.
+"""Which source of draft tokens is fastest on a real pair: look-up, suffixes, a small model, or chains
+that choose between them in every round?
 
     python -m lab.bench.sources TARGET.gguf DRAFTER.gguf [--prompts 4] [--new-tokens 128] [--json]
 
@@ -8,13 +8,6 @@ and JSON, SQL or YAML. All sources are drafters of one engine with the default a
 turns on each prompt. `--warm` prompts of each kind, from the part `learn`, come first and count
 nothing: every source learns on them. Each source is a tenant, so that suffixes are found only in
 what the same source has put out before.
-
-A drafter with another tokenizer is judged by itself (`--sources none,model`), by processor time
-(take `--threads 1`: threads that wait for each other use it, too): on the prompts on which at least
-half of what it drafted was accepted, and on the others, where the fastest pass of each prompt and
-source counts; and on the prompt that it slows most, where the median of the turns counts
-(`--repeats`), beside the target alone against its own next turn. Questions in languages that small
-models hardly know come to the other prompts there.
 
 Tokens per second are of decoding, from the first token on: the reading of the prompt by the small
 model is in them, the target's is not. Beside them stands the processor's time of the process for a
@@ -28,11 +21,9 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from lab.bench.real_prompts import RealPrompt, real_prompts, token_ids
 from lab.common.claims import ClaimVerdict, bar
@@ -40,35 +31,19 @@ from lab.common.results import Results, parser, table, tell
 from penstock.config import NGRAM, SUFFIX, EngineConfig, PolicyConfig
 from penstock.core.types import NO_DRAFTER, Arrive, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.drafters.text import TextDrafter
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.serving.usage import Usage
 
-FOREIGN = "foreign"
-KINDS = {
-    "completion": "code",
-    "edit": "edit",
-    "chat": "chat",
-    "structured": "JSON",
-    FOREIGN: "other languages",
-}
+KINDS = {"completion": "code", "edit": "edit", "chat": "chat", "structured": "JSON"}
 """Kinds of prompts, and what they are called here."""
 MODEL = "model"
 SINGLE = (NGRAM, SUFFIX, MODEL)
 CHAINED = (f"{NGRAM}+{MODEL}", f"{SUFFIX}+{MODEL}")
 SOURCES = (NO_DRAFTER, *SINGLE, *CHAINED)
-QUESTIONS = (
-    "请用三句话说明 Python 的 {name} 模块有什么用途，再举一个日常的例子。",
-    "Pythonのモジュール「{name}」は何のためにありますか。日常の例を一つ挙げて説明してください。",
-    "Для чего нужен модуль {name} в Python? Приведите один пример из повседневной жизни.",
-    "파이썬의 {name} 모듈은 무엇에 쓰이나요? 일상적인 예를 하나 들어 설명해 주세요.",
-)
 ALL = "all"
 
 BEST_SINGLE_BAR = 1.15
 EDIT_BAR, OTHER_BAR = 2.5, 1.4
-HALF_BAR, NEVER_BAR = 1.15, 0.98
-"""Of a drafter with another tokenizer: where half is accepted, and everywhere."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +73,6 @@ def load(target: Path, drafter: Path, args: argparse.Namespace) -> Engine:
             },
             dtype=args.dtype,
             drafter_weights=args.drafter_weights,
-            # A drafter with another tokenizer may take more tokens for a text.
             kv_tokens=2 * (args.context + args.new_tokens + 32),
             max_model_len=args.context + args.new_tokens + 32,
             num_threads=args.threads,
@@ -141,40 +115,22 @@ def decode(engine: Engine, request: Request, kind: str, origin: str) -> Decoded:
     )
 
 
-def foreign(chats: Sequence[RealPrompt]) -> list[RealPrompt]:
-    """About the modules that these questions are about."""
-    return [
-        replace(chat, kind=FOREIGN, message=question.format(name=chat.origin))
-        for chat, question in zip(chats, itertools.cycle(QUESTIONS), strict=False)
-    ]
-
-
-def chosen(
-    args: argparse.Namespace, *, is_foreign: bool
-) -> tuple[list[RealPrompt], list[RealPrompt]]:
+def chosen(args: argparse.Namespace) -> tuple[list[RealPrompt], list[RealPrompt]]:
     """To learn from and to measure, kind by kind in turn."""
     parts = []
     for part, num in (("learn", args.warm), ("held", args.prompts)):
         mine = [p for p in real_prompts() if p.part == part]
-        by_kind = [[p for p in mine if p.kind == kind][:num] for kind in KINDS if kind != FOREIGN]
-        if is_foreign:
-            by_kind.append(foreign([p for p in mine if p.kind == "chat"][:num]))
+        by_kind = [[p for p in mine if p.kind == kind][:num] for kind in KINDS]
         parts.append([p for one_of_each in zip(*by_kind, strict=True) for p in one_of_each])
     return parts[0], parts[1]
-
-
-def drafts_text(engine: Engine) -> bool:
-    """Whether the small model has another tokenizer than the target."""
-    return isinstance(engine.executor.drafters.get(MODEL), TextDrafter)
 
 
 def passes(engine: Engine, args: argparse.Namespace) -> Iterator[Decoded]:
     """Of the prompts that count, the sources in another order for each."""
     tokenizer = load_tokenizer(engine.tokenizer_path)
-    to_learn, to_measure = chosen(args, is_foreign=drafts_text(engine))
+    to_learn, to_measure = chosen(args)
     names = (f"request-{i}" for i in itertools.count())
-    repeated = [p for p in to_measure for _ in range(args.repeats)]
-    for number, prompt in enumerate([*to_learn, *repeated]):
+    for number, prompt in enumerate([*to_learn, *to_measure]):
         tokens = token_ids(prompt, tokenizer)[-args.context :]
         first = number % len(args.sources)
         for source in (*args.sources[first:], *args.sources[:first]):
@@ -255,8 +211,6 @@ def verdicts_of(
         )
     ]
     for kind, name in KINDS.items():
-        if kind == FOREIGN:
-            continue
         own, wanted = cells[kind, chain.source], EDIT_BAR if kind == "edit" else OTHER_BAR
         plain, rival = cells[kind, NO_DRAFTER], best(SINGLE, kind)
         times = own.tokens_per_s / plain.tokens_per_s
@@ -282,70 +236,6 @@ def verdicts_of(
     return claims
 
 
-def text_verdicts(done: Sequence[Decoded]) -> list[ClaimVerdict]:
-    """Of a drafter with another tokenizer against the target alone, prompt by prompt, by the
-    processor's time: with one thread that is what a quiet machine takes."""
-    by_prompt: dict[tuple[str, str], list[Decoded]] = {}
-    for d in done:
-        by_prompt.setdefault((d.kind, d.origin), []).append(d)
-    gains: dict[bool, list[tuple[Decoded, Decoded]]] = {True: [], False: []}
-    same = 0
-    for runs in by_prompt.values():
-        mine = [d for d in runs if d.source == MODEL]
-        plain, own = (
-            min((d for d in runs if d.source == source), key=lambda d: d.cpu_s)
-            for source in (NO_DRAFTER, MODEL)
-        )
-        proposed = sum(d.proposed for d in mine)
-        is_half = proposed > 0 and sum(d.accepted for d in mine) >= proposed / 2
-        gains[is_half].append((plain, own))
-        same += len({d.text for d in runs}) == 1
-    claims = [
-        bar("the same text", f"for {same} of {len(by_prompt)} prompts", same == len(by_prompt))
-    ]
-    for is_half, least in ((True, HALF_BAR), (False, NEVER_BAR)):
-        pairs = gains[is_half]
-        if not pairs:
-            continue
-        times = [plain.cpu_s / own.cpu_s for plain, own in pairs]
-        gain = sum(plain.cpu_s for plain, _ in pairs) / sum(own.cpu_s for _, own in pairs)
-        which = "half or more" if is_half else "less than half"
-        claims.append(
-            bar(
-                f"{which} of the drafts accepted: against the target alone",
-                f"{len(pairs)} of {len(by_prompt)} prompts, {gain:.2f} times (bar {least}), "
-                f"from {min(times):.2f} to {max(times):.2f}",
-                gain >= least,
-            )
-        )
-    return [*claims, *slowest_verdicts(list(by_prompt.values()))]
-
-
-def slowest_verdicts(prompts: Sequence[Sequence[Decoded]]) -> list[ClaimVerdict]:
-    """Of the prompt that drafts slow most, by the median of its turns. prompts: the runs of each,
-    in order."""
-    drafted, control = [], []
-    for runs in prompts:
-        plain, own = ([d.cpu_s for d in runs if d.source == s] for s in (NO_DRAFTER, MODEL))
-        drafted.append(float(np.median(np.array(plain) / np.array(own))))
-        control.append(float(np.median(np.array(plain) / np.roll(plain, 1))))
-    slowest = int(np.argmin(drafted))
-    which = f"{KINDS[prompts[slowest][0].kind]} {prompts[slowest][0].origin}"
-    return [
-        bar(
-            "the slowest prompt against the target alone",
-            f"{drafted[slowest]:.3f} times ({which}; bar {NEVER_BAR}), "
-            f"{sum(t < NEVER_BAR for t in drafted)} of {len(drafted)} prompts are below it",
-            drafted[slowest] >= NEVER_BAR,
-        ),
-        bar(
-            "the slowest prompt, the target alone against its own next turn",
-            f"{min(control):.3f} times",
-            None,
-        ),
-    ]
-
-
 def _rate(cell: Cell) -> float:
     return cell.tokens_per_s
 
@@ -356,7 +246,6 @@ def main() -> int:
     made.add_argument("drafter", type=Path)
     made.add_argument("--prompts", type=int, default=4, help="measured, of each kind (at most 8)")
     made.add_argument("--warm", type=int, default=2, help="to learn from, of each kind")
-    made.add_argument("--repeats", type=int, default=1, help="of each measured prompt")
     made.add_argument("--new-tokens", type=int, default=128)
     made.add_argument("--context", type=int, default=768, help="most tokens of a prompt")
     made.add_argument("--k-max", type=int, default=16, help="most draft tokens of a round")
@@ -392,11 +281,7 @@ def main() -> int:
             "drafted": "{proposed:.2f}",
         },
     )
-    verdicts: list[ClaimVerdict] = []
-    if set(args.sources) == set(SOURCES):
-        verdicts = verdicts_of(cells, done)
-    elif drafts_text(engine) and {NO_DRAFTER, MODEL} <= set(args.sources):
-        verdicts = text_verdicts(done)
+    verdicts = verdicts_of(cells, done) if set(args.sources) == set(SOURCES) else []
     return tell(args, Results([asdict(cell) for cell in cells.values()], verdicts, [shown]))
 
 
