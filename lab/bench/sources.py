@@ -1,5 +1,5 @@
-"""Which source of draft tokens is fastest on a real pair: look-up, suffixes, a small model, or chains
-that choose between them in every round?
+"""Which source of draft tokens is fastest on a real pair: look-up, suffixes, a small model, or a
+chain that chooses between them in every round?
 
     python -m lab.bench.sources TARGET.gguf DRAFTER.gguf [--prompts 4] [--new-tokens 128] [--json]
 

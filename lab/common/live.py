@@ -217,12 +217,3 @@ class LiveScene:
 def _rotated(systems: Sequence[LiveSystem], turn: int) -> Iterator[LiveSystem]:
     first = turn % len(systems)
     return itertools.chain(systems[first:], systems[:first])
-
-
-def rows_of(
-    cells: Mapping[tuple[Any, ...], Iterable[float]],
-) -> Iterator[tuple[object, ...]]:
-    """Of a table: the cell, the turn and the figure."""
-    for cell, values in cells.items():
-        for turn, value in enumerate(values):
-            yield (*cell, turn, float(value))

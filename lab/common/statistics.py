@@ -33,6 +33,11 @@ class Interval:
         half = self.high - self.mean
         return half if math.isfinite(half) else 0.0
 
+    @property
+    def times(self) -> str:
+        """As a factor."""
+        return f"{self.mean:.2f}× ({self.low:.2f} to {self.high:.2f})"
+
     def __str__(self) -> str:
         return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})"
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict
 from lab.common.experiment import Experiment, Trial
-from lab.common.report import write_table
+from lab.common.report import rows_of, write_table
 from lab.papers.whole_loop import PHASES, SYSTEMS, Latencies, draw_gains, verdicts
 from penstock.config import PolicyConfig
 from penstock.core.types import AUTO_DRAFTER
@@ -36,7 +36,7 @@ _MACHINE = "live"
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
-    from lab.common.live import LiveScene, rows_of
+    from lab.common.live import LiveScene
 
     scene = LiveScene.of(job)
     job.tell(f"{NAME}: loading")
