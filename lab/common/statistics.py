@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from penstock.fluid.shares import jain_index
 from penstock.sim.capacity import Estimate
 
 FloatArray = npt.NDArray[np.float64]
+_T = TypeVar("_T")
 
 SEEDS = range(5)
 """Fixed beforehand, wherever nothing else is said."""
@@ -71,3 +73,9 @@ def jain(rates: FloatArray) -> float:
     """Jain's index: 1 where all are equal, 1/N where one has everything or nobody anything."""
     index = jain_index(rates)
     return 1 / len(rates) if index is None else index
+
+
+def rotated(items: Sequence[_T], turn: int) -> list[_T]:
+    """In another order in each turn: whoever is first in one is last in the next."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]

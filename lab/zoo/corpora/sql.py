@@ -12,13 +12,7 @@ DOMAIN = "sql"
 _THEMES: dict[str, str] = w.TABLES["sql"]["themes"]
 """Three tables of a theme, each with its columns."""
 
-_NUMERIC = set(
-    w.each("""
-    total price stock grade birth_year credits salary age cost pages days fine distance fare
-    hours debut year copies_sold seconds plays balance amount credit_limit hectares tons weight
-    wins goals attendance power mass output value area guests fee nights rate beds paid rating
-""")
-)
+_NUMERIC = set(w.each(w.TABLES["sql"]["numeric"]))
 _AGG = {"SUM": "the total", "AVG": "the average", "MAX": "the highest", "MIN": "the lowest"}
 
 
