@@ -22,8 +22,6 @@ from penstock.fluid.fair import draft_lengths
 
 FloatArray = npt.NDArray[np.float64]
 
-_JITTER = 0.02
-
 # --- who choose drafters --------------------------------------------------------------------------
 
 

@@ -98,11 +98,6 @@ class Losses:
         """Eq. 6."""
         return {name: lost + self.reading[name] for name, lost in self.goodput.items()}
 
-    @property
-    def simple(self) -> dict[str, FloatArray]:
-        """Were a switch always to cost the same."""
-        return {name: lost + self.if_constant[name] for name, lost in self.goodput.items()}
-
 
 def run(job: Trial) -> list[ClaimVerdict]:
     doublings = next(n for least, n in _DOUBLINGS.items() if job.effort.curve_arrivals >= least)
