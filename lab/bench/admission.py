@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -67,10 +67,7 @@ QUEUES = {
     "long": (0.41, 6_000),
     "high": (37.0, 40_000),
 }
-FILES = {
-    "sharegpt": "etalon_sharegpt_8k_stats.csv.gz",
-    "conversation": "azure2023_conv.csv.gz",
-}
+FILES = {"sharegpt": "etalon_sharegpt_8k_stats.csv.gz", "conversation": "azure2023_conv.csv.gz"}
 
 
 @dataclass(frozen=True)
@@ -159,20 +156,14 @@ def setup_of(policy: PolicyConfig, **changes: Any) -> Setup:
 def latency(policy: PolicyConfig, load: Workload, **setup: Any) -> Figures:
     """Means of a run, and beside them what the last requests and the longest prompts pay."""
     figures = run(setup_of(policy, **setup), load).figures()
-    longest = figures["by_prompt_len"][-1]
+    ttft = figures["ttft_s"]
     return {
         "latency": figures["latency_s"]["mean"],
-        "ttft": figures["ttft_s"]["mean"],
-        "ttft_p99": figures["ttft_s"]["p99"],
-        "ttft_p999": figures["ttft_s"]["p999"],
-        "ttft_max": figures["ttft_s"]["max"],
-        "slowdown": figures["slowdown"]["mean"],
-        "slowdown_longest": longest["slowdown"],
-        "ttft_longest": longest["ttft_s"],
-        "by_prompt_len": figures["by_prompt_len"],
-        "tpot_p99": figures["tpot_s"]["p99"],
-        "preemptions": figures["preemptions"],
-        "requests_per_s": figures["throughput_requests_per_s"],
+        "ttft": ttft["mean"],
+        "ttft_p99": ttft["p99"],
+        "ttft_p999": ttft["p999"],
+        "ttft_max": ttft["max"],
+        "slowdown_longest": figures["by_prompt_len"][-1]["slowdown"],
     }
 
 
@@ -185,16 +176,12 @@ def tuned(loads: WorkloadSource, name: str, rate: float) -> Figures:
     workload = loads.arrivals(name, 0.97 * rate, 1000)
     means = [
         (float(run(setup_of(policy), workload).latency.mean()), policy.options)
-        for policy in sarathis(BUDGETS, CAPS)
-        if policy.options["max_num_seqs"] <= policy.options["token_budget"]
+        for budget, cap in itertools.product(BUDGETS, CAPS)
+        if cap <= budget
+        for policy in [PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)]
     ]
     mean, options = min(means, key=lambda pair: pair[0])
     return {"options": options, "latency": mean}
-
-
-def sarathis(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[PolicyConfig]:
-    for budget, cap in itertools.product(budgets, caps):
-        yield PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)
 
 
 def bound(loads: WorkloadSource, name: str) -> Figures:
@@ -329,12 +316,7 @@ def part_trace(bench: Bench) -> None:
     bench.measure(batch)
 
 
-PARTS = {
-    "trace": part_trace,
-    "order": part_order,
-    "memory": part_memory,
-    "capacity": part_capacity,
-}
+PARTS = {"trace": part_trace, "order": part_order, "memory": part_memory, "capacity": part_capacity}
 
 
 def main() -> None:

@@ -181,15 +181,12 @@ def measure_target(
 
 def verdicts(cells: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
     shares: list[tuple[float, str]] = []
-    behind: list[str] = []
     gains = []
     for c in cells:
         rate = {r["name"]: r["tokens_per_s"] for r in c["rows"]}
         where = f"{c['target']}, batch {c['batch']}"
         best = c["hindsight_tokens_per_s"]
         shares.append((rate["adaptive"] / best, f"{where}, {c['cell']}"))
-        if rate["adaptive"] < rate.get("lbss", 0.0):
-            behind.append(f"{where}, {c['cell']} ({rate['adaptive'] / rate['lbss']:.3f})")
         if c["cell"] == MIXED:
             gain = f"hindsight {best / rate['best single']:.3f} of best single"
             own = f"adaptive {rate['adaptive'] / rate['best single']:.3f} of it"
@@ -197,16 +194,8 @@ def verdicts(cells: Sequence[dict[str, Any]]) -> list[ClaimVerdict]:
     shares.sort()
     reached = sum(share >= CLOSE for share, _ in shares)
     worst = "; ".join(f"{where} {share:.3f}" for share, where in shares[:6])
-    beside_lbss = []
-    if any(r["name"] == "lbss" for c in cells for r in c["rows"]):
-        said = f"behind lbss in {len(behind)} cells: {', '.join(behind)}"
-        beside_lbss = [bar("adaptive", said, not behind)]
     text = f"{CLOSE} of the clairvoyant or more in {reached} of {len(shares)} cells; {worst}"
-    return [
-        bar("adaptive", text, reached == len(shares)),
-        *beside_lbss,
-        *gains,
-    ]
+    return [bar("adaptive", text, reached == len(shares)), *gains]
 
 
 def tables(cells: Sequence[dict[str, Any]]) -> list[ResultTable]:

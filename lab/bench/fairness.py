@@ -24,13 +24,7 @@ import numpy as np
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.oracles import BestFilter, Clairvoyant, KnowsRates
 from lab.common.results import DATA, Results, parser, save
-from lab.common.rounds import (
-    FloatArray,
-    GeometricClients,
-    RecordedClient,
-    jumping_rates,
-    play,
-)
+from lab.common.rounds import FloatArray, GeometricClients, RecordedClient, jumping_rates, play
 from lab.common.statistics import SEEDS, interval, jain
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.policies.registry import make_policy

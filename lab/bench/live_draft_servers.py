@@ -22,10 +22,10 @@ import secrets
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import AsyncExitStack, ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import httpx
 import numpy as np
@@ -76,28 +76,24 @@ class DraftServers:
         self._urls: dict[str, str] = {}
 
     def start(self, stack: ExitStack) -> None:
-        """A verification server must be there."""
+        """A verification server must be there. Raises: RuntimeError."""
+        processes = {}
         for name, drafter in CLIENTS.items():
             model = str(model_path(drafter, self._args.family))
             link = f"127.0.0.1:{self.links[name].port}"
             command = [sys.executable, "-m", "penstock.cli", "draft", "--connect", link]
             command += ["--model", model, "--listen", "0", "--no-assignments"]
-            stack.enter_context(self._process(name, command))
-
-    @contextmanager
-    def _process(self, name: str, command: list[str]) -> Iterator[None]:
-        env = os.environ | _ONE_THREAD | {"PENSTOCK_TOKEN": self.tokens[name]}
-        # A draft server says so whenever a verification server is gone.
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
-        ) as process:
-            assert process.stdout is not None
-            try:
-                said = next(x for x in process.stdout if x.startswith("penstock: serving on "))
-                self._urls[name] = said.split()[-1]
-                yield
-            finally:
-                process.terminate()
+            env = os.environ | _ONE_THREAD | {"PENSTOCK_TOKEN": self.tokens[name]}
+            # A draft server says so whenever a verification server is gone.
+            pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL, "text": True}
+            processes[name] = process = subprocess.Popen(command, env=env, **pipes)
+            stack.callback(process.wait)
+            stack.callback(process.terminate)
+        for name, process in processes.items():
+            said = next((x for x in process.stdout if "serving on http" in x), None)
+            if said is None:
+                raise RuntimeError(f"the draft server {name} did not start")
+            self._urls[name] = said.split()[-1]
 
     async def use(self, name: str) -> None:
         """A user of one draft server: one request after the other, for ever."""
@@ -125,8 +121,10 @@ class DraftServers:
         return {"engine": engine, "drafters": drafters, "shutdown_grace_s": 1}
 
 
-async def play(args: argparse.Namespace, progress: Progress) -> list[dict[str, Any]]:
-    """A row for each policy at each round trip."""
+async def play(
+    args: argparse.Namespace, progress: Progress, silent: IO[str]
+) -> list[dict[str, Any]]:
+    """A row for each policy at each round trip. silent: where servers log."""
     jobs = [(delay, *policy) for delay in args.delays for policy in POLICIES]
     task = progress.add_task("live", total=len(jobs) * args.rounds)
     this = asyncio.current_task()
@@ -143,7 +141,8 @@ async def play(args: argparse.Namespace, progress: Progress) -> list[dict[str, A
             for link in drafters.links.values():
                 link.seconds = delay / 2e3
             progress.update(task, description=f"{allocation}, {pipeline}, {delay:g} ms")
-            with bundled_server(settings=drafters.settings(allocation, pipeline)) as server:
+            settings = drafters.settings(allocation, pipeline)
+            with bundled_server(settings=settings, log=silent) as server:
                 if not number:
                     await asyncio.to_thread(drafters.start, processes)
                 async with asyncio.timeout(_START_S):
@@ -242,22 +241,22 @@ def tables(rows: Sequence[dict[str, Any]]) -> list[ResultTable]:
     return [table("", rows, columns)]
 
 
-def delays_of(text: str) -> list[float]:
-    return [float(part) for part in text.split(",")]
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, quick="60 rounds, round trips 0 and 5 ms")
-    options.add_argument("--delays", type=delays_of, default=[0.0, 5.0, 30.0], help="round trips")
+    options.add_argument("--delays", default="0,5,30", help="round trips in milliseconds")
     options.add_argument("--rounds", type=int, default=600)
     options.add_argument("--total", type=int, default=20, help="draft tokens a round (C)")
     options.add_argument("--temperature", type=float, default=1.0, help="of seeded requests")
     options.add_argument("--family", type=Path, default=WEIGHTS, help="folder of the models")
     args = options.parse_args(arguments)
     if args.quick:
-        args.rounds, args.delays = 60, [0.0, 5.0]
-    with Progress(console=Console(file=sys.stderr)) as progress:
-        rows = asyncio.run(play(args, progress))
+        args.rounds, args.delays = 60, "0,5"
+    args.delays = [float(delay) for delay in args.delays.split(",")]
+    with (
+        Path(os.devnull).open("w") as silent,
+        Progress(console=Console(file=sys.stderr)) as progress,
+    ):
+        rows = asyncio.run(play(args, progress, silent))
     return tell(args, Results(rows, verdicts(rows), tables(rows)))
 
 

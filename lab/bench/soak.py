@@ -120,7 +120,7 @@ async def soak(
 ) -> tuple[Crowd, Watch]:
     """The clients at work for so long."""
     address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    async with httpx.AsyncClient(headers=_key("app"), timeout=60) as http:
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer app-key"}, timeout=60) as http:
         (model,) = (await http.get(f"{server.url}/v1/models")).json()["data"]
     now = monotonic()
     crowd = Crowd(address, model["drafters"], now + seconds / WARM_UP, now + seconds)
@@ -271,10 +271,6 @@ def results(
     }
     tables = [table("", [runs], columns)]
     return Results(runs, verdicts, tables + ([others_table(watch)] if watch.stretches else []))
-
-
-def _key(tenant: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {tenant}-key"}
 
 
 def settings() -> dict[str, Any]:

@@ -53,10 +53,7 @@ class Refused(Exception):
 
 @asynccontextmanager
 async def posted(
-    address: tuple[str, int],
-    key: str,
-    body: dict[str, Any],
-    receive_bytes: int | None = None,
+    address: tuple[str, int], key: str, body: dict[str, Any], receive_bytes: int | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection on which a completion was asked for. Read by hand: hundreds of clients must not
     cost what they measure. receive_bytes: of the socket's own buffer."""

@@ -36,13 +36,17 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
             writer.writerow([f"{x:.6g}" if isinstance(x, float) else x for x in row])
 
 
-def rows_of(
-    cells: Mapping[tuple[Any, ...], Iterable[Any]],
-) -> Iterator[tuple[object, ...]]:
+def rows_of(cells: Mapping[tuple[Any, ...], Iterable[Any]]) -> Iterator[tuple[object, ...]]:
     """Of a table: the cell, the seed or turn, and its figure, or several of them."""
     for cell, found in cells.items():
         for number, values in enumerate(found):
             yield (*cell, number, *map(float, np.atleast_1d(values)))
+
+
+def write_rates(path: Path, first: str, rates: Mapping[Any, Mapping[str, Iterable[float]]]) -> None:
+    """Tokens per second of live systems in each turn, as CSV. first: what the outer keys are."""
+    cells = {(key, name): own for key, by_name in rates.items() for name, own in by_name.items()}
+    write_table(path, (first, "system", "turn", "tokens_per_s"), rows_of(cells))
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -101,10 +105,7 @@ def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
             handles = _fill(axes, plot, looks) | handles
         figure.suptitle(textwrap.fill(title, round(_TITLE_PER_INCH * figure.get_figwidth())))
         figure.legend(
-            [handles[label] for label in labels],
-            labels,
-            loc="outside lower center",
-            ncols=names,
+            [handles[label] for label in labels], labels, loc="outside lower center", ncols=names
         )
         save_figure(figure, path)
 

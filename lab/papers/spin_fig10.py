@@ -26,7 +26,7 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
-from lab.common.report import COLOURS, pyplot, rows_of, save_figure, write_table
+from lab.common.report import COLOURS, pyplot, save_figure, write_rates
 from lab.common.statistics import FloatArray, ratio
 from penstock.config import PolicyConfig
 from penstock.core.types import NO_DRAFTER
@@ -81,10 +81,9 @@ def run(job: Trial) -> list[ClaimVerdict]:
         rates = scene.rates(systems, batch, lambda what: job.tell(f"{NAME}: {what}"), per_domain)
         target = systems[0].loop.scheduler.learn.times.target
         found[batch] = Batch(rates, target(batch * (1 + _DRAFTED)) / target(batch))
-    cells = {(b, n): r for b, one in found.items() for n, r in one.rates.items()}
-    header = ("batch", "system", "turn", "tokens_per_s")
-    write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
-    _draw(job.out / f"{NAME}.png", {batch: one.rates for batch, one in found.items()})
+    rates_of = {batch: one.rates for batch, one in found.items()}
+    write_rates(job.out / f"{NAME}.csv", "batch", rates_of)
+    _draw(job.out / f"{NAME}.png", rates_of)
     return [v for batch, one in found.items() for v in verdicts(batch, one)]
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import QUICK, Experiment, Trial
-from lab.common.report import Plot, draw, rows_of, write_table
+from lab.common.report import Plot, draw, write_rates
 from lab.common.statistics import FloatArray, Interval, ratio
 from penstock.config import PolicyConfig
 from penstock.core.types import NO_DRAFTER
@@ -63,9 +63,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
         found[batch] = scene.rates(
             systems, batch, lambda what: job.tell(f"{NAME}: {what}"), per_domain
         )
-    cells = {(b, n): r for b, rates in found.items() for n, r in rates.items()}
-    header = ("batch", "system", "turn", "tokens_per_s")
-    write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
+    write_rates(job.out / f"{NAME}.csv", "batch", found)
     _draw(job, found)
     return verdicts(found)
 
@@ -142,8 +140,7 @@ def degrades(gains: Gains) -> Measurement:
     alone, together = (ratio(*gains[batch]) for batch in (min(gains), _SERVED_AT))
     loss = 1 - together.mean / alone.mean
     return Measurement(
-        f"by {loss:.0%}, {alone.times} to {together.times}",
-        (abs(loss - _PAPER_LOSS) <= _CLOSE,),
+        f"by {loss:.0%}, {alone.times} to {together.times}", (abs(loss - _PAPER_LOSS) <= _CLOSE,)
     )
 
 

@@ -463,10 +463,7 @@ def _draw(
     gaps["1/T"] = horizons, [first.gap * first.horizon_s / h for h in horizons]
     shares = {name: (_ZETAS, [s.gap / s.offered for s in curve]) for name, curve in zetas.items()}
     spread = {
-        name: (
-            [min(s.gaps) / s.offered for s in curve],
-            [max(s.gaps) / s.offered for s in curve],
-        )
+        name: ([min(s.gaps) / s.offered for s in curve], [max(s.gaps) / s.offered for s in curve])
         for name, curve in zetas.items()
     }
     scales: dict[str, Any] = {"xscale": "log", "yscale": "log"}

@@ -182,19 +182,7 @@ def _table(rng: Random) -> Task:
     return f"a dictionary {name} of {w.listing(keys)} with a lookup find_{thing}", code
 
 
-_TASKS = (
-    _dataclass,
-    _class,
-    _filter,
-    _group,
-    _sort,
-    _read,
-    _loop,
-    _test,
-    _parser,
-    _text,
-    _table,
-)
+_TASKS = (_dataclass, _class, _filter, _group, _sort, _read, _loop, _test, _parser, _text, _table)
 
 
 def task(rng: Random) -> Task:
