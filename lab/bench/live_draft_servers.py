@@ -146,7 +146,7 @@ async def play(
                 if not number:
                     await asyncio.to_thread(drafters.start, processes)
                 async with asyncio.timeout(_START_S):
-                    while await metric(server, "draft_servers") < len(CLIENTS):  # noqa: ASYNC110
+                    while await asyncio.to_thread(server.metric, "draft_servers") < len(CLIENTS):  # noqa: ASYNC110
                         await asyncio.sleep(_POLL_S)
                 counts = await observe(drafters, server, args.rounds)
             progress.advance(task, args.rounds)
@@ -155,17 +155,13 @@ async def play(
     return rows
 
 
-async def metric(server: BundledServer, name: str) -> float:
-    return await asyncio.to_thread(server.metric, name)
-
-
 async def observe(drafters: DraftServers, server: BundledServer, rounds: int) -> FloatArray:
     """Let users in until there were enough rounds. Returns counts at the ends of the stretches,
     [stretches + 1, 2 + clients]: seconds, rounds, and each client's tokens. A stretch more comes
     first and counts nothing."""
     users = [asyncio.create_task(drafters.use(name)) for name in CLIENTS]
     loop = asyncio.get_running_loop()
-    begun = await metric(server, "target_steps_total")
+    begun = await asyncio.to_thread(server.metric, "target_steps_total")
     counts: list[list[float]] = []
     try:
         while len(counts) <= STRETCHES:
@@ -175,9 +171,9 @@ async def observe(drafters: DraftServers, server: BundledServer, rounds: int) ->
                     user.result()
             now = loop.time()
             tokens = await asyncio.to_thread(server.by_label, "generation_tokens_total", "tenant")
-            played = await metric(server, "target_steps_total") - begun
-            if played >= rounds / STRETCHES * (len(counts) + 1):
-                counts.append([now, played, *(tokens.get(name, 0.0) for name in CLIENTS)])
+            steps = await asyncio.to_thread(server.metric, "target_steps_total")
+            if steps - begun >= rounds / STRETCHES * (len(counts) + 1):
+                counts.append([now, steps, *(tokens.get(name, 0.0) for name in CLIENTS)])
     finally:
         for user in users:
             user.cancel()

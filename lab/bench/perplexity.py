@@ -1,4 +1,4 @@
-"""Perplexity through the engine's own kernels: of quantised weights, and beside llama.cpp.
+"""What do quantised weights lose in perplexity, and does the engine agree with llama.cpp on it?
 
     python -m lab.bench.perplexity MODEL... [--near MODEL] [--tokens 50000] [--result FILE]
 

@@ -1,15 +1,15 @@
-"""Arrivals at shares of stock vLLM's capacity: vLLM as it is, vLLM with its limits tuned in
-hindsight, and Penstock's `fluid_guided` as the plug-in and as the engine above vLLM's workers.
+"""How long do requests wait above vLLM's workers, at shares of stock vLLM's capacity?
 
     python -m lab.bench.vllm_arrivals azure2023_conv.csv.gz --out arrivals.jsonl [--json]
 
-To be run by a Python that has vLLM. Prompts and outputs are those of stretches of a recorded trace,
-`--scale` times shorter, and so are the gaps between them, for the load that is wanted: a share of
-the rate at which stock serves the same stretch when all of it comes at once. All ways of serving
-get the same. The model's weights are random. KV memory is a quarter of what stock's most requests
-would hold. Each stretch is served in all ways before the next, and written down: a run that was
-cut, or that `--minutes` has ended, goes on. Ratios are of one stretch's figures, their intervals
-over the stretches. Requests are added between steps by the process that computes them; the report
+Stock is vLLM as it is, or with its limits tuned in hindsight; beside it `fluid_guided` as the
+plug-in and as the engine. To be run by a Python that has vLLM. Prompts and outputs are those of
+stretches of a recorded trace, `--scale` times shorter, and so are the gaps between them, for the
+load that is wanted: a share of the rate at which stock serves the same stretch when all of it comes
+at once. All ways of serving get the same. The model's weights are random. KV memory is a quarter of
+what stock's most requests would hold. Each stretch is served in all ways before the next, and
+written down: a run that was cut, or that `--minutes` has ended, goes on. Ratios are of one
+stretch's figures, their intervals over the stretches. Requests are added between steps; the report
 says what share of the time that took.
 """
 

@@ -1,4 +1,4 @@
-"""Penstock's scheduler on vLLM's engine against vLLM as it is: tokens a second, in turn.
+"""What does Penstock's scheduler cost above vLLM's engine, and what does its speculation gain?
 
     python -m lab.bench.vllm_engine [FOLDER ...] --out FILE.jsonl
     python -m lab.bench.vllm_engine TARGET --draft FOLDER --native-draft FILE --out FILE.jsonl
