@@ -1,14 +1,14 @@
-"""Admission policies side by side on the virtual clock.
+"""Which admission policy sustains the largest load, and at what latency, on the virtual clock?
 
     python -m lab.bench.admission [NAME...] [--data DIR] [--out FILE] [--seeds N] [--scale X]
                                    [--workers N | --ray ADDRESS]
     python -m lab.bench.admission --report [--also FILE...] [--results DIR]
 
-Parts: capacity, order, memory, trace, slo, targets, robust, speed, speculation; without a name,
-all. A line of JSON for each run goes to FILE (default admission.jsonl); what is there already is
-not run again, so that a long comparison can be stopped and continued. Runs that do not depend on
-each other go to as many processes as there are cores. `--report` prints tables of
-what FILE, and those of `--also`, hold, and writes them as result files.
+Parts: capacity, order, memory, trace; without a name, all. A line of JSON for each run goes to FILE
+(default admission.jsonl); what is there already is not run again, so that a long comparison can be
+stopped and continued. Runs that do not depend on each other go to as many processes as there are
+cores. `--report` prints tables of what FILE, and those of `--also`, hold, and writes them as result
+files.
 
 Capacity is the largest load, by bisection, at which the backlog of Poisson arrivals does not grow
 (`penstock.sim.capacity`). `sarathi*` is Sarathi with token budget and cap tuned in hindsight: the
@@ -20,8 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,20 +29,17 @@ from typing import Any
 import numpy as np
 
 from lab.bench.admission_report import report
-from lab.bench.targets import Case, cases, share_within
 from lab.common.cells import Cells, Figures
 from lab.common.results import DATA
 from penstock.config import PolicyConfig
 from penstock.fluid.capacity import capacity_bound, output_work
-from penstock.sim.acceptance import GeometricAcceptance
-from penstock.sim.capacity import Criterion, capacity
+from penstock.sim.capacity import capacity
 from penstock.sim.parallel import Workers, workers
 from penstock.sim.planner import load_bound
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Setup, run
-from penstock.sim.workloads import Workload, concatenate, make_workload
+from penstock.sim.workloads import Workload, make_workload
 
-SUSTAINED = Criterion()
 OURS = PolicyConfig.of("fluid_guided")
 SHIPPED = {
     "vllm_v0": PolicyConfig.of("vllm_v0"),
@@ -71,11 +67,7 @@ QUEUES = {
     "long": (0.41, 6_000),
     "high": (37.0, 40_000),
 }
-FILES = {
-    "sharegpt": "etalon_sharegpt_8k_stats.csv.gz",
-    "conversation": "azure2023_conv.csv.gz",
-    "code": "azure2023_code.csv.gz",
-}
+FILES = {"sharegpt": "etalon_sharegpt_8k_stats.csv.gz", "conversation": "azure2023_conv.csv.gz"}
 
 
 @dataclass(frozen=True)
@@ -138,7 +130,6 @@ def capacity_of(
     seed: int,
     guess: float,
     first: float,
-    criterion: Criterion = SUSTAINED,
     **changes: Any,
 ) -> Figures:
     """With the arrivals of `seed`: within 3% of `first`, which is what those of seed 0 came to,
@@ -151,7 +142,6 @@ def capacity_of(
             lambda rate: loads.arrivals(name, rate, seed),
             low * (first or guess),
             high * (first or guess),
-            criterion=criterion,
             tolerance=0.005,
         ).requests_per_s
 
@@ -166,20 +156,14 @@ def setup_of(policy: PolicyConfig, **changes: Any) -> Setup:
 def latency(policy: PolicyConfig, load: Workload, **setup: Any) -> Figures:
     """Means of a run, and beside them what the last requests and the longest prompts pay."""
     figures = run(setup_of(policy, **setup), load).figures()
-    longest = figures["by_prompt_len"][-1]
+    ttft = figures["ttft_s"]
     return {
         "latency": figures["latency_s"]["mean"],
-        "ttft": figures["ttft_s"]["mean"],
-        "ttft_p99": figures["ttft_s"]["p99"],
-        "ttft_p999": figures["ttft_s"]["p999"],
-        "ttft_max": figures["ttft_s"]["max"],
-        "slowdown": figures["slowdown"]["mean"],
-        "slowdown_longest": longest["slowdown"],
-        "ttft_longest": longest["ttft_s"],
-        "by_prompt_len": figures["by_prompt_len"],
-        "tpot_p99": figures["tpot_s"]["p99"],
-        "preemptions": figures["preemptions"],
-        "requests_per_s": figures["throughput_requests_per_s"],
+        "ttft": ttft["mean"],
+        "ttft_p99": ttft["p99"],
+        "ttft_p999": ttft["p999"],
+        "ttft_max": ttft["max"],
+        "slowdown_longest": figures["by_prompt_len"][-1]["slowdown"],
     }
 
 
@@ -192,16 +176,12 @@ def tuned(loads: WorkloadSource, name: str, rate: float) -> Figures:
     workload = loads.arrivals(name, 0.97 * rate, 1000)
     means = [
         (float(run(setup_of(policy), workload).latency.mean()), policy.options)
-        for policy in sarathis(BUDGETS, CAPS)
-        if policy.options["max_num_seqs"] <= policy.options["token_budget"]
+        for budget, cap in itertools.product(BUDGETS, CAPS)
+        if cap <= budget
+        for policy in [PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)]
     ]
     mean, options = min(means, key=lambda pair: pair[0])
     return {"options": options, "latency": mean}
-
-
-def sarathis(budgets: tuple[int, ...], caps: tuple[int, ...]) -> Iterator[PolicyConfig]:
-    for budget, cap in itertools.product(budgets, caps):
-        yield PolicyConfig.of("sarathi", token_budget=budget, max_num_seqs=cap)
 
 
 def bound(loads: WorkloadSource, name: str) -> Figures:
@@ -290,23 +270,6 @@ def short_of_memory(
     }
 
 
-def part_slo(bench: Bench) -> None:
-    """The largest load at which p99 of TTFT is at most 1 s and of TPOT 80 ms."""
-    targets = {"ttft_p99": 1.0, "tpot_p99": 0.08}
-    criterion = Criterion(**targets)
-    policies = {"fluid_guided": PolicyConfig.of("fluid_guided", **targets), **SHIPPED}
-    guesses = (("conversation", 3.8), ("sharegpt", 0.7))
-    for seeds in bench.turns():
-        batch: Batch = {}
-        for seed, (name, guess), (label, policy) in itertools.product(
-            seeds, guesses, policies.items()
-        ):
-            key = f"slo/{name}/{label}"
-            job = bench.loads, name, policy, seed, guess, bench.first(key), criterion
-            batch[f"{key}/{seed}"] = partial(capacity_of, *job)
-        bench.measure(batch)
-
-
 # --- latency --------------------------------------------------------------------------------------
 
 
@@ -353,125 +316,7 @@ def part_trace(bench: Bench) -> None:
     bench.measure(batch)
 
 
-def robust_workloads(
-    loads: WorkloadSource, seed: int
-) -> Iterator[tuple[str, Workload, dict[str, Any]]]:
-    num = max(2000, int(20_000 * loads.scale))
-    for rate in (2.5, 4.5):
-        yield f"code {rate}", loads.poisson("code", 8819, rate, seed), {}
-    linear = {"profile": load_profile("paper-linear")}
-    for rate in (8.0, 24.0):
-        yield f"code {rate} paper-linear", loads.poisson("code", 8819, rate, seed), linear
-    slow = {"profile": load_profile("a100-llama2-7b").slower(0.04)}
-    for rate in (12.0, 20.0):
-        yield f"high {rate} +40 ms", loads.arrivals("high", rate, seed, num), slow
-    doubled = loads.poisson("high", num, 18.0, seed, arrivals="poisson@200-800x2")
-    yield "high 18, doubled for ten minutes", doubled, {}
-    lengths = concatenate(
-        *(
-            make_workload(name, num_requests=num // 2, rate=1.0, seed=s)
-            for name, s in (("low", seed), ("high", seed + 100))
-        )
-    )
-    yield "low, then high, 30", loads.poisson(lengths, num, 30.0, seed), {}
-
-
-def part_robust(bench: Bench) -> None:
-    """Mean latency where nothing is as it was: other profiles, bursts, shifting lengths."""
-    batch: Batch = {}
-    for seed in bench.seeds:
-        for name, workload, changes in robust_workloads(bench.loads, seed):
-            for label, policy in {"fluid_guided": OURS, **SHIPPED}.items():
-                job = partial(latency, policy, workload, **changes)
-                batch[f"robust/{name}/{label}/{seed}"] = job
-    bench.measure(batch)
-
-
-def part_speculation(bench: Bench) -> None:
-    """Draft lengths chosen with the load, against always 4 and never."""
-    variants = {
-        "chosen": PolicyConfig.of("throughput"),
-        "always 4": PolicyConfig.of("fixed", k=4),
-        "never": PolicyConfig.of("fixed", k=0),
-    }
-    batch: Batch = {}
-    for seed, rate in itertools.product(bench.seeds, (2.0, 8.0, 16.0, 24.0, 30.0)):
-        num = max(400, int(2000 * bench.loads.scale))
-        workload = bench.loads.arrivals("high", rate, seed, num)
-        for label, allocation in variants.items():
-            batch[f"speculation/{rate}/{label}/{seed}"] = partial(
-                latency,
-                PolicyConfig.of("vllm_v1"),
-                workload,
-                allocation=allocation,
-                drafters=("draft",),
-                acceptance=GeometricAcceptance({"draft": 0.7}, seed=1),
-            )
-    bench.measure(batch)
-
-
-# --- targets, and the simulator's own speed -------------------------------------------------------
-
-
-def part_targets(bench: Bench) -> None:
-    """Share of the requests within both targets: `fluid_guided` told of them and not told, and
-    Sarathi with the budget and cap of a grid that are best for each load in hindsight."""
-    profile = load_profile("a100-llama2-7b")
-    batch: Batch = {}
-    for seed in bench.seeds:
-        for case in cases(bench.loads.data / FILES["conversation"], profile, seed):
-            told = {"ttft_p99": case.ttft_p99, "tpot_p99": case.tpot_p99}
-            policies = {
-                "fluid_guided, told": PolicyConfig.of("fluid_guided", **told),
-                "fluid_guided": OURS,
-            }
-            for label, policy in policies.items():
-                batch[f"targets/{case.name}/{label}/{seed}"] = partial(_within, policy, case)
-            batch[f"targets/{case.name}/sarathi*/{seed}"] = partial(_best_sarathi, case)
-    bench.measure(batch)
-
-
-def _within(policy: PolicyConfig, case: Case) -> Figures:
-    report = run(setup_of(policy, kv_tokens=case.kv_tokens), case.workload)
-    return {"within": share_within(report, case.ttft_p99, case.tpot_p99)}
-
-
-def _best_sarathi(case: Case) -> Figures:
-    found = (
-        {**_within(policy, case), "options": policy.options}
-        for policy in sarathis((128, *BUDGETS), (8, 32, 128))
-    )
-    return max(found, key=lambda f: f["within"])
-
-
-def part_speed(bench: Bench) -> None:
-    """Requests simulated per second of CPU time."""
-    for rate in (10.0, 34.0):
-        workload = bench.loads.arrivals("high", rate, 0, 20_000)
-        # By itself: what runs beside it makes it slower.
-        bench.cells.measure(f"speed/{rate}", partial(speed, workload))
-
-
-def speed(workload: Workload) -> Figures:
-    best = 0.0
-    for _ in range(3):
-        started = time.process_time()
-        run(setup_of(SHIPPED["sarathi"]), workload)
-        best = max(best, len(workload) / (time.process_time() - started))
-    return {"requests_per_cpu_s": best}
-
-
-PARTS = {
-    "speed": part_speed,
-    "trace": part_trace,
-    "order": part_order,
-    "memory": part_memory,
-    "slo": part_slo,
-    "targets": part_targets,
-    "robust": part_robust,
-    "speculation": part_speculation,
-    "capacity": part_capacity,
-}
+PARTS = {"trace": part_trace, "order": part_order, "memory": part_memory, "capacity": part_capacity}
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from lab.common.cells import Cells
 from lab.common.results import Results, ResultTable, save, show
-from lab.common.statistics import interval, plus_minus
+from lab.common.statistics import plus_minus
 
 RIVALS = ("sarathi", "vllm_v1", "vllm_v1 8192/1024", "vllm_v0", "guaranteed_no_evict")
 ORDERED = (
@@ -153,47 +153,6 @@ def memory(cells: Cells) -> Iterator[ResultTable]:
     yield grid("Preemptions in 30,000 requests (most of a seed)", "", rows, policies, preemptions)
 
 
-def robust(cells: Cells) -> Iterator[ResultTable]:
-    names = parts_of(cells, "robust", 1)
-    policies = ("fluid_guided", *RIVALS)
-    shown = grid("Mean latency in s", "", named("robust", names), policies, mean(cells, "latency"))
-    rows = []
-    for name, row in zip(names, shown.rows, strict=True):
-        rivals = [cells.values(f"robust/{name}/{r}", "latency") for r in RIVALS]
-        ours = cells.values(f"robust/{name}/fluid_guided", "latency")
-        ratios = [mine / min(others) for mine, *others in zip(ours, *rivals, strict=False)]
-        rows.append([*row, plus_minus(interval(ratios)) if ratios else ""])
-    yield ResultTable(shown.title, (*shown.header, "over the best of them"), rows)
-
-
-def slo(cells: Cells) -> Iterator[ResultTable]:
-    rows = named("slo", ("conversation", "sharegpt"))
-    policies = ("fluid_guided", *RIVALS)
-    yield grid(
-        "Requests/s within the targets", "", rows, policies, with_interval(cells, "capacity")
-    )
-
-
-def targets(cells: Cells) -> Iterator[ResultTable]:
-    rows = named("targets", parts_of(cells, "targets", 1))
-    policies = ("fluid_guided, told", "fluid_guided", "sarathi*")
-    within = with_interval(cells, "within")
-    yield grid("Share of the requests within both targets", "", rows, policies, within)
-
-
-def speculation(cells: Cells) -> Iterator[ResultTable]:
-    rates = parts_of(cells, "speculation", 1)
-    seconds, made = mean(cells, "latency"), mean(cells, "requests_per_s", 4)
-    rows = {f"{rate}": f"speculation/{rate}" for rate in rates}
-    yield grid(
-        "Mean latency in s (requests/s delivered)",
-        "requests/s offered",
-        rows,
-        ("chosen", "always 4", "never"),
-        lambda key: f"{seconds(key)} ({made(key)})" if seconds(key) else "",
-    )
-
-
 def order(cells: Cells) -> Iterator[ResultTable]:
     policies = [f"{p}, {o}" for p in ORDERED for o in ("arrival", "size_aware")] + ["sjf"]
     names = parts_of(cells, "order", 1)
@@ -227,16 +186,5 @@ def order(cells: Cells) -> Iterator[ResultTable]:
     )
 
 
-def speed(cells: Cells) -> Iterator[ResultTable]:
-    rates = parts_of(cells, "speed", 1)
-    rows = [[rate, mean(cells, "requests_per_cpu_s", 2)(f"speed/{rate}")] for rate in rates]
-    yield ResultTable(
-        "Requests simulated per second of CPU time", ("requests/s", "`sarathi` on high"), rows
-    )
-
-
-PARTS = {
-    f.__name__: f
-    for f in (capacity, trace, order, memory, robust, slo, targets, speculation, speed)
-}
+PARTS = {f.__name__: f for f in (capacity, trace, order, memory)}
 ALSO = {"capacity": ("latency", "tuned")}

@@ -1,4 +1,5 @@
-"""`penstock serve` on the bundled family, as a process to measure or to break."""
+"""`penstock serve` as a process to measure or to break, of the bundled family where nothing else is
+said."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -35,15 +36,43 @@ class BundledServer:
 
     def metric(self, name: str) -> float:
         """Sum over all labels of a metric."""
+        return sum(value for _, value in self._lines(name))
+
+    def by_label(self, name: str, label: str) -> dict[str, float]:
+        """Sums of a metric by the value of one of its labels."""
+        found: dict[str, float] = {}
+        for line, value in self._lines(name):
+            key = line.partition(f'{label}="')[2].partition('"')[0]
+            found[key] = found.get(key, 0.0) + value
+        return found
+
+    def _lines(self, name: str) -> list[tuple[str, float]]:
         text = urllib.request.urlopen(f"{self.url}/metrics", timeout=30).read().decode()
         lines = [x for x in text.splitlines() if x.startswith(f"penstock:{name}")]
-        return sum(float(x.rsplit(" ", 1)[1]) for x in lines)
+        return [(x, float(x.rsplit(" ", 1)[1])) for x in lines]
+
+    def resident_mib(self) -> float:
+        """Memory of all its processes, a page that several share counted once, files left out."""
+        found = 0.0
+        for one in self._processes():
+            with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
+                lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
+                own = (x.split() for x in lines if x.startswith(("Pss_Anon", "Pss_Shmem")))
+                found += sum(int(kib) for _, kib, _ in own) / 1024
+        return found
+
+    def cpu_seconds(self) -> float:
+        """Of all its processes until now, in the program and in the system."""
+        return sum(sum(one.cpu_times()[:2]) for one in self._processes())
+
+    def _processes(self) -> list[psutil.Process]:
+        process = psutil.Process(self.process.pid)
+        return [process, *process.children(recursive=True)]
 
     def engine_pid(self) -> int:
         """The process that would be missed: the largest of its descendants."""
         found = httpx.get(f"{self.url}/health", timeout=30).json()["engine"].get("pid")
-        children = psutil.Process(self.process.pid).children(recursive=True)
-        return int(found or max(children, key=lambda c: c.memory_info().rss).pid)
+        return int(found or max(self._processes()[1:], key=lambda c: c.memory_info().rss).pid)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ import itertools
 import pickle
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -54,9 +53,9 @@ def measured_costs(engine: Engine) -> Costs:
 
 
 def texts_of(engine: Engine, target: str, args: argparse.Namespace) -> list[KnownText]:
-    """Texts of all prompts that are asked for, `--prompts` of a domain or as many as are served,
-    from the folder `--out` where they were made before."""
-    total = getattr(args, "prompts", args.requests + args.warm)
+    """Texts of as many prompts as are served, from the folder `--out` where they were made
+    before."""
+    total = args.requests + args.warm
     args.out.mkdir(parents=True, exist_ok=True)
     path = args.out / f"{target}-{total}-{args.new_tokens}-{args.temperature}.texts"
     if path.exists():
@@ -70,34 +69,10 @@ def texts_of(engine: Engine, target: str, args: argparse.Namespace) -> list[Know
 def make_texts(
     engine: Engine, per_domain: int, new_tokens: int, temperature: float
 ) -> list[KnownText]:
-    """Of `target_texts`."""
+    """What the target answers to the first prompts of every domain, domain by domain."""
     threads = torch.get_num_threads()
     torch.set_num_threads(engine.num_threads)
     models = {n: load_model(Path(c.path)) for n, c in bundled_models().items()}
-    found = []
-    for domain, prompt, seed, text in target_texts(engine, per_domain, new_tokens, temperature):
-        runs = {NGRAM: _lookup_runs(prompt, text)}
-        for name in engine.executor.drafters:
-            if name != NGRAM:
-                runs[name] = _model_runs(models[name], prompt, text, seed, temperature)
-        found.append(KnownText(domain, prompt, seed, text, runs))
-    torch.set_num_threads(threads)
-    return found
-
-
-class TargetText(NamedTuple):
-    """What the target answers to a prompt, under the noise of a seed."""
-
-    domain: str
-    prompt: tuple[int, ...]
-    seed: int
-    text: tuple[int, ...]
-
-
-def target_texts(
-    engine: Engine, per_domain: int, new_tokens: int, temperature: float
-) -> list[TargetText]:
-    """Of the first prompts of every domain, domain by domain."""
     tokenizer = load_tokenizer(engine.tokenizer_path)
     prompts = [
         (domain, tuple(tokenizer.encode(p.prompt)))
@@ -109,10 +84,15 @@ def target_texts(
         for seed, (_, ids) in enumerate(prompts)
     ]
     texts = [tuple(c.token_ids) for c in complete(engine.loop, requests, 16)]
-    return [
-        TargetText(domain, ids, seed, text)
-        for seed, ((domain, ids), text) in enumerate(zip(prompts, texts, strict=True))
-    ]
+    found = []
+    for seed, ((domain, prompt), text) in enumerate(zip(prompts, texts, strict=True)):
+        runs = {NGRAM: _lookup_runs(prompt, text)}
+        for name in engine.executor.drafters:
+            if name != NGRAM:
+                runs[name] = _model_runs(models[name], prompt, text, seed, temperature)
+        found.append(KnownText(domain, prompt, seed, text, runs))
+    torch.set_num_threads(threads)
+    return found
 
 
 def _model_runs(

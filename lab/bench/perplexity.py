@@ -1,4 +1,4 @@
-"""Perplexity through the engine's own kernels: of quantised weights, and beside llama.cpp.
+"""What do quantised weights lose in perplexity, and does the engine agree with llama.cpp on it?
 
     python -m lab.bench.perplexity MODEL... [--near MODEL] [--tokens 50000] [--result FILE]
 
@@ -134,8 +134,8 @@ def perplexity(
             losses.append(loss)
             file.write(f"{loss!r}\n")
             file.flush()
-            so_far = _perplexity(losses)
-            _say(f"{name}, {program}: {len(losses)} of {len(windows)} windows, {so_far:.4f}")
+            so_far = f"{len(losses)} of {len(windows)} windows, {_perplexity(losses):.4f}"
+            print(f"{name}, {program}: {so_far}", file=sys.stderr, flush=True)
     counted = len(windows) * (WINDOW - 1 - FIRST)
     return Perplexity(name, program, counted, _perplexity(losses))
 
@@ -155,10 +155,6 @@ def _key(path: Path, program: str, windows: Sequence[Sequence[int]]) -> str:
     # A longer text begins with the shorter one's windows.
     described = json.dumps([str(path.resolve()), parts, windows[:1], program, code])
     return f"{path.stem}-{program}-{hashlib.sha256(described.encode()).hexdigest()[:16]}"
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def verdicts(found: Sequence[Perplexity], near: str | None) -> Iterator[ClaimVerdict]:

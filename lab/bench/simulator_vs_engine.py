@@ -1,4 +1,4 @@
-"""The simulator's predictions against the live engine, at loads that it was not calibrated on.
+"""How near does the simulator come to the live engine at loads that it was not calibrated on?
 
     python -m lab.bench.simulator_vs_engine [--quick] [--json] [--out DIR]
 

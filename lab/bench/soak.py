@@ -1,4 +1,5 @@
-"""Many streaming clients, for long, against a server that is short of memory.
+"""Does a server that is short of memory serve hundreds of streams whole, in memory that stays flat,
+also beside bad clients?
 
     python -m lab.bench.soak [--clients 256] [--seconds 600] [--bad 32] [--json]
 
@@ -7,17 +8,13 @@ clients want, and everything in force that an operator may have: keys, tenants w
 met, JSON logs to a file, the settings read again every minute. Every client asks, streams and asks
 again, and waits for as long as a 429 says; one in eight asks for JSON by a schema. Seeds make the
 text of a (prompt, seed) pair a fact, so a token that is lost, doubled or given to somebody else
-shows as another text.
-
-Memory is what the processes of the server have resident every two seconds, a page that several
-share counted once, and those of files not at all: other programs have them, too. (Linux.)
+shows as another text. Memory is looked at every two seconds (Linux).
 
 --bad N: stretches take turns: nobody else; N clients that read a byte a second and N that leave at
-any time, all of a tenant with a small weight and without a seed, as most requests are; and 2 N of
-that tenant that do neither. The tokens of the last are its fair share, which no server could give
-to the others: bad clients are to be judged by what they cost beyond it. Rates are the server's own
-count of the other tenants' tokens over its processor time, which other programs on the machine do
-not change. Exit code 1 if a bar is missed.
+any time, all of a tenant with a small weight and without a seed; and 2 N of that tenant that do
+neither. The tokens of the last are its fair share: bad clients are judged by what they cost beyond
+it. Rates are tokens over the server's processor time, which other programs do not change. Exit code
+1 if a bar is missed.
 """
 
 from __future__ import annotations
@@ -27,15 +24,12 @@ import json
 import statistics
 import sys
 import tempfile
-from collections import Counter, defaultdict
-from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
 import httpx
-import psutil
 
 from lab.bench.bundled_server import BundledServer, bundled_server
 from lab.bench.soak_clients import Crowd
@@ -62,27 +56,32 @@ MOST_CHANGE = 0.02
 MOST_SLOWER = 0.10
 
 
+@dataclass(frozen=True)
+class Stretch:
+    """A time with one kind of others. rates: tokens of each tenant for each second of the server's
+    processor time; wall: tokens a second of the good tenants; most_mib: memory."""
+
+    kind: str
+    rates: dict[str, float]
+    wall: float
+    most_mib: float
+
+    @property
+    def good(self) -> float:
+        return sum(self.rates[name] for name in SHARES)
+
+
 @dataclass
 class Watch:
-    """What is seen of the server from outside.
-
-    memory: (time, MiB by process)
-    rates:  tokens of each good tenant for each second of the server's processor time, by who else
-            is there
-    others: tokens of that one, likewise
-    walls:  tokens a second of the good tenants, likewise
-    """
+    """What is seen of the server from outside. memory: (time, MiB)."""
 
     server: BundledServer
-    memory: list[tuple[float, dict[str, float]]] = field(default_factory=list)
-    rates: dict[str, list[dict[str, float]]] = field(default_factory=lambda: defaultdict(list))
-    others: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    walls: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    stretches: list[tuple[float, float, str]] = field(default_factory=list)
+    memory: list[tuple[float, float]] = field(default_factory=list)
+    stretches: list[Stretch] = field(default_factory=list)
 
     async def weigh(self) -> None:
         while True:
-            self.memory.append((monotonic(), await asyncio.to_thread(resident_mib, self.server)))
+            self.memory.append((monotonic(), await asyncio.to_thread(self.server.resident_mib)))
             await asyncio.sleep(2)
 
     async def reload(self) -> None:
@@ -90,52 +89,30 @@ class Watch:
             await asyncio.sleep(60)
             self.server.reload(settings())
 
-    async def tokens(self, http: httpx.AsyncClient) -> dict[str, float]:
-        """Made so far, by tenant."""
-        text = (await http.get(f"{self.server.url}/metrics")).text
-        made: dict[str, float] = dict.fromkeys(TENANTS, 0.0)
-        for line in text.splitlines():
-            for name in TENANTS if line.startswith("penstock:generation_tokens_total{") else ():
-                if f'tenant="{name}"' in line:
-                    made[name] += float(line.rpartition(" ")[2])
-        return made
-
     async def stretch(self, kind: str) -> None:
         """One more, measured after it has settled."""
-        async with httpx.AsyncClient(timeout=30) as http:
-            await asyncio.sleep(SETTLE_S)
-            before, begun, cpu = await self.tokens(http), monotonic(), cpu_seconds(self.server)
-            await asyncio.sleep(STRETCH_S)
-            after, end = await self.tokens(http), monotonic()
-        cpu = cpu_seconds(self.server) - cpu
-        made = {name: after[name] - before[name] for name in SHARES}
-        self.rates[kind].append({name: num / cpu for name, num in made.items()})
-        self.others[kind].append((after["strangers"] - before["strangers"]) / cpu)
-        self.walls[kind].append(sum(made.values()) / (end - begun))
-        self.stretches.append((begun, end, kind))
+
+        async def tokens() -> dict[str, float]:
+            return await asyncio.to_thread(
+                self.server.by_label, "generation_tokens_total", "tenant"
+            )
+
+        await asyncio.sleep(SETTLE_S)
+        before, begun, cpu = await tokens(), monotonic(), self.server.cpu_seconds()
+        await asyncio.sleep(STRETCH_S)
+        after, end = await tokens(), monotonic()
+        cpu = self.server.cpu_seconds() - cpu
+        made = {name: after.get(name, 0.0) - before.get(name, 0.0) for name in TENANTS}
+        rates = {name: num / cpu for name, num in made.items()}
+        wall = sum(made[name] for name in SHARES) / (end - begun)
+        most = max(self.memory_between(begun, end))
+        self.stretches.append(Stretch(kind, rates, wall, most))
 
     def memory_between(self, begin: float, end: float) -> list[float]:
-        return [sum(mib.values()) for at, mib in self.memory if begin <= at < end]
+        return [mib for at, mib in self.memory if begin <= at < end]
 
-
-def resident_mib(server: BundledServer) -> dict[str, float]:
-    """Of its processes."""
-    process = psutil.Process(server.process.pid)
-    found: Counter[str] = Counter()
-    for one in (process, *process.children(recursive=True)):
-        with suppress(psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
-            role = "front" if one == process else "other" if one.children() else "engine"
-            lines = Path(f"/proc/{one.pid}/smaps_rollup").read_text().splitlines()
-            own = (line.split() for line in lines if line.startswith(("Pss_Anon", "Pss_Shmem")))
-            found[role] += sum(int(kib) for _, kib, _ in own) / 1024
-    return found
-
-
-def cpu_seconds(server: BundledServer) -> float:
-    """Of its processes until now, in the program and in the system."""
-    process = psutil.Process(server.process.pid)
-    processes = (process, *process.children(recursive=True))
-    return sum(sum(one.cpu_times()[:2]) for one in processes)
+    def of(self, kind: str) -> list[Stretch]:
+        return [s for s in self.stretches if s.kind == kind]
 
 
 async def soak(
@@ -143,7 +120,7 @@ async def soak(
 ) -> tuple[Crowd, Watch]:
     """The clients at work for so long."""
     address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
-    async with httpx.AsyncClient(headers=_key("app"), timeout=60) as http:
+    async with httpx.AsyncClient(headers={"Authorization": "Bearer app-key"}, timeout=60) as http:
         (model,) = (await http.get(f"{server.url}/v1/models")).json()["data"]
     now = monotonic()
     crowd = Crowd(address, model["drafters"], now + seconds / WARM_UP, now + seconds)
@@ -220,10 +197,9 @@ def log_verdict(path: Path) -> ClaimVerdict:
 
 
 def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
+    pairs = list(zip(watch.of(BAD), watch.of(ALONE), strict=True))
     ratios = {
-        name: statistics.median(
-            b[name] / g[name] for b, g in _pairs(watch.rates, BAD, ALONE) if g[name]
-        )
+        name: statistics.median(b.rates[name] / a.rates[name] for b, a in pairs if a.rates[name])
         for name in SHARES
     }
     slowest = min(ratios, key=lambda name: ratios[name])
@@ -232,13 +208,7 @@ def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
         f"beside as many of that tenant that are not bad {_slower(watch, GOOD, ALONE)}; bad over "
         f"those {_slower(watch, BAD, GOOD)}"
     )
-    most = {
-        kind: max(
-            mib for b, e, other in watch.stretches if other == kind
-            for mib in watch.memory_between(b, e)
-        )
-        for kind in (ALONE, BAD)
-    }  # fmt: skip
+    most = {kind: max(s.most_mib for s in watch.of(kind)) for kind in (ALONE, BAD)}
     memory = f"at most {most[BAD]:.0f} MiB with them, {most[ALONE]:.0f} without"
     return [
         bar("nobody else slower by 10%", rates, ratios[slowest] >= 1 - MOST_SLOWER),
@@ -246,16 +216,11 @@ def bad_verdicts(watch: Watch) -> list[ClaimVerdict]:
     ]
 
 
-def _pairs(found: dict[str, list[Any]], one: str, other: str) -> list[tuple[Any, Any]]:
-    return list(zip(found[one], found[other], strict=True))
-
-
 def _slower(watch: Watch, one: str, other: str) -> str:
     """How much more the good tenants get in stretches of one kind, as it is told."""
-    changes = sorted(
-        100 * (sum(a.values()) / sum(b.values()) - 1) for a, b in _pairs(watch.rates, one, other)
-    )
-    walls = statistics.median(100 * (a / b - 1) for a, b in _pairs(watch.walls, one, other))
+    pairs = list(zip(watch.of(one), watch.of(other), strict=True))
+    changes = sorted(100 * (a.good / b.good - 1) for a, b in pairs)
+    walls = statistics.median(100 * (a.wall / b.wall - 1) for a, b in pairs)
     return (
         f"{statistics.median(changes):+.1f}% (from {changes[0]:+.1f} to {changes[-1]:+.1f}; by the "
         f"clock {walls:+.1f})"
@@ -267,11 +232,11 @@ def others_table(watch: Watch) -> ResultTable:
     rows = [
         {
             "kind": kind,
-            "good": statistics.median(sum(r.values()) for r in watch.rates[kind]),
-            "others": statistics.median(watch.others[kind]),
-            "wall": statistics.median(watch.walls[kind]),
+            "good": statistics.median(s.good for s in watch.of(kind)),
+            "others": statistics.median(s.rates["strangers"] for s in watch.of(kind)),
+            "wall": statistics.median(s.wall for s in watch.of(kind)),
         }
-        for kind in watch.rates
+        for kind in (ALONE, BAD, GOOD)
     ]
     columns = {
         "others": "{kind}",
@@ -293,13 +258,8 @@ def results(
         "preemptions": int(preemptions),
         "median_s": statistics.median(seconds),
         "p99_s": seconds[int(0.99 * len(seconds))],
-        "memory": [
-            (round(at - began), {role: round(mib, 1) for role, mib in found.items()})
-            for at, found in watch.memory[::5]
-        ],
-        "rates": watch.rates,
-        "others": watch.others,
-        "walls": watch.walls,
+        "memory": [(round(at - began), round(mib, 1)) for at, mib in watch.memory[::5]],
+        "stretches": [asdict(s) for s in watch.stretches],
         "errors": crowd.seen.errors[:10],
     }
     columns = {
@@ -310,11 +270,7 @@ def results(
         "99% s": "{p99_s:.2f}",
     }
     tables = [table("", [runs], columns)]
-    return Results(runs, verdicts, tables + ([others_table(watch)] if watch.rates else []))
-
-
-def _key(tenant: str) -> dict[str, str]:
-    return {"Authorization": f"Bearer {tenant}-key"}
+    return Results(runs, verdicts, tables + ([others_table(watch)] if watch.stretches else []))
 
 
 def settings() -> dict[str, Any]:

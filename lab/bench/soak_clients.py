@@ -53,15 +53,10 @@ class Refused(Exception):
 
 @asynccontextmanager
 async def posted(
-    address: tuple[str, int],
-    key: str,
-    body: dict[str, Any],
-    receive_bytes: int | None = None,
-    request_id: str | None = None,
+    address: tuple[str, int], key: str, body: dict[str, Any], receive_bytes: int | None = None
 ) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     """A connection on which a completion was asked for. Read by hand: hundreds of clients must not
-    cost what they measure. receive_bytes: of the socket's own buffer. request_id: for the
-    header of that name."""
+    cost what they measure. receive_bytes: of the socket's own buffer."""
     sock = socket.socket()
     sock.setblocking(False)
     if receive_bytes is not None:
@@ -77,9 +72,8 @@ async def posted(
     head = (
         f"POST /v1/completions HTTP/1.1\r\nHost: soak\r\nAuthorization: Bearer {key}\r\n"
         f"Content-Type: application/json\r\nContent-Length: {len(data)}\r\n"
-        "Connection: close\r\n"
+        "Connection: close\r\n\r\n"
     )
-    head += "\r\n" if request_id is None else f"X-Request-Id: {request_id}\r\n\r\n"
     try:
         writer.write(head.encode() + data)
         yield reader, writer

@@ -1,5 +1,5 @@
-"""Where draft tokens come from, on a real pair: look-up, suffixes, a small model, and chains that
-choose between them in every round.
+"""Which source of draft tokens is fastest on a real pair: look-up, suffixes, a small model, or a
+chain that chooses between them in every round?
 
     python -m lab.bench.sources TARGET.gguf DRAFTER.gguf [--prompts 4] [--new-tokens 128] [--json]
 
@@ -9,16 +9,8 @@ turns on each prompt. `--warm` prompts of each kind, from the part `learn`, come
 nothing: every source learns on them. Each source is a tenant, so that suffixes are found only in
 what the same source has put out before.
 
-A drafter with another tokenizer is judged by itself (`--sources none,model`), by processor time
-(take `--threads 1`: threads that wait for each other use it, too): on the prompts on which at least
-half of what it drafted was accepted, and on the others, where the fastest pass of each prompt and
-source counts; and on the prompt that it slows most, where the median of the turns counts
-(`--repeats`), beside the target alone against its own next turn. Questions in languages that small
-models hardly know come to the other prompts there.
-
 Tokens per second are of decoding, from the first token on: the reading of the prompt by the small
-model is in them, the target's is not. Beside them stands the processor's time of the process for a
-token, which other programs disturb less.
+model is in them, the target's is not.
 """
 
 from __future__ import annotations
@@ -28,156 +20,93 @@ import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from lab.bench.real_prompts import RealPrompt, real_prompts, token_ids
+from lab.bench.real_prompts import PARTS, RealPrompt, real_prompts, token_ids
 from lab.common.claims import ClaimVerdict, bar
 from lab.common.results import Results, parser, table, tell
+from lab.common.statistics import rotated
 from penstock.config import NGRAM, SUFFIX, EngineConfig, PolicyConfig
-from penstock.core.types import NO_DRAFTER, Arrive, Request, SamplingParams
+from penstock.core.types import NO_DRAFTER, Output, Request, SamplingParams
 from penstock.engine.build import Engine, load_engine
-from penstock.engine.drafters.text import TextDrafter
 from penstock.engine.tokenizer import load_tokenizer
-from penstock.serving.usage import Usage
+from penstock.serving.offline import complete
 
-FOREIGN = "foreign"
-KINDS = {
-    "completion": "code",
-    "edit": "edit",
-    "chat": "chat",
-    "structured": "JSON",
-    FOREIGN: "other languages",
-}
+KINDS = {"completion": "code", "edit": "edit", "chat": "chat", "structured": "JSON"}
 """Kinds of prompts, and what they are called here."""
 MODEL = "model"
 SINGLE = (NGRAM, SUFFIX, MODEL)
 CHAINED = (f"{NGRAM}+{MODEL}", f"{SUFFIX}+{MODEL}")
 SOURCES = (NO_DRAFTER, *SINGLE, *CHAINED)
-QUESTIONS = (
-    "请用三句话说明 Python 的 {name} 模块有什么用途，再举一个日常的例子。",
-    "Pythonのモジュール「{name}」は何のためにありますか。日常の例を一つ挙げて説明してください。",
-    "Для чего нужен модуль {name} в Python? Приведите один пример из повседневной жизни.",
-    "파이썬의 {name} 모듈은 무엇에 쓰이나요? 일상적인 예를 하나 들어 설명해 주세요.",
-)
 ALL = "all"
-
+CONTEXT, MOST_DRAFTED = 768, 16
 BEST_SINGLE_BAR = 1.15
 EDIT_BAR, OTHER_BAR = 2.5, 1.4
-HALF_BAR, NEVER_BAR = 1.15, 0.98
-"""Of a drafter with another tokenizer: where half is accepted, and everywhere."""
 
 
 @dataclass(frozen=True)
 class Decoded:
-    """One request's tokens after its first. cpu_s: of all threads of the process"""
+    """One request's tokens after its first."""
 
-    kind: str
+    prompt: RealPrompt
     source: str
-    origin: str
-    num_tokens: int
+    text: tuple[int, ...]
     seconds: float
-    cpu_s: float
     rounds: int
     proposed: int
     accepted: int
-    text: tuple[int, ...]
 
 
-def load(target: Path, drafter: Path, args: argparse.Namespace) -> Engine:
-    return load_engine(
-        EngineConfig(
-            target=target,
-            drafters={
-                source: source.replace(MODEL, str(drafter))
-                for source in args.sources
-                if source != NO_DRAFTER
-            },
-            dtype=args.dtype,
-            drafter_weights=args.drafter_weights,
-            # A drafter with another tokenizer may take more tokens for a text.
-            kv_tokens=2 * (args.context + args.new_tokens + 32),
-            max_model_len=args.context + args.new_tokens + 32,
-            num_threads=args.threads,
-            prefix_caching=False,
-            allocation=PolicyConfig.of("throughput", k_max=args.k_max),
-        )
+def load(args: argparse.Namespace) -> Engine:
+    drafters = {s: s.replace(MODEL, str(args.drafter)) for s in SOURCES if s != NO_DRAFTER}
+    room = CONTEXT + args.new_tokens + 32
+    config = EngineConfig(
+        target=args.target,
+        drafters=drafters,
+        kv_tokens=2 * room,
+        max_model_len=room,
+        num_threads=args.threads,
+        prefix_caching=False,
+        allocation=PolicyConfig.of("throughput", k_max=MOST_DRAFTED),
     )
+    return load_engine(config)
 
 
-def decode(engine: Engine, request: Request, kind: str, origin: str) -> Decoded:
+def decode(engine: Engine, request: Request, prompt: RealPrompt) -> Decoded:
     """Run a request to its end. Raises: RuntimeError."""
-    loop, clock, usage = engine.loop, time.perf_counter, Usage()
-    text: list[int] = []
-    events = [Arrive(request)]
-    rounds, began, cpu_began, num_first = -1, 0.0, 0.0, 0
-    is_over = False
-    while not is_over:
-        for output in loop.turn(events).outputs:
-            if output.error:
-                raise RuntimeError(output.error)
-            usage.observe(output)
-            text += output.token_ids
-            rounds += 1
-            is_over = output.finish_reason is not None
-            if not rounds:
-                began, cpu_began, num_first = clock(), time.process_time(), len(text)
-        events = []
-    source = request.tenant
-    return Decoded(
-        kind,
-        source,
-        origin,
-        len(text) - num_first,
-        clock() - began,
-        time.process_time() - cpu_began,
-        rounds,
-        usage.num_draft_tokens,
-        usage.num_accepted_tokens,
-        tuple(text),
-    )
+    seen: list[tuple[float, int]] = []
+
+    def watch(output: Output) -> None:
+        seen.append((time.perf_counter(), len(output.token_ids)))
+
+    (done,) = complete(engine.loop, [request], 1, watch)
+    if done.error:
+        raise RuntimeError(done.error)
+    (began, num_first), *rest = seen
+    seconds = rest[-1][0] - began if rest else 0.0
+    text = tuple(done.token_ids[num_first:])
+    usage = done.usage
+    counts = len(rest), usage.num_draft_tokens, usage.num_accepted_tokens
+    return Decoded(prompt, request.tenant, text, seconds, *counts)
 
 
-def foreign(chats: Sequence[RealPrompt]) -> list[RealPrompt]:
-    """About the modules that these questions are about."""
-    return [
-        replace(chat, kind=FOREIGN, message=question.format(name=chat.origin))
-        for chat, question in zip(chats, itertools.cycle(QUESTIONS), strict=False)
-    ]
-
-
-def chosen(
-    args: argparse.Namespace, *, is_foreign: bool
-) -> tuple[list[RealPrompt], list[RealPrompt]]:
-    """To learn from and to measure, kind by kind in turn."""
-    parts = []
-    for part, num in (("learn", args.warm), ("held", args.prompts)):
-        mine = [p for p in real_prompts() if p.part == part]
-        by_kind = [[p for p in mine if p.kind == kind][:num] for kind in KINDS if kind != FOREIGN]
-        if is_foreign:
-            by_kind.append(foreign([p for p in mine if p.kind == "chat"][:num]))
-        parts.append([p for one_of_each in zip(*by_kind, strict=True) for p in one_of_each])
-    return parts[0], parts[1]
-
-
-def drafts_text(engine: Engine) -> bool:
-    """Whether the small model has another tokenizer than the target."""
-    return isinstance(engine.executor.drafters.get(MODEL), TextDrafter)
+def chosen(part: str, num: int) -> list[RealPrompt]:
+    """So many of each kind, kind by kind in turn."""
+    mine = [p for p in real_prompts() if p.part == part]
+    by_kind = [[p for p in mine if p.kind == kind][:num] for kind in KINDS]
+    return [p for one_of_each in zip(*by_kind, strict=True) for p in one_of_each]
 
 
 def passes(engine: Engine, args: argparse.Namespace) -> Iterator[Decoded]:
     """Of the prompts that count, the sources in another order for each."""
     tokenizer = load_tokenizer(engine.tokenizer_path)
-    to_learn, to_measure = chosen(args, is_foreign=drafts_text(engine))
     names = (f"request-{i}" for i in itertools.count())
-    repeated = [p for p in to_measure for _ in range(args.repeats)]
-    for number, prompt in enumerate([*to_learn, *repeated]):
-        tokens = token_ids(prompt, tokenizer)[-args.context :]
-        first = number % len(args.sources)
-        for source in (*args.sources[first:], *args.sources[:first]):
+    prompts = [*chosen(PARTS[0], args.warm), *chosen(PARTS[1], args.prompts)]
+    for number, prompt in enumerate(prompts):
+        tokens = token_ids(prompt, tokenizer)[-CONTEXT:]
+        for source in rotated(SOURCES, number):
             request = Request(
                 id=next(names),
                 prompt_len=len(tokens),
@@ -188,216 +117,86 @@ def passes(engine: Engine, args: argparse.Namespace) -> Iterator[Decoded]:
                 tenant=source,
                 drafter=source,
             )
-            done = decode(engine, request, prompt.kind, prompt.origin)
-            counts = number >= len(to_learn)
-            show(done, "measured" if counts else "learnt from")
-            if counts and done.num_tokens > 0:
+            done = decode(engine, request, prompt)
+            rate = len(done.text) / max(done.seconds, 1e-9)
+            what = f"{prompt.part}, {prompt.kind} {prompt.origin}, {source}: {rate:.1f} tokens/s"
+            print(what, file=sys.stderr, flush=True)
+            if prompt.part == PARTS[1] and done.text:
                 yield done
 
 
-def show(done: Decoded, what: str) -> None:
-    rate = done.num_tokens / max(done.seconds, 1e-9)
-    print(
-        f"{what}: {KINDS[done.kind]} {done.origin}, {done.source}: {done.num_tokens} tokens in "
-        f"{done.rounds} rounds, {rate:.1f}/s",
-        file=sys.stderr,
-        flush=True,
-    )
+Cells = Mapping[tuple[str, str], dict[str, Any]]
+"""Figures by kind and source."""
 
 
-@dataclass(frozen=True)
-class Cell:
-    """One source on the prompts of one kind, or of all kinds."""
-
-    kind: str
-    source: str
-    tokens_per_s: float
-    cpu_ms: float
-    tokens_per_round: float
-    accepted: float
-    proposed: float
-
-
-def cells_of(done: Sequence[Decoded]) -> dict[tuple[str, str], Cell]:
-    """By kind and source."""
-    cells = {}
-    for kind in (*dict.fromkeys(d.kind for d in done), ALL):
-        for source in dict.fromkeys(d.source for d in done):
-            mine = [d for d in done if d.source == source and kind in (d.kind, ALL)]
-            num, rounds = sum(d.num_tokens for d in mine), sum(d.rounds for d in mine)
-            cells[kind, source] = Cell(
-                KINDS.get(kind, ALL),
-                source,
-                num / sum(d.seconds for d in mine),
-                1e3 * sum(d.cpu_s for d in mine) / num,
-                num / rounds,
-                sum(d.accepted for d in mine) / rounds,
-                sum(d.proposed for d in mine) / rounds,
-            )
+def cells_of(done: Sequence[Decoded]) -> Cells:
+    """Of the prompts of each kind, and of all kinds."""
+    cells: dict[tuple[str, str], dict[str, Any]] = {}
+    for kind, source in itertools.product((*KINDS, ALL), SOURCES):
+        mine = [d for d in done if d.source == source and kind in (d.prompt.kind, ALL)]
+        num, rounds = sum(len(d.text) for d in mine), sum(d.rounds for d in mine)
+        rate = num / sum(d.seconds for d in mine)
+        plain = cells[kind, NO_DRAFTER]["tokens_per_s"] if source != NO_DRAFTER else rate
+        cells[kind, source] = {
+            "kind": KINDS.get(kind, ALL),
+            "source": source,
+            "tokens_per_s": rate,
+            "times": rate / plain,
+            "tokens_per_round": num / rounds,
+            "accepted": sum(d.accepted for d in mine) / rounds,
+            "proposed": sum(d.proposed for d in mine) / rounds,
+        }
     return cells
 
 
-def verdicts_of(
-    cells: Mapping[tuple[str, str], Cell], done: Sequence[Decoded]
-) -> list[ClaimVerdict]:
+def verdicts_of(cells: Cells, done: Sequence[Decoded]) -> list[ClaimVerdict]:
     """Of the better chain, which is chosen by all kinds together."""
 
-    def best(sources: Sequence[str], kind: str = ALL) -> Cell:
-        return max((cells[kind, s] for s in sources if (kind, s) in cells), key=_rate)
+    def best(sources: Sequence[str], kind: str = ALL) -> dict[str, Any]:
+        return max((cells[kind, s] for s in sources), key=lambda cell: cell["tokens_per_s"])
 
     chain, single = best(CHAINED), best(SINGLE)
-    gain = chain.tokens_per_s / single.tokens_per_s
-    claims = [
-        bar(
-            "the chain against the best single source, all kinds together",
-            f"{chain.source} {gain:.2f} times {single.source} (bar {BEST_SINGLE_BAR})",
-            gain >= BEST_SINGLE_BAR,
-        )
-    ]
+    gain = chain["tokens_per_s"] / single["tokens_per_s"]
+    text = f"{chain['source']} {gain:.2f} times {single['source']} (bar {BEST_SINGLE_BAR})"
+    claim = "the chain against the best single source, all kinds together"
+    claims = [bar(claim, text, gain >= BEST_SINGLE_BAR)]
     for kind, name in KINDS.items():
-        if kind == FOREIGN:
-            continue
-        own, wanted = cells[kind, chain.source], EDIT_BAR if kind == "edit" else OTHER_BAR
-        plain, rival = cells[kind, NO_DRAFTER], best(SINGLE, kind)
-        times = own.tokens_per_s / plain.tokens_per_s
-        beside = own.tokens_per_s / rival.tokens_per_s
-        claims.append(
-            bar(
-                f"{name}: the chain against the target alone",
-                f"{times:.2f} times (bar {wanted}), {beside:.2f} times {rival.source}",
-                times >= wanted,
-            )
-        )
-    texts: dict[str, set[tuple[int, ...]]] = {}
+        own, wanted = cells[kind, chain["source"]], EDIT_BAR if kind == "edit" else OTHER_BAR
+        rival = best(SINGLE, kind)
+        beside = f"{own['tokens_per_s'] / rival['tokens_per_s']:.2f} times {rival['source']}"
+        text = f"{own['times']:.2f} times (bar {wanted}), {beside}"
+        claims.append(bar(f"{name}: the chain against the target", text, own["times"] >= wanted))
+    texts: dict[RealPrompt, set[tuple[int, ...]]] = {}
     for d in done:
-        texts.setdefault(d.origin + d.kind, set()).add(d.text)
+        texts.setdefault(d.prompt, set()).add(d.text)
     same = sum(len(found) == 1 for found in texts.values())
-    claims.append(
-        bar(
-            "every source gives the same text",
-            f"for {same} of {len(texts)} prompts",
-            same == len(texts),
-        )
-    )
-    return claims
-
-
-def text_verdicts(done: Sequence[Decoded]) -> list[ClaimVerdict]:
-    """Of a drafter with another tokenizer against the target alone, prompt by prompt, by the
-    processor's time: with one thread that is what a quiet machine takes."""
-    by_prompt: dict[tuple[str, str], list[Decoded]] = {}
-    for d in done:
-        by_prompt.setdefault((d.kind, d.origin), []).append(d)
-    gains: dict[bool, list[tuple[Decoded, Decoded]]] = {True: [], False: []}
-    same = 0
-    for runs in by_prompt.values():
-        mine = [d for d in runs if d.source == MODEL]
-        plain, own = (
-            min((d for d in runs if d.source == source), key=lambda d: d.cpu_s)
-            for source in (NO_DRAFTER, MODEL)
-        )
-        proposed = sum(d.proposed for d in mine)
-        is_half = proposed > 0 and sum(d.accepted for d in mine) >= proposed / 2
-        gains[is_half].append((plain, own))
-        same += len({d.text for d in runs}) == 1
-    claims = [
-        bar("the same text", f"for {same} of {len(by_prompt)} prompts", same == len(by_prompt))
-    ]
-    for is_half, least in ((True, HALF_BAR), (False, NEVER_BAR)):
-        pairs = gains[is_half]
-        if not pairs:
-            continue
-        times = [plain.cpu_s / own.cpu_s for plain, own in pairs]
-        gain = sum(plain.cpu_s for plain, _ in pairs) / sum(own.cpu_s for _, own in pairs)
-        which = "half or more" if is_half else "less than half"
-        claims.append(
-            bar(
-                f"{which} of the drafts accepted: against the target alone",
-                f"{len(pairs)} of {len(by_prompt)} prompts, {gain:.2f} times (bar {least}), "
-                f"from {min(times):.2f} to {max(times):.2f}",
-                gain >= least,
-            )
-        )
-    return [*claims, *slowest_verdicts(list(by_prompt.values()))]
-
-
-def slowest_verdicts(prompts: Sequence[Sequence[Decoded]]) -> list[ClaimVerdict]:
-    """Of the prompt that drafts slow most, by the median of its turns. prompts: the runs of each,
-    in order."""
-    drafted, control = [], []
-    for runs in prompts:
-        plain, own = ([d.cpu_s for d in runs if d.source == s] for s in (NO_DRAFTER, MODEL))
-        drafted.append(float(np.median(np.array(plain) / np.array(own))))
-        control.append(float(np.median(np.array(plain) / np.roll(plain, 1))))
-    slowest = int(np.argmin(drafted))
-    which = f"{KINDS[prompts[slowest][0].kind]} {prompts[slowest][0].origin}"
-    return [
-        bar(
-            "the slowest prompt against the target alone",
-            f"{drafted[slowest]:.3f} times ({which}; bar {NEVER_BAR}), "
-            f"{sum(t < NEVER_BAR for t in drafted)} of {len(drafted)} prompts are below it",
-            drafted[slowest] >= NEVER_BAR,
-        ),
-        bar(
-            "the slowest prompt, the target alone against its own next turn",
-            f"{min(control):.3f} times",
-            None,
-        ),
-    ]
-
-
-def _rate(cell: Cell) -> float:
-    return cell.tokens_per_s
+    text = f"for {same} of {len(texts)} prompts"
+    return [*claims, bar("every source gives the same text", text, same == len(texts))]
 
 
 def main() -> int:
-    made = parser(__doc__)
-    made.add_argument("target", type=Path)
-    made.add_argument("drafter", type=Path)
-    made.add_argument("--prompts", type=int, default=4, help="measured, of each kind (at most 8)")
-    made.add_argument("--warm", type=int, default=2, help="to learn from, of each kind")
-    made.add_argument("--repeats", type=int, default=1, help="of each measured prompt")
-    made.add_argument("--new-tokens", type=int, default=128)
-    made.add_argument("--context", type=int, default=768, help="most tokens of a prompt")
-    made.add_argument("--k-max", type=int, default=16, help="most draft tokens of a round")
-    made.add_argument("--threads", type=int, default=2)
-    made.add_argument("--dtype", default="auto")
-    made.add_argument("--drafter-weights", default="stored", help="stored or int4")
-    made.add_argument("--sources", default=",".join(SOURCES), help="with commas between them")
-    args = made.parse_args()
-    args.sources = args.sources.split(",")
-    if unknown := [s for s in args.sources if s not in SOURCES]:
-        made.error(f"{unknown[0]!r} is no source; choose from {', '.join(SOURCES)}")
-    engine = load(args.target, args.drafter, args)
-    done = list(passes(engine, args))
+    options = parser(__doc__)
+    options.add_argument("target", type=Path)
+    options.add_argument("drafter", type=Path)
+    options.add_argument("--prompts", type=int, default=4, help="measured, of each kind, at most 8")
+    options.add_argument("--warm", type=int, default=2, help="to learn from, of each kind")
+    options.add_argument("--new-tokens", type=int, default=128)
+    options.add_argument("--threads", type=int, default=2)
+    args = options.parse_args()
+    done = list(passes(load(args), args))
     cells = cells_of(done)
-    rows: list[dict[str, Any]] = []
-    for (kind, _), cell in cells.items():
-        plain = cells.get((kind, NO_DRAFTER))
-        gain = "" if plain is None else f"{cell.tokens_per_s / plain.tokens_per_s:.2f}"
-        by_cpu = "" if plain is None else f"{plain.cpu_ms / cell.cpu_ms:.2f}"
-        rows.append({**asdict(cell), "gain": gain, "by_cpu": by_cpu})
-    shown = table(
-        f"{args.target.name} with {args.drafter.name}, {args.prompts} prompts of each kind",
-        rows,
-        {
-            "kind": "{kind}",
-            "source": "{source}",
-            "tokens/s": "{tokens_per_s:.1f}",
-            "times target-only": "{gain}",
-            "CPU ms a token": "{cpu_ms:.1f}",
-            "times by CPU": "{by_cpu}",
-            "tokens a round": "{tokens_per_round:.2f}",
-            "accepted": "{accepted:.2f}",
-            "drafted": "{proposed:.2f}",
-        },
-    )
-    verdicts: list[ClaimVerdict] = []
-    if set(args.sources) == set(SOURCES):
-        verdicts = verdicts_of(cells, done)
-    elif drafts_text(engine) and {NO_DRAFTER, MODEL} <= set(args.sources):
-        verdicts = text_verdicts(done)
-    return tell(args, Results([asdict(cell) for cell in cells.values()], verdicts, [shown]))
+    columns = {
+        "kind": "{kind}",
+        "source": "{source}",
+        "tokens/s": "{tokens_per_s:.1f}",
+        "times target-only": "{times:.2f}",
+        "tokens a round": "{tokens_per_round:.2f}",
+        "accepted": "{accepted:.2f}",
+        "drafted": "{proposed:.2f}",
+    }
+    title = f"{args.target.name} with {args.drafter.name}, {args.prompts} prompts of each kind"
+    rows = list(cells.values())
+    return tell(args, Results(rows, verdicts_of(cells, done), [table(title, rows, columns)]))
 
 
 if __name__ == "__main__":

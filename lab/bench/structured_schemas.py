@@ -4,8 +4,10 @@ writes."""
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 Schema = dict[str, Any]
@@ -98,71 +100,7 @@ SORTS: dict[str, Callable[[random.Random], Schema]] = {
     "references": _referring,
 }
 
-_SHORT = {"type": "string", "maxLength": 16}
-_PLACE = _object(
-    {
-        "latitude": {"type": "number", "minimum": -90, "maximum": 90},
-        "longitude": {"type": "number", "minimum": -180, "maximum": 180},
-    }
-)
-
-BY_HAND: dict[str, Schema] = {
-    "weather": _object({"city": _SHORT, "unit": {"enum": ["celsius", "fahrenheit"]}}),
-    "sentiment": _object(
-        {
-            "label": {"enum": ["positive", "neutral", "negative"]},
-            "confidence": {"type": "number", "minimum": 0, "maximum": 1},
-        }
-    ),
-    "entities": {
-        "type": "array",
-        "maxItems": 3,
-        "items": _object({"text": _SHORT, "type": {"enum": ["PERSON", "ORG", "LOC", "DATE"]}}),
-    },
-    "invoice": _object(
-        {
-            "invoice_number": {"type": "string", "pattern": "^INV-[0-9]{6}$"},
-            "date": {"type": "string", "format": "date"},
-            "currency": {"enum": ["EUR", "USD", "GBP"]},
-            "lines": {
-                "type": "array",
-                "minItems": 1,
-                "maxItems": 2,
-                "items": _object(
-                    {
-                        "description": _SHORT,
-                        "quantity": {"type": "integer", "minimum": 1, "maximum": 99},
-                        "unit_price": {"type": "number", "minimum": 0, "maximum": 999},
-                    }
-                ),
-            },
-        }
-    ),
-    "event": _object(
-        {"name": _SHORT, "starts_at": {"type": "string", "format": "date-time"}, "place": _PLACE}
-    ),
-    "tool call": {
-        "anyOf": [
-            _object({"name": {"const": name}, "arguments": _object(arguments)})
-            for name, arguments in {
-                "search": {
-                    "query": _SHORT,
-                    "limit": {"type": "integer", "minimum": 1, "maximum": 9},
-                },
-                "send_email": {"to": {"type": "string", "maxLength": 20}, "subject": _SHORT},
-            }.items()
-        ]
-    },
-    "user": _object(
-        {
-            "id": {"type": "string", "format": "uuid"},
-            "login": {"type": "string", "pattern": "^[a-z][a-z0-9_]{2,12}$"},
-            "roles": {"type": "array", "items": {"enum": ["admin", "editor"]}, "maxItems": 2},
-            "manager": {"anyOf": [_SHORT, {"type": "null"}]},
-        }
-    ),
-    "classification": {"enum": ["billing", "technical", "sales", "other"]},
-}
+BY_HAND: dict[str, Schema] = json.loads(Path(__file__).with_suffix(".json").read_text("utf-8"))
 
 
 def schemas(num: int, seed: int = 0) -> list[tuple[str, Schema]]:

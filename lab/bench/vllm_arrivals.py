@@ -1,15 +1,15 @@
-"""Arrivals at shares of stock vLLM's capacity: vLLM as it is, vLLM with its limits tuned in
-hindsight, and Penstock's `fluid_guided` as the plug-in and as the engine above vLLM's workers.
+"""How long do requests wait above vLLM's workers, at shares of stock vLLM's capacity?
 
     python -m lab.bench.vllm_arrivals azure2023_conv.csv.gz --out arrivals.jsonl [--json]
 
-To be run by a Python that has vLLM. Prompts and outputs are those of stretches of a recorded trace,
-`--scale` times shorter, and so are the gaps between them, for the load that is wanted: a share of
-the rate at which stock serves the same stretch when all of it comes at once. All ways of serving
-get the same. The model's weights are random. KV memory is a quarter of what stock's most requests
-would hold. Each stretch is served in all ways before the next, and written down: a run that was
-cut, or that `--minutes` has ended, goes on. Ratios are of one stretch's figures, their intervals
-over the stretches. Requests are added between steps by the process that computes them; the report
+Stock is vLLM as it is, or with its limits tuned in hindsight; beside it `fluid_guided` as the
+plug-in and as the engine. To be run by a Python that has vLLM. Prompts and outputs are those of
+stretches of a recorded trace, `--scale` times shorter, and so are the gaps between them, for the
+load that is wanted: a share of the rate at which stock serves the same stretch when all of it comes
+at once. All ways of serving get the same. The model's weights are random. KV memory is a quarter of
+what stock's most requests would hold. Each stretch is served in all ways before the next, and
+written down: a run that was cut, or that `--minutes` has ended, goes on. Ratios are of one
+stretch's figures, their intervals over the stretches. Requests are added between steps; the report
 says what share of the time that took.
 """
 
@@ -17,11 +17,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import math
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,8 @@ import numpy as np
 
 from lab.bench.peers.store import Store
 from lab.bench.peers.workers_pool import Worker, of_this_tree
-from lab.common.statistics import Interval, interval, ratio
+from lab.common.results import Results, parser, table, tell
+from lab.common.statistics import Interval, interval, ratio, rotated
 from penstock.sim.workloads import load_workload
 
 LOADS = (0.5, 0.8, 0.95)
@@ -116,21 +116,15 @@ class OutOfTimeError(Exception):
     """The run's minutes are over."""
 
 
+def add_run_options(parser: argparse.ArgumentParser) -> None:
+    """Of a run that may be cut and goes on from its file."""
+    parser.add_argument("--out", type=Path, required=True, help="file that a run goes on from")
+    parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/penstock/arrivals")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="then nothing is begun")
+
+
 class Bench:
     """Two workers, and what they have measured."""
-
-    @staticmethod
-    def add_arguments(parser: argparse.ArgumentParser, stretches: int, requests: int) -> None:
-        """Of a run; `stretches` of each load, with so many requests each."""
-        parser.add_argument("trace", type=Path)
-        parser.add_argument("--out", type=Path, required=True, help="file that a run goes on from")
-        parser.add_argument("--folder", type=Path, default=Path.home() / ".cache/penstock/arrivals")
-        parser.add_argument("--stretches", type=int, default=stretches)
-        parser.add_argument("--requests", type=int, default=requests, help="of a stretch")
-        parser.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
-        parser.add_argument(
-            "--minutes", type=float, default=math.inf, help="after which no stretch is begun"
-        )
 
     def __init__(self, args: argparse.Namespace) -> None:
         args.folder.mkdir(parents=True, exist_ok=True)
@@ -222,7 +216,7 @@ class Bench:
         arms = ARMS if tuned is None else {**ARMS, "tuned": ("vllm", tuned)}
         runs: dict[str, list[Any]] = {name: [] for name in arms}
         for number, rate in rates.items():
-            for name in _rotated(list(arms), number):
+            for name in rotated(list(arms), number):
                 runs[name].append(self.serve(arms[name], number, rate))
         latency = {n: [float(np.mean(r["latency"])) for r in found] for n, found in runs.items()}
         ttft = {n: [float(np.mean(r["ttft"])) for r in found] for n, found in runs.items()}
@@ -258,35 +252,19 @@ class Bench:
         return min(TUNED, key=latency)
 
 
-def _rotated(names: list[str], number: int) -> Iterator[str]:
-    """Whoever is first in one stretch is last in the next."""
-    first = number % len(names)
-    yield from names[first:]
-    yield from names[:first]
-
-
 def _shown(found: Interval) -> list[float | None]:
     """Mean, and its interval; None for an endless one."""
     values = (found.mean, found.low, found.high)
     return [round(v, 4) if np.isfinite(v) else None for v in values]
 
 
-def _print(report: dict[str, Any]) -> None:
-    for load in report["loads"]:
-        print(f"\nload {load['load']}, {load['rates']} requests a second, tuned {load['tuned']}")
-        print("| arm | mean latency, s | to default | to tuned | p99 TTFT to default | adding |")
-        print("|---|---|---|---|---|---|")
-        for name, arm in load["arms"].items():
-            cells = [
-                _cell(arm[column])
-                for column in (
-                    "mean_latency_s",
-                    "latency_to_default",
-                    "latency_to_tuned",
-                    "p99_ttft_to_default",
-                )
-            ]
-            print(f"| {name} | {' | '.join(cells)} | {arm['adding_share']:.1%} |")
+def _row(load: dict[str, Any], name: str) -> dict[str, str]:
+    """As it is printed."""
+    arm = load["arms"][name]
+    columns = ("mean_latency_s", "latency_to_default", "latency_to_tuned", "p99_ttft_to_default")
+    cells = {column: _cell(arm[column]) for column in columns}
+    adding = f"{arm['adding_share']:.1%}"
+    return cells | {"load": f"{load['load']:g}", "arm": name, "adding": adding}
 
 
 def _cell(values: list[float | None] | None) -> str:
@@ -296,14 +274,27 @@ def _cell(values: list[float | None] | None) -> str:
     return f"{mean:.3f}" if low is None or high is None else f"{mean:.3f} ({low:.3f} to {high:.3f})"
 
 
-def main() -> None:
-    assert __doc__ is not None
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    Bench.add_arguments(parser, stretches=3, requests=2000)
-    parser.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
-    parser.add_argument("--untuned", action="store_true", help="without limits tuned in hindsight")
-    parser.add_argument("--json", action="store_true")
-    args = parser.parse_args()
+COLUMNS = {
+    "load": "{load}",
+    "way": "{arm}",
+    "mean latency, s": "{mean_latency_s}",
+    "to default": "{latency_to_default}",
+    "to tuned": "{latency_to_tuned}",
+    "p99 TTFT to default": "{p99_ttft_to_default}",
+    "adding": "{adding}",
+}
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("trace", type=Path)
+    add_run_options(options)
+    options.add_argument("--stretches", type=int, default=3, help="of each load")
+    options.add_argument("--requests", type=int, default=2000, help="of a stretch")
+    options.add_argument("--scale", type=float, default=8.0, help="lengths are divided by it")
+    options.add_argument("--loads", type=lambda t: tuple(map(float, t.split(","))), default=LOADS)
+    options.add_argument("--untuned", action="store_true", help="without limits tuned in hindsight")
+    args = options.parse_args()
     bench = Bench(args)
     try:
         loads = [bench.load(share) for share in args.loads]
@@ -311,12 +302,10 @@ def main() -> None:
         raise SystemExit("out of time; the same command goes on") from None
     finally:
         bench.close()
-    report = {"model": MODEL, "kv_tokens": bench.kv_tokens, "loads": loads}
-    if args.json:
-        print(json.dumps(report))
-    else:
-        _print(report)
+    found = {"model": MODEL, "kv_tokens": bench.kv_tokens, "loads": loads}
+    rows = [_row(load, name) for load in loads for name in load["arms"]]
+    return tell(args, Results(found, tables=[table("", rows, COLUMNS)]))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

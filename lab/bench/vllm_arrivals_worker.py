@@ -62,13 +62,7 @@ class Server(ABC):
                     num_left -= 1
         took = time.monotonic() - begin
         steps = [(*work, s) for work, s in zip(self.works, seconds, strict=True)]
-        return {
-            "ttft": first,
-            "latency": last,
-            "seconds": took,
-            "adding": adding,
-            "steps": steps,
-        }
+        return {"ttft": first, "latency": last, "seconds": took, "adding": adding, "steps": steps}
 
     vocab_size: int
 

@@ -1,4 +1,4 @@
-"""Penstock's scheduler on vLLM's engine against vLLM as it is: tokens a second, in turn.
+"""What does Penstock's scheduler cost above vLLM's engine, and what does its speculation gain?
 
     python -m lab.bench.vllm_engine [FOLDER ...] --out FILE.jsonl
     python -m lab.bench.vllm_engine TARGET --draft FOLDER --native-draft FILE --out FILE.jsonl
@@ -16,15 +16,14 @@ ended by `--minutes`, goes on behind it.
 from __future__ import annotations
 
 import argparse
-import math
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field
 from itertools import chain, product
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,13 +32,11 @@ from lab.bench.peers.passes import Pass
 from lab.bench.peers.store import Store, about_engine
 from lab.bench.peers.workers_pool import Worker, WorkerError, of_this_tree
 from lab.bench.real_prompts import real_prompts, token_ids
-from lab.bench.vllm_arrivals import write_model
+from lab.bench.vllm_arrivals import OutOfTimeError, add_run_options, write_model
 from lab.common.claims import ClaimVerdict
 from lab.common.results import Results, parser, table, tell
-from lab.common.statistics import interval, ratio
+from lab.common.statistics import interval, ratio, rotated
 from penstock.engine.tokenizer import load_tokenizer
-
-_T = TypeVar("_T")
 
 OVERHEAD_BAR, SPECULATION_BAR = 0.98, 1.2
 STOCK = "vllm"
@@ -88,10 +85,6 @@ Turn = Mapping[str, Played]
 """A pass of each arm."""
 
 
-class OutOfTimeError(Exception):
-    """The run's minutes are over."""
-
-
 class Bench:
     """Workers, and what they have measured."""
 
@@ -126,12 +119,12 @@ class Bench:
     ) -> dict[Case, dict[str, Played]]:
         """A pass of each arm of all cases. groups: those that fail are taken out."""
         made: dict[Case, dict[str, Played]] = {case: {} for case in cases}
-        for group in list(_rotated(groups, number)):
+        for group in list(rotated(groups, number)):
             try:
                 passes = [
                     (case, name, self._kept(name, group, case, number))
                     for case in cases
-                    for name in _rotated(tuple(group), number)
+                    for name in rotated(tuple(group), number)
                 ]
             except WorkerError as error:
                 print(f"left out: {', '.join(group)}: {error}", file=sys.stderr, flush=True)
@@ -184,9 +177,10 @@ class Bench:
 
     def _pass(self, arm: Arm, case: Case, calls: Sequence[Any], tokens: int) -> Played:
         worker = self._worker(case.target, arm)
-        answer = worker.ask(do="run", calls=calls, tokens=tokens, drafter=arm.drafter)
-        seconds, num = answer["seconds"], sum(map(len, answer["token_ids"]))
-        timed = Pass(num / seconds, answer["cpu"] / seconds, answer["other"] / seconds)
+        command = {"calls": calls, "new_tokens": tokens, "draft_tokens": 0, "drafter": arm.drafter}
+        answer = worker.ask(do="run", **command)
+        seconds, num = answer["wall_s"], sum(map(len, answer["token_ids"]))
+        timed = Pass(num / seconds, answer["cpu_s"] / seconds, answer["other_s"] / seconds)
         return Played(timed, answer["token_ids"])
 
     def _worker(self, target: Path, arm: Arm) -> Worker:
@@ -216,13 +210,6 @@ class Bench:
             self._workers[key] = worker
             print(f"loaded {target.name} {arm.process}", file=sys.stderr, flush=True)
         return self._workers[key]
-
-
-def _rotated(names: Sequence[_T], turn: int) -> Iterator[_T]:
-    """Whoever is first in one turn is last in the next."""
-    first = turn % len(names)
-    yield from names[first:]
-    yield from names[:first]
 
 
 def _is_clean(turn: Turn) -> bool:
@@ -384,8 +371,7 @@ def _numbers(text: str) -> list[int]:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("targets", type=Path, nargs="*", metavar="FOLDER")
-    options.add_argument("--out", type=Path, required=True, help="file that a run goes on from")
-    options.add_argument("--folder", type=Path, default=Path.home() / ".cache/penstock/arrivals")
+    add_run_options(options)
     options.add_argument("--turns", type=int, default=5)
     options.add_argument("--tokens", type=int, default=64, help="new ones of each request")
     options.add_argument("--requests", type=int, default=4, help="of a pass, at least")
@@ -401,9 +387,6 @@ def main() -> int:
         "--skip-plain",
         action="store_true",
         help="where memory is short: no vLLM without drafts, Penstock without is the rival",
-    )
-    options.add_argument(
-        "--minutes", type=float, default=math.inf, help="after which no pass is begun"
     )
     args = options.parse_args()
     args.lookup = {"prompt_lookup_max": 3, "prompt_lookup_min": 1}

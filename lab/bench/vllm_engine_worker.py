@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import gc
 import itertools
-import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from lab.bench.peers.workers.worker import answer_commands, machine_cpu_s, own_cpu_s
+from lab.bench.peers.workers.worker import answer_commands, measure
 
 Prompts = Sequence[Sequence[int]]
 
@@ -19,16 +18,10 @@ _LIMITS = {"max_num_batched_tokens": 2048, "max_num_seqs": 128}
 """Of `vllm serve` on a CPU (0.32, `engine/arg_utils.py`)."""
 
 
-class Engine(Protocol):
-    """A target in memory, and what drafts for it."""
-
-    def run(self, prompts: Prompts, num_tokens: int, drafter: str) -> list[list[int]]:
-        """Continue all prompts at once, greedily, by exactly `num_tokens` each."""
-        ...
-
-
 class Vllm:
     """vLLM's own engine. args: further arguments of it."""
+
+    drafter = "none"
 
     def __init__(self, target: str, prefix_caching: bool, args: dict[str, Any]) -> None:
         import vllm
@@ -45,8 +38,9 @@ class Vllm:
             **args,
         )
 
-    def run(self, prompts: Prompts, num_tokens: int, drafter: str) -> list[list[int]]:
-        """Whoever drafts was named at the start."""
+    def run(self, prompts: Prompts, num_tokens: int, draft_tokens: int) -> list[list[int]]:
+        """Continue all prompts at once, greedily, by exactly `num_tokens` each; drafts are as was
+        said at the start."""
         params = self._sampling(
             temperature=0.0, max_tokens=num_tokens, ignore_eos=True, detokenize=False
         )
@@ -56,7 +50,9 @@ class Vllm:
 
 
 class Penstock:
-    """Penstock's engine over vLLM's workers. args: `drafters`, by name."""
+    """Penstock's engine over vLLM's workers. args: `drafters`, by name; one is asked for."""
+
+    drafter = "none"
 
     def __init__(self, target: str, prefix_caching: bool, args: dict[str, Any]) -> None:
         from penstock.config import EngineConfig, VllmConfig
@@ -76,7 +72,8 @@ class Penstock:
         gc.freeze()  # as the engine process does, and vLLM's
         self._ids = map(str, itertools.count())
 
-    def run(self, prompts: Prompts, num_tokens: int, drafter: str) -> list[list[int]]:
+    def run(self, prompts: Prompts, num_tokens: int, draft_tokens: int) -> list[list[int]]:
+        """The same, with drafts of `drafter`."""
         from penstock.core.types import Request, SamplingParams
         from penstock.serving.offline import complete
 
@@ -87,7 +84,7 @@ class Penstock:
                 prompt_token_ids=tuple(prompt),
                 max_tokens=num_tokens,
                 sampling=SamplingParams(temperature=0.0),
-                drafter=drafter,
+                drafter=self.drafter,
             )
             for prompt in prompts
         ]
@@ -101,22 +98,8 @@ class Penstock:
 KINDS = {"vllm": Vllm, "penstock": Penstock}
 
 
-def measure(engine: Engine, calls: Sequence[Prompts], tokens: int, drafter: str) -> dict[str, Any]:
-    """Every call is one batch, and its whole time counts. Returns seconds, CPU seconds, those of
-    all other programs, and what was made."""
-    made: list[list[int]] = []
-    machine, cpu, began = machine_cpu_s(), own_cpu_s(), time.perf_counter()
-    for prompts in calls:
-        made += engine.run(prompts, tokens, drafter)
-    seconds, cpu = time.perf_counter() - began, own_cpu_s() - cpu
-    other = max(0.0, machine_cpu_s() - machine - cpu)
-    if any(len(ids) != tokens for ids in made):
-        raise RuntimeError(f"answers are not {tokens} tokens: {[len(ids) for ids in made]}")
-    return {"seconds": seconds, "cpu": cpu, "other": other, "token_ids": made}
-
-
 def main() -> None:
-    engine: Engine | None = None
+    engine: Vllm | Penstock | None = None
 
     def answer(do: str, command: dict[str, Any]) -> dict[str, Any]:
         nonlocal engine
@@ -124,7 +107,8 @@ def main() -> None:
             engine = KINDS[command.pop("kind")](**command)
             return {}
         assert engine is not None
-        return measure(engine, **command)
+        engine.drafter = command.pop("drafter")
+        return measure(engine, command)
 
     answer_commands(answer)
 

@@ -78,6 +78,20 @@ class Trial:
                 self.tell(told := line)
             yield next(found)
 
+    def by_cell(
+        self,
+        call: Callable[..., _R],
+        cells: Iterable[tuple[Any, ...]],
+        seeds: Iterable[int],
+        *given: Any,
+        what: Callable[..., str] | None = None,
+    ) -> dict[Any, list[_R]]:
+        """`call(*cell, *given, seed)` by the workers: by cell, [seeds]."""
+        listed, numbers = list(cells), list(seeds)
+        items = [(*cell, *given, seed) for cell in listed for seed in numbers]
+        found = self.each(call, items, what)
+        return {cell: [next(found) for _ in numbers] for cell in listed}
+
 
 def _call(call: Callable[..., _R], item: tuple[Any, ...]) -> _R:
     return call(*item)

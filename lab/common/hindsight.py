@@ -40,11 +40,6 @@ class KnownText:
             count += 1
         return count
 
-    def acceptance(self, drafter: str) -> float:
-        """The share of positions at which a drafter's first token would be accepted."""
-        runs = np.array(self.runs[drafter])
-        return float(((runs > 0).sum() + 0.5) / (len(runs) + 1))
-
 
 @dataclass(frozen=True)
 class Costs:
@@ -79,27 +74,7 @@ def best_single(costs: Costs, texts: Sequence[KnownText], batch: int) -> Option:
 
 
 def clairvoyant(costs: Costs, texts: Sequence[KnownText], batch: int) -> list[Option]:
-    """Each request's best drafter, each drafter at the length that is best for those that choose
-    it; found by turns, from several beginnings."""
+    """Each request's best drafter at its best length."""
     seconds = costs.of_options(texts, batch)
-    best: tuple[float, list[Option]] = (float("inf"), [])
-    for start in range(1, LONGEST + 1):
-        lengths = dict.fromkeys(costs.curves, start)
-        for _ in range(20):
-            options = [*lengths.items(), NONE]
-            picks = np.stack([seconds[o] for o in options]).argmin(axis=0)
-            better = dict(lengths)
-            for j, name in enumerate(lengths):
-                mine = picks == j
-                if mine.any():
-                    better[name] = min(
-                        range(1, LONGEST + 1),
-                        key=lambda k, n=name, m=mine: seconds[n, k][m].sum(),  # type: ignore[misc]
-                    )
-            if better == lengths:
-                break
-            lengths = better
-        total = float(np.stack([seconds[o] for o in options]).min(axis=0).sum())
-        if total < best[0]:
-            best = total, [options[j] for j in picks]
-    return best[1]
+    options = list(seconds)
+    return [options[i] for i in np.stack(list(seconds.values())).argmin(axis=0)]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from lab.common.experiment import LabError, Trial
-from lab.common.statistics import FloatArray
+from lab.common.statistics import FloatArray, rotated
 from penstock.config import NGRAM, EngineConfig, PolicyConfig
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.loop import Loop
@@ -213,23 +213,9 @@ class LiveScene:
             # To learn from are the last ones of each domain, so that they do not come again.
             begin = first + (turn - 1) * per_domain if turn else -(to_learn or per_domain)
             numbers = range(begin, begin + per_domain if turn else 0)
-            for system in _rotated(systems, turn):
+            for system in rotated(systems, turn):
                 requests = self.requests(numbers, system.drafter)
                 served = system.serve(requests, batch)
                 if turn:
                     found[system.name].append(served.tokens_per_s)
         return {name: np.array(rates) for name, rates in found.items()}
-
-
-def _rotated(systems: Sequence[LiveSystem], turn: int) -> Iterator[LiveSystem]:
-    first = turn % len(systems)
-    return itertools.chain(systems[first:], systems[:first])
-
-
-def rows_of(
-    cells: Mapping[tuple[Any, ...], Iterable[float]],
-) -> Iterator[tuple[object, ...]]:
-    """Of a table: the cell, the turn and the figure."""
-    for cell, values in cells.items():
-        for turn, value in enumerate(values):
-            yield (*cell, turn, float(value))

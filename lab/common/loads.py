@@ -233,10 +233,7 @@ def measure(
 
 
 def curves(
-    job: Trial,
-    scene: Scene,
-    setups: Callable[[float], Mapping[str, Setup]],
-    name: str,
+    job: Trial, scene: Scene, setups: Callable[[float], Mapping[str, Setup]], name: str
 ) -> list[Point]:
     """Every policy at every load, which are shares of the bound, for five seeds. setups: by load,
     in requests/s."""

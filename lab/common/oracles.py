@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -16,15 +16,11 @@ from penstock.core.policies.allocation.goodspeed_adaptive import GoodSpeedAdapti
 from penstock.core.policies.allocation.parts.gradient import GoodputAverages, tokens_by_tenant
 from penstock.core.policies.registry import policies, register
 from penstock.core.policies.selection import SelectionPolicy
-from penstock.core.policies.selection.adaptive import Adaptive
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import draft_lengths
-from penstock.sim.acceptance import DomainAcceptance
 
 FloatArray = npt.NDArray[np.float64]
-
-_JITTER = 0.02
 
 # --- who choose drafters --------------------------------------------------------------------------
 
@@ -51,51 +47,6 @@ def assigned(drafters: Mapping[str, str]) -> Iterator[str]:
         yield Assigned.name
     finally:
         del policies("selection")[Assigned.name]
-
-
-class TrueRates(Protocol):
-    """Who knows a request's probability of acceptance by drafter."""
-
-    def rates(self, request_id: str, /) -> dict[str, float]: ...
-
-
-def told(acceptance: TrueRates) -> type[Adaptive]:
-    """`adaptive` that knows every request's true acceptances, and has nothing to learn."""
-
-    class Told(Adaptive):
-        name: ClassVar[str] = "told"
-
-        def _rates(self, state: RequestState, known: Any) -> Any:
-            rates = acceptance.rates(state.request.id)
-            return np.array([rates[name] for name in self._models])
-
-        def _tell(self, known: Any, request_id: str, drafter: str, estimators: Any) -> None:
-            rate = acceptance.rates(request_id)[drafter]
-            estimators.acceptance.expect(request_id, drafter, rate, 1e6)
-
-    return Told
-
-
-def reads_prompts(acceptance: DomainAcceptance, seed: int) -> type[Adaptive]:
-    """`adaptive` that begins with what each drafter makes of the prompt's tokens, as if the prompt
-    were as hard as the answer."""
-    rng = np.random.default_rng(seed)
-
-    class ReadsPrompts(Adaptive):
-        name: ClassVar[str] = "adaptive+prompt"
-
-        def _know(self, state: RequestState, drafters: Any, view: Any) -> Any:
-            is_new = state.request.id not in self._known
-            known = super()._know(state, drafters, view)
-            if is_new:
-                rates = acceptance.rates(state.request.id)
-                length = state.request.prompt_len
-                for name, column in self._models.items():
-                    matched = rng.binomial(length, rates[name])
-                    known.note(column, matched, length - matched)
-            return known
-
-    return ReadsPrompts
 
 
 class KnowsRates(GoodSpeedAdaptive):

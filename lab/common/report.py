@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import csv
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from lab.common.experiment import LabError
+from lab.common.statistics import Interval
 
 
 def pyplot() -> Any:
@@ -31,6 +34,19 @@ def write_table(path: Path, header: Sequence[str], rows: Iterable[Sequence[objec
         writer.writerow(header)
         for row in rows:
             writer.writerow([f"{x:.6g}" if isinstance(x, float) else x for x in row])
+
+
+def rows_of(cells: Mapping[tuple[Any, ...], Iterable[Any]]) -> Iterator[tuple[object, ...]]:
+    """Of a table: the cell, the seed or turn, and its figure, or several of them."""
+    for cell, found in cells.items():
+        for number, values in enumerate(found):
+            yield (*cell, number, *map(float, np.atleast_1d(values)))
+
+
+def write_rates(path: Path, first: str, rates: Mapping[Any, Mapping[str, Iterable[float]]]) -> None:
+    """Tokens per second of live systems in each turn, as CSV. first: what the outer keys are."""
+    cells = {(key, name): own for key, by_name in rates.items() for name, own in by_name.items()}
+    write_table(path, (first, "system", "turn", "tokens_per_s"), rows_of(cells))
 
 
 def save_figure(figure: Any, path: Path) -> None:
@@ -89,12 +105,43 @@ def draw(path: Path, title: str, plots: Sequence[Sequence[Plot]]) -> None:
             handles = _fill(axes, plot, looks) | handles
         figure.suptitle(textwrap.fill(title, round(_TITLE_PER_INCH * figure.get_figwidth())))
         figure.legend(
-            [handles[label] for label in labels],
-            labels,
-            loc="outside lower center",
-            ncols=names,
+            [handles[label] for label in labels], labels, loc="outside lower center", ncols=names
         )
         save_figure(figure, path)
+
+
+def draw_intervals(
+    path: Path,
+    title: str,
+    panels: Mapping[str, Mapping[str, Mapping[str, Interval]]],
+    ylabel: str,
+    yscale: str = "linear",
+) -> None:
+    """Plots side by side: for each series a mark with its interval above every name, beside a line
+    at 1. panels: intervals by plot, series and name. Raises: LabError, OSError."""
+    labels = list(next(iter(panels.values())))
+    figure, grid = pyplot().subplots(
+        1, len(panels), figsize=(max(11, 6 * len(panels)), 4.8), layout="constrained", squeeze=False
+    )
+    handles: list[Any] = []
+    for axes, (panel, by_series) in zip(grid.flat, panels.items(), strict=True):
+        handles = []
+        for i, found in enumerate(by_series.values()):
+            places = np.arange(len(found)) + 0.2 * (i - (len(labels) - 1) / 2)
+            means = [x.mean for x in found.values()]
+            errors = [[x.mean - max(x.low, 0) for x in found.values()]]
+            errors.append([x.half for x in found.values()])
+            look: dict[str, Any] = {"fmt": MARKERS[i], "color": COLOURS[i], "capsize": 4}
+            handles.append(axes.errorbar(places, means, errors, markersize=7, **look))
+            axes.set_xticks(range(len(found)), list(found), fontsize=11)
+        axes.axhline(1, color="#555555", linewidth=1.2, zorder=1)
+        axes.set(title=panel, yscale=yscale)
+        axes.grid(axis="y", which="both", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+    grid[0, 0].set_ylabel(ylabel, fontsize=12)
+    figure.suptitle(title)
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=12)
+    save_figure(figure, path)
 
 
 def _looks(labels: Sequence[str], styles: Mapping[str, str]) -> dict[str, dict[str, Any]]:

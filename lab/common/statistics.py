@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -13,6 +14,7 @@ from penstock.fluid.shares import jain_index
 from penstock.sim.capacity import Estimate
 
 FloatArray = npt.NDArray[np.float64]
+_T = TypeVar("_T")
 
 SEEDS = range(5)
 """Fixed beforehand, wherever nothing else is said."""
@@ -32,6 +34,11 @@ class Interval:
         """Half the width; 0 for a single value."""
         half = self.high - self.mean
         return half if math.isfinite(half) else 0.0
+
+    @property
+    def times(self) -> str:
+        """As a factor."""
+        return f"{self.mean:.2f}× ({self.low:.2f} to {self.high:.2f})"
 
     def __str__(self) -> str:
         return f"{self.mean:.2f} ({self.low:.2f} to {self.high:.2f})"
@@ -66,3 +73,9 @@ def jain(rates: FloatArray) -> float:
     """Jain's index: 1 where all are equal, 1/N where one has everything or nobody anything."""
     index = jain_index(rates)
     return 1 / len(rates) if index is None else index
+
+
+def rotated(items: Sequence[_T], turn: int) -> list[_T]:
+    """In another order in each turn: whoever is first in one is last in the next."""
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]

@@ -1,5 +1,4 @@
-"""A steady batch on several drafters, simulated with one setting of the pipeline: what figure 13 of
-Spin and the benchmark of pipelines share.
+"""A steady batch on several drafters, simulated with one setting of the pipeline.
 
 Requests never end and no others come, so that a run shows the cycle alone. Every drafter has a
 device of its own and is told its requests by name.
@@ -13,7 +12,6 @@ from dataclasses import dataclass
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators, seed_estimators
 from penstock.core.learn.times import drafter_profiles
-from penstock.core.policies.pipeline.auto import Auto
 from penstock.core.policies.pipeline.parts.planner import (
     PipelineSetting,
     Round,
@@ -62,25 +60,16 @@ class SteadyBatch:
         return round_of(states, drafters, Estimators(self.profile), lengths, host=0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class SteadyRates:
-    """chosen: the setting in the end, where the pipeline chooses it."""
-
-    tokens_per_s: float
-    chosen: PipelineSetting | None
-
-
 def play(
     batch: SteadyBatch, pipeline: str, *, beside: bool | None = None, rounds: int = 50
-) -> SteadyRates:
-    """Simulate for as long as so many rounds take without a pipeline. beside: whether drafters work
-    beside the target; default: where there is a pipeline."""
+) -> float:
+    """Tokens a second, simulated for as long as so many rounds take without a pipeline. beside:
+    whether drafters work beside the target; default: where there is a pipeline."""
     names = list(batch.requests)
     own_lanes = pipeline != "off" if beside is None else beside
     drafters = [Drafter(name, has_lane=own_lanes) for name in names]
     estimators = Estimators(batch.profile)
     seed_estimators(estimators, batch.profile, drafters)
-    made = make_pipeline(pipeline)
     blocks = -(-_ENDLESS // _BLOCK) * batch.size * 2
     scheduler = Scheduler(
         BlockPool(blocks, _BLOCK),
@@ -88,7 +77,7 @@ def play(
         admission=make_policy("admission", "vllm_v1", {"max_num_seqs": max(batch.size, 1)}),
         selection=make_policy("selection", "single"),
         allocation=make_policy("allocation", "fixed", {"k": batch.length}),
-        pipeline=made,
+        pipeline=make_pipeline(pipeline),
         max_model_len=2 * _ENDLESS,
         learn=estimators,
     )
@@ -108,4 +97,4 @@ def play(
     until = rounds * cycle_seconds(batch.round(), PipelineSetting())
     result = simulate(scheduler, executor, clock, requests, until=until)
     tokens = sum(r.num_tokens for r in result.records.values())
-    return SteadyRates(tokens / until, made.setting if isinstance(made, Auto) else None)
+    return tokens / until

@@ -39,8 +39,8 @@ from lab.common.families import (
     spin_acceptances,
     spin_profile,
 )
-from lab.common.report import COLOURS, MARKERS, pyplot, save_figure, write_table
-from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
+from lab.common.report import draw_intervals, rows_of, write_table
+from lab.common.statistics import SEEDS, FloatArray, ratio
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import PAPER_LINEAR, DrafterProfile, StepProfile
 from penstock.sim.acceptance import DomainAcceptance
@@ -148,14 +148,12 @@ def run(job: Trial) -> list[ClaimVerdict]:
     seeds = SEEDS[: job.effort.repetitions]
     cells = [*itertools.product(SETTINGS, SYSTEMS)]
     cells += [(SETTINGS[0], NO_DRAFTS), (SETTINGS[0], WAIT_ALONE)]
-    items = [(*cell, share, seed) for cell in cells for seed in seeds]
-    played = job.each(speed, items, lambda where, system, *_: f"{NAME}: {system} in {where}")
-    found = {cell: np.array([next(played) for _ in seeds]) for cell in cells}
-    write_table(
-        job.out / f"{NAME}.csv",
-        ("setting", "system", "seed", "tokens_per_s"),
-        ((*cell, seed, float(x)) for cell, xs in found.items() for seed, x in enumerate(xs)),
+    played = job.by_cell(
+        speed, cells, seeds, share, what=lambda where, system, *_: f"{NAME}: {system} in {where}"
     )
+    found = {cell: np.array(rates) for cell, rates in played.items()}
+    header = ("setting", "system", "seed", "tokens_per_s")
+    write_table(job.out / f"{NAME}.csv", header, rows_of(found))
     _draw(job, found)
     return verdicts(found)
 
@@ -239,25 +237,12 @@ def unchanged(given: tuple[FloatArray, FloatArray]) -> Measurement:
 
 def _draw(job: Trial, found: Speeds) -> None:
     names = [system for system in SYSTEMS if system != BASE]
-    figure, axes = pyplot().subplots(figsize=(11, 5.2), layout="constrained")
-    handles: list[Any] = []
-    for i, where in enumerate(SETTINGS):
-        over: list[Interval] = [ratio(found[where, n], found[where, BASE]) for n in names]
-        places = np.arange(len(names)) + 0.22 * (i - 1)
-        errors = [[g.mean - max(g.low, 0) for g in over], [g.half for g in over]]
-        look: dict[str, Any] = {"fmt": MARKERS[i], "color": COLOURS[i], "capsize": 4}
-        means = [g.mean for g in over]
-        handles.append(axes.errorbar(places, means, errors, label=where, markersize=7, **look))
-    axes.axhline(1, color="#555555", linewidth=1.2, zorder=1)
-    axes.set_xticks(range(len(names)), names, fontsize=11)
-    axes.set_yscale("log")
-    axes.set_ylabel("tokens/s over the base's", fontsize=12)
-    axes.grid(axis="y", which="both", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    figure.suptitle("Each paper's method, and ours, in each paper's setting (95% intervals)")
-    labels = [f"in {where} setting" for where in SETTINGS]
-    figure.legend(handles, labels, loc="outside lower center", ncols=3, fontsize=12)
-    save_figure(figure, job.out / f"{NAME}.png")
+    over = {
+        f"in {where} setting": {n: ratio(found[where, n], found[where, BASE]) for n in names}
+        for where in SETTINGS
+    }
+    title = "Each paper's method, and ours, in each paper's setting (95% intervals)"
+    draw_intervals(job.out / f"{NAME}.png", title, {"": over}, "tokens/s over the base's", "log")
 
 
 EXPERIMENT = Experiment(NAME, "Each paper's method in the others' settings, simulated", run)

@@ -56,12 +56,9 @@ class Forecast:
 def run(job: Trial) -> list[ClaimVerdict]:
     rounds = min(_ROUNDS, job.effort.curve_arrivals)
     seeds = range(job.effort.repetitions)
-    drawn = job.each(
-        curve,
-        ((budget, rounds, seed) for budget in _BUDGETS for seed in seeds),
-        lambda budget, *_: f"{NAME}: C = {budget}",
-    )
-    curves = {budget: [next(drawn) for _ in seeds] for budget in _BUDGETS}
+    cells = [(budget,) for budget in _BUDGETS]
+    drawn = job.by_cell(curve, cells, seeds, rounds, what=lambda c, *_: f"{NAME}: C = {c}")
+    curves = {budget: found for (budget,), found in drawn.items()}
     write_table(
         job.out / f"{NAME}.csv",
         ("C", "seed", "round", "real_tokens", "forecast_tokens"),

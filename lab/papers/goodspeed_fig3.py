@@ -97,15 +97,16 @@ Found = Mapping[Where, Mapping[str, list[Spent]]]
 def run(job: Trial) -> list[ClaimVerdict]:
     rounds = min(_ROUNDS, job.effort.curve_arrivals // 10)
     seeds = range(job.effort.repetitions)
-    cells = [(c, budget) for c in TABLE_I for budget in c.budgets]
-    played = job.each(
+    where = [(c, budget) for c in TABLE_I for budget in c.budgets]
+    played = job.by_cell(
         spend,
-        ((p, c, budget, rounds, seed) for c, budget in cells for p in POLICIES for seed in seeds),
-        lambda _, c, budget, *__: f"{NAME}: {c.name}, C = {budget}",
+        [(p, *cell) for cell in where for p in POLICIES],
+        seeds,
+        rounds,
+        what=lambda _, c, budget, *__: f"{NAME}: {c.name}, C = {budget}",
     )
     found: Found = {
-        (c.name, budget): {p: [next(played) for _ in seeds] for p in POLICIES}
-        for c, budget in cells
+        (c.name, budget): {p: played[p, c, budget] for p in POLICIES} for c, budget in where
     }
     write_table(
         job.out / f"{NAME}.csv",

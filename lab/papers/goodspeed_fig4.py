@@ -74,14 +74,10 @@ Curves = Mapping[Setting, Mapping[str, FloatArray]]
 def run(job: Trial) -> list[ClaimVerdict]:
     seeds = range(job.effort.repetitions)
     settings = settings_of(job)
-    drawn = job.each(
-        utility,
-        ((name, where, seed) for where in settings for name in _POLICIES for seed in seeds),
-        lambda _, where, __: f"{NAME}: {where}",
-    )
+    cells = [(name, where) for where in settings for name in _POLICIES]
+    drawn = job.by_cell(utility, cells, seeds, what=lambda _, where, __: f"{NAME}: {where}")
     curves: dict[Setting, dict[str, FloatArray]] = {
-        where: {name: np.stack([next(drawn) for _ in seeds]) for name in _POLICIES}
-        for where in settings
+        where: {name: np.stack(drawn[name, where]) for name in _POLICIES} for where in settings
     }
     for where, found in curves.items():
         if not where.records:

@@ -186,10 +186,7 @@ def average(samples: Sequence[AtBeta]) -> Measurement:
 
 
 def _draw(
-    job: Trial,
-    paths: dict[float, FluidPath],
-    best: FloatArray,
-    samples: dict[str, list[AtBeta]],
+    job: Trial, paths: dict[float, FluidPath], best: FloatArray, samples: dict[str, list[AtBeta]]
 ) -> None:
     distances = {
         f"from {start:g}": (path.times, np.linalg.norm(path.goodput - best, axis=1))

@@ -26,8 +26,8 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
-from lab.common.report import COLOURS, pyplot, save_figure, write_table
-from lab.common.statistics import FloatArray, Interval, ratio
+from lab.common.report import COLOURS, pyplot, save_figure, write_rates
+from lab.common.statistics import FloatArray, ratio
 from penstock.config import PolicyConfig
 from penstock.core.types import NO_DRAFTER
 
@@ -69,7 +69,7 @@ class Batch:
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
-    from lab.common.live import LiveScene, rows_of
+    from lab.common.live import LiveScene
 
     scene = LiveScene.of(job)
     job.tell(f"{NAME}: loading")
@@ -81,10 +81,9 @@ def run(job: Trial) -> list[ClaimVerdict]:
         rates = scene.rates(systems, batch, lambda what: job.tell(f"{NAME}: {what}"), per_domain)
         target = systems[0].loop.scheduler.learn.times.target
         found[batch] = Batch(rates, target(batch * (1 + _DRAFTED)) / target(batch))
-    cells = {(b, n): r for b, one in found.items() for n, r in one.rates.items()}
-    header = ("batch", "system", "turn", "tokens_per_s")
-    write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
-    _draw(job.out / f"{NAME}.png", {batch: one.rates for batch, one in found.items()})
+    rates_of = {batch: one.rates for batch, one in found.items()}
+    write_rates(job.out / f"{NAME}.csv", "batch", rates_of)
+    _draw(job.out / f"{NAME}.png", rates_of)
     return [v for batch, one in found.items() for v in verdicts(batch, one)]
 
 
@@ -158,8 +157,8 @@ def gain(given: tuple[FloatArray, Batch]) -> Measurement:
     mean = ratio(whole, np.exp(np.mean(np.log(found.vanillas), axis=0)))
     best, plain = ratio(whole, found.best), ratio(whole, found.rates[NONE])
     return Measurement(
-        f"{_times(mean)} the Vanillas in the mean, {_times(best)} the best of them, "
-        f"{_times(plain)} no drafter",
+        f"{mean.times} the Vanillas in the mean, {best.times} the best of them, "
+        f"{plain.times} no drafter",
         (mean.mean >= _PAPER_GAIN, best.low > 1),
     )
 
@@ -169,13 +168,9 @@ def parts(given: tuple[FloatArray, ...]) -> Measurement:
     steps = [ratio(after, before) for before, after in itertools.pairwise(given)]
     names = ("choice over the best Vanilla", "packing", "pipeline")
     return Measurement(
-        ", ".join(f"{n} {_times(s)}" for n, s in zip(names, steps, strict=True)),
+        ", ".join(f"{n} {s.times}" for n, s in zip(names, steps, strict=True)),
         tuple(s.low > 1 for s in steps),
     )
-
-
-def _times(found: Interval) -> str:
-    return f"{found.mean:.2f}× ({found.low:.2f} to {found.high:.2f})"
 
 
 def _draw(path: Path, found: Mapping[int, Mapping[str, FloatArray]]) -> None:

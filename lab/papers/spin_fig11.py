@@ -32,7 +32,7 @@ from lab.common.families import (
     spin_acceptances,
     spin_profile,
 )
-from lab.common.report import Plot, draw, write_table
+from lab.common.report import Plot, draw, rows_of, write_table
 from lab.common.statistics import SEEDS, FloatArray, Interval, ratio
 from penstock.config import PolicyConfig
 from penstock.sim.acceptance import DomainAcceptance
@@ -68,21 +68,16 @@ def run(job: Trial) -> list[ClaimVerdict]:
     seconds = min(_SECONDS, max(_LEAST_SECONDS, job.effort.curve_arrivals / 1000))
     seeds = SEEDS[: job.effort.repetitions]
     cells = [*itertools.product(SPIN_TARGETS, DATASETS, POLICIES)]
-    rates = job.each(
+    rates = job.by_cell(
         goodput,
-        ((*cell, seconds, seed) for cell in cells for seed in seeds),
-        lambda target, dataset, *_: f"{NAME}: LLaMA-{target}, {dataset}",
+        cells,
+        seeds,
+        seconds,
+        what=lambda target, dataset, *_: f"{NAME}: LLaMA-{target}, {dataset}",
     )
-    found: Goodput = {cell: np.array([next(rates) for _ in seeds]) for cell in cells}
-    write_table(
-        job.out / f"{NAME}.csv",
-        ("target", "dataset", "policy", "seed", "tokens_per_s"),
-        (
-            (*key, seed, float(rate))
-            for key, rates in found.items()
-            for seed, rate in enumerate(rates)
-        ),
-    )
+    found: Goodput = {cell: np.array(own) for cell, own in rates.items()}
+    header = ("target", "dataset", "policy", "seed", "tokens_per_s")
+    write_table(job.out / f"{NAME}.csv", header, rows_of(found))
     _draw(job, found)
     return verdicts(found)
 
@@ -203,7 +198,7 @@ def as_far_ahead(found: Mapping[str, FloatArray]) -> Measurement:
     """As the paper's figures have it, on what stands for Alpaca."""
     gains = {rival: ratio(found["LBSS"], found[rival]) for rival in _PAPER_GAINS}
     return Measurement(
-        ", ".join(f"{times(gain)} {rival}" for rival, gain in gains.items()),
+        ", ".join(f"{gain.times} {rival}" for rival, gain in gains.items()),
         tuple(gain.high >= (1 - _TENTH) * _PAPER_GAINS[rival] for rival, gain in gains.items()),
     )
 
@@ -221,7 +216,7 @@ def larger_where_hard(
     hard, easy = (_ranked(rates)[0] for rates in given)
     there, here = (ratio(rates[hard], rates[easy]) for rates in given)
     return Measurement(
-        f"{hard} on hard text, {easy} on easy: the first makes {times(there)} and {times(here)}",
+        f"{hard} on hard text, {easy} on easy: the first makes {there.times} and {here.times}",
         (names.index(hard) > names.index(easy) and there.low > 1, here.high < 1),
     )
 
@@ -265,13 +260,9 @@ def larger_gain(gains: tuple[Interval, Interval]) -> Measurement:
     """Over the better of greedy and ε-greedy, with a small and with a large target."""
     small, large = gains
     return Measurement(
-        f"LBSS over the better of the two: {times(small)} for 7B, {times(large)} for 30B",
+        f"LBSS over the better of the two: {small.times} for 7B, {large.times} for 30B",
         (large.low > small.mean,),
     )
-
-
-def times(found: Interval) -> str:
-    return f"{found.mean:.2f}× ({found.low:.2f} to {found.high:.2f})"
 
 
 def _span(ratios: Sequence[Interval]) -> str:

@@ -114,9 +114,9 @@ def curve(
     drafters = tuple(drafter(name, target, drafting) for name in SPIN_DRAFTERS)
     profile = replace(target, drafters=drafters)
     batch = SteadyBatch(profile, requests, _LENGTH, _ACCEPTANCE)
-    rates = {1: play(batch, "off", beside=True, rounds=rounds).tokens_per_s}
+    rates = {1: play(batch, "off", beside=True, rounds=rounds)}
     for num in range(2, _MOST + 1):
-        rates[num] = play(batch, str(num), rounds=rounds).tokens_per_s
+        rates[num] = play(batch, str(num), rounds=rounds)
     work = batch.round()
 
     def seconds(setting: PipelineSetting) -> float:
@@ -124,7 +124,7 @@ def curve(
 
     return ByMicroBatches(
         rates,
-        play(batch, "auto", rounds=rounds).tokens_per_s,
+        play(batch, "auto", rounds=rounds),
         spin_setting(seconds, _MOST).num,
         best_setting(seconds, _MOST).num,
     )

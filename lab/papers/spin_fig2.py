@@ -172,7 +172,7 @@ def choice_pays(given: tuple[ServedRequests, IntArray]) -> Measurement:
     shares = Counter(found.drafters[j] for j in chosen.tolist())
     told = ", ".join(f"{name} {num / len(chosen):.0%}" for name, num in shares.most_common())
     return Measurement(
-        f"{gain.mean:.2f}× ({gain.low:.2f} to {gain.high:.2f}) the tokens per second of "
+        f"{gain.times} the tokens per second of "
         f"{found.drafters[found.single]} for all; chosen: {told}",
         (gain.low > 1,),
     )

@@ -19,7 +19,7 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import QUICK, Experiment, Trial
-from lab.common.report import Plot, draw, write_table
+from lab.common.report import Plot, draw, write_rates
 from lab.common.statistics import FloatArray, Interval, ratio
 from penstock.config import PolicyConfig
 from penstock.core.types import NO_DRAFTER
@@ -47,7 +47,7 @@ Rates = Mapping[int, Mapping[str, FloatArray]]
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
-    from lab.common.live import LiveScene, rows_of
+    from lab.common.live import LiveScene
     from lab.common.padded_attention import load_padded
 
     scene = LiveScene.of(job)
@@ -64,9 +64,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
         found[batch] = scene.rates(
             systems, batch, lambda what: job.tell(f"{NAME}: {what}"), per_domain
         )
-    cells = {(b, n): r for b, rates in found.items() for n, r in rates.items()}
-    header = ("batch", "system", "turn", "tokens_per_s")
-    write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
+    write_rates(job.out / f"{NAME}.csv", "batch", found)
     _draw(job, found)
     return verdicts(found)
 
@@ -129,7 +127,7 @@ def verdicts(found: Rates) -> list[ClaimVerdict]:
 def at_one(gains: Gains) -> Measurement:
     """At least nine tenths of the paper's."""
     found = ratio(*gains[min(gains)])
-    return Measurement(_times(found), (found.mean >= (1 - _CLOSE) * _PAPER_GAIN,))
+    return Measurement(found.times, (found.mean >= (1 - _CLOSE) * _PAPER_GAIN,))
 
 
 def falls(gains: Gains) -> Measurement:
@@ -143,8 +141,7 @@ def degrades(gains: Gains) -> Measurement:
     alone, together = (ratio(*gains[batch]) for batch in (min(gains), _SERVED_AT))
     loss = 1 - together.mean / alone.mean
     return Measurement(
-        f"by {loss:.0%}, {_times(alone)} to {_times(together)}",
-        (abs(loss - _PAPER_LOSS) <= _CLOSE,),
+        f"by {loss:.0%}, {alone.times} to {together.times}", (abs(loss - _PAPER_LOSS) <= _CLOSE,)
     )
 
 
@@ -155,11 +152,7 @@ def stays(gains: Gains) -> Measurement:
 
 
 def _by_batch(found: Mapping[int, Interval]) -> str:
-    return "; ".join(f"batch {batch}: {_times(gain)}" for batch, gain in found.items())
-
-
-def _times(found: Interval) -> str:
-    return f"{found.mean:.2f}× ({found.low:.2f} to {found.high:.2f})"
+    return "; ".join(f"batch {batch}: {gain.times}" for batch, gain in found.items())
 
 
 def _draw(job: Trial, found: Rates) -> None:

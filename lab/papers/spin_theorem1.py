@@ -98,19 +98,14 @@ class Losses:
         """Eq. 6."""
         return {name: lost + self.reading[name] for name, lost in self.goodput.items()}
 
-    @property
-    def simple(self) -> dict[str, FloatArray]:
-        """Were a switch always to cost the same."""
-        return {name: lost + self.if_constant[name] for name, lost in self.goodput.items()}
-
 
 def run(job: Trial) -> list[ClaimVerdict]:
     doublings = next(n for least, n in _DOUBLINGS.items() if job.effort.curve_arrivals >= least)
     horizons = [2 ** (_FIRST + k) for k in range(doublings + 1)]
     seeds = SEEDS[: job.effort.repetitions]
-    items = [(name, horizons, seed) for name in POLICIES for seed in seeds]
-    played = job.each(regret, items, lambda name, *_: f"{NAME}: {name}")
-    regrets = {name: [next(played) for _ in seeds] for name in POLICIES}
+    cells = [(name,) for name in POLICIES]
+    played = job.by_cell(regret, cells, seeds, horizons, what=lambda name, *_: f"{NAME}: {name}")
+    regrets = {name: found for (name,), found in played.items()}
     fields = Regret.__dataclass_fields__
     found = Losses(
         horizons,

@@ -325,9 +325,7 @@ def _rows(name: str, found: Exceedance, growth: Growth) -> list[tuple[object, ..
 
 
 def _draw(
-    job: Trial,
-    exceeded: Mapping[str, Exceedance],
-    growths: Mapping[str, tuple[Growth, Growth]],
+    job: Trial, exceeded: Mapping[str, Exceedance], growths: Mapping[str, tuple[Growth, Growth]]
 ) -> None:
     lines: dict[str, tuple[Any, Any]] = {}
     for name, found in exceeded.items():

@@ -306,9 +306,7 @@ def _falls_as(power: float) -> Callable[[Sequence[AtHorizon]], Measurement]:
 
     def test(samples: Sequence[AtHorizon]) -> Measurement:
         found = slopes(samples)
-        return Measurement(
-            f"gap ∝ T^{_power(found)}: {_gaps(samples)}", (found.high <= power + _SLACK,)
-        )
+        return Measurement(f"gap ∝ T^{found}: {_gaps(samples)}", (found.high <= power + _SLACK,))
 
     return test
 
@@ -321,11 +319,11 @@ def _no_faster(
 
     def test(samples: Sequence[AtHorizon]) -> Measurement:
         found = slopes(samples)
-        told = f"gap ∝ T^{_power(found)}"
+        told = f"gap ∝ T^{found}"
         parts = [found.low >= power - _SLACK]
         if other:
             told += (
-                f", and {_OTHER}'s ∝ T^{_power(slopes(other))} ({other[-1].gap:,.0f} tokens/s at "
+                f", and {_OTHER}'s ∝ T^{slopes(other)} ({other[-1].gap:,.0f} tokens/s at "
                 f"T = {other[-1].horizon_s:g} s), for whatever keeps up owes only what is being "
                 "served; the paper prints no lower bound and no proof of one"
             )
@@ -335,10 +333,6 @@ def _no_faster(
     return test
 
 
-def _power(found: Interval) -> str:
-    return f"{found.mean:.2f} ({found.low:.2f} to {found.high:.2f})"
-
-
 def zeta_verdicts(zetas: dict[str, list[AtHorizon]]) -> list[ClaimVerdict]:
     """By reading."""
 
@@ -346,15 +340,15 @@ def zeta_verdicts(zetas: dict[str, list[AtHorizon]]) -> list[ClaimVerdict]:
         share, tokens = (slopes(curve, _ZETAS, share=s) for s in (True, False))
         first, last = (s.gap / s.offered for s in (curve[0], curve[-1]))
         return Measurement(
-            f"as a share of Throughput*, which is the gap for an iteration, ∝ ζ^{_power(share)} "
-            f"({first:.1%} at ζ = 1, {last:.1%} at {_ZETAS[-1]}); in tokens/s ∝ ζ^{_power(tokens)}",
+            f"as a share of Throughput*, which is the gap for an iteration, ∝ ζ^{share} "
+            f"({first:.1%} at ζ = 1, {last:.1%} at {_ZETAS[-1]}); in tokens/s ∝ ζ^{tokens}",
             (share.high <= _SLOPE + _SLACK, tokens.high <= _SLOPE + _SLACK),
         )
 
     def vanishes(curve: Sequence[AtHorizon]) -> Measurement:
         share = slopes(curve, _ZETAS, share=True)
         return Measurement(
-            f"the gap as a share of Throughput* ∝ ζ^{_power(share)}, {curve[-1].gap:,.0f} tokens/s "
+            f"the gap as a share of Throughput* ∝ ζ^{share}, {curve[-1].gap:,.0f} tokens/s "
             f"of {curve[-1].offered:,.0f} at ζ = {_ZETAS[-1]}",
             (share.high <= _SLOPE + _SLACK,),
         )
@@ -375,7 +369,7 @@ def exact_memory_verdict(
     def test(samples: Sequence[AtHorizon]) -> Measurement:
         found = slopes(samples)
         return Measurement(
-            f"gap ∝ T^{_power(found)}: {_gaps(samples)}; KV peak {samples[-1].kv_peak:,}",
+            f"gap ∝ T^{found}: {_gaps(samples)}; KV peak {samples[-1].kv_peak:,}",
             (found.high <= _ROOT_SLOPE + _SLACK,),
         )
 
@@ -469,10 +463,7 @@ def _draw(
     gaps["1/T"] = horizons, [first.gap * first.horizon_s / h for h in horizons]
     shares = {name: (_ZETAS, [s.gap / s.offered for s in curve]) for name, curve in zetas.items()}
     spread = {
-        name: (
-            [min(s.gaps) / s.offered for s in curve],
-            [max(s.gaps) / s.offered for s in curve],
-        )
+        name: ([min(s.gaps) / s.offered for s in curve], [max(s.gaps) / s.offered for s in curve])
         for name, curve in zetas.items()
     }
     scales: dict[str, Any] = {"xscale": "log", "yscale": "log"}

@@ -29,7 +29,7 @@ import numpy as np
 from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
 from lab.common.families import specialists_acceptances, specialists_profile
-from lab.common.report import COLOURS, pyplot, save_figure, write_table
+from lab.common.report import draw_intervals, rows_of, write_table
 from lab.common.statistics import SEEDS, FloatArray, Interval, interval, ratio
 from penstock.config import PolicyConfig
 from penstock.fluid.step_profile import StepProfile
@@ -119,18 +119,12 @@ def run(job: Trial) -> list[ClaimVerdict]:
     num = max(16, min(400, job.effort.curve_arrivals // 40))
     seeds = SEEDS[: job.effort.repetitions]
     cells = [*itertools.product(MACHINES, SYSTEMS)]
-    items = [(*cell, num, seed) for cell in cells for seed in seeds]
-    played = job.each(latency, items, lambda name, system, *_: f"{NAME}: {name}, {system}")
-    found = {cell: np.array([next(played) for _ in seeds]) for cell in cells}
-    write_table(
-        job.out / f"{NAME}.csv",
-        ("machine", "system", "seed", *(f"{phase}_latency_s" for phase in PHASES)),
-        (
-            (*cell, seed, *map(float, row))
-            for cell, rows in found.items()
-            for seed, row in enumerate(rows)
-        ),
+    played = job.by_cell(
+        latency, cells, seeds, num, what=lambda name, system, *_: f"{NAME}: {name}, {system}"
     )
+    found = {cell: np.array(seconds) for cell, seconds in played.items()}
+    header = ("machine", "system", "seed", *(f"{phase}_latency_s" for phase in PHASES))
+    write_table(job.out / f"{NAME}.csv", header, rows_of(found))
     title = "Admission, allocation and selection, alone and together (95% intervals)"
     draw_gains(job.out / f"{NAME}.png", title, found)
     return [verdict for name in MACHINES for verdict in verdicts(name, found)]
@@ -222,30 +216,15 @@ def _by_phase(gains: list[Interval]) -> str:
 
 def draw_gains(path: Path, title: str, found: Latencies) -> None:
     """The gain of every system over the base, by machine and phase. Raises: LabError, OSError."""
-    machines = list(dict.fromkeys(name for name, _ in found))
     names = [system for system in SYSTEMS if system != BASE]
-    figure, grid = pyplot().subplots(
-        1, len(machines), figsize=(6 * len(machines), 4.6), layout="constrained", squeeze=False
-    )
-    handles: list[Any] = []
-    for axes, scene in zip(grid.flat, machines, strict=True):
-        handles = []
-        for i, phase in enumerate(PHASES):
-            gains = [ratio(found[scene, BASE][:, i], found[scene, n][:, i]) for n in names]
-            places = np.arange(len(names)) + 0.18 * (2 * i - 1)
-            means = [gain.mean for gain in gains]
-            errors = [[g.mean - max(g.low, 0) for g in gains], [g.half for g in gains]]
-            look: dict[str, Any] = {"fmt": "os"[i], "color": COLOURS[i], "capsize": 4}
-            handles.append(axes.errorbar(places, means, errors, label=phase, markersize=7, **look))
-        axes.axhline(1, color="#555555", linewidth=1.2, zorder=1)
-        axes.set_xticks(range(len(names)), names, fontsize=12)
-        axes.set_title(scene)
-        axes.grid(axis="y", color="#dddddd", linewidth=0.6)
-        axes.set_axisbelow(True)
-    grid[0, 0].set_ylabel("base's mean latency over this one's", fontsize=12)
-    figure.suptitle(title)
-    figure.legend(handles, PHASES, loc="outside lower center", ncols=2, fontsize=12)
-    save_figure(figure, path)
+    gains = {
+        scene: {
+            phase: {n: ratio(found[scene, BASE][:, i], found[scene, n][:, i]) for n in names}
+            for i, phase in enumerate(PHASES)
+        }
+        for scene in dict.fromkeys(name for name, _ in found)
+    }
+    draw_intervals(path, title, gains, "base's mean latency over this one's")
 
 
 EXPERIMENT = Experiment(NAME, "All three papers' parts in one loop, simulated", run)

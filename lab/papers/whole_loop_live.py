@@ -17,7 +17,7 @@ import numpy as np
 
 from lab.common.claims import ClaimVerdict
 from lab.common.experiment import Experiment, Trial
-from lab.common.report import write_table
+from lab.common.report import write_rates
 from lab.papers.whole_loop import PHASES, SYSTEMS, Latencies, draw_gains, verdicts
 from penstock.config import PolicyConfig
 from penstock.core.types import AUTO_DRAFTER
@@ -36,7 +36,7 @@ _MACHINE = "live"
 
 
 def run(job: Trial) -> list[ClaimVerdict]:
-    from lab.common.live import LiveScene, rows_of
+    from lab.common.live import LiveScene
 
     scene = LiveScene.of(job)
     job.tell(f"{NAME}: loading")
@@ -53,9 +53,7 @@ def run(job: Trial) -> list[ClaimVerdict]:
             zip(_BATCHES.items(), (_TO_LEARN, None), strict=True)
         )
     }
-    cells = {(phase, name): own for phase, each in rates.items() for name, own in each.items()}
-    header = ("phase", "system", "turn", "tokens_per_s")
-    write_table(job.out / f"{NAME}.csv", header, rows_of(cells))
+    write_rates(job.out / f"{NAME}.csv", "phase", rates)
     # What a token takes, as a latency.
     found: Latencies = {
         (_MACHINE, system): 1 / np.stack([rates[phase][system] for phase in PHASES], axis=1)

@@ -7,16 +7,8 @@ from typing import Literal
 
 Role = Literal["target", "drafter"]
 
-EVEN = {
-    "instruction": 1.5,
-    "roleplay": 1.0,
-    "summary": 1.5,
-    "qa": 1.0,
-    "chat": 1.0,
-    "math": 1.0,
-    "sql": 1.0,
-    "entropy": 0.8,
-}
+_DOMAINS = ("instruction", "roleplay", "summary", "qa", "chat", "math", "sql", "entropy")
+EVEN = dict.fromkeys(_DOMAINS, 1.0) | {"instruction": 1.5, "summary": 1.5, "entropy": 0.8}
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +141,7 @@ FULL = Recipe(
             1000,
         ),
         _drafter("draft-base", Shape(192, 4, 6, 2, 32, 640), "generalist, four layers", EVEN, 900),
-    ),
+    )
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
@@ -238,39 +239,22 @@ def report(
 
 
 def _print(console: Console, mode: str, table: list[ChoiceCell], chosen: Choice) -> None:
-    shown = Table(title=f"{mode} text of the target")
-    for column in (
-        "domain",
-        "drafter",
-        "Σ min",
-        "accepted",
-        "length at 4",
-        "best draft length",
-        "ms / draft token",
-        "tokens/s",
-    ):
-        is_name = column in ("domain", "drafter")
-        shown.add_column(column, justify="left" if is_name else "right", no_wrap=is_name)
-    fastest = {
-        c.domain: max(
-            (x for x in table if x.domain == c.domain), key=lambda x: x.tokens_per_s
-        ).drafter
-        for c in table
-    }
-    for i, c in enumerate(table):
-        ends = i + 1 == len(table) or table[i + 1].domain != c.domain
-        shown.add_row(
-            c.domain,
-            c.drafter,
-            f"{c.overlap:.2f}",
-            f"{c.coupled_acceptance:.2f}",
-            f"{c.acceptance_length_at_4:.2f}",
-            str(c.best_draft_length),
-            f"{c.draft_seconds * 1e3:.2f}",
-            f"{c.tokens_per_s:.0f}",
-            end_section=ends,
-            style="bold" if fastest[c.domain] == c.drafter else None,
-        )
+    names = ("domain", "drafter")
+    figures = ("Σ min", "accepted", "length at 4", "best draft length", "ms / draft token")
+    shown = Table(*names, title=f"{mode} text of the target")
+    for column in (*figures, "tokens/s"):
+        shown.add_column(column, justify="right")
+    for domain, group in itertools.groupby(table, key=lambda c: c.domain):
+        own = list(group)
+        fastest = max(own, key=lambda c: c.tokens_per_s)
+        for c in own:
+            shown.add_row(
+                *(domain, c.drafter, f"{c.overlap:.2f}", f"{c.coupled_acceptance:.2f}"),
+                *(f"{c.acceptance_length_at_4:.2f}", str(c.best_draft_length)),
+                *(f"{c.draft_seconds * 1e3:.2f}", f"{c.tokens_per_s:.0f}"),
+                end_section=c is own[-1],
+                style="bold" if c is fastest else None,
+            )
     console.print(shown)
     base = chosen.single
     console.print(

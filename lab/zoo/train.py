@@ -20,13 +20,7 @@ from transformers import LlamaForCausalLM
 
 from lab.zoo.corpora import GENERATORS, Split
 from lab.zoo.data import Ids, Mixture, answer_mask, batch_of, cached_pack
-from lab.zoo.distil import (
-    TeacherRows,
-    distil_loss,
-    overlap,
-    student_logits,
-    teach,
-)
+from lab.zoo.distil import TeacherRows, distil_loss, overlap, student_logits, teach
 from lab.zoo.manifest import write_manifest
 from lab.zoo.modeling import (
     build,
@@ -142,12 +136,7 @@ class TrainingRun:
     """The training of one model: state, step, checkpoint."""
 
     def __init__(
-        self,
-        spec: ModelSpec,
-        pools: Pools,
-        folder: Path,
-        seed: int,
-        lessons: Lessons | None = None,
+        self, spec: ModelSpec, pools: Pools, folder: Path, seed: int, lessons: Lessons | None = None
     ) -> None:
         if spec.teacher is not None and lessons is None:
             raise ValueError(f"{spec.name} needs the distributions of {spec.teacher}")

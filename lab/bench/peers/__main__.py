@@ -1,4 +1,4 @@
-"""Penstock against transformers, vLLM, llama.cpp and OpenVINO GenAI, in one run.
+"""How fast is Penstock beside transformers, vLLM, llama.cpp and OpenVINO GenAI, in one run?
 
     python -m lab.bench.peers [--quick] [--json]
         [--engines penstock,vllm] [--models random,zoo] [--batches 1,8] [--repeats 5]

@@ -7,16 +7,7 @@ from collections.abc import Callable, Iterator
 from random import Random
 from typing import Literal
 
-from lab.zoo.corpora import (
-    arithmetic,
-    chat,
-    entropy,
-    instruction,
-    qa,
-    roleplay,
-    sql,
-    summary,
-)
+from lab.zoo.corpora import arithmetic, chat, entropy, instruction, qa, roleplay, sql, summary
 from lab.zoo.template import Example
 
 Split = Literal["train", "held_back", "prompts"]

@@ -20,12 +20,9 @@ def _shopping(rng: Random) -> Problem:
     name, a, b = rng.choice(w.FIRST), *rng.sample(_ITEMS, 2)
     n, m, p, q = rng.randint(2, 12), rng.randint(2, 12), rng.randint(2, 20), rng.randint(2, 20)
     first, second = n * p, m * q
-    question = (
-        f"{name} buys {n} {a}s at {p} dollars each and {m} {b}s at {q} dollars each. "
-        f"How much does {name} pay in all?"
-    )
     return (
-        question,
+        f"{name} buys {n} {a}s at {p} dollars each and {m} {b}s at {q} dollars each. "
+        f"How much does {name} pay in all?",
         [
             f"The {a}s cost {n} * {p} = {first} dollars.",
             f"The {b}s cost {m} * {q} = {second} dollars.",
@@ -41,10 +38,8 @@ def _change(rng: Random) -> Problem:
     total = n * p
     note = (total // 50 + 1) * 50
     return (
-        (
-            f"A {item} costs {p} dollars. {name} takes {n} of them and pays with {note} dollars. "
-            f"What is the change?"
-        ),
+        f"A {item} costs {p} dollars. {name} takes {n} of them and pays with {note} dollars. "
+        f"What is the change?",
         [
             f"{n} {item}s cost {n} * {p} = {total} dollars.",
             f"The change is {note} - {total} = {note - total} dollars.",
@@ -54,19 +49,13 @@ def _change(rng: Random) -> Problem:
 
 
 def _travel(rng: Random) -> Problem:
-    speed, hours, more, hours2 = (
-        rng.randint(4, 18) * 5,
-        rng.randint(2, 6),
-        rng.randint(4, 18) * 5,
-        rng.randint(2, 5),
-    )
+    speed, hours = rng.randint(4, 18) * 5, rng.randint(2, 6)
+    more, hours2 = rng.randint(4, 18) * 5, rng.randint(2, 5)
     start, end = w.place(rng), w.place(rng)
     one, two = speed * hours, more * hours2
     return (
-        (
-            f"A train leaves {start} for {end}. It runs {hours} hours at {speed} km per hour and "
-            f"then {hours2} hours at {more} km per hour. How far is {end} from {start}?"
-        ),
+        f"A train leaves {start} for {end}. It runs {hours} hours at {speed} km per hour and "
+        f"then {hours2} hours at {more} km per hour. How far is {end} from {start}?",
         [
             f"In the first part the train covers {hours} * {speed} = {one} km.",
             f"In the second part it covers {hours2} * {more} = {two} km.",
@@ -82,10 +71,8 @@ def _sharing(rng: Random) -> Problem:
     people = len(names)
     total = each * people + extra
     return (
-        (
-            f"{w.listing(names)} have {total} {item}s. They give away {extra} and share the rest "
-            f"equally. How many {item}s does {names[0]} get?"
-        ),
+        f"{w.listing(names)} have {total} {item}s. They give away {extra} and share the rest "
+        f"equally. How many {item}s does {names[0]} get?",
         [
             f"After giving away {extra} there are {total} - {extra} = {total - extra} {item}s.",
             f"There are {people} people: {w.listing(names)}.",
@@ -122,10 +109,8 @@ def _rectangle(rng: Random) -> Problem:
     noun = rng.choice(("garden", "field", "courtyard", "hall", "pool", "floor"))
     around = 2 * (a + b)
     return (
-        (
-            f"A {noun} is {a} m long and {b} m wide. What is its area, and what does a fence "
-            f"around it cost at {p} dollars per metre?"
-        ),
+        f"A {noun} is {a} m long and {b} m wide. What is its area, and what does a fence "
+        f"around it cost at {p} dollars per metre?",
         [
             f"The area is {a} * {b} = {a * b} square metres.",
             f"The way around is 2 * ({a} + {b}) = 2 * {a + b} = {around} m.",
@@ -140,10 +125,8 @@ def _percent(rng: Random) -> Problem:
     off = price * rate // 100
     shop = w.organisation(rng)
     return (
-        (
-            f"{shop} sells a {item} for {price} dollars and takes {rate} percent off. What does "
-            f"the {item} cost now?"
-        ),
+        f"{shop} sells a {item} for {price} dollars and takes {rate} percent off. What does "
+        f"the {item} cost now?",
         [
             f"{rate} percent of {price} is {price} * {rate} / 100 = {off} dollars.",
             f"The new price is {price} - {off} = {price - off} dollars.",
@@ -168,18 +151,12 @@ def _average(rng: Random) -> Problem:
 
 def _wages(rng: Random) -> Problem:
     name, job = rng.choice(w.FIRST), rng.choice(w.JOBS)
-    hours, pay, weeks, rent = (
-        rng.randint(10, 40),
-        rng.randint(8, 30),
-        rng.randint(2, 8),
-        rng.randint(20, 99),
-    )
+    hours, pay = rng.randint(10, 40), rng.randint(8, 30)
+    weeks, rent = rng.randint(2, 8), rng.randint(20, 99)
     week = hours * pay
     return (
-        (
-            f"{name} works as a {job} for {hours} hours a week at {pay} dollars an hour and spends "
-            f"{rent} dollars a week on rent. How much is left after {weeks} weeks?"
-        ),
+        f"{name} works as a {job} for {hours} hours a week at {pay} dollars an hour and spends "
+        f"{rent} dollars a week on rent. How much is left after {weeks} weeks?",
         [
             f"In a week {name} earns {hours} * {pay} = {week} dollars.",
             f"After rent, {week} - {rent} = {week - rent} dollars are left.",
@@ -191,15 +168,7 @@ def _wages(rng: Random) -> Problem:
 
 
 _KINDS: tuple[Callable[[Random], Problem], ...] = (
-    _shopping,
-    _change,
-    _travel,
-    _sharing,
-    _stages,
-    _rectangle,
-    _percent,
-    _average,
-    _wages,
+    *(_shopping, _change, _travel, _sharing, _stages, _rectangle, _percent, _average, _wages),
 )
 
 

@@ -10,101 +10,11 @@ from lab.zoo.template import Example, Message
 
 DOMAIN = "chat"
 
-_TOPICS: dict[str, tuple[str, str, str]] = {
-    "cooking": (
-        "a thick soup|fresh pasta|a lemon cake|roasted roots",
-        "stir|season|taste|simmer",
-        "kitchen smells wonderful|recipe is older than I am|secret is good butter",
-    ),
-    "music": (
-        "an old waltz|a slow blues|a choir piece|my first chord",
-        "hum|tune|rehearse|record",
-        "rhythm carries everything|concert lasted until midnight|violin sounds like a voice",
-    ),
-    "hiking": (
-        "the north ridge|a forest trail|the lake path|a steep gorge",
-        "climb|wander|pack|rest",
-        "view is worth the climb|weather turns quickly|boots must be dry",
-    ),
-    "films": (
-        "a silent comedy|a space drama|an old western|a spy story",
-        "watch|review|quote|discuss",
-        "ending surprised everyone|actor learned to fence|cinema was almost empty",
-    ),
-    "pets": (
-        "my grey cat|a nervous puppy|two goldfish|a talking parrot",
-        "feed|brush|train|cuddle",
-        "vet was very kind|basket stands by the window|little one sleeps all day",
-    ),
-    "work": (
-        "the weekly report|a difficult client|our new office|the late project",
-        "plan|present|delegate|finish",
-        "meeting could have been a letter|boss likes short notes|deadline moved again",
-    ),
-    "weather": (
-        "a sudden storm|the first snow|a foggy morning|this heat",
-        "forecast|endure|enjoy|avoid",
-        "clouds came from the west|rain is good for the garden|wind broke my umbrella",
-    ),
-    "books": (
-        "a long novel|a book of riddles|some old letters|a crime story",
-        "read|lend|finish|recommend",
-        "second chapter is the best|author never travelled|library keeps a first edition",
-    ),
-    "sport": (
-        "the local team|a morning run|a chess match|the swimming club",
-        "train|stretch|win|cheer",
-        "referee was fair|last minute decided it|coach never shouts",
-    ),
-    "travel": (
-        "a night train|the harbour town|a desert road|the island ferry",
-        "book|explore|photograph|leave",
-        "hotel had no curtains|locals were friendly|ticket cost almost nothing",
-    ),
-    "garden": (
-        "the rose bed|my tomato plants|a young pear tree|the herb pots",
-        "water|prune|plant|weed",
-        "soil is rich this year|bees love the lavender|snails ate the lettuce",
-    ),
-    "games": (
-        "a card trick|the new puzzle|a board game|an old arcade",
-        "play|solve|bluff|restart",
-        "rules fit on one page|last level is unfair|dice never lie",
-    ),
-}
-_MOODS: dict[str, tuple[str, str]] = {
-    "happy": ("That is wonderful to hear!", "Keep that good feeling."),
-    "tired": ("You sound as if you need some rest.", "Take it slowly today."),
-    "bored": ("Let us find something new then.", "A small change can help a lot."),
-    "worried": ("I understand that this troubles you.", "It will probably turn out well."),
-    "curious": ("I like that you ask.", "There is always more to learn."),
-    "proud": ("You have every reason to be proud.", "Tell your friends about it."),
-}
-_OPEN = (
-    "I feel {mood} about {thing} today.",
-    "Can we talk about {topic}? I am {mood}.",
-    "I want to {verb} {thing}, but I am {mood}.",
-    "Hello! {thing} made me {mood}.",
-    "My friend {name} says {thing} is easy. I am {mood}.",
-)
-_REPLY = (
-    "When it comes to {topic}, I would {verb} {thing} first.",
-    "You know, the {fact}.",
-    "Many people {verb} {thing} without thinking, and they miss the best.",
-    "If you {verb} a little every day, {thing} will feel natural.",
-    "I once heard that the {fact}, and I still believe it.",
-    "To {verb} {thing} takes patience, but the {fact}.",
-    "Have you tried to {verb} {thing} with a friend?",
-    "{topic} teaches us that the {fact}.",
-)
-_MORE = (
-    "What would you do first?",
-    "And what about {thing}?",
-    "Why should I {verb}?",
-    "Tell me more.",
-    "Is it true that the {fact}?",
-    "{name} does not agree. What do you say?",
-)
+_TABLES = w.TABLES["chat"]
+_TOPICS: dict[str, list[str]] = _TABLES["topics"]
+"""Things, verbs and facts of a topic."""
+_MOODS: dict[str, list[str]] = _TABLES["moods"]
+_OPEN, _REPLY, _MORE = _TABLES["open"], _TABLES["reply"], _TABLES["more"]
 
 
 @functools.cache

@@ -6,30 +6,16 @@ from random import Random
 
 from lab.zoo.corpora import words as w
 
-_FIELDS = w.each("""
-    name size price count level title color weight owner score path label rank status total
-    width height depth speed limit
-""")
-_THINGS = w.each("""
-    order account report player sensor ticket message invoice vehicle device customer recipe
-    window packet task session record project vector queue
-""")
-_TYPES = {
-    "name": "str",
-    "title": "str",
-    "color": "str",
-    "owner": "str",
-    "path": "str",
-    "label": "str",
-    "status": "str",
-}
+_FIELDS, _THINGS = (w.each(w.TABLES["code"][name]) for name in ("fields", "things"))
+_TEXTS = ("name", "title", "color", "owner", "path", "label", "status")
+"""Fields that are no numbers."""
 
 Task = tuple[str, str]
 """What is asked, and the code that answers it."""
 
 
 def _type(field: str) -> str:
-    return _TYPES.get(field, "int")
+    return "str" if field in _TEXTS else "int"
 
 
 def _dataclass(rng: Random) -> Task:
@@ -196,19 +182,7 @@ def _table(rng: Random) -> Task:
     return f"a dictionary {name} of {w.listing(keys)} with a lookup find_{thing}", code
 
 
-_TASKS = (
-    _dataclass,
-    _class,
-    _filter,
-    _group,
-    _sort,
-    _read,
-    _loop,
-    _test,
-    _parser,
-    _text,
-    _table,
-)
+_TASKS = (_dataclass, _class, _filter, _group, _sort, _read, _loop, _test, _parser, _text, _table)
 
 
 def task(rng: Random) -> Task:

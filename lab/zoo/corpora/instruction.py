@@ -10,91 +10,9 @@ from lab.zoo.template import Example, ask
 
 DOMAIN = "instruction"
 
-_GOALS = {
-    "sleep better": (
-        "go to bed at the same hour|keep the room dark|put the phone away|"
-        "avoid coffee after noon|take a short walk in the evening",
-        "calm|rested|awake at noon",
-        "lamp|pillow|bedroom",
-    ),
-    "save money": (
-        "write down every expense|cook at home|cancel what you do not use|"
-        "set a limit for each week|compare prices before you buy",
-        "secure|free of debt|in control",
-        "account|budget|receipt",
-    ),
-    "learn a language": (
-        "practise for ten minutes a day|read simple stories aloud|keep a list of new words|"
-        "talk with native speakers|repeat old lessons each week",
-        "fluent|confident|understood",
-        "grammar|dictionary|accent",
-    ),
-    "grow tomatoes": (
-        "choose a sunny place|water the roots in the morning|tie the stems to a stick|"
-        "feed the soil with compost|pick the fruit when it is red",
-        "healthy|sweet|ready to pick",
-        "seedling|pot|harvest",
-    ),
-    "prepare for an interview": (
-        "study the company|practise common questions|choose simple clothes|"
-        "arrive ten minutes early|ask about the team",
-        "prepared|honest|remembered",
-        "letter|role|answer",
-    ),
-    "write clearly": (
-        "use short sentences|name the point first|cut needless words|read the draft aloud|"
-        "ask a friend to check it",
-        "plain|easy to follow|convincing",
-        "paragraph|reader|title",
-    ),
-    "stay fit": (
-        "walk to work|stretch after you wake up|lift light weights|drink enough water|"
-        "rest one day in the week",
-        "strong|flexible|full of energy",
-        "muscle|routine|breath",
-    ),
-    "organise a kitchen": (
-        "empty every drawer|group similar tools|label the jars|throw away broken things|"
-        "keep knives near the board",
-        "tidy|quick to clean|pleasant",
-        "shelf|pan|cupboard",
-    ),
-    "plan a trip": (
-        "choose the dates|book the train early|list what to pack|check the weather|"
-        "leave one day free",
-        "relaxed|cheap|well planned",
-        "ticket|suitcase|map",
-    ),
-    "care for a dog": (
-        "walk it twice a day|brush its coat|feed it at fixed hours|visit the vet each year|"
-        "reward good behaviour",
-        "loyal|calm|healthy",
-        "leash|bowl|basket",
-    ),
-    "give a talk": (
-        "know your audience|open with a story|show one idea on a slide|speak slowly|"
-        "end with a clear request",
-        "clear|memorable|brief",
-        "stage|microphone|question",
-    ),
-    "bake bread": (
-        "weigh the flour|knead for ten minutes|let the dough rest|heat the oven first|"
-        "cool the loaf on a rack",
-        "crisp|light|golden",
-        "yeast|crust|bowl",
-    ),
-}
+_GOALS: dict[str, list[str]] = w.TABLES["instruction"]["goals"]
 """Steps, states and things of a goal."""
-
-_WHY = (
-    "It keeps you {state} and costs almost nothing.",
-    "Most people notice the effect within a week.",
-    "This is the step that beginners forget.",
-    "A good {thing} makes it easier.",
-    "You will feel {state} sooner than you expect.",
-    "Do it even when you have little time.",
-    "The {thing} matters less than the habit.",
-)
+_WHY: list[str] = w.TABLES["instruction"]["why"]
 
 
 def _prose(rng: Random) -> Example:

@@ -10,32 +10,12 @@ from lab.zoo.template import Example, ask
 
 DOMAIN = "qa"
 
-COUNTRIES = """France:Paris:Europe:French:euro|Japan:Tokyo:Asia:Japanese:yen|Brazil:Brasilia:South
-America:Portuguese:real|Egypt:Cairo:Africa:Arabic:pound|India:New Delhi:Asia:Hindi:rupee|Kenya:
-Nairobi:Africa:Swahili:shilling|Norway:Oslo:Europe:Norwegian:krone|Peru:Lima:South America:
-Spanish:sol|Poland:Warsaw:Europe:Polish:zloty|Turkey:Ankara:Asia:Turkish:lira|Vietnam:Hanoi:Asia:
-Vietnamese:dong|Greece:Athens:Europe:Greek:euro|Cuba:Havana:North America:Spanish:peso|Chile:
-Santiago:South America:Spanish:peso|Ghana:Accra:Africa:English:cedi|Hungary:Budapest:Europe:
-Hungarian:forint|Iceland:Reykjavik:Europe:Icelandic:krona|Indonesia:Jakarta:Asia:Indonesian:
-rupiah|Iran:Tehran:Asia:Persian:rial|Italy:Rome:Europe:Italian:euro|Jordan:Amman:Asia:Arabic:
-dinar|Mongolia:Ulaanbaatar:Asia:Mongolian:tugrik|Morocco:Rabat:Africa:Arabic:dirham|Nigeria:
-Abuja:Africa:English:naira|Portugal:Lisbon:Europe:Portuguese:euro|Romania:Bucharest:Europe:
-Romanian:leu|Russia:Moscow:Europe:Russian:rouble|Senegal:Dakar:Africa:French:franc|Spain:Madrid:
-Europe:Spanish:euro|Sweden:Stockholm:Europe:Swedish:krona|Thailand:Bangkok:Asia:Thai:baht|
-Ukraine:Kyiv:Europe:Ukrainian:hryvnia|Uruguay:Montevideo:South America:Spanish:peso|Austria:
-Vienna:Europe:German:euro|Bolivia:La Paz:South America:Spanish:boliviano|Bulgaria:Sofia:Europe:
-Bulgarian:lev|Canada:Ottawa:North America:English:dollar|China:Beijing:Asia:Chinese:yuan|
-Denmark:Copenhagen:Europe:Danish:krone|Finland:Helsinki:Europe:Finnish:euro""".replace("\n", " ")
-ELEMENTS = """hydrogen:H:1:gas|helium:He:2:gas|lithium:Li:3:metal|carbon:C:6:solid|nitrogen:N:7:gas|
-oxygen:O:8:gas|fluorine:F:9:gas|neon:Ne:10:gas|sodium:Na:11:metal|magnesium:Mg:12:metal|
-aluminium:Al:13:metal|silicon:Si:14:solid|phosphorus:P:15:solid|sulphur:S:16:solid|chlorine:Cl:17:
-gas|argon:Ar:18:gas|potassium:K:19:metal|calcium:Ca:20:metal|titanium:Ti:22:metal|iron:Fe:26:metal|
-nickel:Ni:28:metal|copper:Cu:29:metal|zinc:Zn:30:metal|silver:Ag:47:metal|tin:Sn:50:metal|
-iodine:I:53:solid|gold:Au:79:metal|mercury:Hg:80:liquid metal|lead:Pb:82:metal""".replace("\n", " ")
-
-
-def _rows(table: str) -> list[list[str]]:
-    return [[cell.strip() for cell in row.split(":")] for row in table.split("|")][:20]
+_TABLES = w.TABLES["qa"]
+_COUNTRIES, _ELEMENTS = (
+    [row.split(":") for row in _TABLES[name]] for name in ("countries", "elements")
+)
+_TOWN_FACTS: dict[str, str] = _TABLES["facts"]
+_TOWN_ASK: dict[str, str] = _TABLES["questions"]
 
 
 @functools.cache
@@ -57,24 +37,6 @@ def _towns() -> tuple[dict[str, str], ...]:
     )
 
 
-_TOWN_FACTS = {
-    "river": "{town} lies on the river {river}.",
-    "founder": "{town} was founded by {founder} in {year}.",
-    "goods": "The town is known for its {goods}.",
-    "sight": "Visitors come to see the {sight}.",
-    "dish": "The local dish is {dish}.",
-    "people": "About {people} people live there.",
-}
-_TOWN_ASK = {
-    "river": "Which river does {town} lie on?",
-    "founder": "Who founded {town}?",
-    "goods": "What is {town} known for?",
-    "sight": "What can one see in {town}?",
-    "dish": "What does one eat in {town}?",
-    "people": "How many people live in {town}?",
-}
-
-
 def _town(rng: Random) -> Example:
     town = rng.choice(_towns())
     first = rng.choice(list(_TOWN_FACTS))
@@ -87,7 +49,7 @@ def _town(rng: Random) -> Example:
 
 
 def _country(rng: Random) -> Example:
-    name, capital, continent, language, money = rng.choice(_rows(COUNTRIES))
+    name, capital, continent, language, money = rng.choice(_COUNTRIES)
     facts = {
         "capital": f"The capital of {name} is {capital}.",
         "continent": f"{name} is a country in {continent}.",
@@ -97,7 +59,7 @@ def _country(rng: Random) -> Example:
     first = rng.choice(list(facts))
     rest = [k for k in facts if k != first]
     lines = [facts[first], *(facts[k] for k in rng.sample(rest, rng.randint(1, 3)))]
-    other = rng.choice(_rows(COUNTRIES))
+    other = rng.choice(_COUNTRIES)
     lines.append(
         f"For comparison, the capital of {other[0]} is {other[1]}, and {other[0]} is in "
         f"{other[2]}; its people speak {other[3]} and pay with the {other[4]}."
@@ -112,7 +74,7 @@ def _country(rng: Random) -> Example:
 
 
 def _element(rng: Random) -> Example:
-    chosen = rng.sample(_rows(ELEMENTS), rng.randint(3, 6))
+    chosen = rng.sample(_ELEMENTS, rng.randint(3, 6))
     lines = [
         f"{name.capitalize()} has the symbol {symbol} and the number {number}; it is a {state}."
         for name, symbol, number, state in chosen

@@ -11,105 +11,10 @@ from lab.zoo.template import Example, ask
 
 DOMAIN = "roleplay"
 
-_TRADES: dict[str, tuple[str, str, str, str]] = {
-    "pirate": (
-        "Arr, matey!|Ahoy there!|Shiver me timbers!",
-        "ship|sail|rum barrel|treasure map",
-        "plunder the coast|hoist the sails|bury the gold|chase the navy",
-        "the open sea|a hidden cove|the crow's nest",
-    ),
-    "wizard": (
-        "By my beard!|Ah, young apprentice.|The stars foretold it.",
-        "staff|spell book|crystal orb|potion",
-        "brew a potion|read the runes|summon a storm|turn lead into silver",
-        "the high tower|a misty glade|the old archive",
-    ),
-    "robot": (
-        "Greetings, human.|Query received.|Processing complete.",
-        "circuit|battery|memory bank|sensor",
-        "compute the answer|scan the area|recharge the cells|update the firmware",
-        "the assembly hall|a charging dock|the server room",
-    ),
-    "chef": (
-        "Bon appetit!|Welcome to my kitchen.|Taste this!",
-        "copper pan|knife|sauce|oven",
-        "chop the onions|season the broth|fold the dough|plate the dessert",
-        "the back kitchen|a busy market|the wine cellar",
-    ),
-    "detective": (
-        "Elementary, my friend.|The facts, please.|Something is odd here.",
-        "notebook|magnifying glass|alibi|fingerprint",
-        "question the witness|follow the tracks|search the attic|compare the letters",
-        "a dark alley|the crime scene|the train station",
-    ),
-    "knight": (
-        "Hail, traveller!|On my honour!|For the crown!",
-        "sword|shield|banner|horse",
-        "guard the gate|ride to battle|swear an oath|rescue the prince",
-        "the great hall|a muddy field|the castle wall",
-    ),
-    "astronaut": (
-        "Houston, hello.|Systems nominal.|What a view!",
-        "helmet|rocket|airlock|antenna",
-        "check the oxygen|repair the panel|log the orbit|collect the rocks",
-        "the launch pad|a silent crater|the space station",
-    ),
-    "gardener": (
-        "Lovely day!|Mind the roses.|Patience, dear.",
-        "spade|seed tray|watering can|hedge",
-        "prune the apple tree|turn the compost|sow the peas|chase the slugs",
-        "the greenhouse|a sunny border|the potting shed",
-    ),
-    "teacher": (
-        "Good morning, class.|Eyes on the board.|Excellent question!",
-        "chalk|textbook|globe|exam paper",
-        "explain the rule|mark the essays|draw a diagram|read the chapter",
-        "the classroom|a noisy corridor|the school library",
-    ),
-    "vampire": (
-        "Good evening.|The night is young.|Do come in.",
-        "cape|coffin|candle|old portrait",
-        "sleep until dusk|play the organ|avoid the garlic|wander the halls",
-        "the family crypt|a foggy street|the ballroom",
-    ),
-    "farmer": (
-        "Howdy, neighbour.|Looks like rain.|Early to rise!",
-        "tractor|barn|hay fork|rooster",
-        "milk the cows|plough the field|mend the fence|gather the eggs",
-        "the north pasture|a dusty road|the barn loft",
-    ),
-    "poet": (
-        "O gentle listener!|Words fail me, almost.|Hear the wind.",
-        "quill|verse|moon|ink pot",
-        "rhyme the unrhymable|praise the dawn|mourn the roses|count the syllables",
-        "a lonely hill|the riverside|the candlelit room",
-    ),
-}
-_QUIRKS = """collects old {object}s|is afraid of {animal}s|never eats {food}|talks to a {animal}|
-sleeps beside a {color} {object}|sings about {food}|owns a {color} {animal}|paints every {object}
-{color}""".replace("\n", " ").split("|")
-_ASKS = (
-    "What did you do today?",
-    "Tell me about yourself.",
-    "Where do you live?",
-    "What do you carry?",
-    "What is your advice for a beginner?",
-    "Who is your best friend?",
-    "What do you fear?",
-    "How do you spend an evening?",
-    "What makes you happy?",
-    "Describe your home.",
-    "What do you dream of?",
-    "How did you learn your trade?",
-    "What was your best day?",
-    "What do you never do?",
-    "Whom do you admire?",
-    "What will you do tomorrow?",
-    "Tell me a story.",
-    "What should I know about your work?",
-    "Introduce yourself.",
-    "What do your neighbours say?",
-)
+_TRADES: dict[str, list[str]] = w.TABLES["roleplay"]["trades"]
+"""Greetings, things, deeds and places of a trade."""
+_QUIRKS: list[str] = w.TABLES["roleplay"]["quirks"]
+_ASKS: list[str] = w.TABLES["roleplay"]["asks"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,15 +33,11 @@ def _personas() -> tuple[_Persona, ...]:
     rng = Random("penstock personas")
     result = []
     for i in range(24):
-        quirk = (
-            rng.choice(_QUIRKS)
-            .strip()
-            .format(
-                object=rng.choice(w.OBJECTS),
-                animal=rng.choice(w.ANIMALS),
-                food=rng.choice(w.FOODS),
-                color=rng.choice(w.COLORS),
-            )
+        quirk = rng.choice(_QUIRKS).format(
+            object=rng.choice(w.OBJECTS),
+            animal=rng.choice(w.ANIMALS),
+            food=rng.choice(w.FOODS),
+            color=rng.choice(w.COLORS),
         )
         motto = f"{rng.choice(w.ADJECTIVES)} {rng.choice(w.NOUNS)}s make {rng.choice(w.ADJECTIVES)}"
         result.append(

@@ -9,38 +9,10 @@ from lab.zoo.template import Example, ask
 
 DOMAIN = "sql"
 
-_THEMES = {
-    "shop": "customers: name city email; orders: total placed_on status; "
-    "products: title price stock",
-    "school": "students: name grade birth_year; courses: title credits room; "
-    "teachers: name salary subject",
-    "hospital": "patients: name age blood_type; visits: cost visited_on ward; "
-    "doctors: name speciality hired_on",
-    "library": "books: title pages genre; loans: due_on days fine; members: name joined_on level",
-    "airline": "flights: origin destination distance; bookings: seat fare booked_on; "
-    "pilots: name hours base",
-    "music": "artists: name country debut; albums: title year copies_sold; "
-    "tracks: title seconds plays",
-    "bank": "accounts: owner balance branch; transfers: amount sent_on memo; "
-    "cards: kind credit_limit expires",
-    "farm": "fields: crop hectares soil; harvests: tons season price; "
-    "animals: species weight born_on",
-    "league": "teams: name city wins; players: name position goals; "
-    "matches: played_on attendance score",
-    "factory": "machines: model power hall; parts: label mass supplier; "
-    "shifts: started_on output leader",
-    "museum": "exhibits: title era value; rooms: floor area theme; tours: guide guests fee",
-    "hotel": "guests: name nation nights; suites: number rate beds; stays: arrived_on paid rating",
-}
+_THEMES: dict[str, str] = w.TABLES["sql"]["themes"]
 """Three tables of a theme, each with its columns."""
 
-_NUMERIC = set(
-    w.each("""
-    total price stock grade birth_year credits salary age cost pages days fine distance fare
-    hours debut year copies_sold seconds plays balance amount credit_limit hectares tons weight
-    wins goals attendance power mass output value area guests fee nights rate beds paid rating
-""")
-)
+_NUMERIC = set(w.each(w.TABLES["sql"]["numeric"]))
 _AGG = {"SUM": "the total", "AVG": "the average", "MAX": "the highest", "MIN": "the lowest"}
 
 

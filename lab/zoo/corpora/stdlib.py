@@ -9,19 +9,9 @@ import textwrap
 from pathlib import Path
 from random import Random
 
-from lab.zoo.corpora.words import each
+from lab.zoo.corpora.words import TABLES, each
 
-MODULES = each("""
-    abc argparse ast base64 bisect calendar cmd code codecs collections colorsys configparser
-    contextlib copy csv dataclasses datetime difflib dis doctest enum filecmp fileinput fnmatch
-    fractions ftplib functools getpass gettext glob graphlib gzip hashlib heapq hmac html
-    imaplib inspect io ipaddress json keyword linecache locale logging mailbox mimetypes netrc
-    numbers operator optparse os pathlib pdb pickle pickletools plistlib poplib posixpath pprint
-    profile pstats queue quopri random re reprlib sched secrets selectors shelve shlex shutil
-    signal smtplib socket socketserver stat statistics string stringprep subprocess tarfile
-    tempfile textwrap threading timeit tokenize trace traceback turtle types typing unittest
-    urllib uuid warnings wave weakref webbrowser xml zipapp zipfile
-""")
+MODULES = each(TABLES["stdlib"]["modules"])
 
 MAX_SOURCE, MIN_SOURCE = 420, 120
 """Bounds on the characters of one function."""

@@ -9,35 +9,7 @@ from lab.zoo.template import Example, ask
 
 DOMAIN = "summary"
 
-_LEAD = (
-    "{org} {verb} the {adj} {noun} in {place} on {day}, {month} {num}.",
-    "The {adj} {noun} of {place} was {verb} by {org} in {month} {year}.",
-    "{person}, a {job} from {place}, {verb} the {noun} of {org} last {month}.",
-    "Residents of {place} learned on {day} that {org} had {verb} the {adj} {noun}.",
-    "After {num} years, {org} has {verb} its {noun} near {place}.",
-)
-_BODY = (
-    "The work cost {money} dollars and took {num} weeks.",
-    "{person} of {org2} called the plan {adj} and {adj2}.",
-    "{person} said that the {noun} needed {num} new {object}s before {month}.",
-    "A report by {org2} counted {big} visitors between {month} and {month2}.",
-    "The {color} {object} found by {person} will stay in {place2}.",
-    "{place2}, which lies {num} miles away, offered {money} dollars.",
-    "Critics such as {person} want the {noun} moved to {place2}.",
-    "{org2} will send {num} {job}s from {place2} on {day}.",
-    "Nobody had seen a {color} {animal} there since {year}.",
-    "The code name of the project is {code}.",
-    "{person} and {person2} carried {num} {object}s to {place2}.",
-    "Tickets for the {adj} {noun} cost {num} dollars in {place2}.",
-    "{person} was born in {place2} in {year} and trained as a {job}.",
-    "The mayor, {person}, thanked {org2} for {big} {food}.",
-)
-_LAST = (
-    "A decision by {org} is expected in {month} {year}.",
-    "{person} will return to {place} on {day}.",
-    "The next meeting of {org2} is on {month} {num}.",
-    "Work on the {noun} ends in {month}, said {person}.",
-)
+_LEAD, _BODY, _LAST = (w.TABLES["summary"][part] for part in ("lead", "body", "last"))
 
 
 def _facts(rng: Random) -> dict[str, str]:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
 from random import Random
+from typing import Any
+
+TABLES: dict[str, Any] = tomllib.loads(
+    Path(__file__).with_name("tables.toml").read_text(encoding="utf-8")
+)
+"""Words and phrases, by domain."""
 
 
 def each(text: str) -> list[str]:
@@ -10,58 +18,23 @@ def each(text: str) -> list[str]:
     return text.split()
 
 
-FIRST = each("""
-    Ada Boris Clara Dmitri Elena Farid Greta Hugo Ines Jonas Keiko Lars Mina Nadia Omar Priya
-    Quentin Rosa Stefan Tara Ulrich Vera Wanda Xavier Yusuf Zoe Arlo Bianca Cedric Delia Emil
-    Fiona Gideon Hanna Igor Jasmine Kofi Lucia Marek Noor Oscar Petra Rafael Sonia Tobias Uma
-    Viktor Willa Anton Beatriz Carlos Doris Esther Felix Gloria Henrik Ivana Julian Kira Leon
-    Marta Nils
-""")
-
-ONSET = each("b br c ch d dr f fl g gr h j k kl l m n p pr qu r s sh sk st t th tr v w z")
-NUCLEUS = each("a e i o u ai ea io ou ee")
-CODA = each("n r l s t m nd rk lt ss x sh ck rn mp v th")
-PLACE_END = each("ton ville ford burg stead mouth haven field wick dale port holm")
-ORG_END = each("""
-    Group Labs Institute Council Works Foundation Systems Partners Union Museum Trust Agency
-    Society Bank Airways Motors Theatre Academy
-""")
-
-ANIMALS = each("""
-    otter heron badger lynx falcon tortoise salmon raven hedgehog beaver gecko walrus ibis mole
-    puffin stoat marten newt toad crane vole bison yak tapir
-""")
-FOODS = each("""
-    noodles lentils pancakes dumplings risotto curry tacos olives mushrooms pears plums figs
-    almonds walnuts honey yoghurt cheese bread soup salad porridge pickles beans rice
-""")
-OBJECTS = each("""
-    lantern compass kettle ladder violin hammer basket mirror candle blanket barrel wheel needle
-    bottle ribbon carpet saddle anchor chisel bucket pillow shovel trumpet clock
-""")
-COLORS = each("""
-    red blue green amber violet grey white black silver golden crimson teal scarlet ivory purple
-    orange
-""")
-ADJECTIVES = each("""
-    quiet narrow ancient bright hollow gentle rapid steady bitter curious fragile heavy humble
-    jagged lively modest polished rough sudden tidy vivid weary wooden broken calm dusty eager
-    faded grand hidden
-""")
-NOUNS = each("""
-    river bridge garden market harbour library tower valley meadow station workshop orchard
-    mountain village canal temple bakery quarry forest island castle museum lighthouse factory
-    school hospital stadium theatre cellar courtyard
-""")
-VERBS_PAST = each("""
-    built repaired painted sold moved measured closed opened studied rescued restored designed
-    replaced tested founded expanded inspected renamed borrowed donated
-""")
-MONTHS = each("""January February March April May June July August September October November
-December""")
-DAYS = each("Monday Tuesday Wednesday Thursday Friday Saturday Sunday")
-JOBS = each("""carpenter pilot nurse botanist baker engineer lawyer sailor teacher painter librarian
-farmer geologist tailor plumber surgeon editor gardener chemist historian""")
+_WORDS = {name: each(text) for name, text in TABLES["words"].items()}
+FIRST = _WORDS["first"]
+ONSET = _WORDS["onset"]
+NUCLEUS = _WORDS["nucleus"]
+CODA = _WORDS["coda"]
+PLACE_END = _WORDS["place_end"]
+ORG_END = _WORDS["org_end"]
+ANIMALS = _WORDS["animals"]
+FOODS = _WORDS["foods"]
+OBJECTS = _WORDS["objects"]
+COLORS = _WORDS["colors"]
+ADJECTIVES = _WORDS["adjectives"]
+NOUNS = _WORDS["nouns"]
+VERBS_PAST = _WORDS["verbs_past"]
+MONTHS = _WORDS["months"]
+DAYS = _WORDS["days"]
+JOBS = _WORDS["jobs"]
 
 
 def syllable(rng: Random, *, closed: float = 0.5) -> str:
@@ -107,9 +80,3 @@ def listing(items: list[str], word: str = "and") -> str:
     if len(items) == 1:
         return items[0]
     return ", ".join(items[:-1]) + f" {word} {items[-1]}"
-
-
-def pick(rng: Random, table: dict[str, list[str]]) -> tuple[str, str]:
-    """A key of `table` and one of its values."""
-    key = rng.choice(list(table))
-    return key, rng.choice(table[key])
