@@ -272,7 +272,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     options.add_argument("--out", type=Path, default=Path("choice"), help="folder for texts")
     options.add_argument("--targets", type=target_names, default="target-large")
     options.add_argument("--profile", help="of step times; default: measured here")
-    options.add_argument("--policies", default="adaptive,domains,told,lbss,ucb,replay,single")
+    options.add_argument("--policies", default="adaptive,domains,told,lbss,single")
     options.add_argument("--prompts", type=int, default=64, help="of a domain, to draw from")
     options.add_argument("--skip", type=int, default=0, help="prompts that are left out")
     options.add_argument("--requests", type=int, default=8, help="of a domain, counted")

@@ -41,9 +41,8 @@ POLICIES = (
     ("deadline", "off"),
     ("fixed", "async"),
     ("deadline", "async"),
-    ("renewal", "async"),
 )
-OURS = ("renewal", "async")
+OURS = ("deadline", "async")
 Runs = Sequence[dict[str, Any]]
 
 
@@ -131,7 +130,7 @@ def verdicts(runs: Runs, networks: Sequence[Network]) -> list[ClaimVerdict]:
             reached = found.high >= 1 if len(rates[OURS]) > 1 else None
             digits, what = 3, "bar: not below 1 beyond the interval)"
         span = f"{found.low:.{digits}f} to {found.high:.{digits}f}"
-        text = f"renewal, async over {rival[0]} with a barrier: {found.mean:.3f}x ({span}; {what}"
+        text = f"deadline, async over {rival[0]} with a barrier: {found.mean:.3f}x ({span}; {what}"
         told.append(bar(network.title, text, reached))
     return told
 

@@ -54,8 +54,6 @@ from penstock.zoo.registry import DOMAINS
 POLICIES = ("adaptive", "lbss")
 BASELINES: dict[str, tuple[str, dict[str, Any]]] = {
     "lbss": ("lbss", {}),
-    "ucb": ("ucb", {}),
-    "replay": ("replay", {}),
     "greedy": ("greedy", {}),
     "epsilon_greedy as printed": ("epsilon_greedy", {"explore": 0.8}),
     "epsilon_greedy as meant": ("epsilon_greedy", {"explore": 0.2}),

@@ -76,7 +76,7 @@ class Policy(NamedTuple):
 
 RIVALS = (Policy("deadline", "off"), Policy("deadline", "async"))
 OURS = Policy("deadline", "async", True)
-POLICIES = (*RIVALS, Policy("renewal", "async"), OURS)
+POLICIES = (*RIVALS, OURS)
 
 
 class FarNetwork(NamedTuple):

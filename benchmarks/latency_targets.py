@@ -53,7 +53,6 @@ OTHERS = {
     "goodspeed": PolicyConfig.of("goodspeed"),
     "goodspeed_adaptive": PolicyConfig.of("goodspeed_adaptive"),
     "deadline": PolicyConfig.of("deadline"),
-    "renewal": PolicyConfig.of("renewal"),
 }
 """Without drafters that say how sure they are `confident` is `throughput`."""
 OURS = "on_time"

@@ -48,7 +48,6 @@ POLICIES = (
     ("goodspeed_adaptive", "off"),
     ("deadline", "off"),
     ("deadline", "async"),
-    ("renewal", "async"),
 )
 CALIBRATED_MS = 5.0
 Job = tuple[float, str, str]

@@ -244,9 +244,7 @@ def recorded(names: Sequence[str], args: argparse.Namespace) -> Results:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser(__doc__, quick="one seed, 100 tokens")
-    options.add_argument(
-        "--policies", default="adaptive,lbss,ucb,replay,epsilon_greedy,greedy,single"
-    )
+    options.add_argument("--policies", default="adaptive,lbss,epsilon_greedy,greedy,single")
     options.add_argument("--lengths", default="100,250,500")
     options.add_argument("--target", default="13B", choices=tuple(SPIN_TARGETS))
     options.add_argument("--allocation", default="fixed", help="fixed (4 tokens) or throughput")

@@ -76,7 +76,7 @@ def test_plan_of_a_trace(cli: Cli, trace: Path) -> None:
         assert text in out
     assert f"{bound:,.0f} at most" in out
     assert "the runs below" in out, "why they come to another peak"
-    for policy in ("fluid_guided", "nested_wait_gated", "vllm_v1"):
+    for policy in ("fluid_guided", "nested_wait", "vllm_v1"):
         assert f" of {policy}" in out, "its simulated peak"
 
 
@@ -88,7 +88,7 @@ def test_every_configuration_is_expected_by_its_own_run(cli: Cli) -> None:
     policies = {name: figures["admission"] for name, figures in runs.items()}
     assert policies == {
         "penstock": "fluid_guided",
-        "penstock_config": "wait_gated",
+        "penstock_config": "wait",
         "vllm": "vllm_v1",
     }
     for figures in runs.values():

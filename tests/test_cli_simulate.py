@@ -21,6 +21,7 @@ from penstock.sim.profiles import load_profile, save_profile
 
 Cli = Callable[..., tuple[int, str, str]]
 HIGH = ("--workload", "high", "--profile", "a100-llama2-7b", "--rate", "15", "--requests", "200")
+GATED = ("--set", "gated=true")
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens,tenant\n" + "".join(
     f"{0.2 * i:.1f},{40 + 10 * (i % 7)},{20 + 5 * (i % 9)},{'ab'[i % 2]}\n" for i in range(120)
 )
@@ -93,11 +94,11 @@ def test_every_admission_runs_as_it_is(cli: Cli, admission: str) -> None:
 
 
 def test_thresholds_come_from_the_planner_unless_they_are_set(cli: Cli) -> None:
-    report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", "--set", "max_wait=2")
+    report = report_of(cli, "simulate", *HIGH, "--admission", "wait", *GATED)
     assert report["options"]["output_lens"] == [101, 201, 301]
-    assert report["options"]["max_wait"] == 2.0
+    assert report["options"]["gated"] is True
     given = ("--set", "output_lens=100,200,300", "--set", "thresholds=1,0.5,.5")
-    report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", *given)
+    report = report_of(cli, "simulate", *HIGH, "--admission", "wait", *GATED, *given)
     assert report["options"]["thresholds"] == [1.0, 0.5, 0.5]
 
 
@@ -140,7 +141,7 @@ def test_speculation_by_rate_curve_and_record(cli: Cli, tmp_path: Path) -> None:
 def test_a_picture_of_a_run(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"
-    code, _, err = cli("simulate", *HIGH, "--admission", "nested_wait_gated", "--plot", path)
+    code, _, err = cli("simulate", *HIGH, "--admission", "nested_wait", *GATED, "--plot", path)
     assert code == 0, err
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -168,7 +169,8 @@ def test_capacity_of_a_mix_and_of_a_trace(cli: Cli, tmp_path: Path) -> None:
     assert low_end <= report["capacity_requests_per_s"] <= high_end
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n40,20\n50,25\n60,30\n")
-    recorded = ("--workload", lengths, "--profile", "paper-linear", "--admission", "wait_gated")
+    recorded = ("--workload", lengths, "--profile", "paper-linear", "--admission", "wait")
+    recorded += GATED
     code, out, err = cli("capacity", *recorded, "--arrivals", "poisson", "--requests", 8000)
     assert code == 0, err
     for text in ("fluid bound", "95% interval"):
@@ -181,7 +183,8 @@ def test_a_trace_that_is_too_short_is_refused_with_the_length_needed(cli: Cli, t
     assert (code, out) == (2, "")
     assert "500 requests are too few to tell which load is sustained" in err
     assert err.count("\n") == 1
-    recorded = ("--workload", trace, "--profile", "paper-linear", "--admission", "wait_gated")
+    recorded = ("--workload", trace, "--profile", "paper-linear", "--admission", "wait")
+    recorded += GATED
     code, _, err = cli("capacity", *recorded)
     assert code == 2
     assert "120 requests are too few" in err
@@ -334,7 +337,7 @@ BAD_INPUT = [
 BAD_LOADS = [
     (("--workload", "low", *SARATHI), "has no arrival times: give a rate"),
     (("--workload", "high", "--rate", "34", *WAIT), "no thresholds fit"),
-    (("--workload", "high", "--rate", "900", "--admission", "wait_gated"), "unstable"),
+    (("--workload", "high", "--rate", "900", *WAIT, *GATED), "unstable"),
 ]
 
 

@@ -191,15 +191,15 @@ class SimulatedServer:
         from penstock.sim.run import make_scheduler
 
         base = self.base
-        name, given = base.admission.name, base.admission.options
-        set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
-        if name in THRESHOLD_POLICIES and not set_by_hand:
+        admission = base.admission
+        set_by_hand = {"thresholds", "output_lens", "segment_ends"} & admission.options.keys()
+        if admission.name in THRESHOLD_POLICIES and not set_by_hand:
             planned = threshold_options(
-                name, base.profile, workload, mean_rate(workload), self.kv_tokens
+                admission, base.profile, workload, mean_rate(workload), self.kv_tokens
             )
             base = replace(base, admission=base.admission.with_defaults(planned))
         make_scheduler(base)
-        check_thresholds_fit(name, base.admission.options, workload, self.kv_tokens)
+        check_thresholds_fit(base.admission, workload, self.kv_tokens)
         return base
 
 

@@ -85,7 +85,7 @@ class Scheduler:
         pools = {d.name: d.pool for d in by_name.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
-        is_fair = fairness and admission.knows_tenants
+        is_fair = fairness and not admission.may_idle
         known_tenants = {t.name: t for t in tenants}
         groups: dict[Hashable, DecodeGroup] = {}
         accounts = Accounts(known_tenants, learn, groups, is_fair=is_fair)

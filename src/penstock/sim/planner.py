@@ -9,7 +9,6 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.config import PolicyConfig
-from penstock.core.policies.registry import make_policy
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.memory import DELTA, HORIZON_S, poisson_kv_bound
@@ -37,7 +36,7 @@ from penstock.fluid.wait import (
 from penstock.sim.acceptance import AcceptanceModel
 from penstock.sim.workloads import Workload
 
-THRESHOLD_POLICIES = ("wait", "wait_gated", "nested_wait", "nested_wait_gated")
+THRESHOLD_POLICIES = ("wait", "nested_wait")
 
 _MAX_SEGMENTS = 8
 _MAX_BUDGET = 8192
@@ -118,27 +117,28 @@ def load_bound(
 
 
 def threshold_options(
-    admission: str, profile: StepProfile, workload: Workload, rate: float, kv_tokens: int
+    admission: PolicyConfig, profile: StepProfile, workload: Workload, rate: float, kv_tokens: int
 ) -> dict[str, Any]:
     """Options that give a threshold policy the fluid model's own thresholds; none for any other
     policy.
 
-    The literal algorithms take whole thresholds, a stage being one step. Those that serve take
-    fractions, with as much headroom as fits. Raises: PlanError where no thresholds fit.
+    The literal algorithms take whole thresholds, a stage being one step. Gated ones take fractions,
+    with as much headroom as fits. Raises: PlanError where no thresholds fit.
     """
-    if admission not in THRESHOLD_POLICIES:
+    if admission.name not in THRESHOLD_POLICIES:
         return {}
+    gated = bool(admission.options.get("gated"))
     planner = {
-        "wait": _wait,
-        "wait_gated": _wait_gated,
-        "nested_wait": _nested,
-        "nested_wait_gated": _nested_gated,
-    }[admission]
+        ("wait", False): _wait,
+        ("wait", True): _wait_gated,
+        ("nested_wait", False): _nested,
+        ("nested_wait", True): _nested_gated,
+    }[admission.name, gated]
     traffic = traffic_of(fitting(workload, kv_tokens), rate)
     try:
         return planner(profile, traffic, kv_tokens)
     except ValueError as error:
-        raise PlanError(f"{admission} at {rate:g} requests a second: {error}") from error
+        raise PlanError(f"{admission.name} at {rate:g} requests a second: {error}") from error
 
 
 def _wait(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
@@ -235,16 +235,14 @@ def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:
     return tuple(end + 1 for end in found.segments.ends)
 
 
-def check_thresholds_fit(
-    admission: str, options: dict[str, Any], workload: Workload, kv_tokens: int
-) -> None:
+def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens: int) -> None:
     """Raises: PlanError where a literal algorithm's thresholds, with the mean prompt of what memory
     can hold, hold more at all their stages together than there is: it would come to a stop."""
-    if admission not in ("wait", "nested_wait"):
+    if admission.name not in THRESHOLD_POLICIES or admission.options.get("gated"):
         return
-    options = asdict(make_policy("admission", admission, options).options)
+    options = asdict(admission.make("admission").options)
     prompt = round(float(fitting(workload, kv_tokens).prompt_len.mean()))
-    if admission == "wait":
+    if admission.name == "wait":
         ranges = [StageRange(prompt, 0, length - 1) for length in options["output_lens"]]
     else:
         starts = (0, *options["segment_ends"][:-1])
@@ -253,7 +251,7 @@ def check_thresholds_fit(
     held = peak_kv_tokens(ranges, options["thresholds"])
     if held > kv_tokens:
         raise PlanError(
-            f"{admission}: thresholds {','.join(map(str, options['thresholds']))} hold up to "
+            f"{admission.name}: thresholds {','.join(map(str, options['thresholds']))} hold up to "
             f"{held} KV tokens, memory has {kv_tokens}; choose lower ones"
         )
 
@@ -354,7 +352,7 @@ class DeploymentPlan:
     @property
     def configurations(self) -> dict[str, PolicyConfig]:
         """Admission policies that can serve it, by the names of `serve_flags`: Penstock's own,
-        which needs no figures; the thresholds, in the version that serves; vLLM's rule with the
+        which needs no figures; the thresholds, gated; vLLM's rule with the
         static limits."""
         limits = asdict(self.static)
         limits["max_num_batched_tokens"] = limits.pop("token_budget")
@@ -380,7 +378,7 @@ class DeploymentPlan:
         algorithm, steps = options.pop("algorithm"), options.pop("stage_steps")
         options["thresholds"] = tuple(n / steps for n in options["thresholds"])
         options["max_num_batched_tokens"] = self.static.token_budget
-        return PolicyConfig.of(f"{algorithm}_gated", **options)
+        return PolicyConfig.of(algorithm, gated=True, **options)
 
 
 def plan_deployment(

@@ -344,7 +344,7 @@ class Guide:
 def _within(admission: PolicyConfig, limits: Limits) -> PolicyConfig:
     """The policy with limits that vLLM has room for: its own defaults where they are lower.
     Raises: ConfigError for higher ones that were asked for, and for a policy that cannot serve."""
-    if admission.name in _WHOLE_PROMPTS:
+    if admission.name in _WHOLE_PROMPTS and not admission.options.get("gated"):
         choices = ", ".join(n for n in policy_names("admission") if n not in _WHOLE_PROMPTS)
         raise ConfigError(
             f"admission policy {admission.name!r} computes whole prompts only, and vLLM cuts those "

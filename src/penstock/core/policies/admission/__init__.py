@@ -20,10 +20,9 @@ class AdmissionPolicy(ABC):
     """Base of admission policies; only `compose` and `draft_budget` are required."""
 
     name: ClassVar[str]
-    knows_tenants: ClassVar[bool] = True
-    """Whether fairness between tenants goes with it; not with a paper's rule to the letter."""
-    serves_instead: ClassVar[str | None] = None
-    """Policy to serve with in place of one that may idle while requests wait."""
+    may_idle: bool = False
+    """Whether it may leave requests waiting for ever, as a paper's rule to the letter may. Fairness
+    between tenants does not go with that."""
     order: OrderName = "arrival"
     """In which order the requests of a queue are tried."""
 

@@ -21,7 +21,6 @@ from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, us
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
 from penstock.core.policies.selection.parts.matching import assign
 from penstock.core.policies.selection.parts.places import Places
-from penstock.core.policies.selection.parts.staged import kept, step_times
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.view import View
 
@@ -130,7 +129,8 @@ class Lbss(SelectionPolicy):
         chosen: dict[str, str | None],
     ) -> None:
         """Eq. 10, for the requests whose exploration has just ended."""
-        times = step_times(states, view)
+        others = sum(view.loads.values()) - sum(s.drafter is not None for s in states)
+        times = RoundTimes(view, len(states) + max(0, others))
         drafters = list(places.drafters.values())
         values = np.array([[self._worth(s, d, times) for d in drafters] for s in states])
         values = values.reshape(len(states), len(drafters))
@@ -149,8 +149,9 @@ class Lbss(SelectionPolicy):
         """Estimated goodput less λ times what the switch loses of it, over the stage's slots."""
         estimate = self._observed.estimate(state.request.id, model_of(drafter))
         slots = 2 ** self._courses[state.request.id].epoch
-        lost = 1 - kept(state, drafter, times, slots)
-        return estimate * (1 - self.options.switching_weight * lost)
+        slot = times.verify(0)[0]
+        kept = 1 - times.reading(state, drafter) / (slots * slot) if slot else 1.0
+        return estimate * (1 - self.options.switching_weight * (1 - kept))
 
     # --- fast switch ----------------------------------------------------------------------------
 

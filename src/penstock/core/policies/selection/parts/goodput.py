@@ -10,7 +10,7 @@ does: the sum of these charges is right when they all do.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,14 +31,12 @@ def model_of(drafter: Drafter) -> str:
 
 
 class RoundTimes:
-    """Seconds of a round, were all `num_requests` of its step to do as one of them does. loads:
-    requests of each drafter now."""
+    """Seconds of a round, were all `num_requests` of its step to do as one of them does."""
 
-    def __init__(self, view: View, num_requests: int, loads: Mapping[str, int]) -> None:
+    def __init__(self, view: View, num_requests: int) -> None:
         self._view = view
         self._estimators = view.learn
         self._num_requests = max(1, num_requests)
-        self._loads = loads
         self._verify: list[float] = []
         self._draft: dict[tuple[str, int], float] = {}
 
@@ -75,19 +73,6 @@ class RoundTimes:
         seconds = self.verify(0)[0]
         return 1 / seconds if seconds else 0.0
 
-    def expected(self, state: RequestState, drafter: Drafter, rate: float, longest: int) -> float:
-        """Tokens per second of a request's drafts that are accepted token by token with probability
-        `rate`, at the best length up to `longest`, at least 1."""
-        batch = self._loads.get(drafter.name, 0) + (state.drafter != drafter.name)
-        step = self.draft(drafter, batch, 1)
-        tokens, survival, best = 1.0, 1.0, 0.0
-        for length, verify in enumerate(self.verify(longest)):
-            if length:
-                survival *= rate
-                tokens += survival
-                best = max(best, tokens / (verify + length * step) if verify else tokens)
-        return best
-
     def reading(self, state: RequestState, drafter: Drafter) -> float:
         """Seconds of a switch to a drafter (c in Spin's eq. 6): it has to read the text first, and
         the longer that is the longer it takes. Inside a step all others wait for it."""
@@ -105,30 +90,23 @@ def _num_read(state: RequestState, drafter: Drafter) -> int:
 
 @dataclass(slots=True)
 class Mean:
-    """A mean and the spread around it, in which what is old can fade."""
+    """A mean in which what is old can fade."""
 
     count: float = 0.0
     total: float = 0.0
-    squares: float = 0.0
 
     def add(self, value: float) -> None:
         self.count += 1
         self.total += value
-        self.squares += value * value
 
     def fade(self, keep: float) -> None:
         """Count for less; the mean stays."""
         self.count *= keep
         self.total *= keep
-        self.squares *= keep
 
     @property
     def value(self) -> float:
         return self.total / self.count
-
-    @property
-    def variance(self) -> float:
-        return max(0.0, self.squares / self.count - self.value**2)
 
 
 class ObservedGoodput:
@@ -150,7 +128,7 @@ class ObservedGoodput:
         """Take in a step. Rounds count for the drafter that the request had, drafts or not; those
         that only end a prompt, or that have lost their drafter, for none."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
-        times = RoundTimes(view, len(outcomes), batches)
+        times = RoundTimes(view, len(outcomes))
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
         if self._fades:
             _fade(self.by_model, _DECAY ** len(decoding))
@@ -170,14 +148,10 @@ class ObservedGoodput:
         if state.status is not Status.FINISHED:
             self._by_request[state.request.id].setdefault(model, Mean()).add(goodput)
 
-    def of(self, request_id: str) -> Mapping[str, Mean]:
-        """What a request has seen, by model."""
-        return self._by_request.get(request_id, {})
-
     def estimate(self, request_id: str, model: str) -> float:
         """g̃ of a request and a model: the mean of its own rounds, or where it has none that of all
         requests; 0 where nobody has any."""
-        mean = self.of(request_id).get(model) or self.by_model.get(model)
+        mean = self._by_request.get(request_id, {}).get(model) or self.by_model.get(model)
         return 0.0 if mean is None else mean.value
 
     def forget(self, request_id: str) -> None:
