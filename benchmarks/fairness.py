@@ -2,7 +2,7 @@
 
     python -m benchmarks.fairness [--quick] [--json] [--data DIR] [PART...]
 
-Parts: solver, stationary, drift, estimators, recorded, seconds, shares; without one, all. Eight
+Parts: solver, stationary, drift, recorded, seconds, shares; without one, all. Eight
 clients unless said, the real policy objects; five seeds fixed beforehand, intervals of 95% by
 Student's t. `recorded` replays the accept_* records in DIR (default: PENSTOCK_DATA, else
 ../shared/data).
@@ -20,7 +20,6 @@ from typing import Any
 
 import numpy as np
 
-from penstock.core.learn.streams import ESTIMATORS
 from penstock.core.policies.allocation import AllocationPolicy
 from penstock.core.policies.registry import make_policy
 from penstock.fluid.fair import geometric_lengths
@@ -262,28 +261,6 @@ def drift(quick: bool, data: Path) -> Part:
     return {"cells": cells}, verdicts
 
 
-def estimators(quick: bool, data: Path) -> Part:
-    """`goodspeed_adaptive` with each way to learn acceptance: steady (C = 16, gap in rounds 201 to
-    300) and jumping (C = 20, loss of utility)."""
-    rounds = 200 if quick else 800
-    cells, verdicts = [], []
-    for name in ESTIMATORS:
-        make = named("goodspeed_adaptive", {"estimator": name})
-        cell: Figures = {"estimator": name}
-        cell["steady"] = interval([_steady_gaps(make, 16, s, 1)["300"] for s in SEEDS]).mean
-        for dwell in DWELLS:
-            ours, known = (
-                np.array([fair_utility(_drifting_goodput(m, rounds, dwell, s)) for s in SEEDS])
-                for m in (make, KnowsRates)
-            )
-            cell[f"dwell {dwell}"] = float(np.mean(100 * (1 - ours / known)))
-        cells.append(cell)
-        losses = "/".join(f"{cell[f'dwell {dwell}']:.2f}" for dwell in DWELLS)
-        text = f"steady gap {cell['steady']:.4f} nats a client, dwell 30/100/400: {losses}% below"
-        verdicts.append(bar(f"estimator {name}", text, None))
-    return {"cells": cells}, verdicts
-
-
 # --- recorded acceptance --------------------------------------------------------------------------
 
 
@@ -438,7 +415,7 @@ def shares(quick: bool, data: Path) -> Part:
 # --- command --------------------------------------------------------------------------------------
 
 PARTS: dict[str, Callable[[bool, Path], Part]] = {
-    f.__name__: f for f in (solver, stationary, drift, estimators, recorded, seconds, shares)
+    f.__name__: f for f in (solver, stationary, drift, recorded, seconds, shares)
 }
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from penstock.config import PolicyConfig
 from penstock.core.learn.streams import Evidence, Smoothed
-from penstock.core.policies.allocation.papers.goodspeed import GoodSpeed
+from penstock.core.policies.allocation.papers.goodspeed import INITIAL_ACCEPTANCE, GoodSpeed
 from penstock.core.state import Outcome, RequestState
 from penstock.core.types import Request, Verdict
 from penstock.fluid.step_profile import StepProfile, StepWork
@@ -162,8 +162,8 @@ def estimates(record: RoundsRecord) -> dict[str, float]:
         over the decided positions: the record has no others)
     """
     policy = GoodSpeed(GoodSpeed.Options())
-    start, step_size = policy.options.initial_acceptance, policy.options.eta
-    acceptance = {n: Smoothed(start, step_size, decided_only=True) for n in record.clients}
+    eta = policy.options.eta
+    acceptance = {n: Smoothed(INITIAL_ACCEPTANCE, eta, decided_only=True) for n in record.clients}
     states = {n: RequestState(Request(n, 1, 1, tenant=n), i) for i, n in enumerate(record.clients)}
     rows = []
     sums: dict[str, list[tuple[float, float]]] = {n: [] for n in record.clients}

@@ -31,7 +31,6 @@ from penstock.core.policies.pipeline.parts.planner import (
     MOST_MICRO_BATCHES,
     PipelineSetting,
     cycle_seconds,
-    spin_setting,
 )
 from penstock.core.policies.registry import make_pipeline, make_policy
 from penstock.core.scheduler import Scheduler
@@ -41,7 +40,7 @@ from penstock.engine.build import Engine, load_engine
 from penstock.engine.tokenizer import load_tokenizer
 from penstock.fluid.step_profile import DrafterProfile
 from penstock.lab.bench import Results, parser, table, tell
-from penstock.lab.steady_batch import SteadyBatch, play
+from penstock.lab.steady_batch import SteadyBatch, play, spin_setting
 from penstock.serving.offline import complete
 from penstock.sim.profiles import load_profile
 from penstock.zoo.registry import DOMAINS, bundled_models, load_prompts

@@ -356,7 +356,7 @@ def test_what_is_at_hand_costs_no_waiting() -> None:
     view = View(desk.scheduler.table.drafters, learn, 1.0, room=Room(16, 1, 1))
     lengths = []
     for num_at_hand in (0, 3):
-        policy = make_policy("allocation", "deadline", {"total": 16, "prior_mean": 0.8})
+        policy = make_policy("allocation", "deadline", {"total": 16})
         # It has had a token in every step of the target.
         for step in range(200):
             policy.allocate([DraftCandidate(state, "s1", 0)], view)

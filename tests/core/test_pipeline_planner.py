@@ -14,9 +14,9 @@ from penstock.core.policies.pipeline.parts.planner import (
     Round,
     best_setting,
     cycle_seconds,
-    spin_setting,
     split,
 )
+from penstock.lab.steady_batch import spin_setting
 
 
 def line(fixed: float, each: float) -> Callable[[int], float]:

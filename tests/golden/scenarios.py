@@ -191,13 +191,8 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
             kv_tokens=1600,
         )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
-    for estimator in ("beta", "discounts"):
-        learned = drafting(
-            allocation=PolicyConfig.of(
-                "goodspeed_adaptive", estimator=estimator, total=12, prices=True
-            ),
-        )
-        yield f"estimator {estimator}", lambda s=learned: simulated(s, short_texts())
+    priced = drafting(allocation=PolicyConfig.of("goodspeed_adaptive", total=12, prices=True))
+    yield "goodspeed_adaptive, prices", lambda: simulated(priced, short_texts())
     for evidence in ("hold", "zero"):
         literal = drafting(allocation=PolicyConfig.of("goodspeed", on_empty=evidence, total=12))
         yield f"goodspeed, {evidence}", lambda s=literal: simulated(s, short_texts())

@@ -216,7 +216,6 @@ def test_on_most_rounds_nothing_is_decided(monkeypatch: pytest.MonkeyPatch) -> N
         ("greedy", {"order": ("a", "a")}, "twice"),
         ("greedy", {"boundaries": (5, 5)}, "rise"),
         ("greedy", {"order": ("a", "b"), "boundaries": (5, 6)}, "one boundary fewer"),
-        ("greedy", {"memory": 0}, "memory must be a"),
         ("epsilon_greedy", {"explore": 1.5}, "a finite number from 0 to 1"),
         ("lbss", {"alpha": 5, "beta": 2}, "multiple of beta"),
         ("lbss", {"alpha": 0, "beta": 1}, "alpha must be a whole number from 1"),

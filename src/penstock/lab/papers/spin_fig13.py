@@ -25,14 +25,13 @@ from penstock.core.policies.pipeline.parts.planner import (
     PipelineSetting,
     best_setting,
     cycle_seconds,
-    spin_setting,
 )
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.lab.claims import ClaimVerdict, Measurement, check
 from penstock.lab.experiment import Experiment, Trial
 from penstock.lab.families import SPIN_DRAFTERS
 from penstock.lab.report import Plot, draw, write_table
-from penstock.lab.steady_batch import SteadyBatch, play
+from penstock.lab.steady_batch import SteadyBatch, play, spin_setting
 from penstock.sim.profiles import load_profile
 
 NAME = "spin_fig13"

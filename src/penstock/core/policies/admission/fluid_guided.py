@@ -16,13 +16,19 @@ from typing import ClassVar
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
-from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, PositiveInt
+from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
+_CONFIDENCE = 4.0
+"""Standard deviations by which less memory may come free than is expected."""
+_HORIZON = 10.0
+"""Steps in which waiting prompts should be computed."""
+_TOLERANCE = 0.03
+"""Share by which a step may be less efficient than the best, to be shorter."""
 _URGENT_SHARE = 0.25
 """Share of the target for the first token after which a waiting request is hurried."""
 _MAX_WAITING_CONSIDERED = 256
@@ -55,16 +61,10 @@ class FluidGuided(AdmissionPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """max_num_batched_tokens: most positions in a step.
-        confidence: standard deviations by which less memory may come free than is expected.
-        horizon: steps in which waiting prompts should be computed.
-        tolerance: share by which a step may be less efficient than the best, to be shorter.
         order: in which order waiting requests are tried.
         ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
 
         max_num_batched_tokens: PositiveInt = 8192
-        confidence: NonNegativeFloat = 4.0
-        horizon: PositiveFloat = 10.0
-        tolerance: NonNegativeFloat = 0.03
         order: OrderName = "size_aware"
         ttft_p99: PositiveFloat | None = None
         tpot_p99: PositiveFloat | None = None
@@ -84,7 +84,7 @@ class FluidGuided(AdmissionPolicy):
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         """Memory is short where it is not expected to hold the request as it grows."""
-        if num_that_fit(step, [state], self.options.confidence):
+        if num_that_fit(step, [state], _CONFIDENCE):
             return 0, 0
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
@@ -171,7 +171,7 @@ class FluidGuided(AdmissionPolicy):
             return []
         if not self._refill.earn(step):
             return []
-        enough = self.options.horizon * self._best_step(step)[0]
+        enough = _HORIZON * self._best_step(step)[0]
         soon: list[RequestState] = []
         num_turns, tokens = 0, 0
         for state in itertools.chain([first], waiting):
@@ -180,7 +180,7 @@ class FluidGuided(AdmissionPolicy):
             tokens += step.num_missing_tokens(state)
             if tokens >= enough:
                 break
-        num_fit = num_that_fit(step, soon, self.options.confidence)
+        num_fit = num_that_fit(step, soon, _CONFIDENCE)
         admissible = soon[: min(num_turns, num_fit if step.running else max(1, num_fit))]
         # Without an end there will not be more room for the first of them.
         self._blocked = None if admissible else (first.request.id, len(step.running))
@@ -231,7 +231,7 @@ class FluidGuided(AdmissionPolicy):
         hull = self._envelope(step.learn.times.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
-        price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
+        price = self._price(step, num_decodes, hull, backlog / _HORIZON)
         # The price is often just that of the last tokens worth buying.
         price *= 1 + 1e-6
         cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
@@ -384,7 +384,7 @@ class FluidGuided(AdmissionPolicy):
             corners = self._corners_of(model.profile)
             prices = [(count, (s + constant) / count) for count, s in corners if count <= most]
             least = min(price for _, price in prices)
-            good = next(p for p in prices if p[1] <= (1 + self.options.tolerance) * least)
+            good = next(p for p in prices if p[1] <= (1 + _TOLERANCE) * least)
             self._best = (model.profile, constant, good)
         return self._best[2]
 

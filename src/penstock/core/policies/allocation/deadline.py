@@ -26,7 +26,7 @@ from penstock.core.policies.allocation.parts.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
 
@@ -46,20 +46,16 @@ class Deadline(AllocationPolicy):
     class Options:
         """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
         total: draft tokens a round at most (C). None: by the profile of step times.
-        k_max: most draft tokens for one request in a round.
-        horizon: steps over which goodput is averaged, once so many are known.
-        prior_mean: acceptance expected before anything is known, worth one token."""
+        k_max: most draft tokens for one request in a round."""
 
         fairness: Fairness = 1.0
         total: NonNegativeInt | None = None
         k_max: MaxDraftTokens = 16
-        horizon: PositiveInt = 1000
-        prior_mean: Probability = 0.5
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._averages = GoodputAverages(options.horizon)
-        self._streams = Streams(options.prior_mean)
+        self._averages = GoodputAverages()
+        self._streams = Streams()
         self._since: float | None = None
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.gradient import (
@@ -20,7 +20,7 @@ from penstock.core.policies.allocation.parts.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths
@@ -36,9 +36,6 @@ class GoodSpeedAdaptive(AllocationPolicy):
         """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
         total: draft tokens a round at most (C). None: by the profile of step times.
         k_max: most draft tokens for one request in a round.
-        horizon: steps over which goodput is averaged, once so many are known.
-        prior_mean: acceptance expected before anything is known, worth one token.
-        estimator: how acceptance is learned (`core/learn/streams.py`).
         prices: send the price of a position with every grant, so that a drafter stops where its own
             confidence puts a token below it. What it leaves goes to nobody in that round: worth it
             only where verifying a position costs time."""
@@ -46,15 +43,12 @@ class GoodSpeedAdaptive(AllocationPolicy):
         fairness: Fairness = 1.0
         total: NonNegativeInt | None = None
         k_max: MaxDraftTokens = 16
-        horizon: PositiveInt = 1000
-        prior_mean: Probability = 0.5
-        estimator: Literal["beta", "discounts", "switching"] = "switching"
         prices: bool = False
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._averages = GoodputAverages(options.horizon)
-        self._streams = Streams(options.prior_mean, options.estimator)
+        self._averages = GoodputAverages()
+        self._streams = Streams()
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         options = self.options

@@ -36,7 +36,7 @@ from penstock.core.policies.allocation.parts.gradient import (
     tokens_by_tenant,
 )
 from penstock.core.policies.allocation.parts.unused import fade_unused
-from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat, PositiveInt
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
 
@@ -63,17 +63,15 @@ class OnTime(AllocationPolicy):
     class Options:
         """k_max: most draft tokens for one request in a round.
         value: of a token that is in time, beyond that of any token (v).
-        fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
-        horizon: steps over which tenants' rates are averaged, once so many are known."""
+        fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional."""
 
         k_max: MaxDraftTokens = 8
         value: NonNegativeFloat = 4.0
         fairness: Fairness = 1.0
-        horizon: PositiveInt = 1000
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self._averages = GoodputAverages(options.horizon)
+        self._averages = GoodputAverages()
         self._steps = _MeanStep()
 
     def reserve(self, state: RequestState) -> int:

@@ -6,9 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from penstock.core.policies.options import Range
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
@@ -50,13 +49,10 @@ class Auto(Pipeline):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """most: micro-batches that are considered."""
-
-        most: Annotated[int, Range(at_least=1, at_most=64)] = MOST_MICRO_BATCHES
+        """None."""
 
     def __init__(self, options: Options) -> None:
         self.setting = PipelineSetting()
-        self._most = options.most
         self._inner: Pipeline = _Inline()
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
@@ -152,8 +148,7 @@ class Auto(Pipeline):
 
     def _choose(self, work: Round) -> PipelineSetting:
         """The present setting, unless another is better by more than noise."""
-        most = max(1, min(self._most, work.batch))
-
+        most = max(1, min(MOST_MICRO_BATCHES, work.batch))
         worse = self._worse
 
         def seconds(setting: PipelineSetting) -> float:
@@ -171,7 +166,7 @@ class Auto(Pipeline):
             return
         self.setting = setting
         if setting.num > 1:
-            self._inner = MicroBatches(MicroBatches.Options(setting.num, setting.share))
+            self._inner = MicroBatches(MicroBatches.Options(setting.num), setting.share)
         else:
             self._inner = Barrier(Barrier.Options()) if setting.num else _Inline()
 

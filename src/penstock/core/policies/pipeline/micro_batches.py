@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.policies.options import Probability, Range
+from penstock.core.policies.options import Range
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.parts.division import Division
 from penstock.core.policies.pipeline.parts.planner import PipelineSetting
@@ -28,15 +28,14 @@ class MicroBatches(Pipeline):
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """num: micro-batches.
-        share: of the first of two, if they are not to be even."""
+        """num: micro-batches."""
 
         num: Annotated[int, Range(at_least=2, at_most=64)] = 2
-        share: Probability | None = None
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, share: float | None = None) -> None:
+        """share: of the first of two, if they are not to be even."""
         self.num = options.num
-        self._shares = PipelineSetting(options.num, options.share).shares
+        self._shares = PipelineSetting(options.num, share).shares
         self._group: dict[str, int] = {}
         self._next_in_lane: dict[str, int] = {}
         self._next_verified = 0

@@ -31,14 +31,7 @@ import numpy.typing as npt
 from penstock.core.learn import Estimators
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.prior import AcceptancePrior, Belief, mean_rate
-from penstock.core.policies.options import (
-    LONGEST_DRAFT,
-    NonNegativeFloat,
-    PositiveInt,
-    Range,
-    Seed,
-    Share,
-)
+from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.favourite import Favourite
 from penstock.core.policies.selection.parts.matching import assign
@@ -64,8 +57,11 @@ _MIN_PRIOR_STD = 0.6
 _LEAST_STRENGTH = 2.0
 _MOST_STRENGTH = 100.0
 """Tokens that what selection knows may be worth to allocation."""
-_LONGEST_GAP = 8
-"""Rounds between decisions: what a text is like changes, and evidence of a replay fades."""
+_FIRST_GAP, _LONGEST_GAP = 2, 8
+"""Rounds between a request's decisions, at first and, doubled each time, at most: what a text is
+like changes, and evidence of a replay fades."""
+_MARGIN = 0.04
+"""Share of the time that a change must save over staying."""
 _LONGER = 2.0 ** np.arange(5)
 """Gaps after which a review may be due that does not pay at once."""
 _LITTLE = 0.005
@@ -119,16 +115,11 @@ class Adaptive(SelectionPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """k_max: most draft tokens that a drafter's worth counts on.
-        first_gap: rounds after which a request's first choice is looked at again; the gap doubles,
-            up to 8.
-        margin: a change must save this share of the time over staying.
         explore: share of the time that replays may take at first; it falls with the number of
             requests. 0 never explores.
         seed: of what is drawn."""
 
         k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
-        first_gap: PositiveInt = 2
-        margin: NonNegativeFloat = 0.04
         explore: Share = 0.1
         seed: Seed = 0
 
@@ -185,7 +176,7 @@ class Adaptive(SelectionPolicy):
             self._column(drafter)
         self._prior.grow(len(self._models))
         longest = min(self.options.k_max, MOST_POSITIONS)
-        prices = Prices(drafters, self._pace, num_sharing, view, longest, self.options.margin)
+        prices = Prices(drafters, self._pace, num_sharing, view, longest, _MARGIN)
         drafters = prices.drafters
         self._review_s = self._reviewing(prices)
         reviewed = [not self._has_time(s) for s in states]
@@ -301,7 +292,7 @@ class Adaptive(SelectionPolicy):
     def _know(self, state: RequestState, drafters: Mapping[str, Drafter], view: View) -> _Known:
         """What is known of a request that is about to be decided on."""
         known = self._known.get(state.request.id)
-        gap = self.options.first_gap
+        gap = _FIRST_GAP
         if known is None:
             counts, totals = np.zeros((2, 2, 0))
             soon = not view.beside.isdisjoint(drafters)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.options import PositiveInt, Share
+from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -33,17 +33,17 @@ class TokenBudget(AdmissionPolicy):
 
     admits_whole = True
     """Whether memory must hold all of a prompt, not only its first chunk."""
+    watermark = 0.01
+    """Share of the KV blocks that admission leaves free: vLLM's default."""
 
     @dataclass(frozen=True, slots=True)
     class Options:
         """max_num_batched_tokens: positions of the target a step, drafts included.
         max_num_seqs: requests running at once.
-        watermark: share of the KV blocks that admission leaves free.
         order: in which order waiting requests are tried."""
 
         max_num_batched_tokens: PositiveInt = 2048
         max_num_seqs: PositiveInt = 256
-        watermark: Share = 0.01
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
@@ -56,7 +56,6 @@ class TokenBudget(AdmissionPolicy):
         self.order = options.order
         self.token_budget = options.max_num_batched_tokens
         self.max_num_seqs = options.max_num_seqs
-        self._watermark = options.watermark
 
     def compose(self, step: Step) -> None:
         budget = self.token_budget
@@ -78,4 +77,4 @@ class TokenBudget(AdmissionPolicy):
 
     def kept_free(self, step: Step) -> int:
         """Blocks that admission leaves free."""
-        return int(self._watermark * step.pool.num_blocks)
+        return int(self.watermark * step.pool.num_blocks)

@@ -196,23 +196,6 @@ def best_setting(
     return best
 
 
-def spin_setting(
-    seconds: Callable[[PipelineSetting], float], most: int, first: int = 2, drop: float = 0.05
-) -> PipelineSetting:
-    """The paper's heuristic (Spin, section V-B): from `first` micro-batches on one more, until
-    the throughput falls by more than `drop` against the setting before.
-
-    "Obvious" is not defined there; small drops one after the other are accepted however far they
-    lead, and what was seen on the way is forgotten.
-    """
-    num = min(first, most)
-    while num < most and seconds(PipelineSetting(num + 1)) * (1 - drop) <= seconds(
-        PipelineSetting(num)
-    ):
-        num += 1
-    return PipelineSetting(num)
-
-
 def round_of(
     states: Sequence[RequestState],
     drafters: Mapping[str, Drafter],
