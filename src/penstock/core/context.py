@@ -19,15 +19,10 @@ from penstock.core.view import NO_ROOM, Loads, Room, View
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """The table, the policies and what was learned.
-
-    trials: draft rounds with drafters that a policy does not use.
-    fairness: between tenants; None where it is off.
-    counted: requests of which only lengths are known, and that use no drafter, decode in groups.
-    runs_ahead: the executor begins the next round before it is planned, for which blocks are kept
-    where there are.
-    max_num_seqs: requests that the executor has room for at once, whatever the admission policy
-    says."""
+    """The table, the policies and what was learned. fairness: None where it is off. counted:
+    requests of which only lengths are known decode in groups. runs_ahead: the executor begins the
+    next round before it is planned, for which blocks are kept where there are. max_num_seqs: the
+    executor's room."""
 
     table: Table
     learn: Estimators

@@ -1,8 +1,5 @@
-"""The scheduler: three synchronous, deterministic methods over one table.
-
-`apply` takes in events, `schedule` composes a lane's next step (admit, select, allocate, draft,
-verify: a module each), `update` takes in what it came to (observe).
-"""
+"""The scheduler: synchronous, deterministic methods over one table. `apply` takes in events,
+`schedule` composes a lane's next step, `update` takes in what it came to."""
 
 from __future__ import annotations
 
@@ -54,13 +51,10 @@ _TARGET_ALONE = (TARGET,)
 class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
-    `pool` is the target's KV; `drafters` come with pools of their own, with the same block size.
-    A drafter without a lane of its own drafts inside the target's step; for the others `pipeline`
-    says when the target waits (default: rounds). `counted`: requests of
-    which only lengths are known, and that use no drafter, are advanced together, and steps in
-    which nothing else happens are planned at once; it changes no decision. `runs_ahead`: the
-    executor begins the next round before it is planned, for which blocks are kept where there are.
-    `max_num_seqs`: requests that the executor has room for at once; None is no limit.
+    pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
+    when the target waits for drafters that have lanes (default: rounds). counted: requests of which
+    only lengths are known are advanced together; it changes no decision. runs_ahead: the executor
+    begins the next round before it is planned. max_num_seqs: the executor's room; None is no limit.
     """
 
     def __init__(

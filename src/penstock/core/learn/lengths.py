@@ -16,12 +16,9 @@ _STEPS_WEIGHT = 0.002
 
 
 class OutputLengths:
-    """Discounted Kaplan-Meier estimate of P(output longer than n tokens).
-
-    Counting only what has ended would take long outputs for rare until the first of them ends;
-    requests that still run count for the lengths that they have reached. Older ends fade, so that
-    the curve follows a change of traffic. Before anything has ended lengths are geometric.
-    """
+    """Discounted Kaplan-Meier estimate of P(output longer than n tokens): requests that still run
+    count for the lengths that they have reached, and older ends fade. At first lengths are
+    geometric."""
 
     def __init__(self, memory: float = 2000.0) -> None:
         self._growth = 1 + 1 / memory

@@ -1,11 +1,7 @@
-"""How likely the next draft token is accepted, learned from verdicts: one interface, several
-estimators.
-
-Positions up to and including the first rejection say what a drafter is worth: later drafts stand on
-a prefix that the target did not choose. Only `Smoothed` can go by all of them. An estimator belongs
-to one stream of drafts, such as a tenant's with one drafter, and is told of every round, also of
-those without a draft.
-"""
+"""How likely the next draft token is accepted, learned from one stream of drafts, such as a
+tenant's with one drafter; told of every round, also of those without a draft. Positions behind the
+first rejection stand on a prefix that the target did not choose: only `Smoothed` can go by all of
+them."""
 
 from __future__ import annotations
 
@@ -58,8 +54,7 @@ class Smoothed(StreamModel):
     over the S positions of the draft; with `decided_only` over those up to the first rejection.
 
     on_empty: the acceptance that a round without a draft counts as, where eq. 3 divides by S = 0;
-    None leaves α̂ as it is. `step` is η, which its owner may change.
-    """
+    None leaves α̂ as it is. `step` is η, which its owner may change."""
 
     def __init__(
         self, rate: float, step: float, on_empty: float | None = None, decided_only: bool = False
@@ -121,12 +116,10 @@ _PRIOR_TOKENS = 6.0
 
 
 class Switching(StreamModel):
-    """Acceptance that stays as it is and now and then jumps: the exact Bayesian filter for rates on
-    a grid and an unknown probability of a jump in a round (as Fearnhead and Liu's change points).
-
-    Where a jump leads is learned too: a stream often returns to levels that it had before, as its
-    user does to a task. At first every level is equally likely, which counts as `_UNKNOWN_ROUNDS`.
-    """
+    """Acceptance that now and then jumps: the exact Bayesian filter for rates on a grid and an
+    unknown probability of a jump in a round (as Fearnhead and Liu's change points). Where a jump
+    leads is learned too: a stream often returns to levels that it had. At first all are equally
+    likely."""
 
     def __init__(self) -> None:
         self._posterior = _JUMP_PRIOR[:, None] * np.full(len(_LEVELS), 1 / len(_LEVELS))
@@ -162,18 +155,14 @@ _UNKNOWN_ROUNDS = 20.0
 _VISITED_DECAY = 0.998
 
 _SPREAD = 0.002
-"""Of the weight, every round: another estimator takes over within some ten rounds."""
+"""Of the weight, every round. Chosen by hand."""
 _OPTIMISM = 0.5
-"""Standard deviations of the estimators around their mean, added to it."""
+"""Standard deviations of the estimators around their mean, added to it. Chosen by hand."""
 
 
 class Bank(StreamModel):
-    """Several estimators, weighted by how well each predicted the outcomes so far: no single
-    discount is right for both a steady stream and one that jumps.
-
-    A share of the weight is spread evenly every round, so that another estimator can take over
-    (fixed share; Herbster and Warmuth, 1998).
-    """
+    """Several estimators, weighted by how well each predicted the outcomes so far. A share of the
+    weight is spread evenly every round (fixed share; Herbster and Warmuth, 1998)."""
 
     def __init__(self, experts: Sequence[StreamModel]) -> None:
         self._experts = tuple(experts)

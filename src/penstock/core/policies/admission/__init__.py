@@ -1,14 +1,11 @@
-"""Who runs in a step, and with how many known tokens. One file a policy.
-
-A policy has `name`, an `Options` dataclass and `compose(step)`, which schedules, admits and
-preempts.
-"""
+"""Who runs in a step, and with how many known tokens. One file a policy, with `name`, an `Options`
+dataclass and `compose(step)`, which schedules, admits and preempts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.core.learn import Estimators
 from penstock.core.queues import ArrivalQueue, OrderName, make_queue
@@ -17,7 +14,7 @@ from penstock.core.step import Step
 
 
 class AdmissionPolicy(ABC):
-    """Base of admission policies; only `compose` and `draft_budget` are required."""
+    """Base of admission policies; only `compose` is required."""
 
     name: ClassVar[str]
     may_idle: bool = False
@@ -25,6 +22,11 @@ class AdmissionPolicy(ABC):
     between tenants does not go with that."""
     order: OrderName = "arrival"
     """In which order the requests of a queue are tried."""
+    token_budget = 0
+    """Positions of a step, drafts included; 0: no speculation."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
 
     @abstractmethod
     def compose(self, step: Step) -> None:
@@ -36,9 +38,9 @@ class AdmissionPolicy(ABC):
         happens in them."""
         return False
 
-    @abstractmethod
     def draft_budget(self, num_tokens: int) -> int:
-        """Draft positions that may join a step of so many known tokens; 0: no speculation."""
+        """Draft positions that may join a step of so many known tokens."""
+        return max(0, self.token_budget - num_tokens)
 
     def queue_of(self, state: RequestState) -> Hashable:
         """Key of the queue in which a request waits."""

@@ -1,7 +1,5 @@
 """Penstock's own admission: prompts bought at the fluid price, memory kept for expected growth.
-
-Nothing is tuned for a workload: the price of a prompt token comes from the step-time profile, what
-is expected of memory from the output lengths seen so far.
+Nothing is tuned for a workload: prices come from the step-time profile, growth from outputs seen.
 """
 
 from __future__ import annotations
@@ -48,13 +46,10 @@ class FluidGuided(AdmissionPolicy):
     """Decode always; add prompt tokens while they are cheap for what waits; never admit what memory
     is not expected to hold.
 
-    The time of a step is a staircase in its positions, so the next prompt tokens are sometimes
-    free and sometimes expensive, while every prompt has to be computed at some time. In the
-    fluid model the best mixture of steps lies on the lower convex envelope of the staircase above
-    the decoding requests, and its slope where it meets the prompts' arrival is their price: a step
-    takes the prompt tokens that cost less than that. Under overload the price is that of the most
-    efficient step there is.
-    """
+    In the fluid model the best mixture of steps lies on the lower convex envelope of the step-time
+    staircase above the decoding requests, and its slope where it meets the prompts' arrival is
+    their price: a step takes the prompt tokens that cost less. Under overload the price is that of
+    the most efficient step there is."""
 
     name: ClassVar[str] = "fluid_guided"
 
@@ -70,17 +65,15 @@ class FluidGuided(AdmissionPolicy):
         tpot_p99: PositiveFloat | None = None
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self.order = options.order
+        self.token_budget = options.max_num_batched_tokens
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
         self._targets = Targets(options.ttft_p99, options.tpot_p99)
         self._refill = Refill()
         self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
-
-    def draft_budget(self, num_tokens: int) -> int:
-        return self.options.max_num_batched_tokens - num_tokens
 
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         """Memory is short where it is not expected to hold the request as it grows."""

@@ -26,7 +26,7 @@ class Fixed(AllocationPolicy):
         total: NonNegativeInt | None = None
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._turn = 0
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:

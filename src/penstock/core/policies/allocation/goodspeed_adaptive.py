@@ -1,9 +1,5 @@
-"""GoodSpeed's gradient scheduling with estimates that come to rest and still follow drift.
-
-Acceptance is learned for each tenant and drafter (`core/learn/streams.py`), goodput is an
-average over all that is known (`GoodputAverages`), and the price of eq. 5 can go out with every
-grant.
-"""
+"""GoodSpeed's gradient scheduling with acceptance learned for each tenant and drafter
+(`learn/streams.py`) and goodput averaged over all that is known (`GoodputAverages`)."""
 
 from __future__ import annotations
 
@@ -17,11 +13,10 @@ from penstock.core.policies.allocation.parts.gradient import (
     GoodputAverages,
     Streams,
     draft_budget,
-    tenant_weight,
     tokens_by_tenant,
 )
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
-from penstock.core.state import Outcome, RequestState
+from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths
 
@@ -46,16 +41,13 @@ class GoodSpeedAdaptive(AllocationPolicy):
         prices: bool = False
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._averages = GoodputAverages()
         self._streams = Streams()
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         options = self.options
-        names = dict.fromkeys(c.state.request.tenant for c in candidates)
-        weights = {name: tenant_weight(view.tenants, name) for name in names}
-        self._averages.meet(weights)
-        slopes = {n: w / self._averages.of(n) ** options.fairness for n, w in weights.items()}
+        slopes = self._averages.slopes(candidates, view, options.fairness)
         each = [slopes[c.state.request.tenant] for c in candidates]
         lengths, price = geometric_lengths(
             each,
@@ -73,9 +65,6 @@ class GoodSpeedAdaptive(AllocationPolicy):
     def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
         """Probability for each candidate that its next draft token is accepted."""
         return self._streams.rates(candidates)
-
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._streams.observe(outcomes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.pipeline import Pipeline
@@ -39,21 +38,16 @@ _DECIDE_EVERY_STEPS = 64
 
 
 class Auto(Pipeline):
-    """The setting with the best throughput by step times, no pipeline among them.
-
-    It is chosen again when the batch on the drafters or their draft lengths have changed much, and
-    now and then because measured times move. Before anything is known there is no pipeline.
-    """
+    """The setting with the best throughput by step times, no pipeline among them. It is chosen
+    again when the batch or draft lengths have changed much, and now and then because measured times
+    move."""
 
     name: ClassVar[str] = "auto"
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        """None."""
-
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Pipeline.Options) -> None:
+        super().__init__(options)
         self.setting = PipelineSetting()
-        self._inner: Pipeline = _Inline()
+        self._inner: Pipeline = _Inline(Pipeline.Options())
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
         self._num_steps = 0
@@ -168,15 +162,12 @@ class Auto(Pipeline):
         if setting.num > 1:
             self._inner = MicroBatches(MicroBatches.Options(setting.num), setting.share)
         else:
-            self._inner = Barrier(Barrier.Options()) if setting.num else _Inline()
+            self._inner = Barrier(Barrier.Options()) if setting.num else _Inline(Pipeline.Options())
 
 
 class _Inline(Barrier):
     """No pipeline: drafters of this machine draft inside the target's step; for those elsewhere
     there are rounds."""
-
-    def __init__(self) -> None:
-        super().__init__(Barrier.Options())
 
     @property
     def drafts_beside(self) -> bool:

@@ -18,11 +18,8 @@ from penstock.core.view import View
 
 class MicroBatches(Pipeline):
     """Requests are divided into groups; while the target verifies one, the drafters draft for the
-    next (Spin, section V-B). A group is verified when all its drafts are there.
-
-    The batch on each drafter is split evenly, as requests come, go and change drafters: those
-    between two rounds move to where there are fewest.
-    """
+    next (Spin, section V-B). A group is verified when all its drafts are there. The batch on each
+    drafter is split evenly: requests between two rounds move to where there are fewest."""
 
     name: ClassVar[str] = "micro_batches"
 
@@ -34,6 +31,7 @@ class MicroBatches(Pipeline):
 
     def __init__(self, options: Options, share: float | None = None) -> None:
         """share: of the first of two, if they are not to be even."""
+        super().__init__(options)
         self.num = options.num
         self._shares = PipelineSetting(options.num, share).shares
         self._group: dict[str, int] = {}

@@ -16,23 +16,19 @@ from penstock.core.state import RequestState
 from penstock.core.step import Step
 
 _SLACK = 1.5
-"""Times its threshold that a segment may hold, gated: the numbers scatter around their mean."""
+"""Times its threshold that a segment may hold, gated. Chosen by hand."""
 
 
 class NestedWait(AdmissionPolicy):
     """The batch is made of segments 1 to i, for the largest i for which every one of them has its
     threshold waiting at its first stage: prompts for segment 1, paused requests for the others.
-    Each gives up to its threshold a stage. Nothing is ever preempted. Paused requests keep their
-    memory and can fill it: a deadlock is reported, not hidden.
+    Each gives up to its threshold a stage. Nothing is ever preempted: paused requests can fill the
+    memory, and the deadlock is reported. Segment i holds the stages (output tokens) up to
+    `segment_ends[i]`.
 
     Gated, it serves: prompts are admitted in waves of the first threshold, and decoding never
-    waits. The other thresholds bound what runs: a segment is expected to hold no more than its
-    threshold a stage, and prompts are held back while one holds more than half as many again. A
-    request in segment i is taken to grow to the segment's end: memory for that is kept free.
-
-    Segment i holds the stages (output tokens) up to `segment_ends[i]`; what is longer than the last
-    end stays in the last segment.
-    """
+    waits. Prompts are held back while a segment holds more than 1.5 times its threshold a stage; a
+    request is taken to grow to its segment's end, and memory for that is kept free."""
 
     name: ClassVar[str] = "nested_wait"
 
@@ -52,14 +48,12 @@ class NestedWait(AdmissionPolicy):
             check_thresholds(self.segment_ends, self.thresholds, self.gated)
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self.may_idle = not options.gated
+        # The papers know no drafts.
+        self.token_budget = options.max_num_batched_tokens if options.gated else 0
         self._thresholds = [int(n) for n in options.thresholds]
         self._gate = Gate(options.thresholds[0], self._expected)
-
-    def draft_budget(self, num_tokens: int) -> int:
-        """The paper knows no drafts."""
-        return self.options.max_num_batched_tokens - num_tokens if self.options.gated else 0
 
     def compose(self, step: Step) -> None:
         if self.options.gated:

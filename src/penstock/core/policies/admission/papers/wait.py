@@ -17,16 +17,11 @@ from penstock.core.step import Step
 
 class Wait(AdmissionPolicy):
     """For every type j with at least n_j prompts at stage 0: n_j prompts and, at every later stage,
-    all requests of the type (never more than n_j) join the batch. Nothing is ever preempted. At
-    light load a prompt waits until its type has gathered, and running requests of that type wait
-    with it.
+    all requests of the type (never more than n_j) join the batch. Nothing is ever preempted. A type
+    is an expected output length, rounded up to the next of `output_lens`; stages are output tokens.
 
-    Gated, it serves: the thresholds hold back prompts only, at most one wave of each type an
-    iteration and for no longer than half a second, and none while nothing else is ready to run.
-
-    A type is an expected output length (`expected_output_tokens`, else `max_tokens`), rounded up to
-    the next of `output_lens`; stages are output tokens.
-    """
+    Gated, it serves: thresholds hold back prompts only, at most one wave of each type an iteration,
+    for no longer than half a second, and none while nothing else is ready to run."""
 
     name: ClassVar[str] = "wait"
 
@@ -46,16 +41,14 @@ class Wait(AdmissionPolicy):
             check_thresholds(self.output_lens, self.thresholds, self.gated)
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self.may_idle = not options.gated
+        # The papers know no drafts.
+        self.token_budget = options.max_num_batched_tokens if options.gated else 0
         self._gates = [Gate(n, _expected) for n in options.thresholds]
 
     def queue_of(self, state: RequestState) -> Hashable:
         return type_of(state, self.options.output_lens)
-
-    def draft_budget(self, num_tokens: int) -> int:
-        """The paper knows no drafts."""
-        return self.options.max_num_batched_tokens - num_tokens if self.options.gated else 0
 
     def compose(self, step: Step) -> None:
         if self.options.gated:

@@ -9,17 +9,13 @@ from penstock.core.state import RequestState
 from penstock.core.step import Step
 
 _MAX_WAIT_S = 0.5
-"""A prompt that has waited so long is admitted without its wave: half of the usual target for the
-first token, 1 s."""
+"""A prompt that has waited so long is admitted without its wave. Chosen by hand."""
 
 
 class Gate:
     """Admits one queue's prompts: a wave of `threshold` an iteration, and of a fraction one prompt
-    every so many iterations. Unused waves are not made up for later at once.
-
-    A request is admitted only where memory holds all that it and the running ones are expected to
-    grow to, so that right expectations never cause a preemption.
-    """
+    every so many. Unused waves are not made up for at once. A request is admitted only where memory
+    holds all that it and the running ones are expected to grow to."""
 
     def __init__(self, threshold: float, expected: Callable[[RequestState], int]) -> None:
         """expected: tokens that a request is expected to hold in the end."""

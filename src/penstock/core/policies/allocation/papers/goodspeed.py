@@ -1,10 +1,7 @@
 """GoodSpeed's gradient scheduling to the letter (eqs. 3 to 5, Algorithm 1); a client is a tenant.
 
-Kept for reproduction; `goodspeed_adaptive` is what serves. What the paper leaves open is defined
-here: what a round without a draft does to α̂ (eq. 3 divides by 0).
-A step in which a request could not draft is no round: that of its prompt, that of its last token,
-and one that its draft has missed.
-"""
+What the paper leaves open is defined here: what a round without a draft does to α̂ (eq. 3 divides
+by 0). A step in which a request could not draft is no round."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from penstock.core.policies.allocation.parts.gradient import (
     tokens_by_tenant,
 )
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Range
-from penstock.core.state import Outcome, RequestState
+from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths
 
@@ -71,7 +68,7 @@ class GoodSpeed(AllocationPolicy):
                 )
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._clients: dict[str, _Client] = {}
         self._left_out: dict[str, tuple[int, int]] = {}
         """By request: epoch and round for which it was granted nothing, though it could draft."""
@@ -97,9 +94,6 @@ class GoodSpeed(AllocationPolicy):
             if limit and not grant.num_draft_tokens
         }
         return grants
-
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
         rounds = [o for o in outcomes if self._is_round(o)]

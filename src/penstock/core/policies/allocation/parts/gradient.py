@@ -58,13 +58,9 @@ def tokens_by_tenant(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 class GoodputAverages:
     """Average goodput X of each tenant (eq. 4), in tokens a step or, told how long steps take, a
-    second.
-
-    An average over all that is known, up to a thousand steps: a constant β (eq. 4) never comes to
-    rest (Assumption 3 wants β → 0), and one that falls for ever stops listening. A tenant that is
-    new, or has been idle for IDLE_STEPS, starts at the average of those present: it brings
-    neither credit nor debt.
-    """
+    second: over all that is known, up to a thousand steps. A constant β (eq. 4) never comes to
+    rest, and one that falls for ever stops listening. A tenant that is new, or idle for IDLE_STEPS,
+    starts at the average of those present."""
 
     def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
@@ -95,6 +91,15 @@ class GoodputAverages:
             self._absent[name] = self._absent.get(name, 0) + 1
             if self._absent[name] >= IDLE_STEPS:
                 del self._tokens[name], self._time[name], self._absent[name]
+
+    def slopes(
+        self, candidates: Sequence[DraftCandidate], view: View, fairness: float, step: float = 1.0
+    ) -> dict[str, float]:
+        """U' = weight · X^(−fairness) of the candidates' tenants, which are met."""
+        names = dict.fromkeys(c.state.request.tenant for c in candidates)
+        weights = {name: tenant_weight(view.tenants, name) for name in names}
+        self.meet(weights, step)
+        return {n: w / self.of(n) ** fairness for n, w in weights.items()}
 
     def of(self, name: str) -> float:
         """X of a tenant that was met; positive."""

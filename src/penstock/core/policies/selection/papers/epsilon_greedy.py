@@ -32,7 +32,7 @@ class EpsilonGreedy(SelectionPolicy):
         seed: Seed = 0
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._rng = random.Random(options.seed)
         self._observed = ObservedGoodput()
 

@@ -17,7 +17,7 @@ from penstock.core.state import Drafter, RequestState
 from penstock.core.view import View
 
 _MEMORY = 512
-"""Prompts whose lengths are divided: enough for quantiles to a few per cent."""
+"""Prompts whose lengths are divided: quantiles of so many are good to about 2%."""
 
 
 class Greedy(SelectionPolicy):
@@ -44,7 +44,7 @@ class Greedy(SelectionPolicy):
                 raise ValueError("there must be one boundary fewer than models in order")
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._recent: deque[int] = deque()
         self._sorted: list[int] = []
 

@@ -1,11 +1,9 @@
 """Learning-based selection (Spin, Algorithms 1 and 2): explore in chunks, then exploit for twice as
 long as the time before.
 
-Algorithm 2 as printed never advances its clock, draws once for all of its chunks, and drops the
-requests that a drafter has no room for. Here every chunk draws again, and whoever finds no room
-goes to the next drafter that has some. The paper lets all requests begin together; where they come
-and go each has epochs of its own, and a slot is one of its rounds.
-"""
+Algorithm 2 as printed never advances its clock, draws once for all of its chunks, and drops
+requests that find no room. Here every chunk draws again, and they go to the next drafter with room.
+Each request has epochs of its own, and a slot is one of its rounds."""
 
 from __future__ import annotations
 
@@ -19,8 +17,7 @@ import numpy as np
 from penstock.core.policies.options import NonNegativeFloat, PositiveInt, Seed
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
-from penstock.core.policies.selection.parts.matching import assign
-from penstock.core.policies.selection.parts.places import Places
+from penstock.core.policies.selection.parts.places import Places, assign
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.view import View
 
@@ -64,7 +61,7 @@ class Lbss(SelectionPolicy):
                 )
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._rng = random.Random(options.seed)
         self._observed = ObservedGoodput()
         self._courses: dict[str, _Course] = {}

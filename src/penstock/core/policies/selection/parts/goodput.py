@@ -1,11 +1,8 @@
 """What a choice of drafter is judged by: accepted tokens per second of the round that it causes.
 
-A request is alone with its choice but not with its step. Whoever drafts inside a step delays
-everybody in it, and a drafter's time is shared by all that it drafts for; were each request charged
-only with its own waiting, the slowest drafter would look cheap because the others pay for it. So a
-choice is charged with the round that there would be if all requests of the step did as this one
-does: the sum of these charges is right when they all do.
-"""
+Whoever drafts inside a step delays everybody in it, and a drafter's time is shared by all that it
+drafts for. So a choice is charged with the round that there would be if all requests of the step
+did as this one does: the sum of these charges is right when they all do."""
 
 from __future__ import annotations
 
@@ -16,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from penstock.core.learn.times import round_seconds
+from penstock.core.policies.selection.parts.savings import num_unread
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
 from penstock.core.view import View
@@ -76,16 +74,9 @@ class RoundTimes:
     def reading(self, state: RequestState, drafter: Drafter) -> float:
         """Seconds of a switch to a drafter (c in Spin's eq. 6): it has to read the text first, and
         the longer that is the longer it takes. Inside a step all others wait for it."""
-        unread = state.num_known_tokens - _num_read(state, drafter)
+        unread = 0 if drafter.name == state.drafter else num_unread(state, drafter)
         seconds = unread * self._estimators.times.catch_up_of(drafter.name)
         return seconds if self._view.is_beside(drafter) else seconds * self._num_requests
-
-
-def _num_read(state: RequestState, drafter: Drafter) -> int:
-    if drafter.name == state.drafter or (drafter.pool is None and not drafter.remote):
-        return state.num_known_tokens
-    kv = state.kv.get(drafter.name)
-    return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
 
 
 @dataclass(slots=True)
@@ -111,13 +102,9 @@ class Mean:
 
 class ObservedGoodput:
     """Tokens per second of the rounds that were seen (r in the paper): of every request with each
-    model, and of every model over all requests.
-
-    Every round makes ALL that is known count for less, whichever drafter it had (a discounted
-    bandit; Garivier and Moulines, 2008): a mean of a choice that nobody makes any more is old, and
-    must not be held against it for ever. What has faded away is forgotten. fades: or nothing does,
-    and means are of everything.
-    """
+    model, and of every model over all requests. Every round makes ALL that is known count for less
+    (a discounted bandit; Garivier and Moulines, 2008), so that old means are not held against a
+    choice for ever. fades: or nothing does."""
 
     def __init__(self, fades: bool = True) -> None:
         self._fades = fades
