@@ -64,6 +64,8 @@ class FluidGuided(AdmissionPolicy):
         ttft_p99: PositiveFloat | None = None
         tpot_p99: PositiveFloat | None = None
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.order = options.order

@@ -25,6 +25,8 @@ class Fixed(AllocationPolicy):
         k: MaxDraftTokens = 4
         total: NonNegativeInt | None = None
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._turn = 0

@@ -56,6 +56,8 @@ class Throughput(AllocationPolicy):
         k_max: MaxDraftTokens = 8
         margin: NonNegativeFloat = 0.05
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._idle: set[tuple[str, str]] = set()

@@ -114,6 +114,8 @@ class Adaptive(SelectionPolicy):
         explore: Share = 0.1
         seed: Seed = 0
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._rng = np.random.default_rng(options.seed)

@@ -47,6 +47,8 @@ class NestedWait(AdmissionPolicy):
         def __post_init__(self) -> None:
             check_thresholds(self.segment_ends, self.thresholds, self.gated)
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self.may_idle = not options.gated

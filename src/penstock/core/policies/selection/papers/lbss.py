@@ -60,6 +60,8 @@ class Lbss(SelectionPolicy):
                     f"alpha must be a multiple of beta, not {self.alpha} against {self.beta}"
                 )
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
         super().__init__(options)
         self._rng = random.Random(options.seed)
