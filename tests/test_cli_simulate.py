@@ -21,6 +21,7 @@ from penstock.sim.profiles import load_profile, save_profile
 
 Cli = Callable[..., tuple[int, str, str]]
 HIGH = ("--workload", "high", "--profile", "a100-llama2-7b", "--rate", "15", "--requests", "200")
+GATED = ("--set", "gated=true")
 TRACE = "arrived_at,num_prefill_tokens,num_decode_tokens,tenant\n" + "".join(
     f"{0.2 * i:.1f},{40 + 10 * (i % 7)},{20 + 5 * (i % 9)},{'ab'[i % 2]}\n" for i in range(120)
 )
@@ -93,11 +94,11 @@ def test_every_admission_runs_as_it_is(cli: Cli, admission: str) -> None:
 
 
 def test_thresholds_come_from_the_planner_unless_they_are_set(cli: Cli) -> None:
-    report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", "--set", "max_wait=2")
+    report = report_of(cli, "simulate", *HIGH, "--admission", "wait", *GATED)
     assert report["options"]["output_lens"] == [101, 201, 301]
-    assert report["options"]["max_wait"] == 2.0
+    assert report["options"]["gated"] is True
     given = ("--set", "output_lens=100,200,300", "--set", "thresholds=1,0.5,.5")
-    report = report_of(cli, "simulate", *HIGH, "--admission", "wait_gated", *given)
+    report = report_of(cli, "simulate", *HIGH, "--admission", "wait", *GATED, *given)
     assert report["options"]["thresholds"] == [1.0, 0.5, 0.5]
 
 
@@ -140,7 +141,7 @@ def test_speculation_by_rate_curve_and_record(cli: Cli, tmp_path: Path) -> None:
 def test_a_picture_of_a_run(cli: Cli, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "run.png"
-    code, _, err = cli("simulate", *HIGH, "--admission", "nested_wait_gated", "--plot", path)
+    code, _, err = cli("simulate", *HIGH, "--admission", "nested_wait", *GATED, "--plot", path)
     assert code == 0, err
     assert path.read_bytes().startswith(b"\x89PNG")
 
@@ -168,7 +169,8 @@ def test_capacity_of_a_mix_and_of_a_trace(cli: Cli, tmp_path: Path) -> None:
     assert low_end <= report["capacity_requests_per_s"] <= high_end
     lengths = tmp_path / "lengths.csv"
     lengths.write_text("num_prefill_tokens,num_decode_tokens\n40,20\n50,25\n60,30\n")
-    recorded = ("--workload", lengths, "--profile", "paper-linear", "--admission", "wait_gated")
+    recorded = ("--workload", lengths, "--profile", "paper-linear", "--admission", "wait")
+    recorded += GATED
     code, out, err = cli("capacity", *recorded, "--arrivals", "poisson", "--requests", 8000)
     assert code == 0, err
     for text in ("fluid bound", "95% interval"):
@@ -181,7 +183,8 @@ def test_a_trace_that_is_too_short_is_refused_with_the_length_needed(cli: Cli, t
     assert (code, out) == (2, "")
     assert "500 requests are too few to tell which load is sustained" in err
     assert err.count("\n") == 1
-    recorded = ("--workload", trace, "--profile", "paper-linear", "--admission", "wait_gated")
+    recorded = ("--workload", trace, "--profile", "paper-linear", "--admission", "wait")
+    recorded += GATED
     code, _, err = cli("capacity", *recorded)
     assert code == 2
     assert "120 requests are too few" in err
@@ -276,9 +279,9 @@ workload: high
 profile: a100-llama2-7b
 rate: 15
 requests: 200
-admission: wait_gated
+admission: wait
 allocation: fixed
-set: {allocation: {k: 3}, max_wait: 2, output_lens: [101, 201, 301], thresholds: [1, 0.5, 0.5]}
+set: {allocation: {k: 3}, gated: true, output_lens: [101, 201, 301], thresholds: [1, 0.5, 0.5]}
 drafter: {a: 0.8, b: [0.9, 0.5]}
 fairness: true
 """
@@ -288,10 +291,10 @@ def test_a_scenario_file_is_as_its_options(cli: Cli, tmp_path: Path) -> None:
     file = tmp_path / "scenario.yaml"
     file.write_text(SCENARIO)
     named = report_of(cli, "simulate", "--scenario", file)
-    sets = ("allocation.k=3", "max_wait=2", "output_lens=101,201,301", "thresholds=1,0.5,0.5")
+    sets = ("allocation.k=3", "gated=true", "output_lens=101,201,301", "thresholds=1,0.5,0.5")
     options = [part for text in sets for part in ("--set", text)]
     options += ["--drafter", "a=0.8", "--drafter", "b=0.9,0.5", "--fairness"]
-    given = ("--admission", "wait_gated", "--allocation", "fixed")
+    given = ("--admission", "wait", "--allocation", "fixed")
     same = report_of(cli, "simulate", *HIGH, *given, *options)
     assert {**named, "wall_s": 0} == {**same, "wall_s": 0}
     fewer = report_of(cli, "simulate", "--requests", 50, "--scenario", file)
@@ -354,12 +357,11 @@ BAD_INPUT = [
     ((*LOW, "--selection", "x"), "unknown selection"),
     ((*LOW, "--set", "budget=1"), "token_budget, max"),
     ((*LOW, "--set", "token_budget=x"), "must be a whole number from 1 to 1000000000, not 'x'"),
-    ((*FLUID, "--set", "horizon=0"), "horizon must be a finite number above 0, not 0.0"),
-    ((*FLUID, "--set", "horizon=-1"), "horizon must be a finite number above 0, not -1.0"),
-    ((*FLUID, "--set", "tolerance=-1"), "tolerance must be a finite number of at least 0"),
-    ((*FLUID, "--set", "horizon=inf"), "horizon must be a finite number above 0, not inf"),
+    ((*FLUID, "--set", "ttft_p99=0"), "ttft_p99 must be a finite number above 0, or null, not"),
+    ((*FLUID, "--set", "ttft_p99=inf"), "ttft_p99 must be a finite number above 0, or null, not"),
+    ((*LOW, "--set", "allocation.margin=-1"), "margin must be a finite number of at least 0"),
     ((*FLUID, "--set", "order=random"), "order must be arrival or size_aware or slack, not"),
-    ((*FLUID, "--set", "confidence=nan"), "confidence must be a finite number of at least 0"),
+    ((*LOW, "--set", "allocation.margin=nan"), "margin must be a finite number of at least 0"),
     ((*LOW, "--set", "token_budget=8"), "token_budget must be at least max_num_seqs"),
     ((*LOW, "--set", "k"), "OPTION=VALUE"),
     ((*LOW, "--set", "router.k=1"), "allocation."),
@@ -385,7 +387,7 @@ BAD_INPUT = [
 BAD_LOADS = [
     (("--workload", "low", *SARATHI), "has no arrival times: give a rate"),
     (("--workload", "high", "--rate", "34", *WAIT), "no thresholds fit"),
-    (("--workload", "high", "--rate", "900", "--admission", "wait_gated"), "unstable"),
+    (("--workload", "high", "--rate", "900", *WAIT, *GATED), "unstable"),
 ]
 
 

@@ -90,7 +90,7 @@ class Clairvoyant(AllocationPolicy):
 
     def __init__(self, clients: Sequence[RecordedClient]) -> None:
         self._clients = clients
-        self._averages = GoodputAverages(1000)
+        self._averages = GoodputAverages()
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         names = [c.state.request.tenant for c in candidates]

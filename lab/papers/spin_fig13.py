@@ -25,12 +25,11 @@ from lab.common.claims import ClaimVerdict, Measurement, check
 from lab.common.experiment import Experiment, Trial
 from lab.common.families import SPIN_DRAFTERS
 from lab.common.report import Plot, draw, write_table
-from lab.common.steady_batch import SteadyBatch, play
+from lab.common.steady_batch import SteadyBatch, play, spin_setting
 from penstock.core.policies.pipeline.parts.planner import (
     PipelineSetting,
     best_setting,
     cycle_seconds,
-    spin_setting,
 )
 from penstock.fluid.step_profile import DrafterProfile, StepProfile
 from penstock.sim.profiles import load_profile

@@ -54,7 +54,7 @@ _SHIPPED = ("vllm_v0", "vllm_v1", "sarathi")
 _GATED_LOADS = (0.95, 0.9, 0.85, 0.8, 0.7, 0.5)
 """Shares of the bound: the first that has an equilibrium is what the gated version's thresholds are
 planned for."""
-LITERAL, GATED = "nested_wait", "nested_wait_gated"
+LITERAL, GATED = "nested_wait", "nested_wait, gated"
 _DRAWN = (LITERAL, GATED, *_SHIPPED, TUNED)
 
 
@@ -145,7 +145,7 @@ def _gated(scene: Scene, traffic: Traffic) -> Setup:
     thresholds = tuple(
         sum(n for t, n in numbers if t.output_len > start) for start in (0, *ends[:-1])
     )
-    return setup_of(GATED, profile, segment_ends=ends, thresholds=thresholds)
+    return setup_of(LITERAL, profile, gated=True, segment_ends=ends, thresholds=thresholds)
 
 
 # --- verdicts -------------------------------------------------------------------------------------

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 from tests.core.fakes import ToyDrafter, ToyExecutor
-from tests.core.world import World, make_request, make_scheduler
+from tests.core.world import ADMISSIONS, World, make_request, make_scheduler
 
 from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
-from penstock.core.policies.registry import PolicyError, make_policy, policies
+from penstock.core.policies.registry import PolicyError, make_policy
 from penstock.core.scheduler import Scheduler
 from penstock.core.types import TARGET, Arrive
 from penstock.fluid.step_profile import PAPER_LINEAR
@@ -168,9 +168,11 @@ def test_bad_options(options: dict[str, Any], said: str) -> None:
         make_policy("admission", "vllm_v1", options)
 
 
-@pytest.mark.parametrize("name", sorted(policies("admission")))
-def test_a_request_that_is_alone_is_served_or_the_policy_names_what_serves(name: str) -> None:
-    policy = make_policy("admission", name)
+@pytest.mark.parametrize(("name", "options"), ADMISSIONS.values())
+def test_a_request_that_is_alone_is_served_unless_the_policy_may_idle(
+    name: str, options: dict[str, Any]
+) -> None:
+    policy = make_policy("admission", name, options)
     scheduler = Scheduler(
         BlockPool(64, 4),
         [],
@@ -185,6 +187,5 @@ def test_a_request_that_is_alone_is_served_or_the_policy_names_what_serves(name:
     for _ in range(100):
         world.move()
         world.turn()
-    assert bool(world.ends) == (policy.serves_instead is None)
-    if policy.serves_instead is not None:
-        assert policies("admission")[policy.serves_instead].serves_instead is None
+    assert bool(world.ends) == (not policy.may_idle)
+    assert policy.may_idle == (name in ("wait", "nested_wait") and not options)

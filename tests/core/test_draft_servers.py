@@ -240,14 +240,15 @@ def test_requests_go_to_the_least_loaded_server_that_may_see_them() -> None:
 
 def test_round_trips_are_told_from_drafting() -> None:
     links = Desk("off").scheduler.learn.links
-    assert not links.knows("s")
     first_patience = links.patience("s", 4)
     for n in [1, 5, 3, 2, 8, 4] * 10:
         links.observe("s", n, 0.03 + 0.012 * n)
-    assert links.round_trip("s") == pytest.approx(0.03, rel=0.1)
-    assert links.per_token("s") == pytest.approx(0.012, rel=0.05)
+    assert links.seconds("s", 0) == pytest.approx(0.03, rel=0.1)
+    assert links.seconds("s", 11) - links.seconds("s", 1) == pytest.approx(0.12, rel=0.05)
     assert links.seconds("s", 10) < links.patience("s", 10) < first_patience
-    assert links.per_token("unknown") == links.per_token("s"), "what others take is the best guess"
+    assert links.seconds("unknown", 4) == links.seconds("s", 4), (
+        "what others take is the best guess"
+    )
 
 
 def test_a_prompt_goes_where_its_tenant_allows_even_by_name() -> None:
@@ -343,8 +344,7 @@ def test_lines_show_that_a_silent_server_lives() -> None:
     assert [o.request_id for o in desk.send("s1").drafts] == ["r1"]
 
 
-@pytest.mark.parametrize("allocation", ["deadline", "renewal"])
-def test_policies_know_that_what_is_at_hand_costs_no_waiting(allocation: str) -> None:
+def test_what_is_at_hand_costs_no_waiting() -> None:
     """Far away nothing is worth its round trip; what is here already is."""
     desk = prefilled("async")
     learn = desk.scheduler.learn
@@ -356,7 +356,7 @@ def test_policies_know_that_what_is_at_hand_costs_no_waiting(allocation: str) ->
     view = View(desk.scheduler.table.drafters, learn, 1.0, room=Room(16, 1, 1))
     lengths = []
     for num_at_hand in (0, 3):
-        policy = make_policy("allocation", allocation, {"total": 16, "prior_mean": 0.8})
+        policy = make_policy("allocation", "deadline", {"total": 16})
         # It has had a token in every step of the target.
         for step in range(200):
             policy.allocate([DraftCandidate(state, "s1", 0)], view)

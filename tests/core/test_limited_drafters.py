@@ -61,7 +61,7 @@ def test_a_text_with_unknown_tokens_is_not_drafted_for(pipeline: str, named: boo
     assert {o.request_id for o in orders_of(world)} == {"r0"}
 
 
-POLICIES = ("single", "greedy", "epsilon_greedy", "ucb", "lbss", "replay", "adaptive")
+POLICIES = ("single", "greedy", "epsilon_greedy", "lbss", "adaptive")
 
 
 @pytest.mark.parametrize("policy", [*POLICIES, "rotating"])

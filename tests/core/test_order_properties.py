@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.core.fakes import ToyExecutor
-from tests.core.world import World, make_request
+from tests.core.world import ADMISSIONS, World, make_request
 
 import penstock.sim.run
 from penstock.config import PolicyConfig
@@ -30,7 +30,7 @@ from penstock.sim.workloads import Workload, make_workload
 ORDERS = typing.get_args(OrderName)
 IN_ORDER = [n for n in policy_names("admission") if "order" in option_types("admission", n)]
 CASES = [(name, {"order": order}) for name in IN_ORDER for order in ORDERS]
-CASES += [(name, {}) for name in policy_names("admission") if name not in IN_ORDER]
+CASES += [case for case in ADMISSIONS.values() if case[0] not in IN_ORDER]
 NO_LIMITS = {"max_num_batched_tokens": 10**6, "max_num_seqs": 10**6}
 
 

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lab.common.steady_batch import spin_setting
 from penstock.core.policies.pipeline.parts.planner import (
     Lane,
     PipelineSetting,
     Round,
     best_setting,
     cycle_seconds,
-    spin_setting,
     split,
 )
 

@@ -223,9 +223,9 @@ def test_a_policy_is_one_file_anywhere(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "method"),
     [
-        ("admission", "draft_budget"),
+        ("admission", "compose"),
         ("selection", "select"),
-        ("allocation", "reserve"),
+        ("allocation", "allocate"),
         ("pipeline", "hold_until"),
     ],
 )

@@ -13,7 +13,7 @@ from penstock.core.kv.blocks import BlockPool
 from penstock.core.learn import Estimators
 from penstock.core.loop import Loop
 from penstock.core.policies.pipeline import Pipeline
-from penstock.core.policies.registry import make_pipeline, make_policy
+from penstock.core.policies.registry import make_pipeline, make_policy, policy_names
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy
 from penstock.core.scheduler import Scheduler
 from penstock.core.state import Drafter, RequestState
@@ -36,6 +36,11 @@ from penstock.core.view import View
 from penstock.sim.clock import VirtualClock
 
 ADMISSION = {"max_num_batched_tokens": 64, "max_num_seqs": 16}
+GATED = {f"{name}, gated": (name, {"gated": True}) for name in ("wait", "nested_wait")}
+ADMISSIONS: dict[str, tuple[str, dict[str, Any]]] = GATED | {
+    name: (name, {}) for name in policy_names("admission")
+}
+"""Every admission policy as it is, and those with thresholds gated: its name and options."""
 
 
 def make_scheduler(

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from tests.core.fakes import ToyDrafter, ToyExecutor
-from tests.core.world import Chaos, Rotating, World, make_request, make_scheduler
+from tests.core.world import ADMISSIONS, Chaos, Rotating, World, make_request, make_scheduler
 from tests.golden.record import Recorder
 
 from penstock.config import PolicyConfig
@@ -64,24 +64,24 @@ def with_tenants(workload: Workload, num: int = 4) -> Workload:
 def admission_options(admission: str, name: str) -> dict[str, Any]:
     """Thresholds for those that have them."""
     lengths = {"high": (101, 201, 301), "long": (50, 100, 150)}[name]
-    share = 0.3 if admission.endswith("_gated") else 1
-    thresholds = tuple(share * 1 for _ in lengths)
-    if admission.startswith("wait"):
-        return {"output_lens": lengths, "thresholds": thresholds}
-    if admission.startswith("nested_wait"):
-        return {"segment_ends": lengths, "thresholds": thresholds}
+    policy, options = ADMISSIONS[admission]
+    thresholds = tuple(0.3 if options else 1 for _ in lengths)
+    if policy == "wait":
+        return {"output_lens": lengths, "thresholds": thresholds, **options}
+    if policy == "nested_wait":
+        return {"segment_ends": lengths, "thresholds": thresholds, **options}
     return {}
 
 
 def of_admission() -> Iterator[tuple[str, Scenario]]:
     high = make_workload("high", num_requests=120, rate=40, seed=3)
     workloads = {"high": (high, 8000, 1), "long": (long_prompts(), 4256, 16)}
-    for admission in sorted(policies("admission")):
+    for admission in sorted(ADMISSIONS):
         for name, (workload, kv_tokens, block_size) in workloads.items():
             options = admission_options(admission, name)
             setup = Setup(
                 PROFILE,
-                PolicyConfig.of(admission, **options),
+                PolicyConfig.of(ADMISSIONS[admission][0], **options),
                 kv_tokens=kv_tokens,
                 block_size=block_size,
             )
@@ -191,20 +191,15 @@ def of_drafters() -> Iterator[tuple[str, Scenario]]:
             kv_tokens=1600,
         )
         yield f"allocation {allocation}", lambda s=shared: simulated(s, short_texts())
-    for estimator in ("beta", "discounts"):
-        learned = drafting(
-            allocation=PolicyConfig.of(
-                "goodspeed_adaptive", estimator=estimator, total=12, prices=True
-            ),
-        )
-        yield f"estimator {estimator}", lambda s=learned: simulated(s, short_texts())
+    priced = drafting(allocation=PolicyConfig.of("goodspeed_adaptive", total=12, prices=True))
+    yield "goodspeed_adaptive, prices", lambda: simulated(priced, short_texts())
     for evidence in ("hold", "zero"):
         literal = drafting(allocation=PolicyConfig.of("goodspeed", on_empty=evidence, total=12))
         yield f"goodspeed, {evidence}", lambda s=literal: simulated(s, short_texts())
     for pipeline in ("off", "async", "2", "4", "auto"):
         beside = drafting(selection=PolicyConfig.of("adaptive"), pipeline=pipeline)
         yield f"pipeline {pipeline}", lambda s=beside: simulated(s, short_texts(), COMINGS)
-        scarce = drafting(selection=PolicyConfig.of("ucb"), pipeline=pipeline, kv_tokens=1024)
+        scarce = drafting(selection=PolicyConfig.of("lbss"), pipeline=pipeline, kv_tokens=1024)
         yield f"pipeline {pipeline}, scarce", lambda s=scarce: simulated(s, short_texts())
     for admission in ("fluid_guided", "sarathi"):
         fair = drafting(

@@ -114,7 +114,7 @@ def test_the_high_workload_must_gain_more() -> None:
 
 
 def test_ten_segments_are_judged_by_whether_they_fit() -> None:
-    best = {"a scene": {"vllm_v0": seeds(100), "nested_wait_gated": seeds(130)}}
+    best = {"a scene": {"vllm_v0": seeds(100), "nested_wait, gated": seeds(130)}}
     ten, literal, gated = nested.verdicts(best, {})
     assert (ten.outcome, literal.outcome, gated.outcome) == (
         "does not hold",

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.core.world import ADMISSIONS
 from tests.products import covering
 
 from penstock.config import PolicyConfig
-from penstock.core.policies.registry import policies
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
 from penstock.sim.workloads import Workload, make_workload
@@ -39,13 +39,14 @@ THRESHOLDS = {"low": (2, 2), "high": (1, 1, 1), "long": (1, 1, 1)}
 
 def options_of(admission: str, name: str) -> dict[str, Any]:
     lengths, thresholds = LENGTHS[name], THRESHOLDS[name]
-    if admission.endswith("_gated"):
-        options: dict[str, Any] = {"thresholds": tuple(0.3 * n for n in thresholds)}
+    policy, options = ADMISSIONS[admission]
+    if options:
+        options = {"thresholds": tuple(0.3 * n for n in thresholds), **options}
     else:
         options = {"thresholds": thresholds}
-    if admission.startswith("wait"):
+    if policy == "wait":
         return {"output_lens": lengths, **options}
-    if admission.startswith("nested_wait"):
+    if policy == "nested_wait":
         return {"segment_ends": lengths, **options}
     return {}
 
@@ -57,7 +58,7 @@ def both(
         run(
             Setup(
                 PROFILE,
-                PolicyConfig.of(admission, **options_of(admission, name), **options),
+                PolicyConfig.of(ADMISSIONS[admission][0], **options_of(admission, name), **options),
                 kv_tokens=kv_tokens or MEMORY[name],
                 block_size=block_size,
                 counted=counted,
@@ -84,7 +85,7 @@ def assert_same(counted: Report, single: Report) -> None:
 
 @pytest.mark.parametrize(
     ("admission", "name", "block_size"),
-    covering(sorted(policies("admission")), WORKLOADS, [1, 16], strength=1),
+    covering(sorted(ADMISSIONS), WORKLOADS, [1, 16], strength=1),
 )
 def test_counting_changes_nothing(admission: str, name: str, block_size: int) -> None:
     literal = admission in ("wait", "nested_wait")

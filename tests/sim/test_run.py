@@ -158,38 +158,39 @@ def test_a_recording_is_no_mix_whatever_it_is_called() -> None:
 
 
 @pytest.mark.parametrize("name", ["low", "high", "nested", "ten_bins"])
-@pytest.mark.parametrize("admission", ["wait_gated", "nested_wait_gated"])
+@pytest.mark.parametrize("admission", ["wait", "nested_wait"])
 def test_planned_thresholds_carry_their_load(name: str, admission: str) -> None:
     bound = load_bound(PROFILE, make_workload(name, num_requests=2000, rate=1), PROFILE.kv_tokens)
     workload = make_workload(name, num_requests=600, rate=0.7 * bound, seed=4)
-    options = threshold_options(admission, PROFILE, workload, 0.7 * bound, PROFILE.kv_tokens)
-    figures = run(Setup(PROFILE, PolicyConfig.of(admission, **options)), workload).figures()
+    policy = PolicyConfig.of(admission, gated=True)
+    options = threshold_options(policy, PROFILE, workload, 0.7 * bound, PROFILE.kv_tokens)
+    figures = run(Setup(PROFILE, policy.with_defaults(options)), workload).figures()
     assert figures["requests_completed"] == 600
     assert figures["throughput_requests_per_s"] > 0.4 * 0.7 * bound
 
 
 def test_planned_thresholds_of_the_literal_algorithms_are_whole() -> None:
     paper = load_profile("paper-linear")
-    wait = threshold_options("wait", paper, HIGH, 30.0, paper.kv_tokens)
+    wait = threshold_options(PolicyConfig.of("wait"), paper, HIGH, 30.0, paper.kv_tokens)
     assert wait["output_lens"] == (101, 201, 301)
     assert all(type(n) is int for n in wait["thresholds"])
-    nested = threshold_options("nested_wait", paper, HIGH, 30.0, paper.kv_tokens)
+    nested = threshold_options(PolicyConfig.of("nested_wait"), paper, HIGH, 30.0, paper.kv_tokens)
     assert nested["segment_ends"][-1] == 301
     assert all(type(n) is int for n in nested["thresholds"])
-    assert threshold_options("sarathi", paper, HIGH, 30.0, paper.kv_tokens) == {}
+    assert threshold_options(PolicyConfig.of("sarathi"), paper, HIGH, 30.0, paper.kv_tokens) == {}
     with pytest.raises(PlanError, match="wait at 70 requests a second: no thresholds fit"):
-        threshold_options("wait", paper, HIGH, 70.0, paper.kv_tokens)
+        threshold_options(PolicyConfig.of("wait"), paper, HIGH, 70.0, paper.kv_tokens)
 
 
 def test_thresholds_that_cannot_fit_are_refused() -> None:
     options = {"output_lens": (101, 201, 301), "thresholds": (1, 1, 1)}
-    check_thresholds_fit("wait", options, HIGH, 160_000)
-    check_thresholds_fit("wait_gated", options, HIGH, 100)
+    check_thresholds_fit(PolicyConfig.of("wait", **options), HIGH, 160_000)
+    check_thresholds_fit(PolicyConfig.of("wait", gated=True, **options), HIGH, 100)
     with pytest.raises(PlanError, match=r"thresholds 1,1,1 hold up to 1\d{5} KV tokens"):
-        check_thresholds_fit("wait", options, HIGH, 100_000)
+        check_thresholds_fit(PolicyConfig.of("wait", **options), HIGH, 100_000)
     segments = {"segment_ends": (100, 300), "thresholds": (3, 1)}
     with pytest.raises(PlanError, match="nested_wait: thresholds 3,1 hold up to"):
-        check_thresholds_fit("nested_wait", segments, HIGH, 50_000)
+        check_thresholds_fit(PolicyConfig.of("nested_wait", **segments), HIGH, 50_000)
 
 
 def test_the_static_budget_is_at_a_corner_and_within_memory() -> None:

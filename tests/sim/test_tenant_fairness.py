@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.core.world import ADMISSIONS
 from tests.products import covering
 from tests.sim.test_counted import LENGTHS, THRESHOLDS, assert_same
 
 from penstock.config import PolicyConfig
-from penstock.core.policies.registry import policies
 from penstock.sim.acceptance import GeometricAcceptance
 from penstock.sim.profiles import load_profile
 from penstock.sim.run import Report, Setup, run
@@ -43,17 +43,19 @@ MEMORY = {"high": 8000, "long": 4200}
 
 def setup_of(admission: str, name: str, fairness: bool, **changes: Any) -> Setup:
     options: dict[str, Any] = {}
-    if admission in ("wait_gated", "nested_wait_gated"):
-        key = "output_lens" if admission == "wait_gated" else "segment_ends"
-        options = {key: LENGTHS[name], "thresholds": tuple(0.3 * n for n in THRESHOLDS[name])}
+    policy, gated = ADMISSIONS[admission]
+    if gated:
+        key = "output_lens" if policy == "wait" else "segment_ends"
+        thresholds = tuple(0.3 * n for n in THRESHOLDS[name])
+        options = {key: LENGTHS[name], "thresholds": thresholds, **gated}
     changes.setdefault("kv_tokens", MEMORY[name])
-    return Setup(PROFILE, PolicyConfig.of(admission, **options), fairness=fairness, **changes)
+    return Setup(PROFILE, PolicyConfig.of(policy, **options), fairness=fairness, **changes)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("admission", "name"),
-    covering(sorted(set(policies("admission")) - set(LITERAL)), WORKLOADS, strength=1),
+    covering(sorted(set(ADMISSIONS) - set(LITERAL)), WORKLOADS, strength=1),
 )
 def test_counting_changes_nothing(admission: str, name: str) -> None:
     reports = [
@@ -71,7 +73,7 @@ def test_counting_changes_nothing(admission: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("admission", "name"),
-    covering(sorted(set(policies("admission")) - set(LITERAL)), WORKLOADS, strength=1),
+    covering(sorted(set(ADMISSIONS) - set(LITERAL)), WORKLOADS, strength=1),
 )
 def test_one_tenant_is_served_as_without(admission: str, name: str) -> None:
     alone = replace(WORKLOADS[name], tenants=None)

@@ -122,11 +122,10 @@ def serve(
 
 def _warn_of_idling(admission: PolicyConfig) -> None:
     """Say where the policy may leave a client without an answer, and what to take instead."""
-    instead = admission.make("admission").serves_instead
-    if instead is not None:
+    if admission.make("admission").may_idle:
         _log.warning(
             "--admission %s may wait for other requests before it goes on, and then answers no "
-            "client that is alone; --admission %s or fluid_guided always serves",
+            "client that is alone; its option gated: true, or --admission fluid_guided, always "
+            "serves",
             admission.name,
-            instead,
         )

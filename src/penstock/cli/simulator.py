@@ -332,13 +332,14 @@ def with_thresholds(base: Setup, workload: Workload) -> Setup:
     from penstock.sim.run import make_scheduler
 
     kv_tokens = base.num_blocks * base.block_size
-    name, given = base.admission.name, base.admission.options
-    set_by_hand = {"thresholds", "output_lens", "segment_ends"} & given.keys()
-    if has_thresholds(name) and not set_by_hand:
-        planned = threshold_options(name, base.profile, workload, mean_rate(workload), kv_tokens)
+    admission = base.admission
+    set_by_hand = {"thresholds", "output_lens", "segment_ends"} & admission.options.keys()
+    if has_thresholds(admission.name) and not set_by_hand:
+        rate = mean_rate(workload)
+        planned = threshold_options(admission, base.profile, workload, rate, kv_tokens)
         base = replace(base, admission=base.admission.with_defaults(planned))
     make_scheduler(base)
-    check_thresholds_fit(name, base.admission.options, workload, kv_tokens)
+    check_thresholds_fit(base.admission, workload, kv_tokens)
     return base
 
 

@@ -1,18 +1,15 @@
 """Drafts that a draft server sends before they are asked for, so that no round trip is waited for.
 
-A *line* is a likely continuation of a request's text, token by token. The first follows the text;
-another one leaves a line where that may turn out wrong, with the runner-up:
+A *line* is a likely continuation of a request's text. The first follows the text; another one
+leaves a line where that may turn out wrong, with the runner-up:
 
     text |--- a --- b --- c --- d      line 1, from the text
                     |
                     +---- e --- f      line 2, leaves line 1 instead of b's successor
 
-The draft server grows its lines where the text is likely to come along (`spots_of`), in idle time
-only. The verification server keeps what has come (`LinesAhead`) and follows its verified text: what
-has turned out wrong is dropped, and the next draft is what goes on from there, if anything does.
-Lines say nothing that a text would depend on: their tokens are drafts, compared with the target's
-own samples.
-"""
+The draft server grows its lines in idle time where the text is likely to come along (`spots_of`).
+The verification server keeps them (`LinesAhead`) and drops what its verified text contradicts; the
+next draft is what goes on from there. Their tokens are drafts like any others."""
 
 from __future__ import annotations
 

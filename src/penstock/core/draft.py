@@ -1,8 +1,5 @@
-"""Phase 4: order drafts, inside the target's step or in lanes beside it, and replays.
-
-A drafter in a lane works while the target does. Its requests are due, ordered, held or, where no
-draft came, skipped (`DraftStage`); then the target verifies, and the next round begins.
-"""
+"""Phase 4: order drafts, inside the target's step or in lanes beside it, and replays. In a lane a
+request is due, ordered, held or skipped (`DraftStage`); then the target verifies."""
 
 from __future__ import annotations
 
@@ -132,7 +129,7 @@ def orders_of_lane(ctx: Context, lane: str, plan_id: int, now: float) -> tuple[D
         # All that speculate share the positions that may join them in a step.
         states = _beside(ctx)
         num = len(states)
-        room = Room(max(0, ctx.admission.draft_budget(num)), num, num)
+        room = Room(ctx.admission.draft_budget(num), num, num)
         due.grants = allocate(ctx, states, room, now)
     orders = []
     for state in chosen:

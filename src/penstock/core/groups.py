@@ -1,10 +1,6 @@
-"""Decoding requests of which only lengths are known, advanced together.
-
-Where nobody asks for their tokens, requests that decode side by side differ in nothing but when
-they end. A decode group counts steps for all of them at once, so that a step costs the same for
-three requests as for three hundred; one that leaves gets its own numbers back. The decisions are
-those that the same requests get one by one, which the tests compare.
-"""
+"""Decoding requests of which only lengths are known, advanced together: a group counts steps for
+all its members at once, so that a step costs the same for three requests as for three hundred. The
+decisions are those that the same requests get one by one, which the tests compare."""
 
 from __future__ import annotations
 

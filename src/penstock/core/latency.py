@@ -1,9 +1,5 @@
-"""How fast a request has to go from now on to meet its client's target.
-
-TPOT is a mean over a request's output, so it allows its last token until so many targets after the
-first one; a deadline says when that is. Either way some seconds are left, and some tokens are to be
-made in them.
-"""
+"""How fast a request has to go from now on to meet its client's target: some seconds are left, and
+some tokens are to be made in them. TPOT is a mean over the output after the first token."""
 
 from __future__ import annotations
 
@@ -26,9 +22,7 @@ class Remaining(NamedTuple):
 
 def remaining(state: RequestState, now: float, mean_tokens: float) -> Remaining | None:
     """Of a request that has its first token, by the target that asks for more; None without one.
-
-    mean_tokens: that a request has yet to make, where nothing else is known. With a target for TPOT
-    nothing else is looked at: a request that is within it at all times is so wherever it ends.
+    mean_tokens: that it has yet to make, where nothing else is known; TPOT looks at nothing else.
     """
     tpot, deadline = state.request.latency
     found = []

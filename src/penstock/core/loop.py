@@ -1,8 +1,7 @@
 """One turn of the loop: events in, plans out, results in, outputs out.
 
 The live engine and the simulator call the same turn; they differ in clock and executor only. The
-simulator, which knows when all lanes are busy, leaves out then what could not do anything.
-"""
+simulator, which knows when all lanes are busy, leaves out then what could not do anything."""
 
 from __future__ import annotations
 

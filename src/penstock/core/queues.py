@@ -1,8 +1,5 @@
-"""Requests that wait to be admitted: in which queue, and in which order they are tried.
-
-A queue is asked for its `first` request, or iterated, which is what `first` would come to if every
-request were admitted in turn. It is told who is admitted, in whatever order that happens.
-"""
+"""Requests that wait to be admitted: in which queue, and in which order they are tried. A queue is
+asked for its `first` request, or iterated, as if every request were admitted in turn."""
 
 from __future__ import annotations
 
@@ -75,18 +72,13 @@ class _Entry(NamedTuple):
 
 class SizeAwareQueue(ArrivalQueue):
     """The smallest first, as far as the oldest may be passed: while a request is the oldest, others
-    pass it with up to `delay` times its own work. What the last of them took beyond that is
-    deducted from what may pass the next.
+    pass it with up to `delay` times its own work; what is beyond that is deducted from the next
+    one's.
 
     So a request starts after at most 1 + `delay` times the work that was there before it, besides
-    `delay` times its own and one other request. In a lasting queue the smallest get a share
-    delay / (1 + delay) of the capacity and do not wait; the rest is served in order of arrival. In
-    the fluid limit no rule with that bound has a lower mean wait, because the delay that each may
-    suffer is spent on as many others as possible.
-
-    size_of: what is small. work_of: seconds, or anything like it, to serve a request. Both are
-    asked once, when it arrives: estimates move while it waits.
-    """
+    `delay` times its own and one other request. In the fluid limit no rule with that bound has a
+    lower mean wait. size_of: what is small; work_of: seconds, or anything like it, to serve a
+    request. Both are asked once, when it arrives: estimates move while it waits."""
 
     def __init__(
         self,

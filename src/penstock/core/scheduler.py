@@ -56,12 +56,10 @@ _TARGET_ALONE = (TARGET,)
 class Scheduler:
     """Composes admission, selection and allocation over paged KV memory.
 
-    `pool` is the target's KV; `drafters` come with pools of their own, with the same block size.
-    A drafter without a lane of its own drafts inside the target's step; for the others `pipeline`
-    says when the target waits (default: rounds). `counted`: requests of
-    which only lengths are known, and that use no drafter, are advanced together, and steps in
-    which nothing else happens are planned at once; it changes no decision. `max_num_seqs`:
-    requests that the executor has room for at once; None is no limit.
+    pool: the target's KV; `drafters` have pools of their own, with the same block size. pipeline:
+    when the target waits for drafters that have lanes (default: rounds). counted: requests of which
+    only lengths are known are advanced together; it changes no decision. max_num_seqs: the
+    executor's room; None is no limit.
     """
 
     def __init__(
@@ -85,7 +83,7 @@ class Scheduler:
         pools = {d.name: d.pool for d in by_name.values() if d.pool is not None}
         if any(p.block_size != pool.block_size for p in pools.values()):
             raise ValueError("all models must use the same KV block size")
-        is_fair = fairness and admission.knows_tenants
+        is_fair = fairness and not admission.may_idle
         known_tenants = {t.name: t for t in tenants}
         groups: dict[Hashable, DecodeGroup] = {}
         accounts = Accounts(known_tenants, learn, groups, is_fair=is_fair)

@@ -73,21 +73,16 @@ SKIPPED = DraftRound(DraftStage.SKIPPED)
 
 @dataclass(slots=True)
 class Drafter:
-    """A drafter as the scheduler sees it: a name, perhaps a KV pool, perhaps a lane of its own.
+    """A drafter as the scheduler sees it.
 
-    has_lane: it can draft beside the target, and does where the pipeline wants that.
-    remote: a draft server, which always does. Its lane takes orders at any time, and answers them
-    one by one by `DraftReady`; `tenant` is the only one whose prompts it may see (None: every
-    tenant's).
-    silent: it has missed a deadline, and has not answered since.
-    model: what it runs, if not the model of its own name: instances of one model accept alike.
-    max_num_seqs: most requests that it drafts for at once (Spin's B_j); None is no limit.
-    stops_early: it ends a draft of its own accord where an order's `min_survival` says so.
-    max_len: most tokens of a text that it can read; vocab_size: token ids that it knows, from 0 on.
-    Both are None where it can read whatever the target can.
-    is_chained: it weighs look-up against its model in every round (`RoundCosts`), and drafts as
-    much of what is granted as that is worth.
-    """
+    has_lane: it can draft beside the target, and does where the pipeline wants that. remote: a
+    draft server, which always does, and answers orders one by one (`DraftReady`); `tenant` is the
+    only one whose prompts it may see (None: every tenant's). silent: it has missed a deadline, and
+    has not answered since. model: what it runs, if not its own name: instances of one model accept
+    alike. max_num_seqs: requests that it drafts for at once (Spin's B_j); None is no limit.
+    stops_early: it ends a draft where an order's `min_survival` says so. max_len: tokens of a text
+    that it can read; vocab_size: token ids that it knows, from 0 on; None: as the target.
+    is_chained: it weighs look-up against its model in every round (`RoundCosts`)."""
 
     name: str
     pool: BlockPool | None = None
@@ -216,6 +211,11 @@ class RequestState:
         if self.ahead is None or self.ahead.drafter != drafter:
             return ()
         return self.ahead.path(self.num_known_tokens)
+
+    def num_unread(self, pool: str) -> int:
+        """Known tokens that a drafter's KV does not hold."""
+        kv = self.kv.get(pool)
+        return self.num_known_tokens - (0 if kv is None else kv.num_computed_tokens)
 
     @property
     def num_remaining_tokens(self) -> int:

@@ -1,9 +1,6 @@
-"""The step in the making: what an admission policy may look at, and what it may do.
-
-A policy asks (`can_...`, counters) and acts (`schedule...`, `admit`, `preempt`); memory and epochs
-stay consistent whatever it does. Requests that decode are acted on together: how many there are
-then makes no difference to a policy, nor to its cost where a decode group counts for all of them.
-"""
+"""The step in the making: what an admission policy may look at (`can_...`, counters), and what it
+may do (`schedule...`, `admit`, `preempt`). Requests that decode are acted on together, so that
+their number makes no difference to a policy."""
 
 from __future__ import annotations
 
@@ -49,15 +46,11 @@ class StepRules(NamedTuple):
 
 
 class Step:
-    """One target step being composed.
-
-    learn: what was learned so far. running: all admitted requests, oldest first.
-    scheduled: known tokens of requests in this step, by id; `decoding` are decode groups in it.
-    num_tokens: known tokens scheduled so far; drafts are not among them.
-    num_reserved: draft positions that the scheduled decoding requests would like to use.
-    wake_at: compose again at this time even if nothing happens before.
-    stalled: why nothing can ever run again unless a request is cancelled or another arrives.
-    """
+    """One target step being composed. running: all admitted requests, oldest first. scheduled:
+    known tokens of requests in this step, by id; decoding: decode groups in it. num_tokens: known
+    tokens scheduled so far. num_reserved: draft positions that the scheduled requests would like to
+    use. wake_at: compose again at this time even if nothing happens before. stalled: why nothing
+    can ever run again unless a request is cancelled or another arrives."""
 
     __slots__ = (
         "_rules",

@@ -59,16 +59,11 @@ class DueDrafts:
 
 
 class Table:
-    """All mutable state.
-
-    requests: unfinished ones, by id, in the order of arrival.
-    running: of those the admitted ones, in the order of admission.
-    solo: of those the ones that no decode group counts.
-    groups: decode groups, by their key; key_of: of requests that an admission policy keeps apart
-    from the others, by id.
-    in_flight: ids of plans that have not ended.
-    replays: orders to read verified text, by request and drafter, with the KV that each extends.
-    """
+    """All mutable state. requests: unfinished ones, by id, in the order of arrival; running: the
+    admitted ones, in the order of admission; solo: of those the ones that no decode group counts.
+    groups: decode groups, by their key; key_of: of requests that an admission policy keeps apart,
+    by id. in_flight: ids of plans that have not ended. replays: orders to read verified text, by
+    request and drafter, with the KV that each extends."""
 
     def __init__(
         self,

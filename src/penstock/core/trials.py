@@ -1,11 +1,9 @@
-"""Trials: draft rounds with a drafter that is not used, so that its times stay known.
+"""Trials: draft rounds with a drafter that is not used, so that its times stay known (ADR 18).
 
-A policy that weighs time does not use a drafter that does not pay by the times it knows. Those may
-be wrong: they were measured at a busy start, or under load that has ended, and a drafter that is
-not used is not measured. So a request drafts a few tokens with it now and then, whatever the policy
-says. Trials take a small share of the target's time, and a larger one while there is more doubt:
-at the start, and when the target's own steps have become faster or slower since the last trial.
-"""
+A policy that weighs time does not use a drafter that does not pay by the times it knows, which may
+be wrong. So a request drafts a few tokens with it now and then. Trials take a small share of the
+target's time, and a larger one while there is more doubt: at the start, and when the target's own
+steps have become faster or slower since."""
 
 from __future__ import annotations
 
@@ -39,12 +37,9 @@ _NUM_TOKENS = 4
 
 @dataclass(slots=True)
 class _Watch:
-    """One drafter.
-
-    since: when it was measured last, in seconds of the target; pace: seconds of a target's step
-    then. cost: seconds that its last trial took beyond what its tokens were worth. num_trials: in a
-    row, without use between them.
-    """
+    """One drafter. since: when it was measured last, in seconds of the target; pace: seconds of a
+    target's step then. cost: of its last trial, in seconds beyond what its tokens were worth.
+    num_trials: in a row, without use."""
 
     since: float
     pace: float
@@ -108,7 +103,7 @@ class Trials:
             for name, drafter in open_to.items():
                 able = [s for s in readers if drafter.can_read(s)]
                 if able and name not in used and self._is_due(name):
-                    self._begin(min(able, key=lambda s: _num_unread(s, name)), name)
+                    self._begin(min(able, key=lambda s: s.num_unread(name)), name)
                     break
         trial = self._trial
         if trial is not None and any(state is trial.state for state in states):
@@ -146,7 +141,7 @@ class Trials:
         for name in dict.fromkeys(c.drafter for c in candidates):
             able = [c.state for c in candidates if c.drafter == name and c.limit >= _NUM_TOKENS]
             if able and name not in used and self._is_due(name):
-                self._begin(min(able, key=lambda s: _num_unread(s, name)), name)
+                self._begin(min(able, key=lambda s: s.num_unread(name)), name)
                 return
 
     # --- when -----------------------------------------------------------------------------------
@@ -211,8 +206,3 @@ class Trials:
             if not trial.is_over:
                 self._note(trial)
             self._trial = None
-
-
-def _num_unread(state: RequestState, drafter: str) -> int:
-    kv = state.kv.get(drafter)
-    return state.num_known_tokens - (0 if kv is None else kv.num_computed_tokens)

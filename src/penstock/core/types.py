@@ -1,9 +1,7 @@
 """The data that flows round the loop: requests, events, plans, results, outputs.
 
-Everything here is plain data of the standard library: ids, integers, strings. A plan never holds
-a tensor; tensors stay with the executor under (request, epoch, round). What every request needs in
-every step is a named tuple, because that is made in a fraction of a frozen dataclass's time.
-"""
+A plan never holds a tensor; tensors stay with the executor under (request, epoch, round). What
+every request needs in every step is a named tuple: it is made faster than a frozen dataclass."""
 
 from __future__ import annotations
 
@@ -53,15 +51,12 @@ class SamplingParams:
     """How the target's distribution is shaped, and which verification keeps it.
 
     temperature 0 is greedy; top_k 0, top_p 1 and min_p 0 are off. `coupled` verification makes the
-    output a function of (prompt, seed) alone. num_logprobs: alternatives to report for each token
-    made, num_prompt_logprobs: for each of the prompt's but the first; None reports nothing.
-
-    What the text so far changes in the logits, first of all: presence_penalty and frequency_penalty
-    are taken from those of tokens that the output has, once and for each time; repetition_penalty
+    output a function of (prompt, seed) alone. num_logprobs, num_prompt_logprobs: alternatives to
+    report for each token; None reports nothing. presence_penalty and frequency_penalty are taken
+    from the logits of tokens that the output has, once and for each time; repetition_penalty
     divides those of tokens that prompt or output have (a negative one is multiplied); logit_bias,
     pairs of a token id (ascending) and a value, is added; before min_tokens there is no stop token;
-    only what grammar allows may come (text of the executor's, where it says that it knows them).
-    """
+    grammar: the only text that may come."""
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -156,12 +151,9 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Who fairness is between.
-
-    shares_prompts: draft servers of others may see its prompts.
-    max_running_requests: so many of its requests may run at once; None is no limit.
-    drafters: names of those that may draft for it; None: all.
-    """
+    """Who fairness is between. shares_prompts: draft servers of others may see its prompts.
+    max_running_requests: None is no limit. drafters: names of those that may draft for it; None:
+    all."""
 
     name: str
     weight: float = 1.0
@@ -254,11 +246,10 @@ class RoundCosts(NamedTuple):
 
 class DraftOrder(NamedTuple):
     """Let `drafter` read known tokens `start..start + num_catch_up_tokens - 1` into its KV, then
-    draft up to `max_draft_tokens` more (0: only catch up), but none once the predicted probability
-    that the whole draft is accepted falls under `min_survival`. An answer after `deadline` comes
-    too late. `new_blocks` extend the drafter's block table of this request. `evaluate`: while
-    catching up, count the tokens that the drafter would itself have guessed (`Replayed`). `costs`:
-    for a drafter that chooses between sources; None where no times are known."""
+    draft up to `max_draft_tokens` more (0: only catch up), but none once the predicted survival of
+    the draft falls under `min_survival`. An answer after `deadline` is too late. new_blocks: of the
+    drafter's KV. evaluate: count the tokens that it would itself have guessed (`Replayed`). costs:
+    see there."""
 
     request_id: str
     epoch: int
@@ -365,19 +356,15 @@ class TokenLogprob:
 
 
 class Verdict(NamedTuple):
-    """What a verify item came to. `token_ids` are the accepted drafts and the recovered or bonus
-    token; empty for a chunk of prefill. `num_decided` are the draft positions up to and including
-    the first rejection, `evidence` the successes among them: the accepted ones, or where the
-    executor can know it (`ratio` mode) the less noisy sum of Σ min(target, draft). `evidence_all`
-    is over all proposed positions, whatever prefix they stand on: min(1, target / draft) of each
-    drafted token (GoodSpeed, eq. 3), or 1 where it equals the target's own sample.
-    `prompt_logprobs`: once, of the prompt's tokens but the first, where they were asked for.
-    `forced_token_ids`: what must come next, as the executor knows: a draft that nobody
-    need make.
+    """What a verify item came to.
 
-    `finish_reason`: of an output that has ended. Then nothing behind its end is in the verdict:
-    neither tokens nor draft positions, of which the target computed `num_behind_end`.
-    `num_stop_chars`: from where a stop string begins to the end of the text."""
+    token_ids: the accepted drafts and the recovered or bonus token; empty for a chunk of prefill.
+    num_decided: draft positions up to and including the first rejection; evidence: the accepted
+    ones among them, or in `ratio` mode the less noisy Σ min(target, draft). evidence_all: Σ min(1,
+    target / draft) over all proposed positions (GoodSpeed, eq. 3). prompt_logprobs: once.
+    forced_token_ids: what must come next. finish_reason: of an output that has ended; nothing
+    behind its end is in the verdict, of which the target computed `num_behind_end` positions.
+    num_stop_chars: from where a stop string begins to the end of the text."""
 
     request_id: str
     epoch: int
@@ -458,11 +445,10 @@ class StepResult(NamedTuple):
 
 
 class Output(NamedTuple):
-    """New tokens of one request for its client, and its end when `finish_reason` is set. Where
-    only lengths are known `num_tokens` says how many are new, and they may come all at the end.
-    queued_s: of the first output, seconds from the arrival until the request was admitted.
-    num_preemptions: of a request that ends, how often it was preempted. num_stop_chars: of the
-    text's last characters, those from where a stop string begins, which has ended it."""
+    """New tokens of one request, and its end when `finish_reason` is set. Where only lengths are
+    known `num_tokens` says how many are new. queued_s: of the first output, from arrival to
+    admission. num_preemptions: of a request that ends. num_stop_chars: from where a stop string
+    begins."""
 
     request_id: str
     token_ids: tuple[int, ...] = ()

@@ -41,16 +41,10 @@ NO_ROOM = Room()
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """The moment of a decision.
-
-    drafters: by name; some may be down or silent.
-    learn: what was learned so far.
-    loads: running requests by drafter's name, those to be decided on included (they may stay).
-    tenants: by name.
-    beside: drafters with lanes of their own, which work at the same time as the target.
-    room: of the step that is composed.
-    is_fair: what is short is shared out between tenants, by weight.
-    """
+    """The moment of a decision. drafters: by name; some may be down or silent. loads: running
+    requests by drafter's name, those to be decided on included. beside: drafters with lanes of
+    their own, which work at the same time as the target. room: of the step that is composed.
+    is_fair: what is short is shared out between tenants, by weight."""
 
     drafters: Mapping[str, Drafter]
     learn: Estimators

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 
 from penstock.config import PolicyConfig
-from penstock.core.policies.registry import make_policy, option_types, policy_class
+from penstock.core.policies.registry import option_types
 from penstock.fluid.capacity import RequestWork, capacity_bound, output_work
 from penstock.fluid.equilibrium import equilibrium
 from penstock.fluid.memory import DELTA, HORIZON_S, poisson_kv_bound
@@ -120,31 +120,27 @@ def has_thresholds(admission: str) -> bool:
     return "thresholds" in option_types("admission", admission)
 
 
-def _is_literal(admission: str) -> bool:
-    """Whether it follows a paper to the letter, and another policy serves in its place."""
-    return policy_class("admission", admission).serves_instead is not None
-
-
 def threshold_options(
-    admission: str, profile: StepProfile, workload: Workload, rate: float, kv_tokens: int
+    admission: PolicyConfig, profile: StepProfile, workload: Workload, rate: float, kv_tokens: int
 ) -> dict[str, Any]:
     """Options that give a threshold policy the fluid model's own thresholds; none for any other
     policy.
 
-    The literal algorithms take whole thresholds, a stage being one step. Those that serve take
-    fractions, with as much headroom as fits. Raises: PlanError where no thresholds fit.
+    The literal algorithms take whole thresholds, a stage being one step. Gated ones take fractions,
+    with as much headroom as fits. Raises: PlanError where no thresholds fit.
     """
-    if not has_thresholds(admission):
+    if not has_thresholds(admission.name):
         return {}
-    if "segment_ends" in option_types("admission", admission):
-        planner = _nested if _is_literal(admission) else _nested_gated
+    gated = bool(admission.options.get("gated"))
+    if "segment_ends" in option_types("admission", admission.name):
+        planner = _nested_gated if gated else _nested
     else:
-        planner = _wait if _is_literal(admission) else _wait_gated
+        planner = _wait_gated if gated else _wait
     traffic = traffic_of(fitting(workload, kv_tokens), rate)
     try:
         return planner(profile, traffic, kv_tokens)
     except ValueError as error:
-        raise PlanError(f"{admission} at {rate:g} requests a second: {error}") from error
+        raise PlanError(f"{admission.name} at {rate:g} requests a second: {error}") from error
 
 
 def _wait(profile: StepProfile, traffic: Traffic, kv_tokens: int) -> dict[str, Any]:
@@ -241,14 +237,12 @@ def _segment_ends(found: NestedThresholds) -> tuple[int, ...]:
     return tuple(end + 1 for end in found.segments.ends)
 
 
-def check_thresholds_fit(
-    admission: str, options: dict[str, Any], workload: Workload, kv_tokens: int
-) -> None:
+def check_thresholds_fit(admission: PolicyConfig, workload: Workload, kv_tokens: int) -> None:
     """Raises: PlanError where a literal algorithm's thresholds, with the mean prompt of what memory
     can hold, hold more at all their stages together than there is: it would come to a stop."""
-    if not (has_thresholds(admission) and _is_literal(admission)):
+    if not has_thresholds(admission.name) or admission.options.get("gated"):
         return
-    options = asdict(make_policy("admission", admission, options).options)
+    options = asdict(admission.make("admission").options)
     prompt = round(float(fitting(workload, kv_tokens).prompt_len.mean()))
     if "output_lens" in options:
         ranges = [StageRange(prompt, 0, length - 1) for length in options["output_lens"]]
@@ -259,7 +253,7 @@ def check_thresholds_fit(
     held = peak_kv_tokens(ranges, options["thresholds"])
     if held > kv_tokens:
         raise PlanError(
-            f"{admission}: thresholds {','.join(map(str, options['thresholds']))} hold up to "
+            f"{admission.name}: thresholds {','.join(map(str, options['thresholds']))} hold up to "
             f"{held} KV tokens, memory has {kv_tokens}; choose lower ones"
         )
 
@@ -360,7 +354,7 @@ class DeploymentPlan:
     @property
     def configurations(self) -> dict[str, PolicyConfig]:
         """Admission policies that can serve it, by the names of `serve_flags`: Penstock's own,
-        which needs no figures; the thresholds, in the version that serves; vLLM's rule with the
+        which needs no figures; the thresholds, gated; vLLM's rule with the
         static limits."""
         limits = asdict(self.static)
         limits["max_num_batched_tokens"] = limits.pop("token_budget")
@@ -386,7 +380,7 @@ class DeploymentPlan:
         algorithm, steps = options.pop("algorithm"), options.pop("stage_steps")
         options["thresholds"] = tuple(n / steps for n in options["thresholds"])
         options["max_num_batched_tokens"] = self.static.token_budget
-        return PolicyConfig.of(f"{algorithm}_gated", **options)
+        return PolicyConfig.of(algorithm, gated=True, **options)
 
 
 def plan_deployment(

@@ -151,7 +151,6 @@ def test_words_tell_topics_apart_before_a_request_has_drafted() -> None:
     [
         ({"k_max": 0}, "k_max must be a whole number from 1 to 1024, not 0"),
         ({"explore": 1.0}, "explore must be a finite number from 0 to below 1, not 1.0"),
-        ({"margin": -0.1}, "margin must be a finite number of at least 0, not -0.1"),
     ],
 )
 def test_bad_options(options: dict[str, Any], told: str) -> None:

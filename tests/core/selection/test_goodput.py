@@ -23,10 +23,10 @@ def make_state(name: str = "r", drafter: str | None = None, made: int = 10) -> R
     return state
 
 
-def times(num_requests: int, beside: bool = False, **loads: int) -> RoundTimes:
+def times(num_requests: int, beside: bool = False) -> RoundTimes:
     machine = dataclasses.replace(MACHINE, beside=beside)
     names = frozenset(machine.make_drafters()) if beside else frozenset()
-    return RoundTimes(View({}, machine.estimators(), beside=names), num_requests, loads)
+    return RoundTimes(View({}, machine.estimators(), beside=names), num_requests)
 
 
 def drafter(name: str, beside: bool = False) -> Drafter:
@@ -58,27 +58,9 @@ def test_a_draft_servers_time_is_that_of_its_link() -> None:
     for tokens in (1, 4, 8):
         estimators.links.observe("edge", tokens, 0.05 + 0.01 * tokens)
     remote = Drafter("edge", remote=True)
-    found = RoundTimes(View({}, estimators), 1, {}).draft(remote, 1, 4)
+    found = RoundTimes(View({}, estimators), 1).draft(remote, 1, 4)
     assert found == pytest.approx(estimators.links.seconds("edge", 4))
     assert found > 0.05
-
-
-def test_expected_goodput_is_that_of_the_best_length() -> None:
-    state = make_state()
-    found = times(1).expected(state, drafter("small"), 0.8, 6)
-    by_length = [
-        sum(0.8**s for s in range(k + 1)) / (10e-3 + (1 + k) * 0.1e-3 + k * 1e-3)
-        for k in range(1, 7)
-    ]
-    assert found == pytest.approx(max(by_length))
-    assert times(1).expected(state, drafter("small"), 0.8, 1) == pytest.approx(by_length[0])
-
-
-def test_to_join_a_drafter_is_cheaper_than_to_bring_in_another() -> None:
-    state = make_state(drafter="small")
-    crowded, empty = times(8, large=7), times(8, small=8)
-    large = drafter("large")
-    assert crowded.expected(state, large, 0.8, 4) > 1.5 * empty.expected(state, large, 0.8, 4)
 
 
 def test_reading_grows_with_the_context_and_is_free_for_the_own_drafter() -> None:
@@ -144,7 +126,7 @@ def test_a_finished_request_counts_for_its_drafter_and_leaves_nothing_behind() -
     state.status = Status.FINISHED
     observed.observe([outcome(state, 1)], make_work())
     assert observed.by_model["small"].count == 1
-    assert not observed.of("r")
+    assert observed.estimate("r", "large") == 0
 
 
 def test_instances_of_a_model_share_what_is_seen() -> None:
@@ -154,7 +136,7 @@ def test_instances_of_a_model_share_what_is_seen() -> None:
     view = View(drafters, MACHINE.estimators())
     observed.observe([outcome(make_state("r", "a"), 1), outcome(make_state("s", "b"), 3)], view)
     assert observed.by_model["big"].count == pytest.approx(2, rel=1e-3)
-    assert set(observed.of("r")) == {"big"}
+    assert observed.estimate("r", "big") < observed.by_model["big"].value
 
 
 def test_before_anything_is_measured_nothing_is_learned() -> None:
@@ -164,8 +146,4 @@ def test_before_anything_is_measured_nothing_is_learned() -> None:
     view = View(MACHINE.make_drafters(), Estimators())
     observed.observe([outcome(make_state("r", "small"), 2)], view)
     assert not observed.by_model
-    assert RoundTimes(View({}, Estimators()), 1, {}).alone == 0
-    assert (
-        RoundTimes(View({}, Estimators()), 1, {}).expected(make_state(), drafter("small"), 0.5, 2)
-        == 1.75
-    )
+    assert RoundTimes(View({}, Estimators()), 1).alone == 0

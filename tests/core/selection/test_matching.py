@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from penstock.core.policies.selection.parts.matching import assign
+from penstock.core.policies.selection.parts.places import assign
 
 INF = float("inf")
 

@@ -39,8 +39,8 @@ POLICIES = (
     "sarathi",
     "sjf",
     "guaranteed_no_evict",
-    "wait_gated",
-    "nested_wait_gated",
+    "wait",
+    "nested_wait",
     "fluid_guided",
 )
 
@@ -307,7 +307,8 @@ def main(target: Path) -> None:
     runs = Runs(target)
     cases: dict[str, Case] = {}
     for name in POLICIES:
-        settings = {"admission": {"name": name}}
+        options = {"gated": True} if name in ("wait", "nested_wait") else {}
+        settings = {"admission": {"name": name, "options": options}}
         for kind in (Guided, AsyncGuided):
             label = f"{name}, {kind.__name__}"
             cases[label] = Case(settings, kind)

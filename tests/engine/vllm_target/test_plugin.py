@@ -15,8 +15,8 @@ POLICIES = (
     "sarathi",
     "sjf",
     "guaranteed_no_evict",
-    "wait_gated",
-    "nested_wait_gated",
+    "wait",
+    "nested_wait",
     "fluid_guided",
 )
 
@@ -60,7 +60,7 @@ def test_decoding_requests_are_planned_together(runs: Any) -> None:
             fact = facts[f"{policy}, Guided{case}"]
             assert fact["counted"] > 100, policy
         again = facts[f"{policy}, Guided, roomy"]["again"]
-        assert again == 0 if policy == "wait_gated" else again > 5, policy
+        assert again == 0 if policy == "wait" else again > 5, policy
         for case in ("AsyncGuided", "Guided, drafts"):
             assert facts[f"{policy}, {case}"]["counted"] == 0
             assert facts[f"{policy}, {case}"]["again"] == 0

@@ -2,9 +2,8 @@
 
 free blocks, in the order in which they are taken
 |<- empty, last freed first ->|<- never used ->|<- cached, without readers, oldest first ->|
-A block with ref > 0 is in no list. Cached blocks keep their hash until they are reclaimed. Blocks
-that were never used are only counted: a pool takes memory for what was in use at once.
-"""
+
+A block with ref > 0 is in no list. Cached blocks keep their hash until they are reclaimed."""
 
 from __future__ import annotations
 
@@ -81,8 +80,7 @@ class BlockPool:
     def allocate(self, num_blocks: int) -> list[int]:
         """Take blocks, reclaiming the least recently used cached ones last. `can_allocate` first.
 
-        Raises: RuntimeError if there are not enough.
-        """
+        Raises: RuntimeError if there are not enough."""
         if not self.can_allocate(num_blocks):
             raise RuntimeError(f"{num_blocks} blocks wanted, {self._num_free} free")
         taken = [self._next_free() for _ in range(num_blocks)]

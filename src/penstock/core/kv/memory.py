@@ -17,11 +17,8 @@ class _Deferred:
 
 
 class KVMemory:
-    """Allocates, commits and releases KV for every model.
-
-    A released block goes back to its pool only when every plan in flight that may read or write it
-    has ended: the executor may still be inside it.
-    """
+    """Allocates, commits and releases KV for every model. A released block goes back to its pool
+    only when every plan in flight that may read or write it has ended."""
 
     def __init__(self, pools: dict[str, BlockPool]) -> None:
         self.pools = pools

@@ -1,8 +1,5 @@
-"""How likely draft tokens are accepted, by request and drafter.
-
-Only positions up to and including the first rejection say anything about a drafter:
-later drafts stand on a prefix that the target did not choose.
-"""
+"""How likely draft tokens are accepted, by request and drafter. Only positions up to and including
+the first rejection count: later drafts stand on a prefix that the target did not choose."""
 
 from __future__ import annotations
 
@@ -16,11 +13,8 @@ from penstock.core.types import Verdict
 
 @dataclass(slots=True)
 class Beta:
-    """A discounted Beta posterior of one acceptance probability, beside its prior's mean.
-
-    Successes and failures fade by `discount` each round, so that the estimate follows drift and
-    falls back on the prior, optimism included, when nothing is seen.
-    """
+    """A Beta posterior of one acceptance probability, beside its prior's mean. Counts fade each
+    round, so that the estimate follows drift and falls back on the prior when nothing is seen."""
 
     accepted: float = 0.0
     rejected: float = 0.0
@@ -155,12 +149,9 @@ def _faded(discount: float, num_rounds: float, trial: float) -> float:
 
 
 class AcceptanceEstimator:
-    """Acceptance probability of a draft token by request and drafter, and how likely a drafter that
-    is asked for a draft has one.
-
-    A request starts from what the drafter has shown on all requests, worth `prior_strength` tokens,
-    unless more is known of it (`expect`).
-    """
+    """Acceptance of a draft token by request and drafter, and how likely a drafter has a draft. A
+    request starts from what the drafter has shown on all requests, worth `prior_strength` tokens,
+    unless more is known of it (`expect`)."""
 
     def __init__(self, discount: float = 0.97, prior_strength: float = 4.0) -> None:
         self._tokens = _Rates(discount, prior_strength, _PRIOR_MEAN)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass
 
 
@@ -63,26 +62,14 @@ class LinkTimes:
         """A draft has come, `seconds` after it was ordered."""
         self._lines[drafter].observe(num_tokens, seconds, _LINK_KEEP)
 
-    def knows(self, drafter: str) -> bool:
-        """Whether anything was measured."""
-        return drafter in self._lines
-
-    def round_trip(self, drafter: str) -> float:
-        """Seconds of an order without tokens; the mean of the others where nothing was measured."""
-        return self._of(drafter, lambda line: line.intercept)
-
-    def per_token(self, drafter: str) -> float:
-        """Seconds of each further draft token; likewise."""
-        return self._of(drafter, lambda line: line.slope)
-
     def seconds(self, drafter: str, num_tokens: int) -> float:
-        """Expected seconds until a draft of so many tokens is here."""
-        return self.round_trip(drafter) + self.per_token(drafter) * num_tokens
-
-    def spread(self, drafter: str) -> float:
-        """Mean error of `seconds`; 0 where nothing was measured."""
-        line = self._lines.get(drafter)
-        return 0.0 if line is None else line.error
+        """Expected seconds until a draft of so many tokens is here: the mean of the other servers
+        where nothing was measured."""
+        own = self._lines.get(drafter)
+        lines = list(self._lines.values()) if own is None else [own]
+        num = max(1, len(lines))
+        each = sum(line.slope for line in lines) / num
+        return sum(line.intercept for line in lines) / num + each * num_tokens
 
     def patience(self, drafter: str, num_tokens: int) -> float:
         """Seconds after which a draft is given up: well beyond what is usual."""
@@ -94,9 +81,3 @@ class LinkTimes:
     def forget(self, drafter: str) -> None:
         """The server has disconnected."""
         self._lines.pop(drafter, None)
-
-    def _of(self, drafter: str, value: Callable[[_Line], float]) -> float:
-        if drafter in self._lines:
-            return value(self._lines[drafter])
-        known = [value(line) for line in self._lines.values()]
-        return sum(known) / len(known) if known else 0.0

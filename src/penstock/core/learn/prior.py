@@ -1,15 +1,11 @@
 """What a request's acceptance by every drafter is expected to be, learned over requests.
 
-The log-odds of acceptance of one request are normal around a mean that depends on the request's
-words, and drafters are correlated: an easy text is easy for most of them.
-
     theta_i = f(words_i) + e_i        e_i ~ N(0, S)        accepted_ij | theta_ij ~ binomial
 
-f is a Gaussian process, one a drafter: prompts are alike as the cosine of their words is (Rasmussen
-and Williams, Gaussian Processes for Machine Learning, 2006, ch. 2). It stands on the requests that
-ended last. A request in progress has a posterior for ALL drafters, those it has never used
-included. When it ends it becomes a measurement of f, and one step of online EM for S.
-"""
+theta are log-odds, correlated between drafters by S. f is a Gaussian process, one a drafter, in
+which prompts are alike as the cosine of their words (Rasmussen and Williams, 2006, ch. 2), on the
+requests that ended last. A request in progress has a posterior for ALL drafters. When it ends it
+becomes a measurement of f, and one step of online EM for S."""
 
 from __future__ import annotations
 
@@ -176,14 +172,10 @@ class _Prompts:
 
 
 class _Regressions:
-    """f of every drafter: a Gaussian process each on what was measured of the prompts.
-
-    inverse: of the measurements' covariance, [J, _MEMORY, _MEMORY], with zeros for a prompt of
-    which nothing was measured; measured, noise: [J, _MEMORY] log-odds less their first mean, and
-    the variance around f; weights: [J, _MEMORY] what each adds to the mean.
-    Products go without BLAS: it would share them out to threads, which then spin on cores that the
-    models need.
-    """
+    """f of every drafter. inverse: of the measurements' covariance, [J, _MEMORY, _MEMORY], with
+    zeros for a prompt of which nothing was measured; measured, noise: [J, _MEMORY] log-odds less
+    their first mean, and the variance around f; weights: what each adds to the mean. Products go
+    without BLAS, whose threads would spin on cores that the models need."""
 
     def __init__(self) -> None:
         self._inverse = np.zeros((0, _MEMORY, _MEMORY))

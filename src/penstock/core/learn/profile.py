@@ -31,12 +31,8 @@ _SECONDS, _COUNT = _NUM_TERMS, _NUM_TERMS + 1
 
 class LearnedProfile:
     """Non-negative least squares of relative errors over all that `StepWork` says, old steps
-    fading, and a table of the sizes that clearly take more or less than the line.
-
-    A curve over positions alone would take a decoding request, which reads all of its context, for
-    a prompt token; and one through the noisy mean of each size has stairs where the machine has
-    none, at which prompts are then cut. So a stair has to be clear.
-    """
+    fading, and a table of the sizes that clearly take more or less than the line: noise must not
+    make stairs, at which prompts are then cut."""
 
     def __init__(self) -> None:
         # Of each cell of sizes: sums of products of the terms, the seconds and 1, each divided by
@@ -141,8 +137,7 @@ def clear_stairs(means: FloatArray, squares: FloatArray, nums: FloatArray) -> Bo
     """[cells] which are off the line, by three standard errors.
 
     means, squares: of the steps' deviations from the line, in shares of what was expected; nums:
-    how many steps there are. All cells scatter alike.
-    """
+    how many steps there are. All cells scatter alike."""
     noise = float((nums * np.maximum(squares - means**2, 0.0)).sum() / nums.sum())
     found: BoolArray = np.abs(means) > _CLEAR * np.sqrt(noise / nums)
     return found

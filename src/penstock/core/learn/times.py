@@ -52,19 +52,14 @@ class _Mean:
 
 
 class Times:
-    """The one model of time: the target's step, by what is in it and by its rows; a drafter's step
-    by its batch, and its reading; the way to draft servers; and the host's part between two steps.
+    """The model of time: the target's step, drafters' steps and reading, the way to draft servers,
+    and the host's part between two steps.
 
-    profile: of the target's step by what is in it, known beforehand, with a `shift` by what was
-        measured since.
-    learns_profile: the profile is drawn anew, again and again, from the steps' work and seconds:
-        where what is known beforehand says too little of the steps that will come.
-    target: the step's seconds by its rows, as measured; empty until something was.
-    overhead: seconds between two steps of the target that follow each other at once, learned where
-    there are drafters;
-    draft_overhead: further ones of the host where drafts are made inside the step.
-    drafting: seconds by which drafts lengthen a step in which requests decode, in the mean.
-    """
+    profile: of the target's step by what is in it, with a `shift` by what was measured since;
+    learns_profile: it is drawn anew from steps. target: the step's seconds by its rows, as
+    measured. overhead: seconds between two steps that follow each other at once; draft_overhead:
+    further ones where drafts are made inside the step. drafting: by which drafts lengthen a
+    decoding step, in the mean."""
 
     def __init__(self, profile: StepProfile, links: LinkTimes) -> None:
         self.profile = profile

@@ -1,10 +1,8 @@
 """Options of policies: a type and a range, both declared on the dataclass field.
 
-    horizon: PositiveFloat = 10.0
     watermark: Annotated[float, Range(at_least=0, below=1)] = 0.01
 
-The registry checks every value against its declaration before a policy is built. `__post_init__`
-is only for what concerns several options at once.
+The registry checks values against them; `__post_init__` checks several options against each other.
 """
 
 from __future__ import annotations
@@ -63,8 +61,7 @@ def checked(value: Any, wanted: Any) -> Any:
     """A value as an option of a declared type; a list, as YAML and JSON have it, becomes a tuple.
     A whole number is a float too, a bool is no number.
 
-    Raises: ValueError where it does not fit; OverflowError for a whole number beyond all floats.
-    """
+    Raises: ValueError where it does not fit; OverflowError for a whole number beyond all floats."""
     origin, parts = typing.get_origin(wanted), typing.get_args(wanted)
     if origin in (types.UnionType, typing.Union):
         return _first_that_fits(value, parts)

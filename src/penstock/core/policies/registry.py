@@ -1,7 +1,4 @@
-"""Policies by name: one file each, found by its folder, configured by its Options dataclass.
-
-A policy of one's own is such a file anywhere: its path stands where a name would.
-"""
+"""Policies by name, one file each, configured by their Options; or by the path of such a file."""
 
 from __future__ import annotations
 
@@ -97,16 +94,14 @@ def _from_file(kind: str, path: Path) -> type[Any]:
 def option_types(kind: str, name: str) -> dict[str, Any]:
     """What a policy's options may be, by their names (`core/policies/options.py`).
 
-    Raises: PolicyError for a policy that does not exist.
-    """
+    Raises: PolicyError for a policy that does not exist."""
     return typing.get_type_hints(policy_class(kind, name).Options, include_extras=True)
 
 
 def make_policy(kind: str, name: str, options: dict[str, Any] | None = None) -> Any:
     """Build a policy from its name and options, which may come from YAML or JSON.
 
-    Raises: PolicyError naming what was wrong and what is allowed.
-    """
+    Raises: PolicyError naming what was wrong and what is allowed."""
     allowed = option_types(kind, name)
     fitting: dict[str, Any] = {}
     for option, value in (options or {}).items():

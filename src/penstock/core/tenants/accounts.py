@@ -1,10 +1,7 @@
-"""What every tenant has been served: virtual token counters, and the queue that goes by them.
-
-Service is counted as it is given and for what it costs, over the tenant's weight (Sheng et al.,
-"Fairness in Serving Large Language Models", OSDI'24), with a step-time profile's prices in the
-place of fixed ones. Of the tenants that wait the one with the least comes first; one that did not
-wait starts again at the least of those that do: no credit is saved up.
-"""
+"""Virtual token counters of tenants (Sheng et al., OSDI'24), and the queue that goes by them.
+Service counts for what it costs by the step-time profile, over the tenant's weight. Of the tenants
+that wait the one with the least comes first; one that did not wait starts at the least of those
+that do."""
 
 from __future__ import annotations
 
@@ -26,12 +23,9 @@ one by one, or a run of them at once."""
 
 
 class Prices(NamedTuple):
-    """What is charged for service, in units.
-
-    position: for each position of a step, at the rate of an efficient one. prefill, decode: for
-    each token of a prompt, and each decoding request, besides its context. prefill_context,
-    kv_token: for what attention reads, in token pairs and tokens.
-    """
+    """What is charged for service, in units: for each position of a step; each token of a prompt
+    and each decoding request besides its context; and for what attention reads, in token pairs and
+    tokens."""
 
     position: int
     prefill: int
@@ -67,21 +61,8 @@ class Prices(NamedTuple):
 
 
 class Account:
-    """What a tenant has been served, and what it asks for.
-
-    most_at_work: requests that may run at once, as the others' service would suffer from more;
-        under 1 the share of the steps in which one may. turn: the sum of those shares since.
-    """
-
-    __slots__ = (
-        "_served",
-        "_start",
-        "most_at_work",
-        "num_running",
-        "num_waiting",
-        "tenant",
-        "turn",
-    )
+    """What a tenant has been served, and what it asks for. most_at_work: requests that may run at
+    once; under 1 the share of the steps in which one may. turn: the sum of those shares since."""
 
     def __init__(self, tenant: Tenant) -> None:
         self.tenant = tenant
@@ -122,12 +103,9 @@ class Account:
 
 
 class Accounts:
-    """Those of all tenants.
-
-    present: of tenants with unfinished requests, by name.
-    paused: ids of running requests that keep their memory, but do not run now: others' turn.
-    is_fair: whether accounts decide who comes first. are_kept: whether service is counted at all.
-    """
+    """Those of all tenants. present: of tenants with unfinished requests, by name. paused: ids of
+    running requests that keep their memory, but do not run now. is_fair: whether accounts decide
+    who comes first. are_kept: whether service is counted at all."""
 
     def __init__(
         self,

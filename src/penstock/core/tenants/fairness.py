@@ -1,11 +1,8 @@
 """Weighted fairness between tenants, whatever the admission policy.
 
-The order of those who wait goes by the tenants' counters (`accounts`). Two things it cannot
-settle. Long outputs may hold the memory, or the places, that a tenant's request needs: then others
-make way, as soon as they have been served more for as long as it costs to compute them again. And
-where nobody waits, whoever sends most requests slows all the others: then requests of tenants with
-more than their share are paused, or run in some of the steps only.
-"""
+Waiting requests go by the tenants' counters (`accounts`). Besides, requests of tenants that were
+served more make way where they hold memory or places that another's needs; and tenants with more
+than their share, by which all others are slowed, have requests paused."""
 
 from __future__ import annotations
 

@@ -1,14 +1,11 @@
-"""Who runs in a step, and with how many known tokens. One file a policy.
-
-A policy has `name`, an `Options` dataclass and `compose(step)`, which schedules, admits and
-preempts.
-"""
+"""Who runs in a step, and with how many known tokens. One file a policy, with `name`, an `Options`
+dataclass and `compose(step)`, which schedules, admits and preempts."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Hashable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.core.learn import Estimators
 from penstock.core.queues import ArrivalQueue, OrderName, make_queue
@@ -17,17 +14,21 @@ from penstock.core.step import Step
 
 
 class AdmissionPolicy(ABC):
-    """Base of admission policies; only `compose` and `draft_budget` are required."""
+    """Base of admission policies; only `compose` is required."""
 
     name: ClassVar[str]
-    knows_tenants: ClassVar[bool] = True
-    """Whether fairness between tenants goes with it; not with a paper's rule to the letter."""
-    serves_instead: ClassVar[str | None] = None
-    """Policy to serve with in place of one that may idle while requests wait."""
-    cuts_prompts: ClassVar[bool] = True
-    """Whether it goes on with part of a prompt; if not, a step must have room for all of it."""
+    cuts_prompts: bool = True
+    """Whether it may schedule part of a prompt; if not, a step must have room for all of it."""
+    may_idle: bool = False
+    """Whether it may leave requests waiting for ever, as a paper's rule to the letter may. Fairness
+    between tenants does not apply to such a policy."""
     order: OrderName = "arrival"
     """In which order the requests of a queue are tried."""
+    token_budget = 0
+    """Positions of a step, drafts included; 0: no speculation."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
 
     @abstractmethod
     def compose(self, step: Step) -> None:
@@ -39,9 +40,9 @@ class AdmissionPolicy(ABC):
         happens in them."""
         return False
 
-    @abstractmethod
     def draft_budget(self, num_tokens: int) -> int:
-        """Draft positions that may join a step of so many known tokens; 0: no speculation."""
+        """Draft positions that may join a step of so many known tokens."""
+        return max(0, self.token_budget - num_tokens)
 
     def queue_of(self, state: RequestState) -> Hashable:
         """Key of the queue in which a request waits."""

@@ -1,7 +1,5 @@
 """Penstock's own admission: prompts bought at the fluid price, memory kept for expected growth.
-
-Nothing is tuned for a workload: the price of a prompt token comes from the step-time profile, what
-is expected of memory from the output lengths seen so far.
+Nothing is tuned for a workload: prices come from the step-time profile, growth from outputs seen.
 """
 
 from __future__ import annotations
@@ -16,13 +14,19 @@ from typing import ClassVar
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.parts.growth import Refill, num_that_fit
 from penstock.core.policies.admission.parts.targets import Targets, time_left_of_own
-from penstock.core.policies.options import NonNegativeFloat, PositiveFloat, PositiveInt
+from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 from penstock.core.types import Status
 from penstock.fluid.step_profile import StepProfile, StepWork
 
+_CONFIDENCE = 4.0
+"""Standard deviations by which less memory may come free than is expected."""
+_HORIZON = 10.0
+"""Steps in which waiting prompts should be computed."""
+_TOLERANCE = 0.03
+"""Share by which a step may be less efficient than the best, to be shorter."""
 _URGENT_SHARE = 0.25
 """Share of the target for the first token after which a waiting request is hurried."""
 _MAX_WAITING_CONSIDERED = 256
@@ -42,36 +46,30 @@ class FluidGuided(AdmissionPolicy):
     """Decode always; add prompt tokens while they are cheap for what waits; never admit what memory
     is not expected to hold.
 
-    The time of a step is a staircase in its positions, so the next prompt tokens are sometimes
-    free and sometimes expensive, while every prompt has to be computed at some time. In the
-    fluid model the best mixture of steps lies on the lower convex envelope of the staircase above
-    the decoding requests, and its slope where it meets the prompts' arrival is their price: a step
-    takes the prompt tokens that cost less than that. Under overload the price is that of the most
-    efficient step there is.
-    """
+    In the fluid model the best mixture of steps lies on the lower convex envelope of the step-time
+    staircase above the decoding requests, and its slope where it meets the prompts' arrival is
+    their price: a step takes the prompt tokens that cost less. Under overload the price is that of
+    the most efficient step there is."""
 
     name: ClassVar[str] = "fluid_guided"
 
     @dataclass(frozen=True, slots=True)
     class Options:
         """max_num_batched_tokens: most positions in a step.
-        confidence: standard deviations by which less memory may come free than is expected.
-        horizon: steps in which waiting prompts should be computed.
-        tolerance: share by which a step may be less efficient than the best, to be shorter.
         order: in which order waiting requests are tried.
         ttft_p99, tpot_p99: targets in seconds; None asks for nothing."""
 
         max_num_batched_tokens: PositiveInt = 8192
-        confidence: NonNegativeFloat = 4.0
-        horizon: PositiveFloat = 10.0
-        tolerance: NonNegativeFloat = 0.03
         order: OrderName = "size_aware"
         ttft_p99: PositiveFloat | None = None
         tpot_p99: PositiveFloat | None = None
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self.order = options.order
+        self.token_budget = options.max_num_batched_tokens
         self._corners: tuple[StepProfile, list[tuple[int, float]]] | None = None
         self._blocked: tuple[str, int] | None = None
         self._targets = Targets(options.ttft_p99, options.tpot_p99)
@@ -79,12 +77,9 @@ class FluidGuided(AdmissionPolicy):
         self._best: tuple[StepProfile | None, float, tuple[int, float]] = (None, 0.0, (1, 0.0))
         self._is_steady = False
 
-    def draft_budget(self, num_tokens: int) -> int:
-        return self.options.max_num_batched_tokens - num_tokens
-
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         """Memory is short where it is not expected to hold the request as it grows."""
-        if num_that_fit(step, [state], self.options.confidence):
+        if num_that_fit(step, [state], _CONFIDENCE):
             return 0, 0
         return step.pool.blocks_for(state.num_known_tokens + int(step.learn.lengths.mean)), 0
 
@@ -171,7 +166,7 @@ class FluidGuided(AdmissionPolicy):
             return []
         if not self._refill.earn(step):
             return []
-        enough = self.options.horizon * self._best_step(step)[0]
+        enough = _HORIZON * self._best_step(step)[0]
         soon: list[RequestState] = []
         num_turns, tokens = 0, 0
         for state in itertools.chain([first], waiting):
@@ -180,7 +175,7 @@ class FluidGuided(AdmissionPolicy):
             tokens += step.num_missing_tokens(state)
             if tokens >= enough:
                 break
-        num_fit = num_that_fit(step, soon, self.options.confidence)
+        num_fit = num_that_fit(step, soon, _CONFIDENCE)
         admissible = soon[: min(num_turns, num_fit if step.running else max(1, num_fit))]
         # Without an end there will not be more room for the first of them.
         self._blocked = None if admissible else (first.request.id, len(step.running))
@@ -231,7 +226,7 @@ class FluidGuided(AdmissionPolicy):
         hull = self._envelope(step.learn.times.profile, num_decodes, most)
         if urgent or len(hull) == 1:
             return most
-        price = self._price(step, num_decodes, hull, backlog / self.options.horizon)
+        price = self._price(step, num_decodes, hull, backlog / _HORIZON)
         # The price is often just that of the last tokens worth buying.
         price *= 1 + 1e-6
         cheap = max(hull, key=lambda p: price * p[0] - p[1])[0]
@@ -384,7 +379,7 @@ class FluidGuided(AdmissionPolicy):
             corners = self._corners_of(model.profile)
             prices = [(count, (s + constant) / count) for count, s in corners if count <= most]
             least = min(price for _, price in prices)
-            good = next(p for p in prices if p[1] <= (1 + self.options.tolerance) * least)
+            good = next(p for p in prices if p[1] <= (1 + _TOLERANCE) * least)
             self._best = (model.profile, constant, good)
         return self._best[2]
 

@@ -14,12 +14,8 @@ from penstock.core.step import Step
 
 
 class GuaranteedNoEvict(AdmissionPolicy):
-    """Memory is set aside for the longest output that a request may make.
-
-    Decoding requests come first in a step, then prompts, the last of them in part where the budget
-    ends (its chunked context, first come, first served). `max_tokens` is what a request may make;
-    where it says much more than is made, memory stays empty.
-    """
+    """Memory is set aside for the longest output that a request may make (`max_tokens`). Decoding
+    requests come first in a step, then prompts, the last in part."""
 
     name: ClassVar[str] = "guaranteed_no_evict"
 
@@ -37,8 +33,9 @@ class GuaranteedNoEvict(AdmissionPolicy):
             check_budget(max_num_tokens=self.max_num_tokens, max_batch_size=self.max_batch_size)
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self.order = options.order
+        self.token_budget = options.max_num_tokens
 
     def compose(self, step: Step) -> None:
         options = self.options
@@ -56,9 +53,6 @@ class GuaranteedNoEvict(AdmissionPolicy):
         _, places = step.shortage(state, self.options.max_batch_size)
         left = step.num_free_when_grown(_most_tokens)
         return step.pool.blocks_for(_most_tokens(state)) - left, places
-
-    def draft_budget(self, num_tokens: int) -> int:
-        return self.options.max_num_tokens - num_tokens
 
     def _admit(self, step: Step, budget: int) -> None:
         queue = step.waiting.queue()

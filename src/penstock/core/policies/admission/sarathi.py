@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.admission.parts.token_budget import TokenBudget, check_budget
-from penstock.core.policies.options import PositiveInt, Share
+from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import OrderName
 
 
@@ -22,15 +22,15 @@ class Sarathi(TokenBudget):
 
         token_budget: PositiveInt = 512
         max_num_seqs: PositiveInt = 256
-        watermark: Share = 0.01
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
             check_budget(token_budget=self.token_budget, max_num_seqs=self.max_num_seqs)
 
     def __init__(self, options: Options) -> None:
-        limits = (options.max_num_seqs, options.watermark, options.order)
-        super().__init__(TokenBudget.Options(options.token_budget, *limits))
+        super().__init__(
+            TokenBudget.Options(options.token_budget, options.max_num_seqs, options.order)
+        )
         self.options = options
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from penstock.core.learn import Estimators
 from penstock.core.policies.admission.parts.token_budget import TokenBudget, check_budget
-from penstock.core.policies.options import PositiveInt, Share
+from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import ArrivalQueue, shortest_output_first
 
 
@@ -23,7 +23,6 @@ class ShortestJobFirst(TokenBudget):
 
         max_num_batched_tokens: PositiveInt = 2048
         max_num_seqs: PositiveInt = 256
-        watermark: Share = 0.01
 
         def __post_init__(self) -> None:
             check_budget(
@@ -31,8 +30,7 @@ class ShortestJobFirst(TokenBudget):
             )
 
     def __init__(self, options: Options) -> None:
-        limits = (options.max_num_batched_tokens, options.max_num_seqs, options.watermark)
-        super().__init__(TokenBudget.Options(*limits))
+        super().__init__(TokenBudget.Options(options.max_num_batched_tokens, options.max_num_seqs))
         self.options = options
 
     def new_queue(self, estimators: Estimators) -> ArrivalQueue:

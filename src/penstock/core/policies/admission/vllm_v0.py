@@ -9,16 +9,12 @@ from penstock.core.step import Step
 
 
 class VllmV0(TokenBudget):
-    """A step is either whole prompts or decoding.
-
-    While somebody waits and fits, the step takes as many whole prompts as budget, `max_num_seqs`
-    and memory allow; the first may be longer than the budget, which is of prompt tokens alone.
-    Otherwise every running request decodes, and where memory runs out the newest is preempted and
-    recomputed.
-    """
+    """A step is either whole prompts, while one waits and fits, or decoding. The first prompt may
+    be longer than the budget, which is of prompt tokens alone. Where memory runs out the newest
+    running request is preempted."""
 
     name: ClassVar[str] = "vllm_v0"
-    cuts_prompts: ClassVar[bool] = False
+    cuts_prompts = False
 
     def compose(self, step: Step) -> None:
         self._admit_whole(step)

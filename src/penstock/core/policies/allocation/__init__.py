@@ -1,16 +1,11 @@
-"""How many tokens each request may draft in a round. One file a policy.
-
-A policy has `name`, an `Options` dataclass, `allocate(candidates, view)`, which returns a grant for
-each candidate, `reserve(state)`, the draft positions that admission should keep free for a decoding
-request, and may have `observe(outcomes, now)`, which tells it what every target step came to, and
-`forget(request_id)`.
-"""
+"""How many tokens each request may draft in a round. One file a policy, with `name`, an `Options`
+dataclass and `allocate(candidates, view)`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from penstock.core.state import Outcome, RequestState
 from penstock.core.view import DraftCandidate, View
@@ -25,14 +20,14 @@ class Grant(NamedTuple):
 
 
 class AllocationPolicy(ABC):
-    """Decides how many tokens each request may draft.
-
-    weighs_time: it grants nothing where drafting takes longer than it saves, by the times it knows:
-    those of drafters without grants are then measured by `Trials`.
-    """
+    """Decides how many tokens each request may draft. weighs_time: it grants nothing where drafting
+    takes longer than it saves; drafters without grants are then measured by `Trials`."""
 
     name: ClassVar[str]
     weighs_time: ClassVar[bool] = False
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
 
     @abstractmethod
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
@@ -40,9 +35,9 @@ class AllocationPolicy(ABC):
         lanes of their own the candidates are all requests that speculate, whether or not they may
         start a draft now: the same prices hold for everybody."""
 
-    @abstractmethod
     def reserve(self, state: RequestState) -> int:
-        """Most tokens that a request would ever be granted."""
+        """Most tokens that a request would ever be granted: by default the option `k_max`."""
+        return int(self.options.k_max)
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:  # noqa: B027
         """Take in all verdicts of one target step."""

@@ -1,13 +1,9 @@
 """Drafts that end where their own tokens stop paying: `throughput` with prices.
 
-A drafter knows how sure it is of each token, and learns how far that can be believed. Every request
-that drafts gets the same price of a position: the tokens that the step's time would otherwise
-yield. A draft ends with the token whose predicted survival is under it. So positions go to whom
-they serve best, over all requests of the step, without anybody's knowing the others' drafts.
-
-Who drafts at all is decided before, by what each request's drafts have come to, and by what became
-of such decisions. Requests that are left out are tried again for a set share of the time.
-"""
+A drafter knows how sure it is of each token. Every request that drafts gets the same price of a
+position: the tokens that the step's time would otherwise yield. A draft ends with the token whose
+predicted survival is under it. Who drafts at all is decided before, by what each request's drafts
+have come to. Requests that are left out are tried again for a set share of the time."""
 
 from __future__ import annotations
 
@@ -19,7 +15,7 @@ from typing import ClassVar, NamedTuple
 
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import Grant
-from penstock.core.policies.allocation.parts.reading import reading_seconds
+from penstock.core.policies.allocation.parts.drafters import reading_seconds
 from penstock.core.policies.allocation.parts.yields import DraftYield, DraftYields
 from penstock.core.policies.allocation.throughput import Throughput
 from penstock.core.state import Outcome

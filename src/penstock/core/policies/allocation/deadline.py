@@ -1,11 +1,8 @@
 """Fair draft lengths per second, where a round waits for its slowest draft.
 
-Per round a longer draft never costs anything; per second it makes all wait. By the
-renewal-reward rule a round is worth Σ U'(x_i) [μ_i(S_i) − x_i T], with x_i in tokens a second and
-T = max_i(S_i t_i + rtt_i) + verify(rows); for logarithmic utility a second costs exactly the number
-of tenants. Given the deadline of the drafts and their total, the largest gains are best: both are
-enumerated.
-"""
+By the renewal-reward rule a round is worth Σ U'(x_i) [μ_i(S_i) − x_i T], with x_i in tokens a
+second and T = max_i(S_i t_i + rtt_i) + verify(rows). Given the deadline of the drafts and their
+total, the largest gains are best: both are enumerated."""
 
 from __future__ import annotations
 
@@ -23,11 +20,10 @@ from penstock.core.policies.allocation.parts.gradient import (
     GoodputAverages,
     Streams,
     draft_budget,
-    tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
-from penstock.core.state import Outcome, RequestState
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
+from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 
 FloatArray = NDArray[np.float64]
@@ -46,20 +42,16 @@ class Deadline(AllocationPolicy):
     class Options:
         """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
         total: draft tokens a round at most (C). None: by the profile of step times.
-        k_max: most draft tokens for one request in a round.
-        horizon: steps over which goodput is averaged, once so many are known.
-        prior_mean: acceptance expected before anything is known, worth one token."""
+        k_max: most draft tokens for one request in a round."""
 
         fairness: Fairness = 1.0
         total: NonNegativeInt | None = None
         k_max: MaxDraftTokens = 16
-        horizon: PositiveInt = 1000
-        prior_mean: Probability = 0.5
 
     def __init__(self, options: Options) -> None:
-        self.options = options
-        self._averages = GoodputAverages(options.horizon)
-        self._streams = Streams(options.prior_mean)
+        super().__init__(options)
+        self._averages = GoodputAverages()
+        self._streams = Streams()
         self._since: float | None = None
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
@@ -76,9 +68,6 @@ class Deadline(AllocationPolicy):
         )
         return [Grant(n) for n in lengths]
 
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
-
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._streams.observe(outcomes)
         if self._since is not None:
@@ -90,13 +79,9 @@ class Deadline(AllocationPolicy):
         self, candidates: Sequence[DraftCandidate], view: View
     ) -> tuple[dict[str, float], float]:
         """U' by tenant, and what a second costs: Σ U'(x) x."""
-        names = dict.fromkeys(c.state.request.tenant for c in candidates)
-        weights = {name: tenant_weight(view.tenants, name) for name in names}
-        estimators = view.learn
-        waits = max(estimators.times.draft_seconds(c.drafter, 1, 1) for c in candidates)
+        waits = max(view.learn.times.draft_seconds(c.drafter, 1, 1) for c in candidates)
         step = max(round_seconds(float(_verify_seconds(view, 0)[0]), beside=waits), _LEAST_SECONDS)
-        self._averages.meet(weights, step)
-        slopes = {n: w / self._averages.of(n) ** self.options.fairness for n, w in weights.items()}
+        slopes = self._averages.slopes(candidates, view, self.options.fairness, step)
         return slopes, sum(slope * self._averages.of(n) for n, slope in slopes.items())
 
     def _tokens(

@@ -25,8 +25,10 @@ class Fixed(AllocationPolicy):
         k: MaxDraftTokens = 4
         total: NonNegativeInt | None = None
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._turn = 0
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:

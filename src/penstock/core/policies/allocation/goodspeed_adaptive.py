@@ -1,15 +1,11 @@
-"""GoodSpeed's gradient scheduling with estimates that come to rest and still follow drift.
-
-Acceptance is learned for each tenant and drafter (`core/learn/streams.py`), goodput is an
-average over all that is known (`GoodputAverages`), and the price of eq. 5 can go out with every
-grant.
-"""
+"""GoodSpeed's gradient scheduling with acceptance learned for each tenant and drafter
+(`learn/streams.py`) and goodput averaged over all that is known (`GoodputAverages`)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.gradient import (
@@ -17,11 +13,10 @@ from penstock.core.policies.allocation.parts.gradient import (
     GoodputAverages,
     Streams,
     draft_budget,
-    tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, PositiveInt, Probability
-from penstock.core.state import Outcome, RequestState
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt
+from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths
 
@@ -36,9 +31,6 @@ class GoodSpeedAdaptive(AllocationPolicy):
         """fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
         total: draft tokens a round at most (C). None: by the profile of step times.
         k_max: most draft tokens for one request in a round.
-        horizon: steps over which goodput is averaged, once so many are known.
-        prior_mean: acceptance expected before anything is known, worth one token.
-        estimator: how acceptance is learned (`core/learn/streams.py`).
         prices: send the price of a position with every grant, so that a drafter stops where its own
             confidence puts a token below it. What it leaves goes to nobody in that round: worth it
             only where verifying a position costs time."""
@@ -46,22 +38,16 @@ class GoodSpeedAdaptive(AllocationPolicy):
         fairness: Fairness = 1.0
         total: NonNegativeInt | None = None
         k_max: MaxDraftTokens = 16
-        horizon: PositiveInt = 1000
-        prior_mean: Probability = 0.5
-        estimator: Literal["beta", "discounts", "switching"] = "switching"
         prices: bool = False
 
     def __init__(self, options: Options) -> None:
-        self.options = options
-        self._averages = GoodputAverages(options.horizon)
-        self._streams = Streams(options.prior_mean, options.estimator)
+        super().__init__(options)
+        self._averages = GoodputAverages()
+        self._streams = Streams()
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         options = self.options
-        names = dict.fromkeys(c.state.request.tenant for c in candidates)
-        weights = {name: tenant_weight(view.tenants, name) for name in names}
-        self._averages.meet(weights)
-        slopes = {n: w / self._averages.of(n) ** options.fairness for n, w in weights.items()}
+        slopes = self._averages.slopes(candidates, view, options.fairness)
         each = [slopes[c.state.request.tenant] for c in candidates]
         lengths, price = geometric_lengths(
             each,
@@ -79,9 +65,6 @@ class GoodSpeedAdaptive(AllocationPolicy):
     def rates(self, candidates: Sequence[DraftCandidate]) -> Sequence[float]:
         """Probability for each candidate that its next draft token is accepted."""
         return self._streams.rates(candidates)
-
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._streams.observe(outcomes)

@@ -5,16 +5,12 @@ A request at x tokens a second that needs r to be in time, for R more tokens, is
     U'(X) [ x + v r Φ((x / r − 1) / σ) ],  σ² = 1/R + ρ²
 
 where Φ is the probability that it ends in time: tokens come about as in a Poisson stream, and steps
-take as long as now give or take ρ. So a token of a request that is in time counts 1 + v times, one
-that is late in any case, or in time without help, once. U' = weight · X^(−a) is the slope of the
-tenants' fair utility at the average rate X of theirs (GoodSpeed eq. 5). x = μ(S) / T is what the
-request has if drafts go on as in this step: μ expected tokens a round, T the mean step with what
-drafts of length S add to it. The sum over all requests is maximised.
+take as long as now give or take ρ. U' = weight · X^(−a) is the slope of the tenants' fair utility
+at the average rate X of theirs (GoodSpeed eq. 5). x = μ(S) / T: μ expected tokens a round, T the
+mean step with what drafts of length S add to it. The sum over all requests is maximised.
 
-The question is AdaServe's (arXiv 2501.12162). v is the multiplier of a constraint as in gradient
-scheduling (Neely's virtual queues), but of one that counts at a request's end only, so that whoever
-cannot be in time any more asks for nothing.
-"""
+The question is AdaServe's (arXiv 2501.12162); v is the multiplier of a constraint, as in gradient
+scheduling (Neely's virtual queues), that counts at a request's end only."""
 
 from __future__ import annotations
 
@@ -29,15 +25,14 @@ from penstock.core.latency import remaining
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import AllocationPolicy, Grant
+from penstock.core.policies.allocation.parts.drafters import fade_unused
 from penstock.core.policies.allocation.parts.gradient import (
     Fairness,
     GoodputAverages,
-    tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.policies.allocation.parts.unused import fade_unused
-from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat, PositiveInt
-from penstock.core.state import Outcome, RequestState
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
+from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 
 FloatArray = NDArray[np.float64]
@@ -63,21 +58,16 @@ class OnTime(AllocationPolicy):
     class Options:
         """k_max: most draft tokens for one request in a round.
         value: of a token that is in time, beyond that of any token (v).
-        fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional.
-        horizon: steps over which tenants' rates are averaged, once so many are known."""
+        fairness: exponent a of the utility, U' = weight · x^(−a): 0 total, 1 proportional."""
 
         k_max: MaxDraftTokens = 8
         value: NonNegativeFloat = 4.0
         fairness: Fairness = 1.0
-        horizon: PositiveInt = 1000
 
     def __init__(self, options: Options) -> None:
-        self.options = options
-        self._averages = GoodputAverages(options.horizon)
+        super().__init__(options)
+        self._averages = GoodputAverages()
         self._steps = _MeanStep()
-
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
         self._averages.observe(tokens_by_tenant(outcomes))
@@ -115,10 +105,7 @@ class OnTime(AllocationPolicy):
     def _worth(self, candidates: Sequence[DraftCandidate], view: View) -> _Worth:
         most = min(self.options.k_max, MOST_POSITIONS)
         limits = np.array([min(c.limit, most) for c in candidates], dtype=np.int64)
-        names = dict.fromkeys(c.state.request.tenant for c in candidates)
-        weights = {name: tenant_weight(view.tenants, name) for name in names}
-        self._averages.meet(weights)
-        slopes = {n: w / self._averages.of(n) ** self.options.fairness for n, w in weights.items()}
+        slopes = self._averages.slopes(candidates, view, self.options.fairness)
         survival_of = view.learn.acceptance.survival
         tokens = np.ones((len(candidates), int(limits.max(initial=0)) + 1))
         for row, candidate in enumerate(candidates):
@@ -144,10 +131,8 @@ class _Worth(NamedTuple):
     """What rates are worth.
 
     tokens: [requests, lengths] expected in a round, by the draft's length; limits: longest draft.
-    utility: U' of each; rate: that it needs to be in time, 0 where it cannot be or has no target;
-    left: tokens to which that applies. value: v. others: U' of those in the step that do not draft,
-    together.
-    """
+    utility: U' of each; rate: needed to be in time, 0 where it cannot be or has no target; left:
+    tokens to which that applies. value: v. others: U' of those that do not draft, together."""
 
     tokens: FloatArray
     limits: IntArray

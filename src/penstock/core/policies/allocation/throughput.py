@@ -1,14 +1,9 @@
 """Draft lengths that maximise tokens per second under measured step times: no fairness.
 
-The longest drafts are bought in order of survival probability, and the purchase stops where the
-expected tokens per second of the step are greatest; where speculation does not pay that is at
-nothing. Prefill that shares the step is left out: it takes its time whatever is drafted, and by
-tokens per second of all of it drafts would seem to pay at the cost of better steps to come. What a
-drafter has to read of a text first is spread over the rounds that are expected of the request.
-
-What a step without drafts takes is only known while such steps are made. Where drafts might not pay
-if that were as short as it can be, one is made now and then.
-"""
+Draft tokens are bought in order of survival until the expected tokens per second of the step are
+greatest. Prefill that shares the step is left out: it takes its time whatever is drafted. What a
+drafter has to read first is spread over the rounds that are expected of the request. Where drafts
+might not pay a step without them is made now and then: else its time is not known."""
 
 from __future__ import annotations
 
@@ -21,10 +16,8 @@ import numpy as np
 
 from penstock.core.learn.times import round_seconds
 from penstock.core.policies.allocation import AllocationPolicy, Grant
-from penstock.core.policies.allocation.parts.reading import reading_seconds
-from penstock.core.policies.allocation.parts.unused import fade_unused
+from penstock.core.policies.allocation.parts.drafters import fade_unused, reading_seconds
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeFloat
-from penstock.core.state import RequestState
 from penstock.core.view import DraftCandidate, View
 
 _LEAST_OVERHEAD_S = 1e-6
@@ -63,16 +56,15 @@ class Throughput(AllocationPolicy):
         k_max: MaxDraftTokens = 8
         margin: NonNegativeFloat = 0.05
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._idle: set[tuple[str, str]] = set()
         self._num_idle = 0
         self._num_doubtful = 0
         self._gap = _FIRST_GAP
         self._price = 0.0
-
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
         drafting = {(c.state.request.id, c.drafter) for c in candidates}
@@ -133,13 +125,10 @@ class Throughput(AllocationPolicy):
     def _worthwhile(
         self, purchases: Sequence[Purchase], step: _Step
     ) -> tuple[Sequence[Purchase], float]:
-        """The purchases that make the most expected tokens per second of the step; and those.
-
-        A draft that is longer than all others of its drafter takes a step of it for itself alone,
-        after which the same length comes for less to the others. So the likeliest first is not
-        always best: drafters are held to as many steps as are worth their time, first at what a
-        second was worth in the round before, then at what is found.
-        """
+        """The purchases that make the most expected tokens per second of the step; and those. A
+        draft that is longer than all others of its drafter takes a step of it alone, so the
+        likeliest first is not always best: drafters are held to as many steps as are worth their
+        time, at what a second was worth in the round before, then at what is found."""
         rate = (1 + self.options.margin) * step.rate
         if step.num_candidates == 1:
             return self._likeliest(purchases, step, rate)
@@ -181,8 +170,7 @@ class Throughput(AllocationPolicy):
 class _Step:
     """The step as drafts are bought for it: expected tokens, and seconds without its prefill.
 
-    is_chained: by candidate; what weighs its sources itself weighs its reading, too.
-    """
+    is_chained: by candidate; what weighs its sources itself weighs its reading, too."""
 
     def __init__(self, candidates: Sequence[DraftCandidate], view: View) -> None:
         learn, room = view.learn, view.room

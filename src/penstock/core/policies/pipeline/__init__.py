@@ -1,16 +1,14 @@
-"""When drafters draft and the target verifies: in rounds, in micro-batches, or whatever is ready.
-One file a policy.
+"""When drafters draft and the target verifies. One file a policy.
 
-A pipeline looks at the requests that draft, at the drafts that are held and at those that are on
-their way. It says for whom a lane drafts next, whether the target should wait, and whose drafts it
-verifies together. It decides nothing else: who joins the step is admission's business.
-"""
+A pipeline says for whom a lane drafts next, whether the target should wait, and whose drafts it
+verifies together. Who joins the step is admission's business."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from penstock.core.state import RequestState
 from penstock.core.types import StepResult
@@ -21,6 +19,13 @@ class Pipeline(ABC):
     """Decides whom a lane drafts for, whether the target waits for drafts, and for which."""
 
     name: ClassVar[str]
+
+    @dataclass(frozen=True, slots=True)
+    class Options:
+        """None."""
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
 
     @property
     def drafts_beside(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -21,21 +20,12 @@ _OVERDUE = 0.25
 class Asynchronous(Pipeline):
     """Verify what is ready, or wait for some of the drafts that are coming.
 
-    Waiting delays those that are ready; going without the others makes each of them wait for the
-    whole step that it has missed. Of all moments at which another draft is expected, and now, the
-    one is taken that makes the sum of all delays smallest, each weighted with the tokens that its
-    request can expect. Where a step costs little that is mostly now; where it costs much more than
-    drafting, it is when the last draft has come: the barrier.
+    Waiting delays those that are ready; going without the others makes each of them wait for a
+    whole step. Of all moments at which another draft is expected, and now, the one is taken that
+    makes the sum of all delays smallest, each weighted with the tokens that its request can expect.
     """
 
     name: ClassVar[str] = "async"
-
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        """None."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
 
     def hold_until(
         self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Annotated, ClassVar
+from typing import ClassVar
 
-from penstock.core.policies.options import Range
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.barrier import Barrier
 from penstock.core.policies.pipeline.micro_batches import MicroBatches
@@ -40,24 +38,16 @@ _DECIDE_EVERY_STEPS = 64
 
 
 class Auto(Pipeline):
-    """The setting with the best throughput by step times, no pipeline among them.
-
-    It is chosen again when the batch on the drafters or their draft lengths have changed much, and
-    now and then because measured times move. Before anything is known there is no pipeline.
-    """
+    """The setting with the best throughput by step times, no pipeline among them. It is chosen
+    again when the batch or draft lengths have changed much, and now and then because measured times
+    move."""
 
     name: ClassVar[str] = "auto"
 
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        """most: micro-batches that are considered."""
-
-        most: Annotated[int, Range(at_least=1, at_most=64)] = MOST_MICRO_BATCHES
-
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Pipeline.Options) -> None:
+        super().__init__(options)
         self.setting = PipelineSetting()
-        self._most = options.most
-        self._inner: Pipeline = _Inline()
+        self._inner: Pipeline = _Inline(Pipeline.Options())
         self._lengths: dict[str, float] = {}
         self._decided: dict[str, float] = {}
         self._num_steps = 0
@@ -152,8 +142,7 @@ class Auto(Pipeline):
 
     def _choose(self, work: Round) -> PipelineSetting:
         """The present setting, unless another is better by more than noise."""
-        most = max(1, min(self._most, work.batch))
-
+        most = max(1, min(MOST_MICRO_BATCHES, work.batch))
         worse = self._worse
 
         def seconds(setting: PipelineSetting) -> float:
@@ -171,17 +160,14 @@ class Auto(Pipeline):
             return
         self.setting = setting
         if setting.num > 1:
-            self._inner = MicroBatches(MicroBatches.Options(setting.num, setting.share))
+            self._inner = MicroBatches(MicroBatches.Options(setting.num), setting.share)
         else:
-            self._inner = Barrier(Barrier.Options()) if setting.num else _Inline()
+            self._inner = Barrier(Barrier.Options()) if setting.num else _Inline(Pipeline.Options())
 
 
 class _Inline(Barrier):
     """No pipeline: drafters of this machine draft inside the target's step; for those elsewhere
     there are rounds."""
-
-    def __init__(self) -> None:
-        super().__init__(Barrier.Options())
 
     @property
     def drafts_beside(self) -> bool:

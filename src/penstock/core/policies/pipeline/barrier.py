@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.pipeline import Pipeline
@@ -16,13 +15,6 @@ class Barrier(Pipeline):
     """The target waits for all drafts."""
 
     name: ClassVar[str] = "off"
-
-    @dataclass(frozen=True, slots=True)
-    class Options:
-        """None."""
-
-    def __init__(self, options: Options) -> None:
-        self.options = options
 
     def hold_until(
         self, ready: Sequence[RequestState], pending: Sequence[RequestState], view: View

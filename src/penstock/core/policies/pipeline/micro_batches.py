@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
-from penstock.core.policies.options import Probability, Range
+from penstock.core.policies.options import Range
 from penstock.core.policies.pipeline import Pipeline
 from penstock.core.policies.pipeline.parts.division import Division
 from penstock.core.policies.pipeline.parts.planner import PipelineSetting
@@ -18,25 +18,22 @@ from penstock.core.view import View
 
 class MicroBatches(Pipeline):
     """Requests are divided into groups; while the target verifies one, the drafters draft for the
-    next (Spin, section V-B). A group is verified when all its drafts are there.
-
-    The batch on each drafter is split evenly, as requests come, go and change drafters: those
-    between two rounds move to where there are fewest.
-    """
+    next (Spin, section V-B). A group is verified when all its drafts are there. The batch on each
+    drafter is split evenly: requests between two rounds move to where there are fewest."""
 
     name: ClassVar[str] = "micro_batches"
 
     @dataclass(frozen=True, slots=True)
     class Options:
-        """num: micro-batches.
-        share: of the first of two, if they are not to be even."""
+        """num: micro-batches."""
 
         num: Annotated[int, Range(at_least=2, at_most=64)] = 2
-        share: Probability | None = None
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: Options, share: float | None = None) -> None:
+        """share: of the first of two, if they are not to be even."""
+        super().__init__(options)
         self.num = options.num
-        self._shares = PipelineSetting(options.num, options.share).shares
+        self._shares = PipelineSetting(options.num, share).shares
         self._group: dict[str, int] = {}
         self._next_in_lane: dict[str, int] = {}
         self._next_verified = 0

@@ -1,15 +1,12 @@
-"""Which drafter a request gets. One file a policy.
-
-A policy has `name`, an `Options` dataclass and `select(states, view)`; what else it needs to hear
-(`observe`, `replayed`, `forget`), and what it wants read in idle time (`replays`), is optional.
-"""
+"""Which drafter a request gets. One file a policy, with `name`, an `Options` dataclass and
+`select(states, view)`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Replayed
@@ -27,14 +24,15 @@ class ReplayProposal:
 
 
 class SelectionPolicy(ABC):
-    """Chooses a drafter for every request that leaves the choice open.
-
-    weighs_time: it leaves out drafters that take longer than they save, by the times it knows:
-    those of drafters without requests are then measured by `Trials`.
+    """Chooses a drafter for every request that leaves the choice open. weighs_time: it leaves out
+    drafters that take longer than they save; those without requests are then measured by `Trials`.
     """
 
     name: ClassVar[str]
     weighs_time: ClassVar[bool] = False
+
+    def __init__(self, options: Any = None) -> None:
+        self.options = options
 
     @property
     def proposes_replays(self) -> bool:

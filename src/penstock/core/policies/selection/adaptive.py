@@ -1,26 +1,21 @@
 """The drafter with the most expected tokens per second, from everything known of a request.
 
-For every drafter a request has a posterior of its acceptance, whether or not it has ever used it
-(`learn.prior`): from its prompt's words, from its tenant, from what its own drafts have shown, and
-from what is known to go together. Drafters are compared by the seconds that they save the request
-to its end: those of a step with their drafts, over the tokens that it yields, against those of a
-step without, for all the tokens that are to come, less the reading of the text so far. A step's
-seconds are those for which all requests in it wait; no drafter at all saves 0.
+For every drafter a request has a posterior of its acceptance, used or not (`learn.prior`). Drafters
+are compared by the seconds that they save the request to its end (`parts/savings.py`). Decisions
+come at the start, after rounds that double, and when a replay has said something.
 
-Decisions are few: at the start, after rounds that double, and when a replay has said something.
-Drafters are evaluated by replay: they read a request's text and say what they would have drafted.
-A replay is ordered where what it may say is expected to save the request more than the reading
-takes (the value of information), and within a share of the time where little is known of a drafter
-for requests like this one, for the sake of those to come. Where a replay can tell nothing (draft
-servers, `ratio`), what is not known is explored by drawing from it (Thompson).
+A replay (a drafter reads the text and says what it would have drafted) is ordered where what it may
+say is expected to save the request more than the reading takes (the value of information), and
+within a share of the time for the sake of requests to come. Where a replay can tell nothing (draft
+servers, `ratio`), the unknown is explored by drawing from it (Thompson).
 
-To decide takes the host's time, for which all requests of a step wait. It is measured, and reviews,
-replays and first choices must be expected to save more than that.
-"""
+Deciding takes the host's time, for which all requests of a step wait. It is measured, and reviews,
+replays and first choices must be expected to save more."""
 
 from __future__ import annotations
 
 import math
+import zlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar
@@ -31,22 +26,13 @@ import numpy.typing as npt
 from penstock.core.learn import Estimators
 from penstock.core.learn.acceptance import MOST_POSITIONS
 from penstock.core.learn.prior import AcceptancePrior, Belief, mean_rate
-from penstock.core.policies.options import (
-    LONGEST_DRAFT,
-    NonNegativeFloat,
-    PositiveInt,
-    Range,
-    Seed,
-    Share,
-)
+from penstock.core.policies.options import LONGEST_DRAFT, Range, Seed, Share
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
-from penstock.core.policies.selection.parts.favourite import Favourite
-from penstock.core.policies.selection.parts.matching import assign
-from penstock.core.policies.selection.parts.pace import Pace, ReviewTime
+from penstock.core.policies.selection.parts.pace import Favourite, Pace, ReviewTime
+from penstock.core.policies.selection.parts.places import assign
 from penstock.core.policies.selection.parts.savings import WEIGHTS, Prices, Savings
-from penstock.core.policies.selection.parts.words import words_of
 from penstock.core.state import Drafter, Outcome, RequestState
-from penstock.core.types import Replayed
+from penstock.core.types import Replayed, Request
 from penstock.core.view import View
 
 FloatArray = npt.NDArray[np.float64]
@@ -64,8 +50,11 @@ _MIN_PRIOR_STD = 0.6
 _LEAST_STRENGTH = 2.0
 _MOST_STRENGTH = 100.0
 """Tokens that what selection knows may be worth to allocation."""
-_LONGEST_GAP = 8
-"""Rounds between decisions: what a text is like changes, and evidence of a replay fades."""
+_FIRST_GAP, _LONGEST_GAP = 2, 8
+"""Rounds between a request's decisions, at first and, doubled each time, at most: what a text is
+like changes, and evidence of a replay fades."""
+_MARGIN = 0.04
+"""Share of the time that a change must save over staying."""
 _LONGER = 2.0 ** np.arange(5)
 """Gaps after which a review may be due that does not pay at once."""
 _LITTLE = 0.005
@@ -80,12 +69,10 @@ _IDLE_GAP = 16
 class _Known:
     """One running request.
 
-    prior: before anything was seen of it; doubt: [J] the standard deviation of its mean as far as
-    it could be learned. counts: [2, J] accepted and rejected tokens, faded by rounds; totals: not
-    faded. next_round: when to decide again, `gap` rounds after the last time. evaluated: drafters
-    that inside a step have been asked for a replay. has_news: a replay has said something since the
-    last decision. posterior: of that decision.
-    """
+    prior: before anything was seen of it; doubt: [J] the standard deviation of its mean. counts:
+    [2, J] accepted and rejected tokens, faded by rounds; totals: not faded. next_round: when to
+    decide again, `gap` rounds after the last time. evaluated: drafters inside a step that were
+    asked for a replay. has_news: a replay has answered since. posterior: of the last decision."""
 
     words: IntArray
     prior: Belief
@@ -119,21 +106,18 @@ class Adaptive(SelectionPolicy):
     @dataclass(frozen=True, slots=True)
     class Options:
         """k_max: most draft tokens that a drafter's worth counts on.
-        first_gap: rounds after which a request's first choice is looked at again; the gap doubles,
-            up to 8.
-        margin: a change must save this share of the time over staying.
         explore: share of the time that replays may take at first; it falls with the number of
             requests. 0 never explores.
         seed: of what is drawn."""
 
         k_max: Annotated[int, Range(at_least=1, at_most=LONGEST_DRAFT)] = 8
-        first_gap: PositiveInt = 2
-        margin: NonNegativeFloat = 0.04
         explore: Share = 0.1
         seed: Seed = 0
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._rng = np.random.default_rng(options.seed)
         self._prior = AcceptancePrior()
         self._columns: dict[str, int] = {}
@@ -185,7 +169,7 @@ class Adaptive(SelectionPolicy):
             self._column(drafter)
         self._prior.grow(len(self._models))
         longest = min(self.options.k_max, MOST_POSITIONS)
-        prices = Prices(drafters, self._pace, num_sharing, view, longest, self.options.margin)
+        prices = Prices(drafters, self._pace, num_sharing, view, longest, _MARGIN)
         drafters = prices.drafters
         self._review_s = self._reviewing(prices)
         reviewed = [not self._has_time(s) for s in states]
@@ -254,10 +238,9 @@ class Adaptive(SelectionPolicy):
         return known.posterior.rates()
 
     def _want(self, names: Collection[str], gained: FloatArray) -> None:
-        """Note which drafter each request would have if everybody shared its time. Of one that none
-        uses yet each would have to bear the whole step, and none would ever begin.
-
-        gained: [S, J] seconds saved for each token."""
+        """Note which drafter each request would have if everybody shared its time: of one that none
+        uses yet each would have to bear the whole step. gained: [S, J] seconds saved for each
+        token."""
         best = np.where(gained.max(axis=1) > 0, gained.argmax(axis=1), -1)
         for favourite in best.tolist():
             self._num_wanted += 1
@@ -301,14 +284,14 @@ class Adaptive(SelectionPolicy):
     def _know(self, state: RequestState, drafters: Mapping[str, Drafter], view: View) -> _Known:
         """What is known of a request that is about to be decided on."""
         known = self._known.get(state.request.id)
-        gap = self.options.first_gap
+        gap = _FIRST_GAP
         if known is None:
             counts, totals = np.zeros((2, 2, 0))
             soon = not view.beside.isdisjoint(drafters)
             # Idle drafters can read as soon as there is anything to read.
             first = 1 if soon else 1 + gap
             known = _Known(
-                words_of(state.request), _NOTHING, np.empty(0), counts, totals, max(1, gap // 2), 0
+                _words_of(state.request), _NOTHING, np.empty(0), counts, totals, max(1, gap // 2), 0
             )
             known.next_round = state.round + first
             self._known[state.request.id] = known
@@ -456,6 +439,12 @@ class Adaptive(SelectionPolicy):
         ended = self._num_ended / _EARLY_REQUESTS
         share = math.log1p(ended) / ended if ended else 1.0
         return self.options.explore * share * self._pace.total_s
+
+
+def _words_of(request: Request) -> IntArray:
+    """Words of prompt and tenant, as whole numbers; a word may come more than once."""
+    tenant = zlib.crc32(request.tenant.encode()) + (1 << 40)
+    return np.append(np.asarray(request.prompt_token_ids or (), dtype=np.int64), tenant)
 
 
 def _can_replay(drafter: Drafter, state: RequestState) -> bool:

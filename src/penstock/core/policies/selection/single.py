@@ -23,9 +23,6 @@ class Single(SelectionPolicy):
 
         drafter: str | None = None
 
-    def __init__(self, options: Options) -> None:
-        self.options = options
-
     def select(self, states: Sequence[RequestState], view: View) -> dict[str, str | None]:
         wanted = self.options.drafter
         if wanted is None and not any(d.remote for d in view.drafters.values()):

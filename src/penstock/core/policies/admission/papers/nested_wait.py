@@ -1,11 +1,8 @@
-"""Nested WAIT (Algorithm 2), to the letter: thresholds by segment, output lengths unknown.
-
-Requests between two segments keep their memory while they wait, so that paused ones can fill it: a
-deadlock is reported, not hidden. `nested_wait_gated` is the version that serves.
-"""
+"""Nested WAIT (Algorithm 2): thresholds by segment, output lengths unknown."""
 
 from __future__ import annotations
 
+import bisect
 import itertools
 from collections.abc import Sized
 from dataclasses import dataclass
@@ -13,45 +10,107 @@ from typing import ClassVar
 
 from penstock.core.policies.admission import AdmissionPolicy
 from penstock.core.policies.admission.papers.wait import check_thresholds
-from penstock.core.policies.options import PositiveInt
+from penstock.core.policies.admission.parts.gate import Gate, schedule_running
+from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
+
+_SLACK = 1.5
+"""Times its threshold that a segment may hold, gated. Chosen by hand."""
 
 
 class NestedWait(AdmissionPolicy):
     """The batch is made of segments 1 to i, for the largest i for which every one of them has its
     threshold waiting at its first stage: prompts for segment 1, paused requests for the others.
-    Each gives up to its threshold a stage. Nothing is ever preempted.
+    Each gives up to its threshold a stage. Nothing is ever preempted: paused requests can fill the
+    memory, and the deadlock is reported. Segment i holds the stages (output tokens) up to
+    `segment_ends[i]`.
 
-    Segment i holds the stages (output tokens) up to `segment_ends[i]`; what is longer than the last
-    end stays in the last segment.
-    """
+    Gated, it serves: prompts are admitted in waves of the first threshold, and decoding never
+    waits. Prompts are held back while a segment holds more than 1.5 times its threshold a stage; a
+    request is taken to grow to its segment's end, and memory for that is kept free."""
 
     name: ClassVar[str] = "nested_wait"
-    cuts_prompts: ClassVar[bool] = False
-    knows_tenants: ClassVar[bool] = False
-    serves_instead: ClassVar[str | None] = "nested_wait_gated"
+    cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
         """segment_ends: output tokens with which a request leaves each segment, rising.
-        thresholds: n_i for each segment."""
+        thresholds: n_i for each segment; gated, they may be fractions.
+        gated: decoding never waits, and thresholds that are met in part are admitted.
+        max_num_batched_tokens: positions a step, gated."""
 
         segment_ends: tuple[PositiveInt, ...] = (64, 256, 1024)
-        thresholds: tuple[PositiveInt, ...] = (1, 1, 1)
+        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)
+        gated: bool = False
+        max_num_batched_tokens: PositiveInt = 2048
 
         def __post_init__(self) -> None:
-            check_thresholds(self.segment_ends, self.thresholds)
+            check_thresholds(self.segment_ends, self.thresholds, self.gated)
+
+    options: Options
 
     def __init__(self, options: Options) -> None:
-        self.options = options
-
-    def draft_budget(self, num_tokens: int) -> int:
-        """The paper knows no drafts."""
-        return 0
+        super().__init__(options)
+        self.may_idle = not options.gated
+        self.cuts_prompts = options.gated
+        # The papers know no drafts.
+        self.token_budget = options.max_num_batched_tokens if options.gated else 0
+        self._thresholds = [int(n) for n in options.thresholds]
+        self._gate = Gate(options.thresholds[0], self._expected)
 
     def compose(self, step: Step) -> None:
-        thresholds = self.options.thresholds
+        if self.options.gated:
+            self._compose_gated(step)
+        else:
+            self._compose_literally(step)
+
+    def is_steady(self, step: Step) -> bool:
+        if not self.options.gated:
+            return False
+        return self._gate.is_full and not step.waiting and not step.num_preempted
+
+    # --- gated ----------------------------------------------------------------------------------
+
+    def _compose_gated(self, step: Step) -> None:
+        budget = schedule_running(step, self.options.max_num_batched_tokens)
+        if step.num_preempted:
+            return
+        gate, queue = self._gate, step.waiting.queue()
+        gate.earn()
+        if step.num_tokens and (gate.waits(step, queue) or self._is_over(step)):
+            return
+        num = before = len(queue)
+        gate.admit(step, queue, int(gate.credit) if step.num_tokens else num, budget)
+        gate.credit = max(0.0, gate.credit - (before - len(queue)))
+
+    def _is_over(self, step: Step) -> bool:
+        """Whether some segment holds more than its thresholds explain."""
+        held = [0] * len(self.options.thresholds)
+        for state in step.running.values():
+            held[self._segment_of(state)] += 1
+        start = 0
+        for number, end, most in zip(
+            held, self.options.segment_ends, self.options.thresholds, strict=True
+        ):
+            if number > _SLACK * most * (end - start) + 1:
+                return True
+            start = end
+        return False
+
+    def _segment_of(self, state: RequestState) -> int:
+        ends = self.options.segment_ends
+        return min(bisect.bisect_right(ends, state.num_output_tokens), len(ends) - 1)
+
+    def _expected(self, state: RequestState) -> int:
+        """Tokens that the request holds at the end of its segment."""
+        end = self.options.segment_ends[self._segment_of(state)]
+        return state.request.prompt_len + max(end, state.num_output_tokens)
+
+    # --- to the letter --------------------------------------------------------------------------
+
+    def _compose_literally(self, step: Step) -> None:
+        thresholds = self._thresholds
         paused = self._pause(step)
         waiting: list[Sized] = [step.waiting.queue(), *paused[1:]]
         num = 0

@@ -1,8 +1,4 @@
-"""WAIT (Algorithm 1), to the letter: a type of request is processed only while enough of it wait.
-
-Literal means that it idles: at light load a prompt waits until its type has gathered, and running
-requests of that type wait with it. `wait_gated` is the version that serves.
-"""
+"""WAIT (Algorithm 1): a type of request is processed only while enough of it wait."""
 
 from __future__ import annotations
 
@@ -13,46 +9,72 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.options import PositiveInt
+from penstock.core.policies.admission.parts.gate import Gate, schedule_running
+from penstock.core.policies.options import PositiveFloat, PositiveInt
 from penstock.core.state import RequestState
 from penstock.core.step import Step
 
 
 class Wait(AdmissionPolicy):
     """For every type j with at least n_j prompts at stage 0: n_j prompts and, at every later stage,
-    all requests of the type (never more than n_j) join the batch. Nothing is ever preempted.
+    all requests of the type (never more than n_j) join the batch. Nothing is ever preempted. A type
+    is an expected output length, rounded up to the next of `output_lens`; stages are output tokens.
 
-    A type is an expected output length (`expected_output_tokens`, else `max_tokens`), rounded up to
-    the next of `output_lens`; stages are output tokens.
-    """
+    Gated, it serves: thresholds hold back prompts only, at most one wave of each type an iteration,
+    for no longer than half a second, and none while nothing else is ready to run."""
 
     name: ClassVar[str] = "wait"
-    cuts_prompts: ClassVar[bool] = False
-    knows_tenants: ClassVar[bool] = False
-    serves_instead: ClassVar[str | None] = "wait_gated"
+    cuts_prompts = False
 
     @dataclass(frozen=True, slots=True)
     class Options:
         """output_lens: the types' output lengths l'_j, rising.
-        thresholds: n_j for each of them, prompts a stage."""
+        thresholds: n_j for each of them, prompts a stage; gated, they may be fractions.
+        gated: decoding never waits, and thresholds that are met in part are admitted.
+        max_num_batched_tokens: positions a step, gated."""
 
         output_lens: tuple[PositiveInt, ...] = (64, 256, 1024)
-        thresholds: tuple[PositiveInt, ...] = (1, 1, 1)
+        thresholds: tuple[PositiveInt | PositiveFloat, ...] = (1, 1, 1)
+        gated: bool = False
+        max_num_batched_tokens: PositiveInt = 2048
 
         def __post_init__(self) -> None:
-            check_thresholds(self.output_lens, self.thresholds)
+            check_thresholds(self.output_lens, self.thresholds, self.gated)
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
+        self.may_idle = not options.gated
+        self.cuts_prompts = options.gated
+        # The papers know no drafts.
+        self.token_budget = options.max_num_batched_tokens if options.gated else 0
+        self._gates = [Gate(n, _expected) for n in options.thresholds]
 
     def queue_of(self, state: RequestState) -> Hashable:
         return type_of(state, self.options.output_lens)
 
-    def draft_budget(self, num_tokens: int) -> int:
-        """The paper knows no drafts."""
-        return 0
-
     def compose(self, step: Step) -> None:
+        if self.options.gated:
+            self._compose_gated(step)
+        else:
+            self._compose_literally(step)
+
+    def _compose_gated(self, step: Step) -> None:
+        budget = schedule_running(step, self.options.max_num_batched_tokens)
+        if step.num_preempted:
+            return
+        for type_, gate in enumerate(self._gates):
+            queue = step.waiting.queue(type_)
+            gate.earn()
+            if not gate.waits(step, queue):
+                before = len(queue)
+                budget -= gate.admit(step, queue, int(gate.credit), budget)
+                gate.credit -= before - len(queue)
+        if not step.num_tokens:
+            for type_, gate in enumerate(self._gates):
+                queue = step.waiting.queue(type_)
+                budget -= gate.admit(step, queue, len(queue), budget)
+
+    def _compose_literally(self, step: Step) -> None:
         blocked = False
         for type_, threshold in enumerate(self.options.thresholds):
             queue = step.waiting.queue(type_)
@@ -62,7 +84,7 @@ class Wait(AdmissionPolicy):
                 blocked = True
                 continue
             step.schedule_decodes(step.num_decodes(type_), type_)
-            for state in list(itertools.islice(queue, threshold)):
+            for state in list(itertools.islice(queue, int(threshold))):
                 missing = step.num_missing_tokens(state)
                 if not step.can_admit(state, missing):
                     blocked = True
@@ -78,20 +100,31 @@ class Wait(AdmissionPolicy):
             )
 
 
-def check_thresholds(output_lens: tuple[int, ...], thresholds: tuple[float, ...]) -> None:
-    """Raises: ValueError unless both are as many, and lengths rise."""
+def check_thresholds(
+    output_lens: tuple[int, ...], thresholds: tuple[float, ...], gated: bool
+) -> None:
+    """Raises: ValueError unless both are as many, lengths rise, and thresholds to the letter are
+    whole."""
     if not output_lens or any(a >= b for a, b in itertools.pairwise(output_lens)):
         raise ValueError(f"the lengths must rise, not {output_lens}")
     if len(thresholds) != len(output_lens):
         raise ValueError(
             f"thresholds must be {len(output_lens)} numbers, one for each length, not {thresholds}"
         )
+    if not gated and any(n != int(n) for n in thresholds):
+        raise ValueError(f"thresholds must be whole numbers unless gated, not {thresholds}")
 
 
 def type_of(state: RequestState, output_lens: tuple[int, ...]) -> int:
     """Index of the first length that covers the request's expected output."""
     expected = state.request.expected_output_tokens or state.request.max_tokens
     return min(bisect.bisect_left(output_lens, expected), len(output_lens) - 1)
+
+
+def _expected(state: RequestState) -> int:
+    """Tokens that the request is expected to hold in the end."""
+    expected = state.request.expected_output_tokens or state.request.max_tokens
+    return state.request.prompt_len + max(expected, state.num_output_tokens)
 
 
 POLICY = Wait

@@ -31,12 +31,9 @@ def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float)
     """How many of the first of `waiting` are expected to fit into memory at all times, as they and
     the running requests go on together, and nobody else comes.
 
-    t steps from now whoever still runs holds t tokens more. What has come free by then is a sum of
-    independent ends, each known by its probability: a request of age a has ended with probability
-    1 − S(a + t) / S(a). Its lower quantile, `confidence` deviations down, is taken as for a Poisson
-    number of ends: the square root of a count is normal with nearly constant deviation, so that,
-    unlike with the normal distribution itself, never less than nothing comes free.
-    """
+    A request of age a has ended t steps from now with probability 1 − S(a + t) / S(a), else it
+    holds t tokens more. Of what has come free the lower quantile is taken, `confidence` deviations
+    down, as for a Poisson number of ends (normal in the square root): never less than nothing."""
     capacity, lengths = step.pool.capacity_tokens, step.learn.lengths
     ages = np.array([(s.num_known_tokens, s.num_output_tokens) for s in waiting], dtype=np.int64)
     known = step.num_known_tokens + np.cumsum(ages[:, 0])
@@ -70,8 +67,7 @@ def num_that_fit(step: Step, waiting: Sequence[RequestState], confidence: float)
 def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatArray]:
     """Mean and variance, [requests, steps ahead], of what comes free of each.
 
-    lengths: [requests, 2] known and output tokens.
-    """
+    lengths: [requests, 2] known and output tokens."""
     ages = lengths[:, 1]
     now = np.maximum(survival.take(ages, mode="clip"), 1e-12)
     whole = lengths[:, :1] + _AHEAD
@@ -80,15 +76,10 @@ def _freed(lengths: IntArray, survival: FloatArray) -> tuple[FloatArray, FloatAr
 
 
 class Refill:
-    """Even admission while memory is short.
-
-    Who is admitted together ends together, and until then memory is kept for the growth of all of
-    them. So what comes free is not given out at once, but with the prompt tokens a step that would
-    leave a memory full of ordinary requests. A long prompt is admitted on credit.
-
-    credit: prompt tokens that may be admitted; without end while memory is not short.
-    is_pausing: whether requests were held back only because it is too early.
-    """
+    """Even admission while memory is short: who is admitted together ends together. What comes free
+    is given out as the prompt tokens a step that would leave a memory full of ordinary requests; a
+    long prompt on credit. credit: without end while memory is not short. is_pausing: requests were
+    held back only because it is too early."""
 
     def __init__(self) -> None:
         self.credit = math.inf

@@ -1,10 +1,7 @@
 """Targets in seconds: which prompts can be on time, and how long a step may last.
 
-TTFT is met or missed once. TPOT is a mean over a request's output: its token n + 1 is in time if it
-comes within n times the target after the first one. A request whose tokens are all in time is
-within the target wherever it ends. So a step may last until the first of these deadlines: what the
-requests are ahead of them can be spent on prompts.
-"""
+TTFT is met or missed once. TPOT is a mean: output token n + 1 is in time if it comes within n times
+the target after the first. A step may last until the first of these deadlines."""
 
 from __future__ import annotations
 
@@ -36,10 +33,8 @@ _TARGET_MARGIN = 0.95
 
 def time_left_of_own(step: Step, decoding: float) -> float:
     """Seconds that the step may take so that running requests with targets of their own stay in
-    time: within TPOT at its end, or with so much left before a deadline as the rest takes.
-
-    decoding: seconds of a step that only decodes, drafts included. Who could not make it in such
-    steps alone, at the tokens a step that it has had so far, does not hold up anybody."""
+    time. decoding: seconds of a step that only decodes; who could not make it in such steps alone
+    does not hold up anybody."""
     latest = math.inf
     for state in step.ungrouped():
         if not state.num_output_tokens or state.request.latency == NO_TARGET:
@@ -78,15 +73,11 @@ class Targets:
     def order(
         self, prompts: Iterable[RequestState], now: float, seconds: Callable[[RequestState], float]
     ) -> Order:
-        """The order in which prompts get their tokens.
-
-        First those whose next token is overdue and whose turn it is; then those that can be on
-        time, then the others, each oldest first. Requests that would make most others late are
-        late themselves: so the fewest are late (Moore and Hodgson). After `_LATE_AFTER_TARGETS`
-        targets a late request comes first, one every `_LATE_EVERY_TARGETS` targets, so that none
-        waits for ever, and under overload late ones do not make all others late.
-
-        seconds: that the rest of a prompt takes."""
+        """The order in which prompts get their tokens: first those whose next token is overdue and
+        whose turn it is; then those that can be on time, then the others, each oldest first.
+        Requests that would make most others late are late themselves (Moore and Hodgson). After
+        `_LATE_AFTER_TARGETS` targets a late request comes first, one every `_LATE_EVERY_TARGETS`
+        targets. seconds: that the rest of a prompt takes."""
         assert self.ttft_p99 is not None
         oldest = sorted(prompts, key=lambda s: s.request.arrival_time)
         first = [s for s in oldest if s.num_output_tokens]
@@ -126,9 +117,8 @@ class Targets:
 
     def time_left(self, step: Step, decoding: float) -> float:
         """Seconds until the first deadline of a next token that can be kept, or made up for.
-
-        decoding: seconds of a step that only decodes. Who is so far behind that it is not expected
-        to catch up does not hold up anybody."""
+        decoding: seconds of a step that only decodes. Who is not expected to catch up does not hold
+        up anybody."""
         if self.tpot_p99 is None:
             return math.inf
         ahead, _ = self._ahead(step)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from penstock.core.policies.admission import AdmissionPolicy
-from penstock.core.policies.options import PositiveInt, Share
+from penstock.core.policies.options import PositiveInt
 from penstock.core.queues import OrderName
 from penstock.core.state import RequestState
 from penstock.core.step import Step
@@ -23,27 +22,24 @@ def check_budget(**limits: int) -> None:
 class TokenBudget(AdmissionPolicy):
     """First come, first served under one token budget.
 
-    Running requests take their due tokens, those that decode first: the only one that can be in
-    the middle of its prompt is the newest. Then waiting ones are admitted, the last in part, while
-    budget, `max_num_seqs` and memory last. When memory runs out the newest running request is
-    preempted. Decoding requests reserve room for their drafts, so that a long prompt does not stop
-    speculation; drafts in turn leave at least half of the remaining budget to prompts, and never
-    displace another request's next token.
-    """
+    Running requests take their due tokens, those that decode first; then waiting ones are admitted,
+    the last in part. When memory runs out the newest running request is preempted. Decoding
+    requests reserve room for their drafts, which leave at least half of the remaining budget to
+    prompts."""
 
     admits_whole = True
     """Whether memory must hold all of a prompt, not only its first chunk."""
+    watermark = 0.01
+    """Share of the KV blocks that admission leaves free: vLLM's default."""
 
     @dataclass(frozen=True, slots=True)
     class Options:
         """max_num_batched_tokens: positions of the target a step, drafts included.
         max_num_seqs: requests running at once.
-        watermark: share of the KV blocks that admission leaves free.
         order: in which order waiting requests are tried."""
 
         max_num_batched_tokens: PositiveInt = 2048
         max_num_seqs: PositiveInt = 256
-        watermark: Share = 0.01
         order: OrderName = "arrival"
 
         def __post_init__(self) -> None:
@@ -52,11 +48,10 @@ class TokenBudget(AdmissionPolicy):
             )
 
     def __init__(self, options: Options) -> None:
-        self.options: Any = options
+        super().__init__(options)
         self.order = options.order
         self.token_budget = options.max_num_batched_tokens
         self.max_num_seqs = options.max_num_seqs
-        self._watermark = options.watermark
 
     def compose(self, step: Step) -> None:
         budget = self.token_budget
@@ -73,9 +68,6 @@ class TokenBudget(AdmissionPolicy):
     def shortage(self, step: Step, state: RequestState) -> tuple[int, int]:
         return step.shortage(state, self.max_num_seqs, self.kept_free(step))
 
-    def draft_budget(self, num_tokens: int) -> int:
-        return self.token_budget - num_tokens
-
     def kept_free(self, step: Step) -> int:
         """Blocks that admission leaves free."""
-        return int(self._watermark * step.pool.num_blocks)
+        return int(self.watermark * step.pool.num_blocks)

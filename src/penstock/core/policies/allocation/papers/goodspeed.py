@@ -1,10 +1,7 @@
 """GoodSpeed's gradient scheduling to the letter (eqs. 3 to 5, Algorithm 1); a client is a tenant.
 
-Kept for reproduction; `goodspeed_adaptive` is what serves. What the paper leaves open is defined
-here: what a round without a draft does to α̂ (eq. 3 divides by 0), and the least that α̂ falls to.
-A step in which a request could not draft is no round: that of its prompt, that of its last token,
-and one that its draft has missed.
-"""
+What the paper leaves open is defined here: what a round without a draft does to α̂ (eq. 3 divides
+by 0). A step in which a request could not draft is no round."""
 
 from __future__ import annotations
 
@@ -20,19 +17,13 @@ from penstock.core.policies.allocation.parts.gradient import (
     tenant_weight,
     tokens_by_tenant,
 )
-from penstock.core.policies.options import (
-    MaxDraftTokens,
-    NonNegativeInt,
-    PositiveFloat,
-    Probability,
-    Range,
-    Share,
-)
-from penstock.core.state import Outcome, RequestState
+from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Range
+from penstock.core.state import Outcome
 from penstock.core.view import DraftCandidate, View
 from penstock.fluid.fair import geometric_lengths
 
-_VARIANCE_STEP = 0.05
+INITIAL_ACCEPTANCE, _INITIAL_GOODPUT = 0.5, 1.0
+"""α̂(0) and X(0), which the paper leaves open."""
 _ON_EMPTY = {"hold": None, "zero": 0.0, "full": 1.0}
 
 
@@ -50,15 +41,11 @@ class GoodSpeed(AllocationPolicy):
         """beta, eta: smoothing of goodput (eq. 4) and of acceptance (eq. 3).
         beta_decay, eta_decay: exponents by which they fall with a client's rounds, in (0.5, 1];
         0: constant. Assumption 3 wants η/β → 0.
-        variance_limit: η is lowered in proportion while the variance of α̂ exceeds this; null: it
-        is not.
         evidence: what eq. 3 averages min(1, target / draft) over: `all` positions of a draft, as it
         is printed, or only the `decided` ones, up to the first rejection.
         on_empty: what eq. 3 makes of a round for which nothing was granted: count it as `full`
-        acceptance, so that α̂ rises until the client is tried again; or as `zero`; or `hold` α̂.
-        least_acceptance: α̂ never falls below it; `hold` needs that, or a client that was unlucky
-        once is never tried again.
-        initial_acceptance, initial_goodput: α̂(0) and X(0).
+        acceptance, so that α̂ rises until the client is tried again; or as `zero`; or `hold` α̂, with
+        which a client that was unlucky once is never tried again.
         fairness: exponent a of the utility, U' = x^(−a): 0 total, 1 proportional.
         total: draft tokens a round at most (C). None: by the profile of step times.
         k_max: most draft tokens for one request in a round."""
@@ -67,12 +54,8 @@ class GoodSpeed(AllocationPolicy):
         eta: Annotated[float, Range(above=0, at_most=1)] = 0.1
         beta_decay: Decay = 0.0
         eta_decay: Decay = 0.0
-        variance_limit: PositiveFloat | None = None
         evidence: Literal["all", "decided"] = "all"
         on_empty: Literal["hold", "zero", "full"] = "full"
-        least_acceptance: Share = 0.0
-        initial_acceptance: Probability = 0.5
-        initial_goodput: Annotated[float, Range(at_least=1e-6, at_most=1e6)] = 1.0
         fairness: Fairness = 1.0
         total: NonNegativeInt | None = None
         k_max: MaxDraftTokens = 16
@@ -85,7 +68,7 @@ class GoodSpeed(AllocationPolicy):
                 )
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._clients: dict[str, _Client] = {}
         self._left_out: dict[str, tuple[int, int]] = {}
         """By request: epoch and round for which it was granted nothing, though it could draft."""
@@ -111,9 +94,6 @@ class GoodSpeed(AllocationPolicy):
             if limit and not grant.num_draft_tokens
         }
         return grants
-
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
 
     def observe(self, outcomes: Sequence[Outcome], now: float) -> None:
         rounds = [o for o in outcomes if self._is_round(o)]
@@ -160,37 +140,21 @@ class _Client:
     def __init__(self, options: GoodSpeed.Options) -> None:
         self._options = options
         self.acceptance = Smoothed(
-            options.initial_acceptance,
+            INITIAL_ACCEPTANCE,
             options.eta,
             _ON_EMPTY[options.on_empty],
-            least=options.least_acceptance,
             decided_only=options.evidence == "decided",
         )
-        self.goodput = options.initial_goodput
+        self.goodput = _INITIAL_GOODPUT
         self._rounds = 0
-        self._mean = options.initial_acceptance
-        self._variance = 0.0
 
     def observe(self, evidence: Evidence, realised: float) -> None:
         options = self._options
         self._rounds += 1
-        self.acceptance.step = options.eta * self._rounds**-options.eta_decay * self._calm()
+        self.acceptance.step = options.eta * self._rounds**-options.eta_decay
         self.acceptance.observe(evidence)
-        self._track(self.acceptance.rate())
         beta = options.beta * self._rounds**-options.beta_decay
         self.goodput += beta * (realised - self.goodput)
-
-    def _calm(self) -> float:
-        limit = self._options.variance_limit
-        if limit is None or self._variance <= limit:
-            return 1.0
-        return limit / self._variance
-
-    def _track(self, rate: float) -> None:
-        """Smoothed variance of α̂ around its smoothed mean."""
-        error = rate - self._mean
-        self._mean += _VARIANCE_STEP * error
-        self._variance += _VARIANCE_STEP * (error * error - self._variance)
 
 
 POLICY = GoodSpeed

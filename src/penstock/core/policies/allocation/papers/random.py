@@ -11,7 +11,6 @@ from typing import ClassVar
 from penstock.core.policies.allocation import AllocationPolicy, Grant
 from penstock.core.policies.allocation.parts.gradient import draft_budget
 from penstock.core.policies.options import MaxDraftTokens, NonNegativeInt, Seed
-from penstock.core.state import RequestState
 from penstock.core.view import DraftCandidate, View
 
 
@@ -31,7 +30,7 @@ class RandomLengths(AllocationPolicy):
         seed: Seed = 0
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._random = Random(options.seed)
 
     def allocate(self, candidates: Sequence[DraftCandidate], view: View) -> list[Grant]:
@@ -41,9 +40,6 @@ class RandomLengths(AllocationPolicy):
         bars = sorted(self._random.sample(range(budget + len(candidates)), len(candidates)))
         lengths = [b - a - 1 for a, b in pairwise((-1, *bars))]
         return [Grant(min(n, m)) for n, m in zip(lengths, most, strict=True)]
-
-    def reserve(self, state: RequestState) -> int:
-        return self.options.k_max
 
 
 POLICY = RandomLengths

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
-from penstock.core.learn.streams import ESTIMATORS, Evidence, Population, StreamModel
+from penstock.core.learn.streams import Evidence, Population, StreamModel, switching_or_steady
 from penstock.core.policies.options import Range
 from penstock.core.state import Outcome
 from penstock.core.types import Tenant
@@ -14,6 +14,8 @@ from penstock.core.view import DraftCandidate, View
 from penstock.fluid.step_profile import StepWork
 
 IDLE_STEPS = 10
+_KEEP = 1 - 1 / 1000
+"""Of what was seen, from step to step: goodput is an average over a thousand of them."""
 _MAX_STEP_STRETCH = 1.5
 _START_STEPS = 4.0
 _LEAST_WEIGHT = 1e-6
@@ -56,16 +58,11 @@ def tokens_by_tenant(outcomes: Iterable[Outcome]) -> dict[str, int]:
 
 class GoodputAverages:
     """Average goodput X of each tenant (eq. 4), in tokens a step or, told how long steps take, a
-    second.
+    second: over all that is known, up to a thousand steps. A constant β (eq. 4) never comes to
+    rest, and one that falls for ever stops listening. A tenant that is new, or idle for IDLE_STEPS,
+    starts at the average of those present."""
 
-    An average over all that is known, up to `horizon` steps: a constant β (eq. 4) never comes to
-    rest (Assumption 3 wants β → 0), and one that falls for ever stops listening. A tenant that is
-    new, or has been idle for IDLE_STEPS, starts at the average of those present: it brings
-    neither credit nor debt.
-    """
-
-    def __init__(self, horizon: float) -> None:
-        self._keep = 1 - 1 / horizon
+    def __init__(self) -> None:
         self._tokens: dict[str, float] = {}
         self._time: dict[str, float] = {}
         self._absent: dict[str, int] = {}
@@ -87,13 +84,22 @@ class GoodputAverages:
     def observe(self, tokens: Mapping[str, float], seconds: float = 1.0) -> None:
         """A step is over: tokens of those that got some, and how long it took."""
         for name in self._weights:
-            self._tokens[name] = self._keep * self._tokens[name] + tokens.get(name, 0)
-            self._time[name] = self._keep * self._time[name] + seconds
+            self._tokens[name] = _KEEP * self._tokens[name] + tokens.get(name, 0)
+            self._time[name] = _KEEP * self._time[name] + seconds
             self._absent.pop(name, None)
         for name in [n for n in self._tokens if n not in self._weights]:
             self._absent[name] = self._absent.get(name, 0) + 1
             if self._absent[name] >= IDLE_STEPS:
                 del self._tokens[name], self._time[name], self._absent[name]
+
+    def slopes(
+        self, candidates: Sequence[DraftCandidate], view: View, fairness: float, step: float = 1.0
+    ) -> dict[str, float]:
+        """U' = weight · X^(−fairness) of the candidates' tenants, which are met."""
+        names = dict.fromkeys(c.state.request.tenant for c in candidates)
+        weights = {name: tenant_weight(view.tenants, name) for name in names}
+        self.meet(weights, step)
+        return {n: w / self.of(n) ** fairness for n, w in weights.items()}
 
     def of(self, name: str) -> float:
         """X of a tenant that was met; positive."""
@@ -101,11 +107,10 @@ class GoodputAverages:
 
 
 class Streams:
-    """Acceptance of each tenant's drafts by each drafter, by one of ESTIMATORS."""
+    """Acceptance of each tenant's drafts by each drafter."""
 
-    def __init__(self, prior_mean: float, estimator: str = "switching") -> None:
-        self._make = ESTIMATORS[estimator]
-        self._population = Population(prior_mean)
+    def __init__(self) -> None:
+        self._population = Population()
         self._models: dict[tuple[str, str], StreamModel] = {}
         self._drafters: dict[str, str] = {}
 
@@ -134,5 +139,5 @@ class Streams:
     def _model(self, key: tuple[str, str]) -> StreamModel:
         model = self._models.get(key)
         if model is None:
-            model = self._models[key] = self._make(self._population)
+            model = self._models[key] = switching_or_steady(self._population)
         return model

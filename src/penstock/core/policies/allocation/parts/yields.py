@@ -1,10 +1,7 @@
-"""What drafts come to that end by themselves, by drafter, price and request.
-
-Acceptance says too much of them: only tokens that the drafter is sure of are ever verified, and a
-draft that ended before its first token leaves no verdict on any. So drafts are counted, not tokens:
-how many each proposes, and how many of those are accepted. Under a low price they are long; so what
-they come to under another price says nothing but how a request differs from others.
-"""
+"""What drafts come to that end by themselves, by drafter, price and request: how many tokens each
+proposes, and how many of those are accepted. Acceptance says too much of them: only tokens that the
+drafter is sure of are ever verified. Under a low price they are long; what they come to under
+another says only how a request differs from others."""
 
 from __future__ import annotations
 

@@ -1,9 +1,7 @@
-"""How many micro-batches: what a setting is worth by profiled step times, and two ways to choose.
+"""How many micro-batches: what a setting is worth by profiled step times; pure functions.
 
-Everything here is a pure function. A setting is a number of micro-batches. 1 are rounds: all
-drafters draft at the same time, and then the target verifies. 0 is no pipeline: the drafters of
-this machine draft inside the target's step, one after the other.
-"""
+A setting is a number of micro-batches. 1 are rounds: all drafters draft at the same time, and then
+the target verifies. 0 is no pipeline: drafters draft inside the target's step."""
 
 from __future__ import annotations
 
@@ -28,12 +26,10 @@ _WARM_CYCLES, _CYCLES = 4, 4
 class Lane:
     """What one drafter contributes to a round.
 
-    batch: requests that it drafts for.
-    seconds: of the whole draft for so many of them, alone on the machine.
-    slowdown: its time beside a working target over its time alone; `target_slowdown`: the target's
-        beside it over the target's alone. 1 where each has a device of its own.
-    beside: it works beside the target whatever the setting, as a draft server does.
-    """
+    batch: requests that it drafts for. seconds: of the whole draft for so many of them, alone on
+    the machine. slowdown: its time beside a working target over its time alone; `target_slowdown`:
+    the target's beside it. beside: it works beside the target whatever the setting, as a draft
+    server does."""
 
     batch: int
     seconds: Callable[[int], float]
@@ -44,11 +40,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Round:
-    """One round of all requests.
-
-    verify: seconds of a target step with so many requests of each lane, alone on the machine.
-    host: seconds that the engine itself spends on every plan, of the target or of a lane.
-    """
+    """One round of all requests. verify: seconds of a target step with so many requests of each
+    lane, alone on the machine. host: seconds of the engine itself for every plan."""
 
     lanes: tuple[Lane, ...]
     verify: Callable[[tuple[int, ...]], float]
@@ -102,19 +95,14 @@ def cycle_seconds(work: Round, setting: PipelineSetting) -> float:
     """Seconds in which every request is drafted for and verified once.
 
     Without micro-batches: the drafts, then the verification. With them the cycle is as long as the
-    busiest of four: the target, over all groups; the drafters, over all groups; the groups' ways,
-    each verified after its draft and in its turn; and the engine, which writes a plan for every
-    group and lane. Smaller batches never take less time together than one that holds them all,
-    whatever a
-    noisy measurement says: they could be carried out one after the other.
+    busiest of four: the target, the drafters, the groups' ways (each verified after its draft and
+    in its turn), and the engine, which writes a plan for every group and lane. Smaller batches
+    never take less time together than one that holds them all, whatever a noisy measurement says.
 
     Who works beside another is slowed down for as long as both work: with D and V the seconds of
-    both alone, σ and τ their slowdowns, the target is the busier one where V τ ≥ D σ, and then
-    takes V + D σ (1 - 1/τ); otherwise the drafters take D + V τ (1 - 1/σ). σ = τ = 2 is a core that
-    both share, and nothing is gained: D + V. Drafters that slow the target share its machine and
-    slow each other, by as much: D is the longest of them, and of the others the share σ - 1 (at
-    most all).
-    """
+    both alone, σ and τ their slowdowns, the target is the busier one where V τ ≥ D σ, and takes V +
+    D σ (1 - 1/τ); otherwise the drafters take D + V τ (1 - 1/σ). σ = τ = 2 is a core that both
+    share. Of several drafters D is the longest, and of the others the share σ - 1."""
     if setting.num == 0:
         beside = (lane.seconds(lane.batch) for lane in work.lanes if lane.beside)
         inside = sum(lane.seconds(lane.batch) for lane in work.lanes if not lane.beside)
@@ -194,23 +182,6 @@ def best_setting(
         if found < (1 - gain) * shortest:
             best, shortest = setting, found
     return best
-
-
-def spin_setting(
-    seconds: Callable[[PipelineSetting], float], most: int, first: int = 2, drop: float = 0.05
-) -> PipelineSetting:
-    """The paper's heuristic (Spin, section V-B): from `first` micro-batches on one more, until
-    the throughput falls by more than `drop` against the setting before.
-
-    "Obvious" is not defined there; small drops one after the other are accepted however far they
-    lead, and what was seen on the way is forgotten.
-    """
-    num = min(first, most)
-    while num < most and seconds(PipelineSetting(num + 1)) * (1 - drop) <= seconds(
-        PipelineSetting(num)
-    ):
-        num += 1
-    return PipelineSetting(num)
 
 
 def round_of(

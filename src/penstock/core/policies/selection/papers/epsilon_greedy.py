@@ -32,7 +32,7 @@ class EpsilonGreedy(SelectionPolicy):
         seed: Seed = 0
 
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._rng = random.Random(options.seed)
         self._observed = ObservedGoodput()
 
@@ -57,7 +57,7 @@ class EpsilonGreedy(SelectionPolicy):
     ) -> list[str]:
         """Models that are better than none by what was seen; those never seen come first."""
         seen = self._observed.by_model
-        alone = RoundTimes(view, num_requests, view.loads).alone
+        alone = RoundTimes(view, num_requests).alone
         models = dict.fromkeys(map(model_of, drafters.values()))
         worth = {m: seen[m].value if m in seen else float("inf") for m in models}
         return sorted((m for m in worth if worth[m] >= alone), key=worth.__getitem__, reverse=True)

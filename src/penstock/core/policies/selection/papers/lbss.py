@@ -1,11 +1,9 @@
 """Learning-based selection (Spin, Algorithms 1 and 2): explore in chunks, then exploit for twice as
 long as the time before.
 
-Algorithm 2 as printed never advances its clock, draws once for all of its chunks, and drops the
-requests that a drafter has no room for. Here every chunk draws again, and whoever finds no room
-goes to the next drafter that has some. The paper lets all requests begin together; where they come
-and go each has epochs of its own, and a slot is one of its rounds.
-"""
+Algorithm 2 as printed never advances its clock, draws once for all of its chunks, and drops
+requests that find no room. Here every chunk draws again, and they go to the next drafter with room.
+Each request has epochs of its own, and a slot is one of its rounds."""
 
 from __future__ import annotations
 
@@ -19,9 +17,7 @@ import numpy as np
 from penstock.core.policies.options import NonNegativeFloat, PositiveInt, Seed
 from penstock.core.policies.selection import ReplayProposal, SelectionPolicy, usable
 from penstock.core.policies.selection.parts.goodput import ObservedGoodput, RoundTimes, model_of
-from penstock.core.policies.selection.parts.matching import assign
-from penstock.core.policies.selection.parts.places import Places
-from penstock.core.policies.selection.parts.staged import kept, step_times
+from penstock.core.policies.selection.parts.places import Places, assign
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.view import View
 
@@ -64,8 +60,10 @@ class Lbss(SelectionPolicy):
                     f"alpha must be a multiple of beta, not {self.alpha} against {self.beta}"
                 )
 
+    options: Options
+
     def __init__(self, options: Options) -> None:
-        self.options = options
+        super().__init__(options)
         self._rng = random.Random(options.seed)
         self._observed = ObservedGoodput()
         self._courses: dict[str, _Course] = {}
@@ -130,7 +128,8 @@ class Lbss(SelectionPolicy):
         chosen: dict[str, str | None],
     ) -> None:
         """Eq. 10, for the requests whose exploration has just ended."""
-        times = step_times(states, view)
+        others = sum(view.loads.values()) - sum(s.drafter is not None for s in states)
+        times = RoundTimes(view, len(states) + max(0, others))
         drafters = list(places.drafters.values())
         values = np.array([[self._worth(s, d, times) for d in drafters] for s in states])
         values = values.reshape(len(states), len(drafters))
@@ -149,8 +148,9 @@ class Lbss(SelectionPolicy):
         """Estimated goodput less λ times what the switch loses of it, over the stage's slots."""
         estimate = self._observed.estimate(state.request.id, model_of(drafter))
         slots = 2 ** self._courses[state.request.id].epoch
-        lost = 1 - kept(state, drafter, times, slots)
-        return estimate * (1 - self.options.switching_weight * lost)
+        slot = times.verify(0)[0]
+        kept = 1 - times.reading(state, drafter) / (slots * slot) if slot else 1.0
+        return estimate * (1 - self.options.switching_weight * (1 - kept))
 
     # --- fast switch ----------------------------------------------------------------------------
 

@@ -1,21 +1,19 @@
 """What a choice of drafter is judged by: accepted tokens per second of the round that it causes.
 
-A request is alone with its choice but not with its step. Whoever drafts inside a step delays
-everybody in it, and a drafter's time is shared by all that it drafts for; were each request charged
-only with its own waiting, the slowest drafter would look cheap because the others pay for it. So a
-choice is charged with the round that there would be if all requests of the step did as this one
-does: the sum of these charges is right when they all do.
-"""
+Whoever drafts inside a step delays everybody in it, and a drafter's time is shared by all that it
+drafts for. So a choice is charged with the round that there would be if all requests of the step
+did as this one does: the sum of these charges is right when they all do."""
 
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from penstock.core.learn.times import round_seconds
+from penstock.core.policies.selection.parts.savings import num_unread
 from penstock.core.state import Drafter, Outcome, RequestState
 from penstock.core.types import Status
 from penstock.core.view import View
@@ -31,14 +29,12 @@ def model_of(drafter: Drafter) -> str:
 
 
 class RoundTimes:
-    """Seconds of a round, were all `num_requests` of its step to do as one of them does. loads:
-    requests of each drafter now."""
+    """Seconds of a round, were all `num_requests` of its step to do as one of them does."""
 
-    def __init__(self, view: View, num_requests: int, loads: Mapping[str, int]) -> None:
+    def __init__(self, view: View, num_requests: int) -> None:
         self._view = view
         self._estimators = view.learn
         self._num_requests = max(1, num_requests)
-        self._loads = loads
         self._verify: list[float] = []
         self._draft: dict[tuple[str, int], float] = {}
 
@@ -75,71 +71,40 @@ class RoundTimes:
         seconds = self.verify(0)[0]
         return 1 / seconds if seconds else 0.0
 
-    def expected(self, state: RequestState, drafter: Drafter, rate: float, longest: int) -> float:
-        """Tokens per second of a request's drafts that are accepted token by token with probability
-        `rate`, at the best length up to `longest`, at least 1."""
-        batch = self._loads.get(drafter.name, 0) + (state.drafter != drafter.name)
-        step = self.draft(drafter, batch, 1)
-        tokens, survival, best = 1.0, 1.0, 0.0
-        for length, verify in enumerate(self.verify(longest)):
-            if length:
-                survival *= rate
-                tokens += survival
-                best = max(best, tokens / (verify + length * step) if verify else tokens)
-        return best
-
     def reading(self, state: RequestState, drafter: Drafter) -> float:
         """Seconds of a switch to a drafter (c in Spin's eq. 6): it has to read the text first, and
         the longer that is the longer it takes. Inside a step all others wait for it."""
-        unread = state.num_known_tokens - _num_read(state, drafter)
+        unread = 0 if drafter.name == state.drafter else num_unread(state, drafter)
         seconds = unread * self._estimators.times.catch_up_of(drafter.name)
         return seconds if self._view.is_beside(drafter) else seconds * self._num_requests
 
 
-def _num_read(state: RequestState, drafter: Drafter) -> int:
-    if drafter.name == state.drafter or (drafter.pool is None and not drafter.remote):
-        return state.num_known_tokens
-    kv = state.kv.get(drafter.name)
-    return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
-
-
 @dataclass(slots=True)
 class Mean:
-    """A mean and the spread around it, in which what is old can fade."""
+    """A mean in which what is old can fade."""
 
     count: float = 0.0
     total: float = 0.0
-    squares: float = 0.0
 
     def add(self, value: float) -> None:
         self.count += 1
         self.total += value
-        self.squares += value * value
 
     def fade(self, keep: float) -> None:
         """Count for less; the mean stays."""
         self.count *= keep
         self.total *= keep
-        self.squares *= keep
 
     @property
     def value(self) -> float:
         return self.total / self.count
 
-    @property
-    def variance(self) -> float:
-        return max(0.0, self.squares / self.count - self.value**2)
-
 
 class ObservedGoodput:
     """Tokens per second of the rounds that were seen (r in the paper): of every request with each
-    model, and of every model over all requests.
-
-    Every round makes ALL that is known count for less, whichever drafter it had (a discounted
-    bandit; Garivier and Moulines, 2008): a mean of a choice that nobody makes any more is old, and
-    must not be held against it for ever. What has faded away is forgotten. fades: or nothing does,
-    and means are of everything.
-    """
+    model, and of every model over all requests. Every round makes ALL that is known count for less
+    (a discounted bandit; Garivier and Moulines, 2008), so that old means are not held against a
+    choice for ever. fades: or nothing does."""
 
     def __init__(self, fades: bool = True) -> None:
         self._fades = fades
@@ -150,7 +115,7 @@ class ObservedGoodput:
         """Take in a step. Rounds count for the drafter that the request had, drafts or not; those
         that only end a prompt, or that have lost their drafter, for none."""
         batches = Counter(o.state.drafter for o in outcomes if o.state.drafter is not None)
-        times = RoundTimes(view, len(outcomes), batches)
+        times = RoundTimes(view, len(outcomes))
         decoding = [o for o in outcomes if o.state.num_output_tokens > len(o.verdict.token_ids)]
         if self._fades:
             _fade(self.by_model, _DECAY ** len(decoding))
@@ -170,14 +135,10 @@ class ObservedGoodput:
         if state.status is not Status.FINISHED:
             self._by_request[state.request.id].setdefault(model, Mean()).add(goodput)
 
-    def of(self, request_id: str) -> Mapping[str, Mean]:
-        """What a request has seen, by model."""
-        return self._by_request.get(request_id, {})
-
     def estimate(self, request_id: str, model: str) -> float:
         """g̃ of a request and a model: the mean of its own rounds, or where it has none that of all
         requests; 0 where nobody has any."""
-        mean = self.of(request_id).get(model) or self.by_model.get(model)
+        mean = self._by_request.get(request_id, {}).get(model) or self.by_model.get(model)
         return 0.0 if mean is None else mean.value
 
     def forget(self, request_id: str) -> None:

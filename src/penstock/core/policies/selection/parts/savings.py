@@ -1,9 +1,6 @@
-"""Seconds that drafts save requests, at what a step takes just now.
-
-A drafter saves a request, to its end, the seconds of a step without drafts, for all the tokens that
-are to come, against those of a step with its drafts over the tokens that it yields; less the
-reading of the text so far. A step's seconds are those for which all requests in it wait.
-"""
+"""Seconds that drafts save requests, to their ends, at what a step takes just now: those of a step
+without drafts for all the tokens to come, against those of a step with drafts over the tokens that
+it yields, less the reading of the text. All requests of a step wait for its seconds."""
 
 from __future__ import annotations
 
@@ -29,12 +26,9 @@ WEIGHTS = np.array([1 / 6, 2 / 3, 1 / 6])
 
 
 class Prices:
-    """What a step takes without drafts, with drafts of 1 to K tokens, and with whose.
-
-    drafters: those that would pay if nearly all that they draft were accepted; under load mostly
-    none, and then nothing more need be found out. base: seconds of a step without any draft.
-    margin: share of the time that a change must save over staying.
-    """
+    """What a step takes without drafts, with drafts of 1 to K tokens, and with whose. drafters:
+    those that would pay if nearly all that they draft were accepted. base: seconds of a step
+    without any draft. margin: share of the time that a change must save over staying."""
 
     def __init__(
         self,
@@ -100,7 +94,7 @@ class Savings:
             self._limits = np.maximum(1.0, np.array(left, dtype=np.float64) - 1)[:, None]
         shapes = [learn.acceptance.shape_of(d.name).factors[: prices.longest] for d in drafters]
         self._factors = np.array(shapes)
-        unread = [[float(s.num_known_tokens - num_read(s, d)) for d in drafters] for s in states]
+        unread = [[float(num_unread(s, d)) for d in drafters] for s in states]
         self.unread = np.array(unread)
         """[S, J] tokens of a request's text that a drafter has not read."""
         costs = [
@@ -149,12 +143,11 @@ class Savings:
         return tokens
 
 
-def num_read(state: RequestState, drafter: Drafter) -> int:
-    """Tokens of a request's text in a drafter's KV; look-up has none, and reads at once."""
+def num_unread(state: RequestState, drafter: Drafter) -> int:
+    """Tokens of a request's text that a drafter has to read; look-up reads at once."""
     if drafter.pool is None and not drafter.remote:
-        return state.num_known_tokens
-    kv = state.kv.get(drafter.name)
-    return 0 if kv is None else min(kv.num_computed_tokens, state.num_known_tokens)
+        return 0
+    return max(0, state.num_unread(drafter.name))
 
 
 def _shares(

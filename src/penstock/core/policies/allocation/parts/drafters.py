@@ -1,10 +1,23 @@
-"""What is not used is not forgotten for good: estimates age, so that it is tried again."""
+"""What a drafter has to read before it can draft, and what becomes of what is not used."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 from penstock.core.view import DraftCandidate, View
+
+_STEP_TOKENS = 2
+"""Tokens that a drafter has not read after a round: they are part of its first step."""
+
+
+def reading_seconds(candidate: DraftCandidate, view: View) -> float:
+    """Until the candidate's drafter has read what it has not of the request, beyond what is part of
+    drafting; 0 while that was not measured."""
+    state, drafter = candidate.state, candidate.drafter
+    per_token = view.learn.times.catch_up_of(drafter)
+    if not per_token:
+        return 0.0
+    return max(0, state.num_unread(drafter) - _STEP_TOKENS) * per_token
 
 
 def fade_unused(
